@@ -7,8 +7,8 @@
 
 Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and contents),
 text and JSONL also as .gz or .zst. Killed at any moment and started again with the same command, it continues.
-Many machines share the work by --part=0/N to --part=N-1/N and a --merge at the end, or by --engine=ray. See
-docs/data.md.
+Many machines share the work by --part=0/N to --part=N-1/N, and then the command without --part, or by --engine=ray.
+See docs/data.md.
 """
 
 import argparse
@@ -77,7 +77,6 @@ def parse() -> argparse.Namespace:
         "--part", metavar="I/N",
         help="do the I-th of N equal parts of the work, counted from 0",
     )
-    add("--merge", action="store_true", help="finish --out after all parts; give the parts' other options too")
     add(
         "--verify", nargs="?", const=OF_OUT, metavar="DIR",
         help="check this prepared directory (by default --out's) against its manifest and do nothing else",
@@ -88,8 +87,6 @@ def parse() -> argparse.Namespace:
         if not args.out:
             raise UserError("--verify needs a directory: --verify=DIR, or --verify --out=DIR")
         args.verify = args.out
-    if args.merge and args.part is not None:
-        raise UserError("--merge comes after all parts; omit --part")
     return args
 
 
@@ -109,17 +106,17 @@ def make(args: argparse.Namespace) -> int:
         skip_bad=args.skip_bad,
         part_bytes=args.part_mib << 20,
     )
-    processes = args.processes or 0
-    if args.merge:
-        manifest, was_complete = prepare.merge(options, args.out)
-    elif args.part is not None:
-        return make_part(options, args)
-    else:
-        with Display("") as display:
-            manifest, was_complete = prepare.prepare(options, args.out, processes, display.tell, args.engine)
+    part = None if args.part is None else parse_part(args.part)
+    with Display("" if part is None else f"part {args.part}: ") as display:
+        manifest, was_complete = prepare.prepare(
+            options, args.out, args.processes or 0, display.tell, args.engine, part
+        )
     if was_complete:
         print(f"{inputs.shown(args.out)} is complete already: nothing to do")
-    summarise(manifest, args.out)
+    if manifest is None:
+        print(f"part {args.part} is done: next the other parts, then the same command without --part")
+    else:
+        summarise(manifest, args.out)
     return 0
 
 
@@ -129,20 +126,6 @@ def parse_part(text: str) -> tuple[int, int]:
     if not found or not int(found[1]) < int(found[2]):
         raise UserError(f"--part={shown(text)} is no part: give I/N, from 0/N to N-1/N")
     return int(found[1]), int(found[2])
-
-
-def make_part(options: prepare.Options, args: argparse.Namespace) -> int:
-    """Do one part of the tasks and print a summary."""
-    index, count = parse_part(args.part)
-    part = f"{index}/{count}"
-    with Display(f"part {part}: ") as display:
-        made = prepare.prepare_part(options, args.out, (index, count), args.processes or 0, display.tell, args.engine)
-    if made is None:
-        print(f"{inputs.shown(args.out)} is complete already: nothing to do")
-        return 0
-    print(f"part {part}  {made[0]:,} of {made[1]:,} tasks")
-    print("next      the other parts, then the same command with --merge instead of --part")
-    return 0
 
 
 class Display:

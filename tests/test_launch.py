@@ -307,12 +307,12 @@ def parsed(monkeypatch, arguments):
     return prepare_data.parse()
 
 
-def test_parts_and_merge_under_kubernetes_are_one_preparation(monkeypatch):
+def test_parts_and_the_last_job_under_kubernetes_are_one_preparation(monkeypatch):
     jobset = yaml.safe_load((LAUNCH / "prepare.yaml").read_text())
-    parts, merge = jobset["spec"]["replicatedJobs"]
-    assert merge["dependsOn"] == [{"name": parts["name"], "status": "Complete"}]
+    parts, last = jobset["spec"]["replicatedJobs"]
+    assert last["dependsOn"] == [{"name": parts["name"], "status": "Complete"}]
     commands = []
-    for job in (parts, merge):
+    for job in (parts, last):
         spec = job["template"]["spec"]
         (container,) = spec["template"]["spec"]["containers"]
         (rule,) = spec["podFailurePolicy"]["rules"]
@@ -322,7 +322,7 @@ def test_parts_and_merge_under_kubernetes_are_one_preparation(monkeypatch):
         volumes = {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
         commands.append((container["command"][3:], container.get("env")))
-    (of_part, (variable,)), (of_merge, _) = commands
+    (of_part, (variable,)), (of_last, _) = commands
     spec = parts["template"]["spec"]
     assert spec["completionMode"] == "Indexed" and spec["parallelism"] <= spec["completions"]
     found = []
@@ -330,8 +330,8 @@ def test_parts_and_merge_under_kubernetes_are_one_preparation(monkeypatch):
         given = [word.replace(f"$({variable['name']})", str(index)) for word in of_part]
         found.append(prepare_data.parse_part(parsed(monkeypatch, given).part))
     assert found == [(index, spec["completions"]) for index in range(spec["completions"])]
-    a, b = vars(parsed(monkeypatch, of_part)), vars(parsed(monkeypatch, of_merge))
-    assert {name for name in a if a[name] != b[name]} == {"part", "merge", "processes"} and b["merge"]
+    a, b = vars(parsed(monkeypatch, of_part)), vars(parsed(monkeypatch, of_last))
+    assert {name for name in a if a[name] != b[name]} == {"part", "processes"} and b["part"] is None
     limit = parts["template"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
     assert a["processes"] == int(limit)
 
@@ -339,7 +339,7 @@ def test_parts_and_merge_under_kubernetes_are_one_preparation(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "step"),
     [
-        ({}, "--merge"),
+        ({}, None),
         ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "64"}, "--part=3/64"),
         ({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "2", "PARTS": "64"}, "--part=7/64"),
     ],
@@ -347,7 +347,14 @@ def test_parts_and_merge_under_kubernetes_are_one_preparation(monkeypatch):
 def test_slurm_gives_each_task_of_an_array_its_part(tmp_path, monkeypatch, variables, step):
     given, code, asked = batch("prepare.sbatch", tmp_path, "--input=a b/**", "--out=o", **variables)
     given = [word for word in given if not word.startswith("OMP_")]
-    assert given == ["-m", "experiments.prepare_data", "--input=a b/**", "--out=o", step, "--processes=128"]
+    assert given == [
+        "-m",
+        "experiments.prepare_data",
+        "--input=a b/**",
+        "--out=o",
+        *([step] if step else []),
+        "--processes=128",
+    ]
     assert (code, asked) == (0, "")
     assert parsed(monkeypatch, given[2:]).processes == 128
 

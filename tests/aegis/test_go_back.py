@@ -37,8 +37,8 @@ def went_back(workdir, out):
     assert [(line["step"], line["data/left_out"]) for line in found if "data/left_out" in line] == [(61, 17)]
     assert max(line["loss"] for line in found[60:]) < 3  # without the noise
     meta = read_meta(workdir, 90)
-    assert meta["data"]["left_out"] == [[60, 17]] and meta["decisions"] == [made]
-    assert "left_out" not in read_meta(workdir, 60)["data"] and "decisions" not in read_meta(workdir, 60)
+    assert meta["data"]["passed_over"] == [[60, 17]] and meta["decisions"] == [made]
+    assert "passed_over" not in read_meta(workdir, 60)["data"] and "decisions" not in read_meta(workdir, 60)
 
 
 def test_it_goes_back_before_the_noise_and_on_without_it(run, tmp_path, capsys):

@@ -107,7 +107,7 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, "part of type 'image_url'"),
         ({"role": "user", "content": [{"type": "image"}]}, "part of type 'image'"),
-        ({"role": "user", "content": [3]}, "a part whose text is none"),
+        ({"role": "user", "content": [3]}, "a part of type 'text'"),
         ({"role": "user", "content": 3}, "text or lists of parts, not int"),
         ({"role": "user", "content": None}, r"needs content, this one has content \(NoneType\), role"),
         ({"role": ["user"], "content": "a"}, "needs a role as text"),

@@ -45,7 +45,7 @@ def test_a_damaged_file_is_named_and_counted(tmp_path, size):
     (path,) = (tmp_path / "set").glob("*.arrow")
     path.write_bytes(path.read_bytes()[:size])
     (tmp_path / "set" / "u.txt").write_text("sound")
-    with pytest.raises(UserError, match=r"\.arrow is damaged: .*also with --skip_bad added"):
+    with pytest.raises(UserError, match=r"\.arrow, row group 0 is damaged: .*also with --skip_bad added"):
         here(Options([str(tmp_path / "set")]), tmp_path / "strict")
     manifest, _ = here(Options([str(tmp_path / "set")], skip_bad=True, held_out=0.0), tmp_path / "out")
     assert manifest["left_out"]["bad"] == 1
@@ -66,9 +66,8 @@ def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkey
     here(options, tmp_path / "whole")
     assert texts_of(tmp_path / "whole") == sorted(TEXTS)
     for index in (1, 0):
-        done = prepare.prepare_part(options, str(tmp_path / "parts"), (index, 2), 1, lambda _: None)
-        assert done == (2, 4)
-    prepare.merge(options, str(tmp_path / "parts"))
+        prepare.prepare(options, str(tmp_path / "parts"), 1, lambda _: None, part=(index, 2))
+    here(options, tmp_path / "parts")
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
     def broken(self, num_shards, index):

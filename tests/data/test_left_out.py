@@ -11,7 +11,7 @@ from data_helpers import assert_same, in_memory
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.config import Phase
+from zaya_jax.config import Phase, UserError
 from zaya_jax.data import pipeline, tokenizers
 
 TOK = tokenizers.load("bytes")
@@ -84,10 +84,17 @@ def after(settings, ranges, begin, count):
 
 
 def test_what_would_have_come_later_comes_now():
-    whole = take(stream(config()), 30)
-    assert_same(after(config(), [[7, 5]], 0, 20), [*whole[:7], *whole[12:25]])
-    assert_same(after(config(), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]])
-    assert_same(after(config(), [[7, 5], [6, 6]], 6, 10), whole[17:27])  # at step 12 it had come to the 17th
+    alone = {"mixture": ("c=1",)}
+    whole = take(stream(config(**alone)), 30)
+    assert_same(after(config(**alone), [[7, 5]], 0, 20), [*whole[:7], *whole[12:25]])
+    assert_same(after(config(**alone), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]])
+    assert_same(after(config(**alone), [[7, 5], [6, 6]], 6, 10), whole[17:27])  # at step 12 it had come to the 17th
+
+
+def test_a_state_of_the_rule_that_moved_the_mixtures_table_is_refused():
+    _, state = stopped(config(), 6)
+    with pytest.raises(UserError, match="another order"):
+        stream(config()).set_state(state | {"left_out": [[3, 2]]})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -130,8 +137,8 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
     once.leave_out(ranges)
     for step in range(plan.total_steps):
         state = json.loads(json.dumps(once.get_state()))
-        assert state.get("left_out", []) == (ranges if step > 3 else [])
-        if step <= 3:  # before it went back, checkpoints are unchanged
+        assert state.get("passed_over", []) == (ranges if step > 3 else [])
+        if step <= 3:  # before it went back, a checkpoint is what it was
             assert state == stopped(settings, step)[1]
         again = stream(settings)
         assert again.set_state(state) == ""

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -58,11 +57,7 @@ def options_for(source, **changed):
 
 
 def part(options, out, index, count, engine="processes"):
-    return prepare.prepare_part(options, str(out), (index, count), 1, lambda _: None, engine)
-
-
-def merge(options, out):
-    return prepare.merge(options, str(out))
+    return prepare.prepare(options, str(out), 1, lambda _: None, engine, (index, count))[1]
 
 
 @pytest.fixture
@@ -77,15 +72,13 @@ def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, sourc
     out, options = tmp_path / "out put ö", options_for(source)
     order = [*range(count), random.Random(count).randrange(count)]
     random.Random(count).shuffle(order)
-    made = [part(options, out, index, count) for index in order]
-    manifest, was_there = merge(options, out)
+    assert not any(part(options, out, index, count) for index in order)
+    manifest, was_there = here(options, out)
     assert contents(out) == whole and not was_there
     assert storage.verify(str(out)) == []
-    once = dict(zip(order, made, strict=True)).values()
     assert all(manifest["left_out"][name] > 0 for name in ("bad", "not_text", "empty"))
-    assert sum(mine for mine, _ in once) == made[0][1] > 11
-    assert merge(options, out) == (manifest, True)
-    assert part(options, out, 0, count) is None
+    assert here(options, out) == (manifest, True)
+    assert part(options, out, 0, count)  # there already
     assert contents(out) == whole
 
 
@@ -98,7 +91,7 @@ def test_machines_of_other_counts_and_one_alone_share_a_preparation(tmp_path, so
     here(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "one file")
     part(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "9 parts", 8, 9)  # that has no task
     part(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "9 parts", 0, 9)
-    merge(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "9 parts")
+    here(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "9 parts")
     assert contents(tmp_path / "9 parts") == contents(tmp_path / "one file")
 
 
@@ -141,7 +134,7 @@ def test_killed_at_any_moment_it_is_run_again(tmp_path, source, monkeypatch, ste
             return
         part(options, out, 1, 2)
         part(options, out, 0, 2)
-        merge(options, out)
+        here(options, out)
 
     with monkeypatch.context() as patch:
         moments = dying_at(patch, 0)
@@ -174,29 +167,8 @@ def test_two_of_the_same_part_at_once_give_the_same(tmp_path, source, whole):
     for twin in twins:
         twin.join()
     assert not failed
-    merge(options, tmp_path / "out")
+    here(options, tmp_path / "out")
     assert contents(tmp_path / "out") == whole
-
-
-def test_a_merge_names_the_parts_that_are_missing_and_the_way_out(tmp_path, source, whole):
-    options, out = options_for(source), tmp_path / "out"
-    with pytest.raises(UserError, match="holds no parts: run the same command with --part"):
-        merge(options, out)
-    assert not out.exists()
-    for index in (0, 2):
-        part(options, out, index, 4)
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"lacks 10 of 21 tasks: 1 \(missing\), .* part n mod N: run"):
-            merge(options, out)
-    for index in (1, 3):
-        part(options, out, index, 4)
-    victim = sorted(out.glob("train-*.tokens"))[3]
-    victim.unlink()
-    with pytest.raises(UserError, match=rf"lacks 1 of .* (\d+) \(without its shard {victim.name}\)") as refused:
-        merge(options, out)
-    part(options, out, int(re.search(r"tasks: (\d+)", str(refused.value))[1]) % 4, 4)
-    merge(options, out)
-    assert contents(out) == whole
 
 
 @pytest.mark.parametrize(("word", "value"), [("held_out", 0.5), ("tokenizer", "other"), ("part_bytes", 7000)])
@@ -205,12 +177,12 @@ def test_other_options_are_refused_by_name(tmp_path, source, whole, word, value)
     tokenizers.train_bpe(["some text"], 263).save(tmp_path / "other")
     other = options_for(source, **{word: str(tmp_path / value) if word == "tokenizer" else value})
     part(options, out, 0, 2)
-    doings = (lambda: part(other, out, 1, 2), lambda: merge(other, out), lambda: here(other, out))
+    doings = (lambda: part(other, out, 1, 2), lambda: here(other, out))
     for refused in doings:
         with pytest.raises(UserError, match=f"begun with other {word}; repeat the first command"):
             refused()
     part(options, out, 1, 2)
-    merge(options, out)
+    here(options, out)
     assert contents(out) == whole
     for refused in doings:
         with pytest.raises(UserError, match="is complete, from other input or options"):
@@ -229,7 +201,7 @@ def test_input_that_changes_between_parts_is_named(tmp_path, source, change):
     options, out = options_for(source), tmp_path / "out"
     part(options, out, 0, 2)
     change(source / "b.jsonl.gz")
-    for refused in (lambda: part(options, out, 1, 2), lambda: merge(options, out)):
+    for refused in (lambda: part(options, out, 1, 2), lambda: here(options, out)):
         with pytest.raises(UserError, match=r"begun with other input files \(.*(aa\.txt|b\.jsonl\.gz) was"):
             refused()
 
@@ -255,10 +227,8 @@ def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, sourc
     record = json.loads(path.read_text())
     record["made"][which] = "other"
     path.write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"tasks: 4 \(made with other .*without --merge"):
-        merge(options, out)
-    part(options, out, 1, 3)
-    merge(options, out)
+    sorted(out.glob("train-*.tokens"))[3].unlink()  # and a shard that is gone
+    here(options, out)
     assert contents(out) == whole
 
 
@@ -273,14 +243,14 @@ def test_a_worker_with_another_library_writes_nothing(tmp_path, source, monkeypa
     assert not list((tmp_path / "out").glob("*.tokens"))
 
 
-def test_what_is_skipped_needs_leave_in_parts_and_merge(tmp_path, source, whole):
+def test_what_is_skipped_needs_leave_each_time(tmp_path, source, whole):
     strict, lenient, out = options_for(source, skip_bad=False), options_for(source), tmp_path / "out"
     with pytest.raises(UserError, match=r"not a JSON object.*the same command goes on from there, also"):
         part(strict, out, 0, 1)
     part(lenient, out, 0, 1)
-    with pytest.raises(UserError, match="made with --skip_bad, and something was skipped: give --skip_bad here too"):
-        merge(strict, out)
-    merge(lenient, out)
+    with pytest.raises(UserError, match="not a JSON object"):
+        here(strict, out)
+    here(lenient, out)
     assert contents(out) == whole
     (tmp_path / "sound").mkdir()
     (tmp_path / "sound" / "a.jsonl").write_bytes(jsonl({"text": f"text {i}"} for i in range(500)))
@@ -288,7 +258,7 @@ def test_what_is_skipped_needs_leave_in_parts_and_merge(tmp_path, source, whole)
     here(strict, tmp_path / "whole strict")
     for index, options in enumerate((lenient, strict)):
         part(options, tmp_path / "mixed", index, 2)
-    merge(strict, tmp_path / "mixed")
+    here(strict, tmp_path / "mixed")
     assert contents(tmp_path / "mixed") == contents(tmp_path / "whole strict")
 
 
@@ -310,7 +280,7 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_done(tmp_path, source, whol
     assert before and not list(out.rglob("*.partial-*"))
     part(options, out, 0, 1)
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())
-    merge(options, out)
+    here(options, out)
     assert contents(out) == whole
 
 
@@ -330,7 +300,7 @@ def test_what_datatrove_writes_is_taken(tmp_path, kind):
     options = Options([str(DATATROVE / kind)])
     for index in range(2):
         part(options, tmp_path / "out", index, 2)
-    manifest, _ = merge(options, tmp_path / "out")
+    manifest, _ = here(options, tmp_path / "out")
     wanted = [f"Document {i} of rank {rank}: größer als zuvor.\nSecond line." for rank in "01" for i in range(12)]
     assert texts_of(tmp_path / "out") == sorted(wanted)
     assert (manifest["left_out"]["bad"], manifest["left_out"]["empty"]) == (0, 0)
@@ -359,11 +329,8 @@ def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
         time.sleep(0.005)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    assert "part 1/2  6 of 12 tasks" in second.communicate(timeout=100)[0] and second.returncode == 0
-    refused = subprocess.run(program(source, out, "--merge"), capture_output=True, text=True, timeout=100)
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "lacks" in refused.stderr
-    assert subprocess.run(program(source, out, "--part=0/2", "--processes=1"), timeout=100).returncode == 0
-    done = subprocess.run(program(source, out, "--merge"), capture_output=True, text=True, timeout=100)
+    assert "part 1/2 is done" in second.communicate(timeout=100)[0] and second.returncode == 0
+    done = subprocess.run(program(source, out, "--processes=1"), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "left out  6 bad records" in done.stdout
     assert contents(out) == contents(tmp_path / "whole")
     verify = [sys.executable, "-m", "experiments.prepare_data", f"--verify={out}"]
@@ -381,5 +348,5 @@ def test_a_bpe_is_trained_by_the_first_and_the_same_as_one_machine_s(tmp_path, s
     here(options, tmp_path / "whole")
     for index in (1, 0):
         part(options, tmp_path / "out", index, 2)
-    merge(options, tmp_path / "out")
+    here(options, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

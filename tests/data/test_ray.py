@@ -23,7 +23,7 @@ def test_without_ray_the_way_out_is_said(monkeypatch, tmp_path, source):
     options, nothing = Options([str(source)]), lambda _: None
     for do in (
         lambda: by_ray(options, tmp_path / "out"),
-        lambda: prepare.prepare_part(options, str(tmp_path / "out"), (0, 2), 1, nothing, "ray"),
+        lambda: prepare.prepare(options, str(tmp_path / "out"), 1, nothing, "ray", (0, 2)),
     ):
         with pytest.raises(UserError, match=r"--engine=ray needs Ray.*pip install ray"):
             do()

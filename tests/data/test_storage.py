@@ -228,7 +228,7 @@ def test_the_same_input_prepared_twice_is_the_same_data(prepare_text, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["local", "memory"])
-@pytest.mark.parametrize("what", ["tokenizer", "other tokenizer", "sources", "no sources", "grown", "extra", "table"])
+@pytest.mark.parametrize("what", ["tokenizer", "other tokenizer", "grown", "extra", "table"])
 def test_verifying_names_it(directory, what, where):
     tokenizer = directory / "tokenizer" / "zaya_tokenizer.json"
     shard = directory / Prepared(str(directory)).file(0)
@@ -236,10 +236,6 @@ def test_verifying_names_it(directory, what, where):
         tokenizer.unlink()
     elif what == "other tokenizer":
         tokenizers.train_bpe(["some text " * 50], 265).save(directory / "tokenizer")
-    elif what == "sources":
-        damage(directory / "sources.jsonl", 3)
-    elif what == "no sources":
-        (directory / "sources.jsonl").unlink()
     elif what == "grown":
         shard.write_bytes(shard.read_bytes() + b"x" * 70)
     elif what == "extra":

@@ -59,7 +59,7 @@ def read(messages: Any) -> list[Message]:
     Content is a text, or a list of parts of text; the reasoning stands inside it or in a field of its own.
     """
     if not isinstance(messages, list) or not messages:
-        raise BadChat(f"a conversation is a list of turns, not {_kind(messages)}")
+        raise BadChat(f"a conversation is a list of turns, not {type(messages).__name__}")
     found = [_message(message) for message in messages]
     if not any(message.answer for message in found):
         raise BadChat("a conversation without an answer (a turn of role assistant) teaches nothing")
@@ -207,7 +207,7 @@ def _without(turn: Turn) -> Turn:
 
 def _message(given: Any) -> Message:
     if not isinstance(given, dict):
-        raise BadChat(f"a turn is an object with role and content, not {_kind(given)}")
+        raise BadChat(f"a turn is an object with role and content, not {type(given).__name__}")
     role = given.get("role") or given.get("from")
     role = role.strip() if isinstance(role, str) else None
     if not role:
@@ -220,7 +220,7 @@ def _message(given: Any) -> Message:
         raise BadChat(f"a turn needs content, this one has {_fields(given)}")
     reasoning, text = _text(content, role)
     if field is not None:
-        reasoning = "".join(_text(field, "")) if isinstance(field, (str, list)) else _no_text(field)
+        reasoning = "".join(_text(field, ""))
     message = Message(_spelt(role), "", text)
     if message.answer and not reasoning:
         found = _THINK.match(text)
@@ -249,7 +249,7 @@ def _text(content: Any, role: str) -> tuple[str, str]:
     if isinstance(content, dict) and role.lower() in RESULT_ROLES:
         return "", _json(content)
     if not isinstance(content, list):
-        _no_text(content)
+        raise BadChat(f"a turn's content and reasoning are text or lists of parts, not {type(content).__name__}")
     reasoning, text = "", ""
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
@@ -259,8 +259,7 @@ def _text(content: Any, role: str) -> tuple[str, str]:
         elif kind in TEXT_PARTS and (held is None or isinstance(held, str)):
             text += held or ""
         else:
-            what = "whose text is none" if kind in TEXT_PARTS else f"of type {ascii(kind)[:40]}"
-            raise BadChat(f"a turn has a part {what}, and only parts of text can be learnt")
+            raise BadChat(f"a turn has a part of type {ascii(kind)[:40]}, and only parts of text can be learnt")
     return reasoning, text
 
 
@@ -268,7 +267,7 @@ def _calls(given: dict[str, Any]) -> list[str]:
     """The calls of tools in a turn, each as the text that the model writes."""
     calls = given.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise BadChat(f"tool_calls is a list of calls, not {_kind(calls)}")
+        raise BadChat(f"tool_calls is a list of calls, not {type(calls).__name__}")
     if given.get("function_call"):
         calls = [*calls, given["function_call"]]
     return [_call(call) for call in calls if call]
@@ -290,14 +289,6 @@ def _json(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, default=str)  # Parquet has types that JSON has not
     except RecursionError:
         raise BadChat("a tool's JSON is nested too deep to be written") from None
-
-
-def _no_text(content: Any) -> str:
-    raise BadChat(f"a turn's content and reasoning are text or lists of parts, not {_kind(content)}")
-
-
-def _kind(value: Any) -> str:
-    return "an empty list" if value == [] else type(value).__name__
 
 
 def _fields(value: Any) -> str:

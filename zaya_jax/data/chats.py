@@ -10,8 +10,6 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
-import numpy as np
-
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, inputs, sources
 from zaya_jax.data.sources import Bundle
@@ -33,27 +31,17 @@ class Chats:
     counts: chat.Counts
     tokenizer: Tokenizer
 
-    def split(self, last: bytes) -> "Split":
-        """Those to learn and those held out, whose hashes are `last` and below."""
+    def split(self, last: bytes) -> tuple[Bundle, Bundle, str]:
+        """(those to learn, those held out, whose hashes are `last` and below, a note on how they were fitted)."""
         sides = [
             [d for key, held in self.documents.items() if (key <= last) == out for d in held] for out in (False, True)
         ]
-        learnt, of = (sum(int(np.sum(f(d))) for side in sides for d in side) for f in (_learnt, _length))
+        train, held_out = (_bundle(side, self.tokenizer) for side in sides)
         said = (
             f"{self.path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out ({self.counts}); "
-            f"{learnt:,} of {of:,} tokens are answers"
+            f"{train.learn.sum() + held_out.learn.sum():,} of {len(train) + len(held_out):,} tokens are answers"
         )
-        train, held_out = (_bundle(side, self.tokenizer) for side in sides)
-        return Split(train, held_out, said)
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The chats of a path as tokens."""
-
-    train: Bundle
-    held_out: Bundle
-    said: str  # how many there are, and how they were fitted to the context
+        return train, held_out, said
 
 
 def last_held_out(found: Iterable[Chats]) -> bytes:
@@ -123,22 +111,8 @@ def whole(path: str, tokenizer: Tokenizer, context: int) -> tuple[Bundle, str]:
     return _bundle(found, tokenizer), f"{path}: {len(found):,} chats to evaluate on ({read_here.counts})"
 
 
-def _learnt(document: Document) -> int:
-    assert document.learn is not None  # a chat's never is
-    return int(document.learn.sum())
-
-
-def _length(document: Document) -> int:
-    return len(document.tokens)
-
-
 def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
-    """One after another, each with its answers to be learnt."""
-    starts = np.zeros(sum(map(_length, documents)), bool)
-    starts[np.cumsum([0, *map(_length, documents)])[:-1]] = True
-    tokens = np.concatenate([np.empty(0, tokenizer.dtype), *(d.tokens for d in documents)])
-    learn = np.concatenate([np.empty(0, bool), *(d.learn for d in documents)])
-    return sources.with_targets(tokens, starts, learn)
+    return sources.concatenate([d.tokens for d in documents], tokenizer, [d.learn for d in documents])  # type: ignore
 
 
 def are_here(path: str) -> bool:

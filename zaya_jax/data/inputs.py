@@ -84,27 +84,20 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
     of them names nothing.
     """
     found: list[pathlib.Path] = []
-    again: list[pathlib.Path] = []
     written = os.path.join(os.path.realpath(out), "")
     streamed: list[str] = []
     for pattern in patterns:
         if pattern.startswith(hub.PREFIX):
             streamed += hub.shards(pattern)
             continue
-        if "://" in pattern:
-            raise UserError(f"--input={pattern} is a URL; copy the files here and give their paths")
-        here, others = sources.find(pattern)
-        here = [p for p in here if not os.path.realpath(p).startswith(written)]
+        here = [p for p in sources.find(pattern) if not os.path.realpath(p).startswith(written)]
         if any(kind_of(p.name) == "arrow" for p in here):
             here = [p for p in here if p.name not in BESIDE_ARROW]
         if not here:
             raise UserError(f"--input={pattern} names no file; give paths, directories or globs (quoted)")
         sources.refuse_shards(here, f"--input={pattern}", "give a directory without it")
         found += here
-        again += others
-    found, more = sources.once(found)
-    sources.say_again("--input", again + more)
-    return [*sorted(map(str, found)), *streamed]
+    return [*sorted(map(str, sources.once(found))), *streamed]
 
 
 def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool = False) -> list[list[InputRange]]:
@@ -141,11 +134,13 @@ def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
         elif part.kind == "jsonl":
             yield from _jsonl(part, text_field)
         elif part.kind == "arrow":
-            yield from _arrow(part, text_field)
+            yield from _group(part, _arrow_rows(part.path), 0, text_field)
         elif part.kind == "hub":
             yield from _group(part, hub.rows(part.path), 0, text_field)
         else:
             yield from _parquet(part, text_field)
+    except BadInput as error:
+        yield error
     except DAMAGE as error:
         yield BadInput(f"cannot read {part}: {one_line(error)}")
 
@@ -209,36 +204,30 @@ class _Zstandard(io.RawIOBase):
     """A zstd file as a stream that, unlike the library's own, takes a truncated frame for an error."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
-        self._blocks, self._ready = _zstd_blocks(file), memoryview(b"")
+        self._file, self._frame, self._raw, self._ready = file, None, b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
-        self._ready = self._ready or next(self._blocks, self._ready)
+        import zstandard
+
+        while not self._ready:
+            self._raw = self._raw or self._file.read(64 << 10)  # damage costs no more than that before it
+            if not self._raw:
+                if self._frame:
+                    raise EOFError("the last zstd frame is truncated")
+                return 0
+            # Windows of `zstd --long=31`: 2 GiB, where the library's own bound is 128 MiB.
+            frame: Any = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            try:
+                self._ready = memoryview(frame.decompress(self._raw))
+            except zstandard.ZstdError as error:
+                raise OSError(f"damaged zstd data ({error})") from None
+            self._raw, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size
-
-
-def _zstd_blocks(file: io.BufferedIOBase) -> Iterator[memoryview]:
-    """The content of all frames of a zstd file, in blocks that are not empty."""
-    import zstandard
-
-    frame: Any = None
-    while raw := file.read(64 << 10):  # damage costs no more than that before it
-        while raw:
-            # Windows of `zstd --long=31`: 2 GiB, where the library's own bound is 128 MiB.
-            frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                block = frame.decompress(raw)
-            except zstandard.ZstdError as error:
-                raise OSError(f"damaged zstd data ({error})") from None
-            if block:
-                yield memoryview(block)
-            raw, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame:
-        raise EOFError("the last zstd frame is truncated")
 
 
 def _text(part: InputRange) -> Iterator[Sample | BadInput]:
@@ -317,54 +306,44 @@ def _open_parquet(path: str) -> Any:
 
 
 def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
+    with _open_parquet(part.path) as file:
+        names = file.schema_arrow.names
+        if not any(field in names for field in (text_field, *CHAT_FIELDS)):
+            if part.start:  # it is the file's, and counts once
+                return
+            held = ascii(", ".join(names[:8]))[1:-1][:200]
+            raise BadInput(f"{part} has columns {held}, but {_wanted(text_field)}")
+        columns = [c for c in (text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS) if c in names]
+        for group in range(part.start, part.stop):
+            batches = file.iter_batches(256, [group], columns)
+            yield from _group(part, (row for batch in batches for row in batch.to_pylist()), group, text_field)
+
+
+def _arrow_rows(path: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file of `datasets.save_to_disk`: a stream of record batches."""
     import pyarrow
 
-    try:
-        with _open_parquet(part.path) as file:
-            names = file.schema_arrow.names
-            if not any(field in names for field in (text_field, *CHAT_FIELDS)):
-                if part.start:  # it is the file's, and counts once
-                    return
-                held = ascii(", ".join(names[:8]))[1:-1][:200]
-                raise BadInput(f"{part} has columns {held}, but {_wanted(text_field)}")
-            columns = [c for c in (text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS) if c in names]
-            for group in range(part.start, part.stop):
-                try:
-                    batches = file.iter_batches(256, [group], columns)
-                    yield from _group(part, _records(batches), group, text_field)
-                except (*DAMAGE, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
-                    # also a value that Python cannot hold, such as a time out of range
-                    yield BadInput(f"{part}, row group {group} is damaged: {one_line(error)}")
-    except BadInput as error:
-        yield error
-    except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
-        yield BadInput(f"cannot read {part}: {one_line(error)}")
-
-
-def _arrow(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    """A file of `datasets.save_to_disk`: a stream of record batches."""
-    import pyarrow
-
-    try:
-        with pyarrow.memory_map(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
-            slices = (batch.slice(at, 256) for batch in stream for at in range(0, len(batch), 256))
-            yield from _group(part, _records(slices), 0, text_field)
-    except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
-        yield BadInput(f"{part} is damaged: {one_line(error)}")
-
-
-def _records(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    return (record for batch in batches for record in batch.to_pylist())
+    with pyarrow.memory_map(path) as file, pyarrow.ipc.open_stream(file) as stream:
+        for batch in stream:
+            yield from batch.to_pylist()
 
 
 def _group(
     part: InputRange, records: Iterable[dict[str, Any]], group: int, text_field: str
 ) -> Iterator[Sample | BadInput]:
-    for row, record in enumerate(records):
-        try:
-            yield _record(_without_nulls(record), f"{part.name}:{group}:{row}", text_field)
-        except (BadInput, chat.BadChat) as error:
-            yield BadInput(f"{part}, row {row + 1:,} of row group {group}: {error}")
+    import pyarrow
+
+    try:
+        for row, record in enumerate(records):
+            try:
+                yield _record(_without_nulls(record), f"{part.name}:{group}:{row}", text_field)
+            except (BadInput, chat.BadChat) as error:
+                yield BadInput(f"{part}, row {row + 1:,} of row group {group}: {error}")
+    except UserError:  # a stream of the hub that broke
+        raise
+    except (*DAMAGE, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
+        # also a value that Python cannot hold, such as a time out of range
+        yield BadInput(f"{part}, row group {group} is damaged: {one_line(error)}")
 
 
 def _without_nulls(value: Any) -> Any:

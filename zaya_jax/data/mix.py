@@ -5,13 +5,14 @@ stretch of steps takes entry r mod M. So every batch is as balanced as its size 
 source gave before any (step, slot) is a prefix count instead of a replay. Weights and batch size may change from
 stretch to stretch; counts add up.
 
-`leave_out` skips the rows that some steps would have taken, or have: the steps' batch sizes and weights stay where they
-are, each source goes on after the last row that it gave, and the table after its last entry.
+`leave_out` passes over the rows that some steps have taken: the steps' batch sizes, weights and entries of the table
+stay where they are, and each source goes on after the last row that it gave.
 """
 
 import bisect
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,16 +29,16 @@ class Stretch:
     first_step: int  # 0 is the run's first
     batch: int  # rows per step
     weights: tuple[float, ...]  # one for each source
-    entry: int = 0  # of the table's rows, endlessly repeated, the one that it begins with
-    left_out: tuple[int, ...] = ()  # rows that each source passes over where it begins
-    cut: bool = False  # whether it is the rest of one that something was left out of
 
 
 class Mixture:
-    """The sources of all rows of some stretches of steps that follow one another, the last without an end."""
+    """The sources of all rows of some stretches of steps that follow one another, the last without an end.
 
-    def __init__(self, stretches: list[Stretch]) -> None:
-        self.stretches = stretches
+    `passed` has, for each step that a run went back to, the rows of each source that are passed over from there on.
+    """
+
+    def __init__(self, stretches: list[Stretch], passed: Sequence[tuple[int, tuple[int, ...]]] = ()) -> None:
+        self.stretches, self._passed = stretches, tuple(passed)
         self.num_sources = len(stretches[0].weights)
         self.starts = [s.first_step for s in stretches]
         self._tables = [_table(s.weights) for s in stretches]
@@ -50,75 +51,54 @@ class Mixture:
 
     def sources(self, step: int) -> np.ndarray:
         """The source of each slot of a step's global batch."""
-        p, stretch = self.at(step)
-        rows = _entry(stretch, step) + np.arange(stretch.batch)
+        p, rows = self._rows(step)
         return self._tables[p][rows % TABLE_SIZE]
 
     def ranks(self, step: int, source: int) -> np.ndarray:
-        """For each slot of the step: how many rows the source gave before it, in all steps and slots."""
-        p, stretch = self.at(step)
-        rows = _entry(stretch, step) + np.arange(stretch.batch)
-        return self.before(step, source) + self._given(p, rows, source)
-
-    def before(self, step: int, source: int) -> int:
-        """How many rows the source gave before the stretch of this step, or has passed over until it begins."""
-        p, _ = self.at(step)
-        count = 0
-        for q, stretch in enumerate(self.stretches[: p + 1]):
-            count += stretch.left_out[source] if stretch.left_out else 0
-            if q < p:
-                count += int(self._given(q, np.int64(_entry(stretch, self.starts[q + 1])), source))
-        return count
+        """For each slot of the step: how many rows the source gave or passed over before it, in all steps and slots."""
+        p, rows = self._rows(step)
+        inside = self._count(p, rows, source) - self._count(p, rows[:1], source)
+        return self.until(step, source) + inside
 
     def until(self, step: int, source: int) -> int:
-        """How many it gave, or passed over, before this step."""
-        p, stretch = self.at(step)
-        return self.before(step, source) + int(self._given(p, np.int64(_entry(stretch, step)), source))
+        """How many rows the source gave or passed over before this step."""
+        passed = next((rows[source] for first, rows in reversed(self._passed) if first <= step), 0)
+        return self._planned(step, source) + passed
 
     def leave_out(self, first: int, stop: int) -> "Mixture":
         """From step `first` on without the rows that it and the steps after it, up to `stop`, have taken.
 
         Nothing may have been left out behind `stop` before.
         """
-        p, stretch = self.at(first)
-        left_out = np.array([self.until(stop, k) - self.until(first, k) for k in range(self.num_sources)])
-        # Of the planned stretch that the step is of: where it ends, and where its table stood at the stop.
-        later = [other for other in self.stretches[p + 1 :] if not other.cut]
-        end = min(stop, later[0].first_step) if later else stop
-        parts = [s for s in self.stretches[p:] if s.first_step <= end and (s.cut or s == stretch)]
-        if first == stretch.first_step:
-            left_out += np.array(stretch.left_out or [0] * self.num_sources)
-        rest = dataclasses.replace(
-            stretch, first_step=first, entry=_entry(parts[-1], end), left_out=tuple(left_out.tolist()),
-            cut=stretch.cut or first > stretch.first_step,
-        )  # fmt: skip
-        later = [dataclasses.replace(s, left_out=() if s.first_step <= stop else s.left_out) for s in later]
-        kept = self.stretches[: p + (first > stretch.first_step)]
-        return Mixture([*kept, rest, *later])
+        rows = tuple(self.until(stop, k) - self._planned(first, k) for k in range(self.num_sources))
+        return Mixture(self.stretches, [*(one for one in self._passed if one[0] < first), (first, rows)])
 
     def rows_of(self, source: int) -> tuple[int, int]:
         """(rows that the source has at most in a batch, and as a rule), where it has most; (0, 0) without any."""
         most = share = 0
-        for stretch, prefix in zip(self.stretches, self._prefixes, strict=True):
+        for p, (stretch, prefix) in enumerate(zip(self.stretches, self._prefixes, strict=True)):
             places = np.arange(TABLE_SIZE)
-            counts = self._count(prefix, places + stretch.batch, source) - prefix[:-1, source]
+            counts = self._count(p, places + stretch.batch, source) - prefix[:-1, source]
             most = max(most, int(counts.max()))
             share = max(share, round(stretch.batch * int(prefix[-1, source]) / TABLE_SIZE))
         return most, max(share, min(most, 1))
 
-    def _given(self, p: int, rows, source: int):
-        """How many rows of the source there are in a stretch's table from its first entry to these."""
-        first = np.int64(self.stretches[p].entry)
-        return self._count(self._prefixes[p], rows, source) - self._count(self._prefixes[p], first, source)
+    def _rows(self, step: int) -> tuple[int, np.ndarray]:
+        """(number of the step's stretch, rows of the stretch that the step takes)."""
+        p, stretch = self.at(step)
+        return p, (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
 
-    def _count(self, prefix: np.ndarray, entries, source: int) -> np.ndarray:
-        rounds, rest = np.divmod(entries, TABLE_SIZE)
-        return rounds * prefix[-1, source] + prefix[rest, source]
+    def _planned(self, step: int, source: int) -> int:
+        """How many rows the source would have given before this step if nothing had been left out."""
+        p, _ = self.at(step)
+        ends = [*self.starts[1 : p + 1], step]
+        sizes = [(end - s.first_step) * s.batch for s, end in zip(self.stretches, ends, strict=False)]
+        return sum(int(self._count(q, np.int64(size), source)) for q, size in enumerate(sizes))
 
-
-def _entry(stretch: Stretch, step: int) -> int:
-    """The entry of the table that a step of the stretch begins with."""
-    return stretch.entry + (step - stretch.first_step) * stretch.batch
+    def _count(self, p: int, rows, source: int) -> np.ndarray:
+        """How many of a stretch's first rows are of the source."""
+        rounds, rest = np.divmod(rows, TABLE_SIZE)
+        return rounds * self._prefixes[p][-1, source] + self._prefixes[p][rest, source]
 
 
 def _quotas(weights: tuple[float, ...]) -> np.ndarray:

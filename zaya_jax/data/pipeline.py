@@ -75,10 +75,6 @@ class Source:
             return numbers
         return numbers[np.lexsort((self.order.lane(numbers), numbers // self.order.num_rows))]
 
-    def fill(self, rows: pack.Rows, row_ids: np.ndarray, numbers: np.ndarray) -> None:
-        """Read the rows that come as these numbers, and put each into its place."""
-        fill(self.store, rows, row_ids, self.spans(numbers))
-
     def keep(self, share_here: float) -> None:
         """Makes room for all blocks that a process has open at a time, which reads this share of the source."""
         store = self.store
@@ -194,7 +190,7 @@ class Batches:
             numbers = source.placed(era.mixture.ranks(step, k)[everywhere == k])
             first = int(np.count_nonzero(everywhere[: slots[0]] == k))  # slots here are neighbours
             row_ids = np.flatnonzero(from_source == k)
-            source.fill(rows, row_ids, numbers[first : first + len(row_ids)])
+            fill(source.store, rows, row_ids, source.spans(numbers[first : first + len(row_ids)]))
         return pack.finish(rows, self.data.cross_documents)
 
     def source(self, era: Era, k: int) -> Source:
@@ -261,7 +257,7 @@ class Stream(Iterator[Any]):
         whole = self.batches.fingerprint(len(self.batches))  # of phases to come, too
         state = {"step": self._step, "order": order.VERSION, "fingerprint": fingerprint, "whole": whole}
         ranges = self.batches.left_out_until(self._step)
-        return state | ({"left_out": ranges} if ranges else {})
+        return state | ({"passed_over": ranges} if ranges else {})
 
     def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
         """Go on without these batches, [step, how many]: all that were ever left out of this run."""
@@ -273,26 +269,26 @@ class Stream(Iterator[Any]):
 
         Returns a note where those of later phases differ. A state from `forked` may be of other data.
         """
-        step, ranges = int(state["step"]), [list(one) for one in state.get("left_out", [])]
+        # Versions before 25 November 2026 had "left_out", of another rule.
+        if "left_out" in state or ("fingerprint" in state and state.get("order") != order.VERSION):
+            raise UserError(
+                "this checkpoint was written when data came in another order, so the run cannot go on exactly; go on "
+                "with the program that wrote it, or begin a new workdir with config.run.init_from naming this run's "
+                "folder"
+            )
+        step, ranges = int(state["step"]), [list(one) for one in state.get("passed_over", [])]
         if self.batches.left_out_until(step) != ranges:  # what comes later may have been decided already
             self.batches.leave_out(ranges)
         if "fingerprint" not in state:
             self.close()
             self._step = step
             return "note: the data begins anew, in an order of its own"
-        if state.get("order") != order.VERSION:
-            raise UserError(
-                f"this checkpoint was written when data came in another order (version {state.get('order', 1)}, this "
-                f"program has {order.VERSION}), so the run cannot go on exactly; go on with the program that wrote it, "
-                "or begin a new workdir with config.run.init_from naming this run's folder"
-            )
         expected = self.batches.fingerprint(step)
         if state.get("fingerprint") != expected:
             raise UserError(
                 f"the data is not what this run began with (fingerprint {expected}, its checkpoint has "
-                f"{state.get('fingerprint')}): corpus, tokenizer, run.seed or a key that decides "
-                f"batches differs, or a phase to come of the running one's context and packing, which share one "
-                f"order; restore them, or start a new workdir"
+                f"{state.get('fingerprint')}): corpus, tokenizer, run.seed or a key that decides batches differs, in "
+                "this or a later phase of the same context and packing; restore them, or start a new workdir"
             )
         self.close()
         self._step = step
@@ -375,5 +371,4 @@ def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
     import grain
 
     checked = config if isinstance(config, Config) else config_lib.check(config)
-    tokenizer = tokenizers.load(checked.data.tokenizer)
-    return grain.MapDataset.source(Batches(checked, tokenizer, process))
+    return grain.MapDataset.source(train_stream(checked, tokenizers.load(checked.data.tokenizer), process).batches)

@@ -1,8 +1,8 @@
 """Makes a prepared directory: input files to token shards, by one machine or many, killable at any moment.
 
 The work is a fixed list of tasks (`prepare_task`), and `manifest.json` comes last. Machines that share the work need
-nothing in common but `--out`: each does its part of the tasks, and `merge` writes the manifest. There are no locks,
-which some network file systems lack: two processes that do the same write the same.
+nothing in common but `--out`: each does its part of the tasks, and the same command without a part does what is left.
+There are no locks, which some network file systems lack: two processes that do the same write the same.
 """
 
 import collections
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,7 +25,6 @@ from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
 from zaya_jax.data.tokenizers import Tokenizer
 
-OURS = (WORK, tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER)
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
 PLAN = "plan.json"
 GOES_ON = "; finished parts stay, and the same command goes on from there"
@@ -44,168 +44,88 @@ class Progress:
 Tell = Callable[[Progress], None]
 
 
-class Preparation:
-    """A preparation in one directory: its options, the plan that follows from them, and its progress."""
-
-    def __init__(self, options: Options, out: str, engine: str = "processes") -> None:
-        if engine == "ray" and importlib.util.find_spec("ray") is None:
-            raise UserError("--engine=ray needs Ray, which is not installed: pip install ray")
-        self.options, self.out, self.engine, self.directory = options, out, engine, _directory(out)
-        self.plan = prepare_task.make_plan(options, inputs.find(options.inputs, out))
-        self.made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
-
-    def manifest(self) -> dict[str, Any] | None:
-        """The manifest where all is done; UserError where it was made of something else."""
-        if not (self.directory / tokens_lib.MANIFEST).exists():
-            return None
-        _clear(self.directory)  # what one that was killed just before the end left
-        manifest = tokens_lib.check_manifest((self.directory / tokens_lib.MANIFEST).read_bytes(), self.out)
-        if manifest["plan"] != tokens_lib.manifest_hash(self.plan):
-            raise UserError(f"--out={self.out} is complete, from other input or options; give another directory")
-        return manifest
-
-    def work(self) -> tuple[list[Task], Job, Tokenizer]:
-        """All tasks, and what they share; the first process puts the tokenizer there."""
-        tasks = prepare_task.tasks_of(self.plan)
-        tokenizer = _tokenizer(self.options, self.directory, tasks)
-        return tasks, prepare_task.make_job(self.directory, self.options, self.plan, tokenizer), tokenizer
-
-    @contextlib.contextmanager
-    def failing(self, alone: bool = True) -> Iterator[None]:
-        """Turns a failure into one line that says how to go on.
-
-        Nothing stays of a machine that works alone and has finished no task.
-        """
-        try:
-            try:
-                yield
-            except BaseException:
-                if alone and not any((self.directory / WORK).glob("task-*.json")):
-                    self._leave_nothing()
-                raise
-        except inputs.BadInput as error:
-            raise UserError(f"{error}{GOES_ON}, also with --skip_bad added") from None
-        except OSError as error:  # reading input raises BadInput, so this was written
-            raise StorageError(f"--out={self.out} cannot be written: {error.strerror or error}{GOES_ON}") from None
-        except MemoryError:
-            raise UserError(f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}") from None
-
-    def _leave_nothing(self) -> None:
-        for path in self.directory.iterdir():
-            if path.name in OURS or sources.SHARD.match(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with contextlib.suppress(OSError):
-            for folder in self.made:
-                folder.rmdir()
-
-    def require_same(self) -> None:
-        """UserError where it was begun with another plan."""
-        begun = json.loads((self.directory / WORK / PLAN).read_bytes())
-        differ = [name for name in self.plan if name != "skip_bad" and begun.get(name) != self.plan[name]]
-        words = [name for name in differ if name != "files"]
-        if "files" in differ:
-            changed = {tuple(file) for file in begun.get("files", [])} ^ {tuple(file) for file in self.plan["files"]}
-            words.append(f"input files ({inputs.shown(min(changed)[0])} was changed, added or removed)")
-        if words:
-            raise UserError(
-                f"--out={self.out} was begun with other {', '.join(words)}; repeat the first command, "
-                "give another directory, or remove this one to begin anew"
-            )
-
-    def begin(self) -> None:
-        """Makes this plan the directory's, unless it has one; UserError where that is another.
-
-        Where two plans come at one moment, the tasks' records tell them apart.
-        """
-        path = self.directory / WORK / PLAN
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                tokens_lib.write_atomically(path, json.dumps(self.plan).encode())
-        except OSError as error:
-            raise UserError(f"--out={self.out} cannot be written: {error.strerror}; give another directory") from None
-        self.require_same()
-
-    def run(self, job: Job, tasks: list[Task], processes: int, tell: Tell) -> None:
-        """Do those of these tasks that are not done."""
-        wrong = prepare_task.undone(job, tasks)
-        todo = [task for task in tasks if task.number in wrong]
-        total = sum(task.cost for task in tasks)
-        progress = Progress(total - sum(task.cost for task in todo), total, 0, len(tasks) - len(todo), len(tasks))
-        run = prepare_task.run_on_ray if self.engine == "ray" else prepare_task.run_processes
-        for task, tokens in run(job, todo, processes) if todo else ():
-            progress.done += task.cost
-            progress.tokens += tokens
-            progress.tasks += 1
-            tell(progress)
-
-
 def prepare(
-    options: Options, out: str, processes: int, tell: Tell, engine: str = "processes"
-) -> tuple[dict[str, Any], bool]:
+    options: Options, out: str, processes: int, tell: Tell, engine: str = "processes", part: tuple | None = None
+) -> tuple[dict[str, Any] | None, bool]:
     """(manifest, whether it was there already) of the prepared directory `out`, made or continued.
 
-    `tell` is called after each task.
+    With a part (index, count) only the tasks of this part are done, beside machines that do other parts or this one;
+    the manifest is then made by a call without one, which does what they left. `tell` is called after each task.
     """
-    found = Preparation(options, out, engine)
-    if manifest := found.manifest():
+    if engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError("--engine=ray needs Ray, which is not installed: pip install ray")
+    directory = _directory(out)
+    plan = prepare_task.make_plan(options, inputs.find(options.inputs, out))
+    if os.path.exists(directory / tokens_lib.MANIFEST):
+        _clear(directory)  # what one that was killed just before the end left
+        manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
+        if manifest["plan"] != tokens_lib.manifest_hash(plan):
+            raise UserError(f"--out={out} is complete, from other input or options; give another directory")
         return manifest, True
-    found.begin()
-    with found.failing():
-        tasks, job, tokenizer = found.work()
-        found.run(job, tasks, processes, tell)
-        return gather(job, tokenizer, found.plan, len(tasks)), False
+    _begin(directory, plan)
+    with _failing(out):
+        tasks = prepare_task.tasks_of(plan)
+        tokenizer = _tokenizer(options, directory, tasks)
+        job = prepare_task.make_job(directory, options, plan, tokenizer)
+        index, count = part or (0, 1)
+        run = prepare_task.run_on_ray if engine == "ray" else prepare_task.run_processes
+        mine = [task for task in tasks if task.number % count == index]
+        todo = prepare_task.undone(job, mine)
+        total = sum(task.cost for task in mine)
+        progress = Progress(total - sum(task.cost for task in todo), total, 0, len(mine) - len(todo), len(mine))
+        for task, written in run(job, todo, processes) if todo else ():
+            progress.done += task.cost
+            progress.tokens += written
+            progress.tasks += 1
+            tell(progress)
+        return None if part else gather(job, tokenizer, plan, len(tasks)), False
 
 
-def prepare_part(
-    options: Options, out: str, part: tuple[int, int], processes: int, tell: Tell, engine: str = "processes"
-) -> tuple[int, int] | None:
-    """Do the tasks of part (index, count), while other machines do other parts, or this one too.
+@contextlib.contextmanager
+def _failing(out: str) -> Iterator[None]:
+    """Turns a failure into one line that says how to go on."""
+    try:
+        yield
+    except inputs.BadInput as error:
+        raise UserError(f"{error}{GOES_ON}, also with --skip_bad added") from None
+    except OSError as error:  # reading input raises BadInput, so this was written
+        raise StorageError(f"--out={out} cannot be written: {error.strerror or error}{GOES_ON}") from None
+    except MemoryError:
+        raise UserError(f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}") from None
 
-    Returns how many they are, of how many; None where `out` is complete already.
+
+def _begin(directory: pathlib.Path, plan: Plan) -> None:
+    """Makes this plan the directory's, unless it has one; UserError where that is another.
+
+    Where two plans come at one moment, the tasks' records tell them apart.
     """
-    found = Preparation(options, out, engine)
-    if found.manifest():
-        return None
-    found.begin()
-    with found.failing(alone=False):
-        tasks, job, _ = found.work()
-        mine = [task for task in tasks if task.number % part[1] == part[0]]
-        found.run(job, mine, processes, tell)
-        return len(mine), len(tasks)
-
-
-def merge(options: Options, out: str) -> tuple[dict[str, Any], bool]:
-    """As `prepare`, of parts that are all done; UserError, with the way out, where they are not."""
-    found = Preparation(options, out)
-    if manifest := found.manifest():
-        return manifest, True
-    if not (found.directory / WORK / PLAN).exists():
-        raise UserError(f"--out={out} holds no parts: run the same command with --part=0/N to --part=N-1/N first")
-    found.require_same()
-    with found.failing(alone=False):
-        tasks, job, tokenizer = found.work()
-        if lacking := prepare_task.undone(job, tasks):
-            first = [f"{number} ({why})" for number, why in lacking.items()][:3] + ["..."] * (len(lacking) > 3)
-            raise UserError(
-                f"--out={out} lacks {len(lacking):,} of {len(tasks):,} tasks: {', '.join(first)}; task n belongs to "
-                "part n mod N: run those parts again, or the same command without --merge, which makes all of them"
-            )
-        return gather(job, tokenizer, found.plan, len(tasks)), False
+    path = directory / WORK / PLAN
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            tokens_lib.write_atomically(path, json.dumps(plan).encode())
+    except OSError as error:
+        raise UserError(f"--out={directory} cannot be written: {error.strerror}; give another directory") from None
+    begun = json.loads(path.read_bytes())
+    differ = [name for name in plan if name != "skip_bad" and begun.get(name) != plan[name]]
+    words = [name for name in differ if name != "files"]
+    if "files" in differ:
+        changed = {tuple(file) for file in begun.get("files", [])} ^ {tuple(file) for file in plan["files"]}
+        words.append(f"input files ({inputs.shown(min(changed)[0])} was changed, added or removed)")
+    if words:
+        raise UserError(
+            f"--out={directory} was begun with other {', '.join(words)}; repeat the first command, "
+            "give another directory, or remove this one to begin anew"
+        )
 
 
 def _directory(out: str) -> pathlib.Path:
-    """The directory of --out; UserError where there can be none or something else is in it."""
+    """The directory of --out; UserError where something else is in it."""
     fields.check_path("--out", out)
     directory = pathlib.Path(out)
-    try:
-        if directory.exists() and not directory.is_dir():
-            raise UserError(f"--out={out} is a file; give an empty or new directory")
-        names = {path.name for path in directory.iterdir()} if directory.exists() else set()
-        if names and not names & {tokens_lib.MANIFEST, WORK}:  # one look: another process may begin here just now
-            raise UserError(f"--out={out} exists and is not a preparation; give an empty or new directory")
-    except OSError as error:
-        raise UserError(f"--out={out} cannot be used: {error.strerror}; give another directory") from None
+    names = set(os.listdir(out)) if os.path.isdir(out) else set()
+    if names and not names & {tokens_lib.MANIFEST, WORK}:  # one look: another process may begin here just now
+        raise UserError(f"--out={out} exists and is not a preparation; give an empty or new directory")
     return directory
 
 
@@ -257,15 +177,12 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     shards = np.zeros(2 * num_tasks, tokens_lib.SHARD_TYPE)
     num_shards, left_out = 0, LeftOut()
     outcomes: collections.Counter[str] = collections.Counter()
-    of_file: dict[str, np.ndarray] = {}  # documents and tokens
     for number in range(num_tasks):
         record = json.loads(job.record(number).read_bytes())
         for entry in record["shards"]:
             for name in tokens_lib.SHARD_TYPE.names or ():
                 shards[num_shards][name] = entry[name]
             num_shards += 1
-        for name, counts in record["sources"].items():  # a file's parts may be several tasks'
-            of_file[name] = of_file.get(name, 0) + np.array(counts)
         left_out.take(record["left_out"])
         outcomes.update(record["trim"])
     shards = shards[:num_shards]
@@ -275,9 +192,6 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         raise UserError("the input has no document for training: every file is empty, undecodable, dropped or held out")
     content = np.concatenate(list(of_split.values())).tobytes()
     tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content, directory / WORK)
-    lines = ({"name": name, "documents": int(d), "tokens": int(t)} for name, (d, t) in of_file.items())
-    listed = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    tokens_lib.write_atomically(directory / tokens_lib.SOURCES, listed, directory / WORK)
     width = np.dtype(tokenizer.dtype).itemsize
     manifest: dict[str, Any] = {
         "format": tokens_lib.FORMAT,
@@ -303,7 +217,6 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         / (int(shards["tokens"].sum()) * width),
         "page_bytes": tokens_lib.PAGE_BYTES,
         "shards_crc32c": google_crc32c.value(content),
-        "sources_crc32c": google_crc32c.value(listed),
         "plan": tokens_lib.manifest_hash(plan),
     }  # fmt: skip
     manifest["sha256"] = tokens_lib.manifest_hash(manifest)

@@ -128,30 +128,22 @@ def run(task: Task, job: Job) -> int:
         writing.close()
 
 
-def undone(job: Job, all_tasks: Iterable[Task]) -> dict[int, str]:
-    """The tasks that are not done, each with the reason."""
+def undone(job: Job, tasks: list[Task]) -> list[Task]:
+    """Those of these tasks that are not done."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        found = pool.map(lambda task: (task.number, _wrong(job, task.number)), all_tasks)
-        return {number: why for number, why in found if why}
+        done = pool.map(lambda task: _done(job, task.number), tasks)
+        return [task for task, was in zip(tasks, done, strict=True) if not was]
 
 
-def _wrong(job: Job, number: int) -> str:
-    """Why a task does not count as done; "" where it does."""
+def _done(job: Job, number: int) -> bool:
+    """Whether a task has its record and its shards, made with these options, input files and versions."""
     try:
         record = json.loads(job.record(number).read_bytes())
-        if record["made"] != job.made:
-            return "made with other options, input files or versions"
-        if record["left_out"]["bad"] and not job.options.skip_bad:
-            return "made with --skip_bad, and something was skipped: give --skip_bad here too"
-        for entry in record["shards"]:
-            shard = job.directory / entry["file"]
-            if not shard.is_file() or shard.stat().st_size != entry["bytes"]:
-                return f"without its shard {entry['file']}"
-    except FileNotFoundError:
-        return "missing"
-    except (ValueError, KeyError, TypeError):
-        return "recorded by another version of this program, or damaged"
-    return ""
+        if record["made"] != job.made or (record["left_out"]["bad"] and not job.options.skip_bad):
+            return False
+        return all((job.directory / shard["file"]).stat().st_size == shard["bytes"] for shard in record["shards"])
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or of another version
+        return False
 
 
 @dataclasses.dataclass
@@ -188,12 +180,10 @@ class _Writing:
         self._chat = chat.Format(tokenizer)
         self._writers: dict[str, ShardWriter] = {}
         self._outcomes = chat.Counts()
-        self._sources: dict[str, list[int]] = {}
         self._left_out = LeftOut()
 
     def add(self, part: InputRange) -> None:
         """Write a part's samples."""
-        self._sources.setdefault(part.name, [0, 0])
         texts: list[tuple[str, str]] = []
         size = 0
         for found in inputs.samples(part, self._options.text_field):
@@ -206,13 +196,13 @@ class _Writing:
                 size += len(sample)
                 if size < tokenizers.PIECE:
                     continue
-            self._add_texts(part, texts)
+            self._add_texts(texts)
             texts, size = [], 0
             if isinstance(sample, list):
-                self._add_chat(part, name, sample)
+                self._add_chat(name, sample)
             elif not isinstance(sample, str) or len(sample) > tokenizers.PIECE:
-                self._add_long(part, name, [sample] if isinstance(sample, str) else sample)
-        self._add_texts(part, texts)
+                self._add_long(name, [sample] if isinstance(sample, str) else sample)
+        self._add_texts(texts)
 
     def close(self) -> None:
         """Let go of the files, and delete those that were not committed."""
@@ -225,13 +215,13 @@ class _Writing:
         for entry in entries:
             (self._job.directory / WORK / entry.pop("partial")).replace(self._job.directory / entry["file"])
         record = {
-            "made": self._job.made, "shards": entries, "sources": self._sources, "trim": dict(self._outcomes),
+            "made": self._job.made, "shards": entries, "trim": dict(self._outcomes),
             "left_out": dataclasses.asdict(self._left_out),
         }  # fmt: skip
         tokens_lib.write_atomically(self._job.record(self._task.number), json.dumps(record).encode())
         return sum(entry["tokens"] for entry in entries)
 
-    def _add_texts(self, part: InputRange, texts: list[tuple[str, str]]) -> None:
+    def _add_texts(self, texts: list[tuple[str, str]]) -> None:
         tokenizer = self._tokenizer
         filled = [(name, text) for name, text in texts if text.strip()]
         self._left_out.empty += len(texts) - len(filled)
@@ -242,21 +232,21 @@ class _Writing:
                 continue
             tokens: np.ndarray = np.empty(len(ids) + 2, tokenizer.dtype)
             tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
-            self._write(part, name, Document(tokens))
+            self._write(name, Document(tokens))
 
-    def _add_long(self, part: InputRange, name: str, text: Iterable[str]) -> None:
+    def _add_long(self, name: str, text: Iterable[str]) -> None:
         try:
             tokens = tokenizers.encode_document(self._tokenizer, text)
         except inputs.BadInput as error:  # found while it was read
             self._bad(error)
         else:
-            self._write(part, name, Document(tokens))
+            self._write(name, Document(tokens))
 
-    def _add_chat(self, part: InputRange, name: str, messages: list[chat.Message]) -> None:
+    def _add_chat(self, name: str, messages: list[chat.Message]) -> None:
         document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
         self._outcomes[outcome] += 1
         if document is not None:
-            self._write(part, name, document)
+            self._write(name, document)
 
     def _bad(self, found: inputs.BadInput) -> None:
         if isinstance(found, inputs.NotText):
@@ -266,7 +256,7 @@ class _Writing:
         else:
             self._left_out.add("bad", str(found))
 
-    def _write(self, part: InputRange, name: str, document: Document) -> None:
+    def _write(self, name: str, document: Document) -> None:
         split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
         if split not in self._writers:
             kind = tokens_lib.SPLITS.index(split)
@@ -274,9 +264,6 @@ class _Writing:
             path = self._job.directory / WORK / tokens_lib.shard_name(kind, number)
             self._writers[split] = ShardWriter(path, self._tokenizer.dtype, self._job.corpus, kind, number)
         self._writers[split].add(document)
-        source = self._sources[part.name]
-        source[0] += 1
-        source[1] += len(document.tokens)
 
 
 def run_processes(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task, int]]:

@@ -48,13 +48,11 @@ class Bundle:
         return len(self.tokens)
 
 
-def list_files(path: str, say: bool = False) -> list[tuple[str, pathlib.Path]]:
-    """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the standard
-    library. Names that are left out, since they lead to the same files, are logged where asked.
-    """
+def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
+    """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the standard library."""
     if not path:
         raise UserError("config.data.path is empty; give 'stdlib', a directory (. for this one), a file or a glob")
-    found, again = find(path)
+    found = find(path)
     if path == "stdlib":
         root = stdlib()
     elif pathlib.Path(path).is_dir():
@@ -66,60 +64,48 @@ def list_files(path: str, say: bool = False) -> list[tuple[str, pathlib.Path]]:
     )
     if not found:
         raise UserError(f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a glob")
-    if say:
-        say_again(path, again)
     return sorted((p.relative_to(root).as_posix(), p) for p in found)
 
 
-def find(pattern: str) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-    """The files that a path, a directory, a glob or "stdlib" names, each once, and the further names of some of them.
+def find(pattern: str) -> list[pathlib.Path]:
+    """The files that a path, a directory, a glob or "stdlib" names, each once.
 
     Links to files and folders are followed, and a file with several names counts once, under its own name rather than
     a link's. Hidden names are left out, unless the pattern spells them.
     """
-    again: list[pathlib.Path] = []
     names: Iterator[pathlib.Path]
     if pattern == "stdlib":
         skip = ("site-packages", "dist-packages", "__pycache__")
-        names = (path for folder in _folders(stdlib(), again, skip) for path in _entries(folder))
+        names = (path for folder in _folders(stdlib(), skip) for path in _entries(folder))
         names = (path for path in names if path.suffix == ".py")
     elif os.path.isdir(pattern):
-        names = (path for folder in _folders(pathlib.Path(pattern), again) for path in _entries(folder))
+        names = (path for folder in _folders(pathlib.Path(pattern)) for path in _entries(folder))
     elif os.path.lexists(pattern):
         names = iter([pathlib.Path(pattern)])
     else:
-        names = _expand(pathlib.Path(), pathlib.Path(pattern).parts, again)
-    found, more = once(path for path in names if is_file(path))
-    return found, again + more
+        names = _expand(pathlib.Path(), pathlib.Path(pattern).parts)
+    return once(path for path in names if is_file(path))
 
 
-def once(paths: Iterable[pathlib.Path]) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-    """One name for each file, that of no link where there is one; and all other names."""
+def once(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
+    """One name for each file, that of no link where there is one."""
     names: dict[object, list[pathlib.Path]] = {}
-    for path in sorted(set(paths)):
+    for path in paths:
         names.setdefault(identity(path), []).append(path)
-    for several in names.values():
-        if len(several) > 1:
-            several.sort(key=lambda path: (path.is_symlink(), os.path.realpath(path) != os.path.abspath(path)))
-    return [one for one, *_ in names.values()], [path for _, *others in names.values() for path in others]
+
+    def rank(path: pathlib.Path) -> tuple:
+        return path.is_symlink(), os.path.realpath(path) != os.path.abspath(path), path
+
+    return sorted(min(several, key=rank) if len(several) > 1 else several[0] for several in names.values())
 
 
-def say_again(where: str, again: list[pathlib.Path]) -> None:
-    """Log how many names were left out because another name leads to the same file."""
-    if again:
-        some = ", ".join([ascii(str(p))[1:-1] for p in again[:NAMED]] + ["..."] * (len(again) > NAMED))
-        _log.warning("%s: left out %d names of files that are there under another name (%s)", where, len(again), some)
-
-
-def _folders(root: pathlib.Path, again: list[pathlib.Path], skip: Collection[str] = ()) -> Iterator[pathlib.Path]:
+def _folders(root: pathlib.Path, skip: Collection[str] = ()) -> Iterator[pathlib.Path]:
     """A folder and all below it, each once; those that links lead to come last, under the link's name."""
     seen: set[object] = set()
     waiting, linked = collections.deque([root]), collections.deque[pathlib.Path]()
     while waiting or linked:
         here = (waiting or linked).popleft()
-        own = identity(here)
-        if own in seen:
-            again.append(here)
+        if (own := identity(here)) in seen:
             continue
         seen.add(own)
         yield here
@@ -136,21 +122,21 @@ def _entries(folder: pathlib.Path, hidden: bool = False) -> list[pathlib.Path]:
         raise UserError(f"cannot list {folder}: {error.strerror}; make it readable, or move it away") from None
 
 
-def _expand(place: pathlib.Path, parts: Sequence[str], again: list[pathlib.Path]) -> Iterator[pathlib.Path]:
+def _expand(place: pathlib.Path, parts: Sequence[str]) -> Iterator[pathlib.Path]:
     """The paths that the parts of a glob name below a place."""
     if not parts:
         yield place
         return
     head, *rest = parts
     if not glob.has_magic(head):
-        yield from _expand(place / head, rest, again)
+        yield from _expand(place / head, rest)
     elif head == "**":
-        for folder in _folders(place, again) if place.is_dir() else ():
-            yield from _expand(folder, rest or ["*"], again)
+        for folder in _folders(place) if place.is_dir() else ():
+            yield from _expand(folder, rest or ["*"])
     elif place.is_dir():
         for path in _entries(place, hidden=head.startswith(".")):
             if fnmatch.fnmatchcase(path.name, head):
-                yield from _expand(path, rest, again)
+                yield from _expand(path, rest)
 
 
 def is_file(path: pathlib.Path) -> bool:
@@ -198,8 +184,6 @@ def read_text(path: pathlib.Path) -> str | None:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def held_out(name: str, share: float = HELD_OUT_SHARE) -> bool:
@@ -228,7 +212,7 @@ def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
 def files_for_memory(path: str) -> Iterator[tuple[str, pathlib.Path]]:
     """The files of `list_files`, one after another; UserError where they are too large to be read at every start."""
     total = 0
-    for name, file in list_files(path, say=True):
+    for name, file in list_files(path):
         total += _stat(file)[2]
         if total > IN_MEMORY_LIMIT:
             raise UserError(
@@ -269,19 +253,16 @@ def named_texts(path: str) -> list[tuple[str, str]]:
     return documents
 
 
-def concatenate(documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Bundle:
-    """One bundle of documents one after another, each between a begin and an end token."""
-    documents = list(documents)
-    lengths = np.array([len(d) + 2 for d in documents], np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = np.empty(offsets[-1], tokenizer.dtype)
-    for start, document in zip(offsets[:-1], documents, strict=True):
-        tokens[start] = tokenizer.bos_id
-        tokens[start + 1 : start + 1 + len(document)] = document
-        tokens[start + 1 + len(document)] = tokenizer.eos_id
-    starts = np.zeros(len(tokens), bool)
-    starts[offsets[:-1]] = True
-    return with_targets(tokens, starts)
+def concatenate(
+    documents: Sequence[np.ndarray], tokenizer: Tokenizer, learn: Sequence[np.ndarray] | None = None
+) -> Bundle:
+    """One bundle of documents one after another, each with its begin and end token."""
+    lengths = [len(d) for d in documents]
+    starts = np.zeros(sum(lengths), bool)
+    starts[np.cumsum([0, *lengths])[:-1]] = True
+    tokens = np.concatenate([np.empty(0, tokenizer.dtype), *documents])
+    flags = None if learn is None else np.concatenate([np.empty(0, bool), *learn])
+    return with_targets(tokens, starts, flags)
 
 
 def with_targets(

@@ -26,7 +26,7 @@ from zaya_jax.data import tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.pack import Piece, Span
 from zaya_jax.data.sources import Bundle
-from zaya_jax.data.tokens import CorruptRecord, Place
+from zaya_jax.data.tokens import CorruptRecord
 
 ATTEMPTS, FIRST_PAUSE, GREATEST_PAUSE = 6, 0.25, 8.0
 READ_THREADS = 16
@@ -195,11 +195,7 @@ class Prepared:
                 out[key] = held
             else:
                 by_shard.setdefault(key[0], []).append(key[1])
-        if len(by_shard) > 1:
-            parts = list(_readers.map(lambda item: self._read_shard(*item), by_shard.items()))
-        else:
-            parts = [self._read_shard(*item) for item in by_shard.items()]
-        for part in parts:
+        for part in _readers.map(lambda item: self._read_shard(*item), by_shard.items()):
             out.update(part)
             for key, bundle in part.items():
                 self.cache.put(key, bundle, bundle.num_bytes)
@@ -225,8 +221,11 @@ class Prepared:
         records = self._with_retries(shard, [(int(places[b]), int(places[b + 1])) for b in bundles])
         with _counting:
             self.counters.records += len(records)
-        together = zip(bundles, records, strict=True)
-        return {(shard, b): self._decode(shard, b, record, int(crcs[b])) for b, record in together}
+        name = self.file(shard)
+        return {
+            (shard, b): tokens_lib.decode_bundle(record, name, b, int(crcs[b]))
+            for b, record in zip(bundles, records, strict=True)
+        }
 
     def _places_of(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Where each bundle of a shard begins in its file, and the last one ends; and the checksum of each."""
@@ -244,32 +243,18 @@ class Prepared:
         name = "places_crc32c" if magic == tokens_lib.PLACES else "lengths_crc32c"
         crc = int(self.shards[name][shard])
         (record,) = self._with_retries(shard, [(at, at + tokens_lib.numbers_size(count))])
-        return tokens_lib.decode_numbers(record, magic, self.file(shard), self._place(shard, 0), crc)
-
-    def _place(self, shard: int, number: int) -> Place:
-        split, task = int(self.shards["split"][shard]), int(self.shards["task"][shard])
-        return Place(self.manifest["corpus"], tokens_lib.shard_id(split, task), number)
-
-    def _decode(self, shard: int, bundle: int, record: bytes, crc: int) -> Bundle:
-        name = self.file(shard)
-        decoded = tokens_lib.decode_bundle(record, name, self._place(shard, bundle), crc)
-        if len(decoded) != self._size(shard, bundle):
-            why = f"{len(decoded)} tokens, the table of shards says {self._size(shard, bundle)}"
-            raise CorruptRecord(name, f"record {bundle}", why)
-        return decoded
+        return tokens_lib.decode_numbers(record, magic, self.file(shard), crc)
 
     def _corrupt(self, shard: int, bundle: int, error: CorruptRecord) -> Bundle:
-        what = f"corrupt record {bundle} of shard {self.file(shard)} in {self.name}: {error.why}"
-        if not error.record.endswith(f" {bundle}"):
-            what += f" ({error.record})"
         with _counting:
             self.counters.corrupt.add(f"{self.fingerprint} {shard} {bundle}")
         if self.on_corrupt != "skip":
             raise StorageError(
-                f"{what}; restore the shard (--verify of prepare_data checks all), or set data.on_corrupt to 'skip'"
+                f"{error} ({self.name}); restore the shard (--verify of prepare_data checks all), or set "
+                "data.on_corrupt to 'skip'"
             )
         count = self._size(shard, bundle)
-        _log.warning("%s; its %d tokens become padding", what, count)
+        _log.warning("%s: %s; its %d tokens become padding", self.name, error, count)
         nothing = np.zeros(count, bool)
         zeros = np.zeros(count, np.uint16)
         return Bundle(zeros, zeros, nothing, nothing, real=False)
@@ -324,12 +309,6 @@ def is_prepared(directory: str) -> bool:
         raise UserError(
             f"{directory} is a preparation that has not finished; run the same prepare_data command again, it continues"
         )
-    remains = sorted(path.glob(f"*{tokens_lib.SUFFIX}*")) or sorted(path.glob(tokens_lib.SHARDS))
-    if remains:
-        raise UserError(
-            f"{directory} holds {remains[0].name} and no {tokens_lib.MANIFEST}: it is the rest of a prepared "
-            f"directory; restore the manifest, or prepare into a new directory"
-        )
     return False
 
 
@@ -354,31 +333,22 @@ def verify(directory: str) -> list[str]:
     except (StorageError, UserError) as error:
         return [str(error)]
     manifest, problems = stores[0].manifest, list[str]()
-    try:
-        if google_crc32c.value(_fetch(directory, tokens_lib.SOURCES)) != manifest["sources_crc32c"]:
-            problems.append(f"{tokens_lib.SOURCES} has another CRC32C than the manifest says")
-    except (StorageError, UserError) as error:
-        problems.append(str(error))
     known = {store.file(number) for store in stores for number in range(store.num_shards)}
-    known |= {tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER}
+    # Preparations before 25 November 2026 listed their input files in sources.jsonl.
+    known |= {tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.TOKENIZER, "sources.jsonl"}
     files, root = fsspec.core.url_to_fs(directory)
     sizes = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"] for entry in files.ls(root, detail=True)}
     problems += [f"{name} does not belong to the prepared directory" for name in sorted(sizes.keys() - known)]
     if is_local(directory):  # elsewhere a run reads its tokenizer from a local copy, and compares that
-        problems += _verify_tokenizer(join(directory, tokens_lib.TOKENIZER), manifest["tokenizer"]["sha256"])
+        try:
+            if tokenizers.load(join(directory, tokens_lib.TOKENIZER)).sha256 != manifest["tokenizer"]["sha256"]:
+                problems.append(f"{tokens_lib.TOKENIZER} is not the manifest's")
+        except (UserError, OSError, ValueError) as error:
+            problems.append(f"{tokens_lib.TOKENIZER} cannot be read: {error}")
     for store in stores:
         for number in range(store.num_shards):
             problems += _verify_shard(store, number, sizes)
     return problems
-
-
-def _verify_tokenizer(where: str, sha256: str) -> list[str]:
-    try:
-        if tokenizers.load(where).sha256 == sha256:
-            return []
-    except (UserError, OSError, ValueError) as error:
-        return [f"{tokens_lib.TOKENIZER} cannot be read: {error}"]
-    return [f"{tokens_lib.TOKENIZER} is not the manifest's"]
 
 
 def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[str]:
@@ -403,17 +373,8 @@ def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[s
 
 def _fetch(directory: str, name: str) -> bytes:
     url = join(directory, name)
-    protocol = fsspec.core.split_protocol(url)[0] or "file"
 
     def read() -> bytes:
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except ValueError:
-            raise UserError(
-                f"{directory} is no address: {protocol}:// is unknown; give a folder, or one such as s3://bucket/folder"
-            ) from None
-        except ImportError:
-            pass  # the error below names the missing package
         try:
             with fsspec.open(url, "rb") as file:
                 return file.read()

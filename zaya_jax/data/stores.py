@@ -74,17 +74,10 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
     try:
         if data.chats:
             return _chats(config, path, tokenizer)
-        return tokenised([path], (tokenizer.sha256,), lambda: _text(path, tokenizer))
+        return tokenised([path], (tokenizer.sha256,), lambda: _sides(path, *sources.text_corpus(path, tokenizer)))
     except UserError as error:
-        said = str(error)
-        if data.chats:  # there are none in Python's library
-            said = said.replace("no text file; give 'stdlib', ", "no file; give ")
         named = "config.data.path" if path == config.data.path else "a mixture's source"
-        raise UserError(said.replace("config.data.path", named)) from None
-
-
-def _text(path: str, tokenizer: Tokenizer) -> tuple[Memory, Memory]:
-    return _sides(path, sources.text_corpus(path, tokenizer))
+        raise UserError(str(error).replace("config.data.path", named)) from None
 
 
 def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Memory]:
@@ -95,23 +88,20 @@ def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Mem
     def make() -> dict[str, tuple[Memory, Memory]]:
         found = {one: chats.read_chats(one, tokenizer, context) for one in paths}
         last = chats.last_held_out(found.values())
-        split = {one: held.split(last) for one, held in found.items()}
-        return {one: _sides(one, (made.train, made.held_out), made.said) for one, made in split.items()}
+        return {one: _sides(one, *held.split(last)) for one, held in found.items()}
 
     return tokenised(paths, (tokenizer.sha256, context), make)[path]
 
 
-def _sides(path: str, sides: tuple[Bundle, Bundle], said: str = "") -> tuple[Memory, Memory]:
+def _sides(path: str, train: Bundle, held_out: Bundle, said: str = "") -> tuple[Memory, Memory]:
     """The stores of both sides, each with a fingerprint over both: held-out data belong to the run, too."""
     held = hashlib.sha256()
-    for side in sides:
+    for side in (train, held_out):
         held.update(len(side).to_bytes(8, "little"))
         held.update(side.tokens)
         held.update(side.learn)
-    train, held_out = (
-        Memory(path, side, f"{held.hexdigest()}/{name}", said) for side, name in zip(sides, SPLITS, strict=True)
-    )
-    return train, held_out
+    first, second = (f"{held.hexdigest()}/{name}" for name in SPLITS)
+    return Memory(path, train, first, said), Memory(path, held_out, second, said)
 
 
 def fill(store: TokenStore, rows: pack.Rows, row_ids, spans: list[list[Span]]) -> None:

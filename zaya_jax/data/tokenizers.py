@@ -4,9 +4,11 @@
 interface, so no other module asks for their kind.
 """
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import re
 import types
@@ -283,19 +285,13 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
     meta = _read_json(directory / META_FILE) if described else {}
     if meta.get("kind") == "bytes":
         return Bytes()
-    if path.suffix == ".model" or (not path.exists() and path.with_suffix(".model").exists()):
+    if path.suffix == ".model" or not path.exists():
         raise UserError(
-            f"tokenizer {spec} is a SentencePiece model; give its tokenizer.json, which transformers writes: "
+            f"{directory} holds no {META_FILE} or {FILE}; of a SentencePiece model transformers writes the latter: "
             f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(FOLDER)"
         )
-    if not path.exists():
-        raise UserError(f"{directory} holds no tokenizer: expected {META_FILE} or {FILE}")
     ids = {key: meta[key] for key in MODEL_IDS.values() if key in meta} or _config_ids(directory, path)
-    try:
-        content = files.read(path)
-    except OSError as error:
-        raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from None
-    tokenizer = HuggingFace(content, ids, str(path))
+    tokenizer = HuggingFace(files.read(path), ids, str(path))
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
         raise UserError(f"{path} is not the file that {META_FILE} next to it describes (SHA-256 differs); restore it")
     if path.name == FILE:
@@ -345,21 +341,9 @@ def encode_document(tokenizer: Tokenizer, text: Iterable[str]) -> np.ndarray:
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of texts, encoded a few megabytes at a time, without begin or end."""
-    found: list[np.ndarray] = []
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if len(text) > PIECE:
-            found += [*tokenizer.encode_many(batch), encode_document(tokenizer, [text])[1:-1]]
-            batch, size = [], 0
-            continue
-        batch.append(text)
-        size += len(text)
-        if size >= PIECE:
-            found += tokenizer.encode_many(batch)
-            batch, size = [], 0
-    return found + tokenizer.encode_many(batch)
+    """The ids of texts, each between begin and end of document, encoded by all cores."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # the tokenizers library runs in parallel
+        return list(pool.map(lambda text: encode_document(tokenizer, [text]).copy(), texts))
 
 
 def _pieces(tokenizer: Tokenizer, text: Iterable[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ for packing. Their checksums are in shards.bin, whose own is in the manifest: so
 not only one that agrees with itself.
 
     manifest.json   written last: without it there is no dataset      shards.bin      one entry per shard
-    train-00000.tokens, held_out-00000.tokens, ...                    sources.jsonl   documents of each input file
+    train-00000.tokens, held_out-00000.tokens, ...
 """
 
 import array
@@ -29,7 +29,7 @@ from zaya_jax.config import UserError
 from zaya_jax.data.sources import Bundle, with_targets
 
 FORMAT, VERSION = "zaya_jax tokens", 2
-MANIFEST, SHARDS, SOURCES, TOKENIZER = "manifest.json", "shards.bin", "sources.jsonl", "tokenizer"
+MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards.bin", "tokenizer"
 SPLITS = ("train", "held_out")
 SUFFIX = ".tokens"
 BUNDLE_BYTES = 64 << 10  # of tokens: one read for every few sequences
@@ -63,7 +63,6 @@ class CorruptRecord(Exception):
 
     def __init__(self, shard: str, record: str, why: str) -> None:
         super().__init__(f"corrupt {record} of shard {shard}: {why}")
-        self.shard, self.record, self.why = shard, record, why
 
 
 @dataclasses.dataclass
@@ -86,7 +85,7 @@ def shard_name(split: int, task: int) -> str:
 
 def corpus_id(facts: Any) -> int:
     """A number for a preparation, of everything that its content depends on."""
-    return int.from_bytes(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()[:8], "little")
+    return int.from_bytes(bytes.fromhex(manifest_hash(facts)[:16]), "little")
 
 
 def encode_bundle(
@@ -105,14 +104,11 @@ def encode_bundle(
     return _sealed(BUNDLE, place, counts, b"".join(parts))
 
 
-def decode_bundle(record: bytes, shard: str, place: Place, crc: int) -> Bundle:
-    """The bundle in a record; CorruptRecord where any bit of it is not as written, or it is another's."""
-    what = f"record {place.number}"
-    count, num_starts, next_token, width, flags = _opened(record, BUNDLE, shard, what, place, crc)
+def decode_bundle(record: bytes, shard: str, number: int, crc: int) -> Bundle:
+    """The bundle in a record; CorruptRecord where it is not the one that was written there, bit for bit."""
+    count, num_starts, next_token, width, flags = _opened(record, BUNDLE, shard, f"record {number}", crc)
     at = _HEADER.size
     mask_bytes = (count + 7) // 8 if flags & _HAS_MASK else 0
-    if len(record) != at + 4 * num_starts + mask_bytes + count * width or width not in (2, 4):
-        raise CorruptRecord(shard, what, f"{len(record)} bytes do not fit its header")
     places = np.frombuffer(record, "<u4", num_starts, at)
     at += 4 * num_starts
     learn = None
@@ -132,12 +128,10 @@ def encode_numbers(magic: bytes, numbers: np.ndarray, place: Place) -> bytes:
     return _sealed(magic, place, (len(numbers), 0, 0, 8, 0), numbers.astype("<u8").tobytes())
 
 
-def decode_numbers(record: bytes, magic: bytes, shard: str, place: Place, crc: int) -> np.ndarray:
-    """The numbers in such a record; CorruptRecord where any bit of it is not as written, or it is another's."""
+def decode_numbers(record: bytes, magic: bytes, shard: str, crc: int) -> np.ndarray:
+    """The numbers in such a record; CorruptRecord where it is not the one that was written there, bit for bit."""
     what = "table of bundles" if magic == PLACES else "table of documents"
-    count, *_ = _opened(record, magic, shard, what, place, crc)
-    if len(record) != numbers_size(count):
-        raise CorruptRecord(shard, what, f"{len(record)} bytes do not fit its header")
+    count, *_ = _opened(record, magic, shard, what, crc)
     return np.frombuffer(record, "<u8", count, _HEADER.size).astype(np.int64)
 
 
@@ -157,21 +151,16 @@ def crc_of(record: bytes) -> int:
     return int.from_bytes(record[4:8], "little")
 
 
-def _opened(record: bytes, magic: bytes, shard: str, what: str, place: Place, expected: int) -> tuple[int, ...]:
+def _opened(record: bytes, magic: bytes, shard: str, what: str, expected: int) -> tuple[int, ...]:
+    """The counts in the header of a record, whose checksum, in the shard's tables, covers its place as well."""
     if len(record) < _HEADER.size:
         raise CorruptRecord(shard, what, f"only {len(record)} bytes")
-    found, crc, corpus, of_shard, number, *counts = _HEADER.unpack_from(record)
-    if found != magic:
-        raise CorruptRecord(shard, what, f"begins with {found!r}, not {magic!r}")
-    if google_crc32c.value(record[8:]) != crc:
+    found, crc, _, _, _, *counts = _HEADER.unpack_from(record)
+    if found != magic or google_crc32c.value(record[8:]) != crc:
         raise CorruptRecord(shard, what, "CRC32C differs")
-    if (corpus, of_shard, number) != tuple(place):
-        raise CorruptRecord(
-            shard, what, f"it is whole, but belongs elsewhere ({Place(corpus, of_shard, number)} is not {place})"
-        )
     if crc != expected:
         raise CorruptRecord(
-            shard, what, f"it is whole, but not the one that was written ({crc:08x} for {expected:08x})"
+            shard, what, f"it is whole, but not the one that was written here ({crc:08x} for {expected:08x})"
         )
     return tuple(counts)
 
@@ -265,16 +254,6 @@ class ShardWriter:
         self._crc = google_crc32c.extend(self._crc, record)
 
 
-def checksum(path: pathlib.Path) -> tuple[int, int]:
-    """(CRC32C, bytes) of a file."""
-    crc, size = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            crc = google_crc32c.extend(crc, block)
-            size += len(block)
-    return crc, size
-
-
 def write_atomically(path: pathlib.Path, content: bytes, folder: pathlib.Path | None = None) -> None:
     """Write a file so that it is there whole or not at all; until then it has another name there, or in `folder`."""
     partial = partial_path((folder or path.parent) / path.name)
@@ -307,6 +286,6 @@ def check_manifest(content: bytes, where: str) -> dict[str, Any]:
     return manifest
 
 
-def manifest_hash(manifest: dict[str, Any]) -> str:
+def manifest_hash(manifest: Any) -> str:
     """SHA-256 of a manifest's content, whatever its layout as text."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -37,15 +37,6 @@ class Workers:
         self._counters = [storage.Counters() for _ in range(count)]
         root = str(pathlib.Path(__file__).resolve().parents[2])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
-        try:
-            self._begin(batches, count, step, ahead, environment)
-        except OSError as error:
-            self.close()
-            raise StorageError(
-                f"{count} data workers cannot be started: {error.strerror or error}; give a smaller data.workers"
-            ) from None
-
-    def _begin(self, batches: Any, count: int, step: int, ahead: int, environment: dict[str, str]) -> None:
         for _ in range(count):
             ours, theirs = multiprocessing.Pipe()
             self._pipes.append(ours)
