@@ -85,7 +85,7 @@ def row(name: str, length: int) -> str:
 
 
 def multiplications(length: int, of_softmax: bool) -> float:
-    """Of the forward pass, a device: half of the scores twice, or half a chunk's scores twice and a state's use."""
+    """Those of a device forward: half of the scores twice, or half a chunk's scores twice and a state's use."""
     tokens = length / DEVICES
     if of_softmax:
         return tokens * HEADS * length * CHANNELS

@@ -47,7 +47,7 @@ class Size(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """The tokens of all sequences."""
         return self.batch * self.length
 
 
@@ -360,6 +360,6 @@ def of_operator(name: str) -> list[Case]:
 
 
 def bytes_of(*trees: Any) -> int:
-    """Of all arrays, each once."""
+    """The bytes of all arrays, each counted once."""
     leaves = jax.tree.leaves(trees)
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)

@@ -62,7 +62,7 @@ class Loop(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the data sheet's bfloat16 rate, by the model."""
+        """The share of the data sheet's bfloat16 rate, by the model."""
         return self.least / self.clocks[self.bound]
 
 
@@ -149,7 +149,7 @@ def _read_nvidia(text: str) -> list[Instruction]:
 
 
 def _flops(text: str) -> float:
-    """Of a warp, in one matrix instruction; 0 for any other."""
+    """FLOPs of a warp in one matrix instruction; 0 for any other."""
     if found := _MFMA.search(text) or _MMA.search(text):
         m, n, k, *blocks = found.groups()
         return 2.0 * int(m) * int(n) * int(k) * int((blocks or [None])[0] or 1)

@@ -79,12 +79,12 @@ class Code:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """The warps of a block."""
         return -(-self.threads // self.core.warp)
 
     @property
     def blocks(self) -> int:
-        """Of a core at once: as many as registers, shared memory and the scheduler allow; 0 where it cannot run."""
+        """Blocks on a core at once, by registers, shared memory and scheduler; 0 where it cannot run."""
         core = self.core
         registers = -(-max(self.registers, 1) // core.granule) * core.granule
         of_scheduler = min(core.registers // registers, core.warps)
@@ -179,7 +179,7 @@ def _amd_metadata(note: bytes) -> dict[str, Any]:
 
 
 def _nvidia_attributes(info: bytes) -> dict[int, int]:
-    """Of each attribute that has a kernel and a number the greatest number: a file holds one kernel."""
+    """The greatest number of each attribute of a kernel: a file holds one kernel."""
     found: dict[int, int] = {}
     at = 0
     while at < len(info):

@@ -454,7 +454,7 @@ def _memory(figures: Measured) -> Section:
             rows.append([name, *(text for s in ends for text in (number(s.bandwidth / 1e9), binary_size(s.bytes)))])
     picture = _chart("Bandwidth over the size of an array", lines, "GB/s", binary_size)
     head = ("pass", "best GB/s", "there", "largest GB/s", "there")
-    text = "Of one device; bytes read and bytes written count alike."
+    text = "One device; bytes read and bytes written count alike."
     return Section("Memory", text, [Table("Bandwidths", head, rows)], pictures=picture)
 
 

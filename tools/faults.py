@@ -42,7 +42,7 @@ def _now(kind: str, step: int) -> list[dict[str, Any]]:
 
 
 def in_step(step: int) -> None:
-    """In the host's loop, before each step."""
+    """Runs in the host's loop, before each step."""
     global _step
     _step = step
     if asked():
@@ -73,7 +73,7 @@ class Faults:
     """The faults as the `faults` of `zaya_jax.run.train`."""
 
     def before_step(self, number: int) -> None:
-        """In the host's loop."""
+        """Runs in the host's loop."""
         in_step(number)
 
     def batch(self, batch: dict[str, np.ndarray], number: int, left_out: list[list[int]]) -> dict[str, np.ndarray]:

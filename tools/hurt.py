@@ -31,7 +31,7 @@ class Victim(NamedTuple):
     beats: str  # the file in memory to which it writes them
 
     def beat(self) -> beats.Beat | None:
-        """Where it is; None where it has not said so yet."""
+        """Its place; None until it has reported one."""
         found = beats.read(self.beats, self.number)
         return found if found and found.pid == self.pid else None
 
@@ -79,7 +79,7 @@ def processes_of(agent: int) -> dict[int, Victim]:
 
 
 def kill(victim: Victim) -> None:
-    """As the OOM killer does."""
+    """Kills as the OOM killer does."""
     os.kill(victim.pid, signal.SIGKILL)
 
 

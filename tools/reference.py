@@ -121,7 +121,7 @@ def _default(value: object) -> str:
 
 
 def _cell(text: str) -> str:
-    """On one line, without the bar that would end a cell."""
+    """The text on one line, without the bar that would end a cell."""
     return " ".join(text.split()).replace("%%", "%").replace("|", " or ").replace("<", "&lt;")
 
 

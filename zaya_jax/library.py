@@ -330,7 +330,7 @@ def load(
     """The model of a run's folder (FOLDER@STEP: of that step, otherwise the newest), or of transformers' directory.
 
     `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
-    `dtype`; by default as the run did, and in float32 where the model was imported. Of several processes each gets the
+    `dtype`; by default as the run did, and in float32 where the model was imported. Each of several processes gets the
     whole model, on its own devices. A state that plain Orbax saved has no config: give it, as for `create`.
 
     >>> zj.load(run).tokenizer.kind

@@ -369,7 +369,7 @@ class Loop:
         return cli.PREEMPTED if self.stop.anywhere() else None
 
     def failed(self, kind: type | None, *_: object) -> None:
-        """For an ExitStack: an error ends the run. A disk that hangs must not delay the message."""
+        """The callback of an ExitStack: an error ends the run. A disk that hangs must not delay the message."""
         if kind:
             leaving.within(leaving.PATIENCE, self._wind_up)
 

@@ -168,7 +168,7 @@ class _Call:
 
 
 def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each block, [B, blocks]: the least and greatest id but for 0, and whether it has 0, which is padding.
+    """For each block, [B, blocks]: the least and greatest id but for 0, and whether it has 0, which is padding.
 
     Apart, because padding behind the last document would else stretch a block's range over all of them. There are a
     power of two of them; those behind the sequence are like its end.

@@ -196,7 +196,7 @@ class _Refs:
         return tiles.load(at, mask=mask, other=0).astype(jnp.float32)
 
     def vector(self, name, *index, start, wide):
-        """Of the last dim [1, wide], from a place on."""
+        """A vector [1, wide] along the last dim, from a place on."""
         return self.refs[name][(*index, tiles.slice_of(start, wide))][None]
 
     def turns(self, tokens):

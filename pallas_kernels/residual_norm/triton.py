@@ -145,7 +145,7 @@ class _Tile(NamedTuple):
         return -(-self.rows // (self.tall * self.steps))
 
     def masks(self, row):
-        """Of the tile from this row on: where there are rows [tall, 1], columns [1, wide], both; None: everywhere."""
+        """Masks of the tile from this row on: real rows [tall, 1], columns [1, wide], both; None: all are."""
         rows = columns = both = None
         if self.rows % (self.tall * self.steps):
             rows = row + lax.broadcasted_iota(jnp.int32, (self.tall, 1), 0) < self.rows

@@ -52,7 +52,7 @@ def test_nobody_is_named_over_a_thousand_even_steps(noise, count):
 
 
 def test_nobody_is_named_over_a_thousand_recorded_steps():
-    """Of a tiny model on four processes of a machine of two cores, on which other programs ran: whole and own seconds
+    """A tiny model on four processes of a machine of two cores, on which other programs ran: whole and own seconds
     of each. Process 0 does most by itself: it writes the figures.
     """
     table = np.loadtxt(Path(__file__).with_name("laps.csv"), delimiter=",")

@@ -55,7 +55,7 @@ def found_by_all(workdir, step, tmp_path, words):
 
 
 def test_every_chunk_in_the_place_of_another_is_found(runs):
-    """Of the same size: another's of this step, the same of another step, the same of another run."""
+    """Chunks of the same size: another's of this step, the same of another step, the same of another run."""
     newest, tried = runs[0] / "40", 0
     chunks = sorted(newest.rglob("c.*"))
     assert len(chunks) > 20

@@ -210,7 +210,7 @@ def of_make(args: list[str], needs: bool) -> str:
 
 
 def of_program(name: str, args: list[str], needs: bool) -> str:
-    """Of a program of experiments/, whose own parser reads the arguments, values and all."""
+    """The fault of a command of experiments/, whose own parser reads the arguments, values and all."""
     if name not in OPTIONS:
         return f"experiments.{name} is no program; there are {', '.join(sorted(OPTIONS))}"
     if {"--help", "-h"} & set(args):

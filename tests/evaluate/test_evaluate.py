@@ -90,7 +90,7 @@ def test_wrong_options_are_one_line_and_nothing_is_written(call, folder, data, g
 
 
 def test_text_in_two_rows_is_summed_in_none(score, data, monkeypatch):
-    """Of a hard link too."""
+    """A hard link's text too."""
     monkeypatch.chdir(data)
     (data / "a|b.txt").hardlink_to(data / "a.txt")
     out, found = score("--data=a.txt", "--data=[a]|b.txt", "--data=b.txt")

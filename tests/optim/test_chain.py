@@ -37,7 +37,7 @@ def updated(optim, params, grads, lr=0.1, steps=1, **options):
 
 
 def norm_of(tree):
-    """Of all numbers together; on the host, where no shape needs a program of its own."""
+    """The norm of all numbers together; on the host, where no shape needs a program of its own."""
     return float(np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))))
 
 

@@ -176,7 +176,7 @@ def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(mat
 
 @pytest.mark.parametrize(("model", "devices", "mesh"), CASES)
 def test_no_scatter_adds_numbers_in_an_order_of_its_own(model, devices, mesh):
-    """Of several additions to one place a GPU does each when it comes."""
+    """A GPU does several additions to one place in the order in which they come."""
     of = dataclasses.replace(settings(model), mesh=config.Mesh(**mesh))
     operations = lowered(of, devices)
     scatters = [op for op in operations if op.name == "stablehlo.scatter"]

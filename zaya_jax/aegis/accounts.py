@@ -67,7 +67,7 @@ class Cause:
 
 @dataclasses.dataclass
 class Account:
-    """Where the time went."""
+    """The uses of the run's time."""
 
     begin: float
     end: float
@@ -90,7 +90,7 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """Of the supervised time the share of steps that counted; NaN where no start reported anything."""
+        """The share of the supervised time in steps that counted; NaN where no start reported anything."""
         totals = self.totals
         whole = sum(totals.values()) - totals["idle"]
         reported = whole - totals["untold"]

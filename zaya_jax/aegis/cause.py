@@ -2,9 +2,9 @@
 
     cause = first_end(exits, findings, saved, node_of)
 
-Several processes end for one reason, and the first end may be reported after those that followed from it. Of the ends
-within TOGETHER seconds of the first bad one, the lowest `_rank` began it. A finding explains it: for the codes by which
-all processes end together (a wrong device, the storage) the one that names its process; for a signal only a finding of
+Several processes end for one reason, and the first end may be reported after those that followed from it. Among the
+ends within TOGETHER seconds of the first bad one, the lowest `_rank` began it. A finding explains it: for the codes by
+which all processes end together (a wrong device, the storage) the one that names its process; for a signal only one of
 that process; else the first critical finding, or the first that is no consequence of another. Where two processes each
 say that the other is gone, their connection broke.
 """
@@ -57,7 +57,7 @@ def words(code: int) -> str:
 
 
 def shell(code: int) -> int:
-    """As a shell gives it: 137 for SIGKILL."""
+    """The code that a shell gives: 137 for SIGKILL."""
     return 128 - code if code < 0 else code
 
 

@@ -206,7 +206,7 @@ class Leader:
             self._order(node, ["start", number, address, len(nodes) * each, place * each])
 
     def _where(self) -> str:
-        """In which lines the processes are, the first silent one before the others."""
+        """The lines at which the processes are, the first silent one before the others."""
         first = self._stacks.get(self._first)
         places = [f"process {self._first} is at {first[1]} ({first[0]})"] if first else []
         others: dict[str, list[int]] = {}

@@ -69,7 +69,7 @@ class Tree:
             return []
 
     def note(self, words: str) -> None:
-        """To be said once."""
+        """Adds a note to report once."""
         if words not in self._noted and len(self._noted) < 1000:
             self._noted.add(words)
             self._new.append(words)

@@ -122,7 +122,7 @@ class _Hashed:
 
     @staticmethod
     def share(gradient: jax.Array) -> jax.Array:
-        """Of one layer."""
+        """The hash of one layer's gradient."""
         return hashed(gradient)
 
 

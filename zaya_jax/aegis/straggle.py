@@ -93,7 +93,7 @@ class Stragglers:
 
 
 def _median_of_others(owns: np.ndarray) -> np.ndarray:
-    """For each the median of all but itself."""
+    """The median of the others, for each process."""
     order, count = np.argsort(owns), len(owns)
     places = np.argsort(order)
     # Without the one at place i, everything at or after it moves up by one.

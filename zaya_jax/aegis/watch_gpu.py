@@ -90,7 +90,7 @@ class _Gpus:
 
 
 class Amd(_Gpus):
-    """By the files of the amdgpu driver."""
+    """Reads the files of the amdgpu driver."""
 
     name = "amd"
 
@@ -159,7 +159,7 @@ class Amd(_Gpus):
 
 
 class Nvidia(_Gpus):
-    """By NVML. Every call may fail for a card that does not have it; one that all fail for is lost."""
+    """Asks NVML. Every call may fail for a card that does not have it; one that all fail for is lost."""
 
     name = "nvidia"
 

@@ -6,8 +6,8 @@
     with whole_or_nothing(target):      a new folder that appears when it is complete
 
 The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it across nodes, forked
-workers do not inherit it, and a killed process leaves nothing to clean up. Of several processes of a run the first
-takes it.
+workers do not inherit it, and a killed process leaves nothing to clean up. The first process
+of a run takes it.
 """
 
 import contextlib

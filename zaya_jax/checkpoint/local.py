@@ -47,7 +47,7 @@ class Local:
         return self.folder / f"process-{jax.process_index()}"
 
     def staging(self, step: int) -> Path:
-        """Where this process writes its pieces of a step."""
+        """The folder in which this process writes its pieces of a step."""
         return self.mine / f"{writing.SAVING}{step}"
 
     def written(self, step: int, files: Sums, decisions: list) -> None:
@@ -147,7 +147,7 @@ class Local:
             failed.append(step)
 
     def _seen(self) -> dict[str, list]:
-        """By step, [its writer, the number of writers] of each visible part; parts of other runs are deleted."""
+        """For each step, [its writer, the number of writers] of each visible part; parts of other runs are deleted."""
         seen: dict[str, list] = {}
         run = writing.run_of(self.root)
         for folder, step in self._visible():

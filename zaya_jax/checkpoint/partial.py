@@ -105,7 +105,7 @@ class InitialWeights:
 
 
 def _overlaps(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> list[list[Overlap]] | None:
-    """For each dim which stretches go where; None if the array does not fit."""
+    """The stretches of each dim and their places; None if the array does not fit."""
     if len(theirs) != len(ours):
         return None
     dims: list[list[Overlap]] = []

@@ -51,7 +51,7 @@ class Tiers:
     ####################################################################################################################
 
     def staging(self, step: int) -> Path:
-        """Where this process writes its pieces of a step."""
+        """The folder in which this process writes its pieces of a step."""
         return self.local.staging(step) if self.local else self.root / f"{writing.SAVING}{step}"
 
     def commit(self, step: int, folder: Path, files: Sums) -> None:

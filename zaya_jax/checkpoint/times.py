@@ -58,13 +58,13 @@ class Event:
         return max(self.stages.get(stage, {}).values(), default=math.nan)
 
     def whole(self) -> float:
-        """From the begin to the end: process 0's stages follow each other, and its commit waits for all others."""
+        """The time from begin to end: process 0's stages follow each other, and its commit waits for all others."""
         sums = np.nansum([self.of(stage) for stage in self.stages], axis=0) if self.stages else np.zeros(1)
         return float(sums[0] or sums.max())
 
 
 def read(workdir: Path) -> dict[str, dict[int, Event]]:
-    """By kind (save, load, copy) and step the newest event: a resumed run may have saved a step again."""
+    """The newest event of each kind (save, load, copy) and step: a resumed run may have saved a step again."""
     found: dict[str, dict[int, Event]] = defaultdict(dict)
     try:
         with files.opened(workdir / TIMES, 1 << 20) as file:

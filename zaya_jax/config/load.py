@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from zaya_jax.config import Config, UserError, all_keys, check, fields
 
-# Of the repository, or in site-packages.
+# Configs of the repository, or in site-packages.
 SHIPPED = Path(__file__).resolve().parents[2] / "experiments" / "configs"
 
 

@@ -30,7 +30,7 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The time of the step."""
         return self.compute + self.memory + self.launches + self.links
 
     @property

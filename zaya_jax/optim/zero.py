@@ -136,7 +136,7 @@ class Layout:
         return self.bucket[name].spec(name)
 
     def parts(self, name: str) -> int:
-        """On how many devices different parts of a bucket lie."""
+        """The number of devices with different parts of a bucket."""
         return self.bucket[name].devices(name)
 
     def held(self, name: str) -> list[Held]:

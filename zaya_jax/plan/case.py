@@ -39,7 +39,7 @@ class Case:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """The devices of the mesh."""
         return math.prod(self.axes.values())
 
     @property

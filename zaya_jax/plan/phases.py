@@ -65,17 +65,17 @@ class PlannedPhase:
 
     @property
     def days(self) -> float:
-        """With failures and saves."""
+        """Days, failures and saves included."""
         return self.seconds / self.saving.goodput / DAY
 
     @property
     def gpu_hours(self) -> float:
-        """Of all devices."""
+        """GPU-hours of all devices."""
         return self.days * 24 * self.case.devices
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the cluster, while it computes."""
+        """The rate of the cluster, while it computes."""
         return self.case.tokens_per_device * self.case.devices / self.step.seconds
 
 

@@ -36,7 +36,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The time of the step."""
         return sum(self.by_scope.values())
 
     @property

@@ -30,7 +30,7 @@ from zaya_jax.plan.case import Case, size
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
-# Of each part of a layer, and each stage, or kind of remat where "again" is less or more: arrays read and written by
+# For each part of a layer, and each stage, or kind of remat where "again" is less or more: arrays read and written by
 # products, which a GPU does under the multiplication where that takes longer; by all other kernels; launches; FLOPs
 # over those of the forward pass. Weights are turned to the compute format, their gradients are float32.
 # fmt: off
@@ -170,7 +170,7 @@ def repeats(case: Case) -> bool:
 
 
 def _layers(case: Case) -> Iterator[ScopeWork]:
-    """Of all layers and micro-batches."""
+    """The work of all layers and micro-batches."""
     layers, mixer = case.model.num_hidden_layers, case.mixer
     found = [("softmax", mixer, layers - case.linear_layers), ("linear", mixer, case.linear_layers)]
     if mixer == "cca":
@@ -339,7 +339,7 @@ def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
 
 
 def muon_numbers(case: Case) -> float:
-    """Of a device's weights, those of Muon."""
+    """The numbers of Muon's weights on a device."""
     grid = getattr(case.layout, "grid", None)
     return sum(math.prod(w.local(grid) if grid else w.shape) for w in case.layout.weights if w.method == "muon")
 

@@ -1,4 +1,4 @@
-"""To and from PyTorch: names, tensor files, whole model directories of transformers."""
+"""Exchanges models with PyTorch: names, tensor files, whole model directories of transformers."""
 
 import jax
 import numpy as np

@@ -94,7 +94,7 @@ def slow_processes(saves: Sequence[Event]) -> list[str]:
 
 
 def _medians(cells: np.ndarray) -> np.ndarray:
-    """Of each row that has a value; NaN of others."""
+    """The median of each row's values; NaN without any."""
     return np.array([np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in cells])
 
 
@@ -169,4 +169,4 @@ def steps_table(seen: Sequence[look.Seen], saves: dict[int, Event]) -> Table:
             *stages, duration(save.whole()) if save else "–",
         ])  # fmt: skip
     head = ("step", "tokens", "size", "processes", "held-out", "saved at", *times.STAGES, "whole")
-    return Table("By step", head, rows, note="Of each stage the slowest process's time.")
+    return Table("By step", head, rows, note="Each stage has the slowest process's time.")

@@ -185,7 +185,7 @@ def _picture(runs: Sequence[ComparedRun], key: str, drawn: Sequence[ComparedRun]
     known = [run for run in drawn if key in run.series]
     if not known:
         return ""
-    # Of one width for all: two runs that do the same are drawn the same, whatever their lengths.
+    # One width for all: two runs that do the same are drawn the same, whatever their lengths.
     width = max(run.series[key].width_for(points) for run in known)
     length = max(len(run.series[key].merged(width)) for run in known)
     lines = []

@@ -32,7 +32,7 @@ class Table:
     folded: bool | None = None  # on a page; None: not foldable
 
     def text(self) -> str:
-        """For a terminal, its columns aligned."""
+        """Text for a terminal, with aligned columns."""
         lines = [[printable(str(cell)) for cell in row] for row in (self.head, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         texts = [
@@ -42,14 +42,14 @@ class Table:
         return "\n".join([self.title, *(f"  {line}".rstrip() for line in texts)]) + "\n"
 
     def markdown(self) -> str:
-        """In Markdown; a cell ends no cell and no row."""
+        """The table in Markdown; a cell ends no cell and no row."""
         cells = [[" ".join(str(c).replace("|", "\\|").splitlines()) for c in row] for row in (self.head, *self.rows)]
         lines = ["| " + " | ".join(row) + " |" for row in cells]
         lines.insert(1, "|" + "---|" * len(self.head))
         return "\n".join([f"### {self.title}\n", *lines, ""])
 
     def html(self) -> str:
-        """On a page: a card, or a fold."""
+        """The section on a page: a card, or a fold."""
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         if self.folded is None:
             return f'<div class="card"><h3>{escape(self.title)}</h3>{note}{self.bare()}</div>\n'

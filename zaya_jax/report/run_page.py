@@ -1,8 +1,8 @@
 """The page of one run, `report.html`: headline figures, curves, expert load, saves, agent, sample, numbers, config.
 
-Of the workdir it takes metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is marked where the
+It reads the workdir: metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is marked where the
 text starts with the config's `log.sample_prompt`), samples.jsonl (those of earlier ends), environment.json (any facts,
-`device` among them), of a fork lineage.json, checkpoint_times.jsonl and, of a supervised run, aegis/events*.jsonl. Only
+`device` among them), a fork's lineage.json, checkpoint_times.jsonl and a supervised run's aegis/events*.jsonl. Only
 `loss`, the step times, the time waiting for data, the expert load and the held-out losses are known by name; any other
 number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one picture per prefix, and lists
 of one number per layer become heat maps.
@@ -92,7 +92,7 @@ def _warnings(run: Workdir) -> list[str]:
 
 
 def _lineage(run: Workdir) -> Section:
-    """Of a fork: its ancestors, and the keys that each step on the way changed."""
+    """A fork's section: its ancestors, and the keys that each step on the way changed."""
     tables, notes = [], []
     for parent in run.lineage:
         step, tokens = (parent.get(key) for key in ("step", "tokens"))

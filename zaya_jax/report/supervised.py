@@ -45,7 +45,7 @@ def supervised_section(run: Workdir) -> Section:
 
 
 def account_tables(account: Account) -> list[Table]:
-    """Where the time went, the interruptions by cause, and the batches that were left out."""
+    """The uses of the time, the interruptions by cause, and the batches that were left out."""
     whole = max(account.end - account.begin, 1e-9)
     uses = [[LABELS[use], duration(s), percent(s / whole)] for use, s in account.totals.items() if s]
     uses.append(["together", duration(whole), percent(1.0)])

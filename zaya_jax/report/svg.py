@@ -185,7 +185,7 @@ class Chart:
         y = Axis(*self.y_range, FLOOR, TOP, self.log)
         drawn = "".join(draw(line, x, y) for line in self.lines)
         dotted = [line for line in self.lines if line.look == "dots"]
-        # Of several dotted curves the labels would lie on each other.
+        # Labels of several dotted curves would overlap.
         labels = _point_labels(dotted[0], x, y) if len(dotted) == 1 else ""
         box = f"{LEFT} {TOP - 4} {WIDTH - RIGHT - LEFT + 8} {FLOOR - TOP + 5}"
         at = 'x="{}" y="{}" width="{}" height="{}"'.format(*box.split())

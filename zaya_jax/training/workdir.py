@@ -61,7 +61,7 @@ def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], N
     """Creates the folder, with the config in it, or checks that it is this run's; UserError otherwise.
 
     `locked` is called when no other run writes there and nothing is written yet. Changed keys of a run that goes on
-    are recorded later, by `record_start`. Of several processes the first opens it; the others must have the same config
+    are recorded later, by `record_start`. The first process opens it; the others must have the same config
     and see the same folder.
     """
     here = config_lib.to_dict(config)
@@ -153,7 +153,7 @@ class CleanupIfRefused:
         self._new = False
 
     def __call__(self, kind: type | None, *_: object) -> None:
-        """For an ExitStack."""
+        """The callback of an ExitStack."""
         if kind and jax.process_count() > 1:
             return  # the process ends, and the lock with it
         if kind and issubclass(kind, UserError) and self._new:

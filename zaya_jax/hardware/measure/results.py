@@ -65,7 +65,7 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Of one call."""
+        """FLOPs of one call."""
         one = 2.0 * self.m * self.n * self.k * self.groups
         return one * {"dense": 1, "grouped forward": 3, "grouped backward": 6}[self.name]
 
