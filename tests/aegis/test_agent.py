@@ -192,6 +192,25 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
     assert "gone: killed" in lost.seen and run.steps()[-1] == 40
 
 
+@pytest.mark.slow
+def test_a_node_that_stands_still_is_given_up_at_once(tmp_path):
+    """Its stacks and its answer were waited for, so that the run went on after 40 s."""
+    with start(tmp_path, "--nodes=2", "--min_nodes=1", agents=2, seconds=0.1, steps=100) as run:
+        run.until_step(12)
+        victim = run.agents[1].pid
+        children = Path(f"/proc/{victim}/task/{victim}/children").read_text().split()
+        for pid in [*map(int, children), victim]:
+            os.kill(pid, signal.SIGSTOP)
+        stopped = time.time()
+        restarted = run.first("restarted")
+        assert restarted.time - stopped < 10, run.err()
+        os.kill(victim, signal.SIGCONT)
+        assert run.wait() == [0, 1]
+    (hangs,) = run.events("hangs")
+    assert "its agent is silent for 5 s" in hangs.seen and hangs.process == 1
+    print(f"given up after {hangs.time - stopped:.1f} s, a new step after {restarted.time - stopped:.1f} s")
+
+
 def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
     address = f"localhost:{multiprocess_runs.free_port()}"
     environ = ALONE | {"NODES": "2", "NODE": "1", "JAX_COORDINATOR_ADDRESS": address}
@@ -254,10 +273,24 @@ def test_the_last_of_two_workdirs_is_the_run_s():
     assert str(found) == "/b"  # as the training's own options take it
 
 
-def test_lines_that_are_cut_short_are_passed_over_by_the_report(tmp_path, capsys):
+def test_damaged_and_handmade_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
     folder = tmp_path / events.FOLDER
     folder.mkdir()
     whole = json.dumps({"kind": "died", "time": 1e9, "seen": "SIGKILL", "later version": 1})
-    (folder / "events.jsonl").write_text(f'{whole[:-5]}\n{{"kind": "died"}}\n{whole}\n{whole[:9]}')
+    odd = ["[1]", "5", "null", "[" * 100_000, '{"kind": "died"}', '{"kind": 7, "time": 1}']
+    odd += [f'{{"kind": "spent", "time": {time}}}' for time in ('"noon"', "null", "NaN", "1e300", "[]")]
+    rest = ('"process": "1"', '"step": 1.5', '"seen": null', '"facts": []', '"seconds": -Infinity')
+    odd += [f'{{"kind": "spike", "time": 1, {field}}}' for field in rest]
+    facts = (
+        '"sections": 5',
+        '"sections": {"step": "x"}',
+        '"step": "y"',
+        '"from": {}',
+        '"stop": null',
+        '"decision": []',
+    )
+    odd += [f'{{"kind": "corrupt", "time": 1, "facts": {{{fact}}}}}' for fact in facts]
+    (folder / "events.jsonl").write_text("\n".join([whole[:-5], *odd, whole, whole[:9]]))
     (event,) = events.read(tmp_path)
-    assert event.seen == "SIGKILL" and supervise.report(tmp_path) == 0 and "died" in capsys.readouterr().out
+    assert event.seen == "SIGKILL" and f"{len(odd) + 2} lines of" in caplog.text
+    assert supervise.report(tmp_path) == 0 and "died" in capsys.readouterr().out

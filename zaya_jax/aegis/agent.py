@@ -162,8 +162,9 @@ class Leading(Agent):
                 line.say()
         for line in list(self._lines.values()):
             line.flush()
-            if now - line.heard > self.heartbeat:
-                self._drop(line, f"its agent is silent for {self.heartbeat:g} s")
+            silent = now - line.heard
+            if silent > self.heartbeat or (line.index and self.leader.gives_up(line.index, silent)):
+                self._drop(line, f"its agent is silent for {silent:.0f} s")
         self.leader.turn(now)
         self.end = self.leader.end
 

@@ -37,6 +37,7 @@ GRACE = 3.0  # with any other: the training's own lines end all within a second 
 KILLED = 1.0  # where a signal killed it, which nothing that comes later began
 COLLECT = 15.0  # until stacks are there
 STOP = 20.0  # until a killed node says that nothing runs there
+SILENT = 5.0  # until an agent that owes such an answer is given up, where the others suffice for a start
 LEAVE = 600.0  # until a run that is asked to save has ended
 STORAGE_PAUSE = 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # before the second restart without progress, and at most
@@ -130,6 +131,15 @@ class Decider:
         """The nodes that a start may have."""
         return [n for n in sorted(self._hosts) if n not in self._lost and n not in self.excluded]
 
+    def gives_up(self, node: int, silent: float) -> bool:
+        """Whether an agent that has been silent for so long is lost before its time.
+
+        Only while the run waits for its answer, and where a start can do without it: a node without a spare may come
+        back for as long as answers are waited for.
+        """
+        waits = node in self.nodes and self.state in (State.COLLECTING, State.STOPPING)
+        return waits and silent > SILENT and self._can_exclude(node)
+
     def host(self, node: int) -> str:
         """Its name."""
         return self._hosts.get(node, "")
@@ -183,12 +193,15 @@ class Decider:
         self._lost.add(node)
         self._idle.discard(node)
         if node not in self.nodes or self.state not in LIVE:
-            self._say("lost", node, seen=why, done="nothing of the run was there")
+            ends = self.state == State.STOPPING and node in self.nodes
+            self._say("lost", node, seen=why, done="" if ends else "nothing of the run was there")
             if self.state == State.CHECKING and node in self.nodes:
                 self._turn(State.GATHERING, self.rules.join)
             return
         if self.state != State.COLLECTING:
             self._cause = Cause("lost", self._now, node, seen=why, group="critical")
+        elif self._cause:
+            self._cause.seen += f"; {why}"
         self._kill()
 
     def _exited(self, fact: facts.Exited) -> None:

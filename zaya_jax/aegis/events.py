@@ -7,15 +7,17 @@ Each writer has a file of its own, since appends of two machines to one file of 
 `events.jsonl` is the leading agent's, `events-run.jsonl` that of process 0 of the training.
 """
 
-import contextlib
 import dataclasses
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
 FOLDER = "aegis"
 FILES = {"agent": "events.jsonl", "run": "events-run.jsonl"}
+LARGEST = 1e11  # seconds or steps in an event; a wall clock comes there in the year 5138
+_log = logging.getLogger("zaya_jax")
 # critical: of one node, which is judged; distributed: at several, and the first one counts; storage; data; user.
 CLASSES = ("critical", "distributed", "storage", "data", "user", "numbers", "note")
 
@@ -89,13 +91,32 @@ def printable(text: str) -> str:
 
 
 def read(workdir: str | Path) -> list[Event]:
-    """All events of a run by their time; a line that a kill cut short, or of a later version, is passed over."""
-    known = {field.name for field in dataclasses.fields(Event)}
-    found = []
+    """All events of a run by their time; lines that a kill cut short, or a hand damaged, are counted and left out."""
+    found, left_out = list[Event](), 0
     for name in FILES.values():
         path = Path(workdir) / FOLDER / name
         for line in path.read_bytes().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError, TypeError):
-                given = json.loads(line)
-                found.append(Event(**{name: value for name, value in given.items() if name in known}))
+            try:
+                found.append(_event(line))
+            except (ValueError, TypeError, AttributeError, RecursionError):
+                left_out += 1
+    if left_out:
+        _log.warning(
+            "%d lines of %s cannot be read and are left out", left_out, Path(workdir) / FOLDER / "events*.jsonl"
+        )
     return sorted(found, key=lambda event: event.time)
+
+
+def _event(line: bytes) -> Event:
+    """An error where a field, or a fact that others compute with, is of another type."""
+    given = dict(json.loads(line))
+    known = [field.name for field in dataclasses.fields(Event)]
+    event, sample = Event(**{name: given[name] for name in known if name in given}), Event("", 0.0)
+    for value, like in ((getattr(event, name), getattr(sample, name)) for name in known):
+        if not isinstance(value, int | float if isinstance(like, float) else type(like)):
+            raise TypeError(value)
+    counted = [event.facts.get(name, 0) for name in ("decision", "from", "start", "step", "stop")]
+    numbers = [event.time, event.seconds, *counted, *event.facts.get("sections", {}).values()]
+    if not all(-1 <= number < LARGEST for number in numbers):  # NaN is not
+        raise ValueError("no number of seconds or steps")
+    return event

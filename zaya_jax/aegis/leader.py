@@ -69,6 +69,10 @@ class Leader:
         """An agent is gone, or silent."""
         self._take(facts.Lost(node, why), now)
 
+    def gives_up(self, node: int, silent: float) -> bool:
+        """Whether an agent that has been silent for so long is lost before its time."""
+        return self._decider.gives_up(node, silent)
+
     def woke(self, seconds: float, now: float) -> None:
         """This agent, or another, stood still itself."""
         self._hangs.woke(now)
