@@ -113,9 +113,9 @@ class Conversation:
 
     def ask(self, text: str) -> list[int]:
         """Adds a turn of the user and returns the ids that the model continues with its answer."""
-        self.ids += self._format.said(chat.Message("user", "", text))
+        self.ids += self._format.turn_ids(chat.Message("user", "", text))
         return [*self.ids, *self._format.opening("assistant")]
 
     def answered(self, text: str) -> None:
         """Adds the model's turn."""
-        self.ids += self._format.said(chat.Message("assistant", "", text))
+        self.ids += self._format.turn_ids(chat.Message("assistant", "", text))

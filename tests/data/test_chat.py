@@ -97,7 +97,7 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
     form = chat.Format(tok)
     question, answer = {"from": person, "value": "2+2?"}, {"from": model, "value": "4"}
     document, _ = chat.prepare(form, chat.read([question, answer]), None)
-    asked = [tok.bos_id, *form.said(chat.Message("user", "", "2+2?")), *form.opening("assistant")]
+    asked = [tok.bos_id, *form.turn_ids(chat.Message("user", "", "2+2?")), *form.opening("assistant")]
     assert document.tokens[: len(asked)].tolist() == asked
     assert document.learn.tolist() == [False] * len(asked) + [True] * 2 + [False, True]
 

@@ -138,7 +138,7 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
     for step in range(plan.total_steps):
         state = json.loads(json.dumps(once.get_state()))
         assert state.get("passed_over", []) == (ranges if step > 3 else [])
-        if step <= 3:  # before it went back, a checkpoint is what it was
+        if step <= 3:  # before it went back, checkpoints are unchanged
             assert state == stopped(settings, step)[1]
         again = stream(settings)
         assert again.set_state(state) == ""

@@ -76,7 +76,7 @@ def leading_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation in tokens: what stands before the reasoning, the reasoning, what stands after it.
+    """One turn of a conversation in tokens: the ids before the reasoning, the reasoning, the ids after it.
 
     `opening` and `closing` are the marks around the reasoning; they go when all of it goes.
     """
@@ -121,7 +121,7 @@ class Format:
         """The ids that open a turn of this role."""
         return (*self._turn, *self._encode(f"{role}\n"))
 
-    def said(self, message: Message) -> tuple[int, ...]:
+    def turn_ids(self, message: Message) -> tuple[int, ...]:
         """A whole turn, without reasoning, as ids."""
         turn = self.turn(message)
         return (*turn.head, *turn.tail)

@@ -37,11 +37,11 @@ class Chats:
             [d for key, held in self.documents.items() if (key <= last) == out for d in held] for out in (False, True)
         ]
         train, held_out = (_bundle(side, self.tokenizer) for side in sides)
-        said = (
+        note = (
             f"{self.path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out ({self.counts}); "
             f"{train.learn.sum() + held_out.learn.sum():,} of {len(train) + len(held_out):,} tokens are answers"
         )
-        return train, held_out, said
+        return train, held_out, note
 
 
 def last_held_out(found: Iterable[Chats]) -> bytes:

@@ -30,7 +30,7 @@ CHAT_FIELDS = ("messages", "conversations", "conversation")
 NAME_IT = "; name the text's field with --text_field"  # a preparation's advice
 COMPRESSION = (".gz", ".zst")
 OPENED_AT_ONCE = 16
-BESIDE_ARROW = ("dataset_dict.json", "dataset_info.json", "state.json")  # what `datasets.save_to_disk` writes, too
+ARROW_EXTRAS = ("dataset_dict.json", "dataset_info.json", "state.json")  # `datasets.save_to_disk` writes them, too
 DAMAGE = (OSError, EOFError, zlib.error)
 
 
@@ -66,7 +66,7 @@ def shown(path: str) -> str:
 def stamp(path: str, skip_bad: bool = False) -> tuple[int, int]:
     """A file's size and time of change; zeros for one that cannot be read where that is no error.
 
-    A shard of the hub has no size, and its data set's revisions are not told apart.
+    A shard of the hub has no size, and revisions of its data set look the same.
     """
     if path.startswith(hub.PREFIX):
         return 1, 1
@@ -92,7 +92,7 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
             continue
         here = [p for p in sources.find(pattern) if not os.path.realpath(p).startswith(written)]
         if any(kind_of(p.name) == "arrow" for p in here):
-            here = [p for p in here if p.name not in BESIDE_ARROW]
+            here = [p for p in here if p.name not in ARROW_EXTRAS]
         if not here:
             raise UserError(f"--input={pattern} names no file; give paths, directories or globs (quoted)")
         sources.refuse_shards(here, f"--input={pattern}", "give a directory without it")

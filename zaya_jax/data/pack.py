@@ -79,7 +79,7 @@ class Rows:
         self.holes: list[tuple[int, int, int]] = []  # (row, start, stop) of tokens that could not be read
 
     def add(self, row: int, parts: list[Piece]) -> None:
-        """Append the parts of one span; a segment begins where they do, and after what could not be read."""
+        """Append the parts of one span; a segment begins where they do, and after unreadable tokens."""
         begins = True
         for bundle, start, stop in parts:
             at = int(self.filled[row])
@@ -97,7 +97,7 @@ class Rows:
 
 
 def finish(rows: Rows, cross_documents: bool = False) -> Batch:
-    """The batch of filled rows; with `cross_documents` a row is one segment, cut by what could not be read alone.
+    """The batch of filled rows; with `cross_documents` a row is one segment, cut by unreadable tokens alone.
 
     Linear attention hands a segment's state from chunk to chunk: its tokens have to lie together.
     """

@@ -1,7 +1,7 @@
 """Makes a prepared directory: input files to token shards, by one machine or many, killable at any moment.
 
 The work is a fixed list of tasks (`prepare_task`), and `manifest.json` comes last. Machines that share the work need
-nothing in common but `--out`: each does its part of the tasks, and the same command without a part does what is left.
+nothing in common but `--out`: each does its part of the tasks, and the same command without a part does the rest.
 There are no locks, which some network file systems lack: two processes that do the same write the same.
 """
 
@@ -49,7 +49,7 @@ def prepare(
 ) -> tuple[dict[str, Any] | None, bool]:
     """(manifest, whether it was there already) of the prepared directory `out`, made or continued.
 
-    With a part (index, count) only the tasks of this part are done, beside machines that do other parts or this one;
+    With a part (index, count) only the tasks of this part are done, while machines do other parts or this one;
     the manifest is then made by a call without one, which does what they left. `tell` is called after each task.
     """
     if engine == "ray" and importlib.util.find_spec("ray") is None:

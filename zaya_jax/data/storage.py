@@ -276,7 +276,7 @@ def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lam
             return read()
         except (UserError, StorageError, ImportError):
             raise
-        except Exception as error:  # storage clients raise what they like
+        except Exception as error:  # storage clients raise errors of any type
             why = " ".join(str(error).split())[:200] or type(error).__name__
             final = isinstance(error, FINAL) or getattr(error, "errno", None) in FINAL_NUMBERS
             if attempt > ATTEMPTS or final:

@@ -20,9 +20,9 @@ class Memory:
 
     bundle_tokens, num_shards = 0, 1
 
-    def __init__(self, name: str, bundle: Bundle, fingerprint: str, said: str = "") -> None:
+    def __init__(self, name: str, bundle: Bundle, fingerprint: str, note: str = "") -> None:
         self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
-        self.said = said  # a note on it for the user
+        self.note = note  # a note on it for the user
         self.num_tokens = len(bundle)
         self.first_token = np.array([0, len(bundle)], np.int64)
         self._lengths: np.ndarray | None = None
@@ -43,7 +43,7 @@ TokenStore = Memory | storage.Prepared
 
 def notes_on(stores: Iterable[TokenStore]) -> list[str]:
     """Notes for the user on how chats among these were fitted."""
-    return [store.said for store in stores if isinstance(store, Memory) and store.said]
+    return [store.note for store in stores if isinstance(store, Memory) and store.note]
 
 
 def tokenised[T](paths: Sequence[str], what: tuple, make: Callable[[], T]) -> T:
@@ -93,7 +93,7 @@ def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Mem
     return tokenised(paths, (tokenizer.sha256, context), make)[path]
 
 
-def _sides(path: str, train: Bundle, held_out: Bundle, said: str = "") -> tuple[Memory, Memory]:
+def _sides(path: str, train: Bundle, held_out: Bundle, note: str = "") -> tuple[Memory, Memory]:
     """The stores of both sides, each with a fingerprint over both: held-out data belong to the run, too."""
     held = hashlib.sha256()
     for side in (train, held_out):
@@ -101,7 +101,7 @@ def _sides(path: str, train: Bundle, held_out: Bundle, said: str = "") -> tuple[
         held.update(side.tokens)
         held.update(side.learn)
     first, second = (f"{held.hexdigest()}/{name}" for name in SPLITS)
-    return Memory(path, train, first, said), Memory(path, held_out, second, said)
+    return Memory(path, train, first, note), Memory(path, held_out, second, note)
 
 
 def fill(store: TokenStore, rows: pack.Rows, row_ids, spans: list[list[Span]]) -> None:

@@ -131,11 +131,11 @@ def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> Memory:
 
     def make() -> Memory:
         if context:
-            bundle, said = chats.whole(path, tokenizer, context)
+            bundle, note = chats.whole(path, tokenizer, context)
         else:
-            texts, said = [text for _, text in sources.named_texts(path)], ""
+            texts, note = [text for _, text in sources.named_texts(path)], ""
             bundle = sources.concatenate(tokenizers.encode_texts(tokenizer, texts), tokenizer)
-        return Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), said)
+        return Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), note)
 
     return tokenised([path], ("whole", tokenizer.sha256, context), make)
 

@@ -49,7 +49,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         ids, ends = [tokenizer.bos_id, *tokenizer.encode(prompt)], list[int]()
         if config.data.chats:  # a user asks it
             talk = chat.Format(tokenizer)
-            ids = [tokenizer.bos_id, *talk.said(chat.Message("user", "", prompt)), *talk.opening("assistant")]
+            ids = [tokenizer.bos_id, *talk.turn_ids(chat.Message("user", "", prompt)), *talk.opening("assistant")]
             ends = [tokenizer.eos_id, *tokenizer.chat_token("end_turn")]
         room = model.max_position_embeddings - len(ids)
         if room < config.log.sample_tokens:
