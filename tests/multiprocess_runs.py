@@ -16,6 +16,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# Bytes of strangers, for a port on which processes or agents call.
+STRANGE = (
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"[" * 100_000 + b"\n", b'{"a":' * 100_000, os.urandom(1 << 16),
+    b"x" * 20_000_000, b"null\n[]\n{}\n", b'"here"\n', b'["here", 1, 99, "x"]\n', b'["ready", 5]\n',
+    b'["here", 1, 2, 3, 4, 5]\n', b'["here", "1", "h", "d", "n", "p"]\n', b'["here", 1, "h", "99", "n", "p"]\n',
+    b'["end", 2, 0, "h", "no"]\n',
+)  # fmt: skip
 GLOO = re.compile(r"^\[Gloo\].*\n", re.M)  # says on stdout that it is connected
 
 

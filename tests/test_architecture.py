@@ -18,10 +18,10 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
-    ("aegis",): 4575,
+    ("aegis",): 4545,
     ("checkpoint",): 3353,  # 3200; 113 of these read what Orbax alone has saved
     ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1196,  # 1100; zj.load takes Orbax's states
-    ("config", "cluster"): 2318,  # 2100
+    ("config", "cluster"): 2312,  # 2100
     ("data",): 4340,  # 4300
     ("model", "parallel", "optim"): 5700,
     ("plan", "hardware"): 3318,  # 2950

@@ -40,12 +40,8 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
     assert died.done == "restart at once" and (later.process, later.seen) == (0, "exit code 9")
     assert run.steps()[:13] == [*range(1, 13), 11] and run.steps()[-1] == STEPS + 2  # from checkpoint 10
     assert restarted[0].step >= 11 and 0 < restarted[0].seconds < 30 and restarted[1].facts["stop"] < 5
-    assert [(event.facts["start"], event.step) for event in run.events("started")] == [
-        (1, -1),
-        (2, 10),
-        (3, 15),
-        (4, 25),
-    ]
+    begun = [(event.facts["start"], event.step) for event in run.events("started")]
+    assert begun == [(1, -1), (2, 10), (3, 15), (4, 25)]
     logs = run.workdir / "aegis" / "logs"
     for number, begun in enumerate((0, 10, 15, 25), start=1):  # each start has a log of its own
         log = (logs / f"start-{number:03d}" / "process-00000.log").read_text()
@@ -133,18 +129,11 @@ def test_a_signal_before_the_training_heeds_it_is_an_end_as_asked(tmp_path):
         assert run.wait() == [cli.PREEMPTED]
 
 
-NOISE = (
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"[" * 4000 + b"\n", os.urandom(1 << 16), b'["here", 1]\n', b"[]\n{}\n",
-    b'["here", 1, "host", "digest", "nonce", "proof"]\n', b'["here", 1, 2, 3, 4, 5]\n', b'["end", 0, ""]\n',
-    b'["here", "1", "h", "d", "n", "p"]\n', b'["ready", 5]\n', b"\n" * 100, b'"here"\n', b"x" * 100_000,
-)  # fmt: skip
-
-
 def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_path):
     with start(tmp_path, agents=2, seconds=0.1, steps=10_000) as run:
         run.until_step(2)
         held = []
-        for noise in NOISE:
+        for noise in multiprocess_runs.STRANGE:
             stranger = socket.create_connection(("localhost", run.port))
             held.append(stranger)
             try:

@@ -128,30 +128,29 @@ def test_asked_is_75():
     assert world.end() == 75
 
 
-def test_the_cause_is_named_and_not_who_followed():
-    world = World(nodes=3)
-    world.exit((2, 1), (0, 1), (1, -9))  # reported last
+@pytest.mark.parametrize(
+    ("nodes", "exits", "cause"),
+    [
+        (3, [(0.1, 2, 1), (0.1, 0, 1), (0.1, 1, -9)], (1, "SIGKILL", "host1")),  # reported last
+        (3, [(0.1, 2, -6), (0.1, 1, -11), (0.1, 0, 1)], (1, "SIGSEGV", "host1")),  # others are gone: it aborts
+        (2, [(0.1, 1, 1), (2.5, 0, -11)], (1, "exit code 1", "host1")),  # too late to be the cause
+    ],
+)
+def test_the_cause_is_named_and_not_who_followed(nodes, exits, cause):
+    world = World(nodes=nodes)
+    for after, node, code in exits:
+        world.exit((node, code), after=after)
     (died,) = world.events("died")
-    assert (died["process"], died["seen"], died["node"]) == (1, "SIGKILL", "host1")
-    world = World(nodes=3)
-    world.exit((2, -6), (1, -11), (0, 1))  # who aborts does so since others are gone
-    assert world.events("died")[0]["process"] == 1
-    world = World(nodes=2)
-    world.exit((1, 1))
-    world.exit((0, -11), after=2.5)  # too late to be the cause
-    assert world.events("died")[0]["process"] == 1
+    assert (died["process"], died["seen"], died["node"]) == cause
 
 
-def test_who_does_not_end_with_the_others_is_killed():
+@pytest.mark.parametrize(("code", "waits", "then"), [(1, 1, 3), (0, 100, 30)])
+def test_who_does_not_end_with_the_others_is_killed(code, waits, then):
     world = World(nodes=2)
-    world.exit((0, 1))
-    assert Order.KILL not in world.take(after=1)
-    assert Order.KILL in world.take(after=3)
-    world = World(nodes=2)
-    world.exit((0, 0))
-    assert Order.KILL not in world.take(after=100)
-    assert Order.KILL in world.take(after=30)
-    assert "runs 120 s after process 0 has ended" in world.events("hangs")[0]["seen"]
+    world.exit((0, code))
+    assert Order.KILL not in world.take(after=waits)
+    assert Order.KILL in world.take(after=then)
+    assert code or "runs 120 s after process 0 has ended" in world.events("hangs")[0]["seen"]
 
 
 def test_pauses_grow_and_progress_resets_them():

@@ -75,33 +75,31 @@ def test_is_found_within_three_steps_or_five_seconds(seconds):
     assert run.now - begun <= max(3 * seconds + 2 * EVERY, 5.0)
 
 
-def test_of_several_the_one_that_came_least_far_is_first():
+@pytest.mark.parametrize(
+    ("ahead", "others", "behind", "first"),
+    [(0, "wait", {1: "fetch", 3: "figures"}, 1), (1, "dispatch", {0: "figures"}, 0)],  # one place, or one step, ahead
+)
+def test_of_several_the_one_that_came_least_far_is_first(ahead, others, behind, first):
     run = Run(4)
     number = steady(run)
-    run.at("step", number, "wait")
-    run.at("step", number, "fetch", of=[1])
-    run.at("step", number, "figures", of=[3])
-    assert run.wait(100).process == 1
-    run = Run(4)
-    number = steady(run)
-    run.at("step", number + 1, "dispatch")  # one step ahead
-    run.at("step", number, "figures", of=[0])
-    assert run.wait(100).process == 0
+    run.at("step", number + ahead, others)
+    for process, mark in behind.items():
+        run.at("step", number, mark, of=[process])
+    assert run.wait(100).process == first
 
 
-def test_at_one_place_it_is_the_silent_one_then_the_stopped_one():
+@pytest.mark.parametrize(("silent", "waits"), [(1, None), (None, 2), (1, 2), (None, None)])
+def test_at_one_place_it_is_the_silent_one_then_the_stopped_one(silent, waits):
     run = Run(3)
     run.at("step", steady(run), "wait")
-    run.silent = {1}
-    assert run.wait(100).process == 1
-    run = Run(3)
-    run.at("step", steady(run), "wait")
-    run.state[2] = "D"
-    assert run.wait(100).process == 2
-    run = Run(3)
-    run.at("step", steady(run), "wait")
+    run.silent = {silent} - {None}
+    if waits:
+        run.state[waits] = "D"
     found = run.wait(100)
-    assert "which began it does not show" in found.concluded
+    if silent or waits:
+        assert found.process == (silent or waits)
+    else:
+        assert "which began it does not show" in found.concluded
 
 
 @pytest.mark.parametrize("section", ["start", "compile", "evaluate", "save"])

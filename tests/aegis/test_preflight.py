@@ -81,11 +81,7 @@ class Answering:
 @pytest.mark.parametrize(
     ("reports", "name", "device"),
     [
-        (
-            {"bandwidth": {"rates": {str(i): 2e12 if i == 5 else 4.1e12 for i in range(8)}}},
-            "gpu memory slow",
-            "device 5",
-        ),
+        ({"bandwidth": {"rates": {str(i): 2e12 + 2e12 * (i != 5) for i in range(8)}}}, "gpu memory slow", "device 5"),
         ({"products": {"wrong": ["device 3: 1 of 9 sums ..."]}}, "gpu computes wrongly", "device 3"),
     ],
 )

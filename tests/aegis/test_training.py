@@ -9,16 +9,10 @@ import time
 from pathlib import Path
 
 import multiprocess_runs
+from conftest import SMALL
 
 from zaya_jax.aegis import events
 from zaya_jax.checkpoint.writing import steps_in
-
-KEYS = {
-    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
-    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
-    "eval.every": 1000, "log.sample_tokens": 0, "checkpoint.every_steps": 10, "run.num_steps": 60,
-    "precision.compute": "float32", "optim.name": "adamw",
-}  # fmt: skip
 
 
 def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
@@ -26,7 +20,7 @@ def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
     corpus.mkdir()
     for i in range(60):
         (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20)))
-    options = [f"--config.{key}={value}" for key, value in {**KEYS, "data.path": corpus}.items()]
+    options = [f"--config.{key}={value}" for key, value in {**SMALL, "run.num_steps": 60, "data.path": corpus}.items()]
     environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1), "PCI_DEVICES": "none"}
     command = [sys.executable, "-m", "experiments.supervise", "--", f"--workdir={workdir}", *options]
     with (

@@ -3,12 +3,13 @@
 import contextlib
 import json
 import logging
+import selectors
 import socket
 import threading
 import time
 
 import pytest
-from multiprocess_runs import free_port
+from multiprocess_runs import STRANGE, free_port
 
 from zaya_jax.cluster import lifelines, lines
 from zaya_jax.cluster.lifelines import End, Lifelines
@@ -113,12 +114,6 @@ def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     assert len(set(raised)) == 1 and raised[0].startswith(f"process 2 on {HOST} is gone")
 
 
-STRANGE = (
-    b"[" * 100_000 + b"\n", b'{"a":' * 100_000, b"x" * 20_000_000, b'["here", 1, 99, "x"]\n', b'["here", 1, 2, "x"]\n',
-    b'["here", 1, "h", "99", "n", "p"]\n', b"GET / HTTP/1.1\r\n\r\n", b'["end", 2, 0, "h", "no"]\n', b"null\n[]\n",
-)  # fmt: skip
-
-
 def test_nothing_that_a_stranger_sends_ends_a_roll_call_or_stands_for_a_process():
     run = Run(2, 20)
     threads, port = run.begin([0]), int(run.address.rsplit(":", 1)[1])
@@ -166,7 +161,7 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
 
 def test_a_caller_that_is_gone_before_it_is_welcomed_is_no_error_of_the_storage():
     server = lines.listen(0, "the test's", "")
-    door = lines.Door(b"k", "d", 2, "")
+    door = lines.Door(b"k", "d", 2, "", selectors.DefaultSelector())
     with socket.create_connection(server.getsockname()[:2]) as caller:
         while not (line := door.open(server)):
             time.sleep(0.01)

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.aegis.events import Event
+from zaya_jax.cluster.beats import SECTIONS
 
-SECTIONS = ("start", "compile", "step", "evaluate", "save", "end")
 LABELS = {
     "step": "training", "start": "starting", "compile": "compiling", "evaluate": "evaluating", "save": "saving",
     "end": "ending", "redone": "steps done again or left out", "silent": "faults before they were noticed",
@@ -37,6 +37,10 @@ INTERRUPTIONS = ("died", "hangs", "lost", "found", "border")
 LEAST, SHARE = 10.0, 0.01  # a window's seconds at least, and its share of the start's age
 # Seconds between two windows that are the later one's: they are counted by another clock than events.
 GAP = 1.0
+WORDS = {
+    "border": "border of phases, planned", "hangs": "a process hangs", "lost": "a node is lost", "spike": "a spike",
+    "corrupt": "silent corruption",
+}  # fmt: skip
 DECISIONS = ("spike", "corrupt")  # of the training itself, which goes back
 
 
@@ -136,18 +140,11 @@ def by_cause(account: Account) -> list[CauseRow]:
 
 def label(event: Event) -> str:
     """A cause in a few words: without names and numbers, so that equal ones are counted together."""
-    if event.kind == "border":
-        return "border of phases, planned"
     if event.concluded and event.kind in ("found", "died"):
         return event.concluded[:60]
     if event.kind == "died":
         return f"died: {re.split(r'[;,]', event.seen)[0][:40]}" if event.seen else "died"
-    return {
-        "hangs": "a process hangs",
-        "lost": "a node is lost",
-        "spike": "a spike",
-        "corrupt": "silent corruption",
-    }.get(event.kind, event.kind)
+    return WORDS.get(event.kind, event.kind)
 
 
 def account_of(events: Sequence[Event]) -> Account | None:

@@ -78,8 +78,8 @@ class Agent:
             self.say(f"aegis: node {self.rank.index if self.rank else 0} ends with {code}: {text}")
         self.keeper.close(FAREWELL)
         self.terminal.close(FAREWELL)
-        if self.keeper.lost or self.keeper.lost_events or self.terminal.lost:
-            lost = f"{self.keeper.lost:,} bytes and {self.keeper.lost_events} events for aegis/"
+        if self.keeper.lost or self.keeper.log.lost or self.terminal.lost:
+            lost = f"{self.keeper.lost:,} bytes and {self.keeper.log.lost} events for aegis/"
             lost += f", and {self.terminal.lost:,} bytes for the terminal were not written"
             leaving.complain(f"aegis: {lost}: there was more than disk or terminal took")
         self.selector.close()
@@ -142,7 +142,7 @@ class Leading(Agent):
             way = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
             self._server = lines.listen(int(port), "the agents'", way)
             differs = "it has another command or another zaya_jax; start all agents with the same of both"
-            self._door = lines.Door(lines.key(), _digest(self), self.plan.rules.agents, differs)
+            self._door = lines.Door(lines.key(), _digest(self), self.plan.rules.agents, differs, self.selector)
             self.selector.register(self._server, selectors.EVENT_READ, self._open)
         self.leader = Leader(self.plan, self.keeper, self.say, self._order, now)
         self.leader.came(0, socket.gethostname(), host, now)
@@ -163,7 +163,7 @@ class Leading(Agent):
         for line in list(self._lines.values()):
             line.flush()
             silent = now - line.heard
-            if silent > self.heartbeat or (line.index and self.leader.gives_up(line.index, silent)):
+            if silent > self.heartbeat or (line.index and self.leader.decider.gives_up(line.index, silent)):
                 self._drop(line, f"its agent is silent for {silent:.0f} s")
         self.leader.turn(now)
         self.end = self.leader.end
@@ -225,11 +225,7 @@ class Leading(Agent):
         self.leader.came(line.index, host, line.host, now)
 
     def _drop(self, line: lines.Line, why: str = "") -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(line.connection)
-        line.close()
-        if line in self._door.strangers:
-            self._door.strangers.remove(line)
+        self._door.drop(line)
         if line.index is not None and self._lines.get(line.index) is line:
             del self._lines[line.index]
             self.leader.lost(line.index, why, time.monotonic())

@@ -120,12 +120,8 @@ def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
 
 def _accuse_each_other(reported: Iterable[Finding]) -> tuple[int, int] | None:
     """Two processes that each say that the other is gone, and were there to say so: their connection broke."""
-    gone = {
-        (f.process, int(other))
-        for f in reported
-        if f.name == "process gone"
-        for other in re.findall(r"process (\d+) on ", f.seen)
-    }
+    lines = [f for f in reported if f.name == "process gone"]
+    gone = {(f.process, int(other)) for f in lines for other in re.findall(r"process (\d+) on ", f.seen)}
     return next(((a, b) for a, b in sorted(gone) if a < b and (b, a) in gone), None)
 
 

@@ -140,10 +140,6 @@ class Decider:
         waits = node in self.nodes and self.state in (State.COLLECTING, State.STOPPING)
         return waits and silent > SILENT and self._can_exclude(node)
 
-    def host(self, node: int) -> str:
-        """Its name."""
-        return self._hosts.get(node, "")
-
     def _hear(self, fact: facts.Fact) -> None:
         match fact:
             case facts.Came(node, host):
@@ -461,7 +457,7 @@ class Decider:
         known = ("group", "step", "seen", "concluded", "done", "seconds")
         more = {name: value for name, value in given.items() if name not in known and value != ""}
         given = {name: value for name, value in given.items() if name in known}
-        where = self.host(node)
+        where = self._hosts.get(node, "")
         self._out.append(facts.Say(kind, {"node": where, "process": process, **given, "facts": more}))
 
 

@@ -92,14 +92,9 @@ class Keeper(_Worker):
     """
 
     def __init__(self, workdir: Path):
-        self._workdir, self._log = workdir, events.Log(workdir, "agent")
+        self._workdir, self.log = workdir, events.Log(workdir, "agent")
         self._accepted, self._closing = False, threading.Event()
         super().__init__("keeper", MOST)
-
-    @property
-    def lost_events(self) -> int:
-        """Events that could not be written."""
-        return self._log.lost
 
     def append(self, name: str, data: bytes) -> None:
         """Adds to a file below aegis."""
@@ -130,7 +125,7 @@ class Keeper(_Worker):
 
     def _do(self, item: events.Event | tuple[str, bytes]) -> None:
         if isinstance(item, events.Event):
-            self._log.write(item)
+            self.log.write(item)
             return
         name, data = item
         path = self._workdir / events.FOLDER / name

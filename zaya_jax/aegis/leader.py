@@ -39,8 +39,8 @@ class Leader:
         self, plan: Plan, keeper: Keeper, say: Callable[[str], None], order: Callable[[int, list], None], now: float
     ):
         self._plan, self._keeper, self._say, self._order = plan, keeper, say, order
-        self._decider = Decider(plan.rules, now)
-        self._decider.number = _starts(plan.workdir)  # those of an agent before this one keep their logs
+        self.decider = Decider(plan.rules, now)
+        self.decider.number = _starts(plan.workdir)  # those of an agent before this one keep their logs
         self._hangs = Hangs()
         self._stragglers: Stragglers | None = None
         self._addresses: dict[int, str] = {}  # by which others reach a node
@@ -69,10 +69,6 @@ class Leader:
         """An agent is gone, or silent."""
         self._take(facts.Lost(node, why), now)
 
-    def gives_up(self, node: int, silent: float) -> bool:
-        """Whether an agent that has been silent for so long is lost before its time."""
-        return self._decider.gives_up(node, silent)
-
     def woke(self, seconds: float, now: float) -> None:
         """This agent, or another, stood still itself."""
         self._hangs.woke(now)
@@ -82,14 +78,14 @@ class Leader:
     def hear(self, node: int, message: list, now: float) -> None:
         """Takes an agent's message; of an earlier start's nothing."""
         kind, *rest = message
-        number = self._decider.number
+        number = self.decider.number
         if kind == "ready":
             (self._ports[node],) = rest
             self._take(facts.Ready(node), now)
         elif kind == "views" and rest[0] == number:
             self._views(node, [View(*view) for view in rest[1]], now)
         elif kind == "exited" and rest[0] == number:
-            if self._decider.state == "running":  # its last save counts
+            if self.decider.state == "running":  # its last save counts
                 self._checked.clear()
                 self._look.set()
                 self._checked.wait(PROGRESS)
@@ -118,7 +114,7 @@ class Leader:
         if self._checking and (unfit := self._checking.turn(now)) is not None:
             seconds, self._checking = now - self._checking.begun, None
             self._take(facts.Checked(tuple(unfit), seconds), now)
-        if self._decider.state in ("running", "leaving"):
+        if self.decider.state in ("running", "leaving"):
             found = self._hangs.find(now)
             if self._wait_out(found):
                 found = None
@@ -176,8 +172,8 @@ class Leader:
         )  # fmt: skip
 
     def _take(self, fact: facts.Fact, now: float) -> None:
-        actions = self._decider.take(fact, now)
-        if self._decider.state not in ("running", "leaving") or any(isinstance(a, facts.Start) for a in actions):
+        actions = self.decider.take(fact, now)
+        if self.decider.state not in ("running", "leaving") or any(isinstance(a, facts.Start) for a in actions):
             self._spent(self._spending.end(now))
         for action in actions:
             match action:
@@ -188,8 +184,8 @@ class Leader:
                     self._spending.begin(now, self._newest)
                     self._start(number, nodes)
                 case facts.Order():
-                    self._collecting = self._plan.rules.processes * len(self._decider.nodes)
-                    for node in self._decider.nodes:
+                    self._collecting = self._plan.rules.processes * len(self.decider.nodes)
+                    for node in self.decider.nodes:
                         self._order(node, [action.value])
                 case facts.Drop(node):
                     self._order(node, ["drop"])

@@ -90,33 +90,28 @@ class Node:
     def check(self, number: int) -> None:
         """Begins to try this node."""
 
-        def tried() -> list:
-            found = preflight.check(
-                len(self._numa) or None, files.existing(self._plan.workdir), root=os.environ.get(ROOT, "/")
-            )
-            return ["checked", number, [dataclasses.asdict(finding) for finding in found], _port()]
+        def tried() -> None:
+            devices, root = len(self._numa) or None, os.environ.get(ROOT, "/")
+            try:
+                found = preflight.check(devices, files.existing(self._plan.workdir), root)
+            except Exception as error:  # no room for a probe's lines, no process more: that is no hang
+                why = f"{type(error).__name__}: {error}"
+                found = [Finding("check of the node failed", "critical", "warn", why)]
+            self._done.put(["checked", number, [dataclasses.asdict(finding) for finding in found], _port()])
 
-        def failed(why: str) -> list:
-            found = Finding("check of the node failed", "critical", "warn", why)
-            return ["checked", number, [dataclasses.asdict(found)], _port()]
-
-        self._begin(tried, failed)
+        threading.Thread(target=tried, name="check", daemon=True).start()
 
     def link(self, number: int, coordinator: str, index: int) -> None:
         """Begins to try the link to another node."""
-        self._begin(
-            lambda: ["linked", number, *preflight.link(coordinator, index)], lambda why: ["linked", number, 0.0, why]
-        )
 
-    def _begin(self, work: Callable[[], list], failed: Callable[[str], list]) -> None:
-        def begun() -> None:
+        def tried() -> None:
             try:
-                found = work()
-            except Exception as error:  # no room for a probe's lines, no process more: that is no hang
-                found = failed(f"{type(error).__name__}: {error}")
-            self._done.put(found)
+                found = preflight.link(coordinator, index)
+            except Exception as error:  # as above
+                found = preflight.Tried(0.0, f"{type(error).__name__}: {error}")
+            self._done.put(["linked", number, *found])
 
-        threading.Thread(target=begun, name="check", daemon=True).start()
+        threading.Thread(target=tried, name="check", daemon=True).start()
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""

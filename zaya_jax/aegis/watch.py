@@ -30,10 +30,7 @@ KINDS = tuple(
         ("nic symbol errors", r"symbol_error"),
         ("nic link errors", r"link_error_recovery|local_link_integrity_errors|port_rcv_errors|rx_icrc_encapsulated"),
         ("nic time-outs", r"local_ack_timeout|ack_timeout|retry_exc|max_retry|req_transport_retries_exceeded"),
-        (
-            "nic retransmissions",
-            r"packet_seq_err|seq_err_nak|implied_nak_seq|to_retrans|retransmit|_retx|roce_adp_retrans",
-        ),
+        ("nic retransmissions", r"packet_seq_err|(seq_err|implied)_nak|to_retrans|retransmit|_retx|roce_adp_retrans"),
     )
 )
 

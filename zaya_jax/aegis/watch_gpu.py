@@ -196,18 +196,16 @@ class Nvidia(_Gpus):
             return []
         count = self._ask("nvmlDeviceGetCount") or 0
         handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
-        return [self._card(i, handle) for i, handle in handles if handle is not None and self._answers(handle)]
+        named = [(i, handle, self._ask("nvmlDeviceGetUUID", handle)) for i, handle in handles if handle is not None]
+        # A card that has fallen off the bus keeps its handle, and answers nothing.
+        return [self._card(i, handle, name) for i, handle, name in named if name is not None]
 
-    def _answers(self, handle: Any) -> bool:
-        """A card that has fallen off the bus keeps its handle, and answers nothing."""
-        return self._ask("nvmlDeviceGetUUID", handle) is not None
-
-    def _card(self, index: int, handle: Any) -> Reading:
-        gpu = Reading(f"gpu{index}", str(self._ask("nvmlDeviceGetUUID", handle)))
+    def _card(self, index: int, handle: Any, name: Any) -> Reading:
+        gpu = Reading(f"gpu{index}", str(name))
         # Kinds: 0 corrected, 1 uncorrected; counters: 0 since the driver was loaded.
-        for kind, name in ((1, "gpu uncorrectable memory error"), (0, "gpu correctable error rate")):
+        for kind, finding in ((1, "gpu uncorrectable memory error"), (0, "gpu correctable error rate")):
             errors = self._ask("nvmlDeviceGetTotalEccErrors", handle, kind, 0)
-            gpu.counters.append((name, ("corrected", "uncorrected")[kind] + " errors", errors))
+            gpu.counters.append((finding, ("corrected", "uncorrected")[kind] + " errors", errors))
         rows = self._ask("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
         if rows is not None:
             gpu.counters.append(("gpu wears out", "remapped rows", float(rows[0] + rows[1])))

@@ -51,11 +51,6 @@ class Beat(NamedTuple):
     pulse: float  # when it last showed life
     laps: tuple[Lap, ...]  # the newest last
 
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """How far it has come, to be compared among processes of one start."""
-        return self.step, SECTIONS.index(self.section), MARKS.index(self.mark)
-
 
 class Beats:
     """The writer of one slot."""

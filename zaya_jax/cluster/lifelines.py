@@ -54,7 +54,7 @@ class Lifelines:
         self._lines: dict[int, Line] = {}
         self._server: socket.socket | None = None
         differs = "process {index} on {host} counts {digest} processes, process 0 counts " + str(rank.count)
-        self._door = lines.Door(lines.key(), str(rank.count), rank.count, differs)
+        self._door = lines.Door(lines.key(), str(rank.count), rank.count, differs, self._selector)
         self._called = threading.Event()
         self._refusal: End | None = None
         self._ended, self._parted = threading.Event(), 0.0
@@ -137,7 +137,7 @@ class Lifelines:
                 self._ended.set()
             return None
         for line in self._door.overdue(now):
-            self._drop(line)
+            self._door.drop(line)
         if self.index == 0 and now - self._asked >= self._seconds / 10:
             self._asked = now
             for line in self._lines.values():
@@ -169,7 +169,7 @@ class Lifelines:
         except (ValueError, TypeError):
             messages = None
         if messages is None and not self._ended.is_set():
-            self._drop(line)
+            self._door.drop(line)
             if line.index is not None and self._lines.get(line.index) is line:
                 del self._lines[line.index]
                 if not self._parted:
@@ -186,7 +186,7 @@ class Lifelines:
                 self._lines.pop(0).say("bye")
         elif kind == "bye":
             self._lines.pop(line.index or 0, None)
-            self._drop(line)
+            self._door.drop(line)
         elif kind in ("end", "doubt"):
             end = End(*rest)
             if self.index and line is self._inside:  # process 0 decides which end counts
@@ -212,7 +212,7 @@ class Lifelines:
         self._selector.unregister(self._server)
         self._server.close()  # JAX's service listens there next
         for stranger in list(self._door.strangers):
-            self._drop(stranger)
+            self._door.drop(stranger)
         for other in self._lines.values():
             other.say("all", self._host)
         self._called.set()
@@ -263,10 +263,3 @@ class Lifelines:
                     del self._lines[index]
             time.sleep(0.02)
         return sorted(self._lines) if self.index == 0 else []
-
-    def _drop(self, line: Line) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it is already
-            self._selector.unregister(line.connection)
-        line.close()
-        if line in self._door.strangers:
-            self._door.strangers.remove(line)

@@ -2,7 +2,7 @@
 
     Line(connection)                   say(...), flush(), read(); neither ever waits
     listen(port, whose, way)           the socket of number 0
-    Door(key, digest, count, differs)  number 0's greeting of each caller
+    Door(key, digest, count, ...)      number 0's greeting of each caller, and hanging up
     call(address, index, ...)          the others' connection to number 0
 
 An empty line asks for, or gives, a sign of life. Both ends prove that they know the job's key (HMAC of the other's
@@ -16,6 +16,7 @@ import json
 import os
 import resource
 import secrets
+import selectors
 import socket
 import time
 from typing import Any
@@ -101,8 +102,9 @@ class Refused(ValueError):
 class Door:
     """Greets callers. `digest` must be the same at both ends; `differs` is the message if it is not."""
 
-    def __init__(self, secret: bytes, digest: str, count: int, differs: str):
+    def __init__(self, secret: bytes, digest: str, count: int, differs: str, selector: selectors.BaseSelector):
         self._secret, self._digest, self._count, self._differs = secret, digest, count, differs
+        self._selector = selector
         self.strangers: list[Line] = []
 
     def open(self, server: socket.socket) -> Line | None:
@@ -137,6 +139,14 @@ class Door:
         line.index, line.limit = index, LONG
         line.say("welcome", _proof(self._secret, "called", nonce))
         return host
+
+    def drop(self, line: Line) -> None:
+        """Hangs up."""
+        with contextlib.suppress(KeyError, ValueError):  # it is unregistered already
+            self._selector.unregister(line.connection)
+        line.close()
+        if line in self.strangers:
+            self.strangers.remove(line)
 
     def overdue(self, now: float) -> list[Line]:
         """Strangers that have been silent for too long, or are too many."""
