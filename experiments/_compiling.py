@@ -114,17 +114,16 @@ def _memory(memory: buffers.ProgramMemory, state: dict[str, Any], program: kerne
             kind = "other temporaries"
         kinds[kind] += b.size
         if len(largest) < LARGEST and b.size:
-            about = {"scope": maker.scope, "line": maker.line} if maker else {"scope": "", "line": ""}
+            about = {"scope": maker.scope, "op_name": maker.op_name} if maker else {"scope": "", "op_name": ""}
             largest.append({"bytes": b.size, "shape": f"{array.dtype}{list(array.shape)}", "kind": kind, **about})
     kinds["gaps"] = memory.temporaries - sum(kinds.values())
     return {
         "peak": memory.peak,
         "weights": weights,
         "optimizer": optimizer,
-        "batch and figures": memory.arguments + memory.results + memory.constants - weights - optimizer,
+        "batch and figures": memory.peak - memory.temporaries - weights - optimizer,
         **kinds,
         "largest": largest,
-        "curve": memory.curve(),
     }
 
 
@@ -145,7 +144,7 @@ def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[d
 
 def _kernel(k: kernels.GpuKernel) -> dict[str, Any]:
     return {
-        "name": k.name, "scope": k.scope, "stage": k.stage, "line": k.line, "times": k.times, "reads": k.reads,
+        "name": k.name, "scope": k.scope, "stage": k.stage, "op_name": k.op_name, "times": k.times, "reads": k.reads,
         "writes": k.writes,
     }  # fmt: skip
 

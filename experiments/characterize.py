@@ -35,8 +35,8 @@ from zaya_jax.data import pipeline, storage, tokenizers
 from zaya_jax.data.order import TURNS
 from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
 from zaya_jax.hardware import chips, host, sizing_rules
-from zaya_jax.hardware.measure import collectives, products, results, streams
-from zaya_jax.hardware.measure.results import BUS, MOVED, CollectiveTiming, Measured, Product
+from zaya_jax.hardware.measure import collectives, memory_copies, products, results
+from zaya_jax.hardware.measure.results import BUS, CollectiveTiming, Measured, Product
 from zaya_jax.hardware.measure.timing import Timing
 from zaya_jax.hardware.sizing_rules import Advice
 from zaya_jax.plan.phases import Need
@@ -49,7 +49,7 @@ DEVICES = 1024  # ZAYA1's, where only a CPU is here
 PARTS = {
     "collectives": "messages between devices: seconds and bandwidth over size and devices",
     "matmul": "matrix products: rates of the model's shapes over tokens, and over tokens an expert",
-    "memory": "a device's memory: bandwidth of copying, reading, writing and adding over size",
+    "memory": "a device's memory: bandwidth of copying over size",
 }
 
 HOST = (
@@ -142,7 +142,7 @@ def measure_parts(
         chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
     )  # fmt: skip
     if "collectives" in wanted:
-        room = streams.room(first, sum(d.process_index == first.process_index for d in devices))
+        room = memory_copies.room(first, sum(d.process_index == first.process_index for d in devices))
         room = multihost.from_first("room", lambda: room // collectives.SHARE)
         found = dataclasses.replace(
             found, collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say)
@@ -152,7 +152,7 @@ def measure_parts(
     if not multihost.is_writer():
         return found, remarks
     if "memory" in wanted:
-        found = dataclasses.replace(found, streams=streams.measure_streams(first, args.seconds, say))
+        found = dataclasses.replace(found, copies=memory_copies.measure_copies(first, args.seconds, say))
     if "matmul" in wanted:
         measured, left_out = products.measure_products(first, config.model, args.seconds, say)
         found = dataclasses.replace(found, products=measured)
@@ -369,12 +369,11 @@ def document(figures: Measured, advice: Sequence[Advice], rules_for: str, remark
 def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
     rows = [
         [
-            f.rule, f"{f.key}={f.value:,}", f.reason, "–" if f.better is None else f"{f.better:,}",
-            f"{f.cost:.1%}", f.source,
+            f.rule, f"{f.key}={f.value:,}", f.reason, "–" if f.better is None else f"{f.better:,}", f.source,
         ]
         for f in advice
     ]  # fmt: skip
-    head = ("rule", "key", "reason", "better", "of a step, at most", "by")
+    head = ("rule", "key", "reason", "better", "by")
     tables = [Table("Advice", head, rows, "code")] if rows else []
     return Section("Sizing rules", f"Dimensions off the fast path: {rules_for}.", tables, [] if rows else ["None."])
 
@@ -389,21 +388,13 @@ def _collectives(figures: Measured) -> Section:
             rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
             lines.append(_line(_devices(points[0]), color, rates))
             best = max(points, key=lambda c: c.bus_bandwidth)
-            knee = figures.message_knee(name, best.num_devices, best.num_nodes)
             rows.append([
                 name, _devices(best), duration(points[0].seconds.median),
-                number(best.bus_bandwidth / 1e9), number(best.algorithm_bandwidth / 1e9), binary_size(best.bytes),
-                binary_size(knee or 0),
+                number(best.bus_bandwidth / 1e9), binary_size(best.bytes),
             ])  # fmt: skip
         pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size)
-    head = (
-        "collective", "devices", f"{figures.collectives[0].bytes:,} B take", "best bus GB/s",
-        "algorithm GB/s", "there", "knee",
-    )  # fmt: skip
-    text = (
-        "Over the size of the message, by the definitions of nccl-tests. Knee: the least message at 80% of the best "
-        "bus bandwidth."
-    )
+    head = ("collective", "devices", f"{figures.collectives[0].bytes:,} B take", "best bus GB/s", "there")
+    text = "Over the size of the message, by the definitions of nccl-tests."
     return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
 
 
@@ -443,19 +434,17 @@ def _products(figures: Measured) -> Section:
 
 
 def _memory(figures: Measured) -> Section:
-    if not figures.streams:
+    if not figures.copies:
         return Section("Memory")
-    lines, rows = [], []
-    for color, name in enumerate(MOVED):
-        points = sorted((s for s in figures.streams if s.name == name), key=lambda s: s.bytes)
-        if points:
-            lines.append(_line(name, color, [_point(s.bytes, s.bandwidth / 1e9, s.seconds) for s in points]))
-            ends = (max(points, key=lambda s: s.bandwidth), points[-1])
-            rows.append([name, *(text for s in ends for text in (number(s.bandwidth / 1e9), binary_size(s.bytes)))])
-    picture = _chart("Bandwidth over the size of an array", lines, "GB/s", binary_size)
-    head = ("pass", "best GB/s", "there", "largest GB/s", "there")
-    text = "One device; bytes read and bytes written count alike."
-    return Section("Memory", text, [Table("Bandwidths", head, rows)], pictures=picture)
+    points = sorted(figures.copies, key=lambda copy: copy.bytes)
+    line = _line("copy", 0, [_point(c.bytes, c.bandwidth / 1e9, c.seconds) for c in points])
+    picture = _chart("Bandwidth over the size of an array", [line], "GB/s", binary_size)
+    best = max(points, key=lambda copy: copy.bandwidth)
+    rows = [
+        [what, number(c.bandwidth / 1e9), binary_size(c.bytes)] for what, c in (("best", best), ("largest", points[-1]))
+    ]
+    text = "Copying on one device; bytes read and bytes written count alike."
+    return Section("Memory", text, [Table("Bandwidths", ("array", "GB/s", "of"), rows)], pictures=picture)
 
 
 def binary_size(count: float) -> str:

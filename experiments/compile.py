@@ -31,7 +31,6 @@ from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.report.document import Page, Section, Table, Tile
-from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
 from zaya_jax.training import recipe
@@ -213,7 +212,7 @@ def _phase(row: dict[str, Any]) -> Section:
         notes.append(f"loops of unknown length, each counted as one turn: {loops}")
     if again := sum(r["flops_by_stage"].get("again", 0) for r in row["traffic"]):
         notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, not useful")
-    return Section(title, text, list(_tables(row)), notes, _tiles(row), _memory_curve(row))
+    return Section(title, text, list(_tables(row)), notes, _tiles(row))
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -232,8 +231,8 @@ def _tables(row: dict[str, Any]) -> Iterable[Table]:
     memory, traffic = row["memory"], row["traffic"]
     kinds = [[kind, f"{memory[kind] / 1e9:.2f}", f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS]
     yield Table("Memory where it is highest", ("kind", "GB", "share"), kinds)
-    largest = [[f"{b['bytes'] / 1e9:.2f}", b["shape"], b["kind"], b["scope"], b["line"]] for b in memory["largest"]]
-    yield Table("Largest temporaries there", ("GB", "array", "kind", "scope", "line"), largest, "code")
+    largest = [[f"{b['bytes'] / 1e9:.2f}", b["shape"], b["kind"], b["scope"], b["op_name"]] for b in memory["largest"]]
+    yield Table("Largest temporaries there", ("GB", "array", "kind", "scope", "made by"), largest, "code")
     scopes = [
         [
             r["scope"], f"{r['launches']:,.0f}", f"{r['reads'] / 1e9:,.1f}", f"{r['writes'] / 1e9:,.1f}",
@@ -249,11 +248,11 @@ def _tables(row: dict[str, Any]) -> Iterable[Table]:
     kernels = [
         [
             f"{k['times'] * (k['reads'] + k['writes']) / 1e9:,.1f}", f"{k['times']:,.0f}", k["scope"], k["stage"],
-            k["line"], k["name"],
+            k["op_name"], k["name"],
         ]
         for k in row["largest"]
     ]  # fmt: skip
-    yield Table("Kernels that move most", ("GB", "times", "scope", "stage", "line", "kernel"), kernels, "code")
+    yield Table("Kernels that move most", ("GB", "times", "scope", "stage", "made by", "kernel"), kernels, "code")
     collectives = [
         [
             c["kind"], c["scope"], f"{c['bytes'] / 1e6:,.2f}", f"{c['group']:,}",
@@ -279,20 +278,6 @@ def _tiles(row: dict[str, Any]) -> list[Tile]:
         ("FLOPs", f"{row['flops'] / 1e12:,.1f} T", f"{_of_use(row):.0%} of use"),
     ]
     return [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")] if bound else tiles
-
-
-def _memory_curve(row: dict[str, Any]) -> str:
-    """Memory over the program, with the chip's capacity."""
-    curve = [(float(at), value / 1e9) for at, value in row["memory"]["curve"]]
-    end, capacity = curve[-1][0] if len(curve) > 1 else 1.0, (row["memory"]["capacity"] or 0) / 1e9
-    lines = [Curve("in use", curve)]
-    lines += [Curve("the chip's", [(0.0, capacity), (end, capacity)], color=1)] if capacity else []
-    highest = max(capacity, *(value for _, value in curve))
-    return Chart(
-        f"Memory over the program: {row['phase']}", lines, (0.0, end), (0.0, highest * 1.05), unit=" GB",
-        over="instruction",
-        note="Instructions as they run, each loop's body once: forward, backward, optimizer.",
-    ).draw()  # fmt: skip
 
 
 def _of_use(row: dict[str, Any]) -> float:

@@ -4,10 +4,9 @@
         [--at_once=N] [--figures=FILE_OR_FOLDER] [--mtbf_hours=H] [--search]
 
 For each phase it computes memory, HBM traffic, FLOPs and network traffic of a step by purpose, the parts of its time,
-tokens per second, days and GPU-hours, the load on storage, how often to save, the time lost to failures, and the
-scaling from 8 to 16,384 devices. It writes plan.md, plan.json and plan.html. --search ranks meshes, micro-batches and
-remat that fit. --at_once=N is as in experiments.compile; --figures reads the output of experiments.characterize.
-docs/planning.md lists the assumptions.
+tokens per second, days and GPU-hours, the load on storage, how often to save, and the time lost to failures. It
+writes plan.md, plan.json and plan.html. --search ranks meshes, micro-batches and remat that fit. --at_once=N is as
+in experiments.compile; --figures reads the output of experiments.characterize. docs/planning.md lists the assumptions.
 """
 
 import dataclasses
@@ -28,7 +27,6 @@ from zaya_jax.plan import rates as rates_lib
 from zaya_jax.plan.phases import PlannedPhase
 from zaya_jax.plan.rates import Rates
 from zaya_jax.report.document import Page, Section, Table
-from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import byte_size, duration, shape_of_step
 
 
@@ -64,7 +62,6 @@ def main() -> int:
         "config": config.name, "cluster": args.cluster, "source": cluster.source, "devices": args.devices,
         "date": time.strftime("%Y-%m-%d"), "notes": notes,
         "phases": [_phase(p, cluster, rates, args.search) for p in phases],
-        "scaling": {"phase": phases[0].name, "points": list(search.scaling(phases[0].case, cluster, rates))},
         "assumed": _assumed(rates, args.mtbf_hours),
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
@@ -156,7 +153,7 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
 
 
 def document(result: dict[str, Any]) -> Page:
-    """A table of the phases, a section each, and how the whole scales."""
+    """A table of the phases, a section each, and the assumptions."""
     title = f"{result['config']} planned for {result['devices']:,} devices of {result['cluster']}"
     about = f"{result['date']}; per device and step unless it says otherwise. {result['source']}"
     sections = [
@@ -165,7 +162,7 @@ def document(result: dict[str, Any]) -> Page:
             Section(f"{phase['name']}: {headline(phase)}", f"{shape_of_step(phase)}.", list(_tables(phase)))
             for phase in result["phases"]
         ),
-        Section("The whole", "", list(_closing(result)), pictures=_scaling(result["scaling"]["points"])),
+        Section("Assumptions", "", [_assumptions(result)]),
     ]
     footer = "Formulas, nothing was compiled or run; docs/planning.md lists their assumptions."
     return Page(title, "", about, sections, footer=footer)
@@ -257,27 +254,9 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
         yield Table("The fastest ways that fit", head, ways)
 
 
-def _closing(result: dict[str, Any]) -> Iterable[Table]:
-    rows = [[f"{n:,}", _ms(s), _ms(exposed)] for n, s, exposed in result["scaling"]["points"]]
-    title = f"Weak scaling of {result['scaling']['phase']}"
-    yield Table(title, ("devices", "ms a step", "exposed communication in it, ms"), rows)
-    assumed = [[n, f"{v:.3g}", source] for n, v, source in result["assumed"]]
-    yield Table("Assumptions", ("rate", "value", "source"), assumed, "code")
-
-
-def _scaling(points: list[tuple[int, float, float]]) -> str:
-    """Seconds over the number of devices."""
-    if not points:
-        return ""
-    lines = [
-        Curve("a step", [(n, s) for n, s, _ in points]),
-        Curve("exposed communication", [(n, exposed) for n, _, exposed in points], 1, look="raw"),
-    ]
-    counts, most = [n for n, *_ in points], max(s for _, s, _ in points)
-    return Chart(
-        "Weak scaling", lines, (counts[0], counts[-1]), (0.0, 1.05 * most), log_x=True, unit=" s", over="devices",
-        named=[(n, f"{n:,}") for n in counts], note="Seconds of a step at constant tokens a device.",
-    ).draw()  # fmt: skip
+def _assumptions(result: dict[str, Any]) -> Table:
+    rows = [[n, f"{v:.3g}", source] for n, v, source in result["assumed"]]
+    return Table("What is assumed", ("rate", "value", "source"), rows, "code")
 
 
 if __name__ == "__main__":

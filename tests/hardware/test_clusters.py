@@ -28,7 +28,7 @@ def test_a_collective_in_a_loop_that_does_not_turn_takes_no_time():
     array = (Array("f32", (1 << 20,)),)
     sent = Collective("all-to-all", "a", array, array, 8, True, None, "", (tuple(range(8)),))
     kernels = tuple(
-        GpuKernel(name, op, "", "", 0.0, 1 << 22, 1 << 22, 0.0, False, collective)
+        GpuKernel(name, op, "", 0.0, 1 << 22, 1 << 22, 0.0, False, collective)
         for name, op, collective in (("a", "all-to-all-start", "all-to-all"), ("k", "fusion", None))
     )
     found = roofline.bound(Program(kernels, {}, {"a": (1, 2)}), [sent], "MI300X", CLUSTER)

@@ -1,6 +1,5 @@
-"""Reading a compiled program: kernels, bytes, FLOPs, loops, lines; and the memory that it takes."""
+"""Reading a compiled program: kernels, bytes, FLOPs, loops; and the memory that it takes."""
 
-import itertools
 from pathlib import Path
 
 import jax
@@ -38,7 +37,7 @@ def test_kernels_bytes_and_flops_with_loops_multiplied_out():
     assert by_name["gemm_fusion"][0].wide
 
 
-def test_scopes_stages_and_lines():
+def test_scopes_and_stages():
     found = {k.name: k for k in kernels.read_program(PROGRAM).kernels}
     assert (found["slice_fusion"].scope, found["slice_fusion"].stage) == ("cca", "backward")
     assert found["gemm_fusion"].stage == "again"
@@ -46,8 +45,6 @@ def test_scopes_stages_and_lines():
     gather = found["all-gather-start.1"]
     assert (gather.scope, gather.stage) == ("optimizer/exchange", "")
     assert found["copy.1"].scope == "other"
-    # The innermost frame of the project: optax called from it is no line of its own.
-    assert found["slice_fusion"].line == found["gemm_fusion"].line == "zaya_jax/model/cca.py:12"
 
 
 def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
@@ -56,9 +53,7 @@ def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
     needed = chips.flops_by_scope(config.model, config.data.seq_len)["cca"] * 1000
     flops = {"jit(step)/cca/dot": 0.6 * needed, "jit(step)/cca/attention/pallas_call": 0.9 * needed}
     found = kernels.Program(
-        tuple(kernels.GpuKernel("k", "fusion", path, "", 1.0, 0, 0, n, False, None) for path, n in flops.items()),
-        {},
-        {},
+        tuple(kernels.GpuKernel("k", "fusion", path, 1.0, 0, 0, n, False, None) for path, n in flops.items()), {}, {}
     )
     rows = compiling._by_scope(found, config, 1000)
     assert {row["scope"] for row in rows} == {"cca", "cca/attention"}
@@ -199,7 +194,3 @@ def test_memory_over_a_program_is_the_compilers():
     assert 0 < sum(b.size for b in live) <= memory.temporaries
     kept = [b for b in memory.buffers if b.shape.startswith("f32[4,64,128]")]  # each layer's input, or output
     assert kept and all(b.size == 4 * 64 * 128 * 4 for b in kept)
-    curve = memory.curve(1000)
-    assert max(total for _, total in curve) <= memory.peak and len(curve) == len(memory.instructions)
-    spans = sorted((b.offset, b.offset + b.size) for b in live)
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))  # nothing counts twice

@@ -1,4 +1,4 @@
-"""Sizing rules: sizes off a chip's fast path are found, worst first, and no others."""
+"""Sizing rules: sizes off a chip's fast path are found, each with a better value, and no others."""
 
 import dataclasses
 import runpy
@@ -47,11 +47,6 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     one_at_a_time = dataclasses.replace(whole, data=dataclasses.replace(whole.data, micro_batch=1024))
     found = sizing_rules.advise(one_at_a_time, "mi300x", 1024)
     assert not [f for f in found if f.key.startswith("model.")]
-    assert [f.cost for f in found] == sorted((f.cost for f in found), reverse=True)
-    passes = by_rule(found)["micro-batches"]
-    # 28 bytes of 8.84B weights at 4.33 TB/s: four times 57 ms for 4 x 27 ms of products; two fewer would do.
-    assert passes.better == 2048 and passes.cost == pytest.approx(2 * 57.2 / (4 * (57.2 + 27.4)), rel=0.02)
-    assert "4 micro-batches a step; each moves 248 GB" in passes.reason
     experts = by_rule(found)["tokens per expert"]
     # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
     assert "256 tokens per expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048
@@ -71,17 +66,14 @@ def test_a_width_off_the_path_is_found_with_a_better_one(chip, key, value, bette
     given = changed(**{f"model__{key}": value})
     found = next(f for f in sizing_rules.advise(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule)
     assert (found.value, found.better) == (value, better)
-    assert 0 < found.cost < 1 and str(found).startswith(f"sizing: model.{key}={value:,}: ")
+    assert str(found).startswith(f"sizing: model.{key}={value:,}: ")
     mended = changed(**{f"model__{key}": better})
     assert not [f for f in sizing_rules.advise(mended, chip, 8) if f.key == f"model.{key}" and f.rule == rule]
 
 
 def test_a_run_on_the_path_gets_no_advice():
     for name, at_once in (("h200", 32), ("mi300x", 64)):
-        whole = changed(data__global_batch=at_once, data__micro_batch=0)
-        assert sizing_rules.advise(whole, name, 8) == []
-        found = sizing_rules.advise(changed(data__micro_batch=at_once), name, 8)
-        assert by_rule(found).keys() == {"micro-batches"}
+        assert sizing_rules.advise(changed(data__micro_batch=at_once), name, 8) == []
 
 
 def test_measured_figures_take_the_place_of_published_ones():
@@ -97,12 +89,12 @@ def test_measured_figures_take_the_place_of_published_ones():
         assert "tokens per expert" not in by_rule(sizing_rules.advise(changed(), "mi300x", 8, other))
 
 
-def test_a_run_is_told_the_worst_three_where_its_chip_is_known():
+def test_a_run_gets_advice_where_its_chip_is_known():
     given = read("tiny")
     gpu = [SimpleNamespace(device_kind="AMD Instinct MI300X", platform="rocm")] * 8
     notes = sizing_rules.notes(given, gpu)
-    assert len(notes) == 3 and all(n.startswith("sizing: ") and "\n" not in n for n in notes)
-    assert notes == [str(f) for f in sizing_rules.advise(given, "mi300x", 8)[:3]]
+    assert len(notes) == 4 and all(n.startswith("sizing: ") and "\n" not in n for n in notes)
+    assert notes == [str(f) for f in sizing_rules.advise(given, "mi300x", 8)]
     for kind in ("cpu", "NVIDIA A100-SXM4-80GB"):
         assert sizing_rules.notes(given, [SimpleNamespace(device_kind=kind, platform="gpu")]) == []
 

@@ -38,7 +38,7 @@ def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
         assert p["gpu_hours"] == pytest.approx(p["days"] * 24 * 16)
     text, page = (tmp_path / "plan.md").read_text(), (tmp_path / "plan.html").read_text()
     assert "Where the step goes" in text and text in done.stdout
-    assert "<figcaption>Weak scaling" in page and "Memory where it is highest" in page
+    assert "What is assumed" in page and "Memory where it is highest" in page
 
 
 def phases(devices: int, at_once: int = 0, **changes):

@@ -79,11 +79,11 @@ def bandwidth(device: Any) -> float:
     """Bytes read and written in a second by a copy on one device."""
     import jax
 
-    from zaya_jax.hardware.measure import streams, timing
+    from zaya_jax.hardware.measure import memory_copies, timing
 
     size = STREAM.get(device.platform, STREAM_ELSEWHERE)
     x = jax.device_put(np.ones(size // 4, np.float32), device)
-    compiled = jax.jit(lambda x: streams.PASSES["copy"](x, None, None)).lower(x).compile()
+    compiled = jax.jit(memory_copies.copied).lower(x).compile()
     taken = timing.time_call(lambda: compiled(x), SECONDS, device.platform != "cpu")
     return 2 * size / taken.median
 

@@ -1,7 +1,7 @@
 """Reads the memory that a compiled program takes over its course from XLA's record of its buffers.
 
     compiled, memory = buffers.compile_watched(lowered)
-    memory.peak, memory.curve(200), memory.at_peak()
+    memory.peak, memory.at_peak()
 
 XLA places each value at an offset of one large allocation for temporaries, for the instructions between its first and
 its last use. Values that share a place, as a loop's carried arrays do with their initial values, count once. Arguments
@@ -46,7 +46,6 @@ class ProgramMemory:
     constants: int
     temporaries: int  # the one allocation in which all of them lie
     buffers: tuple[Buffer, ...]
-    instructions: tuple[str, ...]  # the names, as they run; a loop's body stands once, before the loop
 
     @property
     def peak(self) -> int:
@@ -63,21 +62,6 @@ class ProgramMemory:
                 found.append(b)
                 end = b.offset + b.size
         return sorted(found, key=lambda b: -b.size)
-
-    def curve(self, points: int = 400) -> list[tuple[int, int]]:
-        """(instruction, bytes in use) over the program, the maximum of each stretch of instructions."""
-        changes: dict[int, int] = {}
-        totals, count = [], max(len(self.instructions), 1)
-        for b in self.buffers:
-            changes[b.first] = changes[b.last + 1] = 1
-        level = 0
-        for time in range(count):
-            if time in changes:
-                level = sum(b.size for b in self.live(time))
-            totals.append(level)
-        step = max(1, -(-count // points))
-        fixed = self.arguments + self.results + self.constants
-        return [(i, fixed + max(totals[i : i + step])) for i in range(0, count, step)]
 
     def highest(self) -> int:
         """The instruction at which most temporaries are in use."""
@@ -116,7 +100,7 @@ def _read_memory(folder: Path) -> ProgramMemory:
     """The memory of the program with a record in this folder; of several, the largest one's."""
     files = sorted(folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size)
     assert files, f"XLA wrote no buffer assignment into {folder}"
-    ranges, order = _ranges(Path(str(files[-1]).replace("-buffer-assignment.txt", "-live-range.txt")))
+    ranges = _ranges(Path(str(files[-1]).replace("-buffer-assignment.txt", "-live-range.txt")))
     sizes = dict.fromkeys(("arguments", "results", "constants", "temporaries"), 0)
     found, kind = [], ""
     for line in files[-1].read_text().splitlines():
@@ -129,7 +113,7 @@ def _read_memory(folder: Path) -> ProgramMemory:
             name = name if name.endswith("}") else name + "{}"
             if name in ranges and hlo.arrays(shape):
                 found.append(Buffer(name.split("{")[0], shape, int(offset), int(size), *ranges[name]))
-    return ProgramMemory(**sizes, buffers=tuple(found), instructions=order)
+    return ProgramMemory(**sizes, buffers=tuple(found))
 
 
 def _kind(about: str) -> str:
@@ -142,11 +126,7 @@ def _kind(about: str) -> str:
     return "results" if "live-out" in about else ""  # the rest is a thread's own
 
 
-def _ranges(path: Path) -> tuple[dict[str, tuple[int, int]], tuple[str, ...]]:
-    ranges, order = {}, []
-    for line in path.read_text().splitlines():
-        if found := _RANGE.match(line):
-            ranges[found.group(1)] = int(found.group(2)), int(found.group(3))
-        elif found := re.match(r"^    (\d+):(\S+)$", line):
-            order.append(found.group(2))
-    return ranges, tuple(order)
+def _ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """The first and the last instruction that need each value."""
+    found = map(_RANGE.match, path.read_text().splitlines())
+    return {match[1]: (int(match[2]), int(match[3])) for match in found if match}

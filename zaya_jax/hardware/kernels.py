@@ -48,7 +48,6 @@ class GpuKernel:
     name: str
     op: str
     op_name: str  # where in the Python program it comes from; "" if the compiler added it
-    line: str  # FILE:LINE of the project, as far as the program says
     times: float  # how often it runs in a run of the program
     reads: int  # bytes, each time
     writes: int
@@ -138,7 +137,6 @@ class _Reader:
         found = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
         assert found, "no ENTRY in the program's text"
         self.entry = found.group(1)
-        self.lines = _lines(text)
         self.kernels: list[GpuKernel] = []
         self.under: dict[str, tuple[int, int]] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
@@ -203,10 +201,8 @@ class _Reader:
             flops = float(visits[-1]) * float(stated[2]) if visits else float(stated[1])
             reads, writes = (int(float(stated[3])), int(float(stated[4]))) if stated[3] else (reads, writes)
             wide = flops > 0 and hlo.arrays(given[0])[0].dtype == "f32"
-        frame = re.search(r"stack_frame_id=(\d+)", i.rest)
-        line = self.lines.get(int(frame.group(1)), "") if frame else ""
         collective = kind if kind in hlo.KINDS else None
-        return GpuKernel(i.name, i.op, i.op_name, line, times, reads, max(writes, 0), flops, wide, collective)
+        return GpuKernel(i.name, i.op, i.op_name, times, reads, max(writes, 0), flops, wide, collective)
 
     def _users(self, fused: str) -> dict[str, list[tuple[Instruction, int]]]:
         users: dict[str, list[tuple[Instruction, int]]] = {}
@@ -302,30 +298,3 @@ def _flops(i: Instruction, given: list[str]) -> tuple[float, bool]:
     summed = [int(d.strip('"')) for d in found.group(1).split(",") if d] if found else []
     each = math.prod(left.shape[d] for d in summed)
     return 2.0 * each * math.prod(out.shape), left.dtype == "f32"
-
-
-def _lines(text: str) -> dict[int, str]:
-    """FILE:LINE for each stack frame of the program's tables: the innermost one that is not a library's."""
-    files, locations, frames = (
-        {int(number): entry.strip('"') for number, entry in re.findall(r"(\d+) (.*)\n", found.group(1))}
-        if (found := re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE))
-        else {}
-        for table in ("FileNames", "FileLocations", "StackFrames")
-    )
-
-    def field(entry: str, name: str) -> int:
-        found = re.search(rf"{name}=(\d+)", entry)
-        return int(found.group(1)) if found else 0
-
-    def line_of(frame: int) -> str:
-        for _ in range(len(frames)):
-            entry = frames.get(frame, "")
-            where = locations.get(field(entry, "file_location_id"), "")
-            file = files.get(field(where, "file_name_id"), "")
-            for room in ("zaya_jax", "pallas_kernels"):
-                if f"/{room}/" in file and not file.endswith("/pallas_kernels/tiles.py"):
-                    return f"{room}/{file.rsplit(f'/{room}/', 1)[1]}:{field(where, 'line')}"
-            frame = field(entry, "parent_frame_id") - 1  # counted from one more than the frames themselves
-        return ""
-
-    return {number: line_of(number) for number in frames}

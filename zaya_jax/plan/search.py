@@ -1,4 +1,4 @@
-"""Searches other ways to run a phase: the fastest meshes, micro-batches and remat that fit, and how its own scales.
+"""Searches other ways to run a phase: the fastest meshes, micro-batches and remat that fit.
 
 Only cases count that a run would accept (`parallel.sharding.check`) and that fit the chip's memory.
 """
@@ -21,7 +21,6 @@ from zaya_jax.plan.step_time import StepTime
 SIZES = (1, 2, 4, 8)  # of expert, context and tensor, which should stay within a node
 BEST = 10  # ways that are given
 REMATS = ("none", "elementwise", "attention", "layer")
-DEVICES = tuple(2**n for n in range(3, 15))  # of the weak scaling: 8 to 16,384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +76,3 @@ def _fitting(case: Case) -> Footprint | None:
     assert capacity is not None
     found = footprint.estimate(case)
     return found if found.peak <= capacity else None
-
-
-def scaling(case: Case, cluster: Cluster, rates: Rates) -> Iterator[tuple[int, float, float]]:
-    """A phase over more and more devices, each with as many tokens as now: devices, seconds of a step, those that are
-    exposed communication."""
-    mesh = case.here.mesh
-    for devices in DEVICES:
-        data, rest = divmod(devices, mesh.expert * mesh.context * mesh.tensor)
-        accepted = _accepted(case.here, dataclasses.replace(mesh, data=data)) if data and not rest else None
-        if accepted:
-            rows = case.rows * case.micro_batches * data * mesh.expert
-            other = Case(*accepted, case.chip, rows, case.micro_batches)
-            if _fitting(other):
-                time = step_time.estimate(other, cluster, rates)
-                yield devices, time.seconds, time.by_scope[step_time.LINKS]

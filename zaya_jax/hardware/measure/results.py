@@ -13,7 +13,7 @@ from typing import Any
 from zaya_jax.config import UserError, files
 from zaya_jax.hardware.measure.timing import Timing, knee
 
-FORMAT = 1
+FORMAT = 2
 
 # Bus bandwidth over algorithm bandwidth for n devices, and the bytes that count: nccl-tests, doc/PERFORMANCE.md.
 BUS = {
@@ -23,7 +23,6 @@ BUS = {
     "all-to-all": lambda n: (n - 1) / n,  # that each puts in, its own n-th counted, and gets
     "neighbour": lambda n: 1.0,  # that each sends to the next
 }
-MOVED = {"copy": 2, "read": 1, "write": 1, "add": 3}  # bytes moved for one of the array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +36,9 @@ class CollectiveTiming:
     seconds: Timing
 
     @property
-    def algorithm_bandwidth(self) -> float:
-        """Bytes a second."""
-        return self.bytes / self.seconds.median
-
-    @property
     def bus_bandwidth(self) -> float:
         """Bytes a second through each device's link, whatever the number of devices."""
-        return self.algorithm_bandwidth * BUS[self.name](self.num_devices)
+        return self.bytes / self.seconds.median * BUS[self.name](self.num_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,21 +70,19 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPass:
-    """One pass over arrays of `bytes` in a device's memory."""
+class MemoryCopy:
+    """An array copied in a device's memory."""
 
-    name: str
-    bytes: int  # of one array
+    bytes: int
     seconds: Timing
 
     @property
     def bandwidth(self) -> float:
         """Bytes read and written a second."""
-        return self.bytes * MOVED[self.name] / self.seconds.median
+        return 2 * self.bytes / self.seconds.median
 
 
-LISTS: dict[str, type] = {"collectives": CollectiveTiming, "products": Product, "streams": MemoryPass}
-RATES = ("algorithm_bandwidth", "bus_bandwidth", "rate", "bandwidth")  # which follow from seconds, for readers
+LISTS: dict[str, type] = {"collectives": CollectiveTiming, "products": Product, "copies": MemoryCopy}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +99,7 @@ class Measured:
     peak: float | None = None  # FLOP/s of a device for bfloat16, where chips.py knows it
     collectives: tuple[CollectiveTiming, ...] = ()
     products: tuple[Product, ...] = ()
-    streams: tuple[MemoryPass, ...] = ()
+    copies: tuple[MemoryCopy, ...] = ()
 
     @property
     def of_host(self) -> bool:
@@ -116,7 +108,7 @@ class Measured:
 
     def memory_bandwidth(self) -> float | None:
         """That of copying, the median of the three largest arrays: of memory, not of a cache."""
-        copies = sorted((s for s in self.streams if s.name == "copy"), key=lambda s: s.bytes)
+        copies = sorted(self.copies, key=lambda copy: copy.bytes)
         return statistics.median(s.bandwidth for s in copies[-3:]) if copies else None
 
     def rows_knee(self) -> int | None:
@@ -133,23 +125,10 @@ class Measured:
         """The sets of devices that collectives ran on: (devices, nodes)."""
         return sorted({(c.num_devices, c.num_nodes) for c in self.collectives}, key=lambda g: (g[1], g[0]))
 
-    def message_knee(self, name: str, num_devices: int, num_nodes: int) -> int | None:
-        """Bytes from which on a collective is within 20% of its best bus bandwidth."""
-        return knee((c.bytes, c.bus_bandwidth) for c in self.over(name, num_devices, num_nodes))
-
 
 def to_json(figures: Measured) -> str:
     """The file."""
-    about: dict[str, Any] = {"format": FORMAT}
-    for field in dataclasses.fields(figures):
-        value = getattr(figures, field.name)
-        about[field.name] = [_entry(x) for x in value] if field.name in LISTS else value
-    return json.dumps(about, indent=1) + "\n"
-
-
-def _entry(measured: Any) -> dict[str, Any]:
-    rates = {name: getattr(measured, name) for name in RATES if hasattr(measured, name)}
-    return dataclasses.asdict(measured) | {"seconds": measured.seconds._asdict()} | rates
+    return json.dumps({"format": FORMAT} | dataclasses.asdict(figures), indent=1) + "\n"
 
 
 def load(path: str | os.PathLike) -> Measured:
@@ -170,4 +149,4 @@ def load(path: str | os.PathLike) -> Measured:
 
 def _read(kind: type, entry: dict[str, Any]) -> Any:
     found = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
-    return kind(**found | {"seconds": Timing(**found["seconds"])})
+    return kind(**found | {"seconds": Timing(*found["seconds"])})
