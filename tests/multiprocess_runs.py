@@ -111,6 +111,14 @@ def start(
                 process.wait()
 
 
+def write_corpus(folder: Path, files: int = 40) -> str:
+    """A folder of small texts, each its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(files):
+        (folder / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(30)))
+    return str(folder)
+
+
 def pretrain(
     folder: Path,
     workdir: Path,
@@ -120,13 +128,8 @@ def pretrain(
     variables: dict[str, str] | None = None,
 ) -> AbstractContextManager[Run]:
     """The training program with these config keys, on a small corpus in `folder`."""
-    corpus = folder / "corpus"
-    if not corpus.exists():
-        corpus.mkdir()
-        for i in range(60):
-            text = "".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20))
-            (corpus / f"{i}.txt").write_text(text)
-    options = [f"--config.{key}={value}" for key, value in {**keys, "data.path": corpus}.items()]
+    keys = {**keys, "data.path": write_corpus(folder / "corpus")}
+    options = [f"--config.{key}={value}" for key, value in keys.items()]
     arguments = ["-m", "experiments.pretrain", f"--workdir={workdir}", *options]
     return start(arguments, count, folder / f"out-{workdir.name}-{count}", devices, variables)
 

@@ -104,32 +104,19 @@ def test_every_string_refuses_what_is_none_of_its_kind(case):
     ("path", "value", "says"),
     [
         ("optim.lr", math.inf, "optim.lr=inf is out of range; it must be at least 0 and at most 1000"),
-        ("optim.z_loss", -1, "at least 0"),
-        ("model.rope_parameters.hybrid.rope_theta", -1, "at least 1 "),
-        ("model.rms_norm_eps", -1, "at least 1e-30"),
-        ("eval.windows", -1, "at least 0"),
-        ("run.seed", 1e20, "run.seed=100000000000000000000 is out of range; it must be at least 0"),
         ("data.path", "", "data.path='' is empty; give a path"),
-        ("model.num_hidden_layers", 10**9, "at most 10000"),
         ("model.eos_token_id", 262_272, "the vocabulary of model.vocab_size=262272; give an id from 0 to 262271"),
         ("model.attention_dropout", 0.1, "is not supported; it must be 0"),
         ("schedule.phases[0].mesh", {"expert": 0}, "phases[0].mesh.expert=0 is out of range"),
         ("schedule.phases[0].remat", "all", "'all' is not one of none, elementwise"),
         ("schedule.phases[0].mesh", 3, "phases[0].mesh is 3; it is a group of keys, see docs/config.md"),
         ("data.mixture", ["a=1", ""], "mixture[1]='' is empty; give a source"),
-        ("data.tokenizer", "x\n" * 10_000, "characters) has a character that cannot be printed"),
     ],
 )
 def test_what_the_refusal_says(path, value, says):
     with pytest.raises(config.UserError) as caught:
         config.check(with_value(path, value))
     assert says in str(caught.value) and len(str(caught.value)) < 300
-
-
-@pytest.mark.parametrize("given", [None, 3, [], "tiny", config.Model])
-def test_what_is_no_config_is_said(given):
-    with pytest.raises(config.UserError, match="a group of keys"):
-        config.check(given)
 
 
 def test_defaults_and_records_pass():

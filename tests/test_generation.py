@@ -33,10 +33,8 @@ def test_a_character_waits_until_it_is_whole():
     ("written", "stop", "left"),
     [
         ("one\n\ntwo", ["\n\n"], "one"),
-        ("one\ntwo", ["\n\n"], "one\ntwo"),
         ("aab aaab", ["aaab"], "aab "),
         ("\u20ac\u20ac\u20acx", ["\u20acx", "never"], "\u20ac\u20ac"),
-        ("abc", ["abc"], ""),
         ("xabab", ["aba", "bab"], "x"),
         ("abaa", ["b", "abaa"], "a"),  # the first one that is whole
         ("abb\u20aca", ["abb\u20ac", "bb"], "a"),
@@ -71,9 +69,8 @@ def spelt_as_llama():
     return tokenizers.HuggingFace(made.to_str().encode(), {}, "made here")
 
 
-@pytest.mark.parametrize("make", [spelt_as_llama])
-def test_a_text_goes_on_from_its_prompt_with_its_space(make):
-    tokenizer = make()
+def test_a_text_goes_on_from_its_prompt_with_its_space():
+    tokenizer = spelt_as_llama()
     written = "hello world \u20ac of many \U0001f600 words"
     ids = tokenizer.encode(written)
     first = len(tokenizer.encode("hello"))
@@ -115,14 +112,8 @@ def test_rows_stop_each_by_itself(weights):
     prompts = [[256, *BYTES.encode(text)] for text in ("abc", "x", "hello")]
 
     def generate(stop=(), ends=()):
-        rows = decode.Generation(
-            decode.Decoder(*weights, EXACT),
-            prompts,
-            20,
-            seeds=[1, 2, 3],
-            sampling=Sampling(5.0),
-            ends=[BYTES.eos_id, *ends],
-        )
+        decoder, ends = decode.Decoder(*weights, EXACT), [BYTES.eos_id, *ends]
+        rows = decode.Generation(decoder, prompts, 20, seeds=[1, 2, 3], sampling=Sampling(5.0), ends=ends)
         return generation.generate(rows, BYTES, prompts, stop)
 
     free = generate()

@@ -160,20 +160,6 @@ def test_an_installed_package_is_used_from_any_folder(installed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_a_command_is_its_program(installed, tmp_path, command):
-    program = [sys.executable, "-m", f"experiments.{COMMANDS[command]}"]
-    for options in (["--help"], ["--nonsense=1"]):
-        theirs = started([*program, *options], tmp_path, PYTHONPATH=str(ROOT))
-        code, out, err = started([installed / command, *options], tmp_path)
-        ours = [text.replace(str(installed.parent), "") for text in (out, err)]
-        where = Path("lib") / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-        ours = [re.sub(rf"/?{where}", str(ROOT), text) for text in ours]
-        assert (code, *ours) == theirs, options
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
 def test_an_installed_program_trains(installed, tmp_path):
     keys = {
         "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 8,

@@ -1,8 +1,11 @@
-"""A program's output may find a full disk or no reader: the exit code reports the work's success, and is never 120."""
+"""Outputs that cannot be written: the exit code says what became of the work, and nobody's file is replaced."""
 
+import contextlib
+import errno
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from zaya_jax import cli
+from zaya_jax.cluster import leaving
+from zaya_jax.config import files
 
 ROOT = Path(__file__).resolve().parent.parent
 STORAGE = "error: No space left on device; mend the storage and start the same command again\n"
@@ -18,13 +23,18 @@ PROGRAM = """
 import sys
 from zaya_jax import cli
 from zaya_jax.config import UserError
-from zaya_jax.training import logs
 
 def refuse():
     raise UserError("bad")
 
+def say():
+    from zaya_jax.training import logs
+    for _ in range(5):
+        logs.say("text")
+    return 75
+
 doing = {
-    "said": lambda: [logs.say("text") for _ in range(5)] and 75,
+    "said": say,
     "printed": lambda: print("text") or 0,
     "bad input": refuse,
 }
@@ -63,3 +73,41 @@ def test_a_character_that_an_output_lacks_is_spelt_out(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "latin-1"))
     assert cli.exit_code(lambda: print("caf\xe9 \u20ac") or 0) == 0
     assert written.getvalue() == b"caf\xe9 \\u20ac\n"
+
+
+def test_a_socket_is_not_replaced_and_what_a_link_names_stays(tmp_path):
+    """Nor is a device: root can replace /dev/null by a file, which each program of the machine would then use."""
+    (tmp_path / "file").write_text("old")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("odd", "file"):
+        (tmp_path / f"to_{name}").symlink_to(name)
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(tmp_path):
+        listening.bind("odd")
+    with pytest.raises(files.Irregular, match="no regular file"):
+        files.write(tmp_path / "odd", b"text")
+    for name in ("pipe", "to_odd", "to_file"):
+        files.write(tmp_path / name, b"text")
+        assert (tmp_path / name).read_text() == "text"
+    assert (tmp_path / "odd").exists() and not (tmp_path / "odd").is_file()
+    assert (tmp_path / "file").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "to_odd", "to_file", "odd", "file"}
+
+
+def test_what_is_in_the_way_is_a_line_with_its_name(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "file").write_text("")
+
+    def nameless():
+        raise PermissionError(errno.EACCES, "of a library's own")
+
+    for stumble in (
+        lambda: (tmp_path / "metrics.jsonl").read_bytes(),
+        lambda: (tmp_path / "file" / "x").read_bytes(),
+        lambda: (tmp_path / "file").mkdir(),
+    ):
+        assert cli.exit_code(stumble) == cli.STORAGE
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1 and str(tmp_path) in err
+    with pytest.raises(PermissionError):
+        cli.exit_code(nameless)
+    assert leaving.code_of(FileNotFoundError(errno.ENOENT, "gone", "x"))[0] == leaving.FAILED

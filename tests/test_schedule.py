@@ -107,19 +107,6 @@ def test_recipe():
     assert 0 <= plan.total_tokens - 1386 * 10**10 < 4 * 2**24
 
 
-def test_steps_follow_each_other_by_their_tokens():
-    plan = schedule.make_plan(RECIPE)
-    for segment in plan.segments:
-        for number in (segment.first_step, segment.first_step + segment.num_steps - 1):
-            step = plan.step(number)
-            assert (step.tokens_before, step.tokens_after) == (
-                plan.tokens_of_step(number - 1), plan.tokens_of_step(number)
-            )  # fmt: skip
-    for number in (-1, plan.total_steps + 1):
-        with pytest.raises(ValueError, match="outside the run's steps"):
-            plan.tokens_of_step(number)
-
-
 def test_a_ramp_changes_batches_alone():
     """Neither the phases' borders nor the learning rate at a token count move, bar the rounding to whole steps."""
     ramp = dict(ramp_from=2, ramp_tokens=40_000, micro_batch=2)
@@ -135,7 +122,7 @@ def test_a_ramp_changes_batches_alone():
     assert sizes == sorted(sizes) and set(sizes) == {2, 4, 8}
 
 
-@pytest.mark.parametrize(("micro_batch", "counts"), [(0, (1, 1, 1)), (8, (1, 1, 1)), (4, (1, 1, 2)), (1, (2, 4, 8))])
+@pytest.mark.parametrize(("micro_batch", "counts"), [(0, (1, 1, 1)), (4, (1, 1, 2)), (1, (2, 4, 8))])
 def test_a_step_of_a_ramp_that_is_smaller_than_a_micro_batch_is_one(micro_batch, counts):
     phase = Phase(tokens=10**6, ramp_from=2, ramp_tokens=10**5, micro_batch=micro_batch, global_batch=8)
     plan = schedule.make_plan(config(phase))
@@ -166,16 +153,14 @@ def test_what_model_and_data_see():
 @pytest.mark.parametrize(
     ("phase", "message", "mended"),
     [
-        (dict(tokens=0), r"phases\[0\].tokens=0 is out of range; it must be at least 1", dict(tokens=1)),
         (dict(seq_len=2**20), "above model.max_position_embeddings", dict(seq_len=131_072)),
         (dict(ramp_from=2), "give both", dict(ramp_tokens=10, micro_batch=2)),
         (dict(ramp_from=2, ramp_tokens=20, micro_batch=2), "within the phase", dict(ramp_tokens=10)),
-        (dict(ramp_from=9, ramp_tokens=5), "needs a global_batch of at least as many", dict(global_batch=9)),
         (dict(ramp_from=3, ramp_tokens=5, micro_batch=2), "steps of 3 sequences, no multiple", "micro_batch"),
         (dict(global_batch=9, micro_batch=2), "steps of 9 sequences, no multiple", "micro_batch"),
     ],
 )
-def test_impossible_phases_are_told_and_how_to_mend_them(phase, message, mended):
+def test_an_impossible_phase_is_refused_with_a_way_out_that_works(phase, message, mended):
     phase = dict(tokens=10) | phase
     with pytest.raises(UserError, match=message) as error:
         schedule.make_plan(config(Phase(**phase)))

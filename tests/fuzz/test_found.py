@@ -42,21 +42,17 @@ def accepted(*args, **keys):
     ("program", "options"),
     [
         *(("prepare_data", options) for options in (
-            PREPARE[:1], PREPARE[1:], ["--input=nowhere", "--out=new/a"], ["--input=empty", "--out=new/a"],
+            PREPARE[:1], PREPARE[1:], ["--input=nowhere", "--out=new/a"],
             ["--input=noise.bin", "--out=new/a"], ["--input=texts", "--out=text.txt"], ["--input=texts", "--out=texts"],
-            ["--input=texts", "--out=text.txt/a/b"], ["--input=texts", "--out=/proc/x/y"],
-            [*PREPARE, "--tokenizer=nowhere"], [*PREPARE, "--tokenizer=json.json"], [*PREPARE, "--train_bpe=9"],
-            [*PREPARE, "--train_bpe=99999"], ["--input=texts", "--out=nothing://host/x"], [*PREPARE, "--part_mib=0"],
+            [*PREPARE, "--tokenizer=json.json"], [*PREPARE, "--train_bpe=9"],
+            ["--input=texts", "--out=nothing://host/x"], [*PREPARE, "--part_mib=0"],
             [*PREPARE, "--train_bpe=300", "--tokenizer=bytes"], [*PREPARE, "--processes=0"],
             ["--input=texts", "--out=prepared", "--context=9"], ["--input=text.txt", "--out=prepared"],
-            ["--verify=texts"], ["--verify=nowhere"], ["--verify", "--out="], ["new"],
-            *([*PREPARE, f"--held_out={value}"] for value in ("nan", "inf", "-0.01", "0.51", "1e999", "x", "")),
+            ["--verify=texts"], ["--verify=nowhere"], *([*PREPARE, f"--held_out={x}"] for x in ("nan", "0.51")),
         )),
         *(("characterize", options) for options in (
             [], ["nothing"], ["storage"], ["storage", "--data=prepared"], [*STORAGE, "--data=texts"],
-            [*STORAGE, "--data=memory://x"], [*STORAGE, "--out=text.txt"], [*STORAGE, "--out=/proc/x/y"],
-            *([*STORAGE, f"--{name}={value}"] for name in ("iops_budget", "seconds", "step_seconds")
-              for value in ("nan", "inf", "-1", "1e999")),
+            [*STORAGE, "--out=text.txt"], [*STORAGE, "--seconds=nan"], [*STORAGE, "--seconds=-1"],
         )),
         *(("checkpoint", options) for options in (
             ["export_params", "--out=/dev/null", "--workdir=run"],
@@ -78,7 +74,7 @@ DEEP, NOISE = b"[" * 30_000, b"\xff"
     ("options", "file", "content", "says"),
     [
         *((INSPECT, f"run/{SHAPE}", {"length": length}, "step 2 of run is damaged: state/params")
-          for length in (math.nan, math.inf, "x", -1, 10**400)),
+          for length in (math.nan, "x", -1)),
         *((command, f"run/{file}", content, "") for command in (INSPECT, ["--workdir=run", "--num_tokens=3"])
           for file in ("config.json", "checkpoints/2/checksums.json", "checkpoints/2/meta/data.json")
           for content in (DEEP, NOISE)),
