@@ -33,10 +33,8 @@ MESHES = {
     "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True}),
 }
 MORE_MESHES = {
-    "dense": ("dense", 1, {}),
     "context and tensor": ("zaya", 4, {"context": 2, "tensor": 2}),
     "ring": ("zaya", 2, {"context": 2, "ring": True}),
-    "TSP": ("zaya", 2, {"tensor": 2, "tsp": True}),
     "linear over context": ("linear", 2, {"context": 2}),
     "dense TSP": ("dense", 2, {"tensor": 2, "tsp": True}),
 }
@@ -141,6 +139,7 @@ def test_a_step_for_an_absent_chip_has_nothing_of_the_cpus(model, devices, mesh)
     check_that_nothing_is_of_cpus(model, devices, mesh, H200)
 
 
+@pytest.mark.slow
 def test_nor_has_one_for_an_mi300x():
     targets.tell_pallas()
     check_that_nothing_is_of_cpus(*MESHES["one device"], MI300X)
@@ -164,7 +163,7 @@ def test_float32_of_the_table_is_float32(model, kinds):
     assert {p[:2] for p in found} - {("f32", "HIGHEST")} == {("bf16", "DEFAULT")}
 
 
-@pytest.mark.parametrize("matmul", ["default", pytest.param("high", marks=pytest.mark.slow), "highest"])
+@pytest.mark.parametrize("matmul", ["default", pytest.param("highest", marks=pytest.mark.slow)])
 def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(matmul):
     found = products(lowered(settings(compute="float32", matmul=matmul, router="float32"), 1))
     assert {p[0] for p in found} == {"f32"}
@@ -186,21 +185,3 @@ def test_no_scatter_adds_numbers_in_an_order_of_its_own(model, devices, mesh):
         assert body == ["stablehlo.return"], op  # puts a number, adds none
         assert str(op.attributes["unique_indices"]) == "true", op
     assert not [op for op in operations if op.name == "stablehlo.select_and_scatter"]
-
-
-def test_the_walk_finds_what_it_looks_for():
-    """A look-up left to differentiation, and a product left to itself."""
-
-    def loss(table, index):
-        rows = table[index]
-        return jnp.sum(rows @ rows.T)
-
-    like = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
-    traced = jax.jit(jax.grad(loss)).trace(*like)
-    operations = list(walk(traced.lower(lowering_platforms=PLATFORMS).compiler_ir("stablehlo").operation))
-    scatters = [op for op in operations if op.name == "stablehlo.scatter"]
-    assert scatters  # one for each platform
-    for scatter in scatters:
-        assert "stablehlo.add" in [inner.operation.name for inner in scatter.regions[0].blocks[0]]
-        assert str(scatter.attributes["unique_indices"]) == "false"
-    assert {p[:2] for p in products(operations)} == {("f32", "DEFAULT")}

@@ -18,10 +18,10 @@ from zaya_jax.data.prepare import Options
 from zaya_jax.pytorch import exchange, tokenizer_files
 
 SMALL = {
-    "model.hidden_size": 32, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 32,
+    "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8, "model.moe_intermediate_size": 32,
     "model.num_experts": 4, "model.router_hidden_size": 8, "model.max_position_embeddings": 128,
-    "data.seq_len": 64, "data.global_batch": 8, "eval.windows": 4, "log.sample_tokens": 0, "run.num_steps": 1,
-    "mesh.data": 1,
+    "data.seq_len": 64, "data.global_batch": 8, "eval.windows": 8, "log.sample_tokens": 0, "run.num_steps": 1,
+    "mesh.data": 1, "optim.name": "adamw",
 }  # fmt: skip
 TUNED = {
     "data.global_batch": 8, "run.num_steps": 16, "eval.every": 16, "eval.windows": 8, "log.sample_tokens": 4,
@@ -157,11 +157,9 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in notes
 
 
-NO_ANSWER = "line 1: a conversation without an answer"
 BAD = {
     "text": ('{"text": "a"}\n', "record 0: a text and no chat, but config.data.chats is set"),
-    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', NO_ANSWER),
-    "empty": ("", "has no chat"),
+    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', "line 1: a conversation without an answer"),
     "other fields": ('{"prompt": "a"}\n', "under messages, conversations, conversation; mend it, or let prepare_data"),
     "too long": (json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n", "its 1 chats are all longer"),
 }
@@ -187,8 +185,6 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
         ({"data__tokenizer": str(bare)}, "has no chat marks: it needs one of <|turn|>, <start_of_turn>"),
         ({"data__path": str(folder / "text")}, "0.txt is neither JSONL nor Parquet"),
         ({"data__path": str(prepared)}, "was prepared from text and holds no chats"),
-        ({"data__path": str(tmp_path / "none.jsonl")}, "holds no file; give a directory, a file or a glob"),
-        ({"data__seq_len": 256}, "data.seq_len=256 is above model.max_position_embeddings=128"),
         ({"data__packing": "concat"}, "would part answers from their questions"),
         ({"schedule__phases": (config.Phase(tokens=4096, seq_len=32),)}, "fits chats to one context"),
     ):
@@ -197,7 +193,6 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
     run = str(folder / "base")
     for weights, message in (
         ("", "needs the weights"),
-        (str(tmp_path), f"finetune.py:{tmp_path} has no checkpoint"),
         (f"{run}@7", f"finetune.py:{run} has no checkpoint of step 7; it has 1"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
@@ -211,15 +206,13 @@ def test_a_second_set_of_chats_is_learnt_at_the_rate_of_the_first(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parent", "smaller"), [("tuned", 1), ("base", 0.1)])
-def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path, parent, smaller):
-    """A fork of a run that was fine-tuned has no run.init_from; one of a run of text has the text's rates."""
-    more = {"run__fork": str(folder / parent), "run__init_from": "", "run__num_steps": 17 if parent == "tuned" else 2}
+def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path):
+    """A fork of a run that was fine-tuned has no run.init_from."""
+    more = {"run__fork": str(folder / "tuned"), "run__init_from": "", "run__num_steps": 17}
     c = settings(folder / "base", str(folder / "chats.jsonl"), **more)
     assert train(c, tmp_path / "fork") == cli.DONE
     again = finetune.get_config(str(tmp_path / "fork"))
-    assert again.optim.lr == pytest.approx(smaller * TUNED["optim.lr"])
-    assert again.balance.lr == pytest.approx(smaller * TUNED["balance.lr"])
+    assert (again.optim.lr, again.balance.lr) == pytest.approx((TUNED["optim.lr"], TUNED["balance.lr"]))
     (tmp_path / "fork" / "lineage.json").write_text("{}")
     with pytest.raises(config.UserError, match=r"lineage.json cannot be read .*--config.optim.lr"):
         finetune.get_config(str(tmp_path / "fork"))

@@ -4,20 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
-import multiprocess_runs
-import numpy as np
 import pytest
 import tiny_runs
 
 from experiments.configs import tiny
 from zaya_jax import cli, config, schedule
-from zaya_jax.checkpoint import partial
-from zaya_jax.checkpoint import vault as vault_lib
+from zaya_jax import run as run_lib
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.config import Phase, StorageError, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.training import fork
-from zaya_jax.training import step as steps
 
 LONG = {"checkpoint__every_steps": 2, "checkpoint__keep": 9, "run__num_steps": 6, "schedule__decay_fraction": 0.5}
 
@@ -82,8 +78,6 @@ def test_a_run_begins_with_another_s_weights(parent, tmp_path, capsys):
     assert train(parent, tmp_path / "larger", **grow, run__init_grow=True) == cli.DONE
     assert "taken in part: " in capsys.readouterr().out
     assert tiny_runs.lines(tmp_path / "larger")[0]["loss"] < tiny_runs.lines(small)[0]["loss"] - 0.5
-    taken = partial.read(small, "params.embed.*")
-    assert taken["params"]["embed"]["embedding"].shape == (264, 16)
 
 
 @pytest.fixture
@@ -95,16 +89,13 @@ def named(parent, tmp_path):
 
 REFUSED = {
     "config.model.num_experts 4 there, 8 here": {"model__num_experts": 8},
-    "config.model.num_key_value_heads 2 there, 1 here": {"model__num_key_value_heads": 1},
     "config.optim.name 'adamw' there, 'muon' here": {"optim__name": "muon"},
     "config.run.fork=RUN and config.run.init_from=x are both given": {"run__init_from": "x"},
     "config.run.num_steps=6, but run.fork=RUN@6 has reached step 6": {"run__num_steps": 6},
     "config.run.fork=RUN@3: --workdir=RUN has no checkpoint of step 3; it has 2, 4, 6": {"run__fork": "RUN@3"},
-    "config.run.fork=RUN/tokenizer: --workdir=RUN/tokenizer has no checkpoint": {"run__fork": "RUN/tokenizer"},
     "fork_step=4 and fork_tokens=3, but RUN@4 has 512 tokens at step 4": {
         "run__fork": "RUN@4", "run__fork_step": 4, "run__fork_tokens": 3,
     },
-    "config.run.fork_step=4 and fork_tokens=0 are filled in": {"run__fork_step": 4},
     "config.schedule.decay_steps=4, but 3 steps come after": {
         "run__num_steps": 9, "schedule__decay_steps": 4, "data__global_batch": 16,
     },
@@ -161,30 +152,12 @@ def test_a_cool_down_falls_over_the_steps_after_the_fork():
     assert rates == pytest.approx([given.optim.lr * (1 - n / 20) for n in range(1, 21)])
 
 
-def dies_after(patch, count):
-    """The program ends with an error after so many steps."""
-    made = steps.make_train_step
-
-    def make(*args):
-        step = made(*args)
-
-        def counted(*args):
-            nonlocal count
-            count -= 1
-            if count < 0:
-                raise ZeroDivisionError
-            return step(*args)
-
-        return counted
-
-    patch.setattr(steps, "make_train_step", make)
-
-
 @pytest.mark.slow
 def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(parent, named, tmp_path, capsys):
     keys = {"run__fork": f"{named}@2", "checkpoint__every_steps": 100, "optim__lr": 1e-3}
+    step = run_lib.Loop.step
     with pytest.MonkeyPatch.context() as patch:
-        dies_after(patch, 2)
+        patch.setattr(run_lib.Loop, "step", lambda self, now: step(self, now) if now.number < 5 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(parent, tmp_path / "killed", **keys)
     assert train(parent, tmp_path / "whole", **keys) == cli.DONE
@@ -209,20 +182,3 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(parent,
     forked = json.loads((tmp_path / "second" / "lineage.json").read_text())["forked"]
     assert [(Path(one["folder"]).name, one["step"]) for one in forked] == [("killed", 6), ("run", 2)]
     assert forked[1]["changed"]["optim.lr"] == [3e-3, 1e-3] and forked[0]["changed"]["mesh.data"] == [-1, 2]
-
-
-@pytest.mark.slow
-def test_from_a_url_by_two_processes(parent, tmp_path):
-    vault = vault_lib.Vault(f"file://{tmp_path}/far")
-    source = vault_lib.Vault(parent / "run" / "checkpoints")
-    source.copy(4, source.seal(4).files, vault)
-    vault.complete(4, source.seal(4))
-    keys = tiny_runs.SMALL | {"run.num_steps": 6, "schedule.decay_fraction": 0.5, "run.fork": f"file://{tmp_path}/far"}
-    (tmp_path / "corpus").symlink_to(parent / "corpus")
-    with multiprocess_runs.pretrain(tmp_path, tmp_path / "fork", keys, 2) as run:
-        results = run.wait()
-    assert [result.code for result in results] == [cli.DONE] * 2, results
-    assert train(parent, tmp_path / "alone", run__fork=f"{parent / 'run'}@4") == cli.DONE
-    theirs, ours = tiny_runs.lines(tmp_path / "alone"), tiny_runs.lines(tmp_path / "fork")
-    assert [x["step"] for x in ours] == [5, 6]
-    np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-5)

@@ -80,9 +80,7 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
     ("given", "message"),
     [
         ("one", "is no name=path, such as"),
-        ("a/b={}/one", "letters, digits, _ and -"),
         ("loss={}/one", "loss is the loss on the run's held-out data"),
-        ("first={}/one", "first is another one's"),
         ("x={}/nowhere", r"eval\.named x=.*nowhere: path=.* holds no text file"),
         ("x={}/trained/3.txt", r"1 of its 1 files are trained on as part of .*trained, such as .*/3\.txt"),
         ("x={}/links", r"2 of its 2 files are trained on as part of .*trained, such as .*links/hard\.txt"),

@@ -107,10 +107,9 @@ def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stops", [range(1, LAST), (2, 3, 4, 7, 11)])
-def test_stopped_anywhere_it_is_the_same_run(tmp_path, stops):
+def test_stopped_anywhere_it_is_the_same_run(tmp_path):
     assert through(tmp_path / "whole") == [*BORDERS, LAST]
-    for step in stops:
+    for step in range(1, LAST):
         while newest(tmp_path / "stopped") < step:
             start(tmp_path / "stopped", run__num_steps=step)
         assert newest(tmp_path / "stopped") == step
@@ -153,13 +152,9 @@ def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch)
     ("index", "keys", "words"),
     [
         (2, {"mesh": {"context": 3}}, r"phases\[2\]\.seq_len=64 .*phases\[2\]\.mesh\.context = 3"),
-        (2, {"mesh": {"context": 2, "tensor": 8}}, r"num_attention_heads=4 .*phases\[2\]\.mesh\.tensor=8"),
-        (2, {"seq_len": 66}, r"phases\[2\]\.seq_len=66 does not divide into 2 x 2 pieces"),
         (2, {"eval_seq_len": 66}, r"phases\[2\]\.eval_seq_len=66 does not divide into 2 x 2 pieces"),
         (3, {"eval_seq_len": 2048}, r"phases\[3\]\.eval_seq_len=2048 is above"),
         (3, {"micro_batch": 1}, r"\(config\.schedule\.phases\[3\]\.micro_batch\) .* over 2 devices"),
-        (0, {"mesh": {"context": 0}}, r"phases\[0\]\.mesh\.context=0"),
-        (0, {"remat": "all"}, r"phases\[0\]\.remat='all' is not one of none"),
         (1, {"mixture": ("a",)}, r"phases\[1\]\.mixture has 'a'"),
     ],
 )
@@ -172,9 +167,8 @@ def test_every_phase_is_checked_before_anything_begins(tmp_path, index, keys, wo
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["zaya1_base", "tiny"])
-def test_a_config_is_described_without_devices_data_or_files(tmp_path, name):
-    path = Path(pretrain.__file__).parent / "configs" / f"{name}.py"
+def test_a_config_is_described_without_devices_data_or_files(tmp_path):
+    path = Path(pretrain.__file__).parent / "configs" / "zaya1_base.py"
     command = [sys.executable, "-m", "experiments.pretrain", f"--config={path}", "--describe"]
     environ = {"PYTHONPATH": str(multiprocess_runs.ROOT), "JAX_PLATFORMS": "none", "HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)

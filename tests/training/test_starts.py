@@ -14,7 +14,7 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint import store
 from zaya_jax.config import UserError
 from zaya_jax.data import tokenizers
-from zaya_jax.training import figures, snapshot, start
+from zaya_jax.training import figures, notes, snapshot
 from zaya_jax.training import state as states
 from zaya_jax.training.workdir import check_same, open_workdir, read_config
 
@@ -62,15 +62,13 @@ def refused(begin, keys, devices, new=False):
         ({"data.micro_batch": 2}, 4, "set config.data.micro_batch=4", {"data.micro_batch": 4}),
         ({"mesh.data": 3}, 8, "but there are 8 devices; set config.mesh.data=8 or -1", {"mesh.data": 8}),
         ({"mesh.expert": 8}, 8, "num_experts=4 does not divide .* give it a divisor of 4", {"mesh.expert": 4}),
-        ({"mesh.tensor": 8}, 8, "num_attention_heads=4 does not divide .* give it a divisor of 4", {"mesh.tensor": 2}),
-        ({"mesh.data": 0}, 4, "mesh.data=0 .* at least 1, or -1", {"mesh.data": -1}),
     ],
 )
-@pytest.mark.parametrize("new", [False, True])
-def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way, new):
-    assert re.search(words, refused(begin, keys, devices, new))
-    with pytest.raises(GoesOn):
-        begin(keys | way, devices, new)
+def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way):
+    for new in (False, True):
+        assert re.search(words, refused(begin, keys, devices, new))
+        with pytest.raises(GoesOn):
+            begin(keys | way, devices, new)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +78,20 @@ def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way, new):
         ({"data.on_corrupt": "skip", "eval.every": 3, "data.workers": 1, "checkpoint.max_failures": 9}, ""),
     ],
 )
-def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, capsys, keys, note):
+def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, monkeypatch, keys, note):
+    said = []
+
+    def stop(recipe, here, workdir, reached, found):
+        said.extend(found)
+        raise GoesOn
+
+    monkeypatch.setattr(notes, "describe_start", stop)
     shutil.copytree(trained / "run", tmp_path / "run")
-    keys = {"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys
-    assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE
-    out = capsys.readouterr().out
-    assert note in out and ("note: changed" in out) == bool(note)
-    recorded = config.to_dict(read_config(tmp_path / "run"))
-    for key, value in keys.items():
-        group = recorded
-        for part in key.split("."):
-            group = group[part]
-        assert group == value
+    with pytest.raises(GoesOn):
+        tiny_runs.train(tmp_path / "run", **{"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys)
+    assert [note in text for text in said if text.startswith("note: changed")] == [True] * bool(note), said
+    recorded = config.editable(read_config(tmp_path / "run"))
+    assert {key: recorded[key.split(".")[0]][key.split(".")[1]] for key in keys} == keys
 
 
 def test_corpus_and_tokenizer_may_move_but_not_change(begin, trained, tmp_path):
@@ -188,11 +188,7 @@ REFUSED = {
     "config.schedule.warmup_fraction=0.6 and decay_fraction=0.5 overlap": {
         "schedule__warmup_fraction": 0.6, "schedule__decay_fraction": 0.5,
     },
-    "warmup_fraction=0.6 and decay_steps=1 of 2 steps overlap": {
-        "schedule__warmup_fraction": 0.6, "schedule__decay_steps": 1,
-    },
     "config.name='../x' is a path": {"name": "../x"},
-    "config.name='..' is a path": {"name": ".."},
     "takes 320.0 GiB in this process": {"data__global_batch": 2**24, "data__micro_batch": 2**20, "data__seq_len": 1024},
     "parameters needs": {"model__num_hidden_layers": 10_000, "model__hidden_size": 2**14},
     "data.path": {"data__path": "nowhere"},
@@ -201,7 +197,6 @@ REFUSED = {
     "config.run.init_from=nowhere holds no checkpoint": {"run__init_from": "nowhere"},
     "nothing://host/x is no folder and no URL": {"checkpoint__durable": "nothing://host/x"},
     "config.checkpoint.local=/dev/null/x cannot be written": {"checkpoint__local": "/dev/null/x"},
-    "config.mesh": {"mesh__data": 3},
     "a mixture's source='nowhere' holds no text": {"data__mixture": ("nowhere=1",)},
 }  # fmt: skip
 
@@ -237,33 +232,12 @@ def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, mon
 def test_what_was_there_before_a_refused_run_stays(here):
     (here / "runs" / "tiny").mkdir(parents=True)
     (here / "runs" / "tiny" / "mine.txt").write_text("x")
-    before = tree(here)
-    with pytest.raises(UserError, match=r"holds mine\.txt"):
-        train()
-    assert tree(here) == before
-
-
-def test_a_workdir_without_a_name(here):
-    with pytest.raises(UserError, match="--workdir='' is empty"):
-        train("")
-
-
-@pytest.mark.parametrize("kind", ["file", "link to nothing"])
-def test_a_workdir_that_is_no_folder(here, kind):
     (here / "file").write_text("mine")
-    (here / "link").symlink_to("nothing/at/all")
     before = tree(here)
-    place = "file/a/b" if kind == "file" else "link"
-    with pytest.raises(UserError, match=f"--workdir={place} cannot be written"):
-        train(place)
+    for place, says in ((None, r"holds mine\.txt"), ("file/a/b", "--workdir=file/a/b cannot be written")):
+        with pytest.raises(UserError, match=says):
+            train(place)
     assert tree(here) == before
-
-
-def test_fractions_that_add_up_to_one_pass(here, monkeypatch):
-    monkeypatch.setattr(start, "machine_bytes", lambda: 10)  # the next check refuses
-    for up in (0.07, 0.1, 0.3, 0.35, 1.0):
-        with pytest.raises(UserError, match="the machine has"):
-            train(schedule__warmup_fraction=up, schedule__decay_fraction=1 - up)
 
 
 def test_a_loss_that_is_no_number_is_not_done(capsys):

@@ -6,12 +6,14 @@ import signal
 import jax
 import numpy as np
 import pytest
+from multiprocess_runs import write_corpus
 
 from experiments.configs import tiny
 from zaya_jax import config
 from zaya_jax import run as run_lib
 from zaya_jax.checkpoint import partial
 
+__all__ = ["write_corpus"]
 ALL_DEVICES = jax.devices()
 SMALL = {
     "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
@@ -19,14 +21,6 @@ SMALL = {
     "eval.every": 1000, "eval.windows": 2, "log.sample_tokens": 2, "log.every": 1, "checkpoint.every_steps": 4,
     "checkpoint.keep": 2, "precision.compute": "float32", "optim.name": "adamw",
 }  # fmt: skip
-
-
-def write_corpus(folder, files=40):
-    """A folder of small texts, each its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(files):
-        (folder / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(30)))
-    return str(folder)
 
 
 def settings(**keys):
