@@ -19,7 +19,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4545,
-    ("checkpoint",): 3353,  # 3200; 113 of these read what Orbax alone has saved
+    ("checkpoint",): 3555,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
     ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1196,  # 1100; zj.load takes Orbax's states
     ("config", "cluster"): 2312,  # 2100
     ("data",): 4340,  # 4300
@@ -37,7 +37,7 @@ BUDGET = {
 HEAVY = {
     "datasets": ["zaya_jax.data.hub"],
     "grain": ["zaya_jax.data.pipeline"],
-    "orbax": ["zaya_jax.checkpoint.foreign"],
+    "orbax": ["zaya_jax.checkpoint.foreign", "zaya_jax.checkpoint.handler"],
     "lm_eval": ["zaya_jax.evaluate.harness"],
     "pyarrow": ["zaya_jax.data.inputs"],
     "ray": ["zaya_jax.data.prepare_task"],

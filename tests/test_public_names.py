@@ -14,7 +14,7 @@ import zaya_jax as zj
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [
     "Config", "LanguageModel", "StorageError", "Trace", "TrainingStopped", "UserError", "__version__", "apply",
-    "config", "create", "data", "init", "load", "loss", "scores", "train",
+    "checkpoint", "config", "create", "data", "init", "load", "loss", "scores", "train",
 ]  # fmt: skip
 OF_A_MODEL = [
     "continued", "generate", "logits", "loss", "loss_and_grads", "on_one_device", "save", "scores", "to_hf", "trace",

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zaya_jax import config, data
+    from zaya_jax import checkpoint, config, data
     from zaya_jax.config import Config, StorageError, UserError
     from zaya_jax.functions import apply, init, loss, scores
     from zaya_jax.library import LanguageModel, Trace, TrainingStopped, create, load, train
@@ -27,6 +27,7 @@ __all__ = [
     "UserError",
     "__version__",
     "apply",
+    "checkpoint",
     "config",
     "create",
     "data",
@@ -43,7 +44,7 @@ _PLACES = {
     **dict.fromkeys(("apply", "init", "loss", "scores"), "functions"),
     **dict.fromkeys(("LanguageModel", "Trace", "TrainingStopped", "create", "load", "train"), "library"),
 }
-_MODULES = ("config", "data", "library")
+_MODULES = ("checkpoint", "config", "data", "library")
 
 
 def __getattr__(name: str) -> Any:

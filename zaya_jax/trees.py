@@ -7,8 +7,8 @@ import jax
 
 
 def name_of(path: Any, separator: str = ".") -> str:
-    """An array's name by its path in a tree of dicts."""
-    return separator.join(str(key.key) if hasattr(key, "key") else str(key) for key in path)
+    """An array's name by its path in a tree."""
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
 def flat(tree: Any, separator: str = ".") -> dict[str, Any]:

@@ -75,10 +75,10 @@ def _chunks(ahead: Any, filled: list, arrays: Mapping[str, Array]) -> Iterator[t
             yield target, part, chunk, inside
 
 
-def chunk_of(content: bytes, array: Array, index: tuple[int, ...]) -> np.ndarray:
-    """The numbers of a chunk's file, if it has its checksum; ValueError otherwise."""
+def chunk_of(content: bytes, array: Array, index: tuple[int, ...], crc: int) -> np.ndarray:
+    """The numbers of a chunk's file, if they and its tail have this checksum; ValueError otherwise."""
     raw = np.frombuffer(content, np.uint8)
     numbers, tail = raw[: array.chunk_bytes], raw[array.chunk_bytes :].tobytes()
-    if len(tail) != TAIL or crc32c(numbers) != int.from_bytes(tail, "little"):
+    if tail != crc.to_bytes(TAIL, "little") or crc32c(numbers) != crc:
         raise ValueError(f"{array.file(index)} (array {array.name}) is damaged")
     return numbers.view(array.dtype).reshape(array.chunk)

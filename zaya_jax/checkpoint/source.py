@@ -133,8 +133,9 @@ class Source:
             out[layout.within(inside, box)] = self._kept[1][layout.within(inside, holds)]
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
-        """One chunk, verified by its own checksum."""
-        return reading.chunk_of(self._vault.get(self._name, array.file(index)), array, index)
+        """One chunk, verified by its own checksum, which is the listed one: so it is not another chunk."""
+        name = array.file(index)
+        return reading.chunk_of(self._vault.get(self._name, name), array, index, self.files[name][1])
 
     def restore(
         self, like: Any, held: Holding | None = None, everything: bool = False, fresh: Mapping[str, Any] | None = None

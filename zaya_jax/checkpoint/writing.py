@@ -25,7 +25,7 @@ from zaya_jax.checkpoint.boxes import HeldBox, Writers
 from zaya_jax.checkpoint.layout import MARKER
 from zaya_jax.checkpoint.seal import RUN, TAIL, Seal, Sums, crc32c
 from zaya_jax.cluster import multihost
-from zaya_jax.config import StorageError, files, first_line
+from zaya_jax.config import files, first_line
 
 THREADS = 4
 SAVING, DELETING, DAMAGED, STALE = ".saving-", ".deleting-", ".damaged-", ".stale-"
@@ -202,14 +202,15 @@ def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None
     def tried(function: Callable[..., Any], *given: Any) -> tuple[str | None, Any]:
         try:
             return None, function(*given)
-        except (OSError, ValueError, StorageError) as failure:
+        except Exception as failure:  # of any class: the others wait for this process
             return reason(failure), None
 
     results = multihost.to_first(name, tried(work)) or []
 
     def last() -> str | None:
-        error = next((error for error, _ in results if error), None)
-        return error or tried(end, [given for _, given in results])[0]
+        several = len(results) > 1
+        errors = (f"{e} (process {i})" if several else e for i, (e, _) in enumerate(results) if e)
+        return next(errors, None) or tried(end, [given for _, given in results])[0]
 
     return multihost.from_first(f"{name}: end", last)
 
@@ -223,9 +224,9 @@ def commit(folder: Path, target: Path, whole: Seal) -> None:
     """Gives a written folder its final name; when this returns, it outlives a power cut."""
     write_files(folder, {MARKER: whole.content()})
     for path in {folder, *(folder / Path(name).parent for name in whole.files), folder / "state"}:
-        _sync(path)
+        sync_folder(path)
     folder.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
 
 
 def remove(root: Path, step: int) -> None:
@@ -291,7 +292,8 @@ def reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Has the names of its files outlive a power cut."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

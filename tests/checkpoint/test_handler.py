@@ -1,0 +1,82 @@
+"""Orbax's own functions and Checkpointer save and load by this package's engine."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoint_helpers import same
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+import zaya_jax as zj
+from zaya_jax.checkpoint import layout, partial
+from zaya_jax.checkpoint.vault import Vault
+from zaya_jax.cluster import multihost
+from zaya_jax.config import StorageError
+
+
+def state(seed, shape=(4, 2)):
+    """A state whose optimizer is no tree of dicts, on a mesh."""
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    params = {
+        "layers": {"w": put(np.random.default_rng(seed).normal(size=(2, 64, 8)), None, "data")},
+        "whole": put(jnp.full((64, 3), seed, jnp.bfloat16)),
+    }
+    return {"params": params, "optimizer": optax.adam(1e-3).init(params), "seen": np.float32(seed)}
+
+
+def test_what_a_checkpointer_saves_comes_back_on_another_mesh(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "PART_BYTES", 64)
+    with ocp.training.Checkpointer(tmp_path, context=zj.checkpoint.Handler.context()) as checkpointer:
+        given, other = state(1), state(0, (2, 4))
+        saving = checkpointer.save_async(1, given)
+        jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(given)
+        assert given["params"]["layers"]["w"].is_deleted() and saving.result()
+        got = checkpointer.load(1, other)
+    same(got, state(1))
+    assert got["params"]["layers"]["w"].sharding == other["params"]["layers"]["w"].sharding
+    same(partial.read(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))
+    written = sum(
+        p.stat().st_size - 4 for p in (tmp_path / "1" / "state").rglob("c*") if p.parent.parent.name == "state"
+    )
+    assert written == sum(x.nbytes for x in jax.tree.leaves(state(1))), "each number once"
+    same(ocp.load(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))  # without the handler
+
+
+def test_each_flipped_bit_and_exchange_is_found(tmp_path):
+    with zj.checkpoint.Handler.context():
+        for step in (1, 2):
+            ocp.save(tmp_path / str(step), state(step))
+        listed, generator = Vault(tmp_path).seal(2).files, random.Random(0)
+        for name in [layout.MARKER, *listed]:
+            file = tmp_path / "2" / name
+            content = file.read_bytes()
+            at = generator.randrange(8 * len(content))
+            file.write_bytes(content[: at // 8] + bytes([content[at // 8] ^ 1 << at % 8]) + content[at // 8 + 1 :])
+            with pytest.raises(StorageError, match=r"damaged"):
+                ocp.load(tmp_path / "2", state(2))
+            file.write_bytes(content)
+        same(ocp.load(tmp_path / "2", state(2)), state(2))
+        chunk = next(name for name in listed if name.startswith("state/params.layers.w/c"))
+        (tmp_path / "2" / chunk).write_bytes((tmp_path / "1" / chunk).read_bytes())
+        with pytest.raises(StorageError, match="damaged"):
+            ocp.load(tmp_path / "2", state(2))
+        (tmp_path / "1").rename(tmp_path / "3")
+        with pytest.raises(StorageError, match="of step 1: whole steps were exchanged"):
+            ocp.load(tmp_path / "3", state(1))
+
+
+def test_a_failure_in_any_process_is_one_in_each(tmp_path, monkeypatch):
+    """Process 1 in place: its word at the roll call; process 0 would have been done before."""
+    monkeypatch.setattr(multihost, "to_first", lambda name, value: [value, ["File too large", None]])
+    ocp.save(tmp_path / "plain", {"w": np.ones(3)})
+    with zj.checkpoint.Handler.context():
+        with pytest.raises(StorageError, match=r"File too large \(process 1\)"):
+            ocp.save(tmp_path / "1", state(1))
+        assert not (tmp_path / "1").exists()
+        with pytest.raises(StorageError, match=r"has no checksums\.json: what Orbax saved without this handler"):
+            ocp.load(tmp_path / "plain", {"w": np.ones(3)})
