@@ -51,8 +51,7 @@ def test_what_is_left_out_is_said(corpus, caplog):
         (corpus / f"bad{i}.bin").write_bytes(b"\xff")
     sources.text_corpus(str(corpus), tokenizers.load("bytes"))
     assert caplog.messages == [
-        f"{corpus}: left out 6 of 67 files that are not UTF-8 text (bad0.bin, bad1.bin, bad2.bin, ...), "
-        "and 1 empty ones"
+        f"{corpus}: left out 6 files that are not UTF-8 text, such as 'bad0.bin', 'bad1.bin', 'bad2.bin'"
     ]
 
 

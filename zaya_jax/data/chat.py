@@ -47,6 +47,9 @@ class Message:
     reasoning: str
     content: str
 
+    def __str__(self) -> str:
+        return "\n".join((self.role, self.reasoning, self.content))
+
     @property
     def answer(self) -> bool:
         """Whether the model is to learn to write it."""

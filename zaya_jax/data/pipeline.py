@@ -128,7 +128,6 @@ class Batches:
         self.left_out = [list(one) for one in ranges]
         self.eras = _left_out(self._planned, self.left_out)
         self._sources: dict[tuple[int, int], Source] = {}
-        self._fingerprints: dict[int, str] = {}
 
     def left_out_until(self, step: int) -> list[list[int]]:
         """The ranges left out that the batches before a step depend on."""
@@ -151,13 +150,8 @@ class Batches:
     def fingerprint(self, step: int) -> str:
         """A hash of everything that the batches before a step depend on: of the eras that have begun by then."""
         begun = max(1, sum(era.first_step < step for era in self._planned))
-        if begun not in self._fingerprints:
-            self._fingerprints[begun] = self._facts(self._planned[:begun])
-        return self._fingerprints[begun]
-
-    def _facts(self, eras: list[Era]) -> str:
         facts: list[Any] = [order.VERSION, self._tokenizer, self._seed, self.data.cross_documents, self._fork]
-        for era in eras:
+        for era in self._planned[:begun]:
             facts.append([era.number, era.first_step, era.seq_len, era.packing])
             for stretch in era.mixture.stretches:
                 weights = [

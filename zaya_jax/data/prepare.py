@@ -20,7 +20,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import StorageError, UserError, fields
-from zaya_jax.data import chat, inputs, prepare_task, sources, tokenizers
+from zaya_jax.data import inputs, prepare_task, sources, tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
 from zaya_jax.data.tokenizers import Tokenizer
@@ -157,15 +157,11 @@ def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
                 if isinstance(found, inputs.BadInput):
                     raise found
                 name, sample = found
-                texts = [sample] if isinstance(sample, str) else map(_content, sample)
+                texts = [sample] if isinstance(sample, str) else map(str, sample)
                 yield from (text for i, text in enumerate(texts) if sources.held_out(f"bpe {name} {i}", share))
             except inputs.BadInput as error:
                 if not options.skip_bad and not isinstance(error, inputs.NotText):
                     raise
-
-
-def _content(piece: str | chat.Message) -> str:
-    return piece if isinstance(piece, str) else "\n".join((piece.role, piece.reasoning, piece.content))
 
 
 def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[str, Any]:
@@ -183,7 +179,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
             for name in tokens_lib.SHARD_TYPE.names or ():
                 shards[num_shards][name] = entry[name]
             num_shards += 1
-        left_out.take(record["left_out"])
+        left_out.add(record["left_out"])
         outcomes.update(record["trim"])
     shards = shards[:num_shards]
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
@@ -211,7 +207,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
             for split, held in of_split.items()
         },
         "trim": {"context": plan["context"], **dict(outcomes)} if outcomes else None,
-        "left_out": dataclasses.asdict(left_out),
+        "left_out": left_out,
         "storage_factor": int(shards["pages"].sum())
         * tokens_lib.PAGE_BYTES
         / (int(shards["tokens"].sum()) * width),

@@ -146,30 +146,16 @@ def _done(job: Job, number: int) -> bool:
         return False
 
 
-@dataclasses.dataclass
-class LeftOut:
-    """Counts of input that is in no shard, except dropped chats."""
+class LeftOut(dict[str, Any]):
+    """Counts of input that is in no shard, beside dropped chats: bad records, files that are no text, empty texts."""
 
-    bad: int = 0  # records and files that could not be read
-    not_text: int = 0  # files among texts that are none, such as pictures
-    empty: int = 0  # texts without a character that is not white space
-    bad_examples: list[str] = dataclasses.field(default_factory=list)
-    not_text_examples: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(bad=0, not_text=0, empty=0, bad_examples=[], not_text_examples=[])
 
-    def add(self, kind: str, example: str) -> None:
-        """Count one, and keep the first EXAMPLES."""
-        setattr(self, kind, getattr(self, kind) + 1)
-        examples = getattr(self, f"{kind}_examples")
-        if len(examples) < EXAMPLES:
-            examples.append(example)
-
-    def take(self, other: dict[str, Any]) -> None:
-        """Add a task's record."""
-        for kind, held in other.items():
-            if isinstance(held, list):
-                setattr(self, kind, (getattr(self, kind) + held)[:EXAMPLES])
-            else:
-                setattr(self, kind, getattr(self, kind) + held)
+    def add(self, more: dict[str, Any]) -> None:
+        """Add counts, and what is named of them, up to EXAMPLES."""
+        for kind, held in more.items():
+            self[kind] = (self[kind] + held)[:EXAMPLES] if isinstance(held, list) else self[kind] + held
 
 
 class _Writing:
@@ -216,7 +202,7 @@ class _Writing:
             (self._job.directory / WORK / entry.pop("partial")).replace(self._job.directory / entry["file"])
         record = {
             "made": self._job.made, "shards": entries, "trim": dict(self._outcomes),
-            "left_out": dataclasses.asdict(self._left_out),
+            "left_out": self._left_out,
         }  # fmt: skip
         tokens_lib.write_atomically(self._job.record(self._task.number), json.dumps(record).encode())
         return sum(entry["tokens"] for entry in entries)
@@ -224,11 +210,11 @@ class _Writing:
     def _add_texts(self, texts: list[tuple[str, str]]) -> None:
         tokenizer = self._tokenizer
         filled = [(name, text) for name, text in texts if text.strip()]
-        self._left_out.empty += len(texts) - len(filled)
+        self._left_out["empty"] += len(texts) - len(filled)
         encoded = tokenizer.encode_many([text for _, text in filled])
         for (name, _), ids in zip(filled, encoded, strict=True):
             if not len(ids):
-                self._left_out.empty += 1
+                self._left_out["empty"] += 1
                 continue
             tokens: np.ndarray = np.empty(len(ids) + 2, tokenizer.dtype)
             tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
@@ -250,11 +236,11 @@ class _Writing:
 
     def _bad(self, found: inputs.BadInput) -> None:
         if isinstance(found, inputs.NotText):
-            self._left_out.add("not_text", str(found))
+            self._left_out.add({"not_text": 1, "not_text_examples": [str(found)]})
         elif not self._options.skip_bad:
             raise found
         else:
-            self._left_out.add("bad", str(found))
+            self._left_out.add({"bad": 1, "bad_examples": [str(found)]})
 
     def _write(self, name: str, document: Document) -> None:
         split = "held_out" if sources.held_out(name, self._options.held_out) else "train"

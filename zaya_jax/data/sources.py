@@ -178,14 +178,6 @@ def _stat(path: pathlib.Path) -> tuple:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def read_text(path: pathlib.Path) -> str | None:
-    """The file's text, or None where it is not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-
-
 def held_out(name: str, share: float = HELD_OUT_SHARE) -> bool:
     """Whether the document of this name is kept for evaluation."""
     return _hash_share(name) < share
@@ -226,22 +218,20 @@ def named_texts(path: str) -> list[tuple[str, str]]:
     """(name, text) of each document of a text corpus; files that are none are counted and said."""
     documents: list[tuple[str, str]] = []
     unreadable: list[str] = []
-    empty = 0
     for name, file in files_for_memory(path):
-        text = read_text(file)
-        if text is None:
+        try:
+            text = file.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
             unreadable.append(name)
-        elif not text.strip():
-            empty += 1
-        else:
+            continue
+        if text.strip():
             documents.append((name, text))
     if not documents:
         raise UserError(f"config.data.path={path!r} has files, but none with UTF-8 text; give a corpus with text in it")
     if unreadable and path != "stdlib":  # its few files of other encodings are Python's tests
         _log.warning(
-            "%s: left out %d of %d files that are not UTF-8 text (%s), and %d empty ones",
-            path, len(unreadable), len(unreadable) + empty + len(documents),
-            ", ".join([ascii(n)[1:-1] for n in unreadable[:NAMED]] + ["..."] * (len(unreadable) > NAMED)), empty,
+            "%s: left out %d files that are not UTF-8 text, such as %s",
+            path, len(unreadable), ", ".join(map(ascii, unreadable[:NAMED])),
         )  # fmt: skip
     records = [name for name, _ in documents if name.lower().endswith((".jsonl", ".ndjson"))]
     if records:
