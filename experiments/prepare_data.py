@@ -20,7 +20,7 @@ from typing import Self
 from tqdm import tqdm
 
 from zaya_jax.config import UserError, fields, shown
-from zaya_jax.data import chat, inputs, prepare, storage
+from zaya_jax.data import chat, inputs, prepare, storage, tokens
 
 SAY_EVERY = 60.0  # seconds between lines without a terminal
 OF_OUT = object()  # the value of a bare --verify
@@ -166,10 +166,7 @@ def summarise(manifest: dict, out: str) -> None:
         )
     made = manifest["tokenizer"]
     print(f"tokenizer {made['kind']}, {made['vocab_size']:,} ids, {manifest['token_bytes']} bytes per token")
-    print(
-        f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens, "
-        f"{manifest['page_bytes']} B)"
-    )
+    print(f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens, {tokens.PAGE_BYTES} B)")
     if manifest["trim"]:
         print(f"chats     {chat.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
     left_out = manifest["left_out"]

@@ -1,7 +1,5 @@
-"""Batches that a run left out when it went back, at any step, and a fork's order."""
+"""Batches that a run left out when it went back, at any step."""
 
-import collections
-import dataclasses
 import json
 import random
 
@@ -29,17 +27,13 @@ def stores(monkeypatch):
     monkeypatch.setattr(pipeline, "open_stores", lambda _, path, __: (made[path], None))
 
 
-def config(*phases, seed=0, fork=None, **data):
+def config(*phases, seed=0, **data):
     raw = config_lib.default()
     raw.run.seed, raw.model.vocab_size, raw.run.num_steps = seed, 1 << 20, 40
     for name, value in ({"seq_len": 10, "global_batch": 8, "mixture": ("a=0.6", "b=0.4")} | data).items():
         raw.data[name] = value
     raw.schedule.phases = phases
-    made = config_lib.check(raw)
-    if fork:
-        run = dataclasses.replace(made.run, fork="x@1", fork_step=fork[0], fork_tokens=fork[1])
-        made = dataclasses.replace(made, run=run)
-    return made
+    return config_lib.check(raw)
 
 
 def stream(settings):
@@ -151,37 +145,3 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
             once.close()  # batches fetched ahead come again, and the same
             assert once.set_state(state := once.get_state()) == "" and once.get_state() == state
     once.close()
-
-
-@pytest.mark.parametrize("phases", [(), PHASES])
-def test_a_fork_begins_an_order_of_its_own(phases):
-    """Said in a note; each row once an epoch, and exact when it goes on."""
-    plan = schedule.make_plan(config(*phases))
-    whole, state = stopped(config(*phases), 6)
-    settings = config(*phases, fork=(6, plan.tokens_of_step(6)))
-    one = stream(settings)
-    assert one.set_state(json.loads(json.dumps(pipeline.forked(state)))).startswith("note: the data begins anew")
-    got = [next(one) for _ in range(3)]
-    state = json.loads(json.dumps(one.get_state()))
-    rest = take(one, 3)
-    again = stream(settings)
-    assert again.set_state(state) == "" and state["step"] == 9
-    assert_same(take(again, 3), rest)
-    first = [collections.Counter(row for b in some for row in b["tokens"][:, 0].tolist()) for some in (whole, got)]
-    assert max(first[1].values()) == 1 and first[0] != first[1]
-
-
-def test_processes_and_workers_leave_out_the_same():
-    settings = config(*RAMPS)
-    whole = after(settings, [[5, 4]], 0, 12)
-    parts = []
-    for index in range(2):
-        one = pipeline.Stream(pipeline.Batches(settings, TOK, (index, 2), rounds=1))
-        one.leave_out([[5, 4]])
-        parts.append(take(one, 12))
-    together = [{name: np.concatenate([a[name], b[name]]) for name in a} for a, b in zip(*parts, strict=True)]
-    assert_same(together, whole)
-    one = pipeline.Batches(settings, TOK, rounds=1)
-    one.leave_out([[5, 4]])
-    halves = [one.part(index, 2) for index in range(2)]
-    assert_same([{n: np.concatenate([h[7][n] for h in halves]) for n in whole[7]}], whole[7:8])

@@ -1,9 +1,6 @@
 """Preparing: every input format, restarting after kill -9, and refusals in one line."""
 
 import gzip
-import json
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow
@@ -12,19 +9,13 @@ import pytest
 import zstandard
 from data_helpers import here, jsonl, texts_of
 
-from experiments import prepare_data
 from zaya_jax.config import UserError
-from zaya_jax.data import storage, tokenizers
+from zaya_jax.data import storage
 from zaya_jax.data.prepare import Options
 from zaya_jax.data.storage import Prepared
 
 TEXTS = [f"text number {i} " + "x" * i for i in range(50)]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>hm</think>hello"}]
-
-
-def run(*arguments, **options):
-    command = [sys.executable, "-m", "experiments.prepare_data", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
 
 
 @pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
@@ -63,25 +54,6 @@ def test_chats_are_trimmed_and_counted(tmp_path):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_vocabulary_of_gemmas_size_takes_four_bytes(tmp_path):
-    tok = tokenizers.train_bpe(TEXTS, 270)
-    model = json.loads(tok._content)
-    model["model"]["vocab"].update({f"filler{i}": i for i in range(270, 262_200)})
-    model["model"]["vocab"]["Zz"] = 262_200
-    model["model"]["merges"].append(["Z", "z"])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(model))
-    (tmp_path / "t.txt").write_text("ab Zz" * 20)
-    (tmp_path / "u.txt").write_text("Zz")
-    manifest, _ = here(
-        Options([str(tmp_path / "*.txt")], tokenizer=str(tmp_path / "tokenizer.json"), held_out=0.0), tmp_path / "out"
-    )
-    assert manifest["token_bytes"] == 4 and manifest["tokenizer"]["vocab_size"] == 262_201
-    assert texts_of(tmp_path / "out") == ["Zz", "ab Zz" * 20]
-    (((bundle, _, _),),) = Prepared(str(tmp_path / "out")).parts([(0, 3)])
-    assert bundle.tokens.max() == 262_200
-
-
-@pytest.mark.usefixtures("in_process")
 def test_input_or_directories_of_no_use_are_refused(tmp_path):
     (tmp_path / "t.txt").write_text("some text")
     options = Options([str(tmp_path / "t.txt")], held_out=0.0)
@@ -94,14 +66,3 @@ def test_input_or_directories_of_no_use_are_refused(tmp_path):
     (tmp_path / "empty.txt").write_text(" ")
     with pytest.raises(UserError, match="no document for training"):
         here(Options([str(tmp_path / "empty.txt")]), tmp_path / "new")
-
-
-def test_a_bare_verify_means_the_directory_of_out(monkeypatch):
-    def parsed(*argv):
-        monkeypatch.setattr(sys, "argv", ["prepare_data", *argv])
-        return prepare_data.parse().verify
-
-    assert parsed("--verify", "--out=a") == parsed("--out", "a", "--verify") == "a"
-    assert parsed("--verify", "a") == parsed("--verify=a") == "a"
-    with pytest.raises(UserError, match=r"--verify=DIR, or --verify --out=DIR"):
-        parsed("--verify")

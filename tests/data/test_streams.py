@@ -235,34 +235,6 @@ def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packi
     assert counts[1] < 1.6 * counts[0]
 
 
-class Failing:
-    """Batches whose next one is fetched and lost."""
-
-    def __init__(self, inner, error):
-        self.inner, self.error = inner, error
-
-    def __next__(self):
-        next(self.inner)
-        raise self.error
-
-    def close(self):
-        self.inner.close()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("error", [StorageError("gone"), KeyboardInterrupt()])
-def test_after_an_error_the_next_batch_is_the_one_that_was_due(make_config, directories, workers, error):
-    expected = pipeline.Batches(make_config(path=directories[0]), TOK)
-    stream = pipeline.train_stream(make_config(path=directories[0], workers=workers), TOK)
-    assert_same([next(stream), next(stream)], [expected[0], expected[1]])
-    stream._iterator = Failing(stream._iterator, error)
-    with pytest.raises(type(error)):
-        next(stream)
-    assert stream.get_state()["step"] == 2
-    assert_same([next(stream), next(stream)], [expected[2], expected[3]])
-    stream.close()
-
-
 def test_a_worker_that_dies_is_named_and_leaves_nothing(make_config, directories):
     stream = pipeline.train_stream(make_config(path=directories[0], workers=2), TOK)
     next(stream)
@@ -295,15 +267,6 @@ def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 60 << 20
-
-
-def test_crossing_documents_is_a_switch(make_config, directories):
-    config = make_config(path=directories[0], cross_documents=True)
-    batch = next(pipeline.train_stream(config, TOK))
-    assert (batch["segment_ids"] == 1).all()
-    assert (batch["positions"] == np.arange(64)).all()
-    apart = next(pipeline.train_stream(make_config(path=directories[0]), TOK))
-    np.testing.assert_array_equal(batch["loss_mask"], apart["loss_mask"])
 
 
 def test_the_tokenizer_must_be_the_one_of_the_shards(make_config, directories, tmp_path):

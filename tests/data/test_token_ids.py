@@ -1,6 +1,5 @@
 """The model's ids of begin, end and padding against the tokenizer's."""
 
-import dataclasses
 import json
 
 import pytest
@@ -79,14 +78,6 @@ def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
         (tmp_path / tokenizers.META_FILE).write_text(bad)
         with pytest.raises(UserError, match=tokenizers.META_FILE):
             tokenizers.load(tmp_path)
-
-
-def test_the_model_learns_every_row_that_occurs(bpe):
-    config = tokenizers.with_model_ids(config_lib.check(config_lib.default()), bpe)
-    assert config.model.pad_token_id not in (bpe.bos_id, bpe.eos_id, *bpe.encode("words of a vocabulary"))
-    assert dataclasses.replace(config.model, pad_token_id=None, bos_token_id=None, eos_token_id=None) == (
-        config_lib.Model()
-    )
 
 
 def test_an_imported_model_may_take_its_tokenizers_ids_until_it_is_trained(tmp_path, bpe):

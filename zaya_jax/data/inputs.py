@@ -170,16 +170,12 @@ def _parts(file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[
         for start in range(0, count, each):
             stop = min(start + each, count)
             yield InputRange(path, name, kind, start, stop, size * (stop - start) // count)
-    elif kind == "jsonl" and not _is_compressed(path):
+    elif kind == "jsonl" and not path.lower().endswith(COMPRESSION):
         for start in range(0, max(size, 1), part_bytes):
             stop = min(start + part_bytes, size)
             yield InputRange(path, name, kind, start, stop, stop - start)
     else:
         yield InputRange(path, name, kind, 0, size, size)
-
-
-def _is_compressed(path: str) -> bool:
-    return path.lower().endswith(COMPRESSION)
 
 
 def kind_of(path: str) -> str:
@@ -265,7 +261,7 @@ def _decoded(part: InputRange, file: io.BufferedIOBase) -> Iterator[str]:
 
 
 def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    compressed = _is_compressed(part.path)
+    compressed = part.path.lower().endswith(COMPRESSION)
     with _open(part.path) as file:
         at = part.start
         if at:  # the line that begins before this part belongs to the one before

@@ -136,13 +136,12 @@ class Batches:
 
     def _refuse_doubles(self, paths: list[str], stretches: list[tuple[int, str, mix.Stretch]]) -> None:
         for *_, stretch in stretches:
-            seen: dict[str, str] = {}
-            for path, store, weight in zip(paths, self._all_stores, stretch.weights, strict=True):
-                if weight and seen.setdefault(store.fingerprint, path) != path:
-                    raise UserError(
-                        f"a mixture has the same data twice, as {seen[store.fingerprint]} and as {path}: batches would "
-                        "hold copies; name it once, with the sum of its weights"
-                    )
+            used = [s.fingerprint for s, weight in zip(self._all_stores, stretch.weights, strict=True) if weight]
+            if len(set(used)) < len(used):
+                raise UserError(
+                    f"a mixture of {', '.join(paths)} has the same data twice: batches would hold copies; name it "
+                    "once, with the sum of its weights"
+                )
 
     def _era_of(self, step: int) -> Era:
         return next(e for e in reversed(self.eras) if e.first_step <= step)

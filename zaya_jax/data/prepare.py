@@ -211,7 +211,6 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         "storage_factor": int(shards["pages"].sum())
         * tokens_lib.PAGE_BYTES
         / (int(shards["tokens"].sum()) * width),
-        "page_bytes": tokens_lib.PAGE_BYTES,
         "shards_crc32c": google_crc32c.value(content),
         "plan": tokens_lib.manifest_hash(plan),
     }  # fmt: skip
