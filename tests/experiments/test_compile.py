@@ -85,7 +85,7 @@ def test_what_it_writes_adds_up(small, tmp_path):
     assert {"cca", "router", "experts", "head", "optimizer"} <= {row["scope"] for row in one["traffic"]}
     assert any(c["kind"] == "reduce-scatter" for c in one["collectives"])
     html = (out / "compile.html").read_text()
-    assert "Memory over the program: one" in html and html.count("<section>") == 2
+    assert "Memory where it is highest" in html and html.count("<section>") == 2
     assert (out / "compile.md").read_text().count("## ") >= 2
 
 
