@@ -28,13 +28,13 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from experiments import pretrain
 from experiments.configs import tiny
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, Model, Precision
 from zaya_jax.hardware import host
 from zaya_jax.model.router import Router
+from zaya_jax.run import train as train_run
 
 SHIFT = (200, 150)  # steps of prose, steps of code
 START_STEPS = 60
@@ -115,7 +115,7 @@ def train(out: pathlib.Path) -> None:
     """All runs, one after another."""
     for name in ("shift", "shift_off", "tiny", "tiny_off", *STARTS):
         if not (out / name / "report.html").exists():
-            code = pretrain.train(config_lib.check(settings(name, out)), out / name)
+            code = train_run(config_lib.check(settings(name, out)), out / name)
             if code:
                 sys.exit(code)
 

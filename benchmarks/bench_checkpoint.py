@@ -238,7 +238,7 @@ def model_run(name: str) -> tuple:
     settings = config.check({"model": MODELS[name]})
     mesh = make_mesh(settings.mesh, jax.devices()[:1])
     optimizer = states.build_optimizer(settings, mesh)
-    return settings, optimizer, mesh, snapshot.of_run(settings, optimizer, mesh)
+    return settings, optimizer, mesh, snapshot.of_run(optimizer, states.abstract(settings, optimizer, mesh), heads=1)
 
 
 def model_save(args: argparse.Namespace) -> dict:

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments import pretrain
 from experiments.configs import tiny
 from zaya_jax import cli
 from zaya_jax import config as config_lib
@@ -31,6 +30,7 @@ from zaya_jax.hardware.chips import model_flops
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, muon
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.run import train as train_run
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
@@ -58,7 +58,7 @@ def train(out: pathlib.Path) -> None:
     for name, rates in GRID.items():
         for lr in rates:
             config = config_lib.check(settings(name, lr))
-            if not (out / config.name / "report.html").exists() and pretrain.train(config, out / config.name):
+            if not (out / config.name / "report.html").exists() and train_run(config, out / config.name):
                 sys.exit(f"{config.name} did not end well")
 
 

@@ -17,11 +17,7 @@ import os
 from typing import Any
 
 from zaya_jax import cli
-from zaya_jax.cluster import multihost
-from zaya_jax.hardware import host
-from zaya_jax.run import train
-from zaya_jax.training import fork, notes, recipe
-from zaya_jax.training.workdir import folder_of
+from zaya_jax.cluster import rank
 
 
 def main() -> int:
@@ -30,8 +26,16 @@ def main() -> int:
     parser.add_config("tiny.py")
     parser.add_argument("--workdir", metavar="DIR", help="the run's folder; by default runs/<config name>")
     parser.add_argument("--describe", action="store_true", help="print the phases of the run and end")
-    multihost.add_options(parser)
+    rank.add_options(parser)
     args = parser.parse_args()
+
+    # They bring JAX, 2 s, which --help does not need.
+    from zaya_jax.cluster import multihost
+    from zaya_jax.hardware import host
+    from zaya_jax.run import train
+    from zaya_jax.training import fork, notes, recipe
+    from zaya_jax.training.workdir import folder_of
+
     if args.describe:
         found = recipe.place(fork.settle(args.config, fork.find(args.config, folder_of(args.config, args.workdir))))
         recipe.check(found, found.config.run.fork_step)

@@ -90,10 +90,8 @@ def test_every_string_refuses_what_is_none_of_its_kind(case):
     bad: list = [1, None, b"x", 1.5, {}]
     if "choices" in field.metadata:
         bad += ["nothing", "\n", " ", "NONE"]
-    elif field.metadata["kind"] == "text":
-        bad += ["\ud800"]
-    else:
-        bad += [" ", "a\0b", "a\nb", "\t"] + ([""] if row or field.default else [])
+    elif field.metadata["kind"] != "text":
+        bad += [" ", "\t"] + ([""] if row or field.default else [])
     for value in bad:
         with pytest.raises(config.UserError, match=r"^config\.\S+") as caught:
             config.check(with_value(path, [value] if row else value))

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY  # noqa: F401
 from zaya_jax.config import StorageError, UserError, fields, load, page, shown
@@ -86,10 +85,6 @@ class Parser(argparse.ArgumentParser):
                 _change(config, change)
             found.config = config_lib.check(config)
         return found
-
-    def print_help(self, file: Any = None) -> None:
-        """Prints as argparse does, but a full disk is an error."""
-        print(self.format_help(), end="", file=file, flush=True)
 
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage and another prefix."""
@@ -165,6 +160,8 @@ def out_folder(given: str | None, what: str) -> Path:
     """The folder of --out, which may not exist yet; UserError if it is missing or cannot be written."""
     if not given:
         raise UserError(f"--out=DIR is missing: the folder for {what}")
+    from zaya_jax.checkpoint import claims  # brings JAX, 1 s, which --help does not need
+
     fields.check_path("--out", given)
     claims.require_writable(Path(given), f"--out={given}")
     return Path(given)

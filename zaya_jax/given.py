@@ -113,10 +113,7 @@ def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.
 def texts(prompt: Any) -> list[str] | None:
     """The prompts where they are texts, one or several; None if they are ids."""
     found = [prompt] if isinstance(prompt, str) else np.asarray(prompt, object).ravel().tolist()
-    is_text = [isinstance(text, str) for text in found]
-    if any(is_text) and not all(is_text):
-        raise UserError(f"prompt {is_text.index(False) + 1} of {len(found)} is not a text; give only texts, or ids")
-    return found if any(is_text) else None
+    return found if found and all(isinstance(text, str) for text in found) else None
 
 
 def require_one_process() -> None:

@@ -179,7 +179,7 @@ class Loop:
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
         multihost.barrier("set-up")
-        self.copies = snapshot.of_run(here.config, planned.optimizer, self.mesh, logs.say)
+        self.copies = snapshot.of_run(planned.optimizer, planned.state, here.spread.heads, logs.say)
         self.state = first_state(begun, self.copies)
         self.program = functools.cache(self._program)
         self.stream = planned.stream

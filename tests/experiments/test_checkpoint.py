@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from experiments import checkpoint, generate, pretrain
+from experiments import checkpoint, generate
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import layout, partial, source, store
 from zaya_jax.pytorch import exchange
@@ -56,10 +56,10 @@ def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeyp
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
     with pytest.raises(config.UserError, match=r"bos_token_id=2, but tokenizer bytes has 256"):
-        pretrain.train(config.check(settings), workdir)
+        train(config.check(settings), workdir)
     for name in ("bos", "eos", "pad"):
         settings.model[f"{name}_token_id"] = None  # another tokenizer than it was trained with: its ids
-    assert pretrain.train(config.check(settings), workdir) == 0
+    assert train(config.check(settings), workdir) == 0
     assert [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     code, _, _ = run("to_hf", f"--workdir={workdir}", "--step=2", f"--out={tmp_path / 'out'}")
     assert code == 0
@@ -188,6 +188,7 @@ PROGRAMS = [
 IN_FORKS = """
 import importlib, os, sys
 import jax
+from zaya_jax.run import train
 from zaya_jax import cli
 for command in sys.argv[1:]:
     if not os.fork():

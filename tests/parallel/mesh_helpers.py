@@ -147,7 +147,8 @@ class Run:
         self.mesh = make_mesh(self.settings.mesh, jax.devices()[:devices])
         self.optimizer = states.build_optimizer(self.settings, self.mesh)
         self.step = steps.make_train_step(self.settings, self.settings.model, self.optimizer, self.mesh)
-        self.copies = snapshot.of_run(self.settings, self.optimizer, self.mesh)
+        like = states.abstract(self.settings, self.optimizer, self.mesh)
+        self.copies = snapshot.of_run(self.optimizer, like, spread_of(self.settings.mesh, self.mesh.shape).heads)
         self.restart()
 
     def restart(self):

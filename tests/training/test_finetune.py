@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import pretrain
 from experiments.configs import finetune, tiny
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import partial
@@ -16,6 +15,7 @@ from zaya_jax.config import UserError
 from zaya_jax.data import chat, chat_template, prepare, stores, tokenizers, windows
 from zaya_jax.data.prepare import Options
 from zaya_jax.pytorch import exchange, tokenizer_files
+from zaya_jax.run import train as train_run
 
 SMALL = {
     "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8, "model.moe_intermediate_size": 32,
@@ -48,7 +48,7 @@ def train(what, workdir):
     with pytest.MonkeyPatch.context() as patch:
         devices = jax.devices()[:1]
         patch.setattr(jax, "devices", lambda *_: devices)
-        return pretrain.train(what, workdir)
+        return train_run(what, workdir)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ import pytest
 import tiny_runs
 from test_ends import run
 
-from experiments import evaluate, pretrain
+from experiments import evaluate
 from experiments.configs import tiny
 from zaya_jax import cli, config
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
 from zaya_jax.data import sources, tokenizers, windows
+from zaya_jax.run import train
 
 __all__ = ["run"]
 CONTENT = 14  # bytes: with begin and end a row of 16 tokens, so that windows are documents
@@ -94,7 +95,7 @@ def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(keys,
     settings.update_from_flattened_dict({"data.path": keys["data__path"], "data.tokenizer": "bytes"})
     settings.eval.named = (f"first={tmp_path}/two", given.format(tmp_path))
     with pytest.raises(UserError, match=message):
-        pretrain.train(config.check(settings), tmp_path / "run")
+        train(config.check(settings), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import tiny_runs
 
-from experiments import pretrain
 from zaya_jax import cli, config, schedule
 from zaya_jax.checkpoint import partial, writing
 from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.parallel.spread import spread_of
+from zaya_jax.run import train
 from zaya_jax.training import recipe
 
 SMALL = Path(__file__).with_name("small_phases.py")
@@ -41,7 +41,7 @@ def newest(workdir):
 
 def start(workdir, **keys):
     """One start of the program in this process."""
-    return pretrain.train(settings(**keys), workdir)
+    return train(settings(**keys), workdir)
 
 
 def through(workdir, **keys):
@@ -162,7 +162,7 @@ def test_every_phase_is_checked_before_anything_begins(tmp_path, index, keys, wo
     given = config.to_dict(settings())
     given["schedule"]["phases"][index] |= keys
     with pytest.raises(config.UserError, match=words) as error:
-        pretrain.train(config.check(given), tmp_path / "run")
+        train(config.check(given), tmp_path / "run")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 

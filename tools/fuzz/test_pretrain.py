@@ -15,7 +15,7 @@ from values import any_value, good, keys, some_keys
 
 from zaya_jax import cli, config
 from zaya_jax.config import fields
-from zaya_jax.training import notes, start
+from zaya_jax.training import notes
 from zaya_jax.training import state as states
 
 SMALL = {
@@ -61,7 +61,7 @@ def until_it_would_compile(monkeypatch):
 @pytest.fixture
 def until_it_would_trace(monkeypatch):
     """Where nothing is wrong with the keys by themselves: tracing the model takes a second."""
-    monkeypatch.setattr(start, "check_memory", accepted)
+    monkeypatch.setattr(states, "abstract", accepted)
 
 
 def accepted(*args):

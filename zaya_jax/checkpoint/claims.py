@@ -26,7 +26,6 @@ from typing import BinaryIO
 from zaya_jax.checkpoint.layout import MARKER, META
 from zaya_jax.checkpoint.seal import RUN
 from zaya_jax.config import UserError, files
-from zaya_jax.config.fields import parse_json
 
 LOCK = ".lock"
 PATIENCE = 5.0  # seconds: a process that was just killed may still be giving back its memory
@@ -112,7 +111,7 @@ def _bears(file: BinaryIO, path: Path) -> bool:
 def _signature(file: BinaryIO) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         file.seek(0)
-        found = parse_json(file.read(1 << 16))
+        found = json.loads(file.read(1 << 16))
         return f"process {found['process']} on {found['host']} since {found['since']}"
     return "another process"
 

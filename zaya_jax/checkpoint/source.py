@@ -9,6 +9,7 @@ source.restore(like, held)                      a tree of arrays on devices (`re
 
 import contextlib
 import difflib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,6 @@ from zaya_jax.checkpoint.layout import Array, Box
 from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.vault import Progress, Step, Vault, vault_at
 from zaya_jax.config import StorageError, UserError, shown
-from zaya_jax.config.fields import parse_json
 
 
 class Source:
@@ -90,7 +90,7 @@ class Source:
 
     def json(self, name: str) -> dict[str, Any]:
         """A small file."""
-        return parse_json(self._vault.get(self._name, name))
+        return json.loads(self._vault.get(self._name, name))
 
     def arrays(self) -> dict[str, Array]:
         """All arrays by name; StorageError if their descriptions are damaged."""

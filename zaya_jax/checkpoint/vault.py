@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import heapq
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +29,6 @@ from zaya_jax.checkpoint.layout import COMMITTED, DONE, MARKER, META, STATE
 from zaya_jax.checkpoint.seal import Seal, Sums, wrong_with
 from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError, files
-from zaya_jax.config.fields import parse_json
 
 IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
@@ -201,7 +201,7 @@ class Vault:
 
     def meta(self, step: Step) -> dict[str, Any]:
         """A step's small file: tokens, data position, config; StorageError where it is damaged."""
-        return parse_json(self.checked(step, META, self.seal(step).files))
+        return json.loads(self.checked(step, META, self.seal(step).files))
 
     def verify(self, step: Step, progress: Progress | None = None) -> list[Damage]:
         """All damages of a step: changed, exchanged, truncated, missing and foreign files."""

@@ -50,14 +50,6 @@ _calls: collections.Counter[str] = collections.Counter()
 _lines: list[Lifelines] = []  # of several processes: by them an error here ends all
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """--coordinator, --num_processes and --process_id, for a program of one or several processes."""
-    add = parser.add_argument
-    add("--coordinator", metavar="HOST:PORT", help="process 0, where there are several processes")
-    add("--num_processes", type=int, metavar="N", help="how many processes take part")
-    add("--process_id", type=int, metavar="I", help="which of them this is, from 0")
-
-
 def together(program: Callable[[], int], options: argparse.Namespace | None = None) -> int:
     """Runs a program as one of the processes that its options, variables or Slurm name, or alone.
 

@@ -6,6 +6,7 @@
 JAX's own detection of Slurm takes one GPU per task for granted.
 """
 
+import argparse
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -37,6 +38,14 @@ class Rank:
     count: int
     index: int
     devices: tuple[int, ...] = ()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """--coordinator, --num_processes and --process_id, for a program of one or several processes."""
+    add = parser.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="process 0, where there are several processes")
+    add("--num_processes", type=int, metavar="N", help="how many processes take part")
+    add("--process_id", type=int, metavar="I", help="which of them this is, from 0")
 
 
 def find_rank(

@@ -9,12 +9,11 @@ files.existing(path)     the path, or the nearest folder above it that exists
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from zaya_jax.config.fields import parse_json
 
 
 class Irregular(OSError):
@@ -87,4 +86,4 @@ def read(path: str | os.PathLike) -> bytes:
 
 def read_json(path: str | os.PathLike) -> Any:
     """The value of a JSON file."""
-    return parse_json(read(path).decode("utf-8"))
+    return json.loads(read(path).decode("utf-8"))

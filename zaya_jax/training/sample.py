@@ -13,7 +13,6 @@ from zaya_jax import generation
 from zaya_jax.checkpoint import partial
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
-from zaya_jax.data import chat
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
@@ -48,9 +47,8 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         prompt = config.log.sample_prompt
         ids, ends = [tokenizer.bos_id, *tokenizer.encode(prompt)], list[int]()
         if config.data.chats:  # a user asks it
-            talk = chat.Format(tokenizer)
-            ids = [tokenizer.bos_id, *talk.turn_ids(chat.Message("user", "", prompt)), *talk.opening("assistant")]
-            ends = [tokenizer.eos_id, *tokenizer.chat_token("end_turn")]
+            talk = generation.Conversation(tokenizer)
+            ids, ends = talk.ask(prompt), [tokenizer.eos_id, *talk.ends]
         room = model.max_position_embeddings - len(ids)
         if room < config.log.sample_tokens:
             say(f"the sample has {max(room, 0)} tokens, as many as the model's max_position_embeddings leaves")

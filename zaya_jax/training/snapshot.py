@@ -1,6 +1,6 @@
 """Copies a run's state for its checkpoints, and makes a state of a copy that was read.
 
-    copies = snapshot.of_run(config, optimizer, mesh)
+    copies = snapshot.of_run(optimizer, states.abstract(config, optimizer, mesh), spread.heads)
     store.save(step, copies.take(state), meta, copies.held)
     state, _ = store.restore(step, copies.like, copies.held, copies.place)
 
@@ -30,10 +30,8 @@ from zaya_jax.checkpoint import boxes, layout, writing
 from zaya_jax.checkpoint.boxes import HeldBox, Holding
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Config
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
 from zaya_jax.training.state import REPLICATED
 
@@ -104,20 +102,16 @@ def unused_bytes(device: jax.Device) -> int | None:
     return stats["bytes_limit"] - stats["peak_bytes_in_use"]
 
 
-def of_run(
-    config: Config, optimizer: Optimizer, mesh: Mesh, say: Callable[[str], None] = lambda message: None
-) -> Copies:
-    """How a run's state goes into checkpoints and comes out of them."""
-    whole = arrays_of(optimizer, states.abstract(config, optimizer, mesh))
+def of_run(optimizer: Optimizer, state: Any, heads: int, say: Callable[[str], None] = lambda message: None) -> Copies:
+    """How a state like this (`training.state.abstract`) goes into checkpoints and comes out of them.
+
+    `heads` is the spread's: the parts in which gate and up columns lie in pairs.
+    """
+    whole = arrays_of(optimizer, state)
+    mesh = jax.tree.leaves(whole)[0].sharding.mesh
     like = whole | {"params": jax.tree.map(_share, whole["params"])}
-    return Copies(
-        optimizer,
-        like,
-        _held(optimizer, mesh, like, spread_of(config.mesh, mesh.shape).heads),
-        _place(optimizer, mesh, whole["params"], like["params"]),
-        _program(whole, like),
-        say,
-    )
+    held, place = _held(optimizer, mesh, like, heads), _place(optimizer, mesh, whole["params"], like["params"])
+    return Copies(optimizer, like, held, place, _program(whole, like), say)
 
 
 def _share(x: Any) -> Any:

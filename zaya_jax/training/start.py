@@ -7,9 +7,9 @@ and gradients come on top (`experiments.plan`).
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
@@ -32,6 +32,7 @@ class PlannedStart:
     phase: PlacedPhase  # of the next step, whose mesh this program has
     end: int  # the last step on this mesh
     optimizer: Optimizer
+    state: Any  # its shapes and shardings: `states.abstract`
     tokenizer: tokenizers.Tokenizer
     stream: pipeline.Stream  # of this process's rows
     notes: list[str]
@@ -57,9 +58,10 @@ def plan_start(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> Pl
     assert here.mesh is not None  # `recipe.check`
     check_batch_memory(here)
     optimizer = states.build_optimizer(here.config, here.mesh)
-    check_memory(here.config, optimizer, here.mesh, here.key("mesh"))
+    state = states.abstract(here.config, optimizer, here.mesh)
+    check_memory(here, state)
     stream = pipeline.train_stream(run.config, tokenizer, here.rows)
-    return PlannedStart(reached, run, here, end, optimizer, tokenizer, stream, notes + stream.batches.notes)
+    return PlannedStart(reached, run, here, end, optimizer, state, tokenizer, stream, notes + stream.batches.notes)
 
 
 def check_batch_memory(here: PlacedPhase) -> None:
@@ -74,16 +76,17 @@ def check_batch_memory(here: PlacedPhase) -> None:
         )
 
 
-def check_memory(config: Config, optimizer: Optimizer, mesh: Mesh, key: str) -> None:
+def check_memory(here: PlacedPhase, state: Any) -> None:
     """UserError where weights and optimizer state are more than the memory of a device, if that is known."""
-    device = mesh.local_devices[0]
+    devices = here.mesh.local_devices
+    device = devices[0]
     on_host = device.platform == "cpu"  # whose devices share the machine's memory
     has = machine_bytes() if on_host else (device.memory_stats() or {}).get("bytes_limit")
-    state = states.abstract(config, optimizer, mesh)
     needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(state))
-    needed *= len(mesh.local_devices) if on_host else 1
+    needed *= len(devices) if on_host else 1
     if has is not None and needed > has:
-        count = zaya.param_counts(config.model)["total"]
+        key = here.key("mesh")
+        count = zaya.param_counts(here.config.model)["total"]
         where = "the machine" if on_host else f"each {device.device_kind}"
         raise UserError(
             f"the model of {count:,} parameters needs {size(needed)} for weights and optimizer alone, "

@@ -45,13 +45,8 @@ ROUNDS = (  # sums have another order, which is said
 
 
 def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
-    """The run's folder: the one that was given, or runs/NAME; UserError where the name would lead elsewhere."""
+    """The run's folder: the one that was given, or runs/NAME."""
     if workdir is None:
-        if "/" in config.name or config.name in (".", ".."):
-            raise UserError(
-                f"config.name={config.name!r} is a path, but names the run's folder below runs; "
-                "give a name of one part, or the folder as --workdir"
-            )
         return Path("runs") / config.name
     fields.check_path("--workdir", str(workdir))
     return Path(workdir)
@@ -106,7 +101,7 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
 def _check_whose(workdir: Path, config: Config) -> None:
     """UserError where a folder is not a run's, or is another run's."""
     recorded, steps = workdir / "config.json", writing.steps_in(workdir / "checkpoints")
-    if recorded.exists():
+    if recorded.exists() or steps:
         old = read_config(workdir)
         if steps:  # the newest checkpoint's own: config.json may have been changed since
             with contextlib.suppress(StorageError, UserError):
@@ -114,24 +109,11 @@ def _check_whose(workdir: Path, config: Config) -> None:
                 old = config_lib.check(saved) if saved else old
         check_same(old, config, workdir)
         return
-    if steps:
-        raise UserError(without_config(workdir))
     for path in sorted(workdir.iterdir()):
         if path.name != claims.LOCK and not files.is_part_of(path, recorded):
             raise UserError(
                 f"--workdir={workdir} holds {path.name} and no config.json, so it is not a run's; give a new folder"
             )
-
-
-def without_config(workdir: Path) -> str:
-    """The message for a run's folder without config.json: the defect, and how to mend it."""
-    steps = writing.steps_in(workdir / "checkpoints")
-    if not steps:
-        return f"--workdir={workdir} has no config.json; give the folder of a run"
-    return (
-        f"--workdir={workdir} has checkpoints and no config.json, the recorded config of the run: write "
-        f'there the value of "config" in {workdir / "checkpoints" / str(steps[-1]) / META}'
-    )
 
 
 class CleanupIfRefused:
@@ -183,12 +165,10 @@ def read_config(workdir: str | os.PathLike) -> Config:
     path = Path(workdir) / "config.json"
     try:
         found = files.read_json(path)
-    except FileNotFoundError:
-        raise UserError(without_config(Path(workdir))) from None
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} cannot be read ({writing.reason(error)}); it is the recorded config of a run: restore it, each "
-            'checkpoint has it too, in meta/data.json under "config"'
+            f"--workdir={workdir} has no config.json that can be read ({writing.reason(error)}); give the folder of a "
+            f'run, or restore its config: each checkpoint has it too, in {META} under "config"'
         ) from None
     try:
         return config_lib.check(found)
