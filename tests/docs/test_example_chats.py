@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import commands
-import pytest
 
 from zaya_jax.data import chat
 
@@ -31,10 +30,3 @@ def test_the_same_python_gives_the_same_file(tmp_path):
     assert not [place for place in (sys.prefix, sys.base_prefix, str(tmp_path)) if place in lines]
     chats = [chat.read(json.loads(line)["messages"]) for line in lines.splitlines()]
     assert len(chats) > 2000 and all(turns[-1].answer and len(turns) in (2, 3) for turns in chats)
-
-
-@pytest.mark.parametrize("options", [[], ["--help"], ["a.jsonl", "b.jsonl"]])
-def test_without_a_name_it_says_how(tmp_path, options):
-    code, err = made(sys.executable, tmp_path, *options)
-    assert (code, err) == (2, "python tools/example_chats.py chats.jsonl\n")
-    assert not list(tmp_path.iterdir())

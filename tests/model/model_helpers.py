@@ -7,6 +7,8 @@ import numpy as np
 from zaya_jax.config import Model, Precision, Rope, RopeKinds
 from zaya_jax.model import zaya
 
+# What makes `small` a dense model: no experts, no biases of attention.
+DENSE = dict(model_type="dense", intermediate_size=24, num_experts=1, attention_bias=False)
 EXACT = Precision(compute="float32", router="float32", matmul="highest")
 
 

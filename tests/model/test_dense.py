@@ -113,15 +113,7 @@ def test_the_7b_shape():
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts": 16}, r"num_experts=16 with model_type='dense', which has no router; set it to 1"),
-        ({"intermediate_size": 0}, r"intermediate_size=0 must be at least 1"),
-        ({"attention_bias": True}, r"attention_bias is set"),
-        ({"layer_types": ("hybrid", "hybrid_linear")}, r"layer_types has hybrid_linear"),
-    ],
-)
-def test_what_a_dense_model_has_not_is_refused(changes, message):
-    with pytest.raises(config.UserError, match=message):
+@pytest.mark.parametrize("changes", [{"num_experts": 16}, {"layer_types": ("hybrid", "hybrid_linear")}])
+def test_a_key_that_a_dense_model_has_not_is_refused(changes):
+    with pytest.raises(config.UserError, match=rf"config\.model\.{next(iter(changes))}.* model_type='dense'"):
         config.check_model(dataclasses.asdict(small(**changes)))

@@ -18,7 +18,7 @@ from zaya_jax.model.sampling import Sampling
 
 FULL, SLIDING, LINEAR = LAYER_KINDS
 EXACT = model_helpers.EXACT
-DENSE = {"model_type": "dense", "intermediate_size": 8, "num_experts": 1, "attention_bias": False}
+DENSE = model_helpers.DENSE | {"layer_types": ()}
 
 
 def like(tree):
@@ -58,9 +58,7 @@ def go_on(arguments, cache, model, precision):
 )  # fmt: skip
 def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows):
     """A layer's keys and values are laid out for their products, an eighth of each stack; no stack is rewritten."""
-    model = model_helpers.small(
-        num_hidden_layers=8, **(DENSE | {"layer_types": ()} if kinds == "dense" else {"layer_types": kinds * 4})
-    )
+    model = model_helpers.small(num_hidden_layers=8, **(DENSE if kinds == "dense" else {"layer_types": kinds * 4}))
     arguments, cache = token(model, EXACT, rows, 8192)
     compiled = jax.jit(lambda a, c: go_on(a, c, model, EXACT), donate_argnums=1).lower(arguments, cache).compile()
     held = {name: x.size * x.dtype.itemsize for name, x in cache.items()}
@@ -104,7 +102,7 @@ def test_nor_has_a_gpus(name, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["zaya", "dense"])
 def test_rounding_once_changes_no_bit(kind):
-    model = model_helpers.small(**(DENSE | {"layer_types": ()} if kind == "dense" else {}))
+    model = model_helpers.small(**(DENSE if kind == "dense" else {}))
     params, bias = model_helpers.weights(model)
     precision = Precision(compute="bfloat16")
     once, head = zaya.rounded(params, precision)

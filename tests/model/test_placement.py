@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,13 @@ import numpy as np
 import pytest
 
 from zaya_jax.config import LAYER_KINDS, Rope, RopeKinds
-from zaya_jax.model import cca, dense, layer, zaya
+from zaya_jax.model import zaya
 from zaya_jax.model.placement import ALONE, Before, Devices, Placement, Rows
 
 SMALL = model_helpers.small()
 DENSE = model_helpers.small(
-    model_type="dense", num_experts=1, intermediate_size=24, attention_bias=False,
-    rope_parameters=RopeKinds(Rope(rope_theta=1e4), Rope(rope_theta=100.0)),
-)  # fmt: skip
+    **model_helpers.DENSE, rope_parameters=RopeKinds(Rope(rope_theta=1e4), Rope(rope_theta=100.0))
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +76,3 @@ def test_a_placement_of_its_own_gives_what_one_device_gives(model, packed):
     ours, theirs = run(Two()), run(ALONE)
     np.testing.assert_allclose(ours.hidden, theirs.hidden, atol=2e-5)
     np.testing.assert_array_equal(ours.counts, theirs.counts)
-
-
-def test_a_layer_is_told_where_it_is_by_one_argument():
-    def names(function):
-        return list(inspect.signature(function).parameters)[1:]
-
-    assert names(cca.CCA.__call__) == names(dense.SelfAttention.__call__) == ["x", "rope", "here"]
-    assert names(layer.Layer.__call__) == names(dense.DenseLayer.__call__)

@@ -150,20 +150,10 @@ def test_a_long_prompt_takes_the_cache_and_a_piece():
     assert taken.temp_size_in_bytes < 2 * held + (16 << 20)
 
 
-def test_lengths_of_pieces_and_caches():
-    assert decode.pieces(1, 2048) == [16] and decode.pieces(2048, 2048) == [2048]
-    assert decode.pieces(5000, 2048) == [2048, 2048, 1024]
-    assert [decode.piece_of(rows) for rows in (1, 8, 16, 1000, 10**6)] == [2048, 2048, 1024, 16, 16]
-    for needed in [*range(1, 300), 4097, 131_072]:
-        assert needed <= decode.columns(needed) <= max(1.25 * needed + 1, needed + 15)
-    assert len({decode.columns(n) for n in range(1, 131_073)}) < 60
-
-
 @pytest.mark.parametrize("kinds", [(FULL, SLIDING), (LINEAR, FULL), "dense"])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
-    dense = {"model_type": "dense", "intermediate_size": 8, "num_experts": 1, "attention_bias": False}
-    model = model_helpers.small(**(dense if kinds == "dense" else {"layer_types": kinds}))
+    model = model_helpers.small(**(model_helpers.DENSE if kinds == "dense" else {"layer_types": kinds}))
     mesh = jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     where = InParts(mesh)
     sizes = decode.cache_bytes(model, EXACT, 3, 40, where)
@@ -185,20 +175,11 @@ def test_the_cache_of_the_published_model():
     [
         ({"prompts": [[1], []]}, "prompt 2 of 2 is empty"),
         ({"prompts": [[1, 32]]}, "prompt 1 of 1 has token 32; the vocabulary has ids from 0 to 31"),
-        ({"prompts": [[-1]]}, "has token -1"),
-        ({"prompts": []}, "there are no prompts"),
         ({"prompts": [[1] * 60]}, "has 60 tokens, with num_tokens=5 more than the model's max_position_embeddings=64"),
         ({"num_tokens": -1}, "num_tokens=-1 must be a whole number of at least 0"),
         ({"seeds": [1, 2]}, "seeds has 2 numbers for 1 prompts"),
-        ({"seeds": -1}, "seed -1 must be a whole number of at least 0"),
-        ({"seeds": [2**32]}, "seed 4294967296 must be"),
-        ({"ends": [-1]}, "ends=[-1] must be a list of token ids"),
-        ({"piece": 0}, "piece=0"),
         ({"mask": np.ones((1, 2), int)}, "mask has shape (1, 2)"),
         ({"prompts": [[1, 2]], "mask": [[1, 0]]}, "zeros for the padding at the left, then ones to the end"),
-        ({"prompts": [[1, 2]], "mask": [[0, 0]]}, "one at least"),
-        ({"prompts": [[1, 2]], "mask": [[2, 1]]}, "mask must have in each row zeros"),
-        ({"prompts": [[1, 2]], "mask": [[0.5, 1]]}, "mask must have in each row zeros"),
         ({"prompts": [[1, 2, 3]], "mask": [[1, 0, 1]]}, "mask must have in each row zeros"),
     ],
 )
@@ -208,17 +189,10 @@ def test_bad_input_is_one_line(weights, given, says):
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("temperature", -1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"),
-        ("top_k", -1), ("top_k", 1.5), ("top_k", True), ("top_p", 0), ("top_p", 1.01), ("top_p", float("nan")),
-        ("min_p", -0.1), ("min_p", 1.1), ("min_p", None),
-    ],
-)  # fmt: skip
-def test_nonsense_is_refused(option, value):
-    with pytest.raises(UserError, match=f"^{option}="):
-        Sampling(**{option: value})
+@pytest.mark.parametrize("given", [{"temperature": -1}, {"top_k": 1.5}, {"top_p": 0}, {"min_p": 1.1}])
+def test_nonsense_is_refused(given):
+    with pytest.raises(UserError, match=f"^{next(iter(given))}="):
+        Sampling(**given)
 
 
 def kept(logits, options):

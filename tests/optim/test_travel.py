@@ -63,8 +63,6 @@ def there_and_back(layout: zero.Layout, axes: dict[str, int], dtype=jnp.float32)
 
 
 CASES = {
-    "3 devices": (dict(data=3), ()),
-    "5 devices": (dict(data=5), ()),
     "7 devices": (dict(data=7), ()),
     "data 3 x expert 2": (dict(data=3, expert=2), ("expert",)),
     "data 2 x expert 3": (dict(data=2, expert=3), ("expert",)),

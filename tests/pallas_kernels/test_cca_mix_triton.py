@@ -69,20 +69,25 @@ def assert_equal_to_the_definition(given, target=MI300X):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 1), err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("heads", "num_kv", "channels", "values", "taps", "turned", "cut"),
-    [
-        (2, 1, 32, 32, (2, 2), 32, True),
-        pytest.param(4, 2, 64, 64, (2, 2), 64, True, marks=pytest.mark.slow),  # half of the channels turn, as in ZAYA
-        pytest.param(3, 1, 64, 0, (3, 1), 128, False, marks=pytest.mark.slow),
-        pytest.param(2, 2, 16, 16, (1, 1), 0, True, marks=pytest.mark.slow),
-        pytest.param(2, 1, 16, 32, (1, 3), 0, False, marks=pytest.mark.slow),
-    ],
-)
-def test_values_and_all_gradients(heads, num_kv, channels, values, taps, turned, cut):
-    """Rows of two blocks of tokens, the second one's reaching over the end."""
-    turned = min(turned, channels)
-    assert_equal_to_the_definition(arrays(2, 70, heads, num_kv, channels, values, taps, turned, cut))
+CASES = {  # batch, tokens, heads, num_kv, channels, values, taps, turned, cut
+    "two blocks of tokens, the second reaching over the end": (2, 70, 2, 1, 32, 32, (2, 2), 32, True),
+    "half of the channels turn, as in ZAYA": (2, 70, 4, 2, 64, 64, (2, 2), 64, True),
+    "all channels turn, no values": (2, 70, 3, 1, 64, 0, (3, 1), 64, False),
+    "one tap": (2, 70, 2, 2, 16, 16, (1, 1), 0, True),
+    "uneven taps": (2, 70, 2, 1, 16, 32, (1, 3), 0, False),
+    "two groups, two heads of values": (2, 5, 4, 2, 16, 32, (2, 1), 0, False),
+    "channels in two blocks, and half of them turn": (2, 5, 1, 1, 128, 0, (2, 1), 64, False),
+    **{f"{tokens} tokens": (1, tokens, 3, 1, 16, 48, (2, 2), 0, True) for tokens in (95, 96, 97)},
+}
+FAST = {
+    "two blocks of tokens, the second reaching over the end", "two groups, two heads of values",
+    "channels in two blocks, and half of them turn", "95 tokens",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in CASES])
+def test_values_and_all_gradients(case):
+    assert_equal_to_the_definition(arrays(*CASES[case]))
 
 
 @pytest.mark.slow
@@ -113,23 +118,6 @@ def test_bfloat16_errs_as_xlas_does():
 
     assert (errors(ours) <= 1.5 * errors(xlas)).all()
     assert errors(ours).max() < 2.0**-7
-
-
-@pytest.mark.parametrize(
-    ("heads", "num_kv", "channels", "values", "taps", "turned"),
-    [(4, 2, 16, 32, (2, 1), 0), (1, 1, 128, 0, (2, 1), 64)],
-    ids=["two groups, two heads of values", "channels in two blocks, and half of them turn"],
-)
-def test_groups_and_blocks_of_channels(heads, num_kv, channels, values, taps, turned):
-    """Rows of one segment, which do not see each other, and of a few tokens."""
-    assert_equal_to_the_definition(arrays(2, 5, heads, num_kv, channels, values, taps, turned, False))
-
-
-@pytest.mark.parametrize(
-    "tokens", [95, pytest.param(96, marks=pytest.mark.slow), pytest.param(97, marks=pytest.mark.slow)]
-)
-def test_tokens_of_whole_blocks_and_one_more_and_less(tokens):
-    assert_equal_to_the_definition(arrays(1, tokens, 3, 1, 16, 48, (2, 2), 0, True))
 
 
 def test_shares_of_several_blocks_of_tokens(monkeypatch):

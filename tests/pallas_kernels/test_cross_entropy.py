@@ -92,38 +92,15 @@ def test_chunks_are_even_aligned_and_within_the_limit(unit):
     ("NVIDIA H200", 16_384, 262_272, 2048, 8),
     ("gfx942", 4096, 262_272, 4096, 1),
     ("gfx942", 16_384, 262_272, 4096, 4),
-    ("gfx942", 4096, 131_072, 4096, 1),
-    ("NVIDIA H200", 4096, 131_072, 4096, 1),
-    ("gfx942", 4096, 264, 4096, 1),
     ("NVIDIA H200", 5000, 262_272, 1792, 3),
-    ("gfx942", 5000, 262_272, 2560, 2),
-    ("NVIDIA H200", 100, 262_272, 100, 1),
     ("cpu", 4096, 262_272, 64, 64),
     ("cpu", 4096, 8192, 256, 16),
-    ("cpu", 4096, 264, 4096, 1),
-    ("cpu", 37, 23, 37, 1),
 ])  # fmt: skip
 def test_default_chunks(kind, num, vocab, rows, pieces):
     with chip.making(chip.Chip("cpu" if kind == "cpu" else "gpu", kind)):
         assert chunk_rows(num, vocab) == rows and -(-num // rows) == pieces
     if kind != "cpu":
         assert rows * vocab * 4 <= (4608 if kind == "gfx942" else 2304) << 20
-
-
-def test_padding_of_a_gpus_chunks_changes_nothing(arrays):
-    """200 tokens in two chunks of 128."""
-    hidden, embedding, bias, targets, weights = (
-        jnp.resize(x, (200, *x.shape[1:])) if x.shape[0] == N else x for x in arrays
-    )
-
-    def run(chunk):
-        options = {"dtype": jnp.float32, "chunk": chunk}
-        objective = lambda h, e: cross_entropy(h, e, bias, targets, weights, **options)[0]  # noqa: E731
-        return jax.value_and_grad(objective, (0, 1))(hidden, embedding)
-
-    padded = run(even_chunk(200, 128, 128))
-    for a, b in zip(jax.tree.leaves(padded), jax.tree.leaves(run(200)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["gfx942", "NVIDIA H200"])

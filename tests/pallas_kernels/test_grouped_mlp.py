@@ -213,13 +213,6 @@ def of_layer(few):
     return jax.jit(lambda *of: layer_mlp(*of))
 
 
-def test_heights_of_blocks():
-    assert cpu.heights(2048, 8) == (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-    assert cpu.heights(1, 16) == (8,)  # a decoded token
-    assert cpu.heights(20, 2) == (8, 16, 32)  # no height above the greatest need
-    assert cpu.heights(1 << 20, 16)[-1] == 1024
-
-
 def test_weight_gradients_of_grouped_products_are_rounded_once():
     """As a GPU computes them: a rounding of each result is all that parts them from float32, however many rows."""
     calls, rows = 16, 256

@@ -1,4 +1,4 @@
-"""LASP-2 and the ring: equal to one device's linear attention; traffic, read from the compiled program."""
+"""LASP-2: equal to one device's linear attention; traffic, read from the compiled program."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import mesh_helpers as helpers
 import numpy as np
 import pytest
-import rivals
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.linear_attention import linear_attention
@@ -70,8 +69,7 @@ def on_devices(function, size, zigzag, **options):
 
 @pytest.mark.parametrize("zigzag", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("function", [linear.lasp2, pytest.param(rivals.lasp1, marks=pytest.mark.slow)])
-def test_equal_to_one_device(function, size, zigzag):
+def test_equal_to_one_device(size, zigzag):
     q, k, v, d_out = inputs(96)
     segments = documents(96)
 
@@ -83,7 +81,7 @@ def test_equal_to_one_device(function, size, zigzag):
         (value, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
         return value, out, *grads
 
-    ours = with_gradients(on_devices(function, size, zigzag, chunk=4))
+    ours = with_gradients(on_devices(linear.lasp2, size, zigzag, chunk=4))
     theirs = with_gradients(functools.partial(linear_attention, chunk=16))
     assert abs(ours[0] - theirs[0]) <= 1e-6 * np.sum(np.abs(theirs[1] * d_out))
     for name, a, b in zip(("out", "dq", "dk", "dv"), ours[1:], theirs[1:], strict=True):
@@ -98,11 +96,11 @@ def test_a_sequence_over_two_axes():
     q, k, v, _ = inputs(32)
     columns = order(32, 4, True)
     mapped = jax.shard_map(
-        lambda q, k, v: (linear.lasp2(q, k, v, axis=axes), rivals.lasp1(q, k, v, axis=axes)),
+        lambda q, k, v: linear.lasp2(q, k, v, axis=axes),
         mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
     )  # fmt: skip
-    for out in jax.jit(mapped)(*(x[:, columns] for x in (q, k, v))):
-        np.testing.assert_allclose(out, linear_attention(q, k, v)[:, columns], atol=1e-6)
+    out = jax.jit(mapped)(*(x[:, columns] for x in (q, k, v)))
+    np.testing.assert_allclose(out, linear_attention(q, k, v)[:, columns], atol=1e-6)
 
 
 def compiled(function, length, size=8, zigzag=True, gradient=False, batch=1, heads=H, kv_heads=K, channels=C):
@@ -134,13 +132,6 @@ def test_one_all_gather_each_way_whatever_the_length(length):
     ]
     both = hlo.collectives(compiled(linear.lasp2, length, gradient=True))
     assert [(c.kind, c.bytes, c.times) for c in both] == [("all-gather", n, 1) for n in (forward, backward)]
-
-
-@pytest.mark.parametrize("zigzag", [True, False])
-def test_the_rings_hops(zigzag):
-    hops = 7 * (2 if zigzag else 1)
-    found = hlo.collectives(compiled(rivals.lasp1, 1024, zigzag=zigzag))
-    assert [(c.kind, c.bytes) for c in found] == [("collective-permute", rivals.passed_bytes(1, K, C))] * hops
 
 
 def test_the_states_do_not_wait_for_the_work_within_a_device():

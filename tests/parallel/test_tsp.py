@@ -64,15 +64,6 @@ def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
     assert not [kind for kind, size, _ in found if kind == "all-reduce" and size > 1024], "activations are summed"
 
 
-def test_at_the_published_ratio_weights_are_sixteen_squares():
-    d = 64
-    model = dataclasses.replace(
-        DENSE.model, hidden_size=d, head_dim=d // 8, num_attention_heads=8, intermediate_size=4 * d
-    )
-    expected = formulas.of_tsp(model, 1, 1024, 8, size=1)
-    assert expected["forward"] == (16 * d**2 + 2 * 1024 * d) * 7 / 8
-
-
 def test_weights_tokens_and_what_the_backward_pass_keeps_are_parts():
     """Against one device: of weights and of activations each of eight holds an eighth, and nothing of full size."""
     wide = helpers.with_model(
