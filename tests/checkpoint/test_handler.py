@@ -1,9 +1,11 @@
-"""Orbax's own functions and Checkpointer save and load by this package's engine."""
+"""Orbax's own functions and Checkpointer save and load by this package's engine, over one process or several."""
 
 import random
+import time
 
 import jax
 import jax.numpy as jnp
+import multiprocess_runs
 import numpy as np
 import optax
 import pytest
@@ -16,6 +18,46 @@ from zaya_jax.checkpoint import layout, partial
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError
+
+COMMON = """
+import sys, numpy as np, jax
+from pathlib import Path
+from orbax.checkpoint import v1 as ocp
+import zaya_jax as zj
+root = Path(sys.argv[1])
+rows = lambda seed: np.random.default_rng(seed).normal(size=(64, 512)).astype("float32")
+"""
+SEVERAL = """
+import os, resource
+count, index = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
+jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], count, index)
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+put = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+state = lambda seed: {"w": jax.make_array_from_callback((64, 512), put, lambda at: rows(seed)[at]), "step": seed}
+kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+with zj.checkpoint.Handler.context():
+    for step in (1, 2, 3):
+        failing = step == 2 and index == 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if failing else kept[0], kept[1]))
+        try:
+            ocp.save(root / str(step), state(step))
+        except zj.StorageError as error:
+            print(error)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    got = ocp.load(root / "3", {"w": jax.ShapeDtypeStruct((64, 512), "float32", sharding=whole), "step": 0})
+    assert (np.asarray(got["w"]) == rows(3)).all() and got["step"] == 3
+"""
+FOR_EVER = """
+with ocp.training.Checkpointer(root, context=zj.checkpoint.Handler.context()) as checkpointer:
+    print("begun", flush=True)
+    for step in range(checkpointer.latest.step + 1 if checkpointer.latest else 1, 10**6):
+        checkpointer.save(step, {"w": rows(step), "step": step}, force=True)
+"""
+
+
+def rows(seed):
+    """The numbers of the programs above."""
+    return np.random.default_rng(seed).normal(size=(64, 512)).astype("float32")
 
 
 def state(seed, shape=(4, 2)):
@@ -40,10 +82,6 @@ def test_what_a_checkpointer_saves_comes_back_on_another_mesh(tmp_path, monkeypa
     same(got, state(1))
     assert got["params"]["layers"]["w"].sharding == other["params"]["layers"]["w"].sharding
     same(partial.read(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))
-    written = sum(
-        p.stat().st_size - 4 for p in (tmp_path / "1" / "state").rglob("c*") if p.parent.parent.name == "state"
-    )
-    assert written == sum(x.nbytes for x in jax.tree.leaves(state(1))), "each number once"
     same(ocp.load(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))  # without the handler
 
 
@@ -80,3 +118,29 @@ def test_a_failure_in_any_process_is_one_in_each(tmp_path, monkeypatch):
         assert not (tmp_path / "1").exists()
         with pytest.raises(StorageError, match=r"has no checksums\.json: what Orbax saved without this handler"):
             ocp.load(tmp_path / "plain", {"w": np.ones(3)})
+
+
+def test_a_disk_that_fails_in_one_process_leaves_no_step(tmp_path):
+    arguments = ["-c", COMMON + SEVERAL, tmp_path / "steps"]
+    with multiprocess_runs.start(arguments, 2, tmp_path) as run:
+        for result in run.wait(120):
+            assert result.code == 0, result.err
+            assert "2 is not saved: File too large" in result.out and "(process 1)" in result.out
+    assert sorted(p.name for p in (tmp_path / "steps").iterdir() if p.name.isdecimal()) == ["1", "3"]
+
+
+@pytest.mark.slow
+def test_kills_leave_each_step_complete_or_absent(tmp_path):
+    generator, checked = random.Random(1), 0
+    for kill in range(12):
+        with multiprocess_runs.start(["-c", COMMON + FOR_EVER, tmp_path / "steps"], 1, tmp_path / str(kill)) as run:
+            run.wait_for("begun")
+            time.sleep(generator.uniform(0, 0.6))
+        with zj.checkpoint.Handler.context():
+            for step in sorted(int(p.name) for p in (tmp_path / "steps").iterdir() if p.name.isdecimal()):
+                if step > checked:
+                    got = ocp.load(tmp_path / "steps" / str(step))
+                    np.testing.assert_array_equal(got["w"], rows(step))
+                    assert got["step"] == step
+                    checked = step
+    assert checked > 12

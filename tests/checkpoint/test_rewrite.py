@@ -112,20 +112,33 @@ from orbax.checkpoint import v1 as ocp
 state = ocp.load_checkpointables(sys.argv[1])["state"]
 """
 ON_DEVICES = """
-import jax
+import jax, optax
+from orbax.checkpoint.options import AtomicityMode
 mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 put = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
 like = {"params": {"embed": {"embedding": jax.ShapeDtypeStruct((50, 8), "float32", sharding=put)}}}
-context = ocp.Context()
-context.pytree.loading.partial_load = True
-with context:
-    cut = ocp.load_checkpointables(sys.argv[1], {"state": like})["state"]["params"]["embed"]["embedding"]
-assert cut.sharding == put and (cut == state["params"]["embed"]["embedding"]).all()
+def continued(mode):
+    context = ocp.Context(atomicity_options=ocp.options.AtomicityOptions(mode=mode))
+    context.pytree.loading.partial_load = True
+    with context:
+        table = ocp.load_checkpointables(sys.argv[1], {"state": like})["state"]["params"]["embed"]["embedding"]
+    assert table.sharding == put and (table == state["params"]["embed"]["embedding"]).all()
+    step = jax.jit(jax.value_and_grad(lambda x: ((x @ x.T - jax.numpy.eye(50)) ** 2).mean()))
+    optimizer, losses = optax.adam(0.01), []
+    moments = optimizer.init(table)
+    for _ in range(3):
+        loss, gradients = step(table)
+        updates, moments = optimizer.update(gradients, moments)
+        table = optax.apply_updates(table, updates)
+        losses.append(float(loss))
+    return losses
+first = continued(AtomicityMode.ATOMIC_RENAME)
+assert first[2] < first[1] < first[0] and first == continued(AtomicityMode.COMMIT_FILE)
 """
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_notebook_loads_exported_parameters_without_this_package(workdir, tmp_path, dtype):
+def test_a_notebook_loads_and_trains_exported_parameters_without_this_package(workdir, tmp_path, dtype):
     rewrite.export_params(workdir, tmp_path / "out", step=4, dtype=dtype)
     assert Vault(tmp_path).verify("out") == []
     code = "import sys\n" + NOTEBOOK + (ON_DEVICES if dtype is None else "")
