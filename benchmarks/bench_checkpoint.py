@@ -165,7 +165,7 @@ def processes(args: argparse.Namespace) -> None:
     folder = Path(args.folder)
     ours, gathers = [], []
     checkpoints = store.Store(folder / "run", Checkpoint(keep=1), print)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     for step in (1, 2, 3):
         multihost.barrier("ours")
         begun = time.perf_counter()
@@ -210,7 +210,7 @@ def load(args: argparse.Namespace) -> None:
     copy = copier(state)(state)
     once = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), copy)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(), print)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     checkpoints.save(1, copy, {"step": 1, "tokens": 1})
     checkpoints.wait()
     del state, copy
@@ -248,7 +248,7 @@ def model_save(args: argparse.Namespace) -> dict:
     state = jax.block_until_ready(states.init(settings, optimizer, mesh))
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     measured = []
     for step in (1, 2):
         begin = time.perf_counter()

@@ -9,7 +9,8 @@ checkpoint as if it had never stopped, bit for bit on CPUs (for GPUs see docs/ch
 Exit codes: 0 done, 2 bad input, 3 unhealthy (no update took effect for many steps in a row or in the whole run, the
 last loss or gradient was not finite, or the loss jumped again and again: docs/guard.md), 4 storage that fails or is
 damaged, 5 a device computes wrongly, 75 start the same command again (after a signal, or because the next phase has
-another mesh), 130 and 143 stopped at once by a second signal.
+another mesh), 130 and 143 stopped at once: by a second signal, or by the first
+before the first step.
 """
 
 import importlib
@@ -25,11 +26,11 @@ def main() -> int:
     parser = cli.Parser(prog="python -m experiments.pretrain", description=__doc__)
     parser.add_config("tiny.py")
     parser.add_argument("--workdir", metavar="DIR", help="the run's folder; by default runs/<config name>")
-    parser.add_argument("--describe", action="store_true", help="print the phases of the run and end")
+    parser.add_argument("--describe", action="store_true", help="print the phases of the run and exit")
     rank.add_options(parser)
     args = parser.parse_args()
 
-    # They bring JAX, 2 s, which --help does not need.
+    # Importing JAX takes 2 s, for which --help should not wait.
     from zaya_jax.cluster import multihost
     from zaya_jax.hardware import host
     from zaya_jax.run import train
@@ -41,12 +42,12 @@ def main() -> int:
         recipe.check(found, found.config.run.fork_step)
         print(notes.phase_table(found))
         return cli.DONE
-    host.keep_memory()
+    host.keep_memory()  # on CPUs: freed memory stays with the process, steps are dispatched one by one
     return multihost.together(lambda: train(args.config, args.workdir, _faults()), args)
 
 
 def _faults() -> Any:
-    """Faults on purpose, where tests ask for them; they are not a part of the library."""
+    """Injected faults, where tests ask for them; not part of the library."""
     return importlib.import_module("tools.faults").given() if os.environ.get("ZAYA_FAULTS") else None
 
 

@@ -36,7 +36,7 @@ from zaya_jax.training.pace import Pace
 from zaya_jax.training.sample import write_sample
 from zaya_jax.training.workdir import CleanupIfRefused, check_same, folder_of, open_workdir, record_start
 
-UNHEALTHY_AFTER = 50  # steps in a row whose update had no effect
+UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.sound`)
 Way = Literal["resumed", "imported", "forked", "initial weights", "fresh"]
 
 
@@ -70,10 +70,10 @@ class Beginning:
     """How a run begins."""
 
     way: Way
-    planned: start.PlannedStart  # after `planned.reached` updates made before
+    planned: start.PlannedStart  # after step `planned.reached`; `planned.state` has shapes alone
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # metadata of the checkpoint that it starts from
-    decided: list[decisions.Decision]  # the times that the run went back
+    decided: list[decisions.Decision]  # its earlier rollbacks
     workdir: Path
     cleanup: CleanupIfRefused
     store: Store
@@ -82,7 +82,7 @@ class Beginning:
 def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitStack) -> Beginning:
     """Opens the folder, finds out how the run begins, and checks all that can be checked before anything is compiled.
 
-    A new folder goes again if a check fails.
+    A newly created folder is removed if a check fails.
 
     The first of these that applies:
     1. resumed: from its own newest checkpoint, on this machine's disks or in the durable store;
@@ -90,14 +90,15 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     3. forked: with the state and data position of `run.fork` at `run.fork_step`, continued as a separate run;
     4. initial weights: those of `run.init_from`, with a fresh optimizer;
     5. fresh.
-    If the run has gone back before, the checkpoints that it gave up are set aside before the newest is looked for, and
-    the batches that it leaves out are taken out of the stream at the end.
+    If the run has gone back before, the checkpoints that it abandoned are set aside before the newest is looked for;
+    last, the batches that it leaves out are taken out of the stream.
     """
     recipe, tokenizer = start.plan_run(config, folder := folder_of(config, workdir))
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
     way: Way = "fresh"
-    newest, reached, parent, meta = store.newest(), 0, None, dict[str, Any]()
+    newest = store.bring_newest()  # of any tier, verified; all processes together
+    reached, parent, meta = 0, None, dict[str, Any]()
     if newest:
         way, reached, meta = "resumed", newest, read_meta(folder, newest)
     elif newest == 0:
@@ -111,7 +112,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     if parent:
         planned.notes.append(parent.note(recipe.plan))
     if 0 < reached < recipe.last_step:
-        # The checkpoint's config, since config.json may have been written by a start that never saved.
+        # The checkpoint's config (of a fork: its own), since a start that never saved may have written config.json.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
         planned.notes.append(notes.new_length(meta, config, recipe.last_step))
@@ -136,12 +137,12 @@ def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
 
 def already_complete(begun: Beginning) -> int:
     """Handles a start after the last step: writes a missing report or durable copy, and says so."""
-    run, reached = begun.planned.recipe, begun.planned.reached
-    figures, updates = begun.meta.get("metrics") or {}, reached - run.plan.begin
+    recipe = begun.planned.recipe
+    figures, updates = begun.meta.get("metrics") or {}, begun.planned.reached - recipe.plan.begin
     code = final_code(figures, begun.meta.get("unsound", 0), updates)
     code = cli.STORAGE if begun.store.close() else code  # it returns the steps without a durable copy
     if multihost.is_writer():
-        logs.say(notes.complete(run, begun.workdir, write_report(begun.workdir)))
+        logs.say(notes.complete(recipe, begun.workdir, write_report(begun.workdir)))
     return code
 
 
@@ -166,7 +167,7 @@ def first_state(begun: Beginning, copies: snapshot.Copies) -> Any:
 
 
 class Loop:
-    """The steps of one start. Each is dispatched before the previous one's figures are read: no device waits."""
+    """The steps of one start. Each is dispatched before the previous one's figures are read: no accelerator waits."""
 
     def __init__(self, begun: Beginning, faults: Any):
         planned, here = begun.planned, begun.planned.phase
@@ -179,6 +180,7 @@ class Loop:
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
         multihost.barrier("set-up")
+        # like: a copy's shapes; held: where a checkpoint's arrays lie in it; place: from a copy to a state.
         self.copies = snapshot.of_run(planned.optimizer, planned.state, here.spread.heads, logs.say)
         self.state = first_state(begun, self.copies)
         self.program = functools.cache(self._program)
@@ -188,9 +190,9 @@ class Loop:
         multihost.barrier("the first step")
         notes.describe_start(planned.recipe, here, self.workdir, planned.reached, planned.notes + self.evaluation.notes)
         begun.cleanup.keep()
-        own = {} if begun.parent else begun.meta  # a fork counts anew
+        own = {} if begun.parent else begun.meta  # a fork starts its own counts
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, planned.reached)
-        # A run that ended as unhealthy resumes one step below the limit, so that one more ends it again.
+        # A run that ended as unhealthy resumes one step below the limit, so one more bad step ends it.
         unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
         self.figures = Figures(begun, unsound, self.pace, self.guard)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
@@ -211,7 +213,7 @@ class Loop:
             if wrong := self.compute_again(now, batch):
                 return self.wrong_device(wrong)
             self.pace.lap()
-            if self.guard.spike:
+            if self.guard.spike:  # normally of the step before
                 return self.go_back(number)
             if stopping:
                 return self.stopped(number, owed)
@@ -265,7 +267,7 @@ class Loop:
         """Begins a save of the state, with all that a resumed run needs; only the last is waited for."""
         self.pace.at("save", number)
         self.figures.writer.flush()
-        if not last and not self.store.free(number):
+        if not last and not self.store.wait_for_room(number):
             return
         meta = {
             "step": number, "tokens": tokens, "data": self.stream.get_state(),
@@ -318,20 +320,20 @@ class Loop:
         self.stream.close()
         code = final_code(self.kept, self.figures.unsound, last - self.plan.begin)
         code = cli.STORAGE if self.store.close() else code  # it returns the steps without a durable copy
-        self.state = None  # its memory is the sample's
+        self.state = None  # frees its memory for the sample
 
-        def round_off() -> None:
+        def write_results() -> None:
             write_sample(self.workdir, self.planned.recipe.phase_of_step(last).config, self.planned.tokenizer, last)
             if multihost.is_writer():
                 write_report(self.workdir)
 
-        rounded = leaving.unless(lambda: bool(self.stop.asked), round_off)
-        tokens, asked = self.plan.tokens_of_step(last), "" if rounded else self.stop.asked
+        written = leaving.unless(lambda: bool(self.stop.asked), write_results)
+        tokens, asked = self.plan.tokens_of_step(last), "" if written else self.stop.asked
         logs.say(notes.done(last, tokens, self.figures.unsound, self.workdir, asked))
         return code
 
     def at_border(self) -> int:
-        """The next phase has another mesh, which another start makes."""
+        """The next phase has another mesh, which needs a new start."""
         end = self.planned.end
         return self._end(end, cli.PREEMPTED, notes.border(self.planned.recipe, end), again=True)
 
@@ -342,14 +344,14 @@ class Loop:
         return self._end(number, cli.PREEMPTED, line)
 
     def unhealthy(self, number: int) -> int:
-        """Too many updates in a row had no effect."""
+        """Too many steps in a row had no sound update."""
         what, path = notes.without_effect(self.figures.unsound), self.figures.writer.path
         line = f"error: {what}; see loss and grad_norm in {path}."
         return self._end(number, cli.UNHEALTHY, line, again=True, way_back=True)
 
     def wrong_device(self, wrong: dict) -> int:
         """A device computes wrongly: the agent, or the person who started this run, can leave it out."""
-        line = f"error: {wrong['seen']}. Without it the same command goes on from step {wrong['step']}"
+        line = f"error: {wrong['seen']}. Exclude it and repeat the command: it continues from step {wrong['step']}"
         return self._end(wrong["at"], cli.HARDWARE, line)
 
     def go_back(self, number: int) -> int | None:
@@ -363,7 +365,7 @@ class Loop:
         self.store.close(again=False)
         batches = f"the {decision['batches']} batches since"
         logs.say(f"{self.guard.spike}: back to step {decision['step']}, and on without {batches}")
-        self.state = None  # its memory is the next state's
+        self.state = None  # frees its memory for the next state
         self.stream.close()
         self.figures.drop()
         return cli.PREEMPTED if self.stop.anywhere() else None
@@ -387,6 +389,6 @@ class Loop:
     def _wind_up(self) -> None:
         """Writes the last figures and a report, at every end but `done` and going back."""
         self.figures.close()
-        if multihost.is_writer() and "SIGTERM" not in self.stop.asked:  # then seconds count
+        if multihost.is_writer() and "SIGTERM" not in self.stop.asked:  # after it every second counts
             with contextlib.suppress(Exception):
                 write_report(self.workdir)

@@ -16,7 +16,7 @@ def test_a_wrong_device_is_named_and_what_it_may_have_spoilt_is_given_up(run, tm
     flip = {"kind": "flip", "device": 2, "first": 8}
     assert run("run", bad=[flip], **SHORT) == cli.HARDWARE
     out = capsys.readouterr().out
-    assert "computes wrongly" in out and "Without it the same command goes on from step 4" in out
+    assert "computes wrongly" in out and "Exclude it and repeat the command: it continues from step 4" in out
     (made,) = decisions.read(tmp_path / "run")
     assert (made["kind"], made["step"], made["batches"], made["at"], made["clean"]) == ("corrupt", 4, 0, 10, 5)
     assert (made["devices"], made["processes"], made["reproduces"]) == ([2], [0], True)

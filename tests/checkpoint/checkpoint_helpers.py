@@ -22,7 +22,7 @@ def save(checkpoints, *steps, plus=0, state=small):
 def train(workdir, *steps, plus=0, state=small, say=print, **settings):
     """A run's folder of checkpoints, with these steps."""
     checkpoints = store.Store(workdir, Checkpoint(**{"keep": 9, **settings}), say)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     save(checkpoints, *steps, plus=plus, state=state)
     checkpoints.close()
     return workdir / "checkpoints"

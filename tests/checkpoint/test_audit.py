@@ -43,7 +43,7 @@ def found_by_all(workdir, step, tmp_path, words):
     damages = Vault(folder.parent).verify(step)
     assert damages and re.search(words, str(damages[0])), damages
     with pytest.raises(StorageError, match=words):
-        store.Store(workdir, Checkpoint(), print).newest()
+        store.Store(workdir, Checkpoint(), print).bring_newest()
     for read in (lambda: rewrite.reshard(workdir, tmp_path / "x"), lambda: partial.read(workdir, "*")):
         with pytest.raises(StorageError, match=words):
             read()
@@ -108,12 +108,12 @@ def test_another_run_s_step(runs):
     shutil.copytree(runs[1] / "40", runs[0] / "40")
     assert "is of run " in str(Vault(runs[0]).verify(40)[0])
     with pytest.raises(StorageError, match=r"is of run \w+, not of run \w+, whose name is in .run"):
-        store.Store(runs[0].parent, Checkpoint(), print).newest()
+        store.Store(runs[0].parent, Checkpoint(), print).bring_newest()
     careful = store.Store(runs[0].parent, Checkpoint(on_corrupt="previous"), print)
-    assert careful.newest() == 36
+    assert careful.bring_newest() == 36
     name = (runs[0] / seal.RUN).read_text()  # where it is lost, the checkpoints have it
     (runs[0] / seal.RUN).unlink()
-    assert store.Store(runs[0].parent, Checkpoint(), print).newest() == 36
+    assert store.Store(runs[0].parent, Checkpoint(), print).bring_newest() == 36
     assert (runs[0] / seal.RUN).read_text() == name
 
 
@@ -146,7 +146,7 @@ def verify(monkeypatch, capsys):
 def test_the_recorded_config_is_compared_too(tmp_path, verify):
     workdir = open_workdir(tmp_path / "run", config.check(config.default()))
     checkpoints = store.Store(workdir, Checkpoint(), print)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     given = config.to_dict(config.check(config.default()))
     checkpoints.save(3, state(3), {"step": 3, "tokens": 3, "config": given})
     checkpoints.close()
@@ -170,7 +170,7 @@ def test_what_is_not_listed_is_named(runs, tmp_path):
     names = [d.file for d in Vault(runs[0]).verify(40) if d.what == "not part of the checkpoint"]
     assert names == ["empty", "link", "state/params.a/c.9.9"]
     with pytest.raises(StorageError, match="empty is not part of the checkpoint"):
-        store.Store(runs[0].parent, Checkpoint(), print).newest()
+        store.Store(runs[0].parent, Checkpoint(), print).bring_newest()
     (folder / "link").unlink()
     shutil.copytree(folder, tmp_path / "vault" / "40")
     assert any("c.9.9" in str(damage) for damage in Vault(tmp_path / "vault").verify(40))
@@ -182,7 +182,7 @@ def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(layout, "CHUNK_BYTES", 32)
     durable = str(tmp_path / "vault") if kind == "vault" else ""
     checkpoints = store.Store(tmp_path / "run", Checkpoint(keep=2, durable=durable), print)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     over, saved, looks = threading.Event(), [], []
 
     def save():

@@ -64,7 +64,7 @@ class Place:
 def start(root, copies, **settings):
     """(the newest step, those without a copy at the end)."""
     checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies), **settings), print)
-    return checkpoints.newest(), checkpoints.close()
+    return checkpoints.bring_newest(), checkpoints.close()
 
 
 def cut_off(*_):
@@ -248,7 +248,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     # Another machine, and an empty folder.
     messages = []
     other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), messages.append)
-    assert other.newest() == 6 and "fetched from" in messages[0]
+    assert other.bring_newest() == 6 and "fetched from" in messages[0]
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {"params": {n: jax.ShapeDtypeStruct((m,), np.float32, sharding=one) for n, m in (("w", 1000), ("v", 7))}}
     np.testing.assert_array_equal(other.restore(6, like)[0]["params"]["w"], np.arange(1000.0) + 6)
@@ -257,13 +257,13 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     place.put(name, place.get(name)[:-1] + b"?")
     third = tmp_path / "third"
     with pytest.raises(StorageError, match=r"/6 is damaged: .*/c.0 \(array params.w\) is changed.*=previous"):
-        store.Store(third, Checkpoint(durable=place.url), messages.append).newest()
+        store.Store(third, Checkpoint(durable=place.url), messages.append).bring_newest()
     careful = Checkpoint(durable=place.url, on_corrupt="previous")
-    assert store.Store(third, careful, messages.append).newest() == 5 and "WARNING: step 6" in messages[1]
+    assert store.Store(third, careful, messages.append).bring_newest() == 5 and "WARNING: step 6" in messages[1]
     name = "5/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
     with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):  # nor a fresh start made
-        store.Store(tmp_path / "fourth", careful, messages.append).newest()
+        store.Store(tmp_path / "fourth", careful, messages.append).bring_newest()
     # Steps that the rules delete go there too.
     train(tmp_path / "run", 7, durable=place.url, keep=1)
     assert Vault(place.url).steps() == [7]
@@ -287,7 +287,7 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
         assert "warning: step 6 is saved, but its copy is NOT: cannot write" in out
         assert re.search(f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again", out)
     checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     checkpoints.tiers.settle()
     assert vault.steps() == [5, 6]
     save(checkpoints, 7)
@@ -309,24 +309,24 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
     train(tmp_path / "stranger", 9)
     before = {name: place.get(name) for name in place.names()}
     with pytest.raises(UserError, match=r"place of another run than .*/stranger \(that is run \w+, this is run \w+"):
-        store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).newest()
+        store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).bring_newest()
 
     def other(meta):
         raise UserError("it has another learning rate")
 
     for _ in range(2):
         with pytest.raises(UserError, match=r"of another run than .*/new \(it has another learning rate\)"):
-            store.Store(tmp_path / "new", Checkpoint(durable=place.url), print, other).newest()
+            store.Store(tmp_path / "new", Checkpoint(durable=place.url), print, other).bring_newest()
         assert writing.numbered(tmp_path / "new" / "checkpoints") == []
     asked = []
-    assert store.Store(tmp_path / "same", Checkpoint(durable=place.url), print, asked.append).newest() == 5
+    assert store.Store(tmp_path / "same", Checkpoint(durable=place.url), print, asked.append).bring_newest() == 5
     assert asked[0]["step"] == 5
     assert {name: place.get(name) for name in place.names()} == before
     # Where the name is lost, no run takes the place.
     place.delete(seal.RUN)
     for workdir in ("run", "stranger", "another"):
         with pytest.raises(UserError, match=r"holds step 5, and no \.run tells whose it is"):
-            store.Store(tmp_path / workdir, Checkpoint(durable=place.url), print).newest()
+            store.Store(tmp_path / workdir, Checkpoint(durable=place.url), print).bring_newest()
 
 
 @pytest.fixture
@@ -394,7 +394,7 @@ def test_a_whole_copy_is_not_given_up_for_a_damaged_step_of_another_content(run,
 def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
     place = tmp_path / "empty"
     first, second = (store.Store(tmp_path / name, Checkpoint(durable=str(place)), print) for name in "ab")
-    assert first.newest() is None and second.newest() is None
+    assert first.bring_newest() is None and second.newest() is None
     save(first, 1)
     save(second, 1)
     assert first.close() == [] and second.close() == [1]
@@ -415,7 +415,7 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
     copies, fast = tmp_path / "copies", str(tmp_path / "fast") if local else ""
     settings = Checkpoint(durable=str(copies), local=fast, keep=2, max_wait=0.1, max_failures=1)
     checkpoints = store.Store(tmp_path / "run", settings, messages.append)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     for step in range(1, 6):
         assert checkpoints.free(step)
         checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step})
@@ -449,7 +449,7 @@ def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, 
     root, copies = run
     messages = []
     checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), messages.append)
-    assert checkpoints.newest() == 6
+    assert checkpoints.bring_newest() == 6
     assert any("going on from step 6, which is here" in line for line in messages)
     assert checkpoints.close() == [2, 4, 6]  # the place does not answer
     with pytest.raises(StorageError, match="cannot list"):  # nothing is here to go on from
@@ -462,12 +462,12 @@ def test_what_was_given_up_is_not_fetched_from_a_place_that_was_dead_meanwhile(r
     checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), print)
     checkpoints.drop_stale([decision])
     dead()  # it lives again
-    assert checkpoints.newest() == 2
+    assert checkpoints.bring_newest() == 2
     checkpoints.close()
     assert Vault(str(copies)).steps() == [2, 4, 6]
     again = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), print)
     again.drop_stale([decision])
-    assert again.newest() == 2 and again.close() == []
+    assert again.bring_newest() == 2 and again.close() == []
     assert Vault(str(copies)).steps() == [2]
 
 
@@ -478,7 +478,7 @@ def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
         patch.setattr(vault_lib, "PAUSES", (100.0,))
         patch.setattr(Vault, "_write", cut_off)
         checkpoints = store.Store(tmp_path / "run", settings, messages.append)
-        checkpoints.newest()
+        checkpoints.bring_newest()
         for step in (1, 2):
             assert checkpoints.free(step)
             checkpoints.save(step, {"params": {"w": jnp.arange(9.0)}}, {"step": step, "tokens": step})

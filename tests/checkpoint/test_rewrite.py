@@ -41,7 +41,7 @@ def workdir(tmp_path):
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     checkpoints = store.Store(folder, Checkpoint())
-    checkpoints.newest()
+    checkpoints.bring_newest()
     for step in (4, 9):
         checkpoints.save(step, params(seed=step), {"step": step, "tokens": step, "data": {"at": step}})
     checkpoints.close()

@@ -26,7 +26,7 @@ def opened(tmp_path):
 
 
 def save(checkpoints, steps, *decisions):
-    checkpoints.newest()
+    checkpoints.bring_newest()
     known = {stale.KEY: list(decisions)} if decisions else {}
     for step in steps:
         state = {"params": {"w": jnp.arange(10.0) + step}}
@@ -64,7 +64,7 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
         shutil.rmtree(root / "6")
     checkpoints = opened(messages.append)
     checkpoints.drop_stale([BACK])
-    assert checkpoints.newest() == 2
+    assert checkpoints.bring_newest() == 2
     checkpoints.close()
     assert tiers(tmp_path) == ([], [2], [2])
     if done == "nothing":
@@ -75,7 +75,7 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     checkpoints = opened()
     for decided, newest in (([], 6), ([BACK], 6), ([BACK, AGAIN], 4)):
         checkpoints.drop_stale(decided)
-        assert checkpoints.newest() == newest
+        assert checkpoints.bring_newest() == newest
     checkpoints.close()
     assert sorted(p.name for p in root.glob(".stale-*")) == [".stale-2-6"]
 

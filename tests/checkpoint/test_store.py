@@ -57,7 +57,7 @@ def visible(folder):
 def test_what_is_saved_comes_back_on_other_meshes(tmp_path):
     run, tree = Run(tmp_path), state(7)
     run.save(3, tree)
-    assert run.messages == [] and run.store.newest() == 3
+    assert run.messages == [] and run.store.bring_newest() == 3
     got, meta = run.store.restore(3, like(tree))
     same(got, tree)
     assert meta["step"] == 3 and meta["processes"] == 1
@@ -204,7 +204,7 @@ def test_killed_at_any_operation_it_is_complete_or_absent(tmp_path):
         steps = visible(folder)
         assert steps in (["1"], ["1", "2"], ["2"])  # and deleted only when the newer is there
         again = Run(folder, keep=1)
-        assert again.store.newest() == max(map(int, steps))
+        assert again.store.bring_newest() == max(map(int, steps))
         for step in map(int, steps):
             same(again.store.restore(step, like(state(step)))[0], state(step))
         left = {p.name for p in (folder / "checkpoints").iterdir()} - set(steps)
@@ -223,18 +223,18 @@ def test_a_full_disk_is_said_each_time_and_ends_the_run_after_so_many(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(writing, "write_file", full)
         run.save(2)
-        assert run.store.free(3)
+        assert run.store.wait_for_room(3)
         assert visible(tmp_path) == ["1"] and not (tmp_path / "checkpoints" / ".saving-2").exists()
         assert "step 2 is NOT saved: No space left on device" in run.messages[0]
         assert "newest complete checkpoint is step 1's; training goes on" in run.messages[0]
     run.save(3)
-    assert run.store.free(4), "a success forgets the failures"
+    assert run.store.wait_for_room(4), "a success forgets the failures"
     monkeypatch.setattr(writing, "write_file", full)
     run.save(4)
     run.save(5)
     assert len(run.messages) == 3
     with pytest.raises(StorageError, match=r"2 saves failed in a row.*No space left.*step 3's"):
-        run.store.free(6)
+        run.store.wait_for_room(6)
     monkeypatch.setattr(store, "RETRY_SECONDS", 0)
     with pytest.raises(StorageError, match="No space left"):
         run.store.save_now(6, state(6), META)
@@ -253,13 +253,13 @@ def test_a_slow_store_is_waited_for_a_while(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "write_file", waits)
     run.store.save(1, state(1), META)
-    assert not run.store.free(2) and "still being written" in run.messages[0]
+    assert not run.store.wait_for_room(2) and "still being written" in run.messages[0]
     with pytest.raises(StorageError, match="2 saves failed in a row"):
-        run.store.free(3)
+        run.store.wait_for_room(3)
     threading.Timer(1.5, slow.set).start()
     run.store.wait()
     assert "the last save is still being written" in run.messages[-1]
-    assert run.store.free(4)
+    assert run.store.wait_for_room(4)
     run.store.wait()
     assert visible(tmp_path) == ["1"]
 
@@ -277,14 +277,14 @@ def test_damage_stops_or_goes_one_back(tmp_path):
     with pytest.raises(
         StorageError, match=r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous"
     ):
-        run.store.newest()
+        run.store.bring_newest()
     with pytest.raises(StorageError, match=r"cannot be read.*params.layers.w"):
         run.store.restore(2, like(state(2)))
     other = Run(tmp_path, on_corrupt="previous")
-    assert other.store.newest() == 1 and visible(tmp_path) == ["1"]
+    assert other.store.bring_newest() == 1 and visible(tmp_path) == ["1"]
     assert "WARNING" in other.messages[0] and (tmp_path / "checkpoints" / ".damaged-2").is_dir()
     other.save(2)
-    assert other.store.newest() == 2
+    assert other.store.bring_newest() == 2
     gc.collect()
 
 
@@ -294,7 +294,7 @@ def test_the_only_checkpoint_is_not_given_up(tmp_path):
     run.save(1)
     next((tmp_path / "checkpoints" / "1").rglob("c.0.0.0")).unlink()
     with pytest.raises(StorageError, match="there is none before it"):
-        run.store.newest()
+        run.store.bring_newest()
     assert visible(tmp_path) == ["1"]
 
 
@@ -309,9 +309,9 @@ def test_every_file_is_watched(tmp_path):
             if damaged is not None:
                 path.write_bytes(damaged)
             with pytest.raises(StorageError, match=path.name.replace("_", ".")):
-                run.store.newest()
+                run.store.bring_newest()
             path.write_bytes(content)
-    assert run.store.newest() == 1
+    assert run.store.bring_newest() == 1
 
 
 def test_a_list_of_files_that_leads_outside_is_refused():
@@ -401,7 +401,7 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
     publish = store.tiers.Local._publish
     monkeypatch.setattr(store.tiers.Local, "_publish", lambda self, *args: go.wait() and publish(self, *args))
     run = Run(tmp_path / "run", local=str(fast))
-    assert run.store.newest() is None
+    assert run.store.bring_newest() is None
     run.store.save(1, state(1), META)
     run.store._collect(None)
     assert visible(tmp_path / "run") == [], "the save is over before the slow folder has it"
@@ -422,7 +422,7 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
 
     # A run that was killed with its newest step in the local folder alone.
     again = Run(tmp_path / "run", local=str(fast))
-    assert again.store.newest() == 1 and "only in the local folders" in again.messages[0]
+    assert again.store.bring_newest() == 1 and "only in the local folders" in again.messages[0]
     same(again.store.restore(1, like(state(1)))[0], state(1))
 
     # Damaged there, it is not put together.
@@ -430,12 +430,12 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
     victim = next(fast.rglob("c.0.0.0"))
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     worse = Run(tmp_path / "run", local=str(fast))
-    assert worse.store.newest() is None and "could not be put together" in worse.messages[0]
+    assert worse.store.bring_newest() is None and "could not be put together" in worse.messages[0]
 
     # Another run's are not taken.
     shutil.rmtree(tmp_path / "run")
     other = Run(tmp_path / "run", local=str(fast))
-    assert other.store.newest() is None and other.messages == []
+    assert other.store.bring_newest() is None and other.messages == []
     assert not list(fast.rglob("c.0.0.0"))
 
 

@@ -25,7 +25,7 @@ def train(folder, steps=(2, 4), plus=0, **keys):
     """A run's folder with a config and some steps."""
     workdir = open_workdir(folder, settings(**keys))
     checkpoints = store.Store(workdir, Checkpoint(keep=9), print)
-    checkpoints.newest()
+    checkpoints.bring_newest()
     for step in steps:
         meta = {"step": step, "tokens": step, "config": config.to_dict(settings(**keys))}
         checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step + plus}}, meta)
@@ -78,7 +78,7 @@ def test_what_a_refused_start_has_fetched_goes_with_it(tmp_path):
     shutil.copytree(train(tmp_path / "run") / "checkpoints", tmp_path / "copies")
     cleanup = CleanupIfRefused(tmp_path / "new")
     workdir = open_workdir(tmp_path / "new", settings(), cleanup.locked)
-    assert store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).newest() == 4
+    assert store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).bring_newest() == 4
     cleanup(UserError)
     claims.release(workdir)
     assert not (tmp_path / "new").exists()
@@ -127,7 +127,7 @@ def test_a_failed_reshard_leaves_what_others_made(tmp_path, monkeypatch, then_wa
     then_waits(target, plus=1)
     with pytest.raises(UserError, match="exists and is not empty"):
         rewrite.reshard(source, target)
-    assert store.Store(target, Checkpoint(), print).newest() == 4
+    assert store.Store(target, Checkpoint(), print).bring_newest() == 4
     monkeypatch.setattr(writing, "commit", lambda *args: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         rewrite.reshard(source, tmp_path / "new")

@@ -1,7 +1,7 @@
 """Saves a run's checkpoints during training and restores them on any mesh; each is complete or absent.
 
     store = Store(workdir, config.checkpoint, say)
-    step = store.newest()                                   the newest complete one, verified; None if there is none
+    step = store.bring_newest()                             the newest complete one, verified; None without one
     state, meta = store.restore(step, abstract_state)
     store.save(step, snapshot, meta)                        begins, and returns; the training goes on
     store.save_now(step, snapshot, meta)                    the last one: returns when it is there
@@ -64,7 +64,7 @@ class Store:
     # Saving
     ####################################################################################################################
 
-    def free(self, step: int) -> bool:
+    def wait_for_room(self, step: int) -> bool:
         """Whether a save can begin: waits a while for the one before. The same answer in every process.
 
         StorageError when too many saves have failed in a row.
@@ -80,7 +80,7 @@ class Store:
         return not late
 
     def save(self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None) -> None:
-        """Begins to write a checkpoint of arrays that do not change any more; call `free` before.
+        """Begins to write a checkpoint of arrays that do not change any more; call `wait_for_room` before.
 
         `held` says where they lie, if they are not the checkpoint's own. Copies on the host need it.
         """
@@ -241,7 +241,7 @@ class Store:
             there = f"{self.root}/{writing.STALE}{len(decisions)}-*"
             self._say(f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was given up")
 
-    def newest(self) -> int | None:
+    def bring_newest(self) -> int | None:
         """Brings the newest checkpoint of any tier here, complete; None if there is none. All processes together.
 
         A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one before.

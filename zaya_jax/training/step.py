@@ -1,10 +1,11 @@
-"""The training step and the evaluation step: jitted pure functions of a state and a batch; training donates its state.
+"""The training step, which donates its state, and the evaluation step: jitted pure functions of state and batch.
 
     state = that of `training.state`; batch = a dict of arrays [micro-batches, sequences, S]
 
 The whole step runs inside one `shard_map` over the mesh: each device accumulates the gradient of its own sequences
 over the micro-batches, and it is summed over devices once: by the optimizer, or layer by layer in the backward pass
-(`training.gradients`). The loss is the mean over all real targets of the global batch, however these are spread.
+(`training.gradients`); with fsdp, over `data` in the backward pass of each micro-batch. The loss is the mean
+over all real targets of the global batch, however these are spread.
 """
 
 from collections.abc import Callable
@@ -32,10 +33,10 @@ from zaya_jax.training.state import REPLICATED
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
-    """loss(params, bias, micro-batch, total, stored) → (loss / total, (cross entropy, log² Z, tokens per expert)).
+    """loss(params, bias, micro-batch, total, stored) → (loss, (cross entropy, log² Z, tokens per expert)).
 
-    `total` is the number of real targets that the mean is taken over; `stored` says how weights are stored
-    (`model.stored`). On a mesh each device returns its part of the loss, and counts its own tokens.
+    `total`, the number of real targets, divides all but the tokens; the loss alone includes the z-loss; `stored` says
+    how weights are stored (`model.stored`). On a mesh each device returns its part of the loss, and counts its tokens.
     """
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
@@ -75,13 +76,13 @@ def make_train_step(
 ) -> Callable:
     """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and [L, ..] arrays.
 
-    `hook` is given each device's gradients as `gradients` returns them: faults on purpose (`tools.faults`).
+    `hook` is given each device's gradients as `gradients` returns them: injected faults (`tools.faults`).
     """
     spread = spread_of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
-        # These kernels index the stacked experts of all layers, so each device must have all experts, whole.
+        # Triton's kernels (`routes`) index the stacked experts of all layers: each device must have all experts, whole.
         in_place = routes() and model.model_type == "zaya" and not (spread.fsdp or spread.tsp or spread.expert_axes)
         params, bias = state["params"], state["balance"].bias
         total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
@@ -137,7 +138,7 @@ def on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=
         with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
             return step(*args)
 
-    # Without the check of replicated values, gradients of replicated weights stay partial sums, as the optimizer wants.
+    # Without the check of replicated values, replicated weights' gradients stay partial sums, as the optimizer expects.
     mapped = jax.shard_map(precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donate)
 
