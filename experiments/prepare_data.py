@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     add("--tokenizer", help="bytes (the default), a tokenizer.json, or a directory with one")
     # The upper bound catches typos: without memory for its table (66 bytes an id) the BPE trainer ends the process.
     add(
-        "--train_bpe", type=cli.number(int, 0, 2**22), default=0, metavar="N",
+        "--train_bpe", type=cli.number(int, 263, 2**22), default=0, metavar="N",
         help="train a byte-level BPE of this many ids on the input and use it",
     )
     add("--out", metavar="DIR", help="directory to write")

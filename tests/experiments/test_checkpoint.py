@@ -14,6 +14,7 @@ from experiments import checkpoint, generate
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import layout, partial, source, store
 from zaya_jax.pytorch import exchange
+from zaya_jax.run import train
 from zaya_jax.training.workdir import read_config
 
 

@@ -185,6 +185,9 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
     if not len(of_split["train"]):
         _clear(directory)
+        shutil.rmtree(directory / tokens_lib.TOKENIZER)
+        with contextlib.suppress(OSError):  # where other files are in it
+            directory.rmdir()
         raise UserError("the input has no document for training: every file is empty, undecodable, dropped or held out")
     content = np.concatenate(list(of_split.values())).tobytes()
     tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content, directory / WORK)
