@@ -85,6 +85,20 @@ def test_what_a_checkpointer_saves_comes_back_on_another_mesh(tmp_path, monkeypa
     same(ocp.load(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))  # without the handler
 
 
+def test_numbers_of_any_type_come_back_and_others_are_refused(tmp_path):
+    given = {kind: jnp.arange(5).astype(kind) for kind in ("bool", "complex64", "int8", "float8_e5m2")}
+    given |= {"one": jnp.asarray(True), "order": np.arange(5, dtype=">i4")}
+    with zj.checkpoint.Handler.context():
+        ocp.save(tmp_path / "1", given)
+        native = given | {"order": np.arange(5, dtype=np.int32)}
+        same(ocp.load(tmp_path / "1", native), native)
+        with pytest.raises(StorageError, match=r"its array one is \[\], \[3\] is asked for"):
+            ocp.load(tmp_path / "1", {"one": np.ones(3)})
+        with pytest.raises(StorageError, match="each needs a key"):
+            ocp.save(tmp_path / "2", jnp.ones(3))
+    same(ocp.load(tmp_path / "1"), native)  # without the handler
+
+
 def test_each_flipped_bit_and_exchange_is_found(tmp_path):
     with zj.checkpoint.Handler.context():
         for step in (1, 2):

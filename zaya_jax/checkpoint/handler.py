@@ -95,8 +95,10 @@ def _copier(sharding: Sharding) -> Any:
 def _snapshot(tree: Any) -> tuple[Holding, Copies]:
     """A copy that lies on the devices, a share on each device that has an array; its copying is only begun."""
     leaves, first = trees.flat(tree), jax.devices()[0]
-    if len(leaves) < len(jax.tree.leaves(tree)) or any("/" in name for name in leaves):
-        raise UserError(f"an array's path is its file's name, so keys must have neither '.' nor '/': {sorted(leaves)}")
+    if len(leaves) < len(jax.tree.leaves(tree)) or any(not name or "/" in name for name in leaves):
+        raise UserError(
+            f"an array's path is its file's name, so each needs a key, without '.' and '/'; given: {sorted(leaves)}"
+        )
     like, copies = {}, {}
     for name, x in leaves.items():
         if isinstance(x, jax.Array):
@@ -109,6 +111,7 @@ def _snapshot(tree: Any) -> tuple[Holding, Copies]:
             copies[name] = {shard.device: shard.data for shard in x.addressable_shards}
         else:  # the same in each process; process 0 writes it
             x, sharding = np.array(x), SingleDeviceSharding(first)
+            x = x.astype(x.dtype.newbyteorder("="))  # files do not tell the order of bytes
             if x.dtype.kind in "OSU":
                 raise UserError(f"{name} is neither an array nor a number")
             copies[name] = {first: x}
@@ -185,5 +188,8 @@ def _load(source: Source, like: Any) -> Any:
     source.check(names=[f"{_BELOW}{name}/" for name in wanted.keys() - placed.keys()])
     found = source.restore(placed)
     for name in wanted.keys() - placed.keys():
-        found[name] = np.asarray(source.read([name]), getattr(wanted[name], "dtype", None))
+        x, shape = source.read([name]), getattr(wanted[name], "shape", None)
+        if shape not in (None, x.shape):
+            raise StorageError(f"{source.name}: its array {name} is {list(x.shape)}, {list(shape)} is asked for")
+        found[name] = np.asarray(x, getattr(wanted[name], "dtype", None))
     return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])

@@ -98,9 +98,11 @@ class Array:
 
     def to_json(self) -> dict[str, Any]:
         """Its zarr.json."""
+        # Orbax takes no 0 for these two.
+        fill = False if self.dtype == "bool" else [0, 0] if self.dtype.startswith("complex") else 0
         return {
-            "zarr_format": 3, "node_type": "array", "shape": list(self.shape), "data_type": self.dtype, "fill_value": 0,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunk)}},
+            "zarr_format": 3, "node_type": "array", "shape": list(self.shape), "data_type": self.dtype,
+            "fill_value": fill, "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunk)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
         }  # fmt: skip
