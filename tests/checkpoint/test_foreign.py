@@ -29,6 +29,7 @@ for name, x in flat.items():
     for folder in folders:
         inner = inner.setdefault(folder, {})
     inner[last] = jnp.asarray(x)
+tree["optimizer"] = [{"count": jnp.ones(2)}, (jnp.ones(3), 5)]
 def saved(name, **options):
     context = ocp.Context()
     for key, value in options.items():

@@ -66,7 +66,6 @@ class Foreign(Source):
     def _context(self) -> Any:
         context, me = self._ocp.Context(), jax.process_index()
         context.checkpoint_layout = "auto"
-        context.pytree.loading.partial_load = True
         context.memory.read_concurrent_bytes = READ_BYTES
         if jax.process_count() > 1:  # each process reads by itself, at its own pace
             context.multiprocessing.active_processes = {me}
@@ -98,8 +97,10 @@ class Foreign(Source):
         return theirs[name]
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
-        like = {array.name: np.broadcast_to(np.zeros((), array.dtype), array.shape)}
-        flat = array.name in self._tree  # as safetensors are
+        wanted = np.broadcast_to(np.zeros((), array.dtype), array.shape)
+        only = lambda path, _: wanted if trees.name_of(path) == array.name else self._ocp.PLACEHOLDER  # noqa: E731
+        flat = array.name in self._tree  # as safetensors are, which take no placeholder
+        like = {array.name: wanted} if flat else jax.tree_util.tree_map_with_path(only, self._tree)
         with self._lock, self._context():
-            found = self._ocp.load(self.folder, like if flat else trees.nested(like))
+            found = self._ocp.load(self.folder, like)
         return np.asarray(trees.flat(found)[array.name])
