@@ -74,7 +74,7 @@ def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
     (tmp_path / tokenizers.META_FILE).write_text('{"eos_id": 6}')
     for spec in (tmp_path, tmp_path / "tokenizer.json"):
         assert tokenizers.load(spec).eos_id == 6
-    for bad in ('{"eos_id": 270}', '{"eos_id": "x"}', '{"bos_id": true}', "[" * 10**5):
+    for bad in ('{"eos_id": 270}', '{"eos_id": "x"}', '{"bos_id": true}'):
         (tmp_path / tokenizers.META_FILE).write_text(bad)
         with pytest.raises(UserError, match=tokenizers.META_FILE):
             tokenizers.load(tmp_path)

@@ -67,7 +67,7 @@ def test_a_weight_that_no_row_or_two_rows_claim_is_named(like):
     twice = (*chain.TABLE, chain.Row(r".*/temperature", "vectors", "adamw", False, "again"))
     with pytest.raises(UserError, match=r"weight layers/cca/temperature .* by '.*' and '.*/temperature'"):
         chain.build(Optim(), Precision(), like, table=twice)
-    with pytest.raises(UserError, match=r"weight head/bias \[6\] .*Muon takes matrices alone"):
+    with pytest.raises(UserError, match=r"weight head/bias \[6\] .*Muon takes only matrices"):
         chain.claim({"head/bias": (6,)}, (chain.Row(".*", "all", "muon", True, "a test"),))
 
 

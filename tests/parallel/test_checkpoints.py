@@ -103,7 +103,7 @@ def test_each_device_holds_its_part_alone():
 def test_nothing_travels_for_a_copy(name):
     """No copies of ZeRO-1's buckets or of parameters, which are cut in place; read in the compiled program."""
     here = run(name)
-    compiled = here.copies.program.lower(here.copies.arrays(here.state)).compile()
+    compiled = here.copies.program.lower(snapshot.arrays_of(here.optimizer, here.state)).compile()
     assert hlo.collectives(compiled) == []
     parts = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(here.copies.like["params"])]
     assert any(part != x.shape for part, x in zip(parts, jax.tree.leaves(here.state["params"]), strict=True))

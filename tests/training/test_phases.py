@@ -168,7 +168,7 @@ def test_every_phase_is_checked_before_anything_begins(tmp_path, index, keys, wo
 
 
 def test_a_config_is_described_without_devices_data_or_files(tmp_path):
-    path = Path(pretrain.__file__).parent / "configs" / "zaya1_base.py"
+    path = Path(__file__).parents[2] / "experiments" / "configs" / "zaya1_base.py"
     command = [sys.executable, "-m", "experiments.pretrain", f"--config={path}", "--describe"]
     environ = {"PYTHONPATH": str(multiprocess_runs.ROOT), "JAX_PLATFORMS": "none", "HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
@@ -180,7 +180,7 @@ def test_a_config_is_described_without_devices_data_or_files(tmp_path):
 
 
 def test_the_full_size_recipe_is_the_published_one():
-    path = Path(pretrain.__file__).parent / "configs" / "zaya1_base.py"
+    path = Path(__file__).parents[2] / "experiments" / "configs" / "zaya1_base.py"
     given = settings(path, data__path="/srv/data")
     plan = schedule.make_plan(given)
     assert recipe.check(recipe.place(given)) == []

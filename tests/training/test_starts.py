@@ -188,7 +188,6 @@ REFUSED = {
     "config.schedule.warmup_fraction=0.6 and decay_fraction=0.5 overlap": {
         "schedule__warmup_fraction": 0.6, "schedule__decay_fraction": 0.5,
     },
-    "config.name='../x' is a path": {"name": "../x"},
     "takes 320.0 GiB in this process": {"data__global_batch": 2**24, "data__micro_batch": 2**20, "data__seq_len": 1024},
     "parameters needs": {"model__num_hidden_layers": 10_000, "model__hidden_size": 2**14},
     "data.path": {"data__path": "nowhere"},
