@@ -271,7 +271,7 @@ def model_load(args: argparse.Namespace) -> dict:
     _, _, _, copies = model_run(args.model)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
     size, begun = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(copies.like)), resident()
-    verify, step = timed(checkpoints.newest)
+    verify, step = timed(checkpoints.bring_newest)
     load, found = timed(lambda: checkpoints.restore(step, copies.like, copies.held, copies.place))
     del found
     checkpoints.close()

@@ -394,7 +394,7 @@ def test_a_whole_copy_is_not_given_up_for_a_damaged_step_of_another_content(run,
 def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
     place = tmp_path / "empty"
     first, second = (store.Store(tmp_path / name, Checkpoint(durable=str(place)), print) for name in "ab")
-    assert first.bring_newest() is None and second.newest() is None
+    assert first.bring_newest() is None and second.bring_newest() is None
     save(first, 1)
     save(second, 1)
     assert first.close() == [] and second.close() == [1]
@@ -417,7 +417,7 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
     checkpoints = store.Store(tmp_path / "run", settings, messages.append)
     checkpoints.bring_newest()
     for step in range(1, 6):
-        assert checkpoints.free(step)
+        assert checkpoints.wait_for_room(step)
         checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step})
         until = time.monotonic() + 10
         while not checkpoints._collect(0) or step not in checkpoints.steps():
@@ -480,7 +480,7 @@ def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
         checkpoints = store.Store(tmp_path / "run", settings, messages.append)
         checkpoints.bring_newest()
         for step in (1, 2):
-            assert checkpoints.free(step)
+            assert checkpoints.wait_for_room(step)
             checkpoints.save(step, {"params": {"w": jnp.arange(9.0)}}, {"step": step, "tokens": step})
             checkpoints.wait(copies=False)
         assert checkpoints.steps() == [1, 2]
