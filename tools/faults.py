@@ -73,7 +73,8 @@ class Faults:
     """The faults as the `faults` of `zaya_jax.run.train`."""
 
     def before_step(self, number: int) -> None:
-        """Runs in the host's loop."""
+        """Runs in the host's loop. `strike` runs on the devices, which may be a step behind: they are waited for."""
+        jax.effects_barrier()
         in_step(number)
 
     def batch(self, batch: dict[str, np.ndarray], number: int, left_out: list[list[int]]) -> dict[str, np.ndarray]:
