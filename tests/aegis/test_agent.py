@@ -113,12 +113,14 @@ def test_asked_once_it_saves_and_asked_twice_it_ends_at_once(tmp_path):
             agent.send_signal(signal.SIGTERM)
         assert run.wait() == [cli.PREEMPTED] * 2
         assert run.steps()[-1] < STEPS and run.events("ended")[0].facts["code"] == cli.PREEMPTED
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, agents too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with start(tmp_path / "twice", "--processes=2", seconds=300) as run:  # too long a step to wait for
         run.until_step(1)
-        run.agents[0].send_signal(signal.SIGTERM)
+        run.agents[0].send_signal(signal.SIGINT)
         run.until("aegis: asked")
-        run.agents[0].send_signal(signal.SIGTERM)
-        assert run.wait() == [128 + signal.SIGTERM]
+        run.agents[0].send_signal(signal.SIGINT)
+        assert run.wait() == [128 + signal.SIGINT]
         assert run.gone()
 
 
