@@ -193,6 +193,11 @@ def test_attention_is_what_the_tokens_see_of_each_other(model, ids, segments):
     np.testing.assert_array_equal(seen.hidden_states, plain.hidden_states)
 
 
+def test_segments_beyond_32_bits_are_refused(model, ids):
+    with pytest.raises(zj.UserError, match=f"hold {2**32 + 1} to {2**32 + 1}; they count from 1"):  # int32's 1
+        model.logits(ids, segments=np.full(ids.shape, 2**32 + 1))
+
+
 def test_the_attention_that_is_seen_makes_what_the_operator_gives(segments):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 7, heads, 8), np.float32)) for heads in (4, 2, 2))

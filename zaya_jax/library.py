@@ -262,6 +262,9 @@ class LanguageModel:
             )
         if segments is not None:
             segments = given.integers("segments", segments, ids.shape)
+            if segments.min() < 0 or segments.max() >= 2**31:  # as int32 it would be another
+                held = f"{segments.min()} to {segments.max()}"
+                raise UserError(f"segments hold {held}; they count from 1, and 0 is padding")
             segments = segments.astype(np.int32)
         return ids.astype(np.int32), segments
 
