@@ -47,7 +47,9 @@ class Evaluation:
     def make_up(self, state: Any, reached: int, writer: Writer) -> None:
         """Makes up for the evaluation after step `reached`, which was due when the run stopped there."""
         before = self._recipe.plan.step(reached)
-        if self.windows(before.phase):
+        if self._recipe.phase_of_step(reached).config.mesh != self._here.config.mesh:
+            logs.say(f"note: step {reached} stays without a held-out loss: its phase has another mesh now")
+        elif self.windows(before.phase):
             losses = self.losses(state, before)
             writer.write(reached, losses)
             first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all windows are named ones
