@@ -3,6 +3,7 @@
 import math
 import xml.etree.ElementTree as ElementTree
 
+import numpy as np
 import pytest
 
 from zaya_jax.report import heat, svg
@@ -85,11 +86,11 @@ def rectangles(figure):
 
 
 def test_a_heat_map_covers_its_cells():
-    cells = [[0.0, 0.0, 1.0], [0.5, math.nan, 0.5]]
-    figure = parsed(HeatMap("t", ["0", "1"], [1, 2, 3], cells, Scale(0, 1), (1, 3), "layer", ("0", "1")))
+    cells = np.array([[0.0, 0.0, 1.0], [0.5, math.nan, 0.5]])
+    figure = parsed(HeatMap("t", [1, 2, 3], cells, Scale(0, 1), (1, 3), "layer", ("0", "1")))
     # Two equal neighbours are one rectangle; the hole stays open.
     assert rectangles(figure) == {"s0": 1, f"s{LEVELS // 2}": 2, f"s{LEVELS - 1}": 1}
-    empty = parsed(HeatMap("t", ["0"], [7], [[math.nan]], Scale(0, 1), (7, 7), "layer", ("0", "1")))
+    empty = parsed(HeatMap("t", [7], np.array([[math.nan]]), Scale(0, 1), (7, 7), "layer", ("0", "1")))
     assert rectangles(empty) == {}
 
 

@@ -4,7 +4,6 @@ A slow host is a dark row, a slow moment of the storage a dark column. Many proc
 their slowest member.
 """
 
-import contextlib
 import datetime
 import math
 import statistics
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_jax.checkpoint import look, times, writing
+from zaya_jax.checkpoint import look, times
 from zaya_jax.checkpoint.times import Event
-from zaya_jax.config import StorageError, UserError
-from zaya_jax.report.curves import WAITS, save_curves
+from zaya_jax.config import UserError
+from zaya_jax.report.curves import SAVE_FIGURES, WAITS, save_curves
 from zaya_jax.report.document import Page, Section, Table, Tile
 from zaya_jax.report.heat import HeatMap, Scale, columns, grouped
 from zaya_jax.report.text import byte_size, counted, duration
@@ -37,10 +36,7 @@ def checkpoints_document(workdir: Path) -> Page:
     """The page of a run's checkpoints."""
     found = times.read(workdir)
     saves, loads = (list(found.get(kind, {}).values()) for kind in ("save", "load"))
-    seen = []
-    for step in writing.steps_in(workdir / "checkpoints"):
-        with contextlib.suppress(StorageError):
-            seen.append(look.see(workdir, step))
+    seen, _ = look.see_all(workdir)
     if not seen and not saves:
         raise UserError(f"--workdir={workdir} has no checkpoint and no times of any; train first")
     load = max(loads, key=lambda event: event.time, default=None)
@@ -65,14 +61,9 @@ def _tiles(seen: Sequence[look.Seen], saves: Sequence[Event]) -> list[Tile]:
         tiles.append(("Size", byte_size(newest.bytes), parts))
     if saves:
         tiles.append(("Saves", f"{len(saves):,}", f"by {saves[-1].processes} process(es)"))
-        for title, values in (
-            ("Copy", [save.slowest("copy") for save in saves]),
-            ("Whole save", [save.whole() for save in saves]),
-        ):
-            good = [v for v in values if math.isfinite(v)]
-            if good:
-                longest = f"median; longest {duration(max(good))}"
-                tiles.append((title, duration(statistics.median(good)), longest))
+        for title, _, _, seconds in SAVE_FIGURES:
+            if good := [s for s in map(seconds, saves) if math.isfinite(s)]:
+                tiles.append((title, duration(statistics.median(good)), f"median; longest {duration(max(good))}"))
     return tiles
 
 
@@ -82,7 +73,8 @@ def slow_processes(saves: Sequence[Event]) -> list[str]:
         return []
     sentences = []
     for stage in ("copy", "serialise", "write"):  # the commit waits for others
-        own = _medians(np.stack([save.of(stage) for save in saves], axis=1))
+        cells = np.stack([save.of(stage) for save in saves], axis=1)
+        own = np.array([statistics.median(row[np.isfinite(row)].tolist() or [math.nan]) for row in cells])
         usual = float(np.nanmedian(own)) if np.isfinite(own).any() else math.nan
         sentences += [
             f"Process {i} is slow: its {stage} takes {duration(own[i])}, the others' {duration(usual)} "
@@ -91,11 +83,6 @@ def slow_processes(saves: Sequence[Event]) -> list[str]:
             if own[i] > SLOW * usual and own[i] - usual > 0.05
         ]
     return sentences
-
-
-def _medians(cells: np.ndarray) -> np.ndarray:
-    """The median of each row's values; NaN without any."""
-    return np.array([np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in cells])
 
 
 def _stage_map(saves: Sequence[Event], stage: str) -> str:
@@ -112,9 +99,8 @@ def _stage_map(saves: Sequence[Event], stage: str) -> str:
     # Cells reach half-way to their neighbours, the outer ones as far outwards.
     first, last = (steps[1] - steps[0], steps[-1] - steps[-2]) if len(steps) > 1 else (0.8, 0.8)
     return HeatMap(
-        TITLES[stage], names, steps, cells.tolist(), Scale(0.0, high or 1.0),
-        (steps[0] - first / 2, steps[-1] + last / 2), "process",
-        ("0 s", ("≥ " if high < longest else "") + duration(high)), note=" ".join(notes),
+        TITLES[stage], steps, cells, Scale(0.0, high or 1.0), (steps[0] - first / 2, steps[-1] + last / 2), "process",
+        ("0 s", ("≥ " if high < longest else "") + duration(high)), " ".join(notes), names,
     ).draw()  # fmt: skip
 
 
@@ -151,9 +137,9 @@ def _load_map(load: Event | None) -> str:
     many = f"Each column is the slowest of {starts[1]} processes. " if len(starts) < load.processes else ""
     size = byte_size(sum(load.sizes.values()))
     return HeatMap(
-        f"Step {load.step:,} by process", list(load.stages), [float(s) for s in starts], cells.tolist(),
-        Scale(0.0, longest or 1.0), (-0.5, load.processes - 0.5), "stage", ("0 s", duration(longest)),
-        note=f"{many}{size} onto all processes.", column_name="process",
+        f"Step {load.step:,} by process", [float(s) for s in starts], cells, Scale(0.0, longest or 1.0),
+        (-0.5, load.processes - 0.5), "stage", ("0 s", duration(longest)), f"{many}{size} onto all processes.",
+        list(load.stages), "process",
     ).draw()  # fmt: skip
 
 

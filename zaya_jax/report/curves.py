@@ -7,7 +7,7 @@ import numpy as np
 
 from zaya_jax.checkpoint import times
 from zaya_jax.report.document import Section
-from zaya_jax.report.heat import Scale, columns, numbered_rows
+from zaya_jax.report.heat import HeatMap, Scale, columns
 from zaya_jax.report.read import Bin, Series, Workdir
 from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import number
@@ -25,18 +25,18 @@ OPTIMISER_KEYS = ("lr", "grad_norm", "skipped")
 SPEED_KEYS = ("step_seconds", "tokens_per_second", "data/wait_fraction", "mfu")
 PLACED_KEYS = {"loss", "eval/loss", "tokens", *OPTIMISER_KEYS, *SPEED_KEYS}
 TITLES = {
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "skipped": "Skipped updates",
-    "step_seconds": "Seconds per step",
-    "tokens_per_second": "Tokens per second",
-    "data/wait_fraction": "Time waiting for data",
-    "mfu": "Model FLOPs utilisation",
-}
-FROM_ZERO = {"lr", "step_seconds", "tokens_per_second", "data/wait_fraction", "mfu", "skipped"}
-SMOOTHED = {"grad_norm", "step_seconds", "tokens_per_second", "data/wait_fraction", "mfu"}
+    "lr": "Learning rate", "grad_norm": "Gradient norm", "skipped": "Skipped updates",
+    "step_seconds": "Seconds per step", "tokens_per_second": "Tokens per second",
+    "data/wait_fraction": "Time waiting for data", "mfu": "Model FLOPs utilisation",
+}  # fmt: skip
+FROM_ZERO = {*OPTIMISER_KEYS, *SPEED_KEYS} - {"grad_norm"}
+SMOOTHED = {"grad_norm", *SPEED_KEYS}
 PERCENT = {"data/wait_fraction", "mfu"}
 WAITS = "The training waits for the copy, on a GPU only for its part on the device; the rest overlaps."
+SAVE_FIGURES = (  # title, label, colour, seconds of a save
+    ("Copy", "slowest process", 1, lambda save: save.slowest("copy")),
+    ("Whole save", "begin to commit", 0, lambda save: save.whole()),
+)
 
 
 def loss_section(run: Workdir) -> Section:
@@ -100,11 +100,8 @@ def save_curves(saves: Sequence[times.Event]) -> str:
     note = f"Each point is the slowest of {starts.step} saves." if starts.step > 1 else ""
     steps = [float(saves[min(s + starts.step // 2, len(saves) - 1)].step) for s in starts]
     look, pictures = "line" if len(saves) > FEW_SAVES else "dots", ""
-    for color, title, label, values in (
-        (1, "Copy", "slowest process", [save.slowest("copy") for save in saves]),
-        (0, "Whole save", "begin to commit", [save.whole() for save in saves]),
-    ):
-        slowest = np.fmax.reduceat(values, list(starts))
+    for title, label, color, seconds in SAVE_FIGURES:
+        slowest = np.fmax.reduceat([seconds(save) for save in saves], list(starts))
         if not np.isfinite(slowest).any():
             continue
         longest = float(np.nanmax(slowest))
@@ -143,8 +140,7 @@ def smoothed(bins: Sequence[Bin], length: int = 0) -> list[tuple[float, float]]:
 
     `length`: the number of bins that the thirtieth is taken of, where it is not the number of these.
     """
-    half = max(1, (length or len(bins)) // 60)
-    out = []
+    half, out = max(1, (length or len(bins)) // 60), []
     for i, b in enumerate(bins):
         near = sorted(c.mean for c in bins[max(0, i - half) : i + 1 + min(i, half)] if c.count)
         near = near[len(near) // 4 : len(near) - len(near) // 4]
@@ -193,14 +189,12 @@ def axis_range(lines: Sequence[Curve], zero: bool = False) -> tuple[tuple[float,
 def _outside(series: Series, low: float, high: float, unit: str = "") -> str:
     """A sentence on values that the picture leaves out."""
     factor = 100.0 if unit else 1.0
-    parts = []
-    if series.high * factor > high:
-        highest = f"{number(series.high * factor)}{unit} at step {series.high_step:,}"
-        parts.append(f"The highest, {highest}, is above the picture.")
-    if series.low * factor < low:
-        lowest = f"{number(series.low * factor)}{unit} at step {series.low_step:,}"
-        parts.append(f"The lowest, {lowest}, is below the picture.")
-    return " ".join(parts)
+    ends = (("highest", "above", series.high, series.high_step), ("lowest", "below", series.low, series.low_step))
+    return " ".join(
+        f"The {name}, {number(value * factor)}{unit} at step {step:,}, is {place} the picture."
+        for name, place, value, step in ends
+        if math.isfinite(value) and not low <= value * factor <= high
+    )
 
 
 def bad_steps(*some: Series) -> list[float]:
@@ -247,4 +241,4 @@ def _list_map(run: Workdir, key: str) -> str:
     steps, values = run.vectors[key].coarse(columns(run.vectors[key].shape[0]))
     scale = Scale.between(values.ravel().tolist())
     ends = (number(scale.low, 3), number(scale.high, 3))
-    return numbered_rows(key, steps, values, scale, run.steps, "row", ends)
+    return HeatMap(key, steps, values.T, scale, run.steps, "row", ends).draw()

@@ -7,8 +7,8 @@ entropy of the shares over the E experts alone, divided by its greatest value ln
 import numpy as np
 
 from zaya_jax.report.document import Section, Table
-from zaya_jax.report.heat import Scale, columns, numbered_rows
-from zaya_jax.report.read import VectorSeries, Workdir
+from zaya_jax.report.heat import HeatMap, Scale, columns
+from zaya_jax.report.read import Workdir
 from zaya_jax.report.text import counted, percent
 
 TABLE_EXPERTS = 64  # above this the shares at the end are in the pictures alone
@@ -17,15 +17,26 @@ FAIR = Scale(0.25, 4.0, "d", log=True)
 
 def experts_section(run: Workdir) -> Section:
     """Expert load; empty if the run recorded neither load nor its entropy."""
-    load, entropy = run.vectors.get("load"), run.vectors.get("load_entropy")
+    load, recorded = run.vectors.get("load"), run.vectors.get("load_entropy")
+    pictures = ""
+    if recorded:
+        pictures += _balance_map(run, *recorded.coarse(columns(recorded.shape[0])))
     if not load:
-        text = "Normalised load entropy: 1 is an even load."
-        return Section("Expert load", text, pictures=_entropy_map(run, entropy, load) if entropy else "")
-    pictures = [_entropy_map(run, entropy, load), _skip_map(run, load)]
-    pictures += [_layer_map(run, load, layer) for layer in _chosen_layers(load)]
-    end, steps = load.end()
-    tables = [_shares(end, steps)] if end.shape[1] <= TABLE_EXPERTS else []
-    return Section("Expert load", _summary(end), tables, pictures="".join(pictures))
+        return Section("Expert load", "Normalised load entropy: 1 is an even load.", pictures=pictures)
+    layers, experts = load.shape
+    steps, values = load.coarse(columns(layers))
+    entropy = entropies(values)
+    if not recorded:
+        pictures += _balance_map(run, steps, entropy)
+    pictures += _skip_map(run, steps, values[..., -1])
+    least_balanced = int(np.nan_to_num(entropy, nan=1.0).mean(0).argmin())
+    steps, values = load.coarse(columns(experts))
+    for layer in sorted({0, layers // 2, layers - 1, least_balanced}):
+        title, shares, ends = f"Experts of layer {layer}", fair_shares(values[:, layer]), ("¼", "4 × an even share")
+        pictures += HeatMap(title, steps, shares.T, FAIR, run.steps, "expert", ends).draw()
+    end, averaged = load.end()
+    tables = [_shares(end, averaged)] if experts <= TABLE_EXPERTS else []
+    return Section("Expert load", _summary(end), tables, pictures=pictures)
 
 
 def entropies(load: np.ndarray) -> np.ndarray:
@@ -33,8 +44,7 @@ def entropies(load: np.ndarray) -> np.ndarray:
     routed = load[..., :-1]
     with np.errstate(divide="ignore", invalid="ignore"):
         f = routed / routed.sum(-1, keepdims=True)
-        terms = np.where(f > 0, f * np.log(np.where(f > 0, f, 1.0)), np.where(np.isnan(f), np.nan, 0.0))
-        return -terms.sum(-1) / np.log(max(2, routed.shape[-1]))
+        return -(f * np.log(np.where(f > 0, f, 1.0))).sum(-1) / np.log(max(2, routed.shape[-1]))
 
 
 def fair_shares(load: np.ndarray) -> np.ndarray:
@@ -60,39 +70,19 @@ def _summary(end: np.ndarray) -> str:
     return " ".join(parts)
 
 
-def _entropy_map(run: Workdir, entropy: VectorSeries | None, load: VectorSeries | None) -> str:
-    source = entropy or load
-    assert source is not None
-    steps, values = source.coarse(columns(source.shape[0]))
-    values = values if entropy else entropies(values)
-    good = values[np.isfinite(values)]
+def _balance_map(run: Workdir, steps: list[float], entropy: np.ndarray) -> str:
+    good = entropy[np.isfinite(entropy)]
     low = float(np.floor(np.quantile(good, 0.02) * 20) / 20) if good.size else 0.0
     low = min(max(low, 0.0), 0.9)
-    ends = (f"≤ {low:.2f}" if low else "0", "1, even")
-    note = "Normalised load entropy over the experts, by layer."
-    return numbered_rows("Balance of each layer", steps, values, Scale(low, 1.0, "r"), run.steps, "layer", ends, note)
+    ends, note = (f"≤ {low:.2f}" if low else "0", "1, even"), "Normalised load entropy over the experts, by layer."
+    scale = Scale(low, 1.0, "r")
+    return HeatMap("Balance of each layer", steps, entropy.T, scale, run.steps, "layer", ends, note).draw()
 
 
-def _skip_map(run: Workdir, load: VectorSeries) -> str:
-    steps, values = load.coarse(columns(load.shape[0]))
-    skipped = values[..., -1]
-    good = skipped[np.isfinite(skipped)]
-    high = max(float(good.max()), 0.01) if good.size else 1.0
+def _skip_map(run: Workdir, steps: list[float], skipped: np.ndarray) -> str:
+    high = max(float(np.nanmax(np.append(skipped, 0.0))), 0.01) if np.isfinite(skipped).any() else 1.0
     ends, note = ("0 %", percent(high)), "Share of all tokens that take the skip class, by layer."
-    return numbered_rows("Skipped tokens", steps, skipped, Scale(0.0, high), run.steps, "layer", ends, note)
-
-
-def _chosen_layers(load: VectorSeries) -> list[int]:
-    """First, middle and last layer, and the one that was least balanced over the run."""
-    layers = load.shape[0]
-    entropy = np.nan_to_num(entropies(load.coarse(columns(layers))[1]), nan=1.0).mean(0)
-    return sorted({0, layers // 2, layers - 1, int(entropy.argmin())})
-
-
-def _layer_map(run: Workdir, load: VectorSeries, layer: int) -> str:
-    steps, values = load.coarse(columns(load.shape[1]))
-    title, shares, ends = f"Experts of layer {layer}", fair_shares(values[:, layer]), ("¼", "4 × an even share")
-    return numbered_rows(title, steps, shares, FAIR, run.steps, "expert", ends)
+    return HeatMap("Skipped tokens", steps, skipped.T, Scale(0.0, high), run.steps, "layer", ends, note).draw()
 
 
 def _shares(end: np.ndarray, steps: int) -> Table:

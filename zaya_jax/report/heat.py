@@ -6,7 +6,7 @@ Neighbouring cells of one colour are one rectangle and all rectangles of a colou
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -61,23 +61,24 @@ def grouped(count: int, most: int = MOST_ROWS) -> tuple[list[int], list[str]]:
 
 @dataclasses.dataclass
 class HeatMap:
-    """Cells [row][column], each reaching half-way to the next."""
+    """Cells [row, column], each reaching half-way to the next; rows without names have their numbers."""
 
     title: str
-    rows: Sequence[str]
     steps: Sequence[float]
-    cells: Sequence[Sequence[float]]
+    cells: np.ndarray
     scale: Scale
     x_range: tuple[float, float]
     row_name: str
     ends: tuple[str, str]
     note: str = ""
+    names: Sequence[str] = ()
     column_name: str = "step"
 
     def draw(self) -> str:
         """The figure."""
-        size = min(24.0, max(4.0, (HEIGHT - BOTTOM - TOP) / len(self.rows)))
-        tops = [TOP + size * r for r in range(len(self.rows))]
+        names = self.names or [str(row) for row in range(len(self.cells))]
+        size = min(24.0, max(4.0, (HEIGHT - BOTTOM - TOP) / len(names)))
+        tops = [TOP + size * r for r in range(len(names))]
         bottom = tops[-1] + size
         x = Axis(*self.x_range, LEFT, WIDTH - RIGHT)
         middles = [(x(a) + x(b)) / 2 for a, b in itertools.pairwise(self.steps)]
@@ -85,7 +86,7 @@ class HeatMap:
         stride = math.ceil(14 / size)  # a phone has larger letters
         labels = "".join(
             f'<text x="{LEFT - 6}" y="{tops[r] + size / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>'
-            for r, name in enumerate(self.rows)
+            for r, name in enumerate(names)
             if r % stride == 0
         )
         cells = f'<g class="cells">{self._rectangles(edges, tops, size)}</g>'
@@ -96,30 +97,16 @@ class HeatMap:
         return figure(self.title, legend, drawn, bottom + BOTTOM, describe=words, note=self.note)
 
     def _rectangles(self, edges: Sequence[float], tops: Sequence[float], size: float) -> str:
+        """Neighbouring cells of one colour; NaN leaves a hole."""
         paths: dict[str, list[str]] = {}
         tall = f"{size - 1 if size > 8 else size:.4g}"
-        for row, top in zip(self.cells, tops, strict=True):
-            for level, start, end in _level_runs(row, self.scale):
-                wide = f"{edges[end] - edges[start]:.4g}"
-                path = f"M{edges[start]:g} {top:.4g}h{wide}v{tall}h-{wide}z"
-                paths.setdefault(f"{self.scale.name}{level}", []).append(path)
+        for row, top in zip(self.cells.tolist(), tops, strict=True):
+            levels = (self.scale.level(value) if math.isfinite(value) else None for value in row)
+            cells = zip(levels, edges[:-1], edges[1:], strict=True)
+            for level, group in itertools.groupby(cells, lambda cell: cell[0]):
+                spans = list(group)
+                if level is not None:
+                    start, wide = spans[0][1], f"{spans[-1][2] - spans[0][1]:.4g}"
+                    path = f"M{start:g} {top:.4g}h{wide}v{tall}h-{wide}z"
+                    paths.setdefault(f"{self.scale.name}{level}", []).append(path)
         return "".join(f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items()))
-
-
-def numbered_rows(
-    title: str, steps: Sequence[float], values: np.ndarray, scale: Scale, x_range: tuple[float, float], row_name: str,
-    ends: tuple[str, str], note: str = "",
-) -> str:  # fmt: skip
-    """A figure of values [steps, rows], whose rows are named by their numbers."""
-    names = [str(i) for i in range(values.shape[1])]
-    return HeatMap(title, names, steps, values.T.tolist(), scale, x_range, row_name, ends, note).draw()
-
-
-def _level_runs(row: Sequence[float], scale: Scale) -> Iterator[tuple[int, int, int]]:
-    """(level, first column, column after the last) of neighbouring cells of one colour; NaN leaves a hole."""
-    start = 0
-    for level, group in itertools.groupby(row, lambda v: scale.level(v) if math.isfinite(v) else None):
-        end = start + sum(1 for _ in group)
-        if level is not None:
-            yield level, start, end
-        start = end

@@ -1,6 +1,6 @@
 """How pages look: one style sheet, in a light and a dark scheme, for the screen, a phone and paper.
 
-Colours of heat maps are interpolated here once per scheme, and each gets a text colour that stands out on it.
+Colours of heat maps are interpolated here once per scheme.
 """
 
 LEVELS = 13  # colours of a heat map; odd, so that a diverging scale has a neutral middle
@@ -104,21 +104,11 @@ footer { margin-top: 28px; color: var(--soft); font-size: 13px; }
 """
 
 
-def _rgb(color: str) -> tuple[int, int, int]:
-    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
-
-
 def _between(stops: tuple[str, ...], part: float) -> str:
     place = part * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)
-    pairs = zip(_rgb(stops[index]), _rgb(stops[index + 1]), strict=True)
+    pairs = zip(*(bytes.fromhex(stop[1:]) for stop in stops[index : index + 2]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * (place - index)):02x}" for a, b in pairs)
-
-
-def luminance(color: str) -> float:
-    """The relative luminance of #rrggbb, as WCAG defines it."""
-    r, g, b = (((c / 255 + 0.055) / 1.055) ** 2.4 if c > 10 else c / 255 / 12.92 for c in _rgb(color))
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
 def _scheme(scheme: str) -> str:
@@ -126,9 +116,8 @@ def _scheme(scheme: str) -> str:
     for ramp in "sd":
         for level in range(LEVELS):
             color = _between(RAMPS[scheme, ramp], level / (LEVELS - 1))
-            text = "#000000" if luminance(color) > 0.18 else "#ffffff"
             also = f",.r{LEVELS - 1 - level}" if ramp == "s" else ""
-            rules.append(f".{ramp}{level}{also}{{fill:{color};background:{color};color:{text}}}")
+            rules.append(f".{ramp}{level}{also}{{fill:{color};background:{color}}}")
     return "".join(rules)
 
 
