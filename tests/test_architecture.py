@@ -19,18 +19,18 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4545,
-    ("checkpoint",): 3563,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
+    ("checkpoint",): 3580,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
     ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1185,  # 1100; zj.load takes Orbax's states
     ("config", "cluster"): 2298,  # 2100
     ("data",): 4290,
     ("model", "parallel", "optim"): 5650,
     ("plan", "hardware"): 3138,  # 2950
-    ("pytorch", "evaluate"): 1512,
+    ("pytorch", "evaluate"): 1513,
     ("report",): 2172,  # 2080
     ("run.py",): 400,
     ("training",): 2036,  # 2000
     ("",): 31_187,  # 30,000
-    ("../tests",): 24_371,  # 24,000
+    ("../tests",): 24_399,  # 24,000
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.

@@ -27,7 +27,6 @@ from jax.sharding import Mesh
 from pallas_kernels import chip
 from zaya_jax import cli, functions, generation, given, run, schedule, trees
 from zaya_jax.checkpoint import source
-from zaya_jax.checkpoint.foreign import Foreign, foreign_folder
 from zaya_jax.config import Config, UserError, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
@@ -331,7 +330,7 @@ def load(
 
     `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
     `dtype`; by default as the run did, and in float32 where the model was imported. Each of several processes gets the
-    whole model, on its own devices. A state that plain Orbax saved has no config: give it, as for `create`.
+    whole model, on its own devices. A state that Orbax saved has no config: give it, as for `create`.
 
     >>> zj.load(run).tokenizer.kind
     'bytes'
@@ -339,10 +338,11 @@ def load(
     folder, step = given.folder_and_step(place)
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
-    if (folder / "checkpoints").is_dir():
-        return _load_run(folder, step, mesh, dtype)
-    if config is not None and foreign_folder(folder, step):
-        return _load_foreign(folder, step, given.config_of(config), mesh, dtype)
+    is_run = (folder / "checkpoints").is_dir()
+    if config is not None and is_run and (folder / "config.json").exists():
+        raise UserError(f"{folder} is a run's folder and has a config of its own; leave config= out")
+    if config is not None or is_run:
+        return _load_step(folder, step, None if config is None else given.config_of(config), mesh, dtype)
     if step is None and any(folder.glob("*.safetensors*")):
         return _load_hf(folder, mesh, dtype)
     raise UserError(
@@ -351,30 +351,25 @@ def load(
     )
 
 
-def _load_run(folder: Path, step: int | None, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:
+def _load_step(
+    folder: Path, step: int | None, config: Config | None, mesh: AnyMesh | None, dtype: str | None
+) -> LanguageModel:
+    """The model of a checkpoint, by its run's config or by a given one."""
+    kept = folder / "tokenizer" if config is None else Path(config.data.tokenizer)
     with given.named(folder):
-        step = source.latest_step(folder, step)
-        config = exchange.config_at(folder, step)
-        config = dataclasses.replace(config, model=schedule.model_at(config, step))
-        tokenizer = tokenizers.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
+        if config is None:
+            step = source.latest_step(folder, step)
+            config = exchange.config_at(folder, step)
+            config = dataclasses.replace(config, model=schedule.model_at(config, step))
+        tokenizer = tokenizers.load(kept) if kept.name == "bytes" or kept.exists() else None
         imported = exchange.read_imported(folder)
         config, over = given.with_mesh(given.with_dtype(config, dtype), mesh)
         placed = functions.shardings(config, over) if over else None
         params, balance = exchange.read_weights(folder, step, config.model, placed)
-    files = exchange.small_files(folder / "tokenizer")
-    return LanguageModel(config, params, balance, tokenizer, over, f"{folder}@{step}", files, imported, step > 0)
-
-
-def _load_foreign(
-    folder: Path, step: int | None, config: Config, mesh: AnyMesh | None, dtype: str | None
-) -> LanguageModel:
-    config, over = given.with_mesh(given.with_dtype(config, dtype), mesh)
-    placed = functions.shardings(config, over) if over else None
-    params, balance = exchange.read_weights(folder, step, config.model, placed)
-    print(f"note: {folder}{Foreign.warning}")
-    tokenizer = tokenizers.load(config.data.tokenizer)
-    nothing = exchange.nothing_imported()
-    return LanguageModel(config, params, balance, tokenizer, over, str(folder), {}, nothing)
+    name = str(folder) if step is None else f"{folder}@{step}"
+    return LanguageModel(
+        config, params, balance, tokenizer, over, name, exchange.small_files(kept), imported, bool(step)
+    )
 
 
 def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:

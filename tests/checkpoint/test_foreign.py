@@ -8,18 +8,19 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_helpers import same
+from orbax.checkpoint import v1 as ocp
 
 import zaya_jax as zj
 from experiments.configs import tiny
 from zaya_jax import config, trees
 from zaya_jax.checkpoint import boxes, partial, rewrite
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import UserError
+from zaya_jax.config import StorageError, UserError
 
 SAVE = """
 import sys
 from pathlib import Path
-import jax.numpy as jnp, numpy as np, orbax.checkpoint as v0
+import jax, jax.numpy as jnp, numpy as np, orbax.checkpoint as v0
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 flat, root, tree = dict(np.load(sys.argv[1])), Path(sys.argv[2]), {}
@@ -41,13 +42,14 @@ saved("zarr2", use_ocdbt=False, use_zarr3=False)
 saved("zarr3", use_ocdbt=False, use_zarr3=True, use_compression=False)
 saved("zstd", use_ocdbt=False, use_zarr3=True)
 v0.PyTreeCheckpointer().save(root / "v0", tree)
+ocp.save(root / "int8", jax.tree.map(lambda x: jnp.int8(9 * x), tree))
 with ocp.training.Checkpointer(root / "steps") as checkpointer:
     checkpointer.save(4, tree)
 (root / "tensors").mkdir()
 save_file(flat, root / "tensors" / "model.safetensors")
 assert not any(name.startswith("zaya") for name in sys.modules)
 """
-LAYOUTS = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors"]
+LAYOUTS = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors", "sealed"]  # the last by our `Handler`
 IDS = np.arange(1, 65).reshape(8, 8)
 
 
@@ -61,11 +63,13 @@ def model():
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
     """The folder of all layouts."""
-    root = tmp_path_factory.mktemp("orbax")
-    np.savez(root / "state.npz", **trees.flat({"params": model.params, "balance": {"bias": model.balance}}))
+    root, state = tmp_path_factory.mktemp("orbax"), {"params": model.params, "balance": {"bias": model.balance}}
+    np.savez(root / "state.npz", **trees.flat(state))
     command = [sys.executable, "-c", SAVE, root / "state.npz", root]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
+    with ocp.training.Checkpointer(root / "sealed", context=zj.checkpoint.Handler.context()) as checkpointer:
+        checkpointer.save(4, state)
     return root
 
 
@@ -77,11 +81,25 @@ def test_each_layout_comes_in(model, saved, layout, tmp_path):
     fresh, messages = jax.tree.map(jax.numpy.asarray, fresh), []
     begun = partial.InitialWeights(str(place), boxes.of_tree(fresh), False).of(fresh, messages.append)
     same(begun, {"params": model.params, "balance": {"bias": model.balance}})
-    assert "without checksums" in messages[0]
-    assert "without checksums" in rewrite.reshard(place, tmp_path / "run")
-    step = 4 if layout == "steps" else 0
+    told, resharded = "without checksums" if layout != "sealed" else "", rewrite.reshard(place, tmp_path / "run")
+    assert told in messages[0] and told in resharded
+    step = 4 if layout in ("steps", "sealed") else 0
     assert Vault(tmp_path / "run" / "checkpoints").verify(step) == []
-    same(partial.read(tmp_path / "run")["params"], jax.tree.map(np.asarray, model.params))
+    for folder in (place, tmp_path / "run"):
+        got = zj.load(folder, config=model.config)
+        same(got.params, model.params)
+        assert got.loss_and_grads(IDS, IDS)[0] == model.loss_and_grads(IDS, IDS)[0]
+
+
+def test_integers_become_no_weights(model, saved, tmp_path):
+    """They did, silently: those of a quantised model, without their scales."""
+    rewrite.reshard(saved / "int8", tmp_path / "run")
+    for place in (saved / "int8", tmp_path / "run"):
+        assert partial.read(place, dtype="float32")["params"]["final_norm"]["scale"].dtype == np.int8
+        with pytest.raises(StorageError, match=r"is of int8, and float32 is needed; multiply .* quantised"):
+            zj.load(place, config=model.config)
+        with pytest.raises(UserError, match=r"init_from=.* has params\.\S+ as int8, .* multiply quantised"):
+            partial.InitialWeights(str(place), boxes.of_tree({"params": model.params}), True)
 
 
 @pytest.mark.parametrize("layout", ["ocdbt", "tensors"])

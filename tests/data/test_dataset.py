@@ -38,6 +38,9 @@ def test_element_t_is_the_batch_of_step_t_whoever_asks(config, whole):
     assert_same(list(dataset[3:20:4]), whole[3:20:4])
     halves = [zj.data.dataset(config, (index, 2)) for index in range(2)]
     assert_same(joined([[half[step] for half in halves] for step in range(4)]), whole[:4])
+    for process in ((5, 2), (2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=rf"process=\({process[0]}, {process[1]}\) is \(index, count\)"):
+            zj.data.dataset(config, process)
     threads = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
     mapped = iter(dataset.map(lambda batch: batch["tokens"].sum()).to_iter_dataset(threads))
     assert [next(mapped) for _ in range(24)] == [batch["tokens"].sum() for batch in whole]

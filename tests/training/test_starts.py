@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_runs
+from orbax.checkpoint import v1 as ocp
 
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint import partial, store
 from zaya_jax.config import UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.training import figures, notes, snapshot
@@ -54,6 +55,15 @@ def refused(begin, keys, devices, new=False):
         begin(keys, devices, new)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):
+    ocp.save(tmp_path / "theirs", partial.read(trained / "run", "*"))
+    for name, place in (("a", trained / "run"), ("b", tmp_path / "theirs")):
+        keys = {"data__path": str(trained / "corpus"), "run__num_steps": 2, "run__init_from": str(place)}
+        assert tiny_runs.train(tmp_path / name, **keys) == cli.DONE
+    ours, theirs = ([x["loss"] for x in tiny_runs.lines(tmp_path / name)] for name in "ab")
+    assert ours == theirs != [x["loss"] for x in tiny_runs.lines(trained / "run")]
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,6 @@ class Foreign(Source):
     def check(self, *_: Any, **__: Any) -> None:
         """There is nothing to compare it with."""
 
-    def json(self, name: str) -> dict[str, Any]:
-        """Its small file, as far as a state alone tells."""
-        return {"step": self.step, "tokens": 0}
-
     def arrays(self) -> dict[str, Array]:
         """All arrays by name."""
         about = {name: x for name, x in trees.flat(self._tree).items() if hasattr(x, "shape")}

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -133,6 +134,11 @@ def overlap(a: Box, b: Box) -> Box:
 def within(box: Box, outer: Box) -> Box:
     """A box in the coordinates of an outer one."""
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True))
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether a type is one of weights: floating-point numbers, of few bits too."""
+    return jax.dtypes.issubdtype(np.dtype(dtype), np.inexact)
 
 
 def by_layer(name: str, shape: tuple[int, ...]) -> bool:

@@ -42,7 +42,7 @@ def see(workdir: str | Path, step: int) -> Seen:
     """Looks at one step; StorageError where its small files are damaged."""
     source = Source(workdir, step)
     with source.unless_deleted():
-        arrays, meta = list(source.arrays().values()), source.json(layout.META)
+        arrays, meta = list(source.arrays().values()), source.meta()
         saved = (Path(workdir) / "checkpoints" / str(step) / layout.MARKER).stat().st_mtime
     sums = source.files
     chunks = Counter(name.split("/")[1] for name in sums if re.search(r"/c[.\d]*$", name))

@@ -44,8 +44,7 @@ def read(
     source.check(names=[array.folder for array in chosen])
     found = {}
     for array in chosen:
-        number = array.dtype == "bfloat16" or np.issubdtype(np.dtype(array.dtype), np.inexact)
-        out = np.empty(array.shape, np.dtype(dtype if dtype and number else array.dtype))
+        out = np.empty(array.shape, np.dtype(dtype if dtype and layout.is_real(array.dtype) else array.dtype))
         source.fill(array, tuple(slice(0, n) for n in array.shape), out)
         found[array.name] = out
     return trees.nested(found)
@@ -78,6 +77,12 @@ class InitialWeights:
                 f"{tuple(ours[name].shape)} ({len(ours) - len(whole)} such arrays); give a checkpoint of the same "
                 "shapes, or let a larger model take what fits with --config.run.init_grow=True"
             )
+        for name in plans:
+            if not layout.is_real(theirs[name].dtype):
+                raise UserError(
+                    f"config.run.init_from={place} has {name} as {theirs[name].dtype}, and weights are floating-point "
+                    "numbers: multiply quantised ones by their scales before they are saved"
+                )
         taken = {name: plan for name, plan in plans.items() if plan is not None}
         multihost.from_first("init", lambda: source.check(names=[theirs[name].folder for name in taken]))
         self._source, self._theirs, self._taken, self._held = source, theirs, taken, held

@@ -43,7 +43,7 @@ def reshard(
     with source.unless_deleted(), to(source, str(target)) as (put, finish):
         source.check()
         arrays = [_resized(array, array.dtype, chunk_mb) for array in source.arrays().values()]
-        finish(_write(source, arrays, source.json(layout.META), put, progress))
+        finish(_write(source, arrays, source.meta(), put, progress))
     return f"step {source.step} in {target}{source.warning}"
 
 
@@ -61,12 +61,14 @@ def export_params(
     with source.unless_deleted():
         target = claims.new_folder(out, "--out")
         arrays = [
-            _resized(array, dtype if dtype and name.startswith("params.") else array.dtype)
+            _resized(
+                array, dtype if dtype and name.startswith("params.") and layout.is_real(array.dtype) else array.dtype
+            )
             for name, array in source.arrays().items()
             if name.startswith("params.") or name == "balance.bias"
         ]
         source.check()
-        meta = {name: x for name, x in source.json(layout.META).items() if name != "data"}
+        meta = {name: x for name, x in source.meta().items() if name != "data"}
         with claims.whole_or_nothing(target) as part:
             sums = _write(source, arrays, meta, lambda name, x: _put_file(part, name, x), progress)
             writing.write_files(part, {layout.MARKER: Seal(sums, source.step, source.run).content()})

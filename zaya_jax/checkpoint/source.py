@@ -92,6 +92,10 @@ class Source:
         """A small file."""
         return json.loads(self._vault.get(self._name, name))
 
+    def meta(self) -> dict[str, Any]:
+        """Its small file; what Orbax has saved, by `Handler` too, has none: then as much as is known without."""
+        return self.json(layout.META) if layout.META in self.files else {"step": self.step, "tokens": 0}
+
     def arrays(self) -> dict[str, Array]:
         """All arrays by name; StorageError if their descriptions are damaged."""
         described = sorted(name for name in self.files if name.endswith("/zarr.json"))
@@ -162,6 +166,11 @@ class Source:
                 raise ValueError(f"it has no array {name}")
             if theirs[name].shape != tuple(x.shape):
                 raise ValueError(f"its array {name} is {list(theirs[name].shape)}, the run's is {list(x.shape)}")
+            if layout.is_real(theirs[name].dtype) != layout.is_real(x.dtype):
+                raise ValueError(
+                    f"its array {name} is of {theirs[name].dtype}, and {np.dtype(x.dtype)} is needed; multiply weights "
+                    "that were quantised by their scales before they are saved"
+                )
         more = sorted(theirs.keys() - held.arrays.keys())
         if more and everything:
             raise ValueError(f"it has {len(more)} arrays that the run has not, such as {more[0]}")

@@ -363,5 +363,8 @@ def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
     """The training batches as a `grain.MapDataset`: see `zaya_jax.data.dataset`."""
     import grain
 
+    index, count = process
+    if not 0 <= index < count:
+        raise UserError(f"process={process} is (index, count); the index must be at least 0 and below the count")
     checked = config if isinstance(config, Config) else config_lib.check(config)
     return grain.MapDataset.source(train_stream(checked, tokenizers.load(checked.data.tokenizer), process).batches)

@@ -232,6 +232,8 @@ def read_weights(
         source.check(names=WEIGHTS)
         _check_shapes(source, model, Path(workdir))
         found = source.restore(like)
+    if source.warning:
+        print(f"note: {source.name}{source.warning}")
     return found["params"], found["balance"]["bias"]
 
 
@@ -269,8 +271,8 @@ def _check_shapes(source: Source, model: Model, workdir: Path) -> None:
         keys = ("params", *(p.key for p in path))
         if source.array(keys).shape != x.shape:
             raise UserError(
-                f"--workdir={workdir}: {'/'.join(keys)} has shape {source.array(keys).shape}, its config.json "
-                f"implies {x.shape}"
+                f"--workdir={workdir}: {'/'.join(keys)} has shape {source.array(keys).shape}, the config implies "
+                f"{x.shape}"
             )
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.vault import share
@@ -125,7 +124,7 @@ def _open(place: str) -> tuple[Source, dict[str, Any]]:
     except UserError as error:
         raise UserError(f"config.run.fork={place}: {error}") from None
     with source.unless_deleted():
-        meta = source.json(layout.META)
+        meta = source.meta()
     if not {"step", "tokens", "data", "config", "tokenizer"} <= meta.keys() or not meta["tokens"]:
         raise UserError(
             f"config.run.fork={place} is of a run that has not been trained; begin with its weights by "
