@@ -26,14 +26,13 @@ import numpy as np
 from optax.contrib import _muon
 
 from benchmarks import cases
-from pallas_kernels import chip
+from pallas_kernels import chip, timing
 from pallas_kernels.chip import Chip
-from zaya_jax.hardware.measure import timing
-from zaya_jax.hardware.measure.timing import Timing
+from pallas_kernels.timing import Timing
 from zaya_jax.optim.muon import KELLER_JORDAN
 from zaya_jax.report.document import Table
 
-CHECKED = cases.Size("1K", 1, 1024)  # tokens at which values and gradients are compared
+CHECKED = cases.Size("1K", 1, 1024, cases.ZAYA)  # tokens at which values and gradients are compared
 # Of a norm, by which all may differ; beyond that an error is held against XLA's in the same format.
 NOISE = 1e-3
 OTHERS = 0.1  # and the error of XLA and others, which is shown

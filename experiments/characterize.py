@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from pallas_kernels.timing import Timing
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
@@ -37,7 +38,6 @@ from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
 from zaya_jax.hardware import chips, host, sizing_rules
 from zaya_jax.hardware.measure import collectives, memory_copies, products, results
 from zaya_jax.hardware.measure.results import BUS, CollectiveTiming, Measured, Product
-from zaya_jax.hardware.measure.timing import Timing
 from zaya_jax.hardware.sizing_rules import Advice
 from zaya_jax.plan.phases import Need
 from zaya_jax.report.document import Page, Section, Table

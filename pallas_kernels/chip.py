@@ -10,6 +10,9 @@ does not take part. So nothing asks the machine while it traces. The builder of 
 The name is a part of `jax.jit`'s cache key, so a function is traced again for another chip; it reaches the backward
 passes of `custom_vjp`, and the bodies of loops, of `jax.checkpoint` and of `shard_map`. If no chip is named it is
 that of the mesh around, and otherwise the device on which JAX puts arrays by default.
+
+Whether a kernel of ours runs on a GPU is found on one (`pallas_kernels.trial`): `settle` takes the verdict, and every
+program made afterwards in this process follows it. Without a verdict, as for absent chips, all are assumed to run.
 """
 
 from collections.abc import Mapping
@@ -30,8 +33,25 @@ OPERATORS: tuple[str, ...] = (
     "residual_norm",
 )
 
-# AMD's chips by parts of their names, for devices that do not say their architecture: an abstract mesh's, absent ones.
-ARCHITECTURES = {"MI2": "gfx90a", "MI300": "gfx942", "MI308": "gfx942", "MI325": "gfx942", "MI35": "gfx950"}
+# A kernel with another than its first tile is "attention:2"; see `tiles.alternative`.
+TILES = ("1", "2", "3")
+OPEN = ("auto", "try")  # as a config's kernels: those of the verdict
+
+# Architectures by parts of their chips' names, the first that fits: for devices that do not say theirs (an abstract
+# mesh's, absent ones), and NVIDIA's, which say their names.
+ARCHITECTURES = {
+    "MI100": "gfx908", "MI2": "gfx90a", "MI300": "gfx942", "MI308": "gfx942", "MI325": "gfx942", "MI35": "gfx950",
+    "V100": "sm_70", "T4": "sm_75", "RTX 20": "sm_75", "A100": "sm_80", "A800": "sm_80", "A30": "sm_80",
+    "RTX 40": "sm_89", "L40": "sm_89", "L4": "sm_89", "Ada": "sm_89", "A40": "sm_86", "A10": "sm_86", "RTX 30": "sm_86",
+    "RTX A": "sm_86", "H100": "sm_90", "H200": "sm_90", "H800": "sm_90", "H20": "sm_90", "B200": "sm_100",
+    "B300": "sm_103", "RTX 50": "sm_120", "RTX PRO": "sm_120",
+}  # fmt: skip
+TUNED = ("gfx942", "gfx950", "sm_90")  # for which tiles were chosen; by models of machine code, not by measurement
+# KiB of shared memory that a program may have (the vendors' guides); of unnamed chips as much as every newer one has.
+SHARED = {
+    "gfx950": 160, "gfx": 64, "sm_70": 96, "sm_75": 64, "sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227,
+    "sm": 99,
+}  # fmt: skip
 
 
 class Chip(NamedTuple):
@@ -48,7 +68,7 @@ class Chip(NamedTuple):
         Chip("cpu", "gfx942") is a CPU that runs programs made for that GPU, their kernels interpreted.
         """
         kind = self.kind.lower()
-        if "nvidia" in kind:
+        if any(word in kind for word in ("nvidia", "tesla", "geforce", "quadro")):
             return "cuda"
         return "rocm" if "amd" in kind or kind.startswith("gfx") else self.platform
 
@@ -57,11 +77,54 @@ class Chip(NamedTuple):
         """Whether its memory is the host's."""
         return self.platform == "cpu"
 
+    @property
+    def architecture(self) -> str:
+        """ "gfx942", "sm_90"; "gfx" or "sm" of a chip without a known name, "" of a CPU."""
+        if self.kind.startswith("gfx"):
+            return self.kind
+        own = "gfx" if self.maker == "rocm" else "sm"
+        found = (name for part, name in ARCHITECTURES.items() if part in self.kind and name.startswith(own))
+        return next(found, own) if self.maker in ("cuda", "rocm") else ""
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether tiles were chosen for it."""
+        return self.architecture in TUNED
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a program may have."""
+        name = self.architecture
+        return 1024 * SHARED.get(name, SHARED["gfx" if name.startswith("gfx") else "sm"])
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a warp."""
+        return 64 if self.maker == "rocm" and not self.kind.startswith("gfx1") else 32
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Number formats of its matrix units, whole: NVIDIA's take float32 as TF32."""
+        if self.maker == "cuda":
+            return ("float16",) if self.architecture in ("sm_70", "sm_75") else ("bfloat16", "float16")
+        return "bfloat16", "float16", "float32"
+
     def taking(self, operators: tuple[str, ...]) -> "Chip":
-        """The same chip with own kernels for these operators at most; ("all",) takes none away, ("none",) all."""
+        """The same chip with own kernels for these operators at most.
+
+        ("all",) takes none away, ("none",) all; ("auto",) and ("try",) take what `settle` was given, without that all.
+        """
+        if operators in tuple((name,) for name in OPEN):
+            operators = _settled.get(self.kind, ("all",))
         if operators == ("all",):
             return self
-        return self._replace(kernels=tuple(name for name in self.kernels if name in operators))
+        named = dict(map(_parts, operators))
+        found = (_word(name, named[name]) for name, _ in map(_parts, self.kernels) if name in named)
+        return self._replace(kernels=tuple(found))
+
+    def tile(self, operator: str) -> str | None:
+        """Which of TILES the operator's own kernels take; None: they do not run."""
+        return dict(map(_parts, self.kernels)).get(operator)
 
     def unrolls(self, repeats: int, numbers: int) -> bool:
         """Whether a loop over layers, with streams of this many numbers, is faster written out.
@@ -72,7 +135,31 @@ class Chip(NamedTuple):
         return self.platform == "cpu" and repeats <= 8 and numbers >= 1 << 18
 
 
+def _parts(word: str) -> tuple[str, str]:
+    operator, _, tile = word.partition(":")
+    return operator, tile or TILES[0]
+
+
+def _word(operator: str, tile: str) -> str:
+    return operator if tile == TILES[0] else f"{operator}:{tile}"
+
+
 _named = jax.make_user_context(None)
+_settled: dict[str, tuple[str, ...]] = {}
+
+
+def settle(kind: str, kernels: tuple[str, ...] | None) -> None:
+    """From now on programs of this process for chips of a kind have these kernels of ours; None: no verdict."""
+    if kernels is None:
+        _settled.pop(kind, None)
+    else:
+        _settled[kind] = kernels
+
+
+def is_word(word: str) -> bool:
+    """Whether this names an operator's kernels, with or without their tile."""
+    operator, _, tile = word.partition(":")
+    return operator in OPERATORS and tile in ("", *TILES)
 
 
 def making(chip: Chip) -> AbstractContextManager[None]:
@@ -109,7 +196,7 @@ def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementat
     """
     made_for = current()
     kernel: Any = offered.get("triton")
-    if kernel and made_for.maker in ("cuda", "rocm") and kernel.__name__.split(".")[-2] in made_for.kernels:
+    if kernel and made_for.maker in ("cuda", "rocm") and made_for.tile(kernel.__name__.split(".")[-2]):
         return kernel
     return offered.get(made_for.maker, offered["xla"])
 
@@ -121,8 +208,9 @@ def chip_of(device: Any) -> Chip:
     capability = str(getattr(device, "compute_capability", "")).split(":")[0]
     if capability.startswith("gfx"):
         return Chip(device.platform, capability)
-    named = (architecture for name, architecture in ARCHITECTURES.items() if name in kind)
-    return Chip(device.platform, next(named, kind) if "AMD" in kind else kind)
+    found = Chip(device.platform, kind)
+    known = "AMD" in kind and found.architecture != "gfx"
+    return found._replace(kind=found.architecture) if known else found
 
 
 def _of_mesh(mesh: AbstractMesh) -> Chip | None:

@@ -20,14 +20,23 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 1
 
+    def suited(self, operator: str, kernel: str, channels: int, dtype: Any) -> "Tile":
+        """See `tiles.suited`: what stays, and two arrays that pass by."""
+
+        def numbers(tile: Tile) -> int:
+            stay, pass_by = (2 * tile.keys, tile.rows) if kernel.endswith("keys") else (tile.rows, tile.keys)
+            return (stay + 2 * pass_by * tile.stages) * channels
+
+        return tiles.suited(operator, self, ("rows", "keys"), numbers, dtype)
+
     def heads_of(self, group: int) -> int:
         """Heads of a group in one tile: the largest power of two that divides the group."""
         return min(group & -group, self.rows)
 
 
 def formats() -> tuple[Any, ...]:
-    """The number formats of the chip's matrix units: NVIDIA's take no float32 whole."""
-    return NARROW if chip.current().maker == "cuda" else (*NARROW, jnp.float32)
+    """The number formats of the chip's matrix units."""
+    return tuple(map(jnp.dtype, chip.current().formats))
 
 
 def wide(channels: int) -> int:

@@ -43,8 +43,12 @@ def tile_of(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
 
     Chosen by a model of the inner loop's machine code (`benchmarks.inner_loop`), without spilled registers and
     with at most 2% of the work behind the diagonal at 4,096 tokens: half a tile's queries and half its keys
-    against half the sequence. benchmarks/kernels.md has other tiles' results.
+    against half the sequence. benchmarks/kernels.md has other tiles' results; `Tile.suited` takes some of them.
     """
+    return _tuned(kernel, channels, dtype, block).suited("attention", kernel, channels, dtype)
+
+
+def _tuned(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
     if block:
         side = max(1 << (block.bit_length() - 1), 16)
         return Tile(side, side)

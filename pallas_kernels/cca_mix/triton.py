@@ -171,7 +171,7 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
     return tiles.call(
         run, *given.values(), name=name, grid=grid, out_shapes=out_shapes,
         work=tiles.Work(flops, moved=(at.bytes(passes[0]) + others, at.bytes(passes[1]) + shares)),
-        warps=4 if chip.current().maker == "rocm" else 8,
+        warps={"2": 128, "3": 512}.get(chip.current().tile("cca_mix") or "", 256) // chip.current().lanes,
     )  # fmt: skip
 
 

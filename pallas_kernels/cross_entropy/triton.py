@@ -18,6 +18,7 @@ from pallas_kernels.cross_entropy.xla import chunk_rows
 __all__ = ["chunk_rows", "forward", "sums"]
 
 WORDS, CHANNELS = 128, 64  # of a tile
+TILE = tiles.Product(256, WORDS, CHANNELS, warps=8)
 
 
 def fits(tokens: int, channels: int, dtype) -> bool:
@@ -41,21 +42,22 @@ def product(hidden, table, bias) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Like `xla.product`."""
     (tokens, channels), vocab = hidden.shape, table.shape[0]
     wide = hidden.dtype == jnp.float32
-    rows = 256 if tokens % 256 == 0 and not wide else 128
-    width = CHANNELS // 2 if wide else CHANNELS
+    tile = TILE._replace(depth=CHANNELS // 2) if wide else TILE
+    tile = tile.suited("cross_entropy", hidden.dtype)
+    rows, width = min(tile.rows, 128 if wide or tokens % 256 else 256), tile.depth
     down, across = tokens // rows, -(-vocab // WORDS)
     given = (hidden, table) if bias is None else (hidden, table, bias)
 
-    def tile(hidden, table, *others):
+    def body(hidden, table, *others):
         offsets = None if bias is None else others[0]
         logits, tops, totals = others[-3:]
         _tile(hidden, table, offsets, logits, tops, totals, down, width, vocab)
 
     one = jax.ShapeDtypeStruct((across, tokens), jnp.float32)
     logits, tops, totals = tiles.call(
-        tile, *given, name="head_logits", grid=(down * across,),
+        body, *given, name="head_logits", grid=(down * across,),
         out_shapes=[jax.ShapeDtypeStruct((tokens, vocab), jnp.float32), one, one],
-        work=tiles.Work(2.0 * tokens * vocab * channels), warps=8, stages=2,
+        work=tiles.Work(2.0 * tokens * vocab * channels), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     top = tops.max(0)
     return logits, top, jnp.sum(totals * jnp.exp(tops - top), 0)

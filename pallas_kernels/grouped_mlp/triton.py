@@ -38,25 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import chip, tiles
-
-
-class Tile(NamedTuple):
-    """The sides of one program's tile, the depth of a step of its loop, and the number of its warps."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int = 2
-
-    def within(self, rows: int, columns: int, depth: int) -> "Tile":
-        """One that is no larger than the whole array needs."""
-
-        def least(side: int, whole: int) -> int:
-            return min(side, max(16, tiles.power(whole)))
-
-        sides = {"rows": least(self.rows, rows), "columns": least(self.columns, columns)}
-        return self._replace(**sides, depth=least(self.depth, depth))
+from pallas_kernels.tiles import Product as Tile
 
 
 def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
@@ -96,7 +78,7 @@ def routed_backward(
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
     route = _Route(order, sizes, layer, gate)
-    tile = _tile("d_hidden", num, width, dim, x.dtype)
+    tile = _tile("d_hidden", num, width, dim, dtype=x.dtype)
     parts = jax.ShapeDtypeStruct((-(-width // tile.columns), num), jnp.float32)
     made = [like(hidden.shape), like((num, width)), parts]
     d_hidden, activation, d_gate = _by_rows(_d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim)
@@ -129,9 +111,12 @@ TILES = {
 WIDE = Tile(64, 64, 32, 4, 2)  # of float32 rows
 
 
-def _tile(name: str, rows: int, columns: int, depth: int, dtype) -> Tile:
+def _tile(name: str, *whole: int, dtype) -> Tile:
+    """One that is no larger than the whole array needs, of these rows, columns and depth."""
     tile = TILES[chip.current().maker][name] if dtype == jnp.bfloat16 else WIDE
-    return tile.within(rows, columns, depth)
+    tile = tile.suited("grouped_mlp", dtype, products=2 if name == "gate_up" else 1)
+    sides = zip(("rows", "columns", "depth"), whole, strict=True)
+    return tile._replace(**{side: min(getattr(tile, side), max(16, tiles.power(size))) for side, size in sides})
 
 
 class _Own(NamedTuple):
@@ -192,7 +177,7 @@ def _by_rows(body, kind, route, arrays, outs, columns, depth, products=1) -> lis
     order, sizes, layer, gate = route
     x, w, more = (*arrays, None)[:3]
     num = x.shape[0]
-    tile = _tile(kind, num, columns, depth, x.dtype)
+    tile = _tile(kind, num, columns, depth, dtype=x.dtype)
     given = {"layer": None if layer is None else layer.reshape(1), "order": order, "gate": gate, "more": more}
     there = {name: a for name, a in given.items() if a is not None}
 
@@ -321,7 +306,7 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
     With a `layer`, `sums` with this in the layer's place.
     """
     (num, height), width, dtype = x.shape, y.shape[1], x.dtype
-    tile = _tile("weights", height, width, num, dtype)
+    tile = _tile("weights", height, width, num, dtype=dtype)
     given = {"order": order} if layer is None else {"order": order, "layer": layer.reshape(1), "sums": sums}
     there = {name: a for name, a in given.items() if a is not None}
 

@@ -15,6 +15,10 @@ def tile_of(kernel: str, channels: int, dtype: Any) -> Tile:
 
     Chosen as attention's are; benchmarks/kernels.md has other tiles' results.
     """
+    return _tuned(kernel, channels, dtype).suited("linear_attention", kernel, channels, dtype)
+
+
+def _tuned(kernel: str, channels: int, dtype: Any) -> Tile:
     if jnp.dtype(dtype).itemsize > 2 or channels > 128:
         return {"states": Tile(32, 0, warps=8), "d_keys": Tile(32, 16)}.get(kernel, Tile(32, 32))
     if chip.current().maker == "cuda":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import tiles
 from pallas_kernels.newton_schulz import xla
 
-DEEP = 64  # of a product's inner dim at a time
+TILE = tiles.Product(128, 128, 64, warps=8)
 
 
 def fits(a: int, b: int, dtype) -> bool:
@@ -39,14 +39,13 @@ def iterate(x, polynomials, dtype) -> jax.Array:
 def symmetric(x: jax.Array, own: float = 0.0, scale: float = 1.0) -> jax.Array:
     """own x + scale x x^T of matrices [n, a, b], summed in float32; `own` is only for symmetric x."""
     num, a, b = x.shape
-    side, deep = _side(a, x.dtype), _deep(x.dtype)
-    down = a // side
+    tile = _tile(a, x.dtype)
+    side, deep, down = tile.rows, tile.depth, a // tile.rows
     half = down * (down + 1) // 2
     return tiles.call(
         functools.partial(_symmetric, half=half, side=side, deep=deep, own=own, scale=scale), x,
         name="newton_schulz_symmetric", grid=(num * half,), out_shapes=jax.ShapeDtypeStruct((num, a, a), x.dtype),
-        work=tiles.Work(2.0 * num * half * side * side * b),
-        warps=8 if side == 128 else 4, stages=2,
+        work=tiles.Work(2.0 * num * half * side * side * b), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
@@ -75,12 +74,13 @@ def _symmetric(x, out, half, side, deep, own, scale):
 def added_product(factor: jax.Array, x: jax.Array, own: float) -> jax.Array:
     """own x + factor x of matrices [n, a, b], summed in float32."""
     num, a, b = x.shape
-    side, deep = _side(math.gcd(a, b), x.dtype), _deep(x.dtype)
+    tile = _tile(math.gcd(a, b), x.dtype)
+    side, deep = tile.rows, tile.depth
     return tiles.call(
         functools.partial(_added, down=a // side, side=side, deep=deep, own=own), factor, x,
         name="newton_schulz_apply", grid=(num * (a // side) * (b // side),),
         out_shapes=jax.ShapeDtypeStruct(x.shape, x.dtype), work=tiles.Work(2.0 * num * a * a * b),
-        warps=8 if side == 128 else 4, stages=2,
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
@@ -97,9 +97,10 @@ def _added(factor, x, out, down, side, deep, own):
     out[which, rows, columns] = (found + own * x[which, rows, columns].astype(jnp.float32)).astype(out.dtype)
 
 
-def _side(length: int, dtype) -> int:
-    return 128 if length % 128 == 0 and dtype == jnp.bfloat16 else 64
-
-
-def _deep(dtype) -> int:
-    return DEEP if dtype == jnp.bfloat16 else DEEP // 2
+def _tile(length: int, dtype) -> tiles.Product:
+    """A square one: of `suited`'s sides the smaller; four warps have a half."""
+    wide = dtype == jnp.float32
+    tile = TILE._replace(depth=TILE.depth // 2) if wide else TILE
+    tile = tile.suited("newton_schulz", dtype)
+    side = min(tile.rows, tile.columns, 64 if wide or length % 128 else 128)
+    return tile._replace(rows=side, columns=side, warps=8 if side == 128 else 4)

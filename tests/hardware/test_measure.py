@@ -11,13 +11,14 @@ import pytest
 from multiprocess_runs import start
 
 from experiments import characterize
+from pallas_kernels import timing
+from pallas_kernels.timing import Course, Timing
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import targets
-from zaya_jax.hardware.measure import collectives, memory_copies, products, results, timing
+from zaya_jax.hardware.measure import collectives, memory_copies, products, results
 from zaya_jax.hardware.measure.collectives import AXIS, CollectiveKind
 from zaya_jax.hardware.measure.results import CollectiveTiming, Measured, MemoryCopy, Product
-from zaya_jax.hardware.measure.timing import Course, Timing
 from zaya_jax.report.text import escape
 
 ROOT = Path(__file__).resolve().parents[2]

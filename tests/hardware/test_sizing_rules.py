@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from test_measure import measured
 
+from pallas_kernels.timing import Timing
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import sizing_rules
 from zaya_jax.hardware.measure.results import Product
-from zaya_jax.hardware.measure.timing import Timing
 
 CONFIGS = Path(__file__).resolve().parents[2] / "experiments" / "configs"
 

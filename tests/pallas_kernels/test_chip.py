@@ -160,3 +160,61 @@ def test_a_chip_takes_kernels_from_those_that_it_may():
     few = H200._replace(kernels=("attention", "cca_mix"))
     assert few.taking(("all",)) == few and few.taking(("none",)).kernels == ()
     assert few.taking(("cca_mix", "newton_schulz")).kernels == ("cca_mix",)
+
+
+def test_a_kernel_is_taken_with_its_tile():
+    three = H200.taking(("attention:2", "cca_mix", "newton_schulz:3"))
+    assert three.kernels == ("attention:2", "cca_mix", "newton_schulz:3")
+    assert [three.tile(name) for name in ("attention", "cca_mix", "cross_entropy")] == ["2", "1", None]
+    assert three.taking(("cca_mix:2",)).kernels == ("cca_mix:2",)
+    assert [*map(chip.is_word, ("attention", "attention:3", "attention:4", "atention", "all"))] == [True] * 2 + [
+        False
+    ] * 3
+
+
+def test_a_verdict_is_followed_from_then_on_where_the_config_leaves_it_open():
+    assert H200.taking(("auto",)) == H200.taking(("try",)) == H200
+    chip.settle("NVIDIA H200", ("cca_mix:2",))
+    try:
+        assert H200.taking(("auto",)).kernels == ("cca_mix:2",) and MI300X.taking(("auto",)) == MI300X
+        assert H200.taking(("attention",)).kernels == ("attention",) and H200.taking(("all",)) == H200
+    finally:
+        chip.settle("NVIDIA H200", None)
+    assert H200.taking(("auto",)) == H200
+
+
+@pytest.mark.parametrize(("kind", "maker", "architecture", "kib", "tuned"), [
+    ("Tesla V100-SXM2-16GB", "cuda", "sm_70", 96, False), ("Tesla T4", "cuda", "sm_75", 64, False),
+    ("NVIDIA A100-SXM4-80GB", "cuda", "sm_80", 163, False), ("NVIDIA A10", "cuda", "sm_86", 99, False),
+    ("NVIDIA GeForce RTX 4090", "cuda", "sm_89", 99, False), ("NVIDIA L40S", "cuda", "sm_89", 99, False),
+    ("NVIDIA H100 80GB HBM3", "cuda", "sm_90", 227, True), ("NVIDIA B200", "cuda", "sm_100", 227, False),
+    ("NVIDIA X9000", "cuda", "sm", 99, False), ("gfx908", "rocm", "gfx908", 64, False),
+    ("gfx942", "rocm", "gfx942", 64, True), ("gfx950", "rocm", "gfx950", 160, True),
+    ("gfx1100", "rocm", "gfx1100", 64, False), ("AMD Instinct MI999", "rocm", "gfx", 64, False),
+])  # fmt: skip
+def test_what_a_chip_has_follows_from_its_name(kind, maker, architecture, kib, tuned):
+    of = chip.Chip("gpu", kind)
+    assert (of.maker, of.architecture, of.shared, of.is_tuned) == (maker, architecture, kib << 10, tuned)
+    assert ("bfloat16" in of.formats) == (architecture not in ("sm_70", "sm_75"))
+    assert of.lanes == (64 if architecture.startswith(("gfx9", "gfx")) and architecture != "gfx1100" else 32)
+
+
+@pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "gfx908", "gfx1100"])
+def test_tiles_shrink_until_a_chip_has_room_for_them(kind):
+    wide = tiles.Product(256, 128, 64, warps=8, stages=3)
+    with chip.making(chip.Chip("gpu", kind)):
+        got = wide.suited("grouped_mlp", jnp.bfloat16)
+        assert 2 * got.stages * got.depth * (got.rows + got.columns) <= chip.current().shared
+        assert min(got[:3]) >= 16
+    for tuned in (H200, MI300X):
+        with chip.making(tuned):
+            assert wide.suited("grouped_mlp", jnp.bfloat16) == wide
+
+
+def test_a_verdicts_other_tiles():
+    wide = tiles.Product(256, 128, 64, warps=8)
+    found = []
+    for which in chip.TILES:
+        with chip.making(H200._replace(kernels=(f"grouped_mlp:{which}",))):
+            found.append(wide.suited("grouped_mlp", jnp.bfloat16))
+    assert found == [wide, wide._replace(rows=128), wide._replace(stages=3)]

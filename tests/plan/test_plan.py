@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks import plan as compared
 from benchmarks import published
+from pallas_kernels.timing import Timing
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Mesh, UserError
 from zaya_jax.hardware import chips, clusters, targets
 from zaya_jax.hardware.measure import results
-from zaya_jax.hardware.measure.timing import Timing
 from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, goodput, network, rates, search, step_time, work

@@ -15,11 +15,11 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import timing
+from pallas_kernels.timing import Timing
 from zaya_jax.cluster import multihost
 from zaya_jax.hardware import hlo
-from zaya_jax.hardware.measure import timing
 from zaya_jax.hardware.measure.results import BUS, CollectiveTiming
-from zaya_jax.hardware.measure.timing import Timing
 
 LEAST, MOST, STEP = 1 << 10, 1 << 32, 4  # bytes of a message
 SHARE = 4  # of a device's memory, one part in so many may be used

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.hardware.measure import timing
+from pallas_kernels import timing
 from zaya_jax.hardware.measure.results import MemoryCopy
 
 LEAST, MOST = 1 << 20, 1 << 32  # bytes of an array

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import chip, grouped_mlp, products
+from pallas_kernels import chip, grouped_mlp, products, timing
+from pallas_kernels.timing import Timing
 from zaya_jax.config import Model
-from zaya_jax.hardware.measure import timing
 from zaya_jax.hardware.measure.results import Product
-from zaya_jax.hardware.measure.timing import Timing
 
 ROWS = {True: (64, 256, 1024), False: (256, 1024, 4096, 16384)}  # tokens at once, on a host and on an accelerator
 ROWS_OF_EXPERTS = {True: tuple(1 << i for i in range(4, 10)), False: tuple(1 << i for i in range(4, 13))}  # of each

@@ -10,8 +10,8 @@ import os
 import statistics
 from typing import Any
 
+from pallas_kernels.timing import Timing, knee
 from zaya_jax.config import UserError, files
-from zaya_jax.hardware.measure.timing import Timing, knee
 
 FORMAT = 2
 

@@ -1,0 +1,246 @@
+"""Operators as the model calls them, with arguments of a model's sizes: for all that compares and times them.
+
+A case runs whichever implementation the chip takes. Its backward pass is the work that `jax.vjp` leaves once the
+forward pass has run. Numbers are drawn in the format of the products, so float32 can have the very same.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.attention import attention, softmax_scale
+from pallas_kernels.cca_mix import mix
+from pallas_kernels.cross_entropy import cross_entropy
+from pallas_kernels.grouped_mlp.tokens import of_own_expert
+from pallas_kernels.linear_attention import linear_attention
+from pallas_kernels.newton_schulz import orthogonalize
+from pallas_kernels.residual_norm import Joining, join, join_and_read, read
+from pallas_kernels.rotary import rope_table
+
+ROPE_BASE, EPS = 1e6, 1e-5
+KELLER_JORDAN = (3.4445, -4.7750, 2.0315)  # the iteration, each of its polynomials
+DRAWN = 1_000_003  # numbers at most, repeated: a prime, so that no two rows or tiles are alike
+
+
+class Size(NamedTuple):
+    """Sequences on a device, and a model: anything with the names of `zaya_jax.config.Model`."""
+
+    label: str
+    batch: int
+    length: int
+    model: Any
+    whole: int = 0  # tokens of the sequence of which `length` are here; 0: no more
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all sequences."""
+        return self.batch * self.length
+
+
+class Array(NamedTuple):
+    """An argument: its shape and dtype, and numbers for it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Its shape and number format alone."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+def normal(*shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> Array:
+    """Normal numbers."""
+
+    def draw(rng, shape):
+        count = int(np.prod(shape))
+        return np.resize(scale * rng.standard_normal(min(count, DRAWN), np.float32), shape)
+
+    return Array(shape, dtype, draw)
+
+
+def below(most: int, *shape: int) -> Array:
+    """Integers."""
+    return Array(shape, jnp.int32, lambda rng, shape: rng.integers(0, most, shape))
+
+
+def documents(size: Size) -> Array:
+    """Ids of packed documents, of some 500 tokens on average, shorter where the sequence is."""
+    length = size.whole or size.length
+
+    def draw(rng, shape):
+        return np.cumsum(rng.random(shape) < 1 / min(500, length / 4), axis=1)
+
+    return Array((size.batch, length), jnp.int32, draw)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An operator and its arguments; `call(dtype)` is the function, with products in that number format."""
+
+    operator: str  # of pallas_kernels.chip.OPERATORS
+    label: str
+    call: Callable[[Any], Callable]
+    arguments: Callable[[Size], tuple[Array, ...]]
+
+    def like(self, size: Size, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arguments' shapes; those in bfloat16 have `dtype`."""
+        found = (a.like for a in self.arguments(size))
+        return tuple(jax.ShapeDtypeStruct(x.shape, dtype) if x.dtype == jnp.bfloat16 else x for x in found)
+
+    def values(self, size: Size, dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None) -> tuple[jax.Array, ...]:
+        """Arguments with numbers: those of bfloat16 drawn in that format, or in `drawn`, for any `dtype`."""
+        rng = np.random.default_rng(seed)
+
+        def value(a: Array) -> jax.Array:
+            own = a.dtype == jnp.bfloat16
+            x = jnp.asarray(a.draw(rng, a.shape), drawn if own and drawn is not None else a.dtype)
+            return x.astype(dtype) if own else x
+
+        return tuple(map(value, self.arguments(size)))
+
+
+def linearized(case: Case, dtype: Any = jnp.bfloat16) -> Callable:
+    """(arguments) → (the operator's result, its backward pass as a function that JAX takes for arrays)."""
+    return functools.partial(_vjp, case.call(dtype))
+
+
+def _vjp(plain: Callable, *arguments: Any) -> tuple[Any, Callable]:
+    """`jax.vjp` over those that are no integers."""
+    moving = [jnp.issubdtype(x.dtype, jnp.floating) for x in arguments]
+
+    def of_moving(*given):
+        left = iter(given)
+        return plain(*(next(left) if m else x for m, x in zip(moving, arguments, strict=True)))
+
+    return jax.vjp(of_moving, *(x for m, x in zip(moving, arguments, strict=True) if m))
+
+
+def attending(window: int | None = None) -> Callable[[Any], Callable]:
+    """Attention of the last tokens of a sequence, of documents if ids are given; (output,) alone."""
+
+    def call(dtype):
+        def attend(q, k, v, *ids):
+            before = k.shape[1] - q.shape[1]
+            segments = (ids[0][:, before:], ids[0]) if ids else ()
+            return attention(q, k, v, *segments, window=window, offset=before, scale=softmax_scale(q.shape[-1]))[0]
+
+        return attend
+
+    return call
+
+
+def qkv(size: Size) -> tuple[Array, ...]:
+    """Queries, keys and values."""
+    m = size.model
+    heads = {m.num_attention_heads: size.length}, *[{m.num_key_value_heads: size.whole or size.length}] * 2
+    return tuple(normal(size.batch, n, h, m.head_dim) for of in heads for h, n in of.items())
+
+
+def _linear_attention(dtype):
+    return lambda q, k, v, *segments: linear_attention(q, k, v, *segments)
+
+
+def experts(size: Size) -> tuple[Array, ...]:
+    """Both weights of the experts."""
+    m = size.model
+    d, f, e = m.hidden_size, m.moe_intermediate_size, m.num_experts
+    return normal(e, d, 2 * f, dtype=jnp.float32, scale=0.02), normal(e, f, d, dtype=jnp.float32, scale=0.02)
+
+
+def _tokens(size: Size) -> tuple[Array, ...]:
+    """As the model has them: with a class past the last expert."""
+    m = size.model
+    return normal(size.tokens, m.hidden_size), below(m.num_experts + 1, size.tokens), *experts(size)
+
+
+def _own_expert(dtype):
+    return lambda x, choice, *weights: of_own_expert(x.astype(dtype), choice, *weights)
+
+
+def _stream(size: Size) -> tuple[Array, ...]:
+    """A block's output, the stream, and the join's scales and biases."""
+    d = size.model.hidden_size
+    wide = normal(size.batch, size.length, d), normal(size.batch, size.length, d, dtype=jnp.float32)
+    return *wide, *(normal(d, dtype=jnp.float32) for _ in range(4))
+
+
+def _join_and_read(dtype):
+    def both(y, h, y_scale, y_bias, h_scale, h_bias, scale, kernel):
+        how = Joining(y_scale, y_bias, h_scale, h_bias)
+        return join_and_read(y, h, how, scale, kernel, EPS, dtype, jnp.float32)
+
+    return both
+
+
+def _norm_and_router(size: Size) -> tuple[Array, ...]:
+    d, r = size.model.hidden_size, size.model.router_hidden_size
+    return normal(d, dtype=jnp.float32), normal(d, r, dtype=jnp.float32, scale=0.02)
+
+
+def _gated_join(dtype):
+    return lambda y, h, *rest: join(y, h, Joining(*rest[:4]), rest[4])
+
+
+def _mixing(size: Size) -> tuple[Array, ...]:
+    """The columns of queries, keys and values; both convolutions, their bias, the temperature; documents, positions."""
+    m = size.model
+    heads, c = m.num_attention_heads + m.num_key_value_heads, m.head_dim
+    columns = normal(size.batch, size.length, (heads + m.num_key_value_heads) * c)
+    by_channel = normal(m.cca_time0, heads, c, dtype=jnp.float32)
+    by_head = normal(m.cca_time1, heads, c, c, dtype=jnp.float32, scale=c**-0.5)
+    more = normal(heads, c, dtype=jnp.float32), normal(m.num_key_value_heads, dtype=jnp.float32)
+    counted = Array(
+        (size.batch, size.length), jnp.int32, lambda rng, shape: np.broadcast_to(np.arange(shape[1]), shape)
+    )
+    return columns, by_channel, by_head, *more, documents(size), counted
+
+
+def _mix(dtype):
+    def mixed(columns, by_channel, by_head, bias, temperature, segments, positions):
+        earlier = len(by_channel) + len(by_head) - 2
+        segments = jnp.pad(segments, ((0, 0), (earlier, 0)), constant_values=-1)
+        rope = [(True, rope_table(positions, ROPE_BASE, by_head.shape[-1] // 2))]
+        return mix(columns, None, by_channel, by_head, bias, temperature, rope, segments, None, dtype)
+
+    return mixed
+
+
+def _head(size: Size) -> tuple[Array, ...]:
+    m, n = size.model, size.tokens
+    return (
+        normal(n, m.hidden_size),
+        normal(m.vocab_size, m.hidden_size, dtype=jnp.float32, scale=0.02),
+        below(m.vocab_size, n),
+    )
+
+
+def _loss(dtype):
+    def loss(hidden, table, targets):
+        return cross_entropy(hidden, table, None, targets, jnp.ones(len(hidden)), dtype=dtype)[0]
+
+    return loss
+
+
+CAUSAL, SORTED, MUON = "causal", "sorted rows", "gate and up of four experts"
+CASES = (
+    Case("attention", "causal, documents", attending(), lambda s: (*qkv(s), documents(s))),
+    Case("linear_attention", "causal, documents", _linear_attention, lambda s: (*qkv(s), documents(s))),
+    Case("cca_mix", "documents", _mix, _mixing),
+    Case("grouped_mlp", "tokens where they lie", _own_expert, _tokens),
+    Case("cross_entropy", "tied head", _loss, _head),
+    Case("residual_norm", "attention's join, the experts' norm", _join_and_read,
+         lambda s: (*_stream(s), *_norm_and_router(s))),
+    Case("residual_norm", "experts' join", _gated_join,
+         lambda s: (*_stream(s), normal(s.batch, s.length, dtype=jnp.float32))),
+    Case("residual_norm", "attention's norm", lambda dtype: lambda h, scale: read(h, scale, EPS, dtype),
+         lambda s: (_stream(s)[1], _norm_and_router(s)[0])),
+    Case("newton_schulz", MUON, lambda dtype: lambda x: orthogonalize(x, (KELLER_JORDAN,) * 5, dtype),
+         lambda s: (normal(4, s.model.hidden_size, 2 * s.model.moe_intermediate_size, dtype=jnp.float32),)),
+)  # fmt: skip
