@@ -20,7 +20,7 @@ from zaya_jax.config import Balance, Config, Data, Optim, Precision
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.pytorch import hf, hf_names
+from zaya_jax.pytorch import any_model, hf, hf_names
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
@@ -79,12 +79,12 @@ def tokens(vocab: int, num_steps: int) -> np.ndarray:
 
 def our_losses(case: str | Path, ids: np.ndarray) -> list[float]:
     """Each step's loss here."""
-    settings, directory = settings_for(case), hf.Directory(case)
+    settings, (params, bias) = settings_for(case), any_model.find(case).weights()
     mesh = make_mesh(dataclasses.replace(settings.mesh, data=1), jax.devices()[:1])
     optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape))
     state = states.init(settings, optimizer, mesh)
     start = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
-    state |= {"params": directory.params(), "balance": start._replace(bias=directory.balance())}
+    state |= {"params": params, "balance": start._replace(bias=bias)}
     state = jax.device_put(jax.tree.map(np.array, state), states.shardings(settings, optimizer, mesh))
     step, losses = steps.make_train_step(settings, settings.model, optimizer, mesh), []
     for rows in ids.astype(np.int32):

@@ -4,11 +4,11 @@
     python -m experiments.checkpoint verify --workdir=DIR|URL [--step=N]
     python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR|URL [--step=N] [--chunk_mb=32]
     python -m experiments.checkpoint export_params --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16]
-    python -m experiments.checkpoint from_hf --model=DIR --workdir=DIR
-    python -m experiments.checkpoint to_hf --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16] [--shard_gb=5]
+    python -m experiments.checkpoint from_hf --model=DIR|OWNER/NAME --workdir=DIR
+    python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5]
 
-The model of from_hf and to_hf is a directory of transformers' `zaya`: config.json and safetensors. An imported workdir
-has the weights as step 0, for `experiments.generate` and `experiments.pretrain`. URL is a place as in
+A model directory is transformers' `zaya`: config.json and safetensors. from_hf makes a workdir of one, with the weights
+as step 0, to train on in place; every other program takes the directory as it is. URL is a place as in
 `checkpoint.durable`. Exit codes: 0 done, 2 bad input, 4 damaged. See docs/checkpoints.md and docs/pytorch.md.
 """
 
@@ -94,11 +94,10 @@ def _parser() -> cli.Parser:
     add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the folder to make")
     add.add_argument("--dtype", choices=list(exchange.DTYPES), help="by default float32")
     add = command("from_hf", from_hf, "make a workdir of a model directory")
-    add.add_argument("--model", required=True, type=cli.path, metavar="DIR", help="the directory to read")
+    add.add_argument("--model", required=True, metavar="MODEL", help="the directory to read, or OWNER/NAME on the hub")
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to make")
-    add = command("to_hf", to_hf, "write a step of a workdir as a model directory")
-    add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read")
-    add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
+    add = command("to_hf", to_hf, "write any model as a model directory")
+    add.add_argument("--model", required=True, metavar="MODEL", help="a run's folder, FOLDER@STEP, or as for from_hf")
     add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the directory to make")
     add.add_argument("--dtype", choices=list(exchange.DTYPES), help="by default as imported, otherwise float32")
     add.add_argument("--shard_gb", type=float, default=exchange.SHARD_GB, metavar="GB", help="greatest size of a file")
@@ -230,7 +229,7 @@ def from_hf(args: Any) -> int:
 def to_hf(args: Any) -> int:
     """See `exchange`."""
     with _progress() as progress:
-        made = exchange.to_hf(args.workdir, args.out, args.step, args.dtype, args.shard_gb, progress)
+        made = exchange.to_hf(args.model, args.out, args.dtype, args.shard_gb, progress)
     print(f"note: {tokenizer_files.describe_template(made)}")
     print(f"written: {made}")
     return cli.DONE

@@ -2,11 +2,11 @@
 
     python -m experiments.evaluate --model=runs/tiny --out=DIR [--data=FILES_OR_PREPARED ...] [--tasks=NAME,NAME]
 
---model is a run's folder (FOLDER@STEP for one of its steps) or a directory of transformers. Without --data and --tasks
-the run's held-out text is scored. --data takes files, quoted globs and directories as prepare_data does, or its output
-(then the held-out part is used), and may be repeated: each is a row of the table. The program writes evaluation.md,
-evaluation.json, evaluation.html and, with tasks, samples.jsonl. Several processes, started as for pretrain
-(docs/clusters.md), share the work; each loads the whole model. docs/evaluation.md says which tokens count.
+--model is a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub. Without --data and
+--tasks the run's held-out text is scored. --data takes files, quoted globs and directories as prepare_data does, or its
+output (then the held-out part is used), and may be repeated: each is a row of the table. The program writes
+evaluation.md, evaluation.json, evaluation.html and, with tasks, samples.jsonl. Several processes, started as for
+pretrain (docs/clusters.md), share the work; each loads the whole model. docs/evaluation.md says which tokens count.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from zaya_jax import cli, given, library, schedule
+from zaya_jax import cli, library, schedule
 from zaya_jax.checkpoint import source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
@@ -32,6 +32,7 @@ from zaya_jax.data import sources as file_sources
 from zaya_jax.evaluate import harness, scorer, texts
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
+from zaya_jax.pytorch import any_model
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
 
@@ -60,8 +61,8 @@ def main() -> int:
         if not tasks and getattr(args, name) is not found.get_default(name):
             raise UserError(f"--{name} applies to tasks; give --tasks or omit it")
     check_names(args.data or [])
-    folder, _ = given.folder_and_step(args.model)
-    if not args.data and not tasks and not (folder / "checkpoints").is_dir():
+    folder, _ = any_model.place_of(args.model)
+    if not args.data and not tasks and not any_model.is_run(folder):
         raise UserError(f"--model={args.model} is not a run and has no held-out text; give --data or --tasks")
     return multihost.together(lambda: evaluate(args, out, tasks))
 
@@ -145,7 +146,7 @@ def parser() -> cli.Parser:
     """The options."""
     found = cli.Parser(prog="python -m experiments.evaluate", description=__doc__)
     add, whole = found.add_argument, cli.number(int, 1, 2**31 - 1)
-    add("--model", required=True, metavar="DIR", help="a run's folder, FOLDER@STEP, or a transformers directory")
+    add("--model", required=True, metavar="MODEL", help=f"the model: {any_model.FORMS}")
     add("--out", required=True, metavar="DIR", help="the folder for the results")
     add("--data", action="append", metavar="PATH", help="text to score; may be repeated")
     add("--tasks", metavar="NAMES", help="lm-eval-harness tasks, separated by commas")
@@ -201,7 +202,7 @@ def _require_its_data(model: library.LanguageModel) -> None:
     """UserError if a run's sources differ from those its checkpoint was trained on: its held-out text is then
     unknown."""
     assert model.tokenizer is not None
-    folder, step = given.folder_and_step(model.source)
+    folder, step = any_model.place_of(model.source)
     meta = source.read_meta(folder, step or 0)
     try:
         if "data" in meta:  # else it came from elsewhere and was not trained here

@@ -1,8 +1,8 @@
 """Generates text from prompts, with any model and its tokenizer.
 
-    python -m experiments.generate --workdir=runs/tiny --prompt='def ' [--num_tokens=200] [--temperature=0.7] [--seed=1]
-    python -m experiments.generate --workdir=runs/tuned --chat
-    python -m experiments.generate --workdir=runs/long --prompt_file=book.txt --mesh=context=8
+    python -m experiments.generate --model=runs/tiny --prompt='def ' [--num_tokens=200] [--temperature=0.7] [--seed=1]
+    python -m experiments.generate --model=runs/tuned --chat
+    python -m experiments.generate --model=runs/long --prompt_file=book.txt --mesh=context=8
 
 The text is printed as it is generated. It ends before a --stop text or at the tokenizer's end-of-document token.
 Temperature 0 (the default) always takes the likeliest token. Several --prompt are generated together and printed one
@@ -21,14 +21,14 @@ from zaya_jax.hardware import host
 from zaya_jax.model import decode
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import tree
-from zaya_jax.pytorch import tokenizer_files
+from zaya_jax.pytorch import any_model, tokenizer_files
 
 
 def parser() -> cli.Parser:
     """The options."""
     found = cli.Parser(prog="python -m experiments.generate", description=__doc__)
     add, share = found.add_argument, cli.number(float, 0, 1)
-    add("--workdir", required=True, type=cli.path, metavar="DIR", help="a run's folder, or a transformers directory")
+    add("--model", required=True, metavar="MODEL", help=f"the model: {any_model.FORMS}")
     given = found.add_mutually_exclusive_group()
     given.add_argument(
         "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; by default empty"
@@ -49,7 +49,6 @@ def parser() -> cli.Parser:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     seeds = cli.number(int, 0, 2**32 - 1)  # random keys take seeds modulo this
     add("--seed", type=seeds, default=0, metavar="N", help="seed of each prompt's sampling; 0")
-    add("--step", type=cli.number(int, 0), metavar="N", help="the checkpoint; by default the newest")
     add("--mesh", type=cli.mesh, metavar="AXIS=N", help="context=8 splits the cache; by default one device")
     return found
 
@@ -65,11 +64,10 @@ def main() -> int:
     if "" in args.stop:
         raise UserError("--stop= is empty; give a text or omit it")
     host.keep_compiled()
-    place = args.workdir if args.step is None else f"{args.workdir}@{args.step}"
-    model = library.load(place, mesh=args.mesh)
+    model = library.load(args.model, mesh=args.mesh)
     tokenizer = model.tokenizer
     if tokenizer is None:
-        raise UserError(f"{args.workdir} has no tokenizer, so it cannot generate text")
+        raise UserError(f"--model={args.model} has no tokenizer, so it cannot generate text")
 
     def rows(prompts: list[list[int]], ends: list[int]) -> decode.Generation:
         return model.continued(
@@ -86,7 +84,9 @@ def main() -> int:
         )  # fmt: skip
 
     if args.chat:
-        if tokenizer_files.came_with_template(args.workdir / "tokenizer") and not model.config.data.chats:
+        folder, _ = any_model.place_of(args.model)
+        folder = folder / "tokenizer" if any_model.is_run(folder) else folder
+        if tokenizer_files.came_with_template(folder) and not model.config.data.chats:
             print("note: the model has its own chat template; --chat uses the format of fine-tuning", file=sys.stderr)
         return talk(model, args, rows, say_cache)
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]

@@ -27,6 +27,7 @@ def compiled() -> Path:
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder here may be one of the hub's
 flags = os.environ.get("XLA_FLAGS", "")
 # Most of the tests' time is compiling: of a training step 17.7 s with LLVM's first level, 11.9 s with none.
 for name, value in {"xla_force_host_platform_device_count": 8, "xla_backend_optimization_level": 0}.items():

@@ -19,13 +19,13 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4545,
-    ("checkpoint",): 3580,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
+    ("checkpoint",): 3584,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
     ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1185,  # 1100; zj.load takes Orbax's states
     ("config", "cluster"): 2298,  # 2100
     ("data",): 4290,
     ("model", "parallel", "optim"): 5650,
     ("plan", "hardware"): 3138,  # 2950
-    ("pytorch", "evaluate"): 1513,
+    ("pytorch", "evaluate"): 1664,  # one name for a model, the hub's too
     ("report",): 2172,  # 2080
     ("run.py",): 400,
     ("training",): 2036,  # 2000
@@ -37,6 +37,7 @@ BUDGET = {
 HEAVY = {
     "datasets": ["zaya_jax.data.hub"],
     "grain": ["zaya_jax.data.pipeline"],
+    "huggingface_hub": ["zaya_jax.pytorch.any_model"],
     "orbax": ["zaya_jax.checkpoint.foreign", "zaya_jax.checkpoint.handler"],
     "lm_eval": ["zaya_jax.evaluate.harness"],
     "pyarrow": ["zaya_jax.data.inputs"],

@@ -274,8 +274,8 @@ def test_programs_read_what_is_saved(trained, folder, monkeypatch, capsys):
         (checkpoint, "verify", f"--workdir={saved}"),
         (checkpoint, "inspect", f"--workdir={saved}"),
         (checkpoint, "export_params", f"--workdir={saved}", f"--out={folder / 'exported'}"),
-        (checkpoint, "to_hf", f"--workdir={saved}", f"--out={folder / 'hf of saved'}"),
-        (generate, f"--workdir={saved}", "--prompt=ab", "--num_tokens=4"),
+        (checkpoint, "to_hf", f"--model={saved}", f"--out={folder / 'hf of saved'}"),
+        (generate, f"--model={saved}", "--prompt=ab", "--num_tokens=4"),
     ):
         monkeypatch.setattr("sys.argv", ["program", *options])
         assert cli.exit_code(program.main) == cli.DONE, options
@@ -360,7 +360,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
     thread = concurrent.futures.ThreadPoolExecutor(1)
     for call, *parts in (
         (partial(load, tmp_path / "none"), "none is not a folder"),
-        (partial(load, tmp_path / "empty"), "neither a run's folder", "transformers"),
+        (partial(load, tmp_path / "empty"), "holds no model", "transformers"),
         (partial(load, f"{run}@3"), "no checkpoint of step 3", "it has 2, 4"),
         (partial(load, run, dtype="float16"), "float32, bfloat16"),
         (partial(load, run, mesh={"data": 3}), "mesh has data", "8 devices"),

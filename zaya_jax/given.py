@@ -1,9 +1,8 @@
 """Reads the arguments of `zaya_jax.library`: configs, meshes, folders, arrays; UserError if one cannot be used."""
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +81,6 @@ def with_dtype(config: Config, dtype: str | None) -> Config:
     return dataclasses.replace(config, precision=precision)
 
 
-def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
-    """The existing folder of FOLDER or FOLDER@STEP, and the step."""
-    fields.check_path("place", os.fspath(place))
-    path, _, number = str(place).rpartition("@")
-    folder, step = Path(place), None
-    if path and number.isdecimal() and not folder.is_dir():  # a folder's own name may end so, too
-        folder, step = Path(path), int(number)
-    if not folder.is_dir():
-        raise UserError(f"{place} is not a folder; give a run's, FOLDER@STEP, or a directory of transformers' zaya")
-    return folder, step
-
-
 def new_folder(directory: str | os.PathLike) -> Path:
     """A folder that can be created."""
     fields.check_path("directory", os.fspath(directory))
@@ -120,12 +107,3 @@ def require_one_process() -> None:
     """UserError in one of several processes."""
     if jax.process_count() > 1:
         raise UserError("a model object is of one process; several train by experiments.pretrain")
-
-
-@contextlib.contextmanager
-def named(folder: Path) -> Iterator[None]:
-    """Rewrites messages of the programs, which name --workdir, to name the folder."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace(f"--workdir={folder}", str(folder))) from None

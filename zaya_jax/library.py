@@ -26,7 +26,6 @@ from jax.sharding import Mesh
 
 from pallas_kernels import chip
 from zaya_jax import cli, functions, generation, given, run, schedule, trees
-from zaya_jax.checkpoint import source
 from zaya_jax.config import Config, UserError, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
@@ -34,7 +33,7 @@ from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import tree
-from zaya_jax.pytorch import exchange, hf
+from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.training.workdir import folder_of
 
 
@@ -72,7 +71,7 @@ class LanguageModel:
     mesh: Mesh | None
     source: str  # where the weights came from
     _files: Mapping[str, bytes]  # the tokenizer's
-    _imported: Mapping[str, Any]  # see `exchange.imported_of`
+    _imported: Mapping[str, Any]  # see `any_model.imported_of`
     _trained: bool = False  # since it was imported
 
     def __repr__(self) -> str:
@@ -315,8 +314,10 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     settings, over = given.with_mesh(settings, mesh)
     params, balance = functions.init(settings, seed, over)
     folder = Path(settings.data.tokenizer)
-    files = exchange.small_files(folder) if tokenizer and folder.is_dir() else {}
-    return LanguageModel(settings, params, balance, tokenizer, over, f"seed {seed}", files, exchange.nothing_imported())
+    files = any_model.small_files(folder) if tokenizer and folder.is_dir() else {}
+    return LanguageModel(
+        settings, params, balance, tokenizer, over, f"seed {seed}", files, any_model.nothing_imported()
+    )
 
 
 def load(
@@ -326,7 +327,7 @@ def load(
     dtype: str | None = None,
     config: given.AnyConfig | None = None,
 ) -> LanguageModel:
-    """The model of a run's folder (FOLDER@STEP: of that step, otherwise the newest), or of transformers' directory.
+    """The model of any name: a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub.
 
     `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
     `dtype`; by default as the run did, and in float32 where the model was imported. Each of several processes gets the
@@ -335,54 +336,17 @@ def load(
     >>> zj.load(run).tokenizer.kind
     'bytes'
     """
-    folder, step = given.folder_and_step(place)
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
-    is_run = (folder / "checkpoints").is_dir()
-    if config is not None and is_run and (folder / "config.json").exists():
-        raise UserError(f"{folder} is a run's folder and has a config of its own; leave config= out")
-    if config is not None or is_run:
-        return _load_step(folder, step, None if config is None else given.config_of(config), mesh, dtype)
-    if step is None and any(folder.glob("*.safetensors*")):
-        return _load_hf(folder, mesh, dtype)
-    raise UserError(
-        f"{place} is neither a run's folder with checkpoints nor a directory of transformers' zaya (config.json "
-        "and safetensors); give one of them, or FOLDER@STEP, or config= with a state that Orbax saved"
-    )
-
-
-def _load_step(
-    folder: Path, step: int | None, config: Config | None, mesh: AnyMesh | None, dtype: str | None
-) -> LanguageModel:
-    """The model of a checkpoint, by its run's config or by a given one."""
-    kept = folder / "tokenizer" if config is None else Path(config.data.tokenizer)
-    with given.named(folder):
-        if config is None:
-            step = source.latest_step(folder, step)
-            config = exchange.config_at(folder, step)
-            config = dataclasses.replace(config, model=schedule.model_at(config, step))
-        tokenizer = tokenizers.load(kept) if kept.name == "bytes" or kept.exists() else None
-        imported = exchange.read_imported(folder)
-        config, over = given.with_mesh(given.with_dtype(config, dtype), mesh)
-        placed = functions.shardings(config, over) if over else None
-        params, balance = exchange.read_weights(folder, step, config.model, placed)
-    name = str(folder) if step is None else f"{folder}@{step}"
-    return LanguageModel(
-        config, params, balance, tokenizer, over, name, exchange.small_files(kept), imported, bool(step)
-    )
-
-
-def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:
-    source = hf.Directory(folder)
-    tokenizer = exchange.tokenizer_of(source)
-    config = given.with_dtype(exchange.config_of(source.model, folder if tokenizer else None), dtype or "float32")
-    config, over = given.with_mesh(config, mesh)
-    tree = {"params": source.params(), "balance": {"bias": source.balance()}}
-    placed = jax.device_put(tree, functions.shardings(config, over) if over else jax.local_devices()[0])
-    files, imported = exchange.small_files(folder), exchange.imported_of(source)
-    return LanguageModel(
-        config, placed["params"], placed["balance"]["bias"], tokenizer, over, str(folder), files, imported
-    )
+    found = any_model.find(place, None if config is None else given.config_of(config))
+    if found.source.warning:
+        print(f"note: {found.name}{found.source.warning}")
+    imported_now = isinstance(found.source, hf.Directory)
+    own = dataclasses.replace(found.config, model=found.model)
+    own, over = given.with_mesh(given.with_dtype(own, dtype or ("float32" if imported_now else None)), mesh)
+    params, balance = found.weights(functions.shardings(own, over) if over else None)
+    tokenizer, files = found.tokenizer(), found.files()
+    return LanguageModel(own, params, balance, tokenizer, over, found.name, files, found.imported, found.step > 0)
 
 
 def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> LanguageModel:
@@ -400,7 +364,7 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     settings = given.config_of(config)
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
-    with given.named(folder), _signals_as_they_were():
+    with any_model.named(folder), _signals_as_they_were():
         code = run.train(settings, folder)
     if code != cli.DONE:
         raise TrainingStopped(code, folder)

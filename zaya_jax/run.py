@@ -25,6 +25,7 @@ from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
 from zaya_jax.data import pipeline
 from zaya_jax.hardware import host
+from zaya_jax.pytorch.any_model import weights_of
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
 from zaya_jax.training import fork, logs, notes, snapshot, start
@@ -154,7 +155,9 @@ def first_state(begun: Beginning, copies: snapshot.Copies) -> Any:
     if begun.parent:  # forked
         return copies.place(begun.parent.load(copies.like, copies.held))
     # Initial weights that do not fit are refused before anything is compiled.
-    weights = InitialWeights(run.init_from, copies.held, run.init_grow) if begun.way == "initial weights" else None
+    weights = None
+    if begun.way == "initial weights":
+        weights = InitialWeights(weights_of(run.init_from), copies.held, run.init_grow)
     state = states.init(planned.phase.config, planned.optimizer, planned.phase.mesh)
     if begun.way == "imported":  # weights and biases, no optimizer yet
         return copies.with_weights_of(state, lambda like, held: begun.store.restore(0, like, held)[0])

@@ -3,7 +3,7 @@
     python -m experiments.pretrain --config=experiments/configs/finetune.py:RUN --workdir=runs/tuned \
         --config.data.path=chats.jsonl [--config.run.num_steps=200]
 
-RUN is a run's folder, FOLDER@STEP, or a workdir that `experiments.checkpoint from_hf` made. Model, tokenizer and
+RUN is a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub. Model, tokenizer and
 precision are those of the weights; so is the context, up to 4,096 tokens. The chats are JSONL, Parquet, a folder or
 glob of them, or a directory that prepare_data made of them with --context (docs/data.md says which forms). Only
 answers are learnt; chats are fitted to the context without cutting questions or answers, and packed whole into rows.
@@ -19,10 +19,9 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from zaya_jax import config, schedule
-from zaya_jax.checkpoint import source
 from zaya_jax.checkpoint.vault import vault_at
 from zaya_jax.config import files
-from zaya_jax.pytorch import exchange
+from zaya_jax.pytorch import any_model
 
 CONTEXT = 4096  # at most, where nothing else is said
 SMALLER = 0.1  # than the peak of the rates that the weights were made with; fine-tuned ones keep theirs
@@ -31,10 +30,10 @@ IMPORTED_LR = 2e-5  # where that is not known
 
 def get_config(weights: str = "") -> ConfigDict:
     """The whole config of a run that fine-tunes these weights."""
-    folder, step = _find(weights)
-    before = exchange.config_at(folder, step)
+    found = _find(weights)
+    before, step = found.config, found.step
     model = dataclasses.replace(  # ids of begin, end and padding: the tokenizer's
-        schedule.model_at(before, step), bos_token_id=None, eos_token_id=None, pad_token_id=None
+        found.model, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
     c = config.editable(
         config.Config(
@@ -47,12 +46,12 @@ def get_config(weights: str = "") -> ConfigDict:
     c.data.path = "chats.jsonl"
     c.data.chats = True
     c.data.packing = "best_fit"
-    c.data.tokenizer = str(folder / "tokenizer")
+    c.data.tokenizer = found.tokenizer_folder
     c.data.seq_len = min(CONTEXT, _context(before, step))
     c.data.global_batch = 16
 
     # A second set of chats is not learnt at a tenth of a tenth.
-    smaller = 1 if step and _tuned(before, folder) else SMALLER
+    smaller = 1 if step and _tuned(before, found.folder) else SMALLER
     c.optim.lr = IMPORTED_LR if step == 0 else smaller * before.optim.lr
     c.balance.lr = smaller * before.balance.lr  # the biases themselves come with the weights
     c.schedule.warmup_fraction = 0.05
@@ -65,36 +64,26 @@ def get_config(weights: str = "") -> ConfigDict:
     return c
 
 
-def _find(weights: str) -> tuple[Path, int]:
-    """The named folder and step; UserError if they or the tokenizer are missing."""
+def _find(weights: str) -> any_model.AnyModel:
+    """The named model; UserError if it or its tokenizer is missing."""
     if not weights:
         raise config.UserError(
-            "finetune.py needs the weights to begin with: --config=experiments/configs/finetune.py:RUN, with a run's "
-            "folder or an imported workdir"
+            f"finetune.py needs the weights to begin with: --config=experiments/configs/finetune.py:MODEL, with "
+            f"{any_model.FORMS}"
         )
-    place, _, number = weights.rpartition("@")
-    if not place or not number.isdecimal() or Path(weights).is_dir():
-        place, number = weights, ""
-    if vault_at(place):
+    if vault_at(weights):
         raise config.UserError(
             f"finetune.py:{weights} is a place of copies, without the tokenizer; fetch it with python -m "
-            f"experiments.checkpoint reshard --from={place} --to=DIR, and put the tokenizer into DIR/tokenizer"
-        )
-    folder = Path(place)
-    if (folder / "config.json").is_file() and not (folder / "checkpoints").is_dir():
-        raise config.UserError(
-            f"finetune.py:{weights} is no run's folder; if it is a model directory, import it first: python -m "
-            f"experiments.checkpoint from_hf --model={place} --workdir=DIR, and give finetune.py:DIR"
+            f"experiments.checkpoint reshard --from={weights} --to=DIR, and put the tokenizer into DIR/tokenizer"
         )
     try:
-        step = source.latest_step(folder, int(number) if number else None)
-    except config.UserError as error:  # no --workdir was given
-        raise config.UserError(str(error).replace(f"--workdir={folder}", f"finetune.py:{folder}")) from None
-    if not (folder / "tokenizer").is_dir():
-        raise config.UserError(
-            f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {folder / 'tokenizer'}"
-        )
-    return folder, step
+        found = any_model.find(weights)
+    except config.UserError as error:
+        raise config.UserError(f"finetune.py:{weights}: {error}") from None
+    if found.tokenizer_folder is None:
+        place = found.folder / "tokenizer" if found.is_run else found.folder
+        raise config.UserError(f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {place}")
+    return found
 
 
 def _tuned(before: config.Config, folder: Path) -> bool:

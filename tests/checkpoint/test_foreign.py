@@ -14,6 +14,7 @@ import zaya_jax as zj
 from experiments.configs import tiny
 from zaya_jax import config, trees
 from zaya_jax.checkpoint import boxes, partial, rewrite
+from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import StorageError, UserError
 
@@ -79,7 +80,7 @@ def test_each_layout_comes_in(model, saved, layout, tmp_path):
     same(partial.read(place)["params"], jax.tree.map(np.asarray, model.params))
     fresh = jax.tree.map(np.zeros_like, {"params": model.params, "balance": {"bias": model.balance}})
     fresh, messages = jax.tree.map(jax.numpy.asarray, fresh), []
-    begun = partial.InitialWeights(str(place), boxes.of_tree(fresh), False).of(fresh, messages.append)
+    begun = partial.InitialWeights(open_source(str(place)), boxes.of_tree(fresh), False).of(fresh, messages.append)
     same(begun, {"params": model.params, "balance": {"bias": model.balance}})
     told, resharded = "without checksums" if layout != "sealed" else "", rewrite.reshard(place, tmp_path / "run")
     assert told in messages[0] and told in resharded
@@ -98,8 +99,8 @@ def test_integers_become_no_weights(model, saved, tmp_path):
         assert partial.read(place, dtype="float32")["params"]["final_norm"]["scale"].dtype == np.int8
         with pytest.raises(StorageError, match=r"is of int8, and float32 is needed; multiply .* quantised"):
             zj.load(place, config=model.config)
-        with pytest.raises(UserError, match=r"init_from=.* has params\.\S+ as int8, .* multiply quantised"):
-            partial.InitialWeights(str(place), boxes.of_tree({"params": model.params}), True)
+        with pytest.raises(UserError, match=r"init_from: .* has params\.\S+ as int8, .* multiply quantised"):
+            partial.InitialWeights(open_source(str(place)), boxes.of_tree({"params": model.params}), True)
 
 
 @pytest.mark.parametrize("layout", ["ocdbt", "tensors"])
@@ -112,4 +113,4 @@ def test_it_is_a_model_of_equal_loss_on_a_mesh(model, saved, layout, capsys):
 def test_of_a_tree_with_other_names_the_nearest_are_listed(model, saved):
     fresh = {"params": {"embed": {"embeddings": model.params["embed"]["embedding"]}}}
     with pytest.raises(UserError, match=r"embeddings it has none; the nearest names are params\.embed\.embedding"):
-        partial.InitialWeights(str(saved / "ocdbt"), boxes.of_tree(fresh), False)
+        partial.InitialWeights(open_source(str(saved / "ocdbt")), boxes.of_tree(fresh), False)

@@ -13,6 +13,7 @@ from checkpoint_helpers import same
 
 from zaya_jax import config
 from zaya_jax.checkpoint import boxes, layout, partial, rewrite, source, store
+from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.training.workdir import open_workdir
@@ -179,7 +180,7 @@ def test_reading_a_part(workdir, tmp_path):
 
 def test_a_run_begins_from_another_s_weights(workdir):
     messages, fresh = [], params(seed=77)
-    begun = partial.InitialWeights(f"{workdir}@4", boxes.of_tree(fresh), False).of(fresh, messages.append)
+    begun = partial.InitialWeights(open_source(f"{workdir}@4"), boxes.of_tree(fresh), False).of(fresh, messages.append)
     expected = {**fresh, "params": params(seed=4)["params"]}
     expected["balance"] = {"bias": params(seed=4)["balance"]["bias"], "steps": fresh["balance"]["steps"]}
     same(begun, expected)
@@ -189,12 +190,12 @@ def test_a_run_begins_from_another_s_weights(workdir):
 def test_a_larger_model_takes_what_fits(workdir):
     fresh, old, messages = params(layers=3, experts=5, seed=77), params(seed=9), []
     with pytest.raises(UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"):
-        partial.InitialWeights(str(workdir), boxes.of_tree(fresh), False).of(fresh, messages.append)
+        partial.InitialWeights(open_source(str(workdir)), boxes.of_tree(fresh), False).of(fresh, messages.append)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:5]), ("expert",))
     down = fresh["params"]["layers"]["experts"]["down"]
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "expert"))
     fresh["params"]["layers"]["experts"]["down"] = jax.device_put(down, cut)
-    begun = partial.InitialWeights(str(workdir), boxes.of_tree(fresh), True).of(fresh, messages.append)
+    begun = partial.InitialWeights(open_source(str(workdir)), boxes.of_tree(fresh), True).of(fresh, messages.append)
     got, taken = begun["params"]["layers"], old["params"]["layers"]
     assert got["experts"]["down"].sharding == cut
     np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:2, :3], taken["experts"]["down"])
@@ -211,7 +212,7 @@ def test_a_larger_model_takes_what_fits(workdir):
     assert "5 of 5 arrays taken, 4 of them in part" in messages[0] and "taken in part: balance.bias" in messages[1]
 
     other, messages = params(width=12, seed=77), []
-    begun = partial.InitialWeights(str(workdir), boxes.of_tree(other), True).of(other, messages.append)
+    begun = partial.InitialWeights(open_source(str(workdir)), boxes.of_tree(other), True).of(other, messages.append)
     same(begun["params"]["embed"], other["params"]["embed"])
     assert "left fresh: params.embed.embedding, params.layers.experts.down" in messages[1]
     assert "not used: params.embed.embedding, params.layers.experts.down" in messages[2]

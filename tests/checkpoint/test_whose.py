@@ -11,7 +11,7 @@ from zaya_jax import config
 from zaya_jax.checkpoint import claims, rewrite, store, writing
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, UserError
-from zaya_jax.pytorch import exchange
+from zaya_jax.pytorch import any_model, exchange
 from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
 
 
@@ -94,11 +94,11 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
     claims.release(workdir)
     with pytest.raises(UserError, match=r"was started with config\.run\.seed=0, now it is 7"):
         open_workdir(workdir, settings(run__seed=7))
-    for read in (lambda: exchange.config_at(workdir, 4), lambda: exchange.to_hf(workdir, tmp_path / "out")):
+    for read in (lambda: any_model.config_at(workdir, 4), lambda: exchange.to_hf(workdir, tmp_path / "out")):
         with pytest.raises(UserError, match=r"contradicts the checkpoint of step 4: .*run\.seed=0.*restore"):
             read()
     path.write_text(json.dumps(json.loads(recorded) | {"name": "renamed"}))
-    assert exchange.config_at(workdir, 4) == settings()
+    assert any_model.config_at(workdir, 4) == settings()
     # Of another run, name and all: no start on it counts as complete.
     path.write_text(recorded)
     other = train(tmp_path / "other", plus=1, run__seed=5)

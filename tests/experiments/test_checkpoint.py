@@ -33,7 +33,7 @@ def run(monkeypatch, capsys):
 def test_there_and_back(run, golden_dir, tmp_path):
     source = golden_dir / "mixed"
     assert run("from_hf", f"--model={source}", f"--workdir={tmp_path / 'run'}")[0] == 0
-    code, out, err = run("to_hf", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
+    code, out, err = run("to_hf", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
     note = "note: no chat template: the vocabulary has no marks of turns, or there is no tokenizer"
     assert (code, out, err) == (0, f"{note}\nwritten: {tmp_path / 'out'}\n", "")
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", source))
@@ -62,7 +62,7 @@ def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeyp
         settings.model[f"{name}_token_id"] = None  # another tokenizer than it was trained with: its ids
     assert train(config.check(settings), workdir) == 0
     assert [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()] == [1, 2]
-    code, _, _ = run("to_hf", f"--workdir={workdir}", "--step=2", f"--out={tmp_path / 'out'}")
+    code, _, _ = run("to_hf", f"--model={workdir}@2", f"--out={tmp_path / 'out'}")
     assert code == 0
     theirs = load_file(golden_dir / "base" / "model.safetensors")
     for name, x in load_file(tmp_path / "out" / "model.safetensors").items():
@@ -85,16 +85,16 @@ def tree(folder):
 
 REFUSED = {
     "": "required: COMMAND",
-    "from_hf --model=/nowhere --workdir=NEW": "/nowhere is not a directory",
+    "from_hf --model=/nowhere --workdir=NEW": "/nowhere is not a folder",
     "from_hf --model=GOLDEN/base --workdir=GOLDEN": "is not empty",
     "from_hf --model=GOLDEN/base --workdir=/proc/nowhere/x": "cannot be written",
     "from_hf --model=RUN --workdir=NEW": "",
-    "to_hf --workdir=TMP --out=NEW": "has no config.json",
-    "to_hf --workdir=RUN --out=NEW --dtype=int8": "invalid choice: 'int8'",
-    **{f"to_hf --workdir=RUN --out=NEW --shard_gb={bad}": "--shard_gb=" for bad in ("nan", "inf", "-1")},
-    "to_hf --workdir=RUN --out=NEW --step=7": "no checkpoint of step 7",
-    "to_hf --workdir=RUN --out=RUN": "is not empty",
-    "to_hf --workdir=RUN --out=RUN/config.json/x": "cannot be written",
+    "to_hf --model=TMP --out=NEW": "holds no model",
+    "to_hf --model=RUN --out=NEW --dtype=int8": "invalid choice: 'int8'",
+    **{f"to_hf --model=RUN --out=NEW --shard_gb={bad}": "--shard_gb=" for bad in ("nan", "inf", "-1")},
+    "to_hf --model=RUN@7 --out=NEW": "no checkpoint of step 7",
+    "to_hf --model=RUN --out=RUN": "is not empty",
+    "to_hf --model=RUN --out=RUN/config.json/x": "cannot be written",
     "export_params --workdir=RUN --out=RUN/config.json": "is not empty",
     "export_params --workdir=TMP --out=NEW": "has no checkpoint",
     "reshard --from=RUN --to=RUN": "is not empty",
@@ -159,12 +159,12 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
     newest = workdir / "checkpoints" / "5"
     LISTS[how](newest, newest / layout.MARKER)
     before = tree(tmp_path)
-    monkeypatch.setattr("sys.argv", ["generate", f"--workdir={workdir}"])
+    monkeypatch.setattr("sys.argv", ["generate", f"--model={workdir}"])
     capsys.readouterr()
     ended = {"generate": (cli.exit_code(generate.main), *capsys.readouterr())}
     for name, options in {
         "export_params": [f"--workdir={workdir}", f"--out={tmp_path}/out"],
-        "to_hf": [f"--workdir={workdir}", f"--out={tmp_path}/out"],
+        "to_hf": [f"--model={workdir}", f"--out={tmp_path}/out"],
         "reshard": [f"--from={workdir}", f"--to={tmp_path}/to"],
         "inspect": [f"--workdir={workdir}"],
     }.items():
@@ -180,10 +180,10 @@ ADDRESS = "s3://bucket/x"
 PROGRAMS = [
     "pretrain --workdir=ADDRESS", "pretrain --config.checkpoint.local=ADDRESS", "pretrain --config.name=ADDRESS",
     "prepare_data --input=stdlib --out=ADDRESS", "plan --out=ADDRESS", "compile --out=ADDRESS",
-    "characterize collectives --out=ADDRESS", "generate --workdir=ADDRESS", "report ADDRESS",
+    "characterize collectives --out=ADDRESS", "generate --model=ADDRESS", "report ADDRESS",
     "evaluate --model=. --out=ADDRESS", "evaluate --model=ADDRESS --out=out", "supervise -- --workdir=ADDRESS",
     "supervise report --workdir=ADDRESS", "checkpoint inspect --workdir=ADDRESS", "checkpoint from_hf --model=ADDRESS "
-    "--workdir=out", "checkpoint from_hf --model=. --workdir=ADDRESS", "checkpoint to_hf --workdir=. --out=ADDRESS",
+    "--workdir=out", "checkpoint from_hf --model=. --workdir=ADDRESS", "checkpoint to_hf --model=. --out=ADDRESS",
     "checkpoint export_params --workdir=. --out=ADDRESS", "checkpoint export_params --workdir=ADDRESS --out=out",
 ]  # fmt: skip
 IN_FORKS = """

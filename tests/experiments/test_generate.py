@@ -64,7 +64,7 @@ def run(monkeypatch, capsys):
 
 
 def test_it_prints_what_the_model_generates(run, workdir):
-    code, out, err = run(f"--workdir={workdir}", "--prompt=abc", "--num_tokens=20")
+    code, out, err = run(f"--model={workdir}", "--prompt=abc", "--num_tokens=20")
     assert code == 0 and re.fullmatch(CACHE, err)
     assert re.fullmatch(r"abc[a-z]{20}\n", out)
     settings = read_config(workdir)
@@ -81,10 +81,10 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(r
     log = dataclasses.replace(own.log, sample_tokens=2, sample_temperature=0.0)
     own = dataclasses.replace(own, kernels=("attention",), log=log)
     monkeypatch.setattr(decode.chip, "making", lambda target: heard.append(target.kernels) or making(target))
-    monkeypatch.setattr(generate.library.exchange, "config_at", lambda *_: own)
+    monkeypatch.setattr(generate.any_model, "config_at", lambda *_: own)
     folder = tmp_path / "run"
     shutil.copytree(workdir, folder)
-    assert run(f"--workdir={folder}", "--prompt=a", "--num_tokens=2")[0] == 0
+    assert run(f"--model={folder}", "--prompt=a", "--num_tokens=2")[0] == 0
     assert len(heard) == 3  # the prompt, its first token, the others
     sample.write_sample(folder, own, tokenizers.load("bytes"), 5)
     assert heard == [("attention",)] * 6
@@ -92,20 +92,20 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(r
 
 def test_sampling_by_seed_and_a_prompt_from_a_file(run, workdir, tmp_path):
     (tmp_path / "prompt.txt").write_bytes("caf\u00e9\r\n".encode())
-    options = (f"--workdir={workdir}", f"--prompt_file={tmp_path / 'prompt.txt'}", "--num_tokens=12", "--temperature=3")
+    options = (f"--model={workdir}", f"--prompt_file={tmp_path / 'prompt.txt'}", "--num_tokens=12", "--temperature=3")
     one, same, other = run(*options)[1], run(*options)[1], run(*options, "--seed=1")[1]
     assert one == same != other
     assert re.fullmatch("caf\u00e9\r\n[a-z]{12}\n", one)
 
 
 def test_it_stops_at_the_end_of_the_document(run, workdir):
-    options = (f"--workdir={workdir}", "--prompt=abc", "--num_tokens=20", "--step=3")
+    options = (f"--model={workdir}@3", "--prompt=abc", "--num_tokens=20")
     assert run(*options)[:2] == (0, "abc\n")
 
 
 def test_several_prompts_are_each_as_alone(run, workdir):
     choice = ("--temperature=3", "--top_k=20", "--top_p=0.9", "--min_p=0.01")
-    options = (f"--workdir={workdir}", "--num_tokens=12", *choice)
+    options = (f"--model={workdir}", "--num_tokens=12", *choice)
     one, two = (run(*options, f"--prompt={text}")[1] for text in ("abc", "a longer one"))
     code, out, err = run(*options, "--prompt=a longer one", "--prompt=abc")
     assert (code, out) == (0, two + one) and re.fullmatch(CACHE, err)
@@ -117,7 +117,7 @@ def test_several_prompts_are_each_as_alone(run, workdir):
 
 
 def test_a_cache_over_eight_devices_gives_the_same_text(run, workdir):
-    options = (f"--workdir={workdir}", "--prompt=abc", "--prompt=a longer one", "--num_tokens=12")
+    options = (f"--model={workdir}", "--prompt=abc", "--prompt=a longer one", "--num_tokens=12")
     alone, over = run(*options), run(*options, "--mesh=context=8")
     assert over[:2] == alone[:2] == (0, alone[1]) and re.fullmatch(CACHE, over[2])
 
@@ -125,7 +125,7 @@ def test_a_cache_over_eight_devices_gives_the_same_text(run, workdir):
 def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
     def talk(given):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
-        return run(f"--workdir={workdir}", "--chat", "--num_tokens=5")
+        return run(f"--model={workdir}", "--chat", "--num_tokens=5")
 
     code, out, err = talk("h\u00e9?\n\nno".encode())
     assert code == 0 and re.fullmatch(CACHE, err)
@@ -140,21 +140,21 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--workdir=/nowhere"], "is not a folder; give a run's"),
-        (["--workdir={empty}"], "neither a run's folder with checkpoints nor"),
-        (["--workdir={run}", "--step=4"], "no checkpoint of step 4; it has 3, 5"),
-        (["--workdir={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
-        (["--workdir={run}", "--num_tokens=64"], "more than the model's max_position_embeddings=64"),
-        (["--workdir={run}", "--num_tokens=0"], "argument --num_tokens: '0' must be at least 1"),
-        (["--workdir={run}", "--temperature=nan"], "argument --temperature: 'nan' must be at least 0"),
-        (["--workdir={run}", "--seed=4294967296"], "must be at least 0 and at most 4,294,967,295"),
-        (["--workdir={run}", "--prompt=caf\udce9"], "--prompt is not UTF-8; convert it"),
-        (["--workdir={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
-        (["--workdir={run}", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
-        (["--workdir={run}", "--stop="], "--stop= is empty"),
-        (["--workdir={run}", "--mesh=context"], "argument --mesh: 'context' is not AXIS=N"),
-        (["--workdir={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70], "prompt 2 of 2 has 71 tokens"),
-        ([], "required: --workdir"),
+        (["--model=/nowhere"], "is not a folder; give a run's"),
+        (["--model={empty}"], "holds no model; give"),
+        (["--model={run}@4"], "no checkpoint of step 4; it has 3, 5"),
+        (["--model={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
+        (["--model={run}", "--num_tokens=64"], "more than the model's max_position_embeddings=64"),
+        (["--model={run}", "--num_tokens=0"], "argument --num_tokens: '0' must be at least 1"),
+        (["--model={run}", "--temperature=nan"], "argument --temperature: 'nan' must be at least 0"),
+        (["--model={run}", "--seed=4294967296"], "must be at least 0 and at most 4,294,967,295"),
+        (["--model={run}", "--prompt=caf\udce9"], "--prompt is not UTF-8; convert it"),
+        (["--model={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
+        (["--model={run}", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
+        (["--model={run}", "--stop="], "--stop= is empty"),
+        (["--model={run}", "--mesh=context"], "argument --mesh: 'context' is not AXIS=N"),
+        (["--model={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70], "prompt 2 of 2 has 71 tokens"),
+        ([], "required: --model"),
     ],
 )
 def test_bad_input_is_one_line(run, workdir, tmp_path, options, says):

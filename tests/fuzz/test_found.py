@@ -96,5 +96,5 @@ def test_damage_is_named_in_a_line(sandbox, options, file, content, says):
 def test_a_sound_one_is_accepted(sandbox):
     with folder() as elsewhere:
         here = copied(sandbox, elsewhere / "here")
-        assert call("generate", ["--workdir=run", "--num_tokens=3"], here).check().code == 0
+        assert call("generate", ["--model=run", "--num_tokens=3"], here).check().code == 0
         assert call("checkpoint", ["verify", "--workdir=run"], here).check().code == 0

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from zaya_jax.config import Model, UserError
-from zaya_jax.pytorch import exchange, hf
+from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.pytorch import hf_names as names
 
 MODEL = Model(
@@ -43,8 +43,7 @@ def sharded(source):
 
 def read(folder):
     """All of it, as the library does."""
-    directory = hf.Directory(folder)
-    return directory.params(), directory.balance()
+    return any_model.find(folder).weights()
 
 
 def refused(folder, says):
@@ -105,7 +104,7 @@ def test_files_that_are_missing(tmp_path, source):
     (source / "pytorch_model.bin").unlink()
     refused(source, r"model\.safetensors is missing")
     (source / "config.json").unlink()
-    refused(source, r"config\.json is missing")
+    refused(source, "holds no model; give a run's folder")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from zaya_jax.checkpoint import store
 from zaya_jax.config import Model, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
-from zaya_jax.pytorch import exchange, hf, tensor_files
+from zaya_jax.pytorch import any_model, exchange, hf, tensor_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.training.workdir import open_workdir, read_config
 
@@ -134,18 +134,17 @@ def test_a_trained_workdir_is_exported_in_float32_with_its_phase_s_rope(tmp_path
     given["data"] |= {"seq_len": 16, "global_batch": 2}
     given["schedule"]["phases"] = ({"tokens": 64}, {"tokens": 64, "rope_theta": 777.0})
     params, bias = train_state(tmp_path / "work", config.check(given), 3)
-    out = exchange.to_hf(tmp_path / "work", tmp_path / "out", step=3)
+    out = exchange.to_hf(f"{tmp_path / 'work'}@3", tmp_path / "out")
     assert all(x.dtype == np.float32 for x in read_all(out).values())
     loaded = hf.Directory(out)
     assert loaded.model.rope_parameters.hybrid.rope_theta == 777.0
     params["layers"]["router"]["eda"] = params["layers"]["router"]["eda"].at[0].set(1.0)
-    jax.tree.map(np.testing.assert_array_equal, loaded.params(), params)
-    np.testing.assert_array_equal(loaded.balance(), bias)
-    ours, our_bias = exchange.read_weights(tmp_path / "work", 3, loaded.model)
-    jax.tree.map(np.testing.assert_array_equal, ours, params)
-    np.testing.assert_array_equal(our_bias, bias)
+    for name in (out, f"{tmp_path / 'work'}@3"):
+        ours, our_bias = any_model.find(name).weights()
+        jax.tree.map(np.testing.assert_array_equal, ours, params)
+        np.testing.assert_array_equal(our_bias, bias)
     with pytest.raises(UserError, match="no checkpoint of step 7; it has 3"):
-        exchange.to_hf(tmp_path / "work", tmp_path / "out7", step=7)
+        exchange.to_hf(f"{tmp_path / 'work'}@7", tmp_path / "out7")
 
 
 def test_the_tokenizer_goes_along(tmp_path):
@@ -235,11 +234,10 @@ def test_host_memory_stays_near_one_shard(tmp_path):
 
 
 def test_a_model_with_linear_attention_is_not_exported(tmp_path):
-    source, _ = write_model(tmp_path / "in")
-    exchange.from_hf(source, tmp_path / "work")
-    settings = config.editable(read_config(tmp_path / "work"))
-    settings.model.layer_types = ("hybrid", "hybrid_linear", "hybrid")
-    (tmp_path / "work" / "config.json").write_text(json.dumps(config.to_dict(config.check(settings))))
+    given = config.default().to_dict()
+    given["model"] = config.to_dict(MODEL) | {"layer_types": ("hybrid", "hybrid_linear", "hybrid")}
+    given["data"]["seq_len"] = 16
+    train_state(tmp_path / "work", config.check(given), 3)
     with pytest.raises(UserError, match=r"layer 1 is hybrid_linear, which PyTorch's zaya does not have; only"):
         exchange.to_hf(tmp_path / "work", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -14,8 +14,9 @@ from zaya_jax.checkpoint import partial
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, chat_template, prepare, stores, tokenizers, windows
 from zaya_jax.data.prepare import Options
-from zaya_jax.pytorch import exchange, tokenizer_files
+from zaya_jax.pytorch import any_model, exchange, tokenizer_files
 from zaya_jax.run import train as train_run
+from zaya_jax.training.workdir import read_config
 
 SMALL = {
     "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8, "model.moe_intermediate_size": 32,
@@ -67,7 +68,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_config_is_the_weights_own(folder):
-    base, c = finetune.exchange.read_config(folder / "base"), settings(folder / "base", "x")
+    base, c = read_config(folder / "base"), settings(folder / "base", "x")
     assert (c.precision, c.data.seq_len, c.optim.weight_decay) == (base.precision, 64, base.optim.weight_decay)
     assert {**config.to_dict(c.model), **dict.fromkeys(IDS)} == {**config.to_dict(base.model), **dict.fromkeys(IDS)}
     assert finetune.get_config(f"{folder}/base@1").optim.lr == pytest.approx(0.1 * base.optim.lr)
@@ -193,7 +194,7 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
     run = str(folder / "base")
     for weights, message in (
         ("", "needs the weights"),
-        (f"{run}@7", f"finetune.py:{run} has no checkpoint of step 7; it has 1"),
+        (f"{run}@7", f"finetune.py:{run}@7: {run} has no checkpoint of step 7; it has 1"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             finetune.get_config(weights)
@@ -201,7 +202,7 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
 
 def test_a_second_set_of_chats_is_learnt_at_the_rate_of_the_first(folder):
     first, second = (finetune.get_config(str(folder / name)) for name in ("base", "tuned"))
-    assert first.optim.lr == pytest.approx(0.1 * exchange.read_config(folder / "base").optim.lr)
+    assert first.optim.lr == pytest.approx(0.1 * read_config(folder / "base").optim.lr)
     assert (second.optim.lr, second.balance.lr) == (TUNED["optim.lr"], TUNED["balance.lr"])
 
 
@@ -245,7 +246,7 @@ def test_a_template_that_came_stays_unless_chats_were_learnt(folder, tmp_path, t
     run = tmp_path / "run"
     tokenizers.load(source).save(run)  # as a run that begins with it does
     c = settings(folder / "base", "x", data__chats=trained == "on chats")
-    kept, config = exchange.small_files(run), None if trained == "not" else c
+    kept, config = any_model.small_files(run), None if trained == "not" else c
     tokenizer_files.write(target, kept, tokenizers.load(run), config)
     theirs = trained != "on chats"
     assert tokenizer_files.came_with_template(target) == theirs

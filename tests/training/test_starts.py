@@ -233,7 +233,7 @@ def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, mon
         return uncompiled(config, optimizer, mesh)
 
     monkeypatch.setattr(states, "init", compiled)
-    with pytest.raises(UserError, match=rf"config\.run\.init_from={place} (holds no|does not fit)"):
+    with pytest.raises(UserError, match=rf"config\.run\.init_from(={place} holds no|: step 1 of {place} does not fit)"):
         train(run__init_from=place)
     assert tree(here) == before
 

@@ -1,6 +1,6 @@
 """Calls a program, in this process through its own main or in a process of its own, and checks how it ends.
 
-ended = call("generate", ["--workdir=x"], cwd)       code, output, and whether the tree is unchanged
+ended = call("generate", ["--model=x"], cwd)       code, output, and whether the tree is unchanged
 ended.check()                                        the promise: see there
 """
 

@@ -70,15 +70,15 @@ def options_of(command, sandbox):
     number, words = st.one_of(st.sampled_from(NUMBERS), st.integers().map(str)), st.sampled_from(TEXTS)
     known = {
         "generate": {
-            "workdir": there, "prompt": words, "prompt_file": there, "num_tokens": number, "temperature": number,
-            "seed": number, "step": number,
+            "model": there, "prompt": words, "prompt_file": there, "num_tokens": number, "temperature": number,
+            "seed": number,
         },
         "inspect": {"workdir": there, "step": number, "html": st.one_of(pages, new)},
         "verify": {"workdir": there, "step": number},
         "reshard": {"from": there, "to": new, "step": number, "chunk_mb": number},
         "export_params": {"workdir": there, "step": number, "out": new, "dtype": words},
         "from_hf": {"model": there, "workdir": new},
-        "to_hf": {"workdir": there, "step": number, "out": new, "dtype": words, "shard_gb": number},
+        "to_hf": {"model": there, "out": new, "dtype": words, "shard_gb": number},
     }[command]  # fmt: skip
     needed = {"workdir", "from", "to", "out", "model"} & known.keys()
     return st.lists(st.sampled_from(sorted(known)), max_size=3, unique=True).flatmap(
@@ -116,10 +116,10 @@ def check_damaged(source, command, found):
 
 
 ON_RUNS = (
-    ("generate", "--workdir=run", "--num_tokens=3"), ("checkpoint", "inspect", "--workdir=run", "--html=a.html"),
+    ("generate", "--model=run", "--num_tokens=3"), ("checkpoint", "inspect", "--workdir=run", "--html=a.html"),
     ("checkpoint", "verify", "--workdir=run"), ("checkpoint", "reshard", "--from=run", "--to=new"),
     ("checkpoint", "export_params", "--workdir=run", "--out=new"),
-    ("checkpoint", "to_hf", "--workdir=run", "--out=new"),
+    ("checkpoint", "to_hf", "--model=run", "--out=new"),
 )  # fmt: skip
 
 

@@ -44,8 +44,32 @@ def foreign_folder(place: str | Path, step: int | None = None) -> Path | None:
     return folder if theirs and not ours else None
 
 
-class Foreign(Source):
-    """One such checkpoint. An array is read as a whole, one at a time."""
+class Unsealed(Source):
+    """A folder of another program: it has no checksums, and nothing deletes it. A kind adds `arrays` and `_chunk`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.place, self.workdir, self.files, self.run = str(folder), None, {}, ""
+        self.step, self.name, self._kept = 0, str(folder), None
+
+    @contextlib.contextmanager
+    def unless_deleted(self) -> Any:
+        """Nothing deletes such a checkpoint."""
+        yield
+
+    def check(self, *_: Any, **__: Any) -> None:
+        """There is nothing to compare it with."""
+
+    def array(self, path: Any) -> Array:
+        """One array; UserError if there is no such array."""
+        name, theirs = ".".join(path), self.arrays()
+        if name not in theirs:
+            raise UserError(f"{self.name} has no array {name}{self.nearest(name)}")
+        return theirs[name]
+
+
+class Foreign(Unsealed):
+    """A state that Orbax saved. An array is read as a whole, one at a time."""
 
     warning = ", saved by Orbax without checksums: a changed bit would not be noticed"
 
@@ -53,10 +77,9 @@ class Foreign(Source):
         # Imported here: it takes seconds, and few runs begin with such a state.
         from orbax.checkpoint import v1 as ocp
 
-        self._ocp, self.folder, self._lock = ocp, folder, threading.Lock()
-        self.place, self.workdir, self.files, self.run = str(folder), None, {}, ""
+        super().__init__(folder)
+        self._ocp, self._lock = ocp, threading.Lock()
         self.step = int(folder.name) if folder.name.isdecimal() else 0
-        self.name, self._kept = str(folder), None
         try:
             with self._context():
                 self._tree = ocp.metadata(folder).metadata
@@ -72,25 +95,10 @@ class Foreign(Source):
             context.multiprocessing.primary_host = me
         return context
 
-    @contextlib.contextmanager
-    def unless_deleted(self) -> Any:
-        """Nothing deletes such a checkpoint."""
-        yield
-
-    def check(self, *_: Any, **__: Any) -> None:
-        """There is nothing to compare it with."""
-
     def arrays(self) -> dict[str, Array]:
         """All arrays by name."""
         about = {name: x for name, x in trees.flat(self._tree).items() if hasattr(x, "shape")}
         return {n: Array(n, tuple(x.shape), np.dtype(x.dtype).name, tuple(x.shape)) for n, x in about.items()}
-
-    def array(self, path: Any) -> Array:
-        """One array; UserError if there is no such array."""
-        name, theirs = ".".join(path), self.arrays()
-        if name not in theirs:
-            raise UserError(f"{self.name} has no array {name}{self.nearest(name)}")
-        return theirs[name]
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
         wanted = np.broadcast_to(np.zeros((), array.dtype), array.shape)

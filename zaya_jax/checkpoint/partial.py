@@ -1,7 +1,7 @@
 """Part of a checkpoint for another model or program: parameters alone, some arrays, another type, a smaller model's.
 
     params = partial.read(folder, "params.*", dtype="bfloat16")["params"]        NumPy arrays, as a tree
-    copy = partial.InitialWeights("runs/small@300", held, grow=True).of(fresh, say=print)     of a run's first state
+    copy = partial.InitialWeights(source, held, grow=True).of(fresh, say=print)     of a run's first state
 
 A grown model takes what fits: layers and experts that the smaller one has, in their places; the skip class stays last.
 Arrays that it does not take keep their fresh values and are listed.
@@ -21,6 +21,7 @@ from zaya_jax import trees
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.boxes import HeldBox, Holding
 from zaya_jax.checkpoint.foreign import open_source
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
 
@@ -53,18 +54,11 @@ def read(
 class InitialWeights:
     """A checkpoint whose parameters and balancing biases a run begins with, found and checked before any is read.
 
-    `place` is WORKDIR, WORKDIR@STEP, a folder or a URL, `held` the run's arrays and their places. UserError where they
-    do not fit, unless `grow` is set; StorageError where it is damaged.
+    `held` are the run's arrays and their places. UserError where they do not fit, unless `grow` is set; StorageError
+    where the source is damaged.
     """
 
-    def __init__(self, place: str, held: Holding, grow: bool):
-        try:
-            source = open_source(place)
-        except UserError:
-            raise UserError(
-                f"config.run.init_from={place} holds no checkpoint; give another run's folder, FOLDER@STEP with a "
-                "step that it has, or exported parameters"
-            ) from None
+    def __init__(self, source: Source, held: Holding, grow: bool):
         theirs = source.arrays()
         ours = {n: x for n, x in held.arrays.items() if n.startswith("params.") or n == "balance.bias"}
         plans = {name: _overlaps(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs}
@@ -73,15 +67,15 @@ class InitialWeights:
             name = next(name for name in ours if name not in whole)
             has = f"has {theirs[name].shape}" if name in theirs else f"has none{source.nearest(name)}"
             raise UserError(
-                f"config.run.init_from={place} does not fit this model: of {name} it {has}, the model needs "
+                f"config.run.init_from: {source.name} does not fit this model: of {name} it {has}, the model needs "
                 f"{tuple(ours[name].shape)} ({len(ours) - len(whole)} such arrays); give a checkpoint of the same "
                 "shapes, or let a larger model take what fits with --config.run.init_grow=True"
             )
         for name in plans:
             if not layout.is_real(theirs[name].dtype):
                 raise UserError(
-                    f"config.run.init_from={place} has {name} as {theirs[name].dtype}, and weights are floating-point "
-                    "numbers: multiply quantised ones by their scales before they are saved"
+                    f"config.run.init_from: {source.name} has {name} as {theirs[name].dtype}, and weights are "
+                    "floating-point numbers: multiply quantised ones by their scales before they are saved"
                 )
         taken = {name: plan for name, plan in plans.items() if plan is not None}
         multihost.from_first("init", lambda: source.check(names=[theirs[name].folder for name in taken]))

@@ -155,6 +155,8 @@ class Source:
             if fresh is None:
                 self._require_fit(theirs, held, everything)
             found = reading.on_devices(self._chunk, theirs, held, fresh)
+        except UserError:  # of a model directory's numbers
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{self.name} cannot be read: {error}") from error
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in trees.flat(like)])

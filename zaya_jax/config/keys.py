@@ -181,7 +181,7 @@ class Run:
     num_steps: int = ranged(1000, 1, MOST, "the last step; it may end a run with phases early")
     skip_update: str = choice("nonfinite", SKIPS, "gradients left out: not finite, or also far too large")
     spike_deviations: float = ranged(6.0, 0, 1e6, 'of the gradient norm above its mean, for "spike"')
-    init_from: str = text("", "path", "first weights: a run's folder, FOLDER@STEP, or exported parameters")
+    init_from: str = text("", "path", "first weights: any model's name (docs/pytorch.md), or exported parameters")
     init_grow: bool = switch(False, "let a model of more layers or experts take what fits")
     fork: str = text("", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md")
     fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")

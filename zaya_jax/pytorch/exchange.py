@@ -7,7 +7,6 @@ under the final name is complete.
 """
 
 import functools
-import itertools
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,20 +18,16 @@ import numpy as np
 
 import zaya_jax
 from zaya_jax import config as config_lib
-from zaya_jax import schedule
-from zaya_jax.checkpoint import claims, store, writing
-from zaya_jax.checkpoint.foreign import open_source
+from zaya_jax.checkpoint import claims, writing
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
-from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.config import Config, Model, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance
-from zaya_jax.pytorch import hf, tensor_files, tokenizer_files
+from zaya_jax.pytorch import any_model, hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
-from zaya_jax.training.workdir import check_same, read_config, write_json
+from zaya_jax.training.workdir import write_json
 
-WEIGHTS = ("state/params.", "state/balance.")  # a checkpoint's files, apart from its small ones
 SHARD_GB = 5.0  # transformers' own
 MOST_GB = 1e6
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -41,16 +36,18 @@ Read = Callable[[tuple[str, ...], int | None], np.ndarray]
 Leaf = tuple[tuple[str, ...], int | None, np.ndarray]  # path below the parameters, layer or None for all, array
 
 
-def from_hf(directory: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None) -> Path:
+def from_hf(name: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None) -> Path:
     """Makes a workdir from a model directory; UserError, with nothing left behind, if that is impossible."""
-    source = hf.Directory(directory)
+    found = any_model.find(name)
+    if not isinstance(found.source, hf.Directory):
+        raise UserError(f"{name} is a run's folder already; every program takes it as it is")
     target = claims.new_folder(workdir, "--workdir")
-    tokenizer = tokenizer_of(source)
-    config = config_of(source.model, target / "tokenizer" if tokenizer else None)
-    eda = ("layers", "router", "eda"), 0, np.ones(source.model.router_hidden_size, np.float32)
+    tokenizer = found.tokenizer()
+    config = any_model.config_of(found.model, target / "tokenizer" if tokenizer else None)
+    bias = found.source.read(("balance", "bias"))
     return write_workdir(
-        target, config, itertools.chain([eda], source.leaves()), source.balance(), tokenizer,
-        small_files(source.path), imported_of(source), progress,
+        target, config, found.source.leaves(), bias, tokenizer, any_model.small_files(found.folder), found.imported,
+        progress,
     )  # fmt: skip
 
 
@@ -93,48 +90,27 @@ def write_workdir(
     return target
 
 
-def imported_of(source: hf.Directory) -> dict[str, Any]:
-    """The parts of a model directory that our config has no room for, kept for an export."""
-    generation = source.path / "generation_config.json"
-    kept = hf.read_json(generation) if generation.exists() else None
-    return {"config": source.json, "generation_config": kept, "dtypes": source.dtypes()}
-
-
-def small_files(folder: Path) -> dict[str, bytes]:
-    """The files of a folder that belong to a tokenizer."""
-    return {name: (folder / name).read_bytes() for name in tokenizer_files.FILES if (folder / name).is_file()}
-
-
 def to_hf(
-    workdir: str | os.PathLike,
+    name: str | os.PathLike,
     out: str | os.PathLike,
-    step: int | None = None,
     dtype: str | None = None,
     shard_gb: float = SHARD_GB,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes a step (the newest by default) of any workdir as a model directory that transformers' `zaya` loads."""
+    """Writes any model (`any_model`) as a model directory that transformers' `zaya` loads."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
     if not 0 < shard_gb <= MOST_GB:
         raise UserError(f"--shard_gb={shard_gb:g} must be above 0 and at most {MOST_GB:g}")
-    workdir = Path(workdir)
-    names.check_kinds(read_config(workdir).model, f"--workdir={workdir}")
-    source = Source(workdir, step)
-    with source.unless_deleted():
-        config = config_at(workdir, source.step)
-        source.check(names=WEIGHTS)
-        model = schedule.model_at(config, source.step)
-        check_zaya(model, f"--workdir={workdir}")
-        _check_shapes(source, model, workdir)
-        imported = read_imported(workdir)
+    found = any_model.find(name)
+    check_zaya(found.model, found.name)
+    with found.source.unless_deleted():
+        found.check()
         target = claims.new_folder(out, "--out")
-        folder = workdir / "tokenizer"
-        tokenizer = tokenizers.load(folder) if folder.is_dir() else None
-        trained = config if source.step or not imported["config"] else None
         return write_directory(
-            target, model, source.read, imported, small_files(folder), tokenizer, trained, dtype, shard_gb, progress
-        )
+            target, found.model, found.source.read, found.imported, found.files(), found.tokenizer(), found.trained,
+            dtype, shard_gb, progress,
+        )  # fmt: skip
 
 
 def check_zaya(model: Model, where: str) -> None:
@@ -196,97 +172,9 @@ def write_directory(
     return target
 
 
-def config_at(workdir: str | os.PathLike, step: int) -> Config:
-    """The config that a step was trained with, from its checkpoint; UserError if config.json contradicts it."""
-    workdir = Path(workdir)
-    recorded = read_config(workdir)
-    saved = read_meta(workdir, step).get("config")
-    if not saved:
-        return recorded
-    trained = config_lib.check(saved)
-    try:
-        check_same(trained, recorded, workdir, step)
-    except UserError as error:
-        raise UserError(
-            f"{workdir / 'config.json'} contradicts the checkpoint of step {step}: {str(error).rpartition(';')[0]}; "
-            "restore the former from the checkpoint's meta/data.json"
-        ) from None
-    return trained
-
-
-def read_weights(
-    workdir: str | os.PathLike, step: int | None, model: Model, shardings: dict | None = None
-) -> tuple[dict, jax.Array]:
-    """(parameters, balancing biases) of a step without the rest of the state: on the first device, or by `shardings`,
-    a tree of {"params", "balance"}, where each device reads its own parts."""
-    source = open_source(os.fspath(workdir), step)
-    wanted = {
-        "params": zaya.abstract(model),
-        "balance": {"bias": jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), np.float32)},
-    }
-    if shardings is None:
-        like = store.abstract_like(wanted, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
-    else:
-        like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings)
-    with source.unless_deleted():
-        source.check(names=WEIGHTS)
-        _check_shapes(source, model, Path(workdir))
-        found = source.restore(like)
-    if source.warning:
-        print(f"note: {source.name}{source.warning}")
-    return found["params"], found["balance"]["bias"]
-
-
-def config_of(model: Model, tokenizer: Path | None) -> Config:
-    """The config of a workdir for an imported model: the defaults, except for the model and its tokenizer."""
-    given = config_lib.default().to_dict()
-    given["name"] = "imported"
-    given["model"] = config_lib.to_dict(model)
-    given["data"]["seq_len"] = min(given["data"]["seq_len"], model.max_position_embeddings)
-    if tokenizer:
-        given["data"]["tokenizer"] = str(tokenizer)
-    return config_lib.check(given)
-
-
-def tokenizer_of(source: hf.Directory) -> tokenizers.Tokenizer | None:
-    """The tokenizer in the same directory; UserError if it belongs to another model."""
-    if not any((source.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        return None
-    tokenizer = tokenizers.load(source.path)
-    if tokenizer.vocab_size > source.model.vocab_size:
-        raise UserError(
-            f"{source.path}: its tokenizer has {tokenizer.vocab_size} ids, its config.json a vocab_size of "
-            f"{source.model.vocab_size}; they do not belong together"
-        )
-    return tokenizer
-
-
 def _abstract_state(model: Model) -> dict[str, Any]:
     biases = jax.eval_shape(lambda: balance.init(model.num_hidden_layers, model.num_experts))
     return {"params": zaya.abstract(model), "balance": biases._asdict()}
-
-
-def _check_shapes(source: Source, model: Model, workdir: Path) -> None:
-    for path, x in jax.tree_util.tree_flatten_with_path(zaya.abstract(model))[0]:
-        keys = ("params", *(p.key for p in path))
-        if source.array(keys).shape != x.shape:
-            raise UserError(
-                f"--workdir={workdir}: {'/'.join(keys)} has shape {source.array(keys).shape}, the config implies "
-                f"{x.shape}"
-            )
-
-
-def read_imported(workdir: Path) -> dict[str, Any]:
-    """The content of `imported.json`; empty for a workdir without one."""
-    path = workdir / IMPORTED
-    if not path.exists():
-        return nothing_imported()
-    return nothing_imported() | hf.read_json(path)
-
-
-def nothing_imported() -> dict[str, Any]:
-    """The note of a model that was made here."""
-    return {"config": {}, "generation_config": None, "dtypes": {}}
 
 
 def _specs(model: Model, recorded: dict[str, str], dtype: str | None) -> list[tensor_files.Spec]:

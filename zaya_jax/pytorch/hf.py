@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
+from zaya_jax import trees
+from zaya_jax.checkpoint.foreign import Unsealed
+from zaya_jax.checkpoint.layout import Array
 from zaya_jax.config import Model, UserError, files, shown
 from zaya_jax.config.fields import path_problem
 from zaya_jax.model import zaya
@@ -21,15 +23,16 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 ANEW = "copy config.json and weights again from one place"
 
 
-class Directory:
-    """A checked model directory: its config, and its tensors one at a time."""
+class Directory(Unsealed):
+    """A checked model directory: its config, and its tensors, which it also reads as a checkpoint's arrays."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
+        super().__init__(self.path)
         if not self.path.is_dir():
             raise UserError(f"{self.path} is not a directory; give one with config.json and model.safetensors")
-        self.json = read_json(self.path / "config.json")
-        self.model = names.model_from_json(self.json, str(self.path / "config.json"))
+        self.config = read_json(self.path / "config.json")
+        self.model = names.model_from_json(self.config, str(self.path / "config.json"))
         self._files = self._locate()
         self._check()
 
@@ -103,30 +106,36 @@ class Directory:
             )
         return x
 
+    def arrays(self) -> dict[str, Array]:
+        """The parameters and balancing biases under our names, float32, a layer in each chunk."""
+        layers = self.model.num_hidden_layers
+        shapes = {f"params.{name}": x.shape for name, x in trees.flat(zaya.abstract(self.model)).items()}
+        shapes["balance.bias"] = (layers, self.model.num_experts + 1)
+        chunk = lambda name, shape: (1, *shape[1:]) if name.split(".")[1] in ("layers", "bias") else shape  # noqa: E731
+        return {name: Array(name, shape, "float32", chunk(name, shape)) for name, shape in shapes.items()}
+
+    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+        path, layer = tuple(array.name.split(".")[1:]), index[0]
+        if path == ("bias",):
+            x = self.tensor(names.balance_name(layer))
+        elif path == ("layers", "router", "eda") and layer == 0:
+            x = np.ones(array.shape[1:], np.float32)  # layer 0 has no EDA scale
+        elif path[0] == "layers":
+            row = next(row for row in names.layer_rows(self.model) if row.path == path[1:])
+            x = row.from_torch(self.tensor(f"model.layers.{layer}.{row.name}"), array.shape[1:])
+        else:
+            row = next(row for row in names.top_rows(self.model) if row.path == path)
+            x = row.from_torch(self.tensor(row.name), array.shape)
+        return x.reshape(array.chunk).astype(np.float32, copy=False)
+
     def leaves(self) -> Iterator[tuple[tuple[str, ...], int | None, np.ndarray]]:
-        """(our path, layer or None, array in our layout and float32) of each parameter, tensor by tensor."""
-        shapes = zaya.abstract(self.model)
-        for name, row, layer in names.all_rows(self.model):
-            shape = names.get(shapes, row.path, layer).shape
-            x = row.from_torch(self.tensor(name), shape if layer is None else shape[1:])
-            path = row.path if layer is None else ("layers", *row.path)
-            yield path, layer, x.astype(np.float32, copy=False)
-
-    def balance(self) -> np.ndarray:
-        """Balancing biases [L, E + 1]."""
-        layers = range(self.model.num_hidden_layers)
-        return np.stack([self.tensor(names.balance_name(i)).astype(np.float32) for i in layers])
-
-    def params(self) -> dict:
-        """The whole parameter tree, float32, in memory."""
-        tree = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), zaya.abstract(self.model))
-        tree["layers"]["router"]["eda"][0] = 1.0  # layer 0 has no EDA scale
-        for path, layer, x in self.leaves():
-            target = tree
-            for key in path:
-                target = target[key]
-            target[... if layer is None else layer] = x
-        return tree
+        """(our path, layer or None, array) of each parameter, tensor by tensor."""
+        for array in self.arrays().values():
+            first, *path = array.name.split(".")
+            for index, _ in array.touched(tuple(slice(0, n) for n in array.shape)) if first == "params" else ():
+                layer = index[0] if path[0] == "layers" else None
+                x = self._chunk(array, index)
+                yield tuple(path), layer, x if layer is None else x[0]
 
 
 def expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:

@@ -159,7 +159,7 @@ def done(steps: int, tokens: int, unsound: int, workdir: Path, asked: str) -> st
     if asked:
         report = (
             f"{asked} came before sample and report were made: the same command makes the report, "
-            f"python -m experiments.generate --workdir={workdir} a sample"
+            f"python -m experiments.generate --model={workdir} a sample"
         )
     return f"done: {steps} steps, {tokens:,} tokens. {effect}{report}"
 

@@ -37,7 +37,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
     if needed > free:
         say(
             f"no sample: with these weights it needs {needed / 2**30:.1f} GiB on one device, {free / 2**30:.1f} are "
-            f"free; python -m experiments.generate --workdir={workdir} makes one where there is room"
+            f"free; python -m experiments.generate --model={workdir} makes one where there is room"
         )
         return
     with jax.default_device(device), jax.default_matmul_precision(config.precision.matmul):
