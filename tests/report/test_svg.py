@@ -6,10 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from zaya_jax.report import heat, svg
-from zaya_jax.report.heat import HeatMap, Scale, grouped
+from zaya_jax.report import svg
 from zaya_jax.report.style import LEVELS
-from zaya_jax.report.svg import Chart, Curve, ticks
+from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale, grouped, ticks
 
 
 def parsed(picture):
@@ -95,7 +94,7 @@ def test_a_heat_map_covers_its_cells():
 
 
 def test_many_rows_and_columns_are_fewer():
-    assert [heat.columns(rows) for rows in (6, 257, 10**6)] == [heat.MOST_COLUMNS, heat.CELLS // 257, 4]
+    assert [svg.columns(rows) for rows in (6, 257, 10**6)] == [svg.MOST_COLUMNS, svg.CELLS // 257, 4]
     assert grouped(1) == ([0], ["0"]) and grouped(3) == ([0, 1, 2], ["0", "1", "2"])
     starts, names = grouped(65)
     assert starts[:2] == [0, 2] and names[0] == "0–1" and names[-1] == "64" and len(names) == 33

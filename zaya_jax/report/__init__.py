@@ -1,7 +1,7 @@
 """Reports: self-contained pages without scripts, drawn from the files that a run leaves in its workdir.
 
-`document` makes a page, Markdown or plain text of tables; `svg` and `heat` draw pictures, `style` is how pages look,
-`text` how values read: the programs hand their rows to these. `run_page` tells of one run (with `curves`, `experts` and
+`document` makes a page, Markdown or plain text of tables; `svg` draws pictures, `style` is how pages look, `text`
+how values read: the programs hand their rows to these. `run_page` tells of one run (with `curves`, `experts` and
 `supervised`, from the files that `read` streams into bounded memory), `compare` of several, `checkpoints` of saves and
 loads. Live figures are TensorBoard's. Nothing here needs JAX, a plotting library or a network.
 """

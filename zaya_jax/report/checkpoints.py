@@ -17,7 +17,7 @@ from zaya_jax.checkpoint.times import Event
 from zaya_jax.config import UserError
 from zaya_jax.report.curves import SAVE_FIGURES, WAITS, save_curves
 from zaya_jax.report.document import Page, Section, Table, Tile
-from zaya_jax.report.heat import HeatMap, Scale, columns, grouped
+from zaya_jax.report.svg import HeatMap, Scale, columns, grouped
 from zaya_jax.report.text import byte_size, counted, duration
 
 TITLES = {
@@ -42,7 +42,7 @@ def checkpoints_document(workdir: Path) -> Page:
     load = max(loads, key=lambda event: event.time, default=None)
     sections = [
         Section("Over the run", WAITS, pictures=save_curves(saves)),
-        Section("Where the time goes", DARK, pictures="".join(_stage_map(saves, s) for s in times.STAGES)),
+        Section("Where the time goes", DARK, pictures="".join(_stage_map(saves, s) for s in times.STAGES if saves)),
         Section("The last load", pictures=_load_map(load)),
         Section("Complete checkpoints", tables=[steps_table(seen, found.get("save", {}))] if seen else []),
     ]
@@ -86,11 +86,10 @@ def slow_processes(saves: Sequence[Event]) -> list[str]:
 
 
 def _stage_map(saves: Sequence[Event], stage: str) -> str:
-    rows = stage_rows(saves, stage)
-    if not rows:
-        return ""
-    names, steps, cells, notes = rows
+    names, steps, cells, notes = stage_rows(saves, stage)
     good = cells[np.isfinite(cells)]
+    if not good.size:
+        return ""
     longest = high = float(good.max())
     typical = max(float(np.quantile(good, 0.98)), TYPICAL * float(np.median(good)))
     if longest > 1.5 * typical > 0:  # otherwise one bad moment would hide all that is usual
@@ -104,10 +103,8 @@ def _stage_map(saves: Sequence[Event], stage: str) -> str:
     ).draw()  # fmt: skip
 
 
-def stage_rows(saves: Sequence[Event], stage: str) -> tuple[list[str], list[float], np.ndarray, list[str]] | None:
+def stage_rows(saves: Sequence[Event], stage: str) -> tuple[list[str], list[float], np.ndarray, list[str]]:
     """(names of rows, steps, seconds [rows, columns], notes): in groups where there are many, the slowest of each."""
-    if not any(stage in save.stages for save in saves):
-        return None
     cells = np.full((max(save.processes for save in saves), len(saves)), np.nan)
     for column, save in enumerate(saves):
         cells[: save.processes, column] = save.of(stage)

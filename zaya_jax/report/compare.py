@@ -15,7 +15,7 @@ from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.read import Series, Workdir
 from zaya_jax.report.run_page import flat, median_speed
 from zaya_jax.report.svg import Chart, Curve
-from zaya_jax.report.text import Markup, duration, escape, number, percent
+from zaya_jax.report.text import Markup, duration, escape, known, percent
 
 MOST_RUNS = 16  # eight colours, each whole and dashed
 COLORS = 8
@@ -32,7 +32,7 @@ class ComparedRun(NamedTuple):
 
     place: int
     name: str
-    read: Workdir
+    workdir: Workdir
     series: dict[str, Series]
 
 
@@ -45,12 +45,12 @@ def comparison(workdirs: Sequence[Workdir]) -> Page:
     runs = [ComparedRun(i, names[i], run, _numbers(run)) for i, run in enumerate(workdirs)]
     found = {key for run in runs for key in run.series} - {"tokens"}
     keys = [key for key in FIRST if key in found] + sorted(found.difference(FIRST))
-    near = near_common_step([run.read for run in runs])
+    near = near_common_step([run.workdir for run in runs])
     sections = [
         Section("Runs", tables=[_ends(runs, near)], notes=_left_out(runs, keys)),
         Section("Curves", "Noisy metrics are smoothed.", pictures=_pictures(runs, keys[:MOST_PICTURES])),
-        Section("Config", tables=_differences(runs, [run.read.config for run in runs])),
-        Section("Environment", tables=_differences(runs, [run.read.environment for run in runs])),
+        Section("Config", tables=_differences(runs, [run.workdir.config for run in runs])),
+        Section("Environment", tables=_differences(runs, [run.workdir.environment for run in runs])),
     ]
     footer = "Drawn from the files of the runs’ workdirs."
     return Page(f"{len(runs)} runs", "compared", ", ".join(names), sections, (), _warnings(runs), footer)
@@ -97,11 +97,11 @@ def near_common_step(runs: Sequence[Workdir]) -> Near:
 
 def _ends(runs: Sequence[ComparedRun], near: Near) -> Table:
     """How each run ended; the lowest loss of a row is bold where all are of one unit."""
-    comparable = len({run.read.unit for run in runs}) == 1
+    comparable = len({run.workdir.unit for run in runs}) == 1
 
     def losses(label: str, values: Sequence[float]) -> list[object]:
-        cells, good = [_cell(v) for v in values], [v for v in values if math.isfinite(v)]
-        lowest = _cell(min(good)) if comparable and len({_cell(v) for v in good}) > 1 else None
+        cells, good = [known(v) for v in values], [v for v in values if math.isfinite(v)]
+        lowest = known(min(good)) if comparable and len({known(v) for v in good}) > 1 else None
         return [label, *(Markup(f"<b>{cell}</b>") if cell == lowest else cell for cell in cells)]
 
     def figure(label: str, key: str, value: Callable[[Series], str]) -> list[object]:
@@ -109,33 +109,28 @@ def _ends(runs: Sequence[ComparedRun], near: Near) -> Table:
 
     held_out = [run.series.get("eval/loss", Series()) for run in runs]
     rows: list[list[Any]] = [
-        ["folder", *(str(run.read.path) for run in runs)],
-        ["steps", *(_steps(run.read) for run in runs)],
-        figure("tokens", "tokens", lambda series: _cell(series.last)),
+        ["folder", *(str(run.workdir.path) for run in runs)],
+        ["steps", *(_steps(run.workdir) for run in runs)],
+        figure("tokens", "tokens", lambda series: known(series.last)),
         losses("held-out loss, last", [series.last for series in held_out]),
         losses("held-out loss, best", [series.low for series in held_out]),
-        losses("train loss, mean of the last 20 steps", [run.read.train_loss for run in runs]),
+        losses("train loss, mean of the last 20 steps", [run.workdir.train_loss for run in runs]),
     ]
     if near.steps:
         label = f"train loss near step {near.step:,}, the last that all have (mean of steps {near.steps})"
         rows.append(losses(label, near.values))
     rows += [
-        ["tokens per second, median", *(_cell(median_speed(run.read)) for run in runs)],
-        ["time of all steps", *(duration(run.read.seconds) for run in runs)],
+        ["tokens per second, median", *(known(median_speed(run.workdir)) for run in runs)],
+        ["time of all steps", *(duration(run.workdir.seconds) for run in runs)],
         figure("model FLOPs utilisation, mean", "mfu", lambda series: percent(series.total.mean)),
         figure("losses not finite", "loss", lambda series: f"{series.total.bad or '–'}"),
     ]
-    swatches = (f'<i class="key line {_look(run.place)}"></i>' for run in runs)
-    head = ["", *(Markup(swatch + escape(run.name)) for swatch, run in zip(swatches, runs, strict=True))]
+    head = ["", *(Markup(_curve(run).swatch + escape(run.name)) for run in runs)]
     return Table("How they ended", head, [row for row in rows if any(cell != "–" for cell in row[1:])])
 
 
-def _look(index: int) -> str:
-    return f"c{index % COLORS}" + (f" dash{index // COLORS}" if index >= COLORS else "")
-
-
-def _cell(value: float) -> str:
-    return number(value) if math.isfinite(value) else "–"
+def _curve(run: ComparedRun, points: Sequence[tuple[float, float]] = (), look: str = "line") -> Curve:
+    return Curve(run.name, points, run.place % COLORS, look, dash=run.place // COLORS)
 
 
 def _steps(run: Workdir) -> str:
@@ -148,10 +143,10 @@ def _steps(run: Workdir) -> str:
 
 def _warnings(runs: Sequence[ComparedRun]) -> list[str]:
     """Notes of the runs' readers, and a warning about losses in different units."""
-    warnings = [f"{run.name}: {note}" for run in runs for note in run.read.notes]
+    warnings = [f"{run.name}: {note}" for run in runs for note in run.workdir.notes]
     units: dict[str, list[str]] = {}
     for run in runs:
-        units.setdefault(run.read.unit, []).append(run.name)
+        units.setdefault(run.workdir.unit, []).append(run.name)
     if len(units) > 1:
         each = "; ".join(f"{unit}: {', '.join(names)}" for unit, names in units.items())
         warnings.append(f"Losses have different units and cannot be compared: {each}.")
@@ -163,7 +158,7 @@ def _left_out(runs: Sequence[ComparedRun], keys: Sequence[str]) -> list[str]:
     notes = []
     if more := keys[MOST_PICTURES:]:
         notes.append(f"Of {len(keys)} metrics {len(more)} are left out: {', '.join(more)}.")
-    if any(run.read.vectors for run in runs):
+    if any(run.workdir.vectors for run in runs):
         notes.append("Figures of each layer and expert are on each run's own page.")
     return notes
 
@@ -194,10 +189,10 @@ def _picture(runs: Sequence[ComparedRun], key: str, drawn: Sequence[ComparedRun]
         rough = length >= 10 and (key in curves.SMOOTHED or key == "loss")
         course = curves.smoothed(bins, length) if rough else [(b.step, b.mean) for b in bins]
         places = [step for step, _ in course]
-        places = tokens_at(run.read, places) if over == "tokens" else places
+        places = tokens_at(run.workdir, places) if over == "tokens" else places
         values = [(place, value * factor) for place, (_, value) in zip(places, course, strict=True)]
         look = "dots" if key == "eval/loss" and run.place < COLORS and len(values) <= 64 else "line"
-        lines.append(Curve(run.name, values, run.place % COLORS, look, dash=run.place // COLORS))
+        lines.append(_curve(run, values, look))
     ends = [place for line in lines for place, _ in line.points if math.isfinite(place)]
     if not ends:
         return ""

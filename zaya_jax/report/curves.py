@@ -7,9 +7,8 @@ import numpy as np
 
 from zaya_jax.checkpoint import times
 from zaya_jax.report.document import Section
-from zaya_jax.report.heat import HeatMap, Scale, columns
 from zaya_jax.report.read import Bin, Series, Workdir
-from zaya_jax.report.svg import Chart, Curve
+from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale, columns
 from zaya_jax.report.text import number
 
 POINTS = 480  # of a curve

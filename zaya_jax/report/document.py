@@ -4,7 +4,7 @@
     document.markdown()                for a terminal, and for files next to the page
     write_page(target, document.html)  one HTML file without scripts, for any browser
 
-Callers pass rows of text; `svg` and `heat` draw the pictures, which only the page has.
+Callers pass rows of text; `svg` draws the pictures, which only the page has.
 """
 
 import dataclasses
@@ -49,21 +49,18 @@ class Table:
         return "\n".join([f"### {self.title}\n", *lines, ""])
 
     def html(self) -> str:
-        """The section on a page: a card, or a fold."""
+        """The table on a page: a card, or a fold; a wide one scrolls."""
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
-        if self.folded is None:
-            return f'<div class="card"><h3>{escape(self.title)}</h3>{note}{self.bare()}</div>\n'
-        return fold(f"{self.title} ({len(self.rows):,})", note + self.bare(), opened=not self.folded)
-
-    def bare(self) -> str:
-        """The table alone; a wide one scrolls."""
         head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.head)
         rows = "".join(
             f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
             for name, *cells in self.rows
         )
         table = f'<table class="{self.look}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        return f'<div class="scroll">{table}</div>'
+        content = f'{note}<div class="scroll">{table}</div>'
+        if self.folded is None:
+            return f'<div class="card"><h3>{escape(self.title)}</h3>{content}</div>\n'
+        return fold(f"{self.title} ({len(self.rows):,})", content, opened=not self.folded)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ entropy of the shares over the E experts alone, divided by its greatest value ln
 import numpy as np
 
 from zaya_jax.report.document import Section, Table
-from zaya_jax.report.heat import HeatMap, Scale, columns
 from zaya_jax.report.read import Workdir
+from zaya_jax.report.svg import HeatMap, Scale, columns
 from zaya_jax.report.text import counted, percent
 
 TABLE_EXPERTS = 64  # above this the shares at the end are in the pictures alone

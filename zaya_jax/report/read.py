@@ -5,6 +5,7 @@ one number per layer or expert) with a fixed maximum of bins, whose width in ste
 more. Files may be missing, cut short or hold NaN: unusable parts are counted and reported, never fatal.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -218,10 +219,6 @@ class Workdir:
         """The unit of the losses."""
         return "nats per byte" if self.setting("data.tokenizer") == "bytes" else "nats per token"
 
-    def last(self, key: str) -> float:
-        """The last recorded value of a metric, NaN where there is none."""
-        return self.series[key].last if key in self.series else math.nan
-
     @property
     def train_loss(self) -> float:
         """The mean loss of the last steps; NaN if the last one was not finite."""
@@ -310,28 +307,22 @@ def _add_vector(out: Workdir, odd: set[str], key: str, step: int, value: list) -
     try:
         array = np.asarray(value, dtype=np.float64)  # None becomes NaN
     except (ValueError, TypeError, OverflowError):
-        odd.add(key)
-        return
+        array = np.empty(0)
     right_shape = array.ndim == 2 and array.shape[1] > 1 if key == "load" else array.ndim == 1
-    if right_shape and array.size:
-        vectors = out.vectors.setdefault(key, VectorSeries(array.shape))
-        if vectors.shape == array.shape:
-            vectors.add(step, array)
-            return
-    odd.add(key)
+    if right_shape and array.size and out.vectors.setdefault(key, VectorSeries(array.shape)).shape == array.shape:
+        out.vectors[key].add(step, array)
+    else:
+        odd.add(key)
 
 
 def _json_object(path: pathlib.Path, notes: list[str]) -> dict:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        notes.append(f"{path.name} is not a readable JSON object and is left out.")
-        return {}
-    return value
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(path.read_bytes()), dict):
+            return value
+    notes.append(f"{path.name} is not a readable JSON object and is left out.")
+    return {}
 
 
 def _text(path: pathlib.Path, notes: list[str], most: int = MAX_TEXT_BYTES) -> str:

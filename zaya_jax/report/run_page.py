@@ -18,7 +18,7 @@ from zaya_jax import config as config_module
 from zaya_jax.report import curves, expert_load, supervised
 from zaya_jax.report.document import OPEN_ROWS, Page, Section, Table, Tile, fold, write_page
 from zaya_jax.report.read import Workdir, read_workdir
-from zaya_jax.report.text import counted, duration, escape, number
+from zaya_jax.report.text import counted, duration, escape, known, number
 
 MOST_SAMPLES = 20  # of earlier ends
 
@@ -73,7 +73,7 @@ def _tiles(run: Workdir) -> list[Tile]:
     if "tokens" in run.series:
         before = run.lineage[0].get("tokens") if run.lineage else None
         of = f"; {number(before, 3)} of them before the fork" if isinstance(before, int) else ""
-        tiles.append(("Tokens", number(run.last("tokens"), 3), f"trained on{of}"))
+        tiles.append(("Tokens", number(run.series["tokens"].last, 3), f"trained on{of}"))
     if "tokens_per_second" in run.series:
         tiles.append(("Speed", number(median_speed(run), 3), "tokens per second, median"))
     if "step_seconds" in run.series:
@@ -126,9 +126,10 @@ def _numbers(run: Workdir) -> Section:
     """A table of all metrics: the pictures in numbers."""
     rows = []
     for key, series in sorted(run.series.items()):
-        low, high = (number(v) if math.isfinite(v) else "–" for v in (series.low, series.high))
-        bad = f"{series.total.bad or '–'}"
-        rows.append([key, number(series.last, 5), f"{series.last_step:,}", low, high, bad])
+        rows.append([
+            key, number(series.last, 5), f"{series.last_step:,}", known(series.low), known(series.high),
+            f"{series.total.bad or '–'}",
+        ])  # fmt: skip
     head = ("metric", "last", "at step", "lowest", "highest", "not finite")
     table = Table("All metrics", head, rows, folded=len(rows) > OPEN_ROWS)
     return Section("Numbers", tables=[table] if rows else [])
@@ -177,15 +178,6 @@ def value_text(value: object) -> str:
 
 
 SECTIONS = (
-    _lineage,
-    curves.loss_section,
-    expert_load.experts_section,
-    curves.optimiser_section,
-    curves.speed_section,
-    curves.saves_section,
-    supervised.supervised_section,
-    curves.other_section,
-    _sample,
-    _numbers,
-    _config,
-)
+    _lineage, curves.loss_section, expert_load.experts_section, curves.optimiser_section, curves.speed_section,
+    curves.saves_section, supervised.supervised_section, curves.other_section, _sample, _numbers, _config,
+)  # fmt: skip

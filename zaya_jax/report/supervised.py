@@ -13,7 +13,7 @@ from zaya_jax.aegis.accounts import LABELS, Account
 from zaya_jax.report.document import Section, Table, Tile
 from zaya_jax.report.read import Workdir
 from zaya_jax.report.svg import FLOOR, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lower_axis, value_axis
-from zaya_jax.report.text import duration, escape, percent
+from zaya_jax.report.text import UNITS, duration, escape, percent
 
 BINS = 96  # columns of the timeline
 # Bands of the drawing: label, its uses, the colour's class. The first lies at the bottom.
@@ -26,7 +26,6 @@ GROUPS = (
     ("lost to faults", ("silent", "stopping", "again"), 1),
     ("not recorded", ("untold",), 7),
 )
-UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 INTRO = (
     "Each second of the wall clock has one use, and they sum to the whole. Goodput is the share of the supervised time "
     "that went to steps whose updates are in the run."
@@ -123,14 +122,12 @@ def binned(account: Account, bins: int) -> np.ndarray:
     """[bins, GROUPS]: shares of each column's time; the rest to 1 is time without an agent."""
     whole = account.end - account.begin
     place = {use: i for i, (_, uses, _) in enumerate(GROUPS) for use in uses}
-    found = np.zeros((bins, len(GROUPS)))
+    found, columns = np.zeros((bins, len(GROUPS))), np.arange(bins)
     for piece in account.pieces:
-        if piece.use not in place:
-            continue
-        first = (piece.begin - account.begin) / whole * bins
-        last = first + piece.seconds / whole * bins
-        for i in range(max(int(first), 0), min(math.ceil(last), bins)):
-            found[i, place[piece.use]] += max(min(last, i + 1) - max(first, i), 0.0)
+        if piece.use in place:
+            first = (piece.begin - account.begin) / whole * bins
+            last = first + piece.seconds / whole * bins
+            found[:, place[piece.use]] += np.maximum(np.minimum(last, columns + 1) - np.maximum(first, columns), 0.0)
     return np.minimum(found, 1.0)
 
 

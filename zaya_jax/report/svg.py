@@ -1,13 +1,17 @@
-"""Draws curves as inline SVG; also the axes and captions that all pictures share.
+"""Draws curves and heat maps as inline SVG; also the axes and captions that all pictures share.
 
 Colours are CSS classes (see `style`), so that a picture follows the reader's light or dark scheme. A picture is an HTML
 figure: caption, legend with the last values, and the SVG with a description for screen readers. Nothing needs a script.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from zaya_jax.report.style import LEVELS
 from zaya_jax.report.text import escape, exponent, number
 
 WIDTH, HEIGHT = 460, 230
@@ -15,6 +19,7 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 12, 14, 26
 FLOOR = HEIGHT - BOTTOM  # where the axis below a picture lies
 MOST_LABELS = 7  # of one curve
 FAR = 9000.0  # pixels: where values far outside the picture are put
+CELLS, MOST_COLUMNS, MOST_ROWS = 6_000, 120, 64  # of a heat map
 
 
 @dataclasses.dataclass
@@ -27,6 +32,16 @@ class Curve:
     look: str = "line"
     band: Sequence[tuple[float, float, float]] = ()  # (step, low, high)
     dash: int = 0  # for more curves than there are colours
+
+    @property
+    def classes(self) -> str:
+        """How it looks."""
+        return self.look + (f" dash{self.dash}" if self.dash else "") + f" c{self.color}"
+
+    @property
+    def swatch(self) -> str:
+        """Its key in a legend."""
+        return f'<i class="key {self.classes}"></i>'
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -126,7 +141,7 @@ def _unbroken(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...
 
 def draw(line: Curve, x: Axis, y: Axis) -> str:
     """One curve, with its band."""
-    parts, look = [], line.look + (f" dash{line.dash}" if line.dash else "")
+    parts = []
     for run in _unbroken(line.band):
         if len(run) > 1:
             edge = [f"{x(s):.1f},{y(high):.1f}" for s, _, high in run]
@@ -138,7 +153,7 @@ def draw(line: Curve, x: Axis, y: Axis) -> str:
             parts.append(f'<circle class="alone c{line.color}" {place} r="2"/>')
         else:
             joined = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in run)
-            parts.append(f'<polyline class="{look} c{line.color}" points="{joined}"/>')
+            parts.append(f'<polyline class="{line.classes}" points="{joined}"/>')
         if line.look == "dots" and len(run) <= 64:
             for s, v in run:
                 note = f"<title>{escape(line.label)} at step {number(round(s))}: {number(v)}</title>"
@@ -202,9 +217,7 @@ class Chart:
     def _legend(self, line: Curve) -> str:
         last = next((v for _, v in reversed(line.points) if math.isfinite(v)), math.nan)
         text = number(last) + self.unit if math.isfinite(last) else "–"
-        dash = f" dash{line.dash}" if line.dash else ""
-        key = f'<i class="key {line.look}{dash} c{line.color}"></i>'
-        return f"<li>{key}{escape(line.label)} <b>{text}</b></li>"
+        return f"<li>{line.swatch}{escape(line.label)} <b>{text}</b></li>"
 
     def _words(self, line: Curve) -> str:
         """A curve for those who do not see it."""
@@ -221,3 +234,99 @@ def _bad_mark(px: float, step: float) -> str:
         f'<g class="bad">{note}<path class="rule" d="M{px:.1f} {TOP - 2}V{FLOOR}"/>'
         f'<path d="M{px - 4:.1f} {TOP - 10}l8 8m0 -8l-8 8"/></g>'
     )
+
+
+@dataclasses.dataclass
+class Scale:
+    """The colours: the values at their ends; `log` for ratios."""
+
+    low: float
+    high: float
+    name: str = "s"  # s: sequential, r: the same reversed, d: diverging
+    log: bool = False
+
+    def level(self, value: float) -> int:
+        """The colour class of a value."""
+        low, high = self.low, self.high
+        if self.log:
+            value, low, high = math.log2(max(value, 1e-9)), math.log2(low), math.log2(high)
+        part = (value - low) / (high - low) if high > low else 0.5
+        return min(LEVELS - 1, max(0, int(part * LEVELS)))
+
+    @classmethod
+    def between(cls, values: Iterable[float]) -> "Scale":
+        """From the least value to the greatest; one value alone lies on a scale from zero, zero on one up to 1."""
+        good = [v for v in values if math.isfinite(v)] or [0.0]
+        low, high = min(good), max(good)
+        if low == high:
+            low, high = min(low, 0.0), max(high, 0.0)
+        return cls(low, high if high > low else 1.0)
+
+
+def columns(rows: int) -> int:
+    """How many columns a picture of so many rows may have."""
+    return max(4, min(MOST_COLUMNS, CELLS // rows))
+
+
+def grouped(count: int, most: int = MOST_ROWS) -> tuple[list[int], list[str]]:
+    """(where groups of equal size begin, their names) so that there are at most `most` of `count` things."""
+    size = math.ceil(count / most)
+    starts = list(range(0, count, size))
+    ends = [min(s + size, count) - 1 for s in starts]
+    return starts, [f"{s}–{end}" if end > s else str(s) for s, end in zip(starts, ends, strict=True)]
+
+
+@dataclasses.dataclass
+class HeatMap:
+    """Cells [row, column], each reaching half-way to the next; rows without names have their numbers.
+
+    Neighbouring cells of one colour are one rectangle and all rectangles of a colour one path: forty layers stay small.
+    """
+
+    title: str
+    steps: Sequence[float]
+    cells: np.ndarray
+    scale: Scale
+    x_range: tuple[float, float]
+    row_name: str
+    ends: tuple[str, str]
+    note: str = ""
+    names: Sequence[str] = ()
+    column_name: str = "step"
+
+    def draw(self) -> str:
+        """The figure."""
+        names = self.names or [str(row) for row in range(len(self.cells))]
+        size = min(24.0, max(4.0, (HEIGHT - BOTTOM - TOP) / len(names)))
+        tops = [TOP + size * r for r in range(len(names))]
+        bottom = tops[-1] + size
+        x = Axis(*self.x_range, LEFT, WIDTH - RIGHT)
+        middles = [(x(a) + x(b)) / 2 for a, b in itertools.pairwise(self.steps)]
+        edges = [round(v, 1) for v in (x.start, *middles, x.end)]
+        stride = math.ceil(14 / size)  # a phone has larger letters
+        labels = "".join(
+            f'<text x="{LEFT - 6}" y="{tops[r] + size / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>'
+            for r, name in enumerate(names)
+            if r % stride == 0
+        )
+        cells = f'<g class="cells">{self._rectangles(edges, tops, size)}</g>'
+        swatches = "".join(f'<i class="{self.scale.name}{level}"></i>' for level in range(LEVELS))
+        legend = f'<li>{escape(self.ends[0])}<span class="ramp">{swatches}</span>{escape(self.ends[1])}</li>'
+        drawn = cells + labels + lower_axis(x, bottom, self.column_name)
+        words = f"Colours by {self.row_name} and {self.column_name}, from {self.ends[0]} to {self.ends[1]}."
+        return figure(self.title, legend, drawn, bottom + BOTTOM, describe=words, note=self.note)
+
+    def _rectangles(self, edges: Sequence[float], tops: Sequence[float], size: float) -> str:
+        """Neighbouring cells of one colour; NaN leaves a hole."""
+        paths: dict[str, list[str]] = {}
+        tall = f"{size - 1 if size > 8 else size:.4g}"
+        for row, top in zip(self.cells.tolist(), tops, strict=True):
+            levels = (self.scale.level(value) if math.isfinite(value) else None for value in row)
+            cells = zip(levels, edges[:-1], edges[1:], strict=True)
+            for level, group in itertools.groupby(cells, lambda cell: cell[0]):
+                spans = list(group)
+                if level is not None:
+                    start, wide = spans[0][1], f"{spans[-1][2] - spans[0][1]:.4g}"
+                    path = f"M{start:g} {top:.4g}h{wide}v{tall}h-{wide}z"
+                    paths.setdefault(f"{self.scale.name}{level}", []).append(path)
+        return "".join(f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items()))

@@ -4,6 +4,8 @@ import html
 import math
 from typing import Any
 
+UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
 
 class Markup(str):
     """Text that is HTML already."""
@@ -44,6 +46,11 @@ def number(value: float, digits: int = 4) -> str:
     return exponent(f"{value:.{max(1, digits - 2)}e}")
 
 
+def known(value: float) -> str:
+    """A value, a dash where it is not finite."""
+    return number(value) if math.isfinite(value) else "–"
+
+
 def exponent(text: str) -> str:
     """A number in exponent form without its needless zeros."""
     mantissa, power = text.split("e")
@@ -66,7 +73,7 @@ def duration(seconds: float) -> str:
                 return f"{factor * seconds:.3g} {unit}"
         return f"{1e6 * seconds:.3g} µs"
     left, parts = round(seconds), []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+    for unit, size in UNITS:
         amount, left = divmod(left, size)
         parts.append((amount, unit))
     first = next(i for i, (amount, _) in enumerate(parts) if amount)
