@@ -170,7 +170,7 @@ def test_an_agent_of_another_job_is_refused(tmp_path):
 def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
     """Agents without processes are heard, and hear, for as long as they wait."""
     short = {"ZAYA_HEARTBEAT_SECONDS": "2"}
-    with start(tmp_path, "--nodes=2", agents=3, seconds=0.2, steps=40, variables=short) as run:
+    with start(tmp_path, "--nodes=2", agents=3, seconds=0.15, steps=36, variables=short) as run:
         run.until_step(1)
         started = run.first("started")
         time.sleep(4.5)  # two heartbeats, in which the third has nothing to say
@@ -180,7 +180,7 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
         assert run.wait(of=[0, 3 - victim]) == [0, 0]
         assert run.gone()
     (lost,) = run.events("lost")
-    assert "gone: killed" in lost.seen and run.steps()[-1] == 40
+    assert "gone: killed" in lost.seen and run.steps()[-1] == 36
 
 
 @pytest.mark.slow

@@ -27,10 +27,13 @@ def test_this_machine_passes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]  # nothing is left
 
 
-def test_devices_that_are_missing(tmp_path):
-    (found,) = preflight.check(8, root=tmp_path, environ=environ())
+def test_devices_that_are_missing_and_what_the_watchers_find(tmp_path):
+    tree = watched.lay(tmp_path, "mi300x")
+    watched.lay(tree, "narrow")
+    found, narrow = preflight.check(8, root=tree, environ=environ())
     assert (found.name, found.group, found.action) == ("gpu missing", "critical", "exclude")
     assert "2 devices (cpu) are there, 8 are expected" in found.seen
+    assert (narrow.name, narrow.device) == ("pcie link narrowed", "card4")
 
 
 def test_a_check_that_hangs_says_where(tmp_path, monkeypatch):
@@ -88,13 +91,6 @@ class Answering:
 def test_a_faulty_device_is_named_and_excluded(reports, name, device):
     (found,) = preflight.judge_devices(Answering(**reports), 8)
     assert (found.name, found.device, found.action) == (name, device, "exclude")
-
-
-def test_the_node_is_looked_at(tmp_path):
-    tree = watched.lay(tmp_path, "mi300x")
-    watched.lay(tree, "narrow")
-    found = preflight.check(root=tree, environ=environ())
-    assert [(f.name, f.device) for f in found] == [("pcie link narrowed", "card4")]
 
 
 @pytest.mark.parametrize("count", range(2, 12))

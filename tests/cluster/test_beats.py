@@ -66,6 +66,7 @@ def test_never_reads_half_of_it(talker, tmp_path):
         if found.step == 20_000:
             break
     assert len(places) > 100
+    process.kill()
     process.communicate()
 
 

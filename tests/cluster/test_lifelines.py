@@ -55,7 +55,7 @@ class Run:
 
 def bare(run, index):
     """A process of nothing but a line, which has called."""
-    return lines.call(run.address, index, str(run.count), lines.key(), 20).connection
+    return lines.call(run.address, index, str(run.count), 20).connection
 
 
 def test_a_silent_process_is_named_with_its_host():
@@ -160,15 +160,17 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
 
 
 def test_a_caller_that_is_gone_before_it_is_welcomed_is_no_error_of_the_storage():
-    server = lines.listen(0, "the test's", "")
-    door = lines.Door(b"k", "d", 2, "", selectors.DefaultSelector())
-    with socket.create_connection(server.getsockname()[:2]) as caller:
-        while not (line := door.open(server)):
-            time.sleep(0.01)
+    selector, came, lost = selectors.DefaultSelector(), [], []
+    door = lines.Door(selector, "d", 2, "", lambda line, _: came.append((line.index, line.name)), print, lost.append)
+    door.open(0, "the test's", "")
+    with socket.create_connection(door._server.getsockname()[:2]) as caller:
+        for key, _ in selector.select(10):
+            key.data()
         nonce = json.loads(caller.makefile("rb").readline())[1]
-        proof = lines._proof(b"k", "caller", nonce, 1, "h", "d")
+        proof = lines._proof(lines.key(), "caller", nonce, 1, "h", "d")
         caller.sendall(json.dumps(["here", 1, "h", "d", "n", proof]).encode() + b"\n")
-    time.sleep(0.05)
-    assert door.hear(line, *line.read()) == "h" and line.host
-    line.close()
-    server.close()
+    while not lost:
+        for key, _ in selector.select(10):
+            key.data()
+    assert came == [(1, "h")] and lost[0].address and not door.known
+    door.shut()

@@ -30,6 +30,7 @@ SLEPT = 3.0  # a turn that took so long: this agent stood still
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEARTBEAT = 60.0
 FAREWELL = 5.0  # seconds for last words
+GONE = "gone: killed, crashed, or the connection is cut"
 
 
 class Agent:
@@ -40,6 +41,10 @@ class Agent:
         self.selector = selectors.DefaultSelector()
         self.keeper, self.terminal = Keeper(plan.workdir), Terminal()
         self.node = Node(plan, self.selector, self.keeper, self.terminal, self.tell)
+        self.digest = _digest(plan)
+        differs = "it has another command or another zaya_jax; start all agents with the same of both"
+        agents = plan.rules.agents
+        self.door = lines.Door(self.selector, self.digest, agents, differs, self.came, self.hear, self.lost)
         self.end: tuple[int, str] | None = None
         self._signals: list[int] = []
         self._asleep, self._wake = socket.socketpair()
@@ -110,12 +115,26 @@ class Agent:
         """Once a turn."""
         raise NotImplementedError
 
+    def came(self, line: lines.Line, before: lines.Line | None) -> None:
+        """Another agent is there."""
+
+    def hear(self, line: lines.Line, message: list) -> None:
+        """A message of another agent."""
+        raise NotImplementedError
+
+    def lost(self, line: lines.Line, why: str = GONE) -> None:
+        """Another agent is gone."""
+        raise NotImplementedError
+
     def slept(self, seconds: float) -> None:
-        """This agent stood still."""
+        """This agent stood still, so that no other was silent in that time."""
+        self.door.forgive(time.monotonic())
         self.tell(["slept", seconds])
 
     def farewell(self) -> None:
         """After the last turn."""
+        for line in list(self.door.known.values()):
+            self.door.drop(line)
 
     def obey(self, message: list) -> None:
         """Carries out an order of the leader."""
@@ -131,19 +150,12 @@ class Leading(Agent):
 
     def begin(self) -> None:
         """Opens the door to the others."""
-        now = time.monotonic()
-        self._early: list[list] | None = []
-        self._lines: dict[int, lines.Line] = {}
-        self._told = now
-        host, self._server = "localhost", None
+        now, host = time.monotonic(), "localhost"
         if self.rank:
             host, port = self.rank.coordinator.rsplit(":", 1)
             host = host.strip("[]")
             way = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
-            self._server = lines.listen(int(port), "the agents'", way)
-            differs = "it has another command or another zaya_jax; start all agents with the same of both"
-            self._door = lines.Door(lines.key(), _digest(self), self.plan.rules.agents, differs, self.selector)
-            self.selector.register(self._server, selectors.EVENT_READ, self._open)
+            self.door.open(int(port), "the agents'", way)
         self.leader = Leader(self.plan, self.keeper, self.say, self._order, now)
         self.leader.came(0, socket.gethostname(), host, now)
         self.node.ready()
@@ -154,81 +166,49 @@ class Leading(Agent):
 
     def due(self, now: float) -> None:
         """Asks for signs of life, and drops an agent that gives none."""
-        for line in self._door.overdue(now) if self._server else ():
-            self._drop(line)
-        if now - self._told > min(self.heartbeat / 10, 1.0):
-            self._told = now
-            for line in self._lines.values():
-                line.say()
-        for line in list(self._lines.values()):
-            line.flush()
+        self.door.turn(now, min(self.heartbeat / 10, 1.0))
+        for index, line in list(self.door.known.items()):
             silent = now - line.heard
-            if silent > self.heartbeat or (line.index and self.leader.decider.gives_up(line.index, silent)):
-                self._drop(line, f"its agent is silent for {silent:.0f} s")
+            if silent > self.heartbeat or self.leader.decider.gives_up(index, silent):
+                self.lost(line, f"silent for {silent:.0f} s")
         self.leader.turn(now)
         self.end = self.leader.end
-
-    def slept(self, seconds: float) -> None:
-        """No agent is blamed for that time."""
-        now = time.monotonic()
-        self.leader.woke(seconds, now)
-        for line in self._lines.values():
-            line.heard = now
 
     def farewell(self) -> None:
         """All others end with the same code."""
         assert self.end
-        for line in self._lines.values():
+        for line in self.door.known.values():
             line.say("end", *self.end)
-        until = time.monotonic() + FAREWELL
-        while any(line.waiting for line in self._lines.values()) and time.monotonic() < until:
-            for line in self._lines.values():
-                line.flush()
-            time.sleep(0.02)
-        for line in self._lines.values():
-            line.close()
-        if self._server:
-            self._server.close()
+        self.door.see_off(FAREWELL)
+        super().farewell()
+        self.door.shut()
         self.leader.close()
 
+    def came(self, line: lines.Line, before: lines.Line | None) -> None:
+        """Takes its place where it was started again before its old line was seen to be dead."""
+        assert line.index is not None
+        if before:
+            self.lost(before, "there again")
+        self.leader.came(line.index, line.name, line.address, time.monotonic())
+
+    def hear(self, line: lines.Line, message: list) -> None:
+        """Passes it on."""
+        assert line.index is not None
+        self.leader.hear(line.index, message, time.monotonic())
+
+    def lost(self, line: lines.Line, why: str = GONE) -> None:
+        """Passes it on, with the reason."""
+        self.door.drop(line)
+        self.leader.lost(line.index or 0, f"its agent is {why}", time.monotonic())
+
     def _order(self, node: int, message: list) -> None:
+        line = self.door.known.get(node)
         if node == 0:
             self.obey(message)
-        elif node in self._lines and message == ["drop"]:
-            self._drop(self._lines[node], "it did not answer")
-        elif node in self._lines:
-            self._lines[node].say(*message)
-
-    def _open(self) -> None:
-        assert self._server
-        if line := self._door.open(self._server):
-            self.selector.register(line.connection, selectors.EVENT_READ, lambda: self._hear(line))
-
-    def _hear(self, line: lines.Line) -> None:
-        messages, now = line.read(), time.monotonic()
-        try:
-            for message in messages or ():
-                if line.index is None:
-                    self._welcome(line, self._door.hear(line, message), now)
-                else:
-                    self.leader.hear(line.index, message, now)
-        except (ValueError, TypeError):
-            messages = None  # not an agent
-        if messages is None:
-            self._drop(line, "its agent is gone: killed, crashed, or the connection is cut")
-
-    def _welcome(self, line: lines.Line, host: str, now: float) -> None:
-        assert line.index is not None
-        if line.index in self._lines:  # it was started again before its old line was seen to be dead
-            self._drop(self._lines[line.index], "its agent came again")
-        self._lines[line.index] = line
-        self.leader.came(line.index, host, line.host, now)
-
-    def _drop(self, line: lines.Line, why: str = "") -> None:
-        self._door.drop(line)
-        if line.index is not None and self._lines.get(line.index) is line:
-            del self._lines[line.index]
-            self.leader.lost(line.index, why, time.monotonic())
+        elif line and message == ["drop"]:
+            self.lost(line, "without an answer")
+        elif line:
+            line.say(*message)
 
 
 class _AskedToStop(Exception):
@@ -243,12 +223,10 @@ class Member(Agent):
     def begin(self) -> None:
         """Finds the leader; a signal ends the search at once."""
         assert self.rank
-        self._line: lines.Line | None = None
+        address, index, rules = self.rank.coordinator, self.rank.index, self.plan.rules
         try:
             self._searches = True
-            self._line = lines.call(
-                self.rank.coordinator, self.rank.index, _digest(self), lines.key(), self.plan.rules.join, "node"
-            )
+            line = lines.call(address, index, self.digest, rules.join, "node")
         except _AskedToStop as asked:
             self.end = PREEMPTED, f"{asked} while it looked for its leader"
             return
@@ -257,7 +235,8 @@ class Member(Agent):
             return
         finally:
             self._searches = False
-        self.selector.register(self._line.connection, selectors.EVENT_READ, self._hear)
+        self.door.known[0] = line
+        self.door.attend(line)
         self.node.ready()
 
     def _signal(self, number: int, frame: Any) -> None:
@@ -267,38 +246,27 @@ class Member(Agent):
 
     def tell(self, message: list) -> None:
         """Over the line."""
-        if self._line:
-            self._line.say(*message)
+        for line in self.door.known.values():
+            line.say(*message)
 
     def due(self, now: float) -> None:
         """A leader that is silent is lost."""
-        if self._line:
-            self._line.flush()
-            if now - self._line.heard > self.heartbeat:
+        for line in self.door.known.values():
+            line.flush()
+            if now - line.heard > self.heartbeat:
                 self.end = 1, f"the leader is silent for {self.heartbeat:g} s"
 
-    def slept(self, seconds: float) -> None:
-        """Then the leader was not silent."""
-        if self._line:
-            self._line.heard = time.monotonic()
-        super().slept(seconds)
+    def hear(self, line: lines.Line, message: list) -> None:
+        """An order, or the end of all."""
+        kind, *rest = message
+        if kind == "end":
+            self.end = rest[0], rest[1]
+        else:
+            self.obey(message)
 
-    def farewell(self) -> None:
-        """Hangs up."""
-        if self._line:
-            self._line.close()
-
-    def _hear(self) -> None:
-        assert self._line
-        messages = self._line.read()
-        for kind, *rest in messages or ():
-            if kind == "end":
-                self.end = rest[0], rest[1]
-            else:
-                self.obey([kind, *rest])
-        if messages is None and self.end is None:
-            self.selector.unregister(self._line.connection)
-            self.end = 1, "the leader is gone: killed, crashed, or the connection is cut"
+    def lost(self, line: lines.Line, why: str = GONE) -> None:
+        """Ends with its processes, unless it was told how to end."""
+        self.end = self.end or (1, f"the leader is {why}")
 
 
 def run(plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT) -> int:
@@ -307,10 +275,10 @@ def run(plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT) -> int:
     return kind(plan, rank, heartbeat).run()
 
 
-def _digest(agent: Agent) -> str:
+def _digest(plan: Plan) -> str:
     """A hash of the command and of the agent's code, which must be the same for all agents."""
-    rules = agent.plan.rules
+    rules = plan.rules
     # The interpreter's path may differ from node to node; the command may not.
-    said = [*agent.plan.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]
+    said = [*plan.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]
     code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(json.dumps(said + code).encode()).hexdigest()[:16]

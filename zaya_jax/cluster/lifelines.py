@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zaya_jax.cluster import lines
 from zaya_jax.cluster.lines import Line
@@ -50,15 +50,15 @@ class Lifelines:
         self._host = socket.gethostname()
         self._selector = selectors.DefaultSelector()
         self.lost: list[int] = []  # processes that this one found to be lost
-        # By the process at the other end: in process 0 all others, in the others process 0.
-        self._lines: dict[int, Line] = {}
-        self._server: socket.socket | None = None
         differs = "process {index} on {host} counts {digest} processes, process 0 counts " + str(rank.count)
-        self._door = lines.Door(lines.key(), str(rank.count), rank.count, differs, self._selector)
+        self._door = lines.Door(
+            self._selector, str(rank.count), rank.count, differs, self._came, self._take, self._gone, self._refused
+        )
+        self._lines = self._door.known  # in process 0 to all others, in the others to process 0
         self._called = threading.Event()
         self._refusal: End | None = None
         self._ended, self._parted = threading.Event(), 0.0
-        self._asked = self._slept = self._woke = self._allowed = self._deadline = 0.0
+        self._slept = self._woke = self._allowed = self._deadline = 0.0
         self._doubt: tuple[float, End] | None = None
         self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
 
@@ -66,14 +66,11 @@ class Lifelines:
         """Returns on every process when all have called; LostProcess names those that did not within `seconds`."""
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
         if self.index == 0:
-            self._server = lines.listen(
-                int(self._place.coordinator.rsplit(":", 1)[1]), "the coordinator's",
-                "give another, as JAX_COORDINATOR_PORT or in the coordinator's address",
-            )  # fmt: skip
-            self._selector.register(self._server, selectors.EVENT_READ)
+            way = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
+            self._door.open(int(self._place.coordinator.rsplit(":", 1)[1]), "the coordinator's", way)
         self._main, inside = socket.socketpair()  # on it the main thread speaks to this one
         self._inside = Line(inside)
-        self._selector.register(inside, selectors.EVENT_READ, self._inside)
+        self._door.attend(self._inside)
         self._thread.start()
         self._called.wait()
         if self._refusal:
@@ -116,17 +113,13 @@ class Lifelines:
     def _turn(self, patience: float) -> None:
         begun = time.monotonic()
         for key, _ in self._selector.select(patience):
-            if key.fileobj is self._server:
-                while line := self._door.open(self._server):
-                    self._selector.register(line.connection, selectors.EVENT_READ, line)
-            elif not self._ended.is_set():
-                self._hear(key.data)
+            if not self._ended.is_set():
+                key.data()
         now = time.monotonic()
         if now - begun - patience > self._seconds / 2:
             self._slept, self._woke = now - begun, now
             _log.warning("this process stood still for %.0f s: stopped, or its machine was", self._slept)
-            for line in self._lines.values():
-                line.heard = now
+            self._door.forgive(now)
         if not self._ended.is_set():
             self._look(now)
 
@@ -136,12 +129,8 @@ class Lifelines:
             if not self._lines or now - self._parted > GOODBYE:
                 self._ended.set()
             return None
-        for line in self._door.overdue(now):
-            self._door.drop(line)
-        if self.index == 0 and now - self._asked >= self._seconds / 10:
-            self._asked = now
-            for line in self._lines.values():
-                line.say()
+        if self.index == 0:
+            self._door.turn(now, self._seconds / 10)
         if not self._called.is_set() and self.index == 0 and now > self._deadline:
             absent = [i for i in range(self._place.count) if i and i not in self._lines]
             text = f"{name_processes(absent)} of {self._place.count} did not come within {self._allowed:.0f} s"
@@ -156,36 +145,16 @@ class Lifelines:
             return self._end(self._doubt[1])
         return None
 
-    def _hear(self, line: Line) -> None:
-        messages = line.read()
-        try:
-            for message in messages or ():
-                if line in self._door.strangers:
-                    self._greet(line, message)
-                else:
-                    self._take(line, *message)
-        except lines.Refused as error:  # a process of this job: all must know
-            return self._end(End(2, NO_PROCESS, self._host, str(error)))
-        except (ValueError, TypeError):
-            messages = None
-        if messages is None and not self._ended.is_set():
-            self._door.drop(line)
-            if line.index is not None and self._lines.get(line.index) is line:
-                del self._lines[line.index]
-                if not self._parted:
-                    self._lost([line], f"gone: killed, or crashed; see logs/process-{line.index:05d}.log")
-        return None
-
-    def _take(self, line: Line, kind: str, *rest: Any) -> None:
+    def _take(self, line: Line, message: list) -> None:
+        kind, *rest = message
         if kind == "all":
-            (line.host,) = rest
+            (line.name,) = rest
             self._called.set()
         elif kind == "bye" and line is self._inside:
             self._parted = time.monotonic()
             if self.index:
                 self._lines.pop(0).say("bye")
         elif kind == "bye":
-            self._lines.pop(line.index or 0, None)
             self._door.drop(line)
         elif kind in ("end", "doubt"):
             end = End(*rest)
@@ -194,45 +163,45 @@ class Lifelines:
             elif kind == "end":
                 self._end(end)
             elif not self._doubt:
-                self._doubt, self._asked = (time.monotonic(), end), 0.0
+                self._doubt, self._door.asked = (time.monotonic(), end), 0.0
 
-    def _greet(self, line: Line, message: list) -> None:
+    def _came(self, line: Line, before: Line | None) -> None:
         """In process 0: another one has called."""
-        host = self._door.hear(line, message)
-        assert line.index is not None
-        if line.index in self._lines:
-            there = self._lines[line.index].host
-            text = f"process {line.index} is there twice, on {there} and on {host}"
-            line.say("end", *End(2, NO_PROCESS, self._host, text))
-            return self._end(End(2, NO_PROCESS, self._host, text))
-        line.host, self._lines[line.index] = host, line
+        if before:
+            words = f"process {line.index} is there twice, on {before.name} and on {line.name}"
+            before.say("end", *End(2, NO_PROCESS, self._host, words))
+            return self._refused(words)
         if len(self._lines) < self._place.count - 1:
             return None
-        assert self._server
-        self._selector.unregister(self._server)
-        self._server.close()  # JAX's service listens there next
-        for stranger in list(self._door.strangers):
-            self._door.drop(stranger)
+        self._door.shut()  # JAX's service listens there next
         for other in self._lines.values():
             other.say("all", self._host)
         self._called.set()
         return None
 
+    def _refused(self, words: str) -> None:
+        """A process of this job that is not expected: all must know."""
+        self._end(End(2, NO_PROCESS, self._host, words))
+
+    def _gone(self, line: Line) -> None:
+        if not self._parted:
+            self._lost([line], f"gone: killed, or crashed; see logs/process-{line.index:05d}.log")
+
     def _call(self) -> None:
         """In the others: finds process 0, however late it comes."""
         address, count = self._place.coordinator, str(self._place.count)
         try:
-            line = lines.call(address, self.index, count, lines.key(), self._allowed)
+            line = lines.call(address, self.index, count, self._allowed)
         except (LostProcess, UserError) as error:
             code = 2 if isinstance(error, UserError) else 1
             self._refusal = End(code, self.index, self._host, str(error))
             self._ended.set()
             return
         self._lines[0] = line
-        self._selector.register(line.connection, selectors.EVENT_READ, line)
+        self._door.attend(line)
 
     def _lost(self, lost: list[Line], what: str) -> None:
-        names = [f"process {line.index} on {line.host}" for line in lost[:16]]
+        names = [f"process {line.index} on {line.name}" for line in lost[:16]]
         text = f"{', '.join(names)} {'are' if len(lost) > 1 else 'is'} {what}"
         if self._slept > 0.8 * self._seconds > time.monotonic() - self._woke:
             text = f"this process stood still for {self._slept:.0f} s, and the others ended without it"
@@ -256,10 +225,4 @@ class Lifelines:
 
     def see_off(self) -> list[int]:
         """Process 0 waits until the others have hung up, so that messages on their way arrive; returns the silent."""
-        until = time.monotonic() + GOODBYE
-        while self.index == 0 and self._lines and time.monotonic() < until:
-            for index, line in list(self._lines.items()):
-                if line.read() is None:
-                    del self._lines[index]
-            time.sleep(0.02)
-        return sorted(self._lines) if self.index == 0 else []
+        return self._door.see_off(GOODBYE) if self.index == 0 else []

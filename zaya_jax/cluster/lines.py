@@ -1,9 +1,8 @@
 """Connections between the agents, or the processes, of one job: lists of JSON over TCP, one a line.
 
     Line(connection)                   say(...), flush(), read(); neither ever waits
-    listen(port, whose, way)           the socket of number 0
-    Door(key, digest, count, ...)      number 0's greeting of each caller, and hanging up
-    call(address, index, ...)          the others' connection to number 0
+    Door(selector, digest, ...)        all lines of one end: greets callers, hears, hangs up
+    call(address, index, digest, ...)  the others' connection to number 0
 
 An empty line asks for, or gives, a sign of life. Both ends prove that they know the job's key (HMAC of the other's
 random number) before either trusts the other. The key is ZAYA_SECRET, or else the number of the Slurm job, which keeps
@@ -19,6 +18,7 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from zaya_jax.cluster.rank import LostProcess
@@ -42,8 +42,9 @@ def _proof(secret: bytes, *parts: Any) -> str:
 class Line:
     """One connection, cut into messages. `answers`: whether an empty line is answered with one."""
 
-    def __init__(self, connection: socket.socket, host: str = "", limit: int = LONG, answers: bool = False):
-        self.connection, self.host, self.limit, self.answers = connection, host, limit, answers
+    def __init__(self, connection: socket.socket, address: str = "", limit: int = LONG, answers: bool = False):
+        self.connection, self.address, self.limit, self.answers = connection, address, limit, answers
+        self.name = ""  # of the other end's host
         self.heard = self.opened = time.monotonic()
         self.index: int | None = None  # of the other end, once that has proved to be of this job
         self.nonce = secrets.token_hex(16)
@@ -62,11 +63,6 @@ class Line:
         with contextlib.suppress(OSError):
             while self._out:
                 del self._out[: self.connection.send(self._out)]
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something is still to be sent."""
-        return bool(self._out)
 
     def read(self) -> list[list] | None:
         """The messages that have arrived; None if the other end has hung up, or sends anything else."""
@@ -90,92 +86,150 @@ class Line:
             return None
         return found if all(isinstance(m, list) and m and isinstance(m[0], str) for m in found) else None
 
-    def close(self) -> None:
-        """Hangs up."""
-        self.connection.close()
-
-
-class Refused(ValueError):
-    """A caller that knows the key, but is not expected."""
-
 
 class Door:
-    """Greets callers. `digest` must be the same at both ends; `differs` is the message if it is not."""
+    """All lines of one end: greets callers at number 0, hears each line when the selector says so, and hangs up.
 
-    def __init__(self, secret: bytes, digest: str, count: int, differs: str, selector: selectors.BaseSelector):
-        self._secret, self._digest, self._count, self._differs = secret, digest, count, differs
-        self._selector = selector
+    For lines of the job alone are called `came(line, before)`, with the line that had this number before; `hear(line,
+    message)`, in which a ValueError or TypeError is the other end's fault; and `lost(line)`, where the other end has
+    hung up. `refused(words)`: a caller knows the key and is not expected. `digest` must be the same at both ends;
+    `differs` is the message if it is not.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, digest: str, count: int, differs: str,
+        came: Callable[[Line, Line | None], None], hear: Callable[[Line, list], None], lost: Callable[[Line], None],
+        refused: Callable[[str], None] = lambda words: None,
+    ):  # fmt: skip
+        self._selector, self._digest, self._count, self._differs = selector, digest, count, differs
+        self._came, self._hear, self._lost, self._refused = came, hear, lost, refused
+        self._key = key()
+        self._server: socket.socket | None = None
         self.strangers: list[Line] = []
+        self.known: dict[int, Line] = {}  # by the number of the other end
+        self.asked = 0.0  # when signs of life were asked for
 
-    def open(self, server: socket.socket) -> Line | None:
-        """Accepts the next caller; None if there is none."""
+    def open(self, port: int, whose: str, way: str) -> None:
+        """Lets callers in; UserError with the way out where the port cannot be opened."""
+        # A line here and one of JAX's for each process: 1,024 open files, as is usual, are few.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(OSError, ValueError):  # macOS says "without limit" and takes no such number
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
         try:
-            connection, address = server.accept()
+            server = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
+        except OSError as error:
+            raise UserError(f"{whose} port {port} cannot be opened ({error.strerror}); {way}") from None
+        server.setblocking(False)
+        self._server = server
+        self._selector.register(server, selectors.EVENT_READ, self._accept)
+
+    def shut(self) -> None:
+        """Lets no more callers in; the port is free again."""
+        if self._server:
+            self._selector.unregister(self._server)
+            self._server.close()
+        for stranger in list(self.strangers):
+            self.drop(stranger)
+
+    def attend(self, line: Line) -> None:
+        """Hears a line from now on."""
+        self._selector.register(line.connection, selectors.EVENT_READ, lambda: self._read(line))
+
+    def drop(self, line: Line) -> bool:
+        """Hangs up; whether it was a line of the job."""
+        with contextlib.suppress(KeyError, ValueError):  # it is unregistered already
+            self._selector.unregister(line.connection)
+        line.connection.close()
+        if line in self.strangers:
+            self.strangers.remove(line)
+        known = line.index is not None and self.known.get(line.index) is line
+        if known:
+            del self.known[line.index or 0]
+        return known
+
+    def turn(self, now: float, every: float) -> None:
+        """Asks for signs of life, and drops strangers that have been silent for too long, or are too many."""
+        late = [line for line in self.strangers if now - line.opened > GREETING]
+        for line in late + self.strangers[: max(len(self.strangers) - STRANGERS, 0)]:
+            self.drop(line)
+        asks = now - self.asked >= every
+        self.asked = now if asks else self.asked
+        for line in self.known.values():
+            line.say() if asks else line.flush()
+
+    def forgive(self, now: float) -> None:
+        """This end stood still: no other was silent in that time."""
+        for line in self.known.values():
+            line.heard = now
+
+    def see_off(self, seconds: float) -> list[int]:
+        """Waits until the others have hung up, so that messages on their way arrive; returns the silent."""
+        until = time.monotonic() + seconds
+        while self.known and time.monotonic() < until:
+            for index, line in list(self.known.items()):
+                line.flush()
+                if line.read() is None:
+                    del self.known[index]
+            time.sleep(0.02)
+        return sorted(self.known)
+
+    def _accept(self) -> None:
+        assert self._server
+        try:
+            connection, address = self._server.accept()
         except OSError:
-            return None
+            return
         # Asked for here, since a caller that is gone has no address any more.
         line = Line(connection, address[0].removeprefix("::ffff:"), SHORT)
         self.strangers.append(line)
+        self.attend(line)
         line.say("who", line.nonce)
-        return line
 
-    def hear(self, line: Line, message: list) -> str:
-        """Admits a caller and returns its name for its host; ValueError sends it away."""
-        kind, index, host, digest, nonce, shown = message
+    def _read(self, line: Line) -> None:
+        messages = line.read()
+        try:
+            for message in messages or ():
+                if line in self.strangers:
+                    self._greet(line, message)
+                else:
+                    self._hear(line, message)
+        except (ValueError, TypeError):
+            messages = None
+        if messages is None and self.drop(line):
+            self._lost(line)
+
+    def _greet(self, line: Line, message: list) -> None:
+        """Admits a caller; ValueError sends it away."""
+        kind, index, line.name, digest, nonce, shown = message
         if kind != "here" or not isinstance(index, int) or not all(isinstance(x, str) for x in message[2:]):
             raise ValueError(kind)
-        if not hmac.compare_digest(shown, _proof(self._secret, "caller", line.nonce, index, host, digest)):
+        if not hmac.compare_digest(shown, _proof(self._key, "caller", line.nonce, index, line.name, digest)):
             line.say("refused", f"it is not of this job: {SECRET}, or SLURM_JOB_ID, is another there")
             raise ValueError("proof")
         words = ""
         if digest != self._digest:
-            words = self._differs.format(index=index, host=host, digest=digest)
+            words = self._differs.format(index=index, host=line.name, digest=digest)
         elif not 0 < index < self._count:
             words = f"{index} is not a number from 1 to {self._count - 1}"
         if words:
             line.say("refused", words)
-            raise Refused(words)
+            self._refused(words)
+            raise ValueError(words)
         self.strangers.remove(line)
         line.index, line.limit = index, LONG
-        line.say("welcome", _proof(self._secret, "called", nonce))
-        return host
-
-    def drop(self, line: Line) -> None:
-        """Hangs up."""
-        with contextlib.suppress(KeyError, ValueError):  # it is unregistered already
-            self._selector.unregister(line.connection)
-        line.close()
-        if line in self.strangers:
-            self.strangers.remove(line)
-
-    def overdue(self, now: float) -> list[Line]:
-        """Strangers that have been silent for too long, or are too many."""
-        late = [line for line in self.strangers if now - line.opened > GREETING]
-        return late + self.strangers[: max(len(self.strangers) - STRANGERS, 0)]
+        line.say("welcome", _proof(self._key, "called", nonce))
+        before, self.known[index] = self.known.get(index), line
+        self._came(line, before)
 
 
-def listen(port: int, whose: str, way: str) -> socket.socket:
-    """A socket for many to call on; UserError with the way out where the port cannot be opened."""
-    # A line here and one of JAX's for each process: 1,024 open files, as is usual, are few.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # macOS says "without limit" and takes no such number
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
-    except OSError as error:
-        raise UserError(f"{whose} port {port} cannot be opened ({error.strerror}); {way}") from None
-    server.setblocking(False)
-    return server
-
-
-def call(address: str, index: int, digest: str, secret: bytes, seconds: float, kind: str = "process") -> Line:
+def call(address: str, index: int, digest: str, seconds: float, kind: str = "process") -> Line:
     """The line to number 0, however late that starts.
 
     UserError if it refuses this one; LostProcess if it does not answer within `seconds`.
     """
-    who, whom = f"{kind} {index}", f"{kind} 0"
+    who, whom, secret = f"{kind} {index}", f"{kind} 0", key()
     host, port = address.rsplit(":", 1)
     here, until, why = socket.gethostname(), time.monotonic() + seconds, "no answer"
     while time.monotonic() < until:
