@@ -79,7 +79,8 @@ def bandwidth(device: Any) -> float:
     """Bytes read and written in a second by a copy on one device."""
     import jax
 
-    from zaya_jax.hardware.measure import memory_copies, timing
+    from pallas_kernels import timing
+    from zaya_jax.hardware.measure import memory_copies
 
     size = STREAM.get(device.platform, STREAM_ELSEWHERE)
     x = jax.device_put(np.ones(size // 4, np.float32), device)
