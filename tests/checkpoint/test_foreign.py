@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import multiprocess_runs
 import numpy as np
 import pytest
 from checkpoint_helpers import same
@@ -49,6 +50,27 @@ with ocp.training.Checkpointer(root / "steps") as checkpointer:
 (root / "tensors").mkdir()
 save_file(flat, root / "tensors" / "model.safetensors")
 assert not any(name.startswith("zaya") for name in sys.modules)
+"""
+SEVERAL = """
+import os, sys, numpy as np, jax
+count, index = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
+jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], count, index)
+from zaya_jax.checkpoint import boxes, partial
+from zaya_jax.checkpoint.foreign import open_source
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+name, whole = "params.embed.embedding", np.load(sys.argv[1])["params.embed.embedding"]
+for layout, axis in ((layout, axis) for layout in sys.argv[3:] for axis in ("data", None)):
+    put = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+    zeros = jax.make_array_from_callback(whole.shape, put, lambda at: 0 * whole[at])
+    fresh = {"params": {"embed": {"embedding": zeros}}}
+    place = f"{sys.argv[2]}/{layout}"
+    for got in (
+        partial.InitialWeights(place, boxes.of_tree(fresh), False).of(fresh, print),
+        open_source(place).restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=put), fresh)),
+    ):
+        for shard in got["params"]["embed"]["embedding"].addressable_shards:
+            assert (np.asarray(shard.data) == whole[shard.index]).all() and whole.any()
+    print("equal", layout, axis)
 """
 LAYOUTS = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors", "sealed"]  # the last by our `Handler`
 IDS = np.arange(1, 65).reshape(8, 8)
@@ -108,6 +130,14 @@ def test_it_is_a_model_of_equal_loss_on_a_mesh(model, saved, layout, capsys):
     got = zj.load(saved / layout, config=model.config, mesh={"data": 4, "expert": 2})
     np.testing.assert_allclose(got.loss(IDS, IDS), model.loss(IDS, IDS), rtol=1e-5)
     assert "without checksums" in capsys.readouterr().out
+
+
+def test_two_processes_each_read_their_parts(saved, tmp_path):
+    arguments = ["-c", SEVERAL, saved / "state.npz", saved, *LAYOUTS]
+    with multiprocess_runs.start(arguments, 2, tmp_path) as run:
+        for result in run.wait(120):
+            assert result.code == 0, result.err
+            assert result.out.count("equal") == 2 * len(LAYOUTS)
 
 
 def test_of_a_tree_with_other_names_the_nearest_are_listed(model, saved):

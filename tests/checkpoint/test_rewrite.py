@@ -12,7 +12,7 @@ import pytest
 from checkpoint_helpers import same
 
 from zaya_jax import config
-from zaya_jax.checkpoint import boxes, layout, partial, rewrite, source, store
+from zaya_jax.checkpoint import boxes, layout, partial, rewrite, source, stale, store
 from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
@@ -109,52 +109,69 @@ def test_memory_is_below_three_chunks(tmp_path, chunk_to):
 
 
 NOTEBOOK = """
+import sys
+import jax, numpy as np, optax
+from pathlib import Path
 from orbax.checkpoint import v1 as ocp
-state = ocp.load_checkpointables(sys.argv[1])["state"]
-"""
-ON_DEVICES = """
-import jax, optax
 from orbax.checkpoint.options import AtomicityMode
+place, out = map(Path, sys.argv[1:])
+state = ocp.load_checkpointables(place)["state"]
+down = state["params"]["layers"]["experts"]["down"]
+np.savez(out, down=down.view(np.uint8), bias=state["balance"]["bias"])
+print(down.dtype, sorted(state))
 mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 put = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
-like = {"params": {"embed": {"embedding": jax.ShapeDtypeStruct((50, 8), "float32", sharding=put)}}}
+table = state["params"]["embed"]["embedding"]
+like = {"params": {"embed": {"embedding": jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=put)}}}
 def continued(mode):
     context = ocp.Context(atomicity_options=ocp.options.AtomicityOptions(mode=mode))
     context.pytree.loading.partial_load = True
     with context:
-        table = ocp.load_checkpointables(sys.argv[1], {"state": like})["state"]["params"]["embed"]["embedding"]
-    assert table.sharding == put and (table == state["params"]["embed"]["embedding"]).all()
+        x = ocp.load_checkpointables(place, {"state": like})["state"]["params"]["embed"]["embedding"]
+    assert x.sharding == put and (x == table).all()
+    if place.name.isdecimal():
+        with ocp.training.Checkpointer(place.parent, context=context) as checkpointer:
+            print("newest", checkpointer.latest.step)
     step = jax.jit(jax.value_and_grad(lambda x: ((x @ x.T - jax.numpy.eye(50)) ** 2).mean()))
     optimizer, losses = optax.adam(0.01), []
-    moments = optimizer.init(table)
+    moments = optimizer.init(x)
     for _ in range(3):
-        loss, gradients = step(table)
+        loss, gradients = step(x)
         updates, moments = optimizer.update(gradients, moments)
-        table = optax.apply_updates(table, updates)
+        x = optax.apply_updates(x, updates)
         losses.append(float(loss))
     return losses
 first = continued(AtomicityMode.ATOMIC_RENAME)
 assert first[2] < first[1] < first[0] and first == continued(AtomicityMode.COMMIT_FILE)
+assert not any(name.startswith("zaya") for name in sys.modules)
 """
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_notebook_loads_and_trains_exported_parameters_without_this_package(workdir, tmp_path, dtype):
-    rewrite.export_params(workdir, tmp_path / "out", step=4, dtype=dtype)
-    assert Vault(tmp_path).verify("out") == []
-    code = "import sys\n" + NOTEBOOK + (ON_DEVICES if dtype is None else "")
-    code += f"import numpy as np\nnp.save({str(tmp_path / 'x.npy')!r}, state['balance']['bias'])\n"
-    code += "down = state['params']['layers']['experts']['down']\n"
-    code += f"np.save({str(tmp_path / 'y.npy')!r}, down.view(np.uint8))\nprint(down.dtype, sorted(state))\n"
-    code += "assert not any(name.startswith('zaya') for name in sys.modules)"
-    command = [sys.executable, "-c", code, tmp_path / "out"]
+@pytest.mark.parametrize("place", ["exported", "exported as bfloat16", "run/checkpoints/9", "copies/9"])
+def test_a_program_without_this_package_loads_shards_and_trains_on(workdir, tmp_path, place):
+    """Exported weights, and a step that was saved anew after its run had gone back, with its copy."""
+    back = {"kind": "spike", "step": 4, "batches": 2, "at": 9, "seen": "a loss"}
+    checkpoints = store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")))
+    checkpoints.drop_stale([back])
+    assert checkpoints.bring_newest() == 4
+    checkpoints.save(9, params(seed=19), {"step": 9, "tokens": 9, stale.KEY: [back]})
+    checkpoints.close()
+    dtype = "bfloat16" if "bfloat16" in place else None
+    if "exported" in place:
+        rewrite.export_params(workdir, tmp_path / place, dtype=dtype)
+        assert Vault(tmp_path).verify(place) == []
+    command = [sys.executable, "-c", NOTEBOOK, tmp_path / place, tmp_path / "read.npz"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{dtype or 'float32'} ['balance', 'params']\n"
-    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), params(seed=4)["balance"]["bias"])
-    kept = ml_dtypes.bfloat16 if dtype else np.float32
-    expected = np.asarray(params(seed=4)["params"]["layers"]["experts"]["down"]).astype(kept)
-    np.testing.assert_array_equal(np.load(tmp_path / "y.npy").view(kept), expected)
+    whole = (
+        "['balance', 'params']\n" if "exported" in place else "['balance', 'optimizer', 'params']\nnewest 9\nnewest 9\n"
+    )
+    assert done.stdout == f"{dtype or 'float32'} {whole}"
+    read, expected = np.load(tmp_path / "read.npz"), params(seed=19)
+    np.testing.assert_array_equal(read["bias"], expected["balance"]["bias"])
+    kept = np.dtype(ml_dtypes.bfloat16 if dtype else np.float32)
+    down = np.asarray(expected["params"]["layers"]["experts"]["down"]).astype(kept)
+    np.testing.assert_array_equal(read["down"].view(kept), down)
 
 
 def test_reading_a_part(workdir, tmp_path):

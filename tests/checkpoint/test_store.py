@@ -13,10 +13,10 @@ import pytest
 from checkpoint_helpers import same
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint.options import AtomicityMode
 
 from zaya_jax.checkpoint import boxes, layout, look, retention, seal, store, times, vault, writing
 from zaya_jax.checkpoint.source import Source
+from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError
 
 META = {"step": 0, "tokens": 0}
@@ -63,19 +63,6 @@ def test_what_is_saved_comes_back_on_other_meshes(tmp_path):
     assert meta["step"] == 3 and meta["processes"] == 1
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     same(run.store.restore(3, store.abstract_like(tree, one))[0], tree)
-
-
-def test_orbax_reads_it_where_folders_are_whole_by_a_file(tmp_path):
-    """As at gs://: a step without that file is refused there."""
-    run, tree = Run(tmp_path), state(7)
-    run.save(3, tree)
-    mode = ocp.options.AtomicityOptions(mode=AtomicityMode.COMMIT_FILE)
-    with ocp.Context(atomicity_options=mode):
-        got = ocp.load_checkpointables(tmp_path / "checkpoints" / "3")["state"]
-        np.testing.assert_array_equal(got["params"]["layers"]["w"], tree["params"]["layers"]["w"])
-        (tmp_path / "checkpoints" / "3" / layout.COMMITTED).unlink()
-        with pytest.raises(ocp.errors.InvalidLayoutError):
-            ocp.load_checkpointables(tmp_path / "checkpoints" / "3")
 
 
 def test_each_byte_is_written_once_and_by_all(tmp_path, monkeypatch):
@@ -320,14 +307,13 @@ def test_a_list_of_files_that_leads_outside_is_refused():
             seal.parse(seal.Seal({name: [1, 2, 0]}, 1).content())
 
 
-def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path):
-    run = Run(tmp_path)
-    sums = {"meta/data.json": [2, 3]}
-    folder = run.store.tiers.staging(5)
-    folder.mkdir(parents=True)
-    error = run.store._end_of_save(5, folder, [[None, sums, {}, 2], ["no space", {}, {}, 0], [None, {}, {}, 0]])
-    assert error == "no space (process 1; 1 of 3 failed)"
-    assert not folder.exists() and visible(tmp_path) == []
+@pytest.mark.parametrize("local", ["", "fast"])
+def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path, monkeypatch, local):
+    run, failed = Run(tmp_path / "run", local=local and str(tmp_path / local)), ["no space", None]
+    monkeypatch.setattr(multihost, "to_first", lambda name, value: [value, failed, failed])
+    run.save(5)
+    assert "step 5 is NOT saved: no space (process 1)" in run.messages[0]
+    assert not list(tmp_path.rglob("*-5")) and not list(tmp_path.rglob("5"))
 
 
 NAN, INF = float("nan"), float("inf")

@@ -69,10 +69,6 @@ class Local:
         processes = sorted(self.folder.glob("process-*"))
         return [(own / str(step), step) for own in processes for step in writing.numbered(own)]
 
-    def give_up(self, step: int) -> None:
-        """Removes this process's part of a step that failed elsewhere."""
-        shutil.rmtree(self.staging(step), ignore_errors=True)
-
     def saved(self, step: int) -> None:
         """All processes have written."""
         target = self.mine / str(step)

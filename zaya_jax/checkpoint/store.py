@@ -14,7 +14,6 @@ before a newer checkpoint is complete.
 
 import concurrent.futures
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ import numpy as np
 from zaya_jax.checkpoint import boxes, layout, retention, stale, tiers, writing
 from zaya_jax.checkpoint.boxes import Holding, Writers
 from zaya_jax.checkpoint.durable import Accept
-from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.times import Log
 from zaya_jax.checkpoint.vault import Vault
@@ -172,10 +170,9 @@ class Store:
 
         `waited`: seconds from asking whether a save can begin until the training went on.
         """
-        me, times = jax.process_index(), writing.Times()
-        sums, error = Sums(), None
-        folder = self.tiers.staging(step)
-        try:
+        me, times, folder, written = jax.process_index(), writing.Times(), self.tiers.staging(step), 0.0
+
+        def work() -> list:
             with times.stage("copy"):
                 jax.block_until_ready(state)  # arrays on the host are ready
             folder.mkdir(parents=True, exist_ok=True)
@@ -184,37 +181,24 @@ class Store:
                 sums |= writing.write_files(folder, layout.frame(tuple(plan.arrays.values()), meta))
             if self.tiers.local:
                 self.tiers.local.written(step, sums, meta.get(stale.KEY, []))
-        except Exception as failure:
-            error = writing.reason(failure)
-        clock = time.perf_counter()
-        parts = multihost.to_first("save", [error, sums, times.seconds(), plan.bytes.get(me, 0)])
-        verdict = multihost.from_first("saved", lambda: self._end_of_save(step, folder, parts or []))
-        stages = {**times.seconds(), "commit": time.perf_counter() - clock}
-        if verdict:
+            nonlocal written
+            written = time.perf_counter()
+            return [sums, times.seconds(), plan.bytes.get(me, 0)]
+
+        def end(parts: list) -> None:
+            self.tiers.commit(step, folder, {name: entry for part in parts for name, entry in part[0].items()})
+            commit = {"commit": time.perf_counter() - written}
+            self._log.add("save", step, begun, [part[1] | commit for part in parts], [part[2] for part in parts])
+
+        error = writing.together("save", work, end)
+        if error:
             if me == 0:
-                self._complain(step, verdict)
-            if self.tiers.local:
-                self.tiers.local.give_up(step)
-            return verdict
-        if parts is not None:
-            every = [{**part[2], "commit": stages["commit"]} for part in parts]
-            self._log.add("save", step, begun, every, [part[3] for part in parts])
-        self._seconds = {"held": waited, **stages}
+                self._complain(step, error)
+            self.tiers.give_up(step)
+            return error
+        self._seconds = {"held": waited, **times.seconds(), "commit": time.perf_counter() - written}
         self.tiers.pass_on(step)
         return None
-
-    def _end_of_save(self, step: int, folder: Path, parts: list) -> str | None:
-        """Commits the step if all have succeeded, or cleans up; in process 0."""
-        errors = {i: part[0] for i, part in enumerate(parts) if part[0]}
-        if not errors:
-            try:
-                self.tiers.commit(step, folder, {name: entry for part in parts for name, entry in part[1].items()})
-                return None
-            except OSError as failure:
-                errors[0] = writing.reason(failure)
-        shutil.rmtree(folder, ignore_errors=True)
-        who, error = next(iter(errors.items()))
-        return error if len(parts) == 1 else f"{error} (process {who}; {len(errors)} of {len(parts)} failed)"
 
     def way_back(self) -> str:
         """The newest checkpoint of a sound step, and how a run begins with it; for one that has gone wrong."""

@@ -10,6 +10,7 @@ makes the newest step of any tier whole in `workdir/checkpoints`.
 
 import concurrent.futures
 import contextlib
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,11 @@ class Tiers:
         if self.local is None:
             writing.commit(folder, self.root / str(step), Seal(files, step, writing.run_of(self.root) or None))
             self.delete_old()
+
+    def give_up(self, step: int) -> None:
+        """Removes what has been written of a step, in any process."""
+        if self.local or multihost.is_writer():
+            shutil.rmtree(self.staging(step), ignore_errors=True)
 
     def pass_on(self, step: int) -> None:
         """Begins to bring a saved step to the next tiers."""
