@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zaya_jax import cli
 from zaya_jax.aegis import accounts, agent, events, machine, preflight
-from zaya_jax.aegis.decide import HARDWARE, Rules
+from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.node import Plan
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import multihost
@@ -137,7 +137,7 @@ def check(devices: int | None, workdir: Path | None) -> int:
         print(f"{finding.action:<8}{device}{finding.name}: {finding.seen}")
     unfit = [finding for finding in found if finding.action in ("exclude", "stop")]
     print(f"{len(found)} findings, {len(unfit)} for which the node should not be used")
-    return HARDWARE if unfit else cli.DONE
+    return cli.HARDWARE if unfit else cli.DONE
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import watched
 
-from zaya_jax.aegis import preflight, probe
+from zaya_jax.aegis import preflight
 from zaya_jax.aegis.preflight import Tried
 
 FINE = Tried(40e9)
@@ -50,21 +50,21 @@ def test_a_check_that_dies_says_how(tmp_path):
 
 def test_products_are_exact_and_a_wrong_one_is_named():
     devices = jax.local_devices()[:2]
-    assert probe.products(devices) == []
+    assert preflight.products(devices) == []
 
     def off(a, b):
         out = np.matmul(a, b)
         out[3, 5] += 1
         return out
 
-    wrong = probe.products(devices, wanted=off)
-    assert len(wrong) == 2 * 2 * probe.ROUNDS
+    wrong = preflight.products(devices, wanted=off)
+    assert len(wrong) == 2 * 2 * preflight.ROUNDS
     assert wrong[0].startswith("device 0: 1 of 16384 sums of a bfloat16 product are wrong")
 
 
-@pytest.mark.parametrize("turn", range(probe.ROUNDS))
+@pytest.mark.parametrize("turn", range(preflight.ROUNDS))
 def test_sums_of_products_have_one_value_in_any_order(turn):
-    a, b = probe.matrices(256, turn)
+    a, b = preflight.matrices(256, turn)
     assert abs(a).max() <= 3 and abs(b).max() <= 3 and len(np.unique(a @ b)) > 20
     order = np.random.default_rng(turn).permutation(256)
     one, other = a.astype(np.float32), b.astype(np.float32)

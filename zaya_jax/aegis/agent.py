@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis.decide import PREEMPTED
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.aegis.leader import Leader
 from zaya_jax.aegis.node import Node, Plan
@@ -228,7 +227,7 @@ class Member(Agent):
             self._searches = True
             line = lines.call(address, index, self.digest, rules.join, "node")
         except _AskedToStop as asked:
-            self.end = PREEMPTED, f"{asked} while it looked for its leader"
+            self.end = leaving.PREEMPTED, f"{asked} while it looked for its leader"
             return
         except LostProcess as error:
             self.end = 1, str(error)

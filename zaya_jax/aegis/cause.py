@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from zaya_jax.aegis import facts, log_rules
 from zaya_jax.aegis.events import Finding
+from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY
 
-DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 2, 3, 4, 5, 75  # exit codes
 COMPUTES_WRONGLY = "computes wrongly"
 WRONG = f"device {COMPUTES_WRONGLY}"  # how the rules call a line that names it
 TOGETHER = 2.0  # seconds; an end so soon after the first one may be its cause, reported later

@@ -15,21 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.aegis import facts
-from zaya_jax.aegis.cause import (
-    BAD_INPUT,
-    COMPUTES_WRONGLY,
-    DONE,
-    HARDWARE,
-    PREEMPTED,
-    STORAGE,
-    UNHEALTHY,
-    Cause,
-    by_signal,
-    cause_of,
-    first_end,
-    shell,
-)
+from zaya_jax.aegis.cause import COMPUTES_WRONGLY, Cause, by_signal, cause_of, first_end, shell
 from zaya_jax.aegis.events import Finding
+from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY
 
 # Seconds that the others have after a process has ended: with these codes they still save, or report an error.
 PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD_INPUT: 10.0}
@@ -94,7 +82,7 @@ class Decider:
             wanted, agents=max(wanted.agents, wanted.nodes),
             min_nodes=min(wanted.min_nodes or wanted.nodes, wanted.nodes),
         )  # fmt: skip
-        self.state, self.number, self.nodes = State.GATHERING, 0, tuple[int, ...]()
+        self.state, self.number, self.nodes = S.GATHERING, 0, tuple[int, ...]()
         self.excluded: dict[int, str] = {}
         self._checked = tuple[int, ...]()  # the nodes that have just been tried, and start next
         self._now, self._deadline, self._out = now, now + wanted.join, list[facts.Action]()
@@ -118,10 +106,10 @@ class Decider:
     def take(self, fact: facts.Fact, now: float) -> list[facts.Action]:
         """Returns the actions that this fact calls for; none after End."""
         self._now = max(now, self._now)
-        if self.state != State.ENDED:
+        if self.state != S.ENDED:
             self._hear(fact)
             before: State | None = None
-            while before != self.state != State.ENDED:  # a pause of no time is over at once
+            while before != self.state != S.ENDED:  # a pause of no time is over at once
                 before = self.state
                 self._due()
         out, self._out = self._out, []
@@ -137,7 +125,7 @@ class Decider:
         Only while the run waits for its answer, and where a start can do without it: a node without a spare may come
         back for as long as answers are waited for.
         """
-        waits = node in self.nodes and self.state in (State.COLLECTING, State.STOPPING)
+        waits = node in self.nodes and self.state in (S.COLLECTING, S.STOPPING)
         return waits and silent > SILENT and self._can_exclude(node)
 
     def _hear(self, fact: facts.Fact) -> None:
@@ -146,7 +134,7 @@ class Decider:
                 self._hosts[node] = host
                 self._lost.discard(node)
                 self._idle.discard(node)
-                if self.state != State.GATHERING:
+                if self.state != S.GATHERING:
                     out = node in self.excluded
                     self._say("came", node, done="it stays left out" if out else "it waits as a spare")
             case facts.Ready(node):
@@ -158,18 +146,18 @@ class Decider:
             case facts.Found():
                 self._found(fact)
             case facts.Hung(node, process, seen, concluded, seconds):
-                if self.state in (State.RUNNING, State.LEAVING):
+                if self.state in (S.RUNNING, S.LEAVING):
                     self._cause = Cause(
                         "hangs", self._now - seconds, node, process, seen, concluded, seconds=seconds,
                         group="distributed",
                     )  # fmt: skip
-                    self._turn(State.COLLECTING, COLLECT, facts.Order.COLLECT)
+                    self._turn(S.COLLECTING, COLLECT, facts.Order.COLLECT)
             case facts.Collected(text):
-                if self.state == State.COLLECTING and self._cause:
+                if self.state == S.COLLECTING and self._cause:
                     self._cause.seen += f"; {text}" if text else ""
                     self._kill()
             case facts.Saved(step):
-                if step > self._base and self.state in (State.RUNNING, State.LEAVING, State.ENDING):
+                if step > self._base and self.state in (S.RUNNING, S.LEAVING, S.ENDING):
                     self._failures, self._base, self._saved = 0, step, True
                     self._faults.clear()
                     self._tried.clear()
@@ -189,42 +177,35 @@ class Decider:
         self._lost.add(node)
         self._idle.discard(node)
         if node not in self.nodes or self.state not in LIVE:
-            ends = self.state == State.STOPPING and node in self.nodes
+            ends = self.state == S.STOPPING and node in self.nodes
             self._say("lost", node, seen=why, done="" if ends else "nothing of the run was there")
-            if self.state == State.CHECKING and node in self.nodes:
-                self._turn(State.GATHERING, self.rules.join)
+            if self.state == S.CHECKING and node in self.nodes:
+                self._turn(S.GATHERING, self.rules.join)
             return
-        if self.state != State.COLLECTING:
+        if self.state != S.COLLECTING:
             self._cause = Cause("lost", self._now, node, seen=why, group="critical")
         elif self._cause:
             self._cause.seen += f"; {why}"
         self._kill()
 
     def _exited(self, fact: facts.Exited) -> None:
-        if (
-            fact.node not in self.nodes
-            or self._killed
-            or self.state not in (State.RUNNING, State.LEAVING, State.ENDING)
-        ):
+        if fact.node not in self.nodes or self._killed or self.state not in (S.RUNNING, S.LEAVING, S.ENDING):
             return
         patience = PATIENCE.get(fact.code, KILLED if by_signal(fact.code) else GRACE)
-        if self.state == State.LEAVING and fact.code == PREEMPTED:
+        if self.state == S.LEAVING and fact.code == PREEMPTED:
             patience = max(self._deadline - self._now, 0.0)
-        if self.state == State.ENDING:
+        if self.state == S.ENDING:
             patience = min(patience, max(self._deadline - self._now, 0.0))
         self._exits.append((self._now, fact))
-        self._turn(State.ENDING, patience)
+        self._turn(S.ENDING, patience)
 
     def _found(self, fact: facts.Found) -> None:
         finding, done = fact.finding, ""
         self._findings.append((self._now, fact))
-        if self.state == State.RUNNING and finding.action in ("restart", "exclude"):
+        if self.state == S.RUNNING and finding.action in ("restart", "exclude"):
             done = self._act_on(fact)
         kind = "straggles" if finding.name == "straggler" else "hardware" if finding.device else "log"
-        self._say(
-            kind, fact.node, finding.process, group=finding.group, seen=finding.seen,
-            concluded=finding.name, done=done, device=finding.device,
-        )  # fmt: skip
+        self._say_found(kind, fact.node, finding, done)
 
     def _act_on(self, fact: facts.Found) -> str:
         """Acts on a finding that calls for a restart; returns the action in words."""
@@ -238,11 +219,11 @@ class Decider:
             self._kill()
             return "restart"
         self._cause.free = True
-        self._turn(State.LEAVING, LEAVE, facts.Order.ASK)  # it computes rightly, so that nothing need be lost
+        self._turn(S.LEAVING, LEAVE, facts.Order.ASK)  # it computes rightly, so that nothing need be lost
         return "restart after saving"
 
     def _stepped(self, step: int) -> None:
-        if self.state != State.RUNNING:
+        if self.state != S.RUNNING:
             return
         self._step = step
         if self._recovering:
@@ -260,30 +241,30 @@ class Decider:
             if self.state in LIVE:
                 self._cause = self._cause or Cause("asked", self._now, seen=name, concluded="a second signal")
                 self._kill()
-            elif self.state != State.STOPPING:
+            elif self.state != S.STOPPING:
                 self._end(128 + _number(name), f"{name} a second time")
-        elif self.state == State.RUNNING:
+        elif self.state == S.RUNNING:
             self._out.append(facts.Order.ASK)
             self._say("asked", seen=name, done="all save and stop")
-        elif self.state in (State.GATHERING, State.CHECKING, State.WAITING):
+        elif self.state in (S.GATHERING, S.CHECKING, S.WAITING):
             self._end(PREEMPTED, f"{name} while nothing ran")
 
     # Time
 
     def _due(self) -> None:
         late = self._now >= self._deadline
-        if self.state in (*LIVE, State.STOPPING):
+        if self.state in (*LIVE, S.STOPPING):
             if all(n in self._idle or n in self._lost for n in self.nodes):
                 return self._conclude()
-            if not late or self.state == State.RUNNING:
+            if not late or self.state == S.RUNNING:
                 return None
-            if self.state == State.STOPPING:
+            if self.state == S.STOPPING:
                 for node in [n for n in self.nodes if n not in self._idle and n not in self._lost]:
                     self._lost.add(node)
                     self._say("lost", node, seen=f"no answer within {STOP:g} s of the order to stop")
                     self._out.append(facts.Drop(node))
                 return self._conclude()
-            if self.state == State.ENDING and {e.code for _, e in self._exits} <= {DONE, PREEMPTED}:
+            if self.state == S.ENDING and {e.code for _, e in self._exits} <= {DONE, PREEMPTED}:
                 ended, still = self._exits[0][1], [n for n in self.nodes if n not in self._idle]
                 self._cause = self._cause or Cause(
                     "hangs", self._exits[0][0], still[0], group="distributed",
@@ -291,9 +272,9 @@ class Decider:
                     seconds=self._now - self._exits[0][0],
                 )  # fmt: skip
             return self._kill()
-        if self.state == State.WAITING and late:
-            self._turn(State.GATHERING, self.rules.join)
-        if self.state == State.GATHERING:
+        if self.state == S.WAITING and late:
+            self._turn(S.GATHERING, self.rules.join)
+        if self.state == S.GATHERING:
             self._gather()
         return None
 
@@ -306,17 +287,16 @@ class Decider:
         if len(there) == wanted.nodes or (len(there) >= wanted.min_nodes and nobody_more):
             if self.rules.check and self._checked != tuple(there):
                 self.nodes = tuple(there)
-                return self._turn(State.CHECKING, 0, facts.Check(self.nodes))
+                return self._turn(S.CHECKING, 0, facts.Check(self.nodes))
             self._checked = ()
             self.number, self.nodes = self.number + 1, tuple(there)
             self._begin()
             self._base = self._newest
             self._idle -= set(there)
-            self._turn(State.RUNNING, 0.0, facts.Start(self.number, self.nodes))
+            self._turn(S.RUNNING, 0.0, facts.Start(self.number, self.nodes))
             self._say(
                 "started", step=self._newest, start=self.number, nodes=[self._hosts[n] for n in there],
-                places=there,
-                spares=[self._hosts[n] for n in usable if n not in there],
+                places=there, spares=[self._hosts[n] for n in usable if n not in there],
                 done="from the newest checkpoint" if self._newest >= 0 else "from the beginning",
             )  # fmt: skip
         elif nobody_more or len(usable) + len(to_come) < wanted.min_nodes:
@@ -332,7 +312,7 @@ class Decider:
 
     def _judge(self, findings: Sequence[tuple[int, Finding]], seconds: float) -> None:
         """Judges the check before a start: unfit nodes are left out where spares can take their place."""
-        if self.state != State.CHECKING:
+        if self.state != S.CHECKING:
             return None
         hopeless: Finding | None = None
         for node, finding in findings:
@@ -346,10 +326,7 @@ class Decider:
                     hopeless, done = finding, "end: no spare node could take its place"
                 else:
                     done = "goes on: no spare node could take its place"
-            self._say(
-                "check", node, group=finding.group, seen=finding.seen, concluded=finding.name, done=done,
-                device=finding.device,
-            )  # fmt: skip
+            self._say_found("check", node, finding, done)
         what = f"{len(self.nodes)} nodes, {len(findings)} findings"
         self._say("checked", seconds=round(seconds, 3), seen=what, places=self.nodes)
         if self._recovering:
@@ -359,7 +336,7 @@ class Decider:
             code = HARDWARE if hopeless.name.endswith(COMPUTES_WRONGLY) else 1
             return self._end(code, f"{hopeless.name}: {hopeless.seen}")
         self._checked = self.nodes if not set(self.nodes) & set(self.excluded) else ()
-        return self._turn(State.GATHERING, self.rules.join)
+        return self._turn(S.GATHERING, self.rules.join)
 
     def _turn(self, state: State, seconds: float, *actions: facts.Action) -> None:
         if state not in MAY_FOLLOW[self.state]:
@@ -369,7 +346,7 @@ class Decider:
 
     def _kill(self) -> None:
         self._killed = True
-        self._turn(State.STOPPING, STOP, facts.Order.KILL)
+        self._turn(S.STOPPING, STOP, facts.Order.KILL)
 
     # The end of a start
 
@@ -393,9 +370,8 @@ class Decider:
         if cause.code in (BAD_INPUT, UNHEALTHY):
             self._tell(cause, "end: a person is wanted")
             return self._end(cause.code, cause.concluded or cause.seen)
-        hopeless = cause.code == STORAGE or (
-            cause.code == HARDWARE and (cause.node < 0 or not self._can_exclude(cause.node))
-        )
+        stays = cause.node < 0 or not self._can_exclude(cause.node)
+        hopeless = cause.code == STORAGE or (cause.code == HARDWARE and stays)
         if hopeless and cause.code in self._tried:
             self._tell(cause, "end: a person is wanted")
             return self._end(cause.code, f"{cause.concluded or cause.seen}, again and without progress")
@@ -434,7 +410,7 @@ class Decider:
         self._tell(cause, done)
         took = {"detect": round(cause.seconds, 3), "stop": round(stopped - cause.seconds, 3), "pause": pause}
         self._recovering = cause, took, self._step
-        return self._turn(State.WAITING, pause)
+        return self._turn(S.WAITING, pause)
 
     def _tell(self, cause: Cause, done: str) -> None:
         self._say(
@@ -451,7 +427,11 @@ class Decider:
 
     def _end(self, code: int, text: str) -> None:
         self._say("ended", seen=text, done=f"exit code {code}", step=self._step, code=code, starts=self.number)
-        self._turn(State.ENDED, 0.0, facts.End(code, text))
+        self._turn(S.ENDED, 0.0, facts.End(code, text))
+
+    def _say_found(self, kind: str, node: int, finding: Finding, done: str) -> None:
+        given = {"group": finding.group, "seen": finding.seen, "concluded": finding.name, "device": finding.device}
+        self._say(kind, node, finding.process, done=done, **given)
 
     def _say(self, kind: str, node: int = -1, process: int = -1, **given: Any) -> None:
         known = ("group", "step", "seen", "concluded", "done", "seconds")

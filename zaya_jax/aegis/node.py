@@ -29,7 +29,6 @@ from typing import Any
 
 from zaya_jax.aegis import log_rules, machine, preflight, stacks, watch
 from zaya_jax.aegis.decide import Rules
-from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
@@ -91,26 +90,16 @@ class Node:
         """Begins to try this node."""
 
         def tried() -> None:
-            devices, root = len(self._numa) or None, os.environ.get(ROOT, "/")
-            try:
-                found = preflight.check(devices, files.existing(self._plan.workdir), root)
-            except Exception as error:  # no room for a probe's lines, no process more: that is no hang
-                why = f"{type(error).__name__}: {error}"
-                found = [Finding("check of the node failed", "critical", "warn", why)]
+            found = preflight.check(
+                len(self._numa) or None, files.existing(self._plan.workdir), os.environ.get(ROOT, "/")
+            )
             self._done.put(["checked", number, [dataclasses.asdict(finding) for finding in found], _port()])
 
         threading.Thread(target=tried, name="check", daemon=True).start()
 
     def link(self, number: int, coordinator: str, index: int) -> None:
         """Begins to try the link to another node."""
-
-        def tried() -> None:
-            try:
-                found = preflight.link(coordinator, index)
-            except Exception as error:  # as above
-                found = preflight.Tried(0.0, f"{type(error).__name__}: {error}")
-            self._done.put(["linked", number, *found])
-
+        tried = lambda: self._done.put(["linked", number, *preflight.link(coordinator, index)])  # noqa: E731
         threading.Thread(target=tried, name="check", daemon=True).start()
 
     def start(self, number: int, address: str, count: int, first: int) -> None:

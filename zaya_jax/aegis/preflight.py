@@ -6,8 +6,11 @@
     judge([("a", "b", tried), ...])         list[Finding] that name a node or a link in `device`
     Checking(...)                           the leader's part: orders all of that, and gathers the findings
 
-Anything that may hang runs in a process of its own (`probe`) with a time limit: a device that does not answer is a
-finding too.
+Anything that may hang runs in a process of its own, this module as a program, with a time limit: a device that does not
+answer is a finding too. Each part of that program's work prints a line of JSON with its name when it ends:
+
+    python -m zaya_jax.aegis.preflight devices
+    python -m zaya_jax.aegis.preflight link COORDINATOR INDEX SECONDS
 """
 
 import contextlib
@@ -23,6 +26,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zaya_jax.aegis import machine, watch
 from zaya_jax.aegis.events import Finding
 
@@ -33,13 +38,27 @@ SLOW_LINK = 0.5  # of the other links' median: rings share switches
 ANSWER = 10.0  # seconds that an answer to the leader may take beyond the time that a node gives itself
 TAIL = 300  # characters of a probe's last line on stderr
 
+# Of the probe, on a CPU and elsewhere
+SIZE = {"cpu": 128}  # of a matrix's side
+SIZE_ELSEWHERE = 2048  # fills every compute unit of a GPU
+ROUNDS = 4  # of products, with other numbers each
+STREAM = {"cpu": 1 << 24}  # bytes that are copied
+STREAM_ELSEWHERE = 1 << 28  # beyond every cache, MI300X's 256 MiB together with its copy included
+COPYING = 0.2  # seconds, on a device
+SENT = {"cpu": 1 << 22}  # bytes that each device sends its partner
+SENT_ELSEWHERE = 1 << 26
+SENDS = 8
+
 
 def check(
     expected: int | None = None, workdir: str | Path | None = None, root: str | Path = "/",
     seconds: float = SECONDS, environ: Mapping[str, str] | None = None,
 ) -> list[Finding]:  # fmt: skip
     """The faults of this node. `environ`: the environment of the probe, by default this process's."""
-    probe = _Probe("devices", environ=environ)
+    try:
+        probe = _Probe("devices", environ=environ)
+    except OSError as error:  # no room for its lines, no process more: that is no hang
+        return [Finding("check of the node failed", "critical", "warn", f"{type(error).__name__}: {error}")]
     watchers = watch.Watchers(root, [workdir] if workdir is not None else [])
     watchers.look()
     probe.wait(time.monotonic() + seconds)
@@ -92,7 +111,10 @@ def link(
     coordinator: str, index: int, seconds: float = LINK_SECONDS, environ: Mapping[str, str] | None = None
 ) -> Tried:
     """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and checks them."""
-    probe = _Probe("link", coordinator, str(index), str(max(int(seconds - 10), 5)), environ=environ)
+    try:
+        probe = _Probe("link", coordinator, str(index), str(max(int(seconds - 10), 5)), environ=environ)
+    except OSError as error:  # as above
+        return Tried(0.0, f"{type(error).__name__}: {error}")
     probe.wait(time.monotonic() + seconds)
     wrong = probe.reports.get("exchanged", {}).get("wrong", [])
     if wrong:
@@ -155,7 +177,7 @@ class _Probe:
         given = {**(os.environ if environ is None else environ), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._begun = time.monotonic()
         self._process = subprocess.Popen(
-            [*machine.ends_with_this(), sys.executable, "-m", "zaya_jax.aegis.probe", *arguments],
+            [*machine.ends_with_this(), sys.executable, "-m", "zaya_jax.aegis.preflight", *arguments],
             env=given, stdin=subprocess.DEVNULL,
             stdout=self._out, stderr=self._err, start_new_session=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
@@ -272,3 +294,141 @@ class Checking:
 
 def _name(node: int) -> str:
     return f"node {node}"
+
+
+def say(part: str, **given: Any) -> None:
+    """A part has ended."""
+    print(json.dumps({"part": part, **given}), flush=True)
+
+
+def matrices(side: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
+    """Whole numbers from -3 to 3, other ones each turn: sums of their products are exact in float32 in any order."""
+    assert 9 * side < 2**24
+    i, j = np.meshgrid(np.arange(side), np.arange(side), indexing="ij")
+    a, b = ((i * 7 + j * 3 + i * j + turn) % 7 - 3), ((i * 5 + j * 11 + i * j // 3 + 2 * turn) % 7 - 3)
+    return a, b
+
+
+def products(devices: list, wanted: Callable = np.matmul) -> list[str]:
+    """Multiplies on every device in bfloat16 and float32, and compares with NumPy: the differences in words."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    platform, count = devices[0].platform, len(devices)
+    side = SIZE.get(platform, SIZE_ELSEWHERE)
+    mesh = Mesh(np.array(devices), ("devices",))
+    own = NamedSharding(mesh, P("devices"))
+
+    # One program for all: every device multiplies the same matrices, and compares by itself.
+    def multiply(a, b):
+        return jnp.matmul(a, b, precision="highest", preferred_element_type=jnp.float32)
+
+    program = jax.jit(multiply, in_shardings=(own, own), out_shardings=own)
+    wrong = []
+    for turn in range(ROUNDS):
+        a, b = matrices(side, turn)
+        # NumPy multiplies whole numbers slowly; float64 holds them exactly and goes through BLAS.
+        right = wanted(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
+        for kind in (jnp.bfloat16, jnp.float32):
+            each = [jax.device_put(np.broadcast_to(m.astype(kind), (count, side, side)), own) for m in (a, b)]
+            for shard in program(*each).addressable_shards:
+                out = np.asarray(shard.data)[0]
+                bad = int((out != right).sum())
+                if bad:
+                    where = np.argwhere(out != right)[0]
+                    got, should = out[tuple(where)], right[tuple(where)]
+                    wrong.append(
+                        f"device {shard.device.id}: {bad} of {out.size} sums of a {np.dtype(kind).name} product are "
+                        f"wrong, such as {got:g} in place of {should:g}"
+                    )
+    return wrong
+
+
+def bandwidth(device: Any) -> float:
+    """Bytes read and written in a second by a copy on one device."""
+    import jax
+
+    from pallas_kernels import timing
+    from zaya_jax.hardware.measure import memory_copies
+
+    size = STREAM.get(device.platform, STREAM_ELSEWHERE)
+    x = jax.device_put(np.ones(size // 4, np.float32), device)
+    compiled = jax.jit(memory_copies.copied).lower(x).compile()
+    taken = timing.time_call(lambda: compiled(x), COPYING, device.platform != "cpu")
+    return 2 * size / taken.median
+
+
+def try_devices() -> None:
+    """All devices of this process."""
+    import jax
+
+    here = jax.local_devices()
+    say("devices", count=len(here), platform=here[0].platform, kinds=sorted({d.device_kind for d in here}))
+    say("products", wrong=products(here))
+    say("bandwidth", rates={str(d.id): bandwidth(d) for d in here})
+
+
+def try_link(coordinator: str, index: int, seconds: int) -> None:
+    """One of two nodes: every device sends known numbers to its partner on the other one, and checks its own."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    jax.distributed.initialize(
+        coordinator, 2, index, initialization_timeout=seconds, cluster_detection_method="deactivate",
+        shutdown_timeout_seconds=10,
+    )  # fmt: skip
+    here, everything = len(jax.local_devices()), jax.devices()
+    say("joined", devices=here)
+    if len(everything) != 2 * here:
+        raise RuntimeError(f"{here} devices here, {len(everything) - here} on the other node")
+    numbers = SENT.get(everything[0].platform, SENT_ELSEWHERE) // 4
+    mesh = Mesh(np.array(everything), ("devices",))
+    own = NamedSharding(mesh, P("devices"))
+    count = len(everything)
+    pairs = [(i, (i + here) % count) for i in range(count)]
+
+    def values(rank):
+        return jnp.arange(numbers, dtype=jnp.uint32) * jnp.uint32(2654435761) + rank[0].astype(jnp.uint32)
+
+    def over(f):
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"), check_vma=False))
+
+    ranks = jax.jit(lambda: jnp.arange(count), out_shardings=own)()
+    x = over(values)(ranks)
+    send = over(lambda x: lax.ppermute(x, "devices", pairs)).lower(x).compile()
+    came = jax.block_until_ready(send(x))
+    expected = np.arange(numbers, dtype=np.uint32) * np.uint32(2654435761)
+    place = {device: i for i, device in enumerate(everything)}
+    wrong = []
+    for shard in came.addressable_shards:
+        sender = (place[shard.device] - here) % count
+        bad = int((np.asarray(shard.data) != expected + np.uint32(sender)).sum())
+        if bad:
+            wrong.append(f"device {shard.device.id}: {bad} of {numbers} numbers came wrong")
+    say("exchanged", wrong=wrong)
+    begin = time.perf_counter()
+    for _ in range(SENDS):
+        x = send(x)
+    jax.block_until_ready(x)
+    taken = time.perf_counter() - begin
+    say("measured", bandwidth=SENDS * numbers * 4 * here / taken)  # of the node, in one direction
+    jax.distributed.shutdown()
+
+
+def main(arguments: list[str]) -> None:
+    """The probe."""
+    what, *rest = arguments
+    if what == "devices":
+        try_devices()
+    else:
+        try_link(rest[0], int(rest[1]), int(rest[2]))
+    say("end")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
