@@ -75,7 +75,9 @@ def main() -> int:
         names = ", ".join(repr(s.phase.name) for s in last.values())
         raise UserError(f"--phase={args.phase} is not a phase of {config.name}; it has {names}")
     devices = targets.devices(args.target, args.devices)
-    capacity, cluster = targets.usable(args.target), clusters.of_chip(args.target)
+    capacity, cluster = None, None
+    if args.target != "cpu":
+        capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
     programs = [
         _program(config, segment, devices, args.at_once) for segment in chosen
     ]  # report mistakes before compiling

@@ -140,9 +140,8 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
     failures = goodput.MTBF_HOURS.source if mtbf_hours == goodput.MTBF_HOURS.value else "given"
     return [
         *(
-            (name, value, source + (f"; fast {r.ends[0]:.3g}, slow {r.ends[1]:.3g}" if r.ends else ""))
-            for name, value, source in rates.table()
-            for r in [getattr(rates, name)]
+            (name, r.value, r.source + (f"; fast {r.ends[0]:.3g}, slow {r.ends[1]:.3g}" if r.ends else ""))
+            for name, r in vars(rates).items()
         ),
         ("hours between failures of a device", mtbf_hours, failures),
         ("seconds of a restart", goodput.RESTART.value, goodput.RESTART.source),

@@ -161,7 +161,7 @@ def test_the_slowest_group_bounds_a_collective():
 
 def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
     program, collectives = kernels.read_program(PROGRAM), hlo.collectives(PROGRAM)
-    assert roofline.bound(program, collectives, "no such chip") is None
+    assert roofline.bound(program, collectives, "no such chip", CLUSTERS["mi300x_pollara"]) is None
     found = roofline.bound(program, collectives, "AMD Instinct MI300X", CLUSTERS["mi300x_pollara"])
     assert found is not None
     # All of these are tiny: a launch each, but for the collective, which has one copy under it.

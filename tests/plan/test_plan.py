@@ -100,7 +100,7 @@ def test_the_exchange_sends_a_float32_gradient_and_a_bfloat16_direction_a_number
     for flow in network.flows(found):
         by_kind[flow.kind] = by_kind.get(flow.kind, 0.0) + flow.wire
     weights = sum(found.numbers.values())
-    muon = work.muon_numbers(found)
+    muon = found.muon_numbers
     assert by_kind["reduce-scatter"] == pytest.approx(4 * weights * 1023 / 1024, rel=0.01)
     assert by_kind["all-gather"] == pytest.approx((2 * muon + 4 * (weights - muon)) * 1023 / 1024, rel=0.01)
     assert not network.flows(case(1))
@@ -148,11 +148,11 @@ def test_the_search_gives_what_fits_fastest_first(monkeypatch):
     assert len(found) == 10 and times == sorted(times)
     needs = [footprint.estimate(c).peak for c in search.candidates(here, 8, 8, "mi300x")]
     limit = int((found[0].memory.peak + min(needs)) / 2)
-    monkeypatch.setattr(targets, "usable", lambda name: limit)
+    monkeypatch.setattr(targets, "memory_for_jax", lambda name: limit)
     fitting = search.best(here, 8, 8, CLUSTER, RATES)
     assert fitting and all(choice.memory.peak <= limit for choice in fitting)
     assert fitting[0].step.seconds >= times[0]
-    monkeypatch.setattr(targets, "usable", lambda name: 1)
+    monkeypatch.setattr(targets, "memory_for_jax", lambda name: 1)
     assert search.best(here, 8, 8, CLUSTER, RATES) == []
 
 

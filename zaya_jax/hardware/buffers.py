@@ -22,6 +22,10 @@ from zaya_jax.hardware import hlo
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$")
 _VALUE = re.compile(r"^ value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
+# By a word in an allocation's line; the first that is there counts.
+_KINDS = {
+    "preallocated-temp": "temporaries", "parameter": "arguments", "constant": "constants", "live-out": "results",
+}  # fmt: skip
 _RANGE = re.compile(r"^    (\S+):(\d+)-(\d+)$")
 
 
@@ -63,14 +67,10 @@ class ProgramMemory:
                 end = b.offset + b.size
         return sorted(found, key=lambda b: -b.size)
 
-    def highest(self) -> int:
-        """The instruction at which most temporaries are in use."""
-        times = sorted({b.first for b in self.buffers})
-        return max(times, key=lambda t: sum(b.size for b in self.live(t)), default=0)
-
     def at_peak(self) -> list[Buffer]:
-        """The temporaries in use at the peak."""
-        return self.live(self.highest())
+        """The temporaries that are in use where most are."""
+        times = sorted({b.first for b in self.buffers})
+        return max(map(self.live, times), key=lambda live: sum(b.size for b in live), default=[])
 
 
 def compile_watched(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, ProgramMemory]:
@@ -101,12 +101,12 @@ def _read_memory(folder: Path) -> ProgramMemory:
     files = sorted(folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size)
     assert files, f"XLA wrote no buffer assignment into {folder}"
     ranges = _ranges(Path(str(files[-1]).replace("-buffer-assignment.txt", "-live-range.txt")))
-    sizes = dict.fromkeys(("arguments", "results", "constants", "temporaries"), 0)
+    sizes = dict.fromkeys(_KINDS.values(), 0)
     found, kind = [], ""
     for line in files[-1].read_text().splitlines():
         if allocation := _ALLOCATION.match(line):
-            kind = _kind(allocation.group(2))
-            if kind in sizes:
+            kind = next((kind for mark, kind in _KINDS.items() if mark in allocation.group(2)), "")
+            if kind:  # otherwise it is a thread's own
                 sizes[kind] += int(allocation.group(1))
         elif kind == "temporaries" and (value := _VALUE.match(line)):
             name, size, offset, shape = value.groups()
@@ -114,16 +114,6 @@ def _read_memory(folder: Path) -> ProgramMemory:
             if name in ranges and hlo.arrays(shape):
                 found.append(Buffer(name.split("{")[0], shape, int(offset), int(size), *ranges[name]))
     return ProgramMemory(**sizes, buffers=tuple(found))
-
-
-def _kind(about: str) -> str:
-    if "preallocated-temp" in about:
-        return "temporaries"
-    if "parameter" in about:
-        return "arguments"
-    if "constant" in about:
-        return "constants"
-    return "results" if "live-out" in about else ""  # the rest is a thread's own
 
 
 def _ranges(path: Path) -> dict[str, tuple[int, int]]:

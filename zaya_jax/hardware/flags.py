@@ -55,9 +55,9 @@ PLATFORMS: dict[str, Flags] = {
 MEMORY_SHARE = 0.90
 
 
-def platform(environ: Mapping[str, str] | None = None) -> str | None:
+def platform(environ: Mapping[str, str] = os.environ) -> str | None:
     """rocm or cuda, by JAX_PLATFORMS or else by the installed plugin; None for a CPU. Starts no backend."""
-    asked = (os.environ if environ is None else environ).get("JAX_PLATFORMS", "").split(",")[0].lower()
+    asked = environ.get("JAX_PLATFORMS", "").split(",")[0].lower()
     if asked in PLATFORMS:
         return asked
     if asked not in ("", "gpu"):
@@ -73,9 +73,8 @@ def merged(present: str, wanted: Flags) -> str:
     return " ".join([*present.split(), *added])
 
 
-def set_for_platform(environ: MutableMapping[str, str] | None = None) -> None:
+def set_for_platform(environ: MutableMapping[str, str] = os.environ) -> None:
     """Adds this platform's flags to XLA_FLAGS; to be called before anything asks JAX for a device."""
-    environ = os.environ if environ is None else environ
     if name := platform(environ):
         environ["XLA_FLAGS"] = merged(environ.get("XLA_FLAGS", ""), PLATFORMS[name])
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))

@@ -198,23 +198,17 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest)
-    if pairs:
-        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
-    listed = re.search(r"replica_groups=\{((?:\{[\d, ]+\},?)+)\}", rest)
-    if listed:
-        return tuple(tuple(int(n) for n in g.split(",")) for g in re.findall(r"\{([\d, ]+)\}", listed.group(1)))
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
-    if iota:
-        shape, whole, order = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())
-        numbers = np.arange(math.prod(whole)).reshape(whole)
-        return tuple(map(tuple, numbers.transpose(order or None).reshape(-1, shape[-1]).tolist()))
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest)
-    if mesh:
-        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", mesh.group(1))}
-        chosen = [i for i, axis in enumerate(sizes) if axis in re.findall(r"'([^']*)'", mesh.group(2))]
-        numbers = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-        others = [i for i in range(len(sizes)) if i not in chosen]
-        each = math.prod(numbers.shape[i] for i in chosen)
-        return tuple(map(tuple, numbers.transpose(*others, *chosen).reshape(-1, each).tolist()))
-    return (tuple(range(devices)),)
+    """The groups, or pairs, that an instruction lists, or cuts from a mesh's devices after transposing it; or all."""
+    if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d, ]+\},?)+)\}", rest):
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", listed[1]))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape, sizes, order = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())
+        each = shape[-1]
+    elif mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
+        axes, over = re.findall(r"'([^']*)'=(\d+)", mesh[1]), re.findall(r"'([^']*)'", mesh[2])
+        sizes, chosen = [int(size) for _, size in axes], [i for i, (axis, _) in enumerate(axes) if axis in over]
+        order, each = [i for i in range(len(axes)) if i not in chosen] + chosen, math.prod(sizes[i] for i in chosen)
+    else:
+        return (tuple(range(devices)),)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order or None)
+    return tuple(map(tuple, numbers.reshape(-1, each).tolist()))

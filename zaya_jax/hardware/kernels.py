@@ -189,7 +189,7 @@ class _Reader:
             writes, (flops, wide) = self._writes(fused), self._flops(fused)
         else:
             reads, writes = sum(map(size, given)), size(i.shape)
-            flops, wide = _flops(i, given)
+            flops, wide = _product(i, given)
             if kind in hlo.KINDS and i.op.endswith("-start"):
                 writes -= reads  # the tuple holds the operands too
             if i.op == "dynamic-update-slice":
@@ -274,27 +274,20 @@ class _Reader:
         found = [
             self._flops(dict(hlo.calls(i))["calls"])
             if i.op == "fusion"
-            else _flops(i, [shapes.get(name, "") for name in hlo.operands(i)])
+            else _product(i, [shapes.get(name, "") for name in hlo.operands(i)])
             for i in self.computations[fused]
         ]
         return sum(flops for flops, _ in found), any(wide for _, wide in found)
 
 
-def _flops(i: Instruction, given: list[str]) -> tuple[float, bool]:
+def _product(i: Instruction, given: list[str]) -> tuple[float, bool]:
     """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for anything else."""
-    if i.op == "dot":
-        sides, out = [hlo.arrays(shape)[0] for shape in given[:2]], hlo.arrays(i.shape)[0]
-        found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
-        summed = [int(d) for d in found.group(1).split(",") if d] if found else []
-        each = math.prod(sides[0].shape[d] for d in summed)
-        return 2.0 * each * math.prod(out.shape), sides[0].dtype == "f32"
     target = re.search(r'custom_call_target="([^"]*)"', i.rest) if i.op == "custom-call" else None
-    if not target or not re.search("gemm|matmul", target.group(1), re.IGNORECASE):
+    if i.op != "dot" and not (target and re.search("gemm|matmul", target[1], re.IGNORECASE)):
         return 0.0, False
     left, out = hlo.arrays(given[0])[0], hlo.arrays(i.shape)[0]
-    if "grouped" in target.group(1):  # each row meets one matrix, or each pair of rows one group
+    if target and "grouped" in target[1]:  # each row meets one matrix, or each pair of rows one group
         return 2.0 * math.prod(left.shape) * out.shape[-1], left.dtype == "f32"
-    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)
-    summed = [int(d.strip('"')) for d in found.group(1).split(",") if d] if found else []
-    each = math.prod(left.shape[d] for d in summed)
-    return 2.0 * each * math.prod(out.shape), left.dtype == "f32"
+    found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
+    summed = re.findall(r"\d+", found[1]) if found else []
+    return 2.0 * math.prod(left.shape[int(d)] for d in summed) * math.prod(out.shape), left.dtype == "f32"

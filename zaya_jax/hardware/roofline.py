@@ -41,28 +41,19 @@ class Bound:
 
 
 def bound(
-    program: Program,
-    collectives: Sequence[Collective],
-    kind: str,
-    cluster: Cluster | None = None,
-    matmul: str = "default",
+    program: Program, collectives: Sequence[Collective], kind: str, cluster: Cluster | None, matmul: str = "default"
 ) -> Bound | None:
-    """The bound on a chip of this kind (JAX's device_kind); None where its rates are not known."""
+    """The bound on a chip of this kind (JAX's device_kind) in a cluster; None where its rates are not known."""
     name = chips.named(kind)
-    if name is None:
+    if name is None or cluster is None:
         return None
     peaks, bandwidth = chips.CHIPS[name].peaks, chips.CHIPS[name].bandwidth
     wide = peaks["float32" if matmul == "highest" else "tf32"]
     totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
 
     def seconds(k: GpuKernel) -> tuple[str, float]:
-        each = {
-            "compute": k.flops / (wide if k.wide else peaks["bfloat16"]),
-            "memory": k.bytes / bandwidth,
-            "launches": LAUNCH,
-        }
-        what = max(each, key=lambda name: each[name])
-        return what, each[what]
+        computing, moving = k.flops / (wide if k.wide else peaks["bfloat16"]), k.bytes / bandwidth
+        return max(("compute", computing), ("memory", moving), ("launches", LAUNCH), key=lambda one: one[1])
 
     for k in program.kernels:
         if not k.collective:
@@ -71,11 +62,8 @@ def bound(
     exposed = hidden = 0.0
     by_name = {k.name: k for k in program.kernels}
     for c in collectives:
-        rate = math.inf  # the slowest group's, or pair's
-        if cluster:
-            rate = min((cluster.bandwidth(group) for group in c.groups), default=math.inf)
-        latency = cluster.latency if cluster else 0.0
-        time = c.wire_bytes / rate + latency
+        slowest = min(map(cluster.bandwidth, c.groups), default=math.inf)  # of the groups, or pairs
+        time = c.wire_bytes / slowest + cluster.latency
         under = program.kernels[slice(*program.under.get(c.name, (0, 0)))]
         times = by_name[c.name].times if c.name in by_name else 1.0
         if not times:  # in a loop that does not turn, as a rule: experts' further rounds

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zaya_jax.config import UserError
-from zaya_jax.hardware import clusters, flags
+from zaya_jax.hardware import chips, clusters, flags
 
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
 A_NODE = 8  # GPUs of a node
@@ -35,21 +35,24 @@ class Target(NamedTuple):
     text: str  # XLA's GpuTargetConfigProto
 
 
-def _gpu(platform: str, memory: int, description: str, about: str, versions: str) -> Target:
-    common = "threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 "
-    common += "threads_per_core_limit: 2048 fpus_per_core: 128"
-    return Target(
-        platform, memory,
-        f'gpu_device_info {{ {common} device_memory_size: {memory} {about} }} {versions} '
-        f'platform_name: "{platform.upper()}" device_description_str: "{description}"',
-    )  # fmt: skip
+def _gpu(platform: str, memory: int, name: str, about: str, versions: str) -> Target:
+    limits = "threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 "
+    limits += "threads_per_core_limit: 2048 fpus_per_core: 128"
+    text = (
+        f"gpu_device_info {{ {limits} device_memory_size: {memory} {about} }} {versions} "
+        f'platform_name: "{platform.upper()}" device_description_str: "{name}"'
+    )
+    return Target(platform, memory, text)
 
 
-def _amd(memory: int, name: str, about: str) -> Target:
-    limits = "threads_per_warp: 64 block_dim_limit_y: 65536 block_dim_limit_z: 65536 l2_cache_size: 4194304 "
-    limits += "registers_per_core_limit: 131072 registers_per_block_limit: 131072 "
-    limits += f'rocm_compute_capability {{ gcn_arch_name: "{ARCHITECTURES[name]}:sramecc+:xnack-" }} '
-    return _gpu("rocm", memory, name, limits + about, "dnn_version_info { major: 3 minor: 5 }")
+def _amd(memory: int, name: str, cores: int, gigahertz: float, bandwidth: float, shared: int) -> Target:
+    about = (
+        "threads_per_warp: 64 block_dim_limit_y: 65536 block_dim_limit_z: 65536 l2_cache_size: 4194304 "
+        "registers_per_core_limit: 131072 registers_per_block_limit: 131072 "
+        f'rocm_compute_capability {{ gcn_arch_name: "{ARCHITECTURES[name]}:sramecc+:xnack-" }} '
+        f"core_count: {cores} clock_rate_ghz: {gigahertz} memory_bandwidth: {bandwidth:.0f} "
+    ) + " ".join(f"shared_memory_per_{part}: {shared}" for part in ("block", "block_optin", "core"))
+    return _gpu("rocm", memory, name, about, "dnn_version_info { major: 3 minor: 5 }")
 
 
 def _hopper(memory: int, name: str, bandwidth: float) -> Target:
@@ -60,27 +63,16 @@ def _hopper(memory: int, name: str, bandwidth: float) -> Target:
         f"memory_bandwidth: {bandwidth:.0f} "
         "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"
     )
-    versions = "runtime_version { major: 13 } dnn_version_info { major: 9 minor: 28 }"
-    return _gpu("cuda", memory, name, about, versions)
-
-
-def _lds(size: int) -> str:
-    return " ".join(f"shared_memory_per_{part}: {size}" for part in ("block", "block_optin", "core"))
+    return _gpu("cuda", memory, name, about, "runtime_version { major: 13 } dnn_version_info { major: 9 minor: 28 }")
 
 
 # Cores, clock and bandwidth: the vendors' data sheets. Memory: as a process finds it, a little less than is sold.
 TARGETS = {
-    "mi300x": _amd(
-        192 * GIB, "AMD Instinct MI300X",
-        f"core_count: 304 clock_rate_ghz: 2.1 memory_bandwidth: 5300000000000 {_lds(65536)}"
-    ),
-    "mi355x": _amd(
-        288 * 10**9, "AMD Instinct MI355X",
-        f"core_count: 256 clock_rate_ghz: 2.4 memory_bandwidth: 8000000000000 {_lds(163840)}"
-    ),
-    "h200": _hopper(151_397_597_184, "NVIDIA H200", 4.8e12),
-    "h100": _hopper(84_942_979_072, "NVIDIA H100 80GB HBM3", 3.35e12),
-}  # fmt: skip
+    "mi300x": _amd(192 * GIB, "AMD Instinct MI300X", 304, 2.1, chips.CHIPS["mi300x"].bandwidth, 65536),
+    "mi355x": _amd(288 * 10**9, "AMD Instinct MI355X", 256, 2.4, chips.CHIPS["mi355x"].bandwidth, 163840),
+    "h200": _hopper(151_397_597_184, "NVIDIA H200", chips.CHIPS["h200"].bandwidth),
+    "h100": _hopper(84_942_979_072, "NVIDIA H100 80GB HBM3", chips.CHIPS["h100"].bandwidth),
+}
 
 
 def names() -> list[str]:
@@ -88,9 +80,9 @@ def names() -> list[str]:
     return [*TARGETS, "cpu"]
 
 
-def usable(name: str) -> int | None:
-    """Bytes of a chip's memory that JAX takes (`flags.MEMORY_SHARE`); None for a CPU."""
-    return None if name == "cpu" else int(TARGETS[name].memory * flags.MEMORY_SHARE)
+def memory_for_jax(name: str) -> int:
+    """Bytes of a GPU's memory that JAX takes (`flags.MEMORY_SHARE`)."""
+    return int(TARGETS[name].memory * flags.MEMORY_SHARE)
 
 
 def devices(name: str, count: int) -> list[Any]:

@@ -7,6 +7,7 @@ Nothing is compiled. Weights have the model's own shapes and the optimizer's own
 those of the run. Letters: N tokens of a device in a micro-batch, D model, L layers.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -87,6 +88,18 @@ class Case:
     def layout(self) -> zero.Layout:
         """Where the optimizer's work and state lie."""
         return _layout(self.here.model, self.here.optim, self.here.precision, self.spread)
+
+    def traffic(self, name: str) -> collections.Counter[str]:
+        """Bytes of the optimizer's exchange of a bucket, by kind of collective."""
+        return collections.Counter(
+            self.layout.traffic(name, self.step_bytes if self.layout.methods[name] == "muon" else 4)
+        )
+
+    @functools.cached_property
+    def muon_numbers(self) -> int:
+        """Numbers of Muon's weights on a device."""
+        grid = getattr(self.layout, "grid", None)
+        return sum(math.prod(w.local(grid) if grid else w.shape) for w in self.layout.weights if w.method == "muon")
 
     @functools.cached_property
     def ways(self) -> dict[str, ByLayer]:

@@ -3,6 +3,7 @@
 Bytes of the optimizer's exchange are the layout's own (`optim.zero`); those of layers follow from `zaya_jax.parallel`.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -60,23 +61,23 @@ def _exchange(case: Case) -> Iterator[Flow]:
     layout = case.layout
     if not layout.sharded:
         return
-    scattered: dict[tuple[str, ...], float] = {}
-    summed: dict[tuple[str, ...], float] = {}
-    for name, method in layout.methods.items():
-        kinds = layout.traffic(name, case.step_bytes if method == "muon" else 4)
+    scattered: dict[tuple[str, ...], float] = collections.defaultdict(float)
+    summed: dict[tuple[str, ...], float] = collections.defaultdict(float)
+    for name in layout.methods:
+        kinds = case.traffic(name)
         axes = layout.bucket[name].shared
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
-        way, reduced = case.ways.get(name), kinds.get("reduce-scatter", 0) * cut
-        if way:  # a layer's at a time, and then to owners
+        reduced = kinds["reduce-scatter"] * cut
+        if way := case.ways.get(name):  # a layer's at a time, and then to owners
             yield Flow(FETCHING, "reduce-scatter", reduced, axes, way.layers)
             yield Flow(GRADIENTS, "all-to-all", 4.0 * way.sent, axes, way.rounds)
         else:
-            scattered[axes] = scattered.get(axes, 0.0) + reduced
-        yield Flow(DIRECTIONS, "all-gather", kinds.get("all-gather", 0) * cut, axes, 1)
-        summed[axes] = summed.get(axes, 0.0) + kinds.get("all-reduce", 0) * 2 * cut
-        yield Flow(GRADIENTS, "all-to-all", kinds.get("all-to-all", 0) * 1.0, ("data",), 2)
-        yield Flow(GRADIENTS, "exchange", kinds.get("exchange", 0) * 1.0, tuple(case.axes), 8)
+            scattered[axes] += reduced
+        yield Flow(DIRECTIONS, "all-gather", kinds["all-gather"] * cut, axes, 1)
+        summed[axes] += kinds["all-reduce"] * 2 * cut
+        yield Flow(GRADIENTS, "all-to-all", float(kinds["all-to-all"]), ("data",), 2)
+        yield Flow(GRADIENTS, "exchange", float(kinds["exchange"]), tuple(case.axes), 8)
     for axes, wire in scattered.items():  # the compiler makes one of all that have the same group
         yield Flow(GRADIENTS, "reduce-scatter", wire, axes, 1)
     for axes, wire in summed.items():

@@ -85,8 +85,7 @@ def phases(
 ) -> tuple[list[PlannedPhase], list[str]]:  # fmt: skip
     """All phases of a run that so many devices can train, and a note on each that needs another number of them;
     UserError where none can be trained."""
-    capacity = targets.usable(cluster.chip)
-    assert capacity is not None
+    capacity = targets.memory_for_jax(cluster.chip)
     found: list[PlannedPhase] = []
     wrong: list[UserError] = []
     for _, segments, *_ in schedule.phases_of(config, schedule.make_plan(config)):

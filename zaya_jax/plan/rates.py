@@ -19,6 +19,7 @@ ASSUMED = "assumed"
 AMD = "AMD's own measurements, 708 of 1,307 TFLOP/s in bfloat16 (ROCm blog on max-achievable FLOPs)"
 SEMIANALYSIS = "SemiAnalysis, December 2024: some 720 of 989 TFLOP/s in bfloat16"
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127: 4.33 of 5.3 TB/s"
+HALF = f"{ASSUMED}: half of dense; fast: two thirds"
 MODELLED = f"{ASSUMED}; fast: half of the modelled rate of the kernels' inner loops"
 
 
@@ -53,45 +54,31 @@ class Rates:
     )  # fmt: skip
     launch: Rate = Rate(3.5e-6, f"{ASSUMED}: seconds between one kernel and the next", (1.75e-6, 5.25e-6))
 
-    def table(self) -> list[tuple[str, float, str]]:
-        """A row for each: name, value, source."""
-        rates = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return [(name, rate.value, rate.source) for name, rate in rates.items()]
-
     def at(self, end: int, names: Iterable[str]) -> "Rates":
         """These rates at their fast (0) or slow (1) end, the others as they are."""
-        rates = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(self, **{n: Rate(r.ends[end], r.source) for n, r in rates.items()})
+        rates = vars(self)
+        return dataclasses.replace(self, **{n: Rate(rates[n].ends[end], rates[n].source) for n in names})
 
     def uncertain(self) -> list[str]:
         """The rates that have ends."""
-        return [f.name for f in dataclasses.fields(self) if getattr(self, f.name).ends]
+        return [name for name, rate in vars(self).items() if rate.ends]
 
 
-def _amd(memory: Rate) -> Rates:
-    return Rates(
-        Rate(0.54, AMD), Rate(0.27, f"{ASSUMED}: half of dense; fast: two thirds", (0.36, 0.19)),
-        Rate(0.15, MODELLED, (0.2, 0.1)),
-        Rate(0.5, ASSUMED), memory, Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
+_ROWS = {  # on MI300X with Pollara, and on Hopper with InfiniBand
+    "products": (Rate(0.54, AMD), Rate(0.73, SEMIANALYSIS)),
+    "grouped": (Rate(0.27, HALF, (0.36, 0.19)), Rate(0.36, HALF, (0.45, 0.25))),
+    "attention": (Rate(0.15, MODELLED, (0.2, 0.1)), Rate(0.19, MODELLED, (0.25, 0.12))),
+    "float32": (Rate(0.5, ASSUMED), Rate(0.5, ASSUMED)),
+    "memory": (Rate(4.33 / 5.3, ZAYA1), Rate(0.9, ASSUMED)),
+    "inside": (Rate(0.7, f"{ASSUMED}: RCCL inside a node"), Rate(0.8, f"{ASSUMED}: NCCL inside a node")),
+    "across": (
         Rate(0.72, f"{ASSUMED}: RCCL on Pollara, with kernels running", (0.8, 0.62)),
-    )  # fmt: skip
-
-
-def _nvidia() -> Rates:
-    return Rates(
-        Rate(0.73, SEMIANALYSIS), Rate(0.36, f"{ASSUMED}: half of dense; fast: two thirds", (0.45, 0.25)),
-        Rate(0.19, MODELLED, (0.25, 0.12)),
-        Rate(0.5, ASSUMED), Rate(0.9, ASSUMED), Rate(0.8, f"{ASSUMED}: NCCL inside a node"),
         Rate(0.78, f"{ASSUMED}: NCCL on InfiniBand, with kernels running", (0.85, 0.7)),
-    )  # fmt: skip
-
-
-DEFAULTS = {
-    "mi300x": _amd(Rate(4.33 / 5.3, ZAYA1)),
-    "mi355x": _amd(Rate(0.82, f"{ASSUMED}: as MI300X, {ZAYA1}")),
-    "h200": _nvidia(),
-    "h100": _nvidia(),
+    ),
 }
+_MI300X, _HOPPER = (Rates(**{name: rates[maker] for name, rates in _ROWS.items()}) for maker in (0, 1))
+_MI355X = dataclasses.replace(_MI300X, memory=Rate(0.82, f"{ASSUMED}: as MI300X, {ZAYA1}"))
+DEFAULTS = {"mi300x": _MI300X, "mi355x": _MI355X, "h200": _HOPPER, "h100": _HOPPER}
 
 
 def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:

@@ -11,7 +11,8 @@ from zaya_jax.config import Config, Mesh, UserError
 from zaya_jax.hardware import targets
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel import sharding
-from zaya_jax.parallel.spread import AXES, Spread, spread_of
+from zaya_jax.parallel.mesh import shape_of
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, step_time
 from zaya_jax.plan.case import Case
 from zaya_jax.plan.footprint import Footprint
@@ -34,10 +35,11 @@ class Choice:
 
 def best(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates) -> list[Choice]:
     """The fastest that fit the chip's memory, fastest first; [] where nothing fits."""
+    capacity = targets.memory_for_jax(cluster.chip)
     found = [
         Choice(case, step_time.estimate(case, cluster, rates), memory)
         for case in candidates(here, devices, sequences, cluster.chip)
-        if (memory := _fitting(case))
+        if (memory := footprint.estimate(case)).peak <= capacity
     ]
     return sorted(found, key=lambda choice: (choice.step.seconds, choice.memory.peak))[:BEST]
 
@@ -50,29 +52,12 @@ def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterato
         if rest or not data or (fsdp and data == 1) or sequences % rows:
             continue
         mesh = Mesh(data=data, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
-        if not (accepted := _accepted(here, mesh)):
+        mine, spread = dataclasses.replace(here, mesh=mesh), spread_of(mesh, shape_of(mesh, devices))
+        try:
+            sharding.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len})
+        except UserError:
             continue
-        mine, spread = accepted
         each = sequences // rows
         for at_once in (n for n in range(1, each + 1) if each % n == 0):
             for remat in REMATS:
                 yield Case(dataclasses.replace(mine, remat=remat), spread, chip, sequences, each // at_once)
-
-
-def _accepted(here: Config, mesh: Mesh) -> tuple[Config, Spread] | None:
-    """A phase on another mesh; None where a run would refuse it."""
-    spread = spread_of(mesh, {axis: getattr(mesh, axis) for axis in AXES})
-    mine = dataclasses.replace(here, mesh=mesh)
-    try:
-        sharding.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len})
-    except UserError:
-        return None
-    return mine, spread
-
-
-def _fitting(case: Case) -> Footprint | None:
-    """A case's memory, where the chip has it."""
-    capacity = targets.usable(case.chip)
-    assert capacity is not None
-    found = footprint.estimate(case)
-    return found if found.peak <= capacity else None

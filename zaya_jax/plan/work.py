@@ -24,7 +24,6 @@ from pallas_kernels.cross_entropy.xla import chunk_rows
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
 from zaya_jax.optim.muon import newton_schulz_flops
-from zaya_jax.optim.zero import Layout
 from zaya_jax.parallel import dispatch
 from zaya_jax.plan.case import Case, size
 
@@ -316,18 +315,17 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
     others += (4.0 * local + directions(case)) / case.devices + (20.0 * local if case.devices == 1 else 0.0)
     yield ScopeWork("optimizer", "", flops, products, others, launches)
     if layout.sharded:
-        yield ScopeWork("optimizer/exchange", "", 0, 0, _exchanged(case, layout), 24 if case.devices <= 8 else 160)
+        yield ScopeWork("optimizer/exchange", "", 0, 0, _exchanged(case), 24 if case.devices <= 8 else 160)
 
 
-def _exchanged(case: Case, layout: Layout) -> float:
+def _exchanged(case: Case) -> float:
     """Bytes that the optimizer's exchange reads and writes on the device itself."""
     # Gradients for owners: zeros, put in order, sent; in two rounds again, and in another order.
     found = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in case.ways.values())
     weights = {"reduce-scatter": 1, "all-gather": 1, "all-to-all": 2, "exchange": 4, "all-reduce": 2}
-    for name, method in layout.methods.items():
-        kinds = layout.traffic(name, case.step_bytes if method == "muon" else 4)
-        found += sum(times * kinds.get(kind, 0) for kind, times in weights.items())
-    return found
+    return found + sum(
+        times * case.traffic(name)[kind] for name in case.layout.methods for kind, times in weights.items()
+    )
 
 
 def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
@@ -338,13 +336,6 @@ def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
     return newton_schulz_flops((m, n), steps) - steps * skipped
 
 
-def muon_numbers(case: Case) -> float:
-    """The numbers of Muon's weights on a device."""
-    grid = getattr(case.layout, "grid", None)
-    return sum(math.prod(w.local(grid) if grid else w.shape) for w in case.layout.weights if w.method == "muon")
-
-
 def directions(case: Case) -> float:
     """Bytes of the optimizer's directions for all weights of a device."""
-    muon = muon_numbers(case)
-    return case.step_bytes * muon + 4.0 * (sum(case.numbers.values()) - muon)
+    return case.step_bytes * case.muon_numbers + 4.0 * (sum(case.numbers.values()) - case.muon_numbers)

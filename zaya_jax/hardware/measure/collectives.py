@@ -115,25 +115,21 @@ def measure_collectives(
 
 
 def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[CollectiveTiming]:
-    """One collective by size. A process without a device of the set takes part in decisions alone."""
+    """One collective by size. A process without a device of the set takes part in decisions alone, which process 0
+    takes: it has a device in every set."""
     queue = group.devices[0].platform != "cpu"
     mine = any(d.process_index == jax.process_index() for d in group.devices)
     n = len(group.devices)
     for size in sizes(n, room):
         call = _program(name, group, size) if mine else None
         own = timing.course(timing.warm_up(call), seconds, queue) if call else None
-        course = timing.Course(*_from_first("course", own))
+        course = timing.Course(*multihost.from_first("course", lambda: own))  # noqa: B023
         all_taken = multihost.to_first("timing", timing.sample(call, course) if call else None)
         longest = max(tuple(t) for t in all_taken if t) if all_taken else None
-        slowest = Timing(*_from_first("slowest", longest))
+        slowest = Timing(*multihost.from_first("slowest", lambda: longest))  # noqa: B023
         yield CollectiveTiming(name, n, group.num_nodes, size, slowest)
         if slowest.median > seconds:
             return
-
-
-def _from_first(name: str, own: tuple | None) -> list:
-    """The tuple of process 0, which has a device in every set."""
-    return multihost.from_first(name, lambda: own)
 
 
 def _program(name: str, group: Group, size: int) -> Callable[[], jax.Array]:

@@ -4,8 +4,9 @@ Products are the project's: `pallas_kernels.products.dot`, and of the operator `
 chip uses, whose values `benchmarks.kernels` checks. On accelerators operands are bfloat16, on a CPU float32.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +14,14 @@ import jax.numpy as jnp
 from pallas_kernels import chip, grouped_mlp, products, timing
 from pallas_kernels.timing import Timing
 from zaya_jax.config import Model
-from zaya_jax.hardware.measure.results import Product
+from zaya_jax.hardware.measure.results import Product, ProductShape
 
 ROWS = {True: (64, 256, 1024), False: (256, 1024, 4096, 16384)}  # tokens at once, on a host and on an accelerator
 ROWS_OF_EXPERTS = {True: tuple(1 << i for i in range(4, 10)), False: tuple(1 << i for i in range(4, 13))}  # of each
 MODEST = 1e9  # FLOP/s that a chip reaches in any case, until something has been measured
 
 
-class ProductShape(NamedTuple):
-    """A product that is measured."""
-
-    name: str
-    label: str
-    m: int
-    n: int
-    k: int
-    groups: int = 1
-
-
-def of_model(model: Model) -> dict[str, tuple[int, int]]:
+def weights(model: Model) -> dict[str, tuple[int, int]]:
     """The products of a token with weights, by name: (inputs k, outputs n)."""
     d, c = model.hidden_size, model.head_dim
     h, kv = model.num_attention_heads * c, model.num_key_value_heads * c
@@ -44,12 +34,12 @@ def of_model(model: Model) -> dict[str, tuple[int, int]]:
 
 def shapes(model: Model, host: bool) -> list[ProductShape]:
     """All measured products, small ones first, so that the rate is known before the large ones."""
-    found = [ProductShape("dense", name, m, n, k) for m in ROWS[host] for name, (k, n) in of_model(model).items()]
+    found = [ProductShape("dense", name, m, n, k, 1) for m in ROWS[host] for name, (k, n) in weights(model).items()]
     if model.model_type != "dense":
         d, f, e = model.hidden_size, model.moe_intermediate_size, model.num_experts
         names = ("grouped forward", "grouped backward")
         found += [ProductShape(name, "experts", m, f, d, e) for m in ROWS_OF_EXPERTS[host] for name in names]
-    return sorted(found, key=lambda s: (_flops(s), s))
+    return sorted(found, key=lambda shape: (shape.flops, shape))
 
 
 def measure_products(
@@ -60,21 +50,17 @@ def measure_products(
     dtype = jnp.float32 if host else jnp.bfloat16
     best, found, left_out = MODEST, [], 0
     for shape in shapes(model, host):
-        if _flops(shape) > 3 * seconds * best:
+        if shape.flops > 3 * seconds * best:
             left_out += 1
             continue
         with jax.default_device(device), chip.making(chip.chip_of(device)):
             taken = _time(shape, dtype, seconds, not host)
-        found.append(Product(*shape, jnp.dtype(dtype).name, taken))
+        found.append(Product(**dataclasses.asdict(shape), dtype=jnp.dtype(dtype).name, seconds=taken))
         best = max(best, found[-1].rate)
         of = f"{shape.groups} x " if shape.groups > 1 else ""
         what = f"{shape.label} {of}[{shape.m}, {shape.k}] x [{shape.k}, {shape.n}]"
         say(f"{shape.name}, {what}: {found[-1].rate / 1e12:,.3f} TFLOP/s")
     return tuple(found), left_out
-
-
-def _flops(shape: ProductShape) -> float:
-    return Product(*shape, "", Timing(1, 1, 1, 1)).flops
 
 
 def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timing:

@@ -41,8 +41,8 @@ class CollectiveTiming:
         return self.bytes / self.seconds.median * BUS[self.name](self.num_devices)
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
+@dataclasses.dataclass(frozen=True, order=True)
+class ProductShape:
     """One matrix product [m, k] x [k, n], or that of `groups` of `m` rows, each with its own matrices.
 
     A grouped one is the operator pallas_kernels.grouped_mlp: k is the model's width, n the experts'.
@@ -54,14 +54,20 @@ class Product:
     n: int
     k: int
     groups: int
-    dtype: str
-    seconds: Timing
 
     @property
     def flops(self) -> float:
         """FLOPs of one call."""
         one = 2.0 * self.m * self.n * self.k * self.groups
         return one * {"dense": 1, "grouped forward": 3, "grouped backward": 6}[self.name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(ProductShape):
+    """A measured one."""
+
+    dtype: str
+    seconds: Timing
 
     @property
     def rate(self) -> float:
