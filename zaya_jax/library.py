@@ -201,13 +201,9 @@ class LanguageModel:
         """
         self._check_weights()
         target = given.new_folder(directory)
-        leaves = (
-            (tuple(key.key for key in path), None, np.asarray(x))
-            for path, x in jax.tree_util.tree_flatten_with_path(self.params)[0]
-        )
         config = given.as_begun(self.config, target / "tokenizer" if self._files else None)
-        bias = np.asarray(self.balance)
-        return exchange.write_workdir(target, config, leaves, bias, self.tokenizer, self._files, self._imported)
+        weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
+        return exchange.write_workdir(target, config, weights, self.tokenizer, self._files, self._imported)
 
     def to_hf(self, directory: str | os.PathLike, dtype: str | None = None) -> Path:
         """Writes a directory that transformers' `zaya` loads; `dtype` is by default as imported, otherwise float32.
@@ -220,10 +216,10 @@ class LanguageModel:
             raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(exchange.DTYPES)}")
         exchange.check_zaya(self.config.model, self.config.name)
         target = given.new_folder(directory)
-        tree = exchange.in_memory({"params": self.params, "balance": {"bias": self.balance}})
+        weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
         trained = self.config if self._trained or not self._imported["config"] else None
         return exchange.write_directory(
-            target, self.config.model, tree, self._imported, self._files, self.tokenizer, trained, dtype
+            target, self.config.model, weights.read, self._imported, self._files, self.tokenizer, trained, dtype
         )
 
     def _decoder(self) -> decode.Decoder:

@@ -2,18 +2,20 @@
 
     reshard(source, target, step, chunk_mb)         a workdir, or a place such as s3://bucket/run, to another
     export_params(workdir, out, step, dtype)        an Orbax checkpoint for readers that have no use for the rest
+    begin_run(workdir, source, state, meta)         step 0 of a new run, of weights that lie anywhere
 
 Memory holds one chunk of the result and one of the source. Sources are checked whole before anything is written.
 """
 
-import contextlib
+import functools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zaya_jax import trees
 from zaya_jax.checkpoint import claims, layout, writing
 from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
@@ -22,7 +24,8 @@ from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.vault import Progress, Vault
 from zaya_jax.config import UserError, files
 
-Put = Callable[[str, bytes | memoryview], None]
+Put = Callable[[str, bytes | memoryview], None]  # writes one file
+Write = Callable[[Put], Sums]
 MOST_MB = 1e6
 # Files outside of the checkpoints that a run needs to continue.
 COPIED = ("config.json", "environment.json", "lineage.json", IMPORTED, "tokenizer")
@@ -39,12 +42,23 @@ def reshard(
     if not 0 < chunk_mb <= MOST_MB:
         raise UserError(f"--chunk_mb={chunk_mb:g} must be above 0 and at most {MOST_MB:g}")
     source = open_source(place, step)
-    to = _to_vault if "://" in str(target) else _to_workdir
-    with source.unless_deleted(), to(source, str(target)) as (put, finish):
+
+    def write(put: Put) -> Sums:
         source.check()
-        arrays = [_resized(array, array.dtype, chunk_mb) for array in source.arrays().values()]
-        finish(_write(source, arrays, source.meta(), put, progress))
+        arrays = [_stored(x.name, x.shape, x.dtype, chunk_mb) for x in source.arrays().values()]
+        return _write(source, arrays, source.meta(), put, progress)
+
+    with source.unless_deleted():
+        (_to_vault if "://" in str(target) else _to_workdir)(source, str(target), write)
     return f"step {source.step} in {target}{source.warning}"
+
+
+def begin_run(
+    workdir: Path, source: Source, state: Any, meta: dict[str, Any], progress: Progress | None = None
+) -> None:
+    """Writes step 0 of a new run: the arrays of an abstract state, zeros where the source has none of that name."""
+    arrays = [_stored(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in trees.flat(state).items()]
+    _first_step(workdir, 0, "", lambda put: _write(source, arrays, meta, put, progress))
 
 
 def export_params(
@@ -61,24 +75,23 @@ def export_params(
     with source.unless_deleted():
         target = claims.new_folder(out, "--out")
         arrays = [
-            _resized(
-                array, dtype if dtype and name.startswith("params.") and layout.is_real(array.dtype) else array.dtype
+            _stored(
+                name, x.shape, dtype if dtype and name.startswith("params.") and layout.is_real(x.dtype) else x.dtype
             )
-            for name, array in source.arrays().items()
+            for name, x in source.arrays().items()
             if name.startswith("params.") or name == "balance.bias"
         ]
         source.check()
         meta = {name: x for name, x in source.meta().items() if name != "data"}
         with claims.whole_or_nothing(target) as part:
-            sums = _write(source, arrays, meta, lambda name, x: _put_file(part, name, x), progress)
+            sums = _write(source, arrays, meta, functools.partial(_put_file, part), progress)
             writing.write_files(part, {layout.MARKER: Seal(sums, source.step, source.run).content()})
     return target
 
 
-def _resized(array: Array, dtype: str, chunk_mb: float = 0.0) -> Array:
+def _stored(name: str, shape: tuple[int, ...], dtype: str, chunk_mb: float = 0.0) -> Array:
     most = int(chunk_mb * 2**20)
-    chunk = layout.chunk_shape(array.name, array.shape, np.dtype(dtype).itemsize, most=most)
-    return Array(array.name, array.shape, dtype, chunk)
+    return Array(name, shape, dtype, layout.chunk_shape(name, shape, np.dtype(dtype).itemsize, most=most))
 
 
 def _write(source: Source, arrays: list[Array], meta: dict[str, Any], put: Put, progress: Progress | None) -> Sums:
@@ -94,7 +107,8 @@ def _write(source: Source, arrays: list[Array], meta: dict[str, Any], put: Put, 
             buffer = np.zeros(array.chunk_bytes + TAIL, np.uint8)
             chunk = buffer[:-TAIL].view(array.dtype).reshape(array.chunk)
             inside: Any = (*layout.within(box, box), ...)  # the dots: a view of a single number, too
-            source.fill(originals[array.name], box, chunk[inside])
+            if array.name in originals:
+                source.fill(originals[array.name], box, chunk[inside])
             crc = crc32c(buffer[:-TAIL])
             buffer[-TAIL:] = np.frombuffer(crc.to_bytes(TAIL, "little"), np.uint8)
             name = array.file(index)
@@ -107,9 +121,8 @@ def _write(source: Source, arrays: list[Array], meta: dict[str, Any], put: Put, 
     return sums
 
 
-@contextlib.contextmanager
-def _to_vault(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Sums], None]]]:
-    """(function that writes a file, function that makes the files a checkpoint) for a place of copies."""
+def _to_vault(source: Source, target: str, write: Write) -> None:
+    """Writes a step into a place of copies."""
     vault, step = Vault(target), source.step
     if vault.folder:
         claims.require_writable(vault.folder, f"--to={target}")
@@ -124,27 +137,26 @@ def _to_vault(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Sums
         if name != layout.COMMITTED:  # comes with the list
             vault.put(step, name, content)
 
-    yield put, lambda sums: vault.complete(step, Seal(sums, step, source.run))
+    vault.complete(step, Seal(write(put), step, source.run))
 
 
-@contextlib.contextmanager
-def _to_workdir(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Sums], None]]]:
-    """The same for a new workdir; nothing is left where that fails."""
-    step, workdir = source.step, claims.new_folder(target, "--to")
-    with claims.whole_or_nothing(workdir) as part:
-        folder = part / "checkpoints" / f"{writing.SAVING}{step}"
+def _to_workdir(source: Source, target: str, write: Write) -> None:
+    """Writes a step into a new workdir; nothing is left where that fails."""
+    with claims.whole_or_nothing(claims.new_folder(target, "--to")) as part:
+        _first_step(part, source.step, source.run, write)
+        paths = [source.workdir / name for name in COPIED] if source.workdir else []
+        for path in filter(Path.exists, paths):
+            if path.is_dir():
+                shutil.copytree(path, part / path.name)
+            else:
+                files.write(part / path.name, files.read(path))
 
-        def finish(sums: Sums) -> None:
-            paths = [source.workdir / name for name in COPIED] if source.workdir else []
-            for path in filter(Path.exists, paths):
-                if path.is_dir():
-                    shutil.copytree(path, part / path.name)
-                else:
-                    files.write(part / path.name, files.read(path))
-            run = writing.begin_run(part / "checkpoints", source.run)
-            writing.commit(folder, part / "checkpoints" / str(step), Seal(sums, step, run))
 
-        yield lambda name, content: _put_file(folder, name, content), finish
+def _first_step(workdir: Path, step: int, run: str, write: Write) -> None:
+    """Writes the only step of a new workdir; the run is called anew where it has no name."""
+    root = workdir.absolute() / "checkpoints"
+    folder, run = root / f"{writing.SAVING}{step}", writing.begin_run(root, run)
+    writing.commit(folder, root / str(step), Seal(write(functools.partial(_put_file, folder)), step, run))
 
 
 def _put_file(folder: Path, name: str, content: bytes | memoryview) -> None:

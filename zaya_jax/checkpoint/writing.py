@@ -147,52 +147,6 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> Sums:
     return {name: seal.entry_of(content) for name, content in files.items()}
 
 
-class Builder:
-    """A new checkpoint whose arrays come one by one, or layer by layer; it is there only when `close` has returned."""
-
-    def __init__(self, workdir: Path, step: int, abstract_state: dict[str, Any], meta: dict[str, Any]):
-        """`abstract_state` has the shape and dtype of every array."""
-        root = workdir.absolute() / "checkpoints"
-        self._step, self._run = step, begin_run(root)
-        self._folder, self._target = root / f"{SAVING}{step}", root / str(step)
-        self._arrays = {}
-        for name, x in trees.flat(abstract_state).items():
-            shape, dtype = tuple(x.shape), np.dtype(x.dtype)
-            chunk = layout.chunk_shape(name, shape, dtype.itemsize)
-            self._arrays[name] = layout.Array(name, shape, dtype.name, chunk)
-        self._sums = write_files(self._folder, layout.frame(tuple(self._arrays.values()), meta | {"run": self._run}))
-        self._gathered: dict[str, np.ndarray] = {}  # arrays whose chunks hold several layers
-
-    def write(self, path: tuple[str, ...], x: np.ndarray, index: int | None = None) -> None:
-        """Sets an array, or its entry at `index` of the first dimension; all must be set."""
-        array = self._arrays[".".join(path)]
-        if index is None:
-            self._write(array, x, 0)
-        elif array.chunk[0] == 1:
-            self._write(array, x[None], index)
-        else:
-            if array.name not in self._gathered:
-                self._gathered[array.name] = np.zeros(array.shape, array.dtype)
-            self._gathered[array.name][index] = x
-
-    def close(self) -> None:
-        """Writes the gathered arrays, and gives the checkpoint its name."""
-        for name, x in self._gathered.items():
-            self._write(self._arrays[name], x, 0)
-        commit(self._folder, self._target, Seal(self._sums, self._step, self._run))
-
-    def _write(self, array: layout.Array, x: np.ndarray, first: int) -> None:
-        """Writes rows of an array, from `first` on."""
-        (self._folder / array.folder).mkdir(parents=True, exist_ok=True)
-        x = np.asarray(x, array.dtype)
-        box = tuple(slice(0, n) for n in x.shape)
-        if first:
-            box = (slice(first, first + x.shape[0]), *box[1:])
-        for index, holds in array.touched(box):
-            name = array.file(index)
-            self._sums[name] = write_chunk(self._folder / name, x[layout.within(holds, box)])
-
-
 def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None]) -> str | None:
     """Runs `work` in all processes, then `end` in process 0 if all succeeded; returns any error in every process.
 

@@ -6,10 +6,8 @@ the same files. Both directions hold one tensor at a time and write under a temp
 under the final name is complete.
 """
 
-import functools
-import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,11 @@ import numpy as np
 
 import zaya_jax
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import claims, writing
-from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
+from zaya_jax import trees
+from zaya_jax.checkpoint import claims, rewrite
+from zaya_jax.checkpoint.foreign import Unsealed
+from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config, Model, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
@@ -33,7 +34,6 @@ MOST_GB = 1e6
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Reads the array ("params", ..) or ("balance", "bias"), whole or at an index of its first dimension.
 Read = Callable[[tuple[str, ...], int | None], np.ndarray]
-Leaf = tuple[tuple[str, ...], int | None, np.ndarray]  # path below the parameters, layer or None for all, array
 
 
 def from_hf(name: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None) -> Path:
@@ -44,18 +44,14 @@ def from_hf(name: str | os.PathLike, workdir: str | os.PathLike, progress: Progr
     target = claims.new_folder(workdir, "--workdir")
     tokenizer = found.tokenizer()
     config = any_model.config_of(found.model, target / "tokenizer" if tokenizer else None)
-    bias = found.source.read(("balance", "bias"))
-    return write_workdir(
-        target, config, found.source.leaves(), bias, tokenizer, any_model.small_files(found.folder), found.imported,
-        progress,
-    )  # fmt: skip
+    small = any_model.small_files(found.folder)
+    return write_workdir(target, config, found.source, tokenizer, small, found.imported, progress)
 
 
 def write_workdir(
     target: Path,
     config: Config,
-    leaves: Iterable[Leaf],
-    bias: np.ndarray,
+    weights: Source,
     tokenizer: tokenizers.Tokenizer | None,
     files: Mapping[str, bytes],
     imported: Mapping[str, Any],
@@ -66,21 +62,13 @@ def write_workdir(
     `files` join the tokenizer's own, `imported` goes into `imported.json` for an export.
     """
     with claims.whole_or_nothing(target) as part:
-        state = _abstract_state(config.model)
         meta = {
             "step": 0, "tokens": 0, "imported": True, "config": config_lib.to_dict(config),
             "tokenizer": tokenizer.sha256 if tokenizer else None, "version": zaya_jax.__version__,
         }  # fmt: skip
-        writer = writing.Builder(part, 0, state, meta)
-        done, total = 0, sum(x.size for x in jax.tree.leaves(state["params"])) * 4
-        for path, layer, x in leaves:
-            writer.write(("params", *path), x, layer)
-            done += x.nbytes
-            if progress:
-                progress(min(done, total), total)
-        for key, like in state["balance"].items():
-            writer.write(("balance", key), bias if key == "bias" else np.zeros(like.shape, like.dtype))
-        writer.close()
+        biases = jax.eval_shape(lambda: balance.init(config.model.num_hidden_layers, config.model.num_experts))
+        state = {"params": zaya.abstract(config.model), "balance": biases._asdict()}
+        rewrite.begin_run(part, weights, state, meta, progress)
         if tokenizer:
             tokenizer.save(part / "tokenizer")
             for name, content in files.items():
@@ -123,14 +111,19 @@ def check_zaya(model: Model, where: str) -> None:
         )
 
 
-def in_memory(tree: Mapping[str, Any]) -> Read:
-    """Reads a tree of arrays through a checkpoint reader's interface."""
+class InMemory(Unsealed):
+    """A tree of arrays, read as a checkpoint."""
 
-    def read(path: tuple[str, ...], index: int | None) -> np.ndarray:
-        found: Any = functools.reduce(operator.getitem, path, tree)
-        return np.asarray(found if index is None else found[index])
+    def __init__(self, tree: Mapping[str, Any]):
+        super().__init__(Path())
+        self._leaves = trees.flat(tree)
 
-    return read
+    def arrays(self) -> dict[str, Array]:
+        """All arrays by name, each one chunk."""
+        return {n: Array(n, x.shape, np.dtype(x.dtype).name, x.shape) for n, x in self._leaves.items()}
+
+    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+        return np.asarray(self._leaves[array.name])
 
 
 def write_directory(
@@ -170,11 +163,6 @@ def write_directory(
         )
         tokenizer_files.write(part, files, tokenizer, trained)
     return target
-
-
-def _abstract_state(model: Model) -> dict[str, Any]:
-    biases = jax.eval_shape(lambda: balance.init(model.num_hidden_layers, model.num_experts))
-    return {"params": zaya.abstract(model), "balance": biases._asdict()}
 
 
 def _specs(model: Model, recorded: dict[str, str], dtype: str | None) -> list[tensor_files.Spec]:

@@ -4,7 +4,6 @@ Every tensor's name, shape and dtype is checked before any is read.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -127,15 +126,6 @@ class Directory(Unsealed):
             row = next(row for row in names.top_rows(self.model) if row.path == path)
             x = row.from_torch(self.tensor(row.name), array.shape)
         return x.reshape(array.chunk).astype(np.float32, copy=False)
-
-    def leaves(self) -> Iterator[tuple[tuple[str, ...], int | None, np.ndarray]]:
-        """(our path, layer or None, array) of each parameter, tensor by tensor."""
-        for array in self.arrays().values():
-            first, *path = array.name.split(".")
-            for index, _ in array.touched(tuple(slice(0, n) for n in array.shape)) if first == "params" else ():
-                layer = index[0] if path[0] == "layers" else None
-                x = self._chunk(array, index)
-                yield tuple(path), layer, x if layer is None else x[0]
 
 
 def expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
