@@ -341,88 +341,82 @@ GROUPS = ("critical", "distributed", "storage", "data", "user", "numbers", "note
 def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, restarts, seed):
     """Nodes that die, hang, answer late or never; found things; signals. It never starts on a node that is excluded or
     lost, never has two starts at once, and always ends, since there is no progress for ever."""
-    rng = random.Random(seed)
+    rng, now = random.Random(seed), 0.0
     wanted = Rules(nodes, nodes + spares, max(nodes - fewer, 1), restarts, join=60.0, check=rng.random() < 0.5)
-    decider, now = Decider(wanted, 0.0), 0.0
-    there, running, lost, killed = set(), {}, set(), False
-    checked = True
-    dead, saved, over = set(), 0, None
+    decider, everything = Decider(wanted, 0.0), range(nodes + spares)
+    there, running, lost, dead = set(), set(), set(), set()  # of dead ones no answer comes any more
+    checked, killed, saved, over = not wanted.check, False, 0, None
 
-    def give(fact):
+    def give(*given):
         nonlocal killed, over, checked
-        for action in decider.take(fact, now):
+        for action in [action for fact in given for action in decider.take(fact, now)]:
             assert over is None, "it acts after its end"
             match action:
                 case Check(chosen):
                     assert wanted.check and set(chosen) <= there and not running
                     checked = False
                 case Start(_, chosen):
-                    assert checked or not wanted.check, "not checked"
-                    checked = False
-                    assert not running, "two starts at once"
-                    assert wanted.min_nodes <= len(chosen) <= nodes
+                    assert checked and not running and wanted.min_nodes <= len(chosen) <= nodes
                     assert not set(chosen) & (decider.excluded.keys() | lost), "on a node that is out"
                     assert set(chosen) <= there
-                    running.update(dict.fromkeys(chosen))
-                    killed = False
+                    running.update(chosen)
+                    checked, killed = not wanted.check, False
                 case Order.KILL:
                     killed = True
                 case Drop(node):
                     lost.add(node)
-                    running.pop(node, None)
+                    running.discard(node)
                 case End():
                     over = action
 
-    for node in range(nodes + spares):
+    def finding():
+        return Finding("x", rng.choice(GROUPS), rng.choice(ACTIONS), "seen")
+
+    def one_of_running(code=None):
+        node = rng.choice(sorted(running))
+        if node not in dead or killed:
+            running.discard(node)
+        if node not in dead:
+            give(Exited(node, node, rng.choice(CODES) if code is None else code), Ready(node))
+
+    for node in everything:
         if rng.random() < 0.9:
             there.add(node)
-            give(Came(node, f"h{node}"))
-            give(Ready(node))
+            give(Came(node, f"h{node}"), Ready(node))
     for _ in range(3000):
         if over:
             break
         now += rng.choice((0.0, 0.1, 1.0, 5.0, 30.0, 130.0))
-        fact = Tick()
-        roll = rng.random()
+        roll, node = rng.random(), rng.choice(everything)
         if decider.state == "checking" and rng.random() < 0.7:
-            found = [(rng.randrange(-1, nodes + spares), rng.choice(ACTIONS)) for _ in range(rng.randrange(3))]
             checked = True
-            give(Checked(tuple((n, Finding("x", "critical", action, "seen")) for n, action in found), 1.0))
-        node = rng.randrange(nodes + spares)
+            give(Checked(tuple((rng.randrange(-1, nodes + spares), finding()) for _ in range(rng.randrange(3))), 1.0))
         if killed and running and rng.random() < 0.7:
-            node = rng.choice(list(running))
-            running.pop(node)
-            if node not in dead:
-                give(Exited(node, node, -9))
-                give(Ready(node))
+            one_of_running(-9)
         elif roll < 0.4 and running:
-            node = rng.choice(list(running))
-            if node not in dead:
-                running.pop(node)
-                give(Exited(node, node, rng.choice(CODES)))
-                give(Ready(node))
+            one_of_running()
         elif roll < 0.5:
-            fact = Found(node, Finding("x", rng.choice(GROUPS), rng.choice(ACTIONS), "seen"))
+            give(Found(node, finding()))
         elif roll < 0.6 and running:
-            fact = Hung(rng.choice(list(running)), 0, "s", "c", 5.0)
+            give(Hung(rng.choice(sorted(running)), 0, "s", "c", 5.0))
         elif roll < 0.7:
-            fact = Collected("x")
+            give(Collected("x"))
         elif roll < 0.72 and node in there - lost:
             lost.add(node)
-            running.pop(node, None)
-            fact = Lost(node, "gone")
+            running.discard(node)
+            give(Lost(node, "gone"))
         elif roll < 0.75 and running:
-            dead.add(node)  # a node that answers nothing any more
+            dead.add(node)
         elif roll < 0.8 and saved < 50:
             saved += 1
-            fact = Saved(saved)
+            give(Saved(saved))
         elif roll < 0.83:
-            fact = Stepped(rng.randrange(100))
+            give(Stepped(rng.randrange(100)))
         elif roll < 0.831:
-            fact = Asked("SIGTERM")
-        give(fact)
-        if decider.state in ("running", "leaving") and running and set(running) <= dead:
-            give(Hung(next(iter(running)), 0, "silent", "c", 5.0))  # as the agents would notice
+            give(Asked("SIGTERM"))
+        give(Tick())
+        if decider.state in ("running", "leaving") and running and running <= dead:
+            give(Hung(min(running), 0, "silent", "c", 5.0))  # as the agents would notice
     assert over, f"no end: {decider.state}"
 
 

@@ -12,12 +12,13 @@ from zaya_jax.checkpoint import stale, writing
 from zaya_jax.checkpoint.source import read_meta
 
 LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]}  # some batches are noise
-MOMENTS = {  # where a process may be killed: before or after it has called a function
-    "decided": (decisions, "after_spike", True),
-    "written": (decisions, "add", True),
-    "begins again": (stale, "drop", False),
-    "half set aside": (writing, "numbered", True),
-    "set aside": (stale, "drop", True),
+MOMENTS = {  # where a process may be killed: before or after it has called a function, where that is so
+    "decided": (decisions, "after_spike", True, None),
+    "written": (decisions, "add", True, None),
+    "begins again": (stale, "drop", False, None),
+    "half set aside": (writing, "numbered", True, lambda place, args: list(place.glob("checkpoints/.stale-*"))),
+    "set aside": (stale, "drop", True, None),
+    "went back": (Guard, "see", False, lambda place, args: args[1] == 84),
 }
 
 
@@ -52,38 +53,20 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(run, tmp_path, monkeypa
     keys = {"checkpoint__every_steps": 15}
     copies = lambda name: {} if moment == "written" else {"checkpoint__durable": str(tmp_path / name)}  # noqa: E731
     assert run("whole", **LONG, **keys, **copies("safe")) == cli.DONE
-    module, name, after = MOMENTS[moment]
-    function = getattr(module, name)
+    owner, name, after, when = MOMENTS[moment]
+    function = getattr(owner, name)
 
     def killed(*args):
         result = function(*args) if after else None
-        if moment == "half set aside" and not list((tmp_path / "killed" / "checkpoints").glob(".stale-*")):
-            return result
-        raise Killed
+        if not when or when(tmp_path / "killed", args):
+            raise Killed
+        return result if after else function(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, killed)
+        patch.setattr(owner, name, killed)
         with pytest.raises(Killed):
             run("killed", **LONG, **keys, **copies("safe too"))
     assert run("killed", **LONG, **keys, **copies("safe too")) == cli.DONE
-    same_end(tmp_path / "killed", tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_kill_after_it_went_back_changes_nothing_either(run, tmp_path, monkeypatch):
-    assert run("whole", **LONG) == cli.DONE
-    see = Guard.see
-
-    def killed(self, step, *args):
-        if step == 84:
-            raise Killed
-        see(self, step, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Guard, "see", killed)
-        with pytest.raises(Killed):
-            run("killed", **LONG)
-    assert run("killed", **LONG) == cli.DONE
     same_end(tmp_path / "killed", tmp_path / "whole")
 
 

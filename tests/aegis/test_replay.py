@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import SMALL
 
 from experiments.configs import tiny
 from tools import faults
@@ -17,16 +18,11 @@ from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
-SMALL = {
-    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
-    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
-    "optim.name": "adamw",
-}  # fmt: skip
-
 
 def small(**keys):
     settings = tiny.get_config()
-    settings.update_from_flattened_dict(SMALL | {name.replace("__", "."): value for name, value in keys.items()})
+    given = {"mesh__data": tiny.get_config().mesh.data} | keys
+    settings.update_from_flattened_dict(SMALL | {name.replace("__", "."): value for name, value in given.items()})
     return config.check(settings)
 
 
@@ -68,6 +64,7 @@ OTHERS = (
     (1, {}), (2, {}), (4, {"mesh__expert": 2}), (4, {"mesh__context": 2}), (4, {"mesh__tensor": 2}),
     (4, {"mesh__context": 2, "mesh__ring": True}), (4, {"mesh__fsdp": True}),
     (4, {"mesh__tensor": 2, "mesh__tsp": True}), (4, {"remat": "layer"}),
+    (4, {"precision__compute": "bfloat16"}),
 )  # fmt: skip
 MESHES = [(4, {}), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in OTHERS)]
 

@@ -16,6 +16,11 @@ SLURM = {
 JAX = {"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 POD = {"JAX_COORDINATOR_ADDRESS": "zaya-0-0.zaya:1234", "JAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "3"}
 
+NODES = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "gpu[03-06]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("environ", "given", "rank"),
@@ -53,11 +58,24 @@ def test_ranks(environ, given, rank):
         (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, {}, ("'node0'", "host:port")),
         ({"SLURM_NTASKS": "40", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, {}, ("40 Slurm tasks", "srun")),
         ({"JOB_COMPLETION_INDEX": "0"}, {}, ("JOB_COMPLETION_INDEX=0", "JAX_NUM_PROCESSES")),
+        # By the agents' own names.
+        (
+            {"NODES": "2"},
+            None,
+            ("--agents (NODES) is given, but not --coordinator (JAX_COORDINATOR_ADDRESS) and --age",),
+        ),
+        ({"NODES": "2", "NODE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, None, ("agent=2 of agents=2",)),
+        ({**NODES, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, None, ("one task a node",)),
+        (
+            {"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"},
+            None,
+            ("agents='two' is not a whole number",),
+        ),
     ],
 )
 def test_what_is_incomplete_or_contradicts_itself_is_one_line(environ, given, words):
     with pytest.raises(UserError) as error:
-        find_rank(environ, given)
+        find_agent_rank(environ) if given is None else find_rank(environ, given)
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
 
@@ -103,12 +121,6 @@ def test_contradictions_between_processes_are_bad_input():
     assert all(isinstance(error, UserError) and "process 1 is there twice" in str(error) for error in errors)
 
 
-NODES = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "gpu[03-06]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
-}  # fmt: skip
-
-
 def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
     assert find_agent_rank({}) is None
     assert find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None  # a process's, not an agent's
@@ -120,17 +132,3 @@ def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
     assert (found.count, found.index) == (4, 2) and found.coordinator.startswith("gpu03:")
     pod = {"JOB_COMPLETION_INDEX": "1", "NODES": "2", "JAX_COORDINATOR_ADDRESS": "host:1"}
     assert find_agent_rank(pod) == Rank("host:1", 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("environ", "words"),
-    [
-        ({"NODES": "2"}, r"--agents \(NODES\) is given, but not --coordinator \(JAX_COORDINATOR_ADDRESS\) and --agent"),
-        ({"NODES": "2", "NODE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, "agent=2 of agents=2"),
-        ({**NODES, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "one task a node"),
-        ({"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"}, "agents='two' is not a whole number"),
-    ],
-)
-def test_refuses_by_the_agents_own_names(environ, words):
-    with pytest.raises(UserError, match=words):
-        find_agent_rank(environ)
