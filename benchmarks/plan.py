@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "all 40 layers, remat attention": (1024, 4, 1, {"model.num_hidden_layers": 40}),
     "alone": (1, 4, 1, {}),
     "8 devices": (8, 4, 1, {}),
-    "12 devices, gradients together": (12, 4, 1, {}),  # as on all numbers that are no power of two
+    "12 devices": (12, 4, 1, {}),
     "1,024 devices, 2 micro-batches": (1024, 2, 2, {}),
     "8 layers, remat elementwise": (64, 4, 1, {"remat": "elementwise", "model.num_hidden_layers": 8}),
     "64 devices, nothing recomputed": (64, 1, 1, {"remat": "none"}),

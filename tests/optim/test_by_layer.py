@@ -25,7 +25,8 @@ from zaya_jax.training import step as steps
 def of_any_size(monkeypatch):
     monkeypatch.setattr(by_layer, "LARGE", 0)
     monkeypatch.setattr(matrices, "SMALL", 0)
-    monkeypatch.setattr(matrices, "WASTE", 1.0)
+    for module in (by_layer, matrices):
+        monkeypatch.setattr(module, "WASTE", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,11 @@ def of_any_size(monkeypatch):
         (dict(data=8), 5, 4),  # more devices than a layer has matrices, 20 in all
         (dict(data=2, context=2), 3, 8),  # fewer
         (dict(data=8), 3, 1),  # owners of one or none
+        (dict(data=7), 5, 4),  # pieces with padding, four a device
+        (dict(data=3, context=2), 3, 4),  # each matrix in three, two a device
+        pytest.param(dict(data=3), 3, 8, marks=pytest.mark.slow),
+        pytest.param(dict(data=5), 2, 8, marks=pytest.mark.slow),
+        pytest.param(dict(data=7), 4, 8, marks=pytest.mark.slow),  # the last device's last piece is padding
         pytest.param(dict(data=4, expert=2), 7, 8, marks=pytest.mark.slow),
         pytest.param(dict(data=2), 9, 2, marks=pytest.mark.slow),
         pytest.param(dict(data=4), 1, 16, marks=pytest.mark.slow),
@@ -67,11 +73,20 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, layers, experts):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_where_pieces_are_no_parts_of_matrices_gradients_travel_together():
+@pytest.mark.parametrize("devices", [3, 7, 24, 127, 1000, 1016, 1021, 1024, 16381])
+def test_any_number_of_devices_shares_a_layer_evenly(devices):
+    """ZAYA1's: less than a five-hundredth is padding."""
+    for rows in (2**20, 2**19):
+        kept, cut, piece = by_layer._cut(16, rows, devices)
+        assert cut * piece >= rows * 8 and devices * kept >= 16 * cut
+        assert devices * kept * piece <= 1.002 * 16 * rows * 8
+
+
+def test_gradients_travel_together_where_they_must(monkeypatch):
     like = optim_helpers.shapes(F=24)
-    for axes in (dict(data=3), dict(data=6), dict(data=7)):
-        layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes).layout
-        assert "layers/experts/gate_up" not in layout.by_layer
+    monkeypatch.setattr(by_layer, "WASTE", 0.01)
+    layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=dict(data=7)).layout
+    assert "layers/experts/gate_up" not in layout.by_layer  # a fiftieth would be padding
     specs = optim_helpers.expert_specs(like)  # experts split over devices have their own gradients already
     layout = chain.build(Optim(), optim_helpers.FLOAT32, like, specs=specs, axes=dict(data=2, expert=4)).layout
     assert not layout.by_layer.keys() & {"layers/experts/gate_up", "layers/experts/down"}
@@ -90,29 +105,32 @@ SETTINGS = config.check(
 )  # fmt: skip
 
 
-def program(settings):
-    mesh = make_mesh(settings.mesh, jax.devices()[:8])
+def program(settings, devices=8):
+    mesh = make_mesh(settings.mesh, jax.devices()[:devices])
     optimizer = states.build_optimizer(settings, mesh)
     step = steps.make_train_step(settings, settings.model, optimizer, mesh)
     state = states.init(settings, optimizer, mesh)
     rng = np.random.default_rng(0)
-    batch = {name: rng.integers(0, 64, (8, 16)).astype(np.int32) for name in ("tokens", "targets")}
-    batch |= {"segment_ids": np.ones((8, 16), np.int32), "positions": np.tile(np.arange(16, dtype=np.int32), (8, 1))}
-    batch = steps.put_batch(mesh, {**batch, "loss_mask": np.ones((8, 16), np.float32)}, 1)
+    shape = (devices, 16)
+    batch = {name: rng.integers(0, 64, shape).astype(np.int32) for name in ("tokens", "targets")}
+    positions = np.tile(np.arange(16, dtype=np.int32), (devices, 1))
+    batch |= {"segment_ids": np.ones(shape, np.int32), "positions": positions, "loss_mask": np.ones(shape, np.float32)}
+    batch = steps.put_batch(mesh, batch, 1)
     args = state, batch, np.float32(1e-3)
     return optimizer, step.lower(*args).compile(), args
 
 
-def test_a_step_is_the_same(monkeypatch):
+@pytest.mark.parametrize("devices", [6, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_step_is_the_same(devices, monkeypatch):
     """Bit for bit on a CPU, which sums in the order of the devices; a reduce-scatter in the loop over layers."""
-    optimizer, ours, args = program(SETTINGS)
+    optimizer, ours, args = program(SETTINGS, devices)
     reduced = [c for c in hlo.collectives(ours) if c.kind == "reduce-scatter" and c.in_loop]
-    sizes = {path: math.prod(way.shape) * 8 // LAYERS for path, way in optimizer.layout.by_layer.items()}
+    sizes = {path: math.prod(way.shape) * devices // LAYERS for path, way in optimizer.layout.by_layer.items()}
     assert {"layers/experts/gate_up", "layers/experts/down"} <= sizes.keys()
     assert sum(c.bytes for c in reduced) == 4 * sum(sizes.values()) and {c.times for c in reduced} == {LAYERS}
     found = jax.device_get(ours(*args))
     monkeypatch.setattr(by_layer, "LARGE", 2**60)
-    optimizer, theirs, args = program(SETTINGS)
+    optimizer, theirs, args = program(SETTINGS, devices)
     assert not optimizer.layout.by_layer
     expected = jax.device_get(theirs(*args))
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -166,8 +166,8 @@ class Matrices:
         form, plan = self.form, self.plan
         assert plan is not None
         x = self.whole(leaves).reshape(self.count, -1)
-        x = _pad(x, 1, self.rows * UNIT).reshape(-1, UNIT)
-        x = _pad(x, 0, self.travel.padded)
+        x = pad(x, 1, self.rows * UNIT).reshape(-1, UNIT)
+        x = pad(x, 0, self.travel.padded)
         if self.shards > 1:
             x = lax.psum_scatter(x, form.shared, scatter_dimension=0, tiled=True)
         x = x.reshape(self.parts, -1, UNIT)
@@ -186,7 +186,7 @@ class Matrices:
         # As bare bits: XLA:CPU would make 4 bytes of bfloat16's 2 for the transfer, and any compiler may.
         x = lax.bitcast_convert_type(x, jnp.uint16) if dtype.itemsize == 2 else x
         x = self._cut(x).reshape(self.parts, self.slots, -1)
-        x = _pad(x, 2, self.rows * UNIT).reshape(self.parts, -1, UNIT)
+        x = pad(x, 2, self.rows * UNIT).reshape(self.parts, -1, UNIT)
         x = ownership.from_owners(x, plan, self.grid.names)
         x = ownership.swap(x, form.swapped) if self.parts > 1 else x
         x = x.reshape(-1, UNIT)
@@ -200,7 +200,7 @@ class Matrices:
         if self.parts > 1:
             x = self._joined(lax.all_gather(x, self.form.swapped))
         start, count = (ownership.of_device(t, self.grid.names) for t in (self.starts, self.counts))
-        x = lax.dynamic_slice_in_dim(_pad(x, 0, self.count + self.slots), start, self.slots)
+        x = lax.dynamic_slice_in_dim(pad(x, 0, self.count + self.slots), start, self.slots)
         return jnp.where((np.arange(self.slots) < count)[:, None, None], x, 0)
 
     def put(self, x: jax.Array) -> jax.Array:
@@ -287,7 +287,8 @@ class Matrices:
                 yield Held(w.path, device, (slice(slot, slot + 1), *whole), (*box, *whole))
 
 
-def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
+def pad(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """Zeros behind a dim, up to this size."""
     if x.shape[dim] == size:
         return x
     widths = [(0, 0)] * x.ndim

@@ -68,12 +68,11 @@ def _exchange(case: Case) -> Iterator[Flow]:
         axes = layout.bucket[name].shared
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
-        reduced = kinds["reduce-scatter"] * cut
         if way := case.ways.get(name):  # a layer's at a time, and then to owners
-            yield Flow(FETCHING, "reduce-scatter", reduced, axes, way.layers)
+            yield Flow(FETCHING, "reduce-scatter", 4.0 * way.layers * way.padded * cut, axes, way.layers)
             yield Flow(GRADIENTS, "all-to-all", 4.0 * way.sent, axes, way.rounds)
         else:
-            scattered[axes] += reduced
+            scattered[axes] += kinds["reduce-scatter"] * cut
         yield Flow(DIRECTIONS, "all-gather", kinds["all-gather"] * cut, axes, 1)
         summed[axes] += kinds["all-reduce"] * 2 * cut
         yield Flow(GRADIENTS, "all-to-all", float(kinds["all-to-all"]), ("data",), 2)
