@@ -18,7 +18,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
-    ("aegis",): 4476,
+    ("aegis",): 4453,
     ("checkpoint",): 3536,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
     ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1185,  # 1100; zj.load takes Orbax's states
     ("config", "cluster"): 2309,  # 2100

@@ -65,8 +65,13 @@ class Cause:
 
     @property
     def label(self) -> str:
-        """The cause in a few words."""
-        return label(self.event)
+        """The cause in a few words: without names and numbers, so that equal ones are counted together."""
+        event = self.event
+        if event.concluded and event.kind in ("found", "died"):
+            return event.concluded[:60]
+        if event.kind == "died":
+            return f"died: {re.split(r'[;,]', event.seen)[0][:40]}" if event.seen else "died"
+        return WORDS.get(event.kind, event.kind)
 
 
 @dataclasses.dataclass
@@ -136,15 +141,6 @@ def by_cause(account: Account) -> list[CauseRow]:
         key = cause.label, cause.event.group
         rows.setdefault(key, CauseRow(*key, [])).causes.append(cause)
     return sorted(rows.values(), key=lambda row: (-row.lost, row.label))
-
-
-def label(event: Event) -> str:
-    """A cause in a few words: without names and numbers, so that equal ones are counted together."""
-    if event.concluded and event.kind in ("found", "died"):
-        return event.concluded[:60]
-    if event.kind == "died":
-        return f"died: {re.split(r'[;,]', event.seen)[0][:40]}" if event.seen else "died"
-    return WORDS.get(event.kind, event.kind)
 
 
 def account_of(events: Sequence[Event]) -> Account | None:

@@ -42,13 +42,14 @@ class Found(NamedTuple):
 
 
 class Hung(NamedTuple):
-    """A process stands still, for so many seconds."""
+    """A process stands still, for so many seconds: the one that stood still first."""
 
     node: int
     process: int
     seen: str
     concluded: str
     seconds: float
+    alike: bool = False  # all wait in one step's program, each with a sign of life: as when a link is away
 
 
 class Collected(NamedTuple):

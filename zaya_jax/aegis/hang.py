@@ -3,7 +3,7 @@
     watch = Hangs(); watch.begin()              a new start; times learned in earlier ones count on
     watch.heard(node, views, now)               a node's agent reports its processes
     watch.woke(now)                             an agent stood still itself: no process is blamed for it
-    watch.find(now)                             a Hang, or None
+    watch.find(now)                             facts.Hung, or None
 
 A run hangs when its least advanced process has stayed at one position for longer than the limit of that position. The
 others wait for it, so only its own limit counts. docs/aegis.md has the limits.
@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zaya_jax.aegis.facts import Hung
 from zaya_jax.cluster.beats import MARKS, SECTIONS
 
 # Seconds that a place may take at least, whatever was learned. Data may be slow for a while without any help from a
@@ -39,18 +40,6 @@ class View(NamedTuple):
     quiet: float  # seconds without a sign of life
     state: str
     laps: Sequence[Sequence[float]] = ()  # new ones: step, whole, own, data
-
-
-@dataclasses.dataclass
-class Hang:
-    """The process that stood still first."""
-
-    node: int
-    process: int
-    seen: str
-    concluded: str
-    seconds: float
-    alike: bool = False  # all wait in one step's program, each with a sign of life: as when a link is away
 
 
 @dataclasses.dataclass
@@ -114,7 +103,7 @@ class Hangs:
             elif seen.stopped is None:
                 seen.stopped = now
 
-    def find(self, now: float) -> Hang | None:
+    def find(self, now: float) -> Hung | None:
         """The process that has stood still for longer than it may, if there is one."""
         stopped = [
             p for p, s in self._seen.items() if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
@@ -153,7 +142,7 @@ class Hangs:
         quiet = now - max(seen.pulse, self._woke) > QUIET
         return place, not quiet, "TDZ".find(seen.view.state) % 4, seen.since
 
-    def _name(self, first: int, now: float) -> Hang:
+    def _name(self, first: int, now: float) -> Hung:
         seen = self._seen[first]
         view, since = seen.view, max(seen.since, self._woke)
         if seen.stopped is not None:
@@ -167,13 +156,13 @@ class Hangs:
         others = [p for p in self._seen if p != first]
         alike = [p for p in others if self._order(p, now)[:3] == self._order(first, now)[:3]]
         if not others:
-            return Hang(seen.node, first, seen_words, f"process {first} hangs", now - since)
+            return Hung(seen.node, first, seen_words, f"process {first} hangs", now - since)
         if alike:
             concluded = f"process {first} and {len(alike)} more stand alike at one place: which began it does not show"
         else:
             concluded = f"process {first} stopped first; {len(others)} wait for it"
         together = len(alike) == len(others) and view.section == "step" and view.mark in DEVICE
-        return Hang(seen.node, first, seen_words, concluded, now - since, together and not quiet and not how)
+        return Hung(seen.node, first, seen_words, concluded, now - since, together and not quiet and not how)
 
 
 def _usual(laps: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ from zaya_jax.aegis import events, facts, straggle
 from zaya_jax.aegis.accounts import Spending
 from zaya_jax.aegis.decide import Decider
 from zaya_jax.aegis.events import Finding
-from zaya_jax.aegis.hang import Hang, Hangs, View
+from zaya_jax.aegis.hang import Hangs, View
 from zaya_jax.aegis.keeping import Hook, Keeper
 from zaya_jax.aegis.node import Plan
 from zaya_jax.aegis.preflight import Checking
@@ -47,7 +47,7 @@ class Leader:
         self._ports: dict[int, int] = {}
         self._asked: set[int] = set()
         self._checking: Checking | None = None
-        self._awaited: Hang | None = None  # a wait that all share, as when a link is away
+        self._awaited: facts.Hung | None = None  # a wait that all share, as when a link is away
         self._checks = 0
         self._stacks: dict[int, list[str]] = {}
         self._spending = Spending()
@@ -116,16 +116,14 @@ class Leader:
             self._take(facts.Checked(tuple(unfit), seconds), now)
         if self.decider.state in ("running", "leaving"):
             found = self._hangs.find(now)
-            if self._wait_out(found):
-                found = None
-            if found:
+            if not self._wait_out(found) and found:
                 self._stacks, self._first = {}, found.process
-                self._take(facts.Hung(found.node, found.process, found.seen, found.concluded, found.seconds), now)
+                self._take(found, now)
             for slow in self._stragglers.look() if self._stragglers else ():
                 self._take(facts.Found(slow.node, self._finding(slow)), now)
         self._take(facts.Tick(), now)
 
-    def _wait_out(self, found: Hang | None) -> bool:
+    def _wait_out(self, found: facts.Hung | None) -> bool:
         """Whether a hang that all share is given time; reports when that begins, and when it has ended well."""
         no_process: dict[str, Any] = {"process": -1, "node": "", "facts": {}}
         if self._awaited and (found is None or found.seconds < self._awaited.seconds):

@@ -3,7 +3,7 @@
     watchers = Watchers("/", folders=[workdir, "/tmp"])
     watchers.look()        list[Finding]; the first call only remembers the state that it finds
 
-The limits are in `limits`; `reading` compares counters and states with them. Each watcher has a thread of its own: a
+`limits` has the limits, and compares counters and states with them. Each watcher has a thread of its own: a
 driver that hangs is a finding, and delays nothing else.
 """
 
@@ -17,8 +17,7 @@ from typing import Protocol
 
 from zaya_jax.aegis import watch_gpu
 from zaya_jax.aegis.events import Finding
-from zaya_jax.aegis.limits import BY_NAME
-from zaya_jax.aegis.reading import Judge, Tree
+from zaya_jax.aegis.limits import BY_NAME, Judge, Tree
 
 INFINIBAND = "sys/class/infiniband"
 # The finding that a port's counter belongs to, by the first pattern that fits. The names of retransmission counters

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zaya_jax.aegis.events import Finding
-from zaya_jax.aegis.limits import BY_NAME
-from zaya_jax.aegis.reading import Judge, Tree
+from zaya_jax.aegis.limits import BY_NAME, Judge, Tree
 
 AMD = "0x1002"
 BUSY = 90  # percent: from there on clocks are compared
