@@ -93,15 +93,16 @@ def compiled(name: str, folder: Path) -> dict[str, Any]:
     mesh = make_mesh(here.mesh, targets.devices("mi300x", devices))
     sequences = at_once * micro_batches * mesh.shape["data"] * mesh.shape["expert"]
     begun = time.perf_counter()
-    row = compiling.measure(here, mesh, sequences, micro_batches, clusters.of_chip("mi300x"), targets.memory_for_jax("mi300x"))
+    row = compiling.measure(
+        here, mesh, sequences, micro_batches, clusters.of_chip("mi300x"), targets.memory_for_jax("mi300x")
+    )
     print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     path.write_text(json.dumps(row))
     return row
 
 
-def planned(name: str) -> Case:
-    """The same case for the formulas."""
-    devices, at_once, micro_batches, changes = CASES[name]
+def planned(devices: int, at_once: int, micro_batches: int, changes: dict[str, Any]) -> Case:
+    """A case for the formulas."""
     here = here_of(config_of(changes))
     sizes = shape_of(here.mesh, devices)
     sequences = at_once * micro_batches * sizes["data"] * sizes["expert"]
@@ -116,7 +117,7 @@ def table(folder: Path, names: list[str]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
-        row, case = compiled(name, folder), planned(name)
+        row, case = compiled(name, folder), planned(*CASES[name])
         parts = work.parts(case)
         peak, moved = footprint.estimate(case).peak, sum(p.bytes for p in parts)
         found = (peak, row["memory"]["peak"]), (moved, row["hbm_bytes"])

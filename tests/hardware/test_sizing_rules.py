@@ -12,7 +12,7 @@ from pallas_kernels.timing import Timing
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import sizing_rules
-from zaya_jax.hardware.measure.results import Product
+from zaya_jax.hardware.measure.results import Product, ProductShape
 
 CONFIGS = Path(__file__).resolve().parents[2] / "experiments" / "configs"
 
@@ -36,10 +36,6 @@ def by_rule(found):
     return {f.rule: f for f in found}
 
 
-def of_chip(**changes):
-    return measured(device="AMD Instinct MI300X", platform="rocm", **changes)
-
-
 def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     """Of its run on 1,024 of them one sequence at a time on each would not be."""
     whole = read("zaya1_base")
@@ -53,15 +49,10 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
 
 
 @pytest.mark.parametrize("chip", ["mi300x", "h200"])
-@pytest.mark.parametrize(
-    ("key", "value", "better", "rule"),
-    [
-        ("vocab_size", 50_257, 50_304, "multiple of 64"),
-        ("hidden_size", 2000, 2048, "multiple of 64"),
-        ("moe_intermediate_size", 1424, 1408, "multiple of 64"),
-        ("head_dim", 96, 128, "head_dim"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "better", "rule"), [
+    ("vocab_size", 50_257, 50_304, "multiple of 64"), ("hidden_size", 2000, 2048, "multiple of 64"),
+    ("moe_intermediate_size", 1424, 1408, "multiple of 64"), ("head_dim", 96, 128, "head_dim"),
+])  # fmt: skip
 def test_a_width_off_the_path_is_found_with_a_better_one(chip, key, value, better, rule):
     given = changed(**{f"model__{key}": value})
     found = next(f for f in sizing_rules.advise(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule)
@@ -78,14 +69,15 @@ def test_a_run_on_the_path_gets_no_advice():
 
 def test_measured_figures_take_the_place_of_published_ones():
     def grouped(m, rate):
-        flops = Product("grouped forward", "", m, 2048, 2048, 16, "bfloat16", Timing(1, 1, 1, 1)).flops
-        return Product("grouped forward", "", m, 2048, 2048, 16, "bfloat16", Timing(flops / rate, 1e-9, 1e3, 5))
+        shape = ("grouped forward", "", m, 2048, 2048, 16)
+        return Product(*shape, "bfloat16", Timing(ProductShape(*shape).flops / rate, 1e-9, 1e3, 5))
 
-    slow = of_chip(products=(grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14)))
+    products = (grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14))
+    slow = measured(device="AMD Instinct MI300X", platform="rocm", products=products)
     found = by_rule(sizing_rules.advise(changed(), "mi300x", 8, slow))["tokens per expert"]
     assert "1,024 tokens per expert" in found.reason and "of 2,048 " in found.reason
     assert found.source == "measured, 2026-11-22" and found.better == 64
-    for other in (measured(products=slow.products), dataclasses.replace(slow, device="NVIDIA H200")):
+    for other in (measured(products=products), dataclasses.replace(slow, device="NVIDIA H200")):
         assert "tokens per expert" not in by_rule(sizing_rules.advise(changed(), "mi300x", 8, other))
 
 

@@ -1,6 +1,5 @@
 """The plan's formulas against closed forms, their limits, and what compiled programs take."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,37 +7,19 @@ import pytest
 from benchmarks import plan as compared
 from benchmarks import published
 from pallas_kernels.timing import Timing
-from zaya_jax import config as config_lib
-from zaya_jax import schedule
-from zaya_jax.config import Mesh, UserError
+from zaya_jax.config import UserError
 from zaya_jax.hardware import chips, clusters, targets
 from zaya_jax.hardware.measure import results
-from zaya_jax.parallel.mesh import shape_of
-from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, goodput, network, rates, search, step_time, work
 from zaya_jax.plan.case import Case
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
 RATES = rates.for_cluster(CLUSTER)
-ALONE = Mesh()
 
 
-def case(devices: int = 8, at_once: int = 4, micro_batches: int = 1, mesh: Mesh = ALONE, **changes) -> Case:
-    """ZAYA1-base with four layers, and what differs."""
-    c = config_lib.default()
-    c.model.num_hidden_layers, c.remat = 4, "attention"
-    for key, value in changes.items():
-        *groups, last = key.split("__")
-        at = c
-        for group in groups:
-            at = at[group]
-        at[last] = value
-    config = dataclasses.replace(config_lib.check(c), mesh=mesh)
-    here = schedule.phase_config(config, schedule.make_plan(config).segments[0].phase)
-    sizes = shape_of(mesh, devices)
-    return Case(
-        here, spread_of(mesh, sizes), "mi300x", at_once * micro_batches * sizes["data"] * sizes["expert"], micro_batches
-    )
+def case(devices: int, **changes) -> Case:
+    """ZAYA1-base with four layers, four sequences at once, and what differs."""
+    return compared.planned(devices, 4, 1, {key.replace("__", "."): value for key, value in changes.items()})
 
 
 def flops(found: Case, *stages: str) -> float:
@@ -60,7 +41,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_memory_and_traffic_are_those_of_the_compiled_program(name):
-    found, (peak, moved) = compared.planned(name), COMPILED[name]
+    found, (peak, moved) = compared.planned(*compared.CASES[name]), COMPILED[name]
     assert footprint.estimate(found).peak / 1e9 == pytest.approx(peak, rel=0.10)
     assert sum(p.bytes for p in work.parts(found)) / 1e9 == pytest.approx(moved, rel=0.15)
 
@@ -81,7 +62,7 @@ def test_weights_and_state_are_counted_as_they_lie():
     embedding = 262_272 * 2048
     shared = 4 * (total - embedding) + 8 * embedding
     assert found.always["optimizer"] == pytest.approx(shared / 8, rel=0.02)
-    spread = footprint.estimate(case(8, mesh=Mesh(fsdp=True)))  # vectors stay whole
+    spread = footprint.estimate(case(8, mesh__fsdp=True))  # vectors stay whole
     assert spread.always["weights"] == pytest.approx(found.always["weights"] / 8, rel=0.02)
 
 
@@ -123,15 +104,13 @@ def test_the_range_has_each_assumption_at_its_ends():
     assert max(high for _, high in between.values()) == between["all"][1]
 
 
-@pytest.mark.parametrize(("save", "mtbf"), [(1.0, 1e5), (30.0, 3600.0)])
-def test_the_best_interval_is_the_one_that_loses_least(save, mtbf):
-    best = goodput.best_interval(save, mtbf)
-    shares = [goodput.share(best * factor, save, 60.0, mtbf) for factor in (0.8, 1.0, 1.25)]
-    assert shares[1] == max(shares) < 1
-    assert best == pytest.approx(math.sqrt(2 * save * mtbf), rel=0.1)
-
-
-def test_goodput_without_failures_is_what_saves_leave():
+def test_the_best_interval_is_the_one_that_loses_least():
+    for save, mtbf in ((1.0, 1e5), (30.0, 3600.0)):
+        best = goodput.best_interval(save, mtbf)
+        shares = [goodput.share(best * factor, save, 60.0, mtbf) for factor in (0.8, 1.0, 1.25)]
+        assert shares[1] == max(shares) < 1
+        assert best == pytest.approx(math.sqrt(2 * save * mtbf), rel=0.1)
+    # Without failures goodput is what saves leave.
     assert goodput.share(99.0, 1.0, 0.0, 1e12) == pytest.approx(0.99, rel=1e-6)
     assert goodput.best_interval(10.0, 4.0) == 4.0
 
@@ -157,8 +136,6 @@ def test_the_search_gives_what_fits_fastest_first(monkeypatch):
 
 
 def test_zaya1s_published_step_is_accounted_for():
-    c = config_lib.default()
-    c.data.global_batch = 4096
     found = case(1024, model__num_hidden_layers=40)
     rows = published.account(found, CLUSTER, RATES)
     assert sum(seconds for _, seconds, _ in rows) == pytest.approx(published.SECONDS)

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from made_run import checked
+from made_run import checked, write_run
 
 from zaya_jax.report import expert_load, write_report
 
@@ -17,39 +17,42 @@ def drawn(workdir):
     return source, checked(source)
 
 
-def test_report_of_a_run_has_all_its_parts(make_run):
-    source, text = drawn(make_run(300))
-    for title in ("Loss", "Loss, second half", "Balance of each layer", "Skipped tokens", "Learning rate",
-                  "Gradient norm", "Seconds per step", "Tokens per second", "Time waiting for data",
-                  "Model FLOPs utilisation", "Skipped updates", "grad_norm/…", "param_norm", "bias_change",
-                  "Experts of layer 0", "Experts of layer 2", "Experts of layer 5"):  # fmt: skip
-        assert f"<figcaption>{title}<" in source, title
+def with_other_figures(path, figures):
+    """Puts other figures into lines of a run's metrics, by the lines' numbers from 0."""
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    for number, more in figures.items():
+        lines[number] = json.dumps({**json.loads(lines[number]), **more})
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_report_of_a_run_has_all_its_parts(tmp_path):
+    source, text = drawn(write_run(tmp_path / "run", 300))
+    assert re.findall("<figcaption>(.*?)</figcaption>", source) == [
+        "Loss", "Loss, second half", "Balance of each layer", "Skipped tokens", "Experts of layer 0",
+        "Experts of layer 2", "Experts of layer 3", "Experts of layer 5", "Learning rate", "Gradient norm",
+        "Skipped updates", "grad_norm/…", "Seconds per step", "Tokens per second", "Time waiting for data",
+        "Model FLOPs utilisation", "param_norm", "bias_change",
+    ]  # fmt: skip
     headings = "Loss, Expert load, Optimisation, Speed, Other metrics, Sample, Numbers, Config"
-    for heading in headings.split(", "):
-        assert f"<h2>{heading}</h2>" in source
+    assert re.findall("<h2>(.*?)</h2>", source) == headings.split(", ")
     assert source.count('role="img"') == source.count("aria-label=") == source.count("<figure")
     assert "<title>tiny training report</title>" in source and "2 CPU cores" in text and "complete" in text
     assert "prefers-color-scheme:dark" in source.replace(" ", "") and len(source) < 250_000
     assert "Interruptions" not in text and "Lineage" not in text and "Checkpoints" not in text
-    assert write_report(make_run(300)).read_text() == source  # the same run gives the same page
+    assert write_report(write_run(tmp_path / "run", 300)).read_text() == source  # the same run gives the same page
 
 
-@pytest.mark.parametrize(
-    ("sample", "html"),
-    [
-        ("def <x>('y') & \x07", "<mark>def </mark>&lt;x&gt;(&#x27;y&#x27;) &amp; ␇</pre>"),
-        ("class A:", "<pre>class A:</pre>"),
-    ],
-)
-def test_a_sample_is_escaped_and_the_recorded_prompt_marked(make_run, sample, html):
-    path = make_run(5)
-    (path / "sample.txt").write_text(sample)
-    source, text = drawn(path)
-    assert html in source and ("after the marked prompt" in text) == ("<mark>" in html)
+def test_a_sample_is_escaped_and_the_recorded_prompt_marked(tmp_path):
+    path, marked = write_run(tmp_path / "run", 5), "<mark>def </mark>&lt;x&gt;(&#x27;y&#x27;) &amp; ␇</pre>"
+    for sample, html in (("def <x>('y') & \x07", marked), ("class A:", "<pre>class A:</pre>")):
+        (path / "sample.txt").write_text(sample)
+        source, text = drawn(path)
+        assert html in source and ("after the marked prompt" in text) == ("<mark>" in html)
 
 
-def test_the_samples_of_earlier_ends_are_below(make_run):
-    path = make_run(5)
+def test_the_samples_of_earlier_ends_are_below(tmp_path):
+    path = write_run(tmp_path / "run", 5)
     kept = [{"step": s, "prompt": "def ", "text": f"def <{s}>"} for s in (2, 4, 4, 5)]
     kept[2]["text"] = "def <four>"
     (path / "sample.txt").write_text("def <5>")
@@ -62,8 +65,8 @@ def test_the_samples_of_earlier_ends_are_below(make_run):
     assert "2 lines of samples.jsonl could not be read and are left out." in text
 
 
-def test_what_differs_from_the_defaults_stands_first(make_run):
-    path = make_run(5)
+def test_what_differs_from_the_defaults_stands_first(tmp_path):
+    path = write_run(tmp_path / "run", 5)
     config = json.loads((path / "config.json").read_text())
     config["optim"]["lr"] = 0.25
     config["optim"]["b1"] = config["optim"]["b1"] * 1.0
@@ -75,8 +78,8 @@ def test_what_differs_from_the_defaults_stands_first(make_run):
     assert "extra.&lt;key&gt;" in differing and "optim.b1" not in differing and "optim.b1" in text
 
 
-def test_a_fork_names_its_parent_and_what_changed(make_run):
-    path = make_run(5)
+def test_a_fork_names_its_parent_and_what_changed(tmp_path):
+    path = write_run(tmp_path / "run", 5)
     parent = {"folder": "/runs/<a>", "run": "1", "step": 20, "tokens": 5000}
     parent["changed"] = {"optim.lr": [0.1, 0.2], "x": 1}
     (path / "lineage.json").write_text(json.dumps({"forked": [parent, {"folder": None}, 7]}))
@@ -85,13 +88,10 @@ def test_a_fork_names_its_parent_and_what_changed(make_run):
     assert '<th scope="row">optim.lr</th><td>0.1</td><td>0.2</td>' in source
 
 
-def test_losses_that_are_not_finite_are_marked(make_run):
-    path = make_run(60)
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    for index, value in ((19, math.nan), (20, math.inf), (40, None)):
-        lines[index] = json.dumps({**json.loads(lines[index]), "loss": value})
-    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    source, text = drawn(path)
+def test_losses_that_are_not_finite_are_marked(tmp_path):
+    path = write_run(tmp_path / "run", 60)
+    bad = {19: {"loss": math.nan}, 20: {"loss": math.inf}, 40: {"loss": None}}
+    source, text = drawn(with_other_figures(path, bad))
     loss = source[source.index("<figcaption>Loss<") : source.index("<figcaption>Loss, second half<")]
     assert loss.count('<g class="bad">') == 3 and "not finite at step 20" in loss
     assert "loss was not finite at 3 steps, first at step 20." in text
@@ -100,20 +100,17 @@ def test_losses_that_are_not_finite_are_marked(make_run):
     assert "NaNnot finite at step 61" in drawn(path)[1]
 
 
-def test_a_spike_is_left_out_of_the_picture_and_said(make_run):
-    path = make_run(200, extras=False)
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    lines[99] = json.dumps({**json.loads(lines[99]), "loss": 5e8})
-    (path / "metrics.jsonl").write_text("\n".join(lines))
+def test_a_spike_is_left_out_of_the_picture_and_said(tmp_path):
+    path = with_other_figures(write_run(tmp_path / "run", 200, extras=False), {99: {"loss": 5e8}})
     assert "The highest, 500M at step 100, is above the picture." in drawn(path)[1]
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", '{"step": 1, "lo', None])
-def test_a_run_without_a_complete_step(tmp_path, content):
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    source, text = drawn(tmp_path)
-    assert "<figure" not in source and "metrics.jsonl" in text
+def test_a_run_without_a_complete_step(tmp_path):
+    for content in (None, "", "\n\n", '{"step": 1, "lo'):
+        if content is not None:
+            (tmp_path / "metrics.jsonl").write_text(content)
+        source, text = drawn(tmp_path)
+        assert "<figure" not in source and "metrics.jsonl" in text
 
 
 @pytest.mark.parametrize("record", [
@@ -132,14 +129,10 @@ def test_any_subset_of_metrics_makes_a_page(tmp_path, record):
     drawn(tmp_path)
 
 
-def test_a_long_run_with_many_metrics_stays_small(make_run):
-    path = make_run(3000, layers=40, experts=16, load_every=20)
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    with (path / "metrics.jsonl").open("w") as file:
-        for index, line in enumerate(lines):
-            more = {f"update_norm/{i}": math.sin(index * i) for i in range(60)}
-            file.write(json.dumps({**json.loads(line), **more}) + "\n")
-    source, _ = drawn(path)
+def test_a_long_run_with_many_metrics_stays_small(tmp_path):
+    path = write_run(tmp_path / "run", 3000, layers=40, experts=16, load_every=20)
+    more = {n: {f"update_norm/{i}": math.sin(n * i) for i in range(60)} for n in range(3000)}
+    source, _ = drawn(with_other_figures(path, more))
     assert "<figcaption>update_norm/… (10)<" in source and "mean and range" in source
     learning_rate = source[source.index("<figcaption>Learning rate<") :].split("</figure>")[0]
     assert learning_rate.count('<polygon class="band c0"') == 1  # each point is of several steps

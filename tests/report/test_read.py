@@ -7,6 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from made_run import write_run
 
 from zaya_jax.report.read import LAST_LOSSES, Series, VectorSeries, read_workdir
 
@@ -56,8 +57,8 @@ def test_vectors_average_over_bins_and_skip_missing_entries():
     np.testing.assert_allclose(end, [13.5, 1])
 
 
-def test_the_made_up_run_is_read_whole(make_run):
-    run = read_workdir(make_run(50, load_every=5))
+def test_the_made_up_run_is_read_whole(tmp_path):
+    run = read_workdir(write_run(tmp_path / "run", 50, load_every=5))
     assert (run.lines, run.steps, run.notes) == (50, (1, 50), [])
     assert len(run.vectors["load"].bins) == 10 and run.vectors["load"].shape == (6, 9)
     assert run.series["eval/loss"].total.count == 8

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_run import checked
+from made_run import checked, write_run
 
 from zaya_jax.aegis import accounts
 from zaya_jax.aegis.events import FILES, FOLDER, Event
@@ -55,8 +55,8 @@ def section(text):
     return text[text.index("<h2>Interruptions") :].split("</section>")[0]
 
 
-def test_a_supervised_run_has_its_part(make_run):
-    source = write_report(write(make_run(60), befallen())).read_text()
+def test_a_supervised_run_has_its_part(tmp_path):
+    source = write_report(write(write_run(tmp_path / "run", 60), befallen())).read_text()
     text = checked(source)
     for title in ("Timeline", "Goodput", "Interruptions by cause", "Where the time went", "Batches left out"):
         assert title in text, title
@@ -81,8 +81,8 @@ def test_every_use_but_idle_is_drawn_in_one_group():
     assert len({color for _, _, color in supervised.GROUPS}) == len(supervised.GROUPS)
 
 
-def test_tables_are_what_the_account_says(make_run):
-    folder = write(make_run(20), befallen(6))
+def test_tables_are_what_the_account_says(tmp_path):
+    folder = write(write_run(tmp_path / "run", 20), befallen(6))
     account = accounts.account_of(befallen(6))
     source, text = write_report(folder).read_text(), supervised.account_text(account)
     part, rows = section(source), accounts.by_cause(account)

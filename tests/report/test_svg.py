@@ -63,16 +63,10 @@ def test_an_axis_may_have_named_places():
     assert {"1 KiB", "2 KiB"} <= {text.text for text in figure.findall(".//text")}
 
 
-@pytest.mark.parametrize(
-    ("values", "low", "high", "levels"),
-    [
-        ([0.0, 0.0], 0.0, 1.0, [0, 0]),
-        ([3.0, 3.0], 0.0, 3.0, [LEVELS - 1] * 2),
-        ([-2.0], -2.0, 0.0, [0]),
-        ([1.0, math.nan, 3.0], 1.0, 3.0, [0, LEVELS - 1]),
-        ([math.nan], 0.0, 1.0, []),
-    ],
-)
+@pytest.mark.parametrize(("values", "low", "high", "levels"), [
+    ([0.0, 0.0], 0.0, 1.0, [0, 0]), ([3.0, 3.0], 0.0, 3.0, [LEVELS - 1] * 2), ([-2.0], -2.0, 0.0, [0]),
+    ([1.0, math.nan, 3.0], 1.0, 3.0, [0, LEVELS - 1]), ([math.nan], 0.0, 1.0, []),
+])  # fmt: skip
 def test_a_scale_without_width_begins_at_zero(values, low, high, levels):
     scale = Scale.between(values)
     assert (scale.low, scale.high) == (low, high)
