@@ -1,5 +1,7 @@
 """A row of several documents equals the documents run alone: logits and gradients, for any tap counts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import model_helpers
@@ -34,30 +36,27 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
     params, bias = model_helpers.weights(model)
     rng = np.random.default_rng(0)
     docs = [rng.integers(0, model.vocab_size, n) for n in LENGTHS]
-    packed, segments, positions = np.zeros((3, 1, TOTAL), np.int32)
-    alone, real = np.zeros((2, len(docs), max(LENGTHS)), np.int32)
+    ids, segments, positions = np.zeros((3, 1 + len(docs), TOTAL), np.int32)  # packed, then each alone
     starts = np.cumsum([0, *LENGTHS])
     for i, doc in enumerate(docs):
-        row = slice(starts[i], starts[i + 1])
-        packed[0, row], segments[0, row], positions[0, row] = doc, i + 1, range(len(doc))
-        alone[i, : len(doc)], real[i, : len(doc)] = (doc, 1)  # later tokens cannot reach back into a document
-    weight = rng.standard_normal((int(real.sum()), model.vocab_size)).astype(np.float32)
+        for row, start, name in ((0, starts[i], i + 1), (i + 1, 0, 1)):
+            place = slice(start, start + len(doc))
+            ids[row, place], segments[row, place], positions[row, place] = doc, name, range(len(doc))
+    weight = rng.standard_normal((starts[-1], model.vocab_size)).astype(np.float32)
 
-    def run_packed(params):
-        out, counts = logits(model, params, bias, packed, segments, positions)
-        out = out[0, : starts[-1]]
-        return jnp.sum(out * weight), (out, counts)
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(params, rows, columns):
+        """The documents' logits where they stand in these rows and columns."""
+        out, counts = logits(model, params, bias, ids, segments, positions)
+        return jnp.sum(out[rows, columns] * weight), (out[rows, columns], counts)
 
-    def run_alone(params):
-        out, _ = logits(model, params, bias, alone)
-        out = out[np.nonzero(real)]
-        return jnp.sum(out * weight), out
-
+    apart, within = np.nonzero(segments[1:])
     with jax.default_matmul_precision("highest"):
-        (_, (ours, counts)), our_grads = jax.jit(jax.value_and_grad(run_packed, has_aux=True))(params)
-        (_, theirs), their_grads = jax.jit(jax.value_and_grad(run_alone, has_aux=True))(params)
+        (_, (ours, counts)), our_grads = run(params, np.zeros_like(apart), np.arange(starts[-1]))
+        (_, (theirs, _)), their_grads = run(params, apart + 1, within)
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
-    assert counts.sum(1).tolist() == [sum(LENGTHS)] * model.num_hidden_layers  # padding is not counted
+    assert counts.sum(1).tolist() == [2 * sum(LENGTHS)] * model.num_hidden_layers  # padding is not counted
 
     def near(path, ours, theirs):
         error = np.linalg.norm(ours - theirs)

@@ -1,5 +1,7 @@
 """Sequences cut over devices: same loss and gradients, the halo, traffic, skipped blocks, balance of work."""
 
+import functools
+
 import formulas
 import jax
 import jax.numpy as jnp
@@ -233,6 +235,7 @@ def test_the_projection_does_not_wait_for_the_halo():
 def test_the_ring_needs_no_more_memory_on_more_devices():
     """1024 tokens per device: gathered keys and values grow with the number of devices, a ring's don't."""
 
+    @functools.cache
     def temporaries(parts, by_ring):
         spread = Spread(context=parts, ring=by_ring)
         compiled = compiled_layer(spread, batch=1, length=1024 * parts, channels=32)

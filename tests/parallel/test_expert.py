@@ -203,16 +203,17 @@ def alone(who):
     return helpers.loss_and_gradients(SETTINGS, 1, helpers.batch(), biases(who))
 
 
+@pytest.mark.slow  # in the default run test_axes.py and test_train.py have whole models with experts over devices
 @pytest.mark.parametrize(
     ("sizes", "who"),
     [
         (dict(data=2, expert=4), "as chosen"),
-        pytest.param(dict(expert=8), "as chosen", marks=pytest.mark.slow),
-        pytest.param(dict(data=8), "as chosen", marks=pytest.mark.slow),
-        pytest.param(dict(expert=8), "all one", marks=pytest.mark.slow),
-        pytest.param(dict(data=2, expert=4), "all one", marks=pytest.mark.slow),
-        pytest.param(dict(data=2, expert=2, tensor=2, fsdp=True), "as chosen", marks=pytest.mark.slow),
-        pytest.param(dict(expert=4, context=2), "as chosen", marks=pytest.mark.slow),
+        (dict(expert=8), "as chosen"),
+        (dict(data=8), "as chosen"),
+        (dict(expert=8), "all one"),
+        (dict(data=2, expert=4), "all one"),
+        (dict(data=2, expert=2, tensor=2, fsdp=True), "as chosen"),
+        (dict(expert=4, context=2), "as chosen"),
     ],
     ids=str,
 )
