@@ -31,7 +31,7 @@ from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Config, Precision, UserError, fields, files, load
+from zaya_jax.config import Config, Precision, UserError, fields, files, read_config
 from zaya_jax.data import pipeline, storage, tokenizers
 from zaya_jax.data.order import TURNS
 from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int
         if reading is not None:
             check_storage(reading)
     if args.what != "storage":
-        measure_devices(args, load.read_config(args.config), reading)
+        measure_devices(args, read_config(args.config), reading)
     elif multihost.is_writer():
         measure_storage(args)
     multihost.barrier("measured")

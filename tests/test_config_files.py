@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zaya_jax import cli
-from zaya_jax.config import UserError, load
+from zaya_jax.config import UserError, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 START = "from zaya_jax import config\ndef get_config():\n    c = config.default()\n"
@@ -67,16 +67,16 @@ def test_a_change_that_will_not_do_names_its_key(change, says):
 def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
     """An installed package's pages say --config=experiments/configs/NAME.py too. A file that is there comes first."""
     monkeypatch.chdir(tmp_path)
-    assert load.read_config("experiments/configs/tiny.py").name == "tiny"
+    assert read_config("experiments/configs/tiny.py").name == "tiny"
     with pytest.raises(UserError, match="needs the weights"):
-        load.read_config("experiments/configs/finetune.py")
+        read_config("experiments/configs/finetune.py")
     with pytest.raises(UserError, match="is not a file; give") as error:
-        load.read_config("experiments/configs/no.py")
+        read_config("experiments/configs/no.py")
     assert str(ROOT / "experiments" / "configs") in str(error.value)
     folder = tmp_path / "experiments" / "configs"
     folder.mkdir(parents=True)
     (folder / "tiny.py").write_text(START + "    c.name = 'mine'\n    return c\n")
-    assert load.read_config("experiments/configs/tiny.py").name == "mine"
+    assert read_config("experiments/configs/tiny.py").name == "mine"
 
 
 def test_a_program_is_one_line_and_exit_code_2(tmp_path):

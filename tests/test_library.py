@@ -20,7 +20,7 @@ from traced_once import traced_once
 
 import zaya_jax as zj
 from experiments import checkpoint, generate
-from zaya_jax import cli, functions, given, library, schedule
+from zaya_jax import cli, functions, library, schedule
 from zaya_jax.data import tokenizers, windows
 from zaya_jax.model import decode
 from zaya_jax.parallel import tree
@@ -119,7 +119,7 @@ def test_the_loss_on_held_out_data_is_what_the_run_wrote(trained, run, settings)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
     assert sorted(written) == [2, 4]
-    checked = given.config_of(settings)
+    checked = library._config_of(settings)
     batches = list(windows.eval_batches(checked, tokenizers.load("bytes"), (0, 1), 8))
     assert batches
     for step, loss in written.items():
@@ -311,7 +311,7 @@ def test_a_phase_s_rotary_base_stays_with_the_weights(folder, settings, ids):
     c = copy.deepcopy(settings)
     c.schedule.phases = ({"tokens": 256, "micro_batch": 8}, {"tokens": 256, "rope_theta": 777.0})
     early = zj.create(c)
-    assert given.as_begun(early.config, None).schedule.phases == ()
+    assert library._as_begun(early.config, None).schedule.phases == ()
     late = dataclasses.replace(
         early, config=dataclasses.replace(early.config, model=schedule.model_at(early.config, 9))
     )  # as `load` has it after the second phase

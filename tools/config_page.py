@@ -23,9 +23,9 @@ def page() -> str:
     parts = [INTRODUCTION]
     for title, about, rows in groups():
         parts.append(f"\n## {title}\n\n{about}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n")
-        for row in rows:
-            key, default, allowed = (f"`{text}`" if text else "" for text in row[:3])
-            parts.append(f"| {key} | {default} | {allowed} | {row.meaning} |\n")
+        for *row, meaning in rows:
+            key, default, allowed = (f"`{text}`" if text else "" for text in row)
+            parts.append(f"| {key} | {default} | {allowed} | {meaning} |\n")
     return "".join(parts)
 
 

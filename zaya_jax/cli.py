@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from zaya_jax import config as config_lib
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY  # noqa: F401
-from zaya_jax.config import StorageError, UserError, fields, load, page, shown
+from zaya_jax.config import StorageError, UserError, fields, page, shown
 from zaya_jax.hardware import flags as xla_flags
 
 
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_config(self, default: str) -> None:
         """--config=FILE or FILE:ARGUMENT, and --config.KEY=VALUE of each key; parsed, `config` is checked."""
-        file = str(load.SHIPPED / default)
+        file = str(config_lib.SHIPPED / default)
         self.add_argument("--config", default=file, metavar="FILE", help="Python with get_config()")
         self.epilog, self._has_config = page.listing(), True
 
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
                 if (key := change.removeprefix("--config.").partition("=")[0]) not in config_lib.all_keys():
                     near = fields.nearest(key, config_lib.all_keys())
                     raise UserError(f"unknown config key config.{key}{near}")
-            config = load.config_dict(found.config)
+            config = config_lib.read_config_dict(found.config)
             for change in changes:
                 _change(config, change)
             found.config = config_lib.check(config)

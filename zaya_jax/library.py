@@ -23,28 +23,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from pallas_kernels import chip
-from zaya_jax import cli, functions, generation, given, run, schedule, trees
-from zaya_jax.config import Config, UserError, shown
+from zaya_jax import cli, functions, generation, run, schedule, trees
+from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import claims
+from zaya_jax.config import Config, Precision, UserError, fields, shown
 from zaya_jax.data import tokenizers
-from zaya_jax.given import AnyConfig, AnyMesh
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.parallel import tree
+from zaya_jax.parallel import sharding, tree
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.spread import AXES, spread_of
 from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.training.workdir import folder_of
+
+type AnyConfig = Config | ConfigDict | Mapping[str, Any] | str | os.PathLike
+type AnyMesh = Mesh | Mapping[str, Any]
 
 
 class TrainingStopped(RuntimeError):
     """A run that ended before it was done; `code` is the exit code of the program."""
 
     def __init__(self, code: int, workdir: Path):
-        saved = code == cli.PREEMPTED
-        meaning = (
-            "it was stopped and has saved: the same call goes on" if saved else "see above, and docs/exit_codes.md"
-        )
+        saved = "it was stopped and has saved: the same call goes on"
+        meaning = saved if code == cli.PREEMPTED else "see above, and docs/exit_codes.md"
         super().__init__(f"{workdir}: training ended with exit code {code}: {meaning}")
         self.code, self.workdir = code, workdir
 
@@ -157,7 +162,7 @@ class LanguageModel:
         (True, (2, 11))
         """
         options = {"sampling": Sampling(temperature, top_k, top_p, min_p), "seeds": seed}
-        prompts = given.texts(prompt)
+        prompts = _texts(prompt)
         if prompts is None:
             if stop:
                 raise UserError("stop is for texts; ids go on for num_tokens")
@@ -169,8 +174,8 @@ class LanguageModel:
         encoded = [[self.tokenizer.bos_id, *self.tokenizer.encode(text)] for text in prompts]
         rows = self.continued(encoded, num_tokens, ends=[self.tokenizer.eos_id], **options)
         new = generation.generate(rows, self.tokenizer, encoded, stop)
-        texts = [text + more for text, more in zip(prompts, new, strict=True)]
-        return texts[0] if isinstance(prompt, str) else texts
+        whole = [text + more for text, more in zip(prompts, new, strict=True)]
+        return whole[0] if isinstance(prompt, str) else whole
 
     def continued(self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> decode.Generation:
         """Continues lists of ids of any lengths piece by piece; options are those of `decode.Generation`.
@@ -200,8 +205,8 @@ class LanguageModel:
         True
         """
         self._check_weights()
-        target = given.new_folder(directory)
-        config = given.as_begun(self.config, target / "tokenizer" if self._files else None)
+        target = _new_folder(directory)
+        config = _as_begun(self.config, target / "tokenizer" if self._files else None)
         weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
         return exchange.write_workdir(target, config, weights, self.tokenizer, self._files, self._imported)
 
@@ -215,7 +220,7 @@ class LanguageModel:
         if dtype not in (None, *exchange.DTYPES):
             raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(exchange.DTYPES)}")
         exchange.check_zaya(self.config.model, self.config.name)
-        target = given.new_folder(directory)
+        target = _new_folder(directory)
         weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
         trained = self.config if self._trained or not self._imported["config"] else None
         return exchange.write_directory(
@@ -245,7 +250,7 @@ class LanguageModel:
         return jax.device_put((self.params, self.balance), (at["params"], at["balance"]["bias"]))
 
     def _inputs(self, ids: Any, segments: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        ids, model = given.integers("ids", ids), self.config.model
+        ids, model = _integers("ids", ids), self.config.model
         if ids.min() < 0 or ids.max() >= model.vocab_size:
             held = f"{ids.min()} to {ids.max()}"
             raise UserError(f"ids hold {held}, outside the vocabulary of {model.vocab_size}")
@@ -255,7 +260,7 @@ class LanguageModel:
                 f"{model.max_position_embeddings}; give shorter rows"
             )
         if segments is not None:
-            segments = given.integers("segments", segments, ids.shape)
+            segments = _integers("segments", segments, ids.shape)
             if segments.min() < 0 or segments.max() >= 2**31:  # as int32 it would be another
                 held = f"{segments.min()} to {segments.max()}"
                 raise UserError(f"segments hold {held}; they count from 1, and 0 is padding")
@@ -264,7 +269,7 @@ class LanguageModel:
 
     def _labelled(self, ids: Any, labels: Any, segments: Any, shifted: bool) -> tuple[Any, Any, Any]:
         ids, segments = self._inputs(ids, segments)
-        labels = given.integers("labels", labels, ids.shape)
+        labels = _integers("labels", labels, ids.shape)
         size = self.config.model.vocab_size
         wrong = labels[(labels != functions.IGNORED) & ((labels < 0) | (labels >= size))]
         if wrong.size:
@@ -298,8 +303,8 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     >>> zj.create(model.config, seed=1).logits(ids).shape
     (2, 7, 264)
     """
-    given.require_one_process()
-    settings = given.config_of(config)
+    _require_one_process()
+    settings = _config_of(config)
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={shown(seed)} must be at least 0 and below {2**32}")
     tokenizer: tokenizers.Tokenizer | None = tokenizers.load(settings.data.tokenizer)
@@ -307,7 +312,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
         tokenizer = None  # a model for custom ids
     elif tokenizer:
         settings = tokenizers.with_model_ids(settings, tokenizer)
-    settings, over = given.with_mesh(settings, mesh)
+    settings, over = _with_mesh(settings, mesh)
     params, balance = functions.init(settings, seed, over)
     folder = Path(settings.data.tokenizer)
     files = any_model.small_files(folder) if tokenizer and folder.is_dir() else {}
@@ -317,11 +322,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
 
 
 def load(
-    place: str | os.PathLike,
-    *,
-    mesh: AnyMesh | None = None,
-    dtype: str | None = None,
-    config: given.AnyConfig | None = None,
+    place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | None = None, config: AnyConfig | None = None
 ) -> LanguageModel:
     """The model of any name: a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub.
 
@@ -334,12 +335,12 @@ def load(
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
-    found = any_model.find(place, None if config is None else given.config_of(config))
+    found = any_model.find(place, None if config is None else _config_of(config))
     if found.source.warning:
         print(f"note: {found.name}{found.source.warning}")
     imported_now = isinstance(found.source, hf.Directory)
     own = dataclasses.replace(found.config, model=found.model)
-    own, over = given.with_mesh(given.with_dtype(own, dtype or ("float32" if imported_now else None)), mesh)
+    own, over = _with_mesh(_with_dtype(own, dtype or ("float32" if imported_now else None)), mesh)
     params, balance = found.weights(functions.shardings(own, over) if over else None)
     tokenizer, files = found.tokenizer(), found.files()
     return LanguageModel(own, params, balance, tokenizer, over, found.name, files, found.imported, found.step > 0)
@@ -354,10 +355,10 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True
     """
-    given.require_one_process()
+    _require_one_process()
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training listens to signals, so it needs the process's main thread")
-    settings = given.config_of(config)
+    settings = _config_of(config)
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
     with any_model.named(folder), _signals_as_they_were():
@@ -383,3 +384,94 @@ def _signals_as_they_were() -> Iterator[None]:
             os.close(ours)  # which ends the run's listening thread
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+########################################################################################################################
+# Arguments
+########################################################################################################################
+
+
+def _config_of(given: AnyConfig) -> Config:
+    """The checked config of anything that holds one; a name stands for a file in experiments/configs."""
+    if isinstance(given, Config):
+        given = config_lib.to_dict(given)
+    if isinstance(given, Mapping | ConfigDict):
+        return config_lib.check(given if isinstance(given, ConfigDict) else dict(given))
+    name, colon, argument = str(given).partition(":")
+    if name.isidentifier() and not Path(name).exists():
+        names = sorted(path.stem for path in config_lib.SHIPPED.glob("[a-z]*.py"))
+        if name not in names:
+            raise UserError(f"config={shown(name)} is not a file or one of {', '.join(names)}")
+        return config_lib.read_config(f"experiments/configs/{name}.py{colon}{argument}")
+    return config_lib.read_config(str(given))
+
+
+def _with_mesh(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
+    """The config with this mesh, and the mesh of all four axes; UserError if model or devices do not fit it."""
+    if mesh is None:
+        return config, None
+    if isinstance(mesh, Mesh):
+        unknown = [axis for axis in mesh.axis_names if axis not in AXES]
+        if unknown:
+            raise UserError(f"mesh has an axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
+        sizes: dict[str, Any] = {axis: mesh.shape.get(axis, 1) for axis in AXES}
+        order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
+        devices = list(mesh.devices.transpose(order).flat)
+        given = dataclasses.replace(config.mesh, **sizes)
+    else:
+        given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
+        fields.check_fields(given, "mesh.")
+        devices = jax.local_devices()
+    over = make_mesh(given, devices, "mesh")
+    config = dataclasses.replace(config, mesh=given)
+    sharding.check(config, spread_of(given, over.shape), where="mesh")
+    return config, over
+
+
+def _as_begun(config: Config, tokenizer: Path | None) -> Config:
+    """The config of a run that begins with a model as it is: one phase, its own weights."""
+    run = dataclasses.replace(config.run, init_from="", fork="", fork_step=0, fork_tokens=0)
+    data = config.data
+    if config.schedule.phases:
+        data = dataclasses.replace(data, micro_batch=0)
+    if tokenizer:
+        data = dataclasses.replace(data, tokenizer=str(tokenizer))
+    plain = dataclasses.replace(config.schedule, phases=())
+    begun = dataclasses.replace(config, run=run, data=data, schedule=plain, mesh=config_lib.Mesh())
+    return config_lib.check(config_lib.to_dict(begun))
+
+
+def _with_dtype(config: Config, dtype: str | None) -> Config:
+    """The config whose matrices multiply in this dtype."""
+    if dtype is None:
+        return config
+    matmul = "highest" if dtype == "float32" else "default"
+    return dataclasses.replace(config, precision=Precision(compute=dtype, router="float32", matmul=matmul))
+
+
+def _new_folder(directory: str | os.PathLike) -> Path:
+    """A folder that can be created."""
+    fields.check_path("directory", os.fspath(directory))
+    return claims.new_folder(directory, "directory")
+
+
+def _integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """Integers [B, S], or of this shape."""
+    x = np.asarray(given)
+    if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer) or not x.size:
+        raise UserError(f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers [B, S]")
+    if shape is not None and x.shape != shape:
+        raise UserError(f"{name} have shape {x.shape}; expected that of the ids, {shape}")
+    return x
+
+
+def _texts(prompt: Any) -> list[str] | None:
+    """The prompts where they are texts, one or several; None if they are ids."""
+    found = [prompt] if isinstance(prompt, str) else np.asarray(prompt, object).ravel().tolist()
+    return found if found and all(isinstance(text, str) for text in found) else None
+
+
+def _require_one_process() -> None:
+    """UserError in one of several processes."""
+    if jax.process_count() > 1:
+        raise UserError("a model object is of one process; several train by experiments.pretrain")

@@ -2,12 +2,15 @@
 
 A config file's `get_config()` starts from `default()` and sets its own values; `check()` turns the result into a
 `Config`, or raises one `UserError` that names the key, the value given, those expected and the way out. keys.py
-declares the keys, fields.py how a key is declared, checks.py holds rules between keys, page.py lists them for people,
-and load.py reads config files.
+declares the keys, fields.py how a key is declared, checks.py holds rules between keys, page.py lists them for people.
 """
 
 import dataclasses
 import json
+import re
+import runpy
+import traceback
+from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
@@ -33,10 +36,13 @@ from zaya_jax.config.keys import (
 )
 
 __all__ = [
-    "LAYER_KINDS", "Balance", "Checkpoint", "Config", "Data", "Guard", "Mesh", "Model", "Optim", "Phase",
+    "LAYER_KINDS", "SHIPPED", "Balance", "Checkpoint", "Config", "Data", "Guard", "Mesh", "Model", "Optim", "Phase",
     "Precision", "Rope", "RopeKinds", "Run", "Schedule", "StorageError", "UserError", "all_keys", "check",
-    "check_model", "default", "editable", "first_line", "shown", "to_dict",
+    "check_model", "default", "editable", "first_line", "read_config", "read_config_dict", "shown", "to_dict",
 ]  # fmt: skip
+
+# Configs of the repository, or in site-packages.
+SHIPPED = Path(__file__).resolve().parents[2] / "experiments" / "configs"
 
 
 def default() -> config_dict.ConfigDict:
@@ -89,3 +95,42 @@ def _to_config_dict(value: Any) -> config_dict.ConfigDict:
         else:
             out[field.name] = item
     return out
+
+
+def read_config(given: str) -> Config:
+    """The checked config of a Python file with get_config(), named as FILE or FILE:ARGUMENT."""
+    return check(read_config_dict(given))
+
+
+def read_config_dict(given: str) -> config_dict.ConfigDict:
+    """The ConfigDict of a file; experiments/configs/NAME.py is found from any folder."""
+    fields.check_path("--config", given)
+    file, _, argument = given.partition(":")
+    path = Path(file)
+    if not path.is_file() and path.parts[:-1] == ("experiments", "configs"):
+        path = SHIPPED / path.name
+    if not path.is_file():
+        raise UserError(f"--config={given} is not a file; give a Python file with get_config(), see {SHIPPED}")
+    try:
+        found = runpy.run_path(str(path))["get_config"](*([argument] if argument else []))
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # a config file is a program, and may do anything
+        raise UserError(f"--config={given} gives no config ({_reason(error, path)})") from None
+    if not isinstance(found, config_dict.ConfigDict):
+        raise UserError(f"--config={given}: get_config() returns {type(found).__name__}, not a ConfigDict")
+    return found
+
+
+def _reason(error: BaseException, path: Path) -> str:
+    """The error of a config file in a few words, with its line."""
+    if isinstance(error, KeyError) and error.args == ("get_config",):
+        return "it has no get_config()"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    where = f" in line {line}" if line else ""
+    if unknown := re.match(r"'?Key \"(\w+)\" does not exist", str(error)):
+        names = [key.rpartition(".")[2] for key in all_keys()]
+        return f"unknown config key {unknown[1]!r}{where}{fields.nearest(unknown[1], names)}"
+    return f"{type(error).__name__}{where}: {first_line(error)}"

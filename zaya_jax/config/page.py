@@ -4,21 +4,13 @@ import dataclasses
 import textwrap
 import typing
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from zaya_jax.config.fields import item_type, only_value
 from zaya_jax.config.keys import Config, Phase
 
 WIDTH = 110
 
-
-class _Key(NamedTuple):
-    """A key, ready to be shown."""
-
-    key: str
-    default: str
-    allowed: str
-    meaning: str
+type Row = tuple[str, str, str, str]  # key, default, allowed values and meaning, ready to be shown
 
 
 def listing() -> str:
@@ -28,14 +20,14 @@ def listing() -> str:
     ]
     for title, about, rows in groups():
         lines += ["", f"{title}: {about}"]
-        for row in rows:
-            lines.append(f"  {row.key}={row.default}")
-            allowed = f" [{row.allowed}]" if row.allowed else ""
-            lines += textwrap.wrap(row.meaning + allowed, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        for key, default, allowed, meaning in rows:
+            lines.append(f"  {key}={default}")
+            line = f"{meaning} [{allowed}]" if allowed else meaning
+            lines += textwrap.wrap(line, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
-def groups() -> Iterator[tuple[str, str, list[_Key]]]:
+def groups() -> Iterator[tuple[str, str, list[Row]]]:
     """(title, description, keys) of each group, outermost first, and of a phase."""
     yield "config", _about(Config), _rows(Config, "")
     for field in dataclasses.fields(Config):
@@ -45,12 +37,11 @@ def groups() -> Iterator[tuple[str, str, list[_Key]]]:
     yield "config.schedule.phases[i]", _about(Phase), _rows(Phase, "schedule.phases[i].")
 
 
-def _rows(cls: type, prefix: str) -> list[_Key]:
+def _rows(cls: type, prefix: str) -> list[Row]:
     rows = []
     for field in dataclasses.fields(cls):
         if not dataclasses.is_dataclass(field.type):
-            shown = repr(field.default)
-            rows.append(_Key(prefix + field.name, shown, _allowed(field), field.metadata["meaning"]))
+            rows.append((prefix + field.name, repr(field.default), _allowed(field), field.metadata["meaning"]))
         elif prefix:  # the outermost groups have tables of their own
             rows += _rows(typing.cast(type, field.type), f"{prefix}{field.name}.")
     return rows
