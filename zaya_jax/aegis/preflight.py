@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from zaya_jax.aegis import machine, watch
 from zaya_jax.aegis.events import Finding
 
@@ -301,18 +299,21 @@ def say(part: str, **given: Any) -> None:
     print(json.dumps({"part": part, **given}), flush=True)
 
 
-def matrices(side: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
+def matrices(side: int, turn: int) -> tuple[Any, Any]:
     """Whole numbers from -3 to 3, other ones each turn: sums of their products are exact in float32 in any order."""
+    import numpy as np  # here and below: an agent, which starts these parts, imports none of it
+
     assert 9 * side < 2**24
     i, j = np.meshgrid(np.arange(side), np.arange(side), indexing="ij")
     a, b = ((i * 7 + j * 3 + i * j + turn) % 7 - 3), ((i * 5 + j * 11 + i * j // 3 + 2 * turn) % 7 - 3)
     return a, b
 
 
-def products(devices: list, wanted: Callable = np.matmul) -> list[str]:
+def products(devices: list, wanted: Callable | None = None) -> list[str]:
     """Multiplies on every device in bfloat16 and float32, and compares with NumPy: the differences in words."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -330,7 +331,7 @@ def products(devices: list, wanted: Callable = np.matmul) -> list[str]:
     for turn in range(ROUNDS):
         a, b = matrices(side, turn)
         # NumPy multiplies whole numbers slowly; float64 holds them exactly and goes through BLAS.
-        right = wanted(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
+        right = (wanted or np.matmul)(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
         for kind in (jnp.bfloat16, jnp.float32):
             each = [jax.device_put(np.broadcast_to(m.astype(kind), (count, side, side)), own) for m in (a, b)]
             for shard in program(*each).addressable_shards:
@@ -349,6 +350,7 @@ def products(devices: list, wanted: Callable = np.matmul) -> list[str]:
 def bandwidth(device: Any) -> float:
     """Bytes read and written in a second by a copy on one device."""
     import jax
+    import numpy as np
 
     from pallas_kernels import timing
     from zaya_jax.hardware.measure import memory_copies
@@ -374,6 +376,7 @@ def try_link(coordinator: str, index: int, seconds: int) -> None:
     """One of two nodes: every device sends known numbers to its partner on the other one, and checks its own."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from jax import lax
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
