@@ -334,7 +334,7 @@ def storage_document(readings: list[Reading], manifest: dict, need: Need, budget
         f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N = {need.pages:,.0f} pages (sigma "
         f"{need.sigma:.3f}); every {step:g} s that is {need.pages_per_second:,.0f} page reads/s. Budget "
         f"{budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time "
-        f"{need.break_even_seconds(budget):.3f} s; {judged}."
+        f"{need.pages / budget:.3f} s; {judged}."
     )
     times = [step * 2 ** (i / 4 - 4) for i in range(33)]
     values = [need.pages / t for t in times]
@@ -358,7 +358,7 @@ def document(figures: Measured, advice: Sequence[Advice], rules_for: str, remark
     nodes = "one node" if figures.num_nodes == 1 else f"{figures.num_nodes} nodes"
     processes = "" if figures.num_processes == 1 else f" · {figures.num_processes} processes"
     about = f"{figures.num_devices} x {figures.device} in {nodes}{processes} · jax {figures.jax} · {figures.date}"
-    warnings = [HOST] if figures.of_host else []
+    warnings = [HOST] if figures.platform == "cpu" else []
     if figures.num_nodes == 1 and figures.collectives:
         warnings.append("All devices are in one node: nothing was measured across nodes.")
     sections = [_rules(advice, rules_for), _collectives(figures), _products(figures), _memory(figures)]

@@ -48,14 +48,13 @@ CLUSTERS = {
         "mi355x", 8, 537.6 * GB, 50 * GB, 8e-6, 200 * GB,
         "MI355X platform data sheet: seven Infinity Fabric links of 76.8 GB/s; Pollara 400; the rest assumed",
     ),
-    "h200_ib": Cluster(
-        "h200", 8, 450 * GB, 50 * GB, 5e-6, 200 * GB,
-        "HGX H200 data sheet: NVLink 900 GB/s both ways; InfiniBand NDR 400 Gb/s a device; latency and storage assumed",
-    ),
-    "h100_ib": Cluster(
-        "h100", 8, 450 * GB, 50 * GB, 5e-6, 200 * GB,
-        "HGX H100 data sheet: NVLink 900 GB/s both ways; InfiniBand NDR 400 Gb/s a device; latency and storage assumed",
-    ),
+} | {
+    f"{chip}_ib": Cluster(
+        chip, 8, 450 * GB, 50 * GB, 5e-6, 200 * GB,
+        f"HGX {chip.upper()} data sheet: NVLink 900 GB/s both ways; InfiniBand NDR 400 Gb/s a device; latency and "
+        "storage assumed",
+    )
+    for chip in ("h200", "h100")
 }  # fmt: skip
 
 

@@ -147,10 +147,8 @@ def parse(text: str) -> dict[str, list[Instruction]]:
         if not line.startswith(" "):
             start = _COMPUTATION.match(line)
             current = computations.setdefault(start.group(2), []) if start else None
-        elif current is not None:
-            match = _INSTRUCTION.match(line)
-            if match:
-                current.append(Instruction(*match.groups()))
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            current.append(Instruction(*match.groups()))
     return computations
 
 
@@ -166,10 +164,7 @@ def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | 
         found[name] = lengths
         for i in computations.get(name, []):
             for how, callee in calls(i):
-                inner = lengths
-                if how in ("body", "condition"):
-                    inner = (*lengths, i.trip_count)
-                pending.append((callee, inner))
+                pending.append((callee, (*lengths, i.trip_count) if how in ("body", "condition") else lengths))
     return found
 
 

@@ -43,19 +43,21 @@ class Need:
         """N/t."""
         return self.pages / self.step_seconds
 
-    def break_even_seconds(self, budget: float) -> float:
-        """The step time below which storage of `budget` page reads a second is the limit."""
-        return self.pages / budget
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """One way to run a step."""
+
+    case: Case
+    step: StepTime
+    memory: Footprint
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedPhase:
-    """One phase, its ramp's smaller steps with it."""
+class PlannedPhase(PlannedStep):
+    """One phase with its step of the full batch, and its ramp's smaller steps."""
 
     name: str
-    case: Case  # of the full batch
-    step: StepTime
-    memory: Footprint
     capacity: int  # bytes that the chip has for it
     saving: Saving
     tokens: int
@@ -105,7 +107,7 @@ def phases(
         need = Need(SIGMA, case.sequences, case.here.data.seq_len, 2 if m.vocab_size <= 2**16 else 4, time.seconds)
         found.append(
             PlannedPhase(
-                segments[0].phase.name, case, time, footprint.estimate(case), capacity,
+                case, time, footprint.estimate(case), segments[0].phase.name, capacity,
                 goodput.saving(case, cluster, mtbf_hours), tokens, steps, seconds, need,
             )
         )  # fmt: skip

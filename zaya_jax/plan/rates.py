@@ -59,10 +59,6 @@ class Rates:
         rates = vars(self)
         return dataclasses.replace(self, **{n: Rate(rates[n].ends[end], rates[n].source) for n in names})
 
-    def uncertain(self) -> list[str]:
-        """The rates that have ends."""
-        return [name for name, rate in vars(self).items() if rate.ends]
-
 
 _ROWS = {  # on MI300X with Pollara, and on Hopper with InfiniBand
     "products": (Rate(0.54, AMD), Rate(0.73, SEMIANALYSIS)),

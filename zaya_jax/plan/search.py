@@ -15,29 +15,19 @@ from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, step_time
 from zaya_jax.plan.case import Case
-from zaya_jax.plan.footprint import Footprint
+from zaya_jax.plan.phases import PlannedStep
 from zaya_jax.plan.rates import Rates
-from zaya_jax.plan.step_time import StepTime
 
 SIZES = (1, 2, 4, 8)  # of expert, context and tensor, which should stay within a node
 BEST = 10  # ways that are given
 REMATS = ("none", "elementwise", "attention", "layer")
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One way to run a phase."""
-
-    case: Case
-    step: StepTime
-    memory: Footprint
-
-
-def best(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates) -> list[Choice]:
+def best(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates) -> list[PlannedStep]:
     """The fastest that fit the chip's memory, fastest first; [] where nothing fits."""
     capacity = targets.memory_for_jax(cluster.chip)
     found = [
-        Choice(case, step_time.estimate(case, cluster, rates), memory)
+        PlannedStep(case, step_time.estimate(case, cluster, rates), memory)
         for case in candidates(here, devices, sequences, cluster.chip)
         if (memory := footprint.estimate(case)).peak <= capacity
     ]

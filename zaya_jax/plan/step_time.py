@@ -83,7 +83,7 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> StepTime:
 
 def seconds_between(case: Case, cluster: Cluster, rates: Rates) -> dict[str, tuple[float, float]]:
     """Seconds of a step with one rate at its fast and at its slow end, and with "all" of them there."""
-    uncertain = rates.uncertain()
+    uncertain = [name for name, rate in vars(rates).items() if rate.ends]
     found = {}
     for what, names in [*((name, [name]) for name in uncertain), ("all", uncertain)]:
         low, high = (estimate(case, cluster, rates.at(end, names)).seconds for end in (0, 1))

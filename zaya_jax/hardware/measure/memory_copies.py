@@ -1,7 +1,7 @@
 """Measures how fast a device copies its memory: a pass over arrays of 1 MiB to a share of what there is."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +9,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import timing
 from zaya_jax.hardware.measure.results import MemoryCopy
-
-LEAST, MOST = 1 << 20, 1 << 32  # bytes of an array
 
 
 def copied(x: jax.Array) -> jax.Array:
@@ -26,12 +24,9 @@ def room(device: Any, sharing: int = 1) -> int:
     return stats.get("bytes_limit", 1 << 30) - stats.get("bytes_in_use", 0)
 
 
-def sizes(free: int) -> Iterator[int]:
-    """Bytes of an array; two arrays take a quarter of the free memory at most."""
-    size = LEAST
-    while size <= MOST and 2 * size <= free // 4:
-        yield size
-        size *= 2
+def sizes(free: int) -> list[int]:
+    """Bytes of an array, 1 MiB to 4 GiB; two arrays take a quarter of the free memory at most."""
+    return [1 << bits for bits in range(20, 33) if 8 << bits <= free]
 
 
 def measure_copies(device: Any, seconds: float, say: Callable[[str], None]) -> tuple[MemoryCopy, ...]:

@@ -107,11 +107,6 @@ class Measured:
     products: tuple[Product, ...] = ()
     copies: tuple[MemoryCopy, ...] = ()
 
-    @property
-    def of_host(self) -> bool:
-        """Whether they are of a host's CPU, so of no accelerator or network."""
-        return self.platform == "cpu"
-
     def memory_bandwidth(self) -> float | None:
         """That of copying, the median of the three largest arrays: of memory, not of a cache."""
         copies = sorted(self.copies, key=lambda copy: copy.bytes)
@@ -123,8 +118,8 @@ class Measured:
 
     def over(self, name: str, num_devices: int, num_nodes: int) -> list[CollectiveTiming]:
         """One collective on one set of devices, by size."""
-        wanted = (name, num_devices, num_nodes)
-        found = [c for c in self.collectives if (c.name, c.num_devices, c.num_nodes) == wanted]
+        group = (name, num_devices, num_nodes)
+        found = [c for c in self.collectives if (c.name, c.num_devices, c.num_nodes) == group]
         return sorted(found, key=lambda c: c.bytes)
 
     def groups(self) -> list[tuple[int, int]]:
