@@ -8,16 +8,16 @@ from small_runs import Killed, lines, same_end
 from zaya_jax import cli
 from zaya_jax.aegis import decisions, events
 from zaya_jax.aegis.guard import Guard
-from zaya_jax.checkpoint import stale, writing
+from zaya_jax.checkpoint import retention, writing
 from zaya_jax.checkpoint.source import read_meta
 
 LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]}  # some batches are noise
 MOMENTS = {  # where a process may be killed: before or after it has called a function, where that is so
     "decided": (decisions, "after_spike", True, None),
     "written": (decisions, "add", True, None),
-    "begins again": (stale, "drop", False, None),
+    "begins again": (retention, "drop_stale", False, None),
     "half set aside": (writing, "numbered", True, lambda place, args: list(place.glob("checkpoints/.stale-*"))),
-    "set aside": (stale, "drop", True, None),
+    "set aside": (retention, "drop_stale", True, None),
     "went back": (Guard, "see", False, lambda place, args: args[1] == 84),
 }
 

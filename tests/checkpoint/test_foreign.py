@@ -65,7 +65,7 @@ for layout, axis in ((layout, axis) for layout in sys.argv[3:] for axis in ("dat
     fresh = {"params": {"embed": {"embedding": zeros}}}
     place = f"{sys.argv[2]}/{layout}"
     for got in (
-        partial.InitialWeights(place, boxes.of_tree(fresh), False).of(fresh, print),
+        partial.InitialWeights(open_source(place), boxes.of_tree(fresh), False).of(fresh, print),
         open_source(place).restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=put), fresh)),
     ):
         for shard in got["params"]["embed"]["embedding"].addressable_shards:

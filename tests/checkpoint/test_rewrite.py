@@ -12,7 +12,7 @@ import pytest
 from checkpoint_helpers import same
 
 from zaya_jax import config
-from zaya_jax.checkpoint import boxes, layout, partial, rewrite, source, stale, store
+from zaya_jax.checkpoint import boxes, layout, partial, retention, rewrite, source, store
 from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
@@ -154,7 +154,7 @@ def test_a_program_without_this_package_loads_shards_and_trains_on(workdir, tmp_
     checkpoints = store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")))
     checkpoints.drop_stale([back])
     assert checkpoints.bring_newest() == 4
-    checkpoints.save(9, params(seed=19), {"step": 9, "tokens": 9, stale.KEY: [back]})
+    checkpoints.save(9, params(seed=19), {"step": 9, "tokens": 9, retention.KEY: [back]})
     checkpoints.close()
     dtype = "bfloat16" if "bfloat16" in place else None
     if "exported" in place:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from zaya_jax.aegis import decisions
-from zaya_jax.checkpoint import look, stale, store, writing
+from zaya_jax.checkpoint import look, retention, store, writing
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, UserError
 
@@ -27,7 +27,7 @@ def opened(tmp_path):
 
 def save(checkpoints, steps, *decisions):
     checkpoints.bring_newest()
-    known = {stale.KEY: list(decisions)} if decisions else {}
+    known = {retention.KEY: list(decisions)} if decisions else {}
     for step in steps:
         state = {"params": {"w": jnp.arange(10.0) + step}}
         checkpoints.save(step, state, {"step": step, "tokens": step, **known})
@@ -47,7 +47,7 @@ def tiers(tmp_path):
      (5, 1, [BACK, AGAIN], False)],
 )  # fmt: skip
 def test_only_those_that_know_less_than_they_should_are(step, known, decisions, gone):
-    assert stale.is_stale(step, known, decisions) == gone
+    assert retention.is_stale(step, known, decisions) == gone
 
 
 @pytest.mark.parametrize("done", ["nothing", "copies", "some of the folder", "the folder"])

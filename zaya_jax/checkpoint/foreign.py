@@ -17,7 +17,7 @@ import numpy as np
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout, writing
 from zaya_jax.checkpoint.layout import Array
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import Source, place_and_step
 from zaya_jax.config import StorageError, UserError
 
 SIGNS = ("_CHECKPOINT_METADATA", "_METADATA")  # Orbax's own files, in v1 and in v0
@@ -32,9 +32,7 @@ def open_source(place: str | Path, step: int | None = None) -> Source:
 
 def foreign_folder(place: str | Path, step: int | None = None) -> Path | None:
     """The folder at a place that Orbax wrote without this package; None for anything else."""
-    path, at, number = str(place).rpartition("@")
-    if step is None and at and number.isdecimal() and not Path(place).is_dir():
-        place, step = path, int(number)
+    place, step = place_and_step(place, step)
     folder = Path(place).absolute()
     steps = writing.numbered(folder)
     if steps and not any((folder / name).exists() for name in SIGNS):

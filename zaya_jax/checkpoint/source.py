@@ -34,10 +34,7 @@ class Source:
 
     def __init__(self, place: str | Path, step: int | None = None):
         """`step`: by default the newest, or the one that FOLDER@STEP names."""
-        path, at, number = str(place).rpartition("@")
-        # A folder's own name may end like that, too.
-        if step is None and at and number.isdecimal() and not Path(place).is_dir():
-            place, step = path, int(number)
+        place, step = place_and_step(place, step)
         self.place, self.workdir = place, None
         self._kept: tuple[str, np.ndarray] | None = None
         vault = vault_at(place)
@@ -176,6 +173,14 @@ class Source:
         more = sorted(theirs.keys() - held.arrays.keys())
         if more and everything:
             raise ValueError(f"it has {len(more)} arrays that the run has not, such as {more[0]}")
+
+
+def place_and_step(place: str | Path, step: int | None) -> tuple[str | Path, int | None]:
+    """FOLDER@STEP in two parts; a folder's own name may end like that, too."""
+    path, _, number = str(place).rpartition("@")
+    if step is None and path and number.isdecimal() and not Path(place).is_dir():
+        return path, int(number)
+    return place, step
 
 
 def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint import boxes, layout, retention, stale, tiers, writing
+from zaya_jax.checkpoint import boxes, layout, retention, tiers, writing
 from zaya_jax.checkpoint.boxes import Holding, Writers
 from zaya_jax.checkpoint.durable import Accept
 from zaya_jax.checkpoint.source import Source
@@ -180,7 +180,7 @@ class Store:
             if me == 0:
                 sums |= writing.write_files(folder, layout.frame(tuple(plan.arrays.values()), meta))
             if self.tiers.local:
-                self.tiers.local.written(step, sums, meta.get(stale.KEY, []))
+                self.tiers.local.written(step, sums, meta.get(retention.KEY, []))
             nonlocal written
             written = time.perf_counter()
             return [sums, times.seconds(), plan.bytes.get(me, 0)]
@@ -220,7 +220,7 @@ class Store:
 
     def drop_stale(self, decisions: Sequence[Mapping[str, Any]]) -> None:
         """Sets aside checkpoints of a past that these decisions abandoned. All processes together."""
-        steps = stale.drop(self.tiers, decisions)
+        steps = retention.drop_stale(self.tiers, decisions)
         if steps and multihost.is_writer():
             there = f"{self.root}/{writing.STALE}{len(decisions)}-*"
             self._say(f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was given up")

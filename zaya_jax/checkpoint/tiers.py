@@ -1,7 +1,10 @@
 """Moves checkpoints between tiers: a fast folder before `workdir/checkpoints`, a safe place after it.
 
     [checkpoint.local, each node's own]  →  workdir/checkpoints  →  [checkpoint.durable, a folder or URL]
-             `local`                                                        `durable`
+             `Local`                                                        `durable`
+
+With a fast folder a save is over when all parts are there, before `workdir/checkpoints`. Any process that sees a part
+can copy it.
 
 Each copy is made by a background thread of its own. A durable place that is slow or dead delays no save: steps wait in
 a set and are copied one at a time, the newest first. At the start of a run `bring_newest`
@@ -10,21 +13,26 @@ makes the newest step of any tier whole in `workdir/checkpoints`.
 
 import concurrent.futures
 import contextlib
+import functools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import jax
 
 from zaya_jax.checkpoint import claims, retention, writing
 from zaya_jax.checkpoint.durable import Accept, Durable
-from zaya_jax.checkpoint.local import Local, local_folder
-from zaya_jax.checkpoint.seal import Seal, Sums
+from zaya_jax.checkpoint.seal import Seal, Sums, signed, unsigned
 from zaya_jax.checkpoint.times import Log
-from zaya_jax.checkpoint.vault import Vault
+from zaya_jax.checkpoint.vault import Vault, each
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Checkpoint, StorageError
+from zaya_jax.config import Checkpoint, StorageError, files
 
 Jobs = list[concurrent.futures.Future]
+PART = "part.json"  # of one process: its files, and of how many parts it is one
 
 
 class Tiers:
@@ -32,7 +40,7 @@ class Tiers:
 
     def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None], log: Log):
         self.root, self._say, self._settings = root, say, settings
-        folder, option = local_folder(root, settings), f"config.checkpoint.local={settings.local}"
+        folder, option = _local_folder(root, settings), f"config.checkpoint.local={settings.local}"
         self.local = Local(root, folder, option, say) if folder else None
         self.durable = Durable(root, settings, say, log) if settings.durable else None
         there = self.durable.vault.folder if self.durable else None
@@ -55,10 +63,10 @@ class Tiers:
         """The folder in which this process writes its pieces of a step."""
         return self.local.staging(step) if self.local else self.root / f"{writing.SAVING}{step}"
 
-    def commit(self, step: int, folder: Path, files: Sums) -> None:
+    def commit(self, step: int, folder: Path, sums: Sums) -> None:
         """Makes a step whole, when all processes have written; in process 0."""
         if self.local is None:
-            writing.commit(folder, self.root / str(step), Seal(files, step, writing.run_of(self.root) or None))
+            writing.commit(folder, self.root / str(step), Seal(sums, step, writing.run_of(self.root) or None))
             self.delete_old()
 
     def give_up(self, step: int) -> None:
@@ -213,6 +221,144 @@ class Tiers:
                 f"{self.root} cannot be used for checkpoints ({writing.reason(error)}); move the file there away"
             ) from None
         return newest
+
+
+class Local:
+    """A run's part of the fast folder; `root` is workdir/checkpoints. All processes publish and rescue together."""
+
+    def __init__(self, root: Path, folder: Path, option: str, say: Callable[[str], None]):
+        claims.require_writable(folder, option)
+        self.root, self.folder, self._say = root, folder, say
+
+    @property
+    def mine(self) -> Path:
+        """This process's."""
+        return self.folder / f"process-{jax.process_index()}"
+
+    def staging(self, step: int) -> Path:
+        """The folder in which this process writes its pieces of a step."""
+        return self.mine / f"{writing.SAVING}{step}"
+
+    def written(self, step: int, sums: Sums, decisions: list) -> None:
+        """Records the files that this process has written, and the run's decisions."""
+        part = {
+            "step": step, "process": jax.process_index(), "count": jax.process_count(), "files": sums,
+            "run": writing.run_of(self.root), retention.KEY: decisions,
+        }  # fmt: skip
+        writing.write_files(self.staging(step), {PART: signed(part)})
+
+    def known(self) -> Iterator[retention.Known]:
+        """All visible parts, with the decisions recorded in them."""
+        for folder, step in self._visible():
+            with contextlib.suppress(OSError, ValueError):
+                yield folder, step, _read_part(folder)[retention.KEY]
+
+    def _visible(self) -> list[tuple[Path, int]]:
+        """The folder and step of each visible part."""
+        processes = sorted(self.folder.glob("process-*"))
+        return [(own / str(step), step) for own in processes for step in writing.numbered(own)]
+
+    def saved(self, step: int) -> None:
+        """All processes have written."""
+        target = self.mine / str(step)
+        shutil.rmtree(target, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a reader will miss it
+            self.staging(step).rename(target)
+
+    def publish_own(self, step: int) -> str | None:
+        """Makes a step whole in workdir/checkpoints, each process with its own part; older parts then go."""
+        error = self._publish("publish", step, [self.mine / str(step)])
+        if not error:
+            for old in writing.numbered(self.mine):
+                if old < step:
+                    writing.remove(self.mine, old)
+        return error
+
+    def _publish(self, name: str, step: int, parts: list[Path]) -> str | None:
+        """Copies parts of a step into workdir/checkpoints and makes it whole there; returns an error, if any."""
+        folder, here = self.root / f"{writing.SAVING}{step}", Vault(self.root)
+
+        def put(part: Path, its: Sums, name: str) -> None:
+            here.put(folder.name, name, Vault(part.parent).checked(part.name, name, its))
+
+        def work() -> Sums:
+            sums = Sums()
+            for part in parts:
+                its = _read_part(part)["files"]
+                each(functools.partial(put, part, its), list(its))
+                sums |= its
+            return sums
+
+        def end(listed: list[Sums]) -> None:
+            if not (self.root / str(step)).exists():
+                whole = {name: entry for part in listed for name, entry in part.items()}
+                writing.commit(folder, self.root / str(step), Seal(whole, step, writing.run_of(self.root)))
+
+        error = writing.together(name, work, end)
+        if error and multihost.is_writer():
+            shutil.rmtree(folder, ignore_errors=True)
+        return error
+
+    def rescue_newest(self, here: int) -> None:
+        """Puts together the newest step that only the local folders have, after step `here`."""
+        writing.clear(self.mine)
+        views = multihost.to_first("local", self._seen()) or []
+
+        def choose(failed: list[int]) -> list:
+            """[the newest step that all parts of are seen and that has not failed, by part the process to copy it]."""
+            for step in sorted({int(s) for view in views for s in view}, reverse=True):
+                seen = [view.get(str(step), []) for view in views]
+                count = max(count for parts in seen for _, count in parts)
+                who = {p: i for i, parts in reversed(list(enumerate(seen))) for p, c in parts if c == count}
+                if step > here and step not in failed and len(who) == count:
+                    return [step, who]
+            return [None, {}]
+
+        failed: list[int] = []
+        while True:
+            step, who = multihost.from_first("local step", functools.partial(choose, failed))
+            if step is None:
+                return
+            mine = [int(part) for part, reader in who.items() if reader == jax.process_index()]
+            error = self._publish("rescue", step, [self.folder / f"process-{i}" / str(step) for i in mine])
+            if multihost.is_writer():
+                self._say(
+                    f"warning: step {step} of the local folders could not be put together: {error}"
+                    if error
+                    else f"step {step} was only in the local folders; it is put together in {self.root}"
+                )
+            if not error:
+                return
+            failed.append(step)
+
+    def _seen(self) -> dict[str, list]:
+        """For each step, [its writer, the number of writers] of each visible part; parts of other runs are deleted."""
+        seen: dict[str, list] = {}
+        run = writing.run_of(self.root)
+        for folder, step in self._visible():
+            try:
+                part = _read_part(folder)
+                if part["run"] != run:
+                    shutil.rmtree(folder, ignore_errors=True)
+                elif part["step"] != step:
+                    raise ValueError(f"of step {part['step']}")
+                else:
+                    seen.setdefault(str(step), []).append([part["process"], part["count"]])
+            except (OSError, ValueError) as damage:
+                self._say(f"warning: {folder / PART} is not taken: {writing.reason(damage)}")
+        return seen
+
+
+def _local_folder(root: Path, settings: Checkpoint) -> Path | None:
+    """The folder of a run's parts in the fast folder; its name has a checksum of the workdir's path."""
+    if not settings.local:
+        return None
+    own = f"{root.parent.name}-{google_crc32c.value(str(root).encode()):08x}"
+    return Path(settings.local).absolute() / own
+
+
+def _read_part(folder: Path) -> dict[str, Any]:
+    return unsigned(files.read(folder / PART))
 
 
 def _wait(jobs: Jobs, seconds: float | None = None) -> bool:

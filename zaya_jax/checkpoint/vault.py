@@ -13,7 +13,6 @@ first. Orbax has a file for the same purpose, `commit_success.txt`, which goes w
 import concurrent.futures
 import contextlib
 import dataclasses
-import heapq
 import json
 import threading
 import time
@@ -398,14 +397,9 @@ def _in_words(error: StorageError) -> str:
 
 
 def share(sums: Sums) -> list[str]:
-    """The files that this process handles: about as many bytes as each other one."""
-    loads, mine = [(0, process) for process in range(jax.process_count())], []
-    for name, (size, *_) in sorted(sums.items(), key=lambda f: (-f[1][0], f[0])):
-        load, least = loads[0]
-        heapq.heapreplace(loads, (load + size, least))
-        if least == jax.process_index():
-            mine.append(name)
-    return mine
+    """The files that this process handles: as many bytes as each other one, but for at most the largest file's."""
+    by_size = sorted(sums, key=lambda name: (-sums[name][0], name))
+    return by_size[jax.process_index() :: jax.process_count()]
 
 
 def each[T](function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
