@@ -270,19 +270,14 @@ def test_damage_stops_or_goes_one_back(tmp_path):
     other = Run(tmp_path, on_corrupt="previous")
     assert other.store.bring_newest() == 1 and visible(tmp_path) == ["1"]
     assert "WARNING" in other.messages[0] and (tmp_path / "checkpoints" / ".damaged-2").is_dir()
+    # With the only one set aside the run would begin anew, and end as if nothing had been.
+    next((tmp_path / "checkpoints" / "1").rglob("c.0.0.0")).unlink()
+    with pytest.raises(StorageError, match="there is none before it"):
+        other.store.bring_newest()
+    assert visible(tmp_path) == ["1"]
     other.save(2)
     assert other.store.bring_newest() == 2
     gc.collect()
-
-
-def test_the_only_checkpoint_is_not_given_up(tmp_path):
-    """With it set aside the run would begin anew, and end as if nothing had been."""
-    run = Run(tmp_path, on_corrupt="previous")
-    run.save(1)
-    next((tmp_path / "checkpoints" / "1").rglob("c.0.0.0")).unlink()
-    with pytest.raises(StorageError, match="there is none before it"):
-        run.store.bring_newest()
-    assert visible(tmp_path) == ["1"]
 
 
 def test_every_file_is_watched(tmp_path):

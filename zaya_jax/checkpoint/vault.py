@@ -144,7 +144,7 @@ class Vault:
                 f"{self.url} is run {owner}'s by now, this is run {run}; give each run a place of its own"
             )
         if not owner and run:
-            self._put(seal.RUN, run.encode())
+            self._attempt("write", seal.RUN, self._write, seal.RUN, run.encode())
 
     def require_own(self, run: str, who: str, option: str) -> None:
         """UserError where a place is another run's, or holds steps and no name. `run` is "" for one that has none yet.
@@ -260,7 +260,7 @@ class Vault:
 
     def put(self, step: Step, name: str, content: bytes | memoryview) -> None:
         """One file; the list comes last, by `complete`."""
-        self._put(f"{step}/{name}", bytes(content))
+        self._attempt("write", f"{step}/{name}", self._write, f"{step}/{name}", bytes(content))
 
     def copy(self, step: int, names: Iterable[str], target: "Vault", to: str = "") -> None:
         """Copies files of a step, checked on the way, to another place, and there below another name if it is given."""
@@ -334,9 +334,6 @@ class Vault:
     def _get(self, name: str) -> bytes:
         read = files.read if self._local else self._files.cat_file
         return self._attempt("read", name, read, f"{self._root}/{name}")
-
-    def _put(self, name: str, content: bytes) -> None:
-        self._attempt("write", name, self._write, name, content)
 
     def _write(self, name: str, content: bytes) -> None:
         if not self._local:
