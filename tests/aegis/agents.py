@@ -100,9 +100,8 @@ class Agents:
 def start(
     folder: Path, *options: str, agents: int = 1, befalls: dict[int, str] | None = None, steps: int = STEPS,
     seconds: float = 0.05, variables: dict[str, str] | None = None, own: dict[int, dict[str, str]] | None = None,
-    late: float = 0,
 ) -> Iterator[Agents]:  # fmt: skip
-    """So many agents with these options and variables, the last of them `late`; what befalls a process is in its
+    """So many agents with these options and variables; what befalls a process is in its
     words, see stand_in."""
     workdir = folder / "run"
     workdir.mkdir(parents=True)
@@ -119,7 +118,6 @@ def start(
         command = [sys.executable, STAND_IN, "agent", *options, "--", f"--workdir={workdir}", str(steps), str(seconds)]
         with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
             environ |= (variables or {}) | (own or {}).get(i, {})
-            time.sleep(late if i == agents - 1 else 0)
             started.append(subprocess.Popen(command, env=environ, stdout=out, stderr=err))
     run = Agents(workdir, started, folder)
     run.port = port  # type: ignore[attr-defined]

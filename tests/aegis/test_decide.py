@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zaya_jax.aegis import cause, decide, log_rules
 from zaya_jax.aegis.decide import Decider, Rules
-from zaya_jax.aegis.events import Finding
+from zaya_jax.aegis.events import ACTIONS, CLASSES, Finding
 from zaya_jax.aegis.facts import (
     Asked,
     Came,
@@ -332,8 +332,6 @@ def test_a_node_that_is_lost_or_a_wish_to_stop_during_the_check():
 
 
 CODES = (0, 1, 2, 3, 4, 5, 75, 130, 134, -6, -9, -11, -15)
-ACTIONS = ("note", "warn", "restart", "exclude", "stop")
-GROUPS = ("critical", "distributed", "storage", "data", "user", "numbers", "note")
 
 
 @settings(max_examples=400, deadline=None)
@@ -370,7 +368,7 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
                     over = action
 
     def finding():
-        return Finding("x", rng.choice(GROUPS), rng.choice(ACTIONS), "seen")
+        return Finding("x", rng.choice(CLASSES), rng.choice(ACTIONS), "seen")
 
     def one_of_running(code=None):
         node = rng.choice(sorted(running))

@@ -1,4 +1,4 @@
-"""Training itself under an agent: killed in mid-run, it goes on from its checkpoint and does each step once."""
+"""Training itself under an agent: killed in mid-run, or hurt in many ways, it goes on and does each step once."""
 
 import json
 import os
@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import multiprocess_runs
+import pytest
 from conftest import SMALL
 
+from tools import chaos
 from zaya_jax.aegis import events
 from zaya_jax.checkpoint.writing import steps_in
 
@@ -42,3 +44,10 @@ def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
     assert found["restarted"].step > 10 and found["restarted"].seconds > 0 and found["ended"].facts["code"] == 0
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 61))
+
+
+@pytest.mark.slow
+def test_a_run_hurt_in_every_way_names_each_fault_and_has_the_bits_of_one_left_alone(tmp_path, capsys):
+    found = chaos.Chaos(tmp_path / "chaos", 1, print)
+    assert found.run(10) == 75, capsys.readouterr().out
+    assert found.same_bits()[0] and found.well(), found.table()

@@ -35,9 +35,9 @@ class NoNvml:
 
 
 class Nvml:
-    """Eight H200: `cards[i]` holds what may be changed; `absent`: functions that this library lacks."""
+    """Eight H200: `cards[i]` holds what may be changed."""
 
-    def __init__(self, count=8, absent=()):
+    def __init__(self, count=8):
         self.cards = [
             dict(
                 errors={(1, 0): 0, (0, 0): 3}, rows=(0, 0, 0, 0), busy=99, clock=1700 + 10 * i, degrees=62, limit=87,
@@ -45,10 +45,9 @@ class Nvml:
             )
             for i in range(count)
         ]  # fmt: skip
-        self.absent = absent
 
     def __getattr__(self, name):
-        if not name.startswith("nvml") or name in self.absent:
+        if not name.startswith("nvml"):
             raise AttributeError(name)
         short = name.removeprefix("nvmlDeviceGet")
 

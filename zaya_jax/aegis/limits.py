@@ -103,7 +103,6 @@ class Tree:
     """Files below a root, as text and numbers; an unreadable one is noted once."""
 
     def __init__(self, root: str | Path):
-        self.root = Path(root)
         self._prefix = f"{str(root).rstrip('/')}/"  # pathlib takes longer than the reading
         self._noted: set[str] = set()
         self._new: list[str] = []

@@ -5,7 +5,6 @@ address = through(host, port)     for jax.distributed.initialize; keeps a client
 """
 
 import contextlib
-import itertools
 import os
 import socket
 import sys
@@ -16,7 +15,6 @@ from typing import Any
 import jax
 from jax._src import compilation_cache, compiler
 
-_count = itertools.count()
 _open: list[socket.socket] = []  # must never be closed, not even as garbage
 
 
@@ -58,11 +56,11 @@ def through(host: str, port: int) -> str:
     passes it no callback for that, and one passed by hand fails too (std::bad_cast, jaxlib 0.12.0). Behind the relay
     the client's connection stays open, and silent: `lifelines` ends the process, and says why.
 
-    On Linux the address is a name without a file, which no http_proxy is asked for.
+    Called once in a process. On Linux the address is a name without a file, which no http_proxy is asked for.
     """
     if sys.platform != "linux":
         return f"{host}:{port}"
-    name = f"zaya_jax-{os.getpid()}-{next(_count)}"
+    name = f"zaya_jax-{os.getpid()}"
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"\0{name}")
     server.listen()

@@ -59,12 +59,8 @@ def find_rank(
     found |= {n: environ[v] for n, (_, v) in names.items() if n not in found and environ.get(v)}
     started = dict(found)
     if all(name in environ for name in SLURM_STEP):
-        slurm = {
-            "coordinator": _slurm_address(environ),
-            "num_processes": environ["SLURM_NTASKS"],
-            "process_id": environ["SLURM_PROCID"],
-        }
-        found = slurm | found
+        tasks, task = environ["SLURM_NTASKS"], environ["SLURM_PROCID"]
+        found = {"coordinator": _slurm_address(environ), "num_processes": tasks, "process_id": task} | found
     elif not found and _number("SLURM_NTASKS", environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         unset = next(name for name in SLURM_STEP if name not in environ)
         raise UserError(
