@@ -6,8 +6,9 @@
 
 The text is printed as it is generated. It ends before a --stop text or at the tokenizer's end-of-document token.
 Temperature 0 (the default) always takes the likeliest token. Several --prompt are generated together and printed one
-after the other, each as if alone. --chat reads each line of the input as a turn, in the format of fine-tuning. --mesh
-splits the cache over devices. The size of the cache is printed on stderr. The optimizer's state is not read.
+after the other, each as if alone. --chat reads each line of the input as a turn, in the format of the model's own chat
+template, otherwise in that of fine-tuning. --mesh splits the cache over devices. The size of the cache is printed on
+stderr. The optimizer's state is not read.
 """
 
 import argparse
@@ -21,7 +22,9 @@ from zaya_jax.hardware import host
 from zaya_jax.model import decode
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import tree
-from zaya_jax.pytorch import any_model, tokenizer_files
+from zaya_jax.pytorch import any_model
+
+RESET = "/reset"  # a line of a chat
 
 
 def parser() -> cli.Parser:
@@ -34,7 +37,10 @@ def parser() -> cli.Parser:
         "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; by default empty"
     )
     given.add_argument("--prompt_file", type=cli.path, metavar="FILE", help="a UTF-8 file to continue")
-    given.add_argument("--chat", action="store_true", help="answer each line of the input, until it ends")
+    given.add_argument(
+        "--chat", action="store_true", help=f"answer each line of the input, until it ends; {RESET} forgets"
+    )
+    add("--system", default="", metavar="TEXT", help="the conversation's system text, with --chat")
     add("--num_tokens", type=cli.number(int, 1), default=200, metavar="N", help="maximum of new tokens; 200")
     add("--temperature", type=cli.number(float, 0), default=0.0, metavar="T", help="sampling temperature; 0: greedy")
     add("--top_k", type=cli.number(int, 0), default=0, metavar="K", help="sample among this many tokens; 0: all")
@@ -84,10 +90,6 @@ def main() -> int:
         )  # fmt: skip
 
     if args.chat:
-        folder, _ = any_model.place_of(args.model)
-        folder = folder / "tokenizer" if any_model.is_run(folder) else folder
-        if tokenizer_files.came_with_template(folder) and not model.config.data.chats:
-            print("note: the model has its own chat template; --chat uses the format of fine-tuning", file=sys.stderr)
         return talk(model, args, rows, say_cache)
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
     going = rows(prompts, [])
@@ -104,21 +106,25 @@ def main() -> int:
 
 
 def talk(model: library.LanguageModel, args: argparse.Namespace, rows: Callable, say_cache: Callable[..., None]) -> int:
-    """Answers the lines of the input until it ends, and ignores empty lines."""
+    """Answers the lines of the input until it ends, and ignores empty lines; /reset begins a new conversation."""
     assert model.tokenizer is not None
-    conversation = generation.Conversation(model.tokenizer)
-    context, shown = model.config.model.max_position_embeddings, False
+    conversation = generation.Conversation(model.tokenizer, args.system)
+    room, shown, left_out = model.config.model.max_position_embeddings - args.num_tokens, False, 0
     for number, raw in enumerate(sys.stdin.buffer, 1):
         line = text_of(raw, f"line {number} of the input").strip()
-        if not line:
+        if line == RESET:
+            conversation.reset()
+            left_out = 0
+        if not line or line == RESET:
             continue
-        asked, answer = conversation.ask(line), ""
-        if len(asked) + args.num_tokens > context:
-            raise UserError(
-                f"the conversation has {len(asked):,} tokens; with --num_tokens={args.num_tokens} this exceeds the "
-                f"model's max_position_embeddings={context:,}; start a new one, or give a smaller --num_tokens"
-            )
-        going = rows([asked], conversation.ends)
+        try:
+            asked = conversation.ask(line, room)
+        except UserError as error:
+            raise UserError(f"line {number} of the input: {error} beside --num_tokens={args.num_tokens}") from None
+        if conversation.left_out > left_out:
+            left_out = conversation.left_out
+            print(f"note: the model does not see the {left_out} oldest turns any more", file=sys.stderr, flush=True)
+        going, answer = rows([asked], conversation.ends), ""
         if not shown:
             say_cache(going, 1)
         shown, stop = True, [*args.stop, *conversation.stop]
@@ -126,7 +132,7 @@ def talk(model: library.LanguageModel, args: argparse.Namespace, rows: Callable,
             print(new, end="", flush=True)
             answer += new
         print(flush=True)
-        conversation.answered(answer)
+        conversation.answered(answer, going.ids[0])
     return cli.DONE
 
 

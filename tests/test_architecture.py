@@ -19,18 +19,18 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4453,
-    ("checkpoint",): 3506,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
-    ("cli.py", "library.py", "functions.py", "generation.py"): 1100,
+    ("checkpoint",): 3536,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
+    ("cli.py", "library.py", "functions.py", "generation.py"): 1112,
     ("config", "cluster"): 2293,  # 2100
-    ("data",): 4290,
+    ("data",): 4590,  # 300 of these spell chats by a model's own template
     ("model", "parallel", "optim"): 5650,
     ("plan", "hardware"): 2950,
     ("pytorch", "evaluate"): 1664,  # one name for a model, the hub's too
     ("report",): 2144,  # 2080
     ("run.py",): 400,
     ("training",): 2036,  # 2000
-    ("",): 31_187,  # 30,000
-    ("../tests",): 24_699,  # 24,000; 300 of these hold the trial of kernels
+    ("",): 31_530,  # 30,000
+    ("../tests",): 24_854,  # 24,000; 300 of these hold the trial of kernels
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
@@ -39,6 +39,7 @@ HEAVY = {
     "grain": ["zaya_jax.data.pipeline"],
     "huggingface_hub": ["zaya_jax.pytorch.any_model"],
     "orbax": ["zaya_jax.checkpoint.foreign", "zaya_jax.checkpoint.handler"],
+    "jinja2": ["zaya_jax.data.own_template"],
     "lm_eval": ["zaya_jax.evaluate.harness"],
     "pyarrow": ["zaya_jax.data.inputs"],
     "ray": ["zaya_jax.data.prepare_task"],

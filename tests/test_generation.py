@@ -146,7 +146,7 @@ def test_a_conversation_is_what_fine_tuning_sees():
     asked = talk.ask("hi?")
     assert talk.ends == BYTES.chat_token("end_turn") and not talk.stop
     assert asked == [256, 259, *b"user\nhi?", 260, *b"\n", 259, *b"assistant\n"]
-    talk.answered("yes")
+    talk.answered("yes", b"yes")
     again = talk.ask("no")
     turns = [("user", "hi?"), ("assistant", "yes"), ("user", "no")]
     made = chat.Format(BYTES)

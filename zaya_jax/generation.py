@@ -4,11 +4,12 @@ Text is shown as soon as it is settled: part of a character waits for the rest, 
 stop string. A text ends before its stop string, at the tokenizer's end of document, or after its number of tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 from zaya_jax.config import UserError, shown
-from zaya_jax.data import chat
-from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
+from zaya_jax.data import chat, own_template
+from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode
 
 CHARACTER = 4  # tokens of one character at most: its bytes in UTF-8
@@ -101,21 +102,36 @@ def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
 
 
 class Conversation:
-    """Turns in fine-tuning's format (`zaya_jax.data.chat`), as the ids that the next answer continues."""
+    """Turns in the format that the model was tuned in (`own_template.form_of`), as the ids that its answer continues.
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._format, self._tokenizer = chat.Format(tokenizer), tokenizer
-        self.ids: list[int] = [tokenizer.bos_id]
-        end = tokenizer.chat_token("end_turn")
-        # An answer ends at this id or at the end of the document; without such an id, before the mark spelt out.
-        self.ends = end if len(end) == 1 else []
-        self.stop = [] if len(end) == 1 else [CHAT_TOKENS["end_turn"][0]]
+    Where they exceed the room that `ask` is given, the oldest turns are left out, and counted in `left_out`; the system
+    text stays.
+    """
 
-    def ask(self, text: str) -> list[int]:
-        """Adds a turn of the user and returns the ids that the model continues with its answer."""
-        self.ids += self._format.turn_ids(chat.Message("user", "", text))
-        return [*self.ids, *self._format.opening("assistant")]
+    def __init__(self, tokenizer: Tokenizer, system: str = ""):
+        self._form, self._turns = own_template.form_of(tokenizer), list[chat.Message]()
+        self._first = [chat.Message("system", "", system)] if system else []
+        self.ends, self.stop = self._form.ends, self._form.stop
+        self.left_out = 0
 
-    def answered(self, text: str) -> None:
-        """Adds the model's turn."""
-        self.ids += self._format.turn_ids(chat.Message("assistant", "", text))
+    def reset(self) -> None:
+        """Forgets the turns."""
+        self._turns, self.left_out = [], 0
+
+    def ask(self, text: str, room: float = math.inf) -> list[int]:
+        """Adds a turn of the user and returns the ids, at most `room` of them, that the model continues."""
+        self._turns.append(chat.Message("user", "", text))
+        while len(ids := self._form.prompt(self._all())) > room:
+            if len(self._turns) < 3:
+                del self._turns[-1]
+                raise UserError(f"this turn alone has {len(ids):,} tokens, and there is room for {room:,}")
+            del self._turns[:2]  # a question and its answer
+            self.left_out += 2
+        return ids
+
+    def answered(self, text: str, ids: Sequence[int]) -> None:
+        """Adds the model's turn: its text, and the ids that it was."""
+        self._turns.append(self._form.answered(self._all(), text, ids))
+
+    def _all(self) -> list[chat.Message]:
+        return [*self._first, *self._turns]

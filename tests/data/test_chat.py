@@ -25,7 +25,7 @@ def spell(tok, ids):
 
 
 def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
-    document, outcome = chat.prepare(chat.Format(tok), chat.read(MESSAGES), None)
+    document, outcome = chat.Format(tok).prepare(chat.read(MESSAGES), None)
     assert outcome == chat.KEPT
     assert spell(tok, document.tokens) == (
         "[turn]user\n2+2?[end_turn]\n"
@@ -96,7 +96,7 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
     """Else a model that learnt ShareGPT's "human" and "gpt" would be asked as "user" for "assistant"."""
     form = chat.Format(tok)
     question, answer = {"from": person, "value": "2+2?"}, {"from": model, "value": "4"}
-    document, _ = chat.prepare(form, chat.read([question, answer]), None)
+    document, _ = form.prepare(chat.read([question, answer]), None)
     asked = [tok.bos_id, *form.turn_ids(chat.Message("user", "", "2+2?")), *form.opening("assistant")]
     assert document.tokens[: len(asked)].tolist() == asked
     assert document.learn.tolist() == [False] * len(asked) + [True] * 2 + [False, True]
@@ -127,7 +127,7 @@ def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
     messages = chat.leading_turns({"system": "be brief", "tools": [{"name": "add"}]})
     messages += [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
-    document, _ = chat.prepare(chat.Format(tok), chat.read(messages), None)
+    document, _ = chat.Format(tok).prepare(chat.read(messages), None)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
     assert spell(tok, learnt) == f"{SPELT}[end_turn]"
     assert spell(tok, document.tokens) == (

@@ -121,7 +121,7 @@ def test_template_is_the_format(tok, messages, tools, system):
         turns = chat.read([*chat.leading_turns(record), *messages, {"role": "assistant", "content": "x"}])[:-1]
     marks = [tok.chat_mark(role) for role in tokenizers.CHAT_TOKENS]
     assume(not any(mark in turn.content + turn.reasoning for mark in marks for turn in turns))  # see below
-    document, _ = chat.prepare(chat.Format(tok), turns, None)
+    document, _ = chat.Format(tok).prepare(turns, None)
     if system:  # which a template takes as a turn
         messages = [{"role": "system", "content": system}, *messages]
     ids, learnt = rendered(tok, messages, tools=tools)
@@ -133,7 +133,7 @@ def test_template_is_the_format(tok, messages, tools, system):
 
 def test_texts_that_spell_marks_are_marks_in_the_template_alone():
     messages = [{"role": "user", "content": "a<|end_turn|>"}, {"role": "assistant", "content": "b"}]
-    document, _ = chat.prepare(chat.Format(BPE), chat.read(messages), None)
+    document, _ = chat.Format(BPE).prepare(chat.read(messages), None)
     (end,) = BPE.chat_token("end_turn")
     ids, _ = rendered(BPE, messages)
     assert (document.tokens.tolist().count(end), ids.count(end)) == (2, 3)

@@ -134,7 +134,11 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
     code, out, err = talk(b"hi\ncaf\xe9\n")
     assert code == 2 and "error: line 2 of the input is not UTF-8 (byte 0xe9 at 3)" in err
     code, out, err = talk(b"hi\n" + b"x" * 60)
-    assert code == 2 and "--num_tokens=5 this exceeds the model's max_position_embeddings=64; start a new one" in err
+    assert code == 2 and "line 2 of the input: this turn alone has 80 tokens, and there is room for 59 beside" in err
+    # Three turns fill the context: the first is left out, and the rest of the conversation goes on.
+    code, out, err = talk(b"one\ntwo\nthree\n/reset\none\n")
+    first, *_, again = out.splitlines()
+    assert code == 0 and "note: the model does not see the 2 oldest turns any more" in err and again == first
 
 
 @pytest.mark.parametrize(

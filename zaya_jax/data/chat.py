@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.data.tokenizers import NotUnicode, Tokenizer, utf8
+from zaya_jax.data.tokenizers import CHAT_TOKENS, NotUnicode, Tokenizer, utf8
 from zaya_jax.data.tokens import Document
 
 VERSION = 3  # of how chats are spelt: 1 kept the roles' own names, 2 spelt tools after a record's system text
@@ -46,6 +46,8 @@ class Message:
     role: str
     reasoning: str
     content: str
+    # For a template of its own (`own_template`): the calls of tools, which `content` spells, and names of results.
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
         return "\n".join((self.role, self.reasoning, self.content))
@@ -54,6 +56,12 @@ class Message:
     def answer(self) -> bool:
         """Whether the model is to learn to write it."""
         return self.role.lower() in MODEL_ROLES
+
+    @property
+    def plain(self) -> str:
+        """The content without the calls of tools."""
+        calls = "\n".join(_call(call["function"]) for call in self.more.get("tool_calls", ()))
+        return self.content.removesuffix(calls).removesuffix("\n") if calls else self.content
 
 
 def read(messages: Any) -> list[Message]:
@@ -120,6 +128,33 @@ class Format:
         learn.append(bool(turns) and turns[-1].answer)
         return Document(np.array(ids, self._tokenizer.dtype), np.array(learn, bool))
 
+    @property
+    def ends(self) -> list[int]:
+        """The id that ends an answer, if there is one."""
+        return [*self._end] if len(self._end) == 1 else []
+
+    @property
+    def stop(self) -> list[str]:
+        """The text that ends an answer, where no id does."""
+        return [] if self.ends else [CHAT_TOKENS["end_turn"][0]]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids that the model continues with its answer."""
+        turns = (token for message in messages for token in self.turn_ids(message))
+        return [self._tokenizer.bos_id, *turns, *self.opening("assistant")]
+
+    def answered(self, messages: Sequence[Message], text: str, ids: Sequence[int]) -> Message:
+        """The answer to a conversation that is this text, and was these ids."""
+        return Message("assistant", "", text)
+
+    def prepare(self, messages: Sequence[Message], context: int | None) -> tuple[Document | None, str]:
+        """(the document of a chat fitted to a context, KEPT or how it changed); None where it is dropped."""
+        turns = [self.turn(message) for message in messages]
+        if context is None:
+            return self.document(turns), KEPT
+        turns, outcome = trim(turns, context - 2)  # begin and end of document
+        return (self.document(turns) if turns else None), outcome
+
     def opening(self, role: str) -> tuple[int, ...]:
         """The ids that open a turn of this role."""
         return (*self._turn, *self._encode(f"{role}\n"))
@@ -155,15 +190,6 @@ class Format:
         while same < min(len(alone), len(both)) and alone[same] == both[same]:
             same += 1
         return both[:same], both[same:]
-
-
-def prepare(chat: Format, messages: Sequence[Message], context: int | None) -> tuple[Document | None, str]:
-    """(the document of a chat sample fitted to a context, KEPT or how it changed); None where it is dropped."""
-    turns = [chat.turn(message) for message in messages]
-    if context is None:
-        return chat.document(turns), KEPT
-    turns, outcome = trim(turns, context - 2)  # begin and end of document
-    return (chat.document(turns) if turns else None), outcome
 
 
 def trim(turns: Sequence[Turn], context: int) -> tuple[list[Turn], str]:
@@ -217,7 +243,8 @@ def _message(given: Any) -> Message:
         raise BadChat(f"a turn needs a role as text, this one has {_fields(given)}")
     content = given.get("content")
     content = given.get("value") if content is None else content
-    calls = _calls(given)
+    functions = _functions(given)
+    calls = [_call(function) for function in functions]
     field = next((given[key] for key in REASONING_KEYS if given.get(key)), None)
     if content is None and not calls and field is None:
         raise BadChat(f"a turn needs content, this one has {_fields(given)}")
@@ -231,7 +258,10 @@ def _message(given: Any) -> Message:
             reasoning, text = found[1], text[found.end() :]
     reasoning = reasoning.strip("\n") if message.answer else ""
     text = text.lstrip() if reasoning else text  # as where the reasoning stands inside
-    message = Message(message.role, reasoning, "\n".join(filter(None, [text, *calls])))
+    more: dict[str, Any] = {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
+    if functions:
+        more["tool_calls"] = [{"type": "function", "function": _arguments(function)} for function in functions]
+    message = Message(message.role, reasoning, "\n".join(filter(None, [text, *calls])), more)
     try:
         utf8(message.role + message.reasoning + message.content)
     except NotUnicode as error:
@@ -266,25 +296,32 @@ def _text(content: Any, role: str) -> tuple[str, str]:
     return reasoning, text
 
 
-def _calls(given: dict[str, Any]) -> list[str]:
-    """The calls of tools in a turn, each as the text that the model writes."""
+def _functions(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls of tools in a turn."""
     calls = given.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadChat(f"tool_calls is a list of calls, not {type(calls).__name__}")
     if given.get("function_call"):
         calls = [*calls, given["function_call"]]
-    return [_call(call) for call in calls if call]
+    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls if call]
+    for function in functions:
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadChat(f"a call of a tool needs a function with a name, this one has {_fields(function)}")
+    return functions
 
 
-def _call(call: Any) -> str:
-    function = call.get("function", call) if isinstance(call, dict) else call
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadChat(f"a call of a tool needs a function with a name, this one has {_fields(call)}")
+def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """A call's name and arguments."""
     arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
     if isinstance(arguments, str):  # JSON within JSON, mostly
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-    return f"<tool_call>\n{_json({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+    return {"name": function["name"], "arguments": arguments}
+
+
+def _call(function: dict[str, Any]) -> str:
+    """A call as the text that the model writes."""
+    return f"<tool_call>\n{_json(_arguments(function))}\n</tool_call>"
 
 
 def _json(value: Any) -> str:

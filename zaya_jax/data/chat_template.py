@@ -8,10 +8,14 @@ with split_special_tokens=True.
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from zaya_jax.data import chat
 from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
+
+CONFIG_FILE, TEMPLATE_FILE, KEY = "tokenizer_config.json", "chat_template.jinja", "chat_template"
+OWN = "Written by zaya_jax"
 
 TEMPLATE = r"""
 {#- Written by zaya_jax: what zaya_jax/data/chat.py spells. -#}
@@ -109,6 +113,31 @@ def make_template(tokenizer: Tokenizer) -> str:
     keys = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
     spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()} | {"REASONING_KEYS": keys}
     return re.sub(rf"\b({'|'.join(spelt)})\b", lambda found: spelt[found[0]], TEMPLATE.strip()) + "\n"
+
+
+def own_source(files: Mapping[str, bytes]) -> str:
+    """The template among a tokenizer's files that is not ours; "" where there is none."""
+    source = files[TEMPLATE_FILE].decode("utf-8", "replace") if TEMPLATE_FILE in files else _settings(files).get(KEY)
+    if isinstance(source, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) and OWN not in source[:200] else ""
+
+
+def special_names(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The names of special tokens as the template's variables: those of tokenizer_config.json."""
+    given = {key: value for key, value in _settings(files).items() if key.endswith("_token")}
+    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in given.items()}
+    return {key: value for key, value in named.items() if isinstance(value, str)}
+
+
+def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The content of tokenizer_config.json; empty if it is missing or unreadable."""
+    try:
+        found = json.loads(files.get(CONFIG_FILE, b"{}"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def exact(tokenizer: Tokenizer) -> bool:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, inputs, sources
+from zaya_jax.data import chat, chat_template, inputs, own_template, sources
 from zaya_jax.data.sources import Bundle
 from zaya_jax.data.storage import Prepared
 from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
@@ -61,6 +61,8 @@ def last_held_out(found: Iterable[Chats]) -> bytes:
 
 def require_marks(tokenizer: Tokenizer, named: str) -> None:
     """UserError where a vocabulary has no special ids for the marks around turns."""
+    if chat_template.own_source(tokenizer.extra_files):
+        return  # which has its own
     for role in ("turn", "end_turn"):
         if len(tokenizer.chat_token(role)) != 1:
             raise UserError(
@@ -82,12 +84,12 @@ def require_prepared(path: str, shards: Prepared, context: int) -> None:
 
 def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
     """The chats of a file, directory or glob; UserError where one is none, or none has an answer that fits."""
-    form, counts = chat.Format(tokenizer), chat.Counts()
+    form, counts = own_template.form_of(tokenizer), chat.Counts()
     documents: dict[bytes, list[Document]] = {}
     hashes = set()
     for place, messages in _samples(path):
         try:
-            document, outcome = chat.prepare(form, messages, context)
+            document, outcome = form.prepare(messages, context)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         counts[outcome] += 1

@@ -7,6 +7,7 @@ Tasks run in processes of this machine or on a Ray cluster, and both give the sa
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, inputs, sources, tokenizers
+from zaya_jax.data import chat, chat_template, inputs, own_template, sources, tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.inputs import InputRange
 from zaya_jax.data.tokenizers import Tokenizer
@@ -105,7 +106,9 @@ def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: T
 
 def _versions(tokenizer: Tokenizer) -> list[Any]:
     """Everything but the plan that decides which ids a text becomes."""
-    return [tokenizer.sha256, chat.VERSION, importlib.metadata.version("tokenizers")]
+    template = chat_template.own_source(tokenizer.extra_files)
+    form = hashlib.sha256(template.encode()).hexdigest() if template else chat.VERSION
+    return [tokenizer.sha256, form, importlib.metadata.version("tokenizers")]
 
 
 def run(task: Task, job: Job) -> int:
@@ -163,7 +166,7 @@ class _Writing:
 
     def __init__(self, task: Task, job: Job, tokenizer: Tokenizer) -> None:
         self._task, self._job, self._tokenizer, self._options = task, job, tokenizer, job.options
-        self._chat = chat.Format(tokenizer)
+        self._chat = own_template.form_of(tokenizer)
         self._writers: dict[str, ShardWriter] = {}
         self._outcomes = chat.Counts()
         self._left_out = LeftOut()
@@ -229,7 +232,11 @@ class _Writing:
             self._write(name, Document(tokens))
 
     def _add_chat(self, name: str, messages: list[chat.Message]) -> None:
-        document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
+        try:
+            document, outcome = self._chat.prepare(messages, self._options.context or None)
+        except own_template.Refused as error:
+            self._bad(inputs.BadInput(f"{name}: {error}"))
+            return
         self._outcomes[outcome] += 1
         if document is not None:
             self._write(name, document)

@@ -6,6 +6,7 @@ interface, so no other module asks for their kind.
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -109,6 +110,28 @@ class Tokenizer:
     def mark(self, token: int) -> str:
         """The name of a special id, as a chat template spells it."""
         raise NotImplementedError
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of ids, special ones by their names."""
+        return self._marked.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def spelt(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids, their places) of a text in which the names of special ids stand for these, as a template writes it."""
+        found = self._marked.encode(utf8(text).decode(), add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def json(self) -> str:
+        """The tokenizers library's tokenizer.json."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _marked(self) -> Any:
+        import tokenizers
+
+        made = tokenizers.Tokenizer.from_str(self.json())
+        made.no_truncation()
+        made.no_padding()
+        return made
 
     @property
     def pads_alone(self) -> bool:
@@ -258,6 +281,9 @@ class HuggingFace(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def json(self) -> str:
+        return self._content.decode("utf-8")
 
     def _is_special(self, token: int) -> bool:
         added = self._tokenizer.get_added_tokens_decoder().get(token)

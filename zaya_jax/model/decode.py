@@ -92,6 +92,7 @@ class Generation:
         self._kind, self._ends = sampling.kind, frozenset(ends)
         self._left, self._done = num_tokens, np.zeros(len(ids), bool)
         self._target = chip.made_for(params if devices.mesh is None else devices.mesh).taking(kernels)
+        self.ids: list[list[int]] = [[] for _ in ids]  # of each row, so far
         self.columns = 0  # tokens of a row that the cache has room for
         self._cache: dict | None = None
         self._carry: Any = None
@@ -147,6 +148,7 @@ class Generation:
             end = next((i for i, token in enumerate(ids) if token in self._ends), None)
             self._done[row] |= end is not None
             new[row] = ids[:end]
+            self.ids[row] += new[row]
         return new
 
     def _start(self, ids, lengths, mask, num_tokens, piece):

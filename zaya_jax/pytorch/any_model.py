@@ -118,11 +118,11 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
     if config is not None:
         if is_run(folder) and (folder / "config.json").exists():
             raise UserError(f"{folder} is a run's folder and has a config of its own; leave config= out")
-        tokenizer = config.data.tokenizer
-        kept = tokenizer if tokenizer == "bytes" or Path(tokenizer).exists() else None
+        kept = config.data.tokenizer
+        has = kept == "bytes" or Path(kept).exists()
         with named(folder):
             source = open_source(os.fspath(folder), step)
-        return AnyModel(str(name), folder, config, source, kept, read_imported(folder), False)
+        return AnyModel(str(name), folder, config, source, kept if has else None, read_imported(folder), False)
     if is_run(folder):
         with named(folder):
             step = sources.latest_step(folder, step)

@@ -22,7 +22,7 @@ from zaya_jax.checkpoint.foreign import Unsealed
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config, Model, UserError
-from zaya_jax.data import tokenizers
+from zaya_jax.data import own_template, tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance
 from zaya_jax.pytorch import any_model, hf, tensor_files, tokenizer_files
@@ -155,8 +155,8 @@ def write_directory(
     with claims.whole_or_nothing(target) as part:
         tensor_files.write_sharded(part, specs, tensors(), int(shard_gb * 1e9))
         written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype") or "float32"
-        end = tokenizer.chat_token("end_turn") if tokenizer and trained and trained.data.chats else []
-        end_turn = end[0] if len(end) == 1 else None
+        chats = tokenizer is not None and trained is not None and trained.data.chats
+        end_turn = next(iter(own_template.form_of(tokenizer).ends), None) if tokenizer and chats else None
         write_json(part / "config.json", names.model_to_json(model, written, imported["config"], end_turn))
         write_json(
             part / "generation_config.json", names.generation_json(model, imported["generation_config"], end_turn)

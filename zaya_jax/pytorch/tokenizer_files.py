@@ -1,7 +1,7 @@
 """Writes a workdir's tokenizer for transformers, with the chat template that the model learnt.
 
-A model that was fine-tuned on chats here (`data.chats`) gets the template of that format. Any other model keeps the
-template it came with, or gets ours if its vocabulary has the marks of turns. A model that was imported and not trained
+A model keeps the template that it came with, which fine-tuning spells chats by; without one it gets ours if its
+vocabulary has the marks of turns. A model that was imported and not trained
 is exported unchanged.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from zaya_jax.config import Config, files
 from zaya_jax.data import chat_template, tokenizers
+from zaya_jax.data.chat_template import CONFIG_FILE as CONFIG
+from zaya_jax.data.chat_template import TEMPLATE_FILE as TEMPLATE
 
-CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 FILES = (tokenizers.FILE, *tokenizers.EXTRA_FILES, "vocab.json", "merges.txt")
-OWN = "Written by zaya_jax"
 
 
 def write(
@@ -30,7 +30,7 @@ def write(
         (target / "tokenizer.json").write_text(tokenizer.json(), encoding="utf-8")
     template = chat_template.make_template(tokenizer)
     settings = _read_config(target)
-    if template and (config.data.chats or not came_with_template(target)):
+    if template and not came_with_template(target):
         (target / TEMPLATE).write_text(template, encoding="utf-8")
         settings.pop("chat_template", None)  # a reader of both may take either
     if not (target / CONFIG).is_file():
@@ -47,9 +47,11 @@ def write(
 
 def came_with_template(folder: Path) -> bool:
     """Whether a tokenizer's folder has a template that is not ours."""
-    if (folder / TEMPLATE).is_file():
-        return OWN not in files.read(folder / TEMPLATE)[:200].decode("utf-8", "replace")
-    return bool(_read_config(folder).get("chat_template"))
+    return bool(
+        chat_template.own_source(
+            {name: files.read(folder / name) for name in (CONFIG, TEMPLATE) if (folder / name).is_file()}
+        )
+    )
 
 
 def describe_template(folder: Path) -> str:

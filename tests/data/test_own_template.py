@@ -1,0 +1,175 @@
+"""A model's own chat template decides how it is tuned and talked to, as in transformers; ours only where it has none.
+
+The template is one with the features of ZAYA1-8B's (a system turn always, tools as XML, calls and results between tags
+of its own, empty reasoning before plain answers, a generation prompt that begins reasoning), written for this test.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers as library
+
+from zaya_jax import generation
+from zaya_jax.config import UserError
+from zaya_jax.data import chat, own_template, tokenizers
+
+SOURCE = (Path(__file__).parent / "zaya_like.jinja").read_text()
+MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<zyphra_tool_call>", "</zyphra_tool_call>"]
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A byte-level tokenizer with ChatML's marks."""
+    content = json.loads(tokenizers.Bytes().json())
+    tok = library.Tokenizer.from_str(json.dumps(content))
+    tok.add_special_tokens(MARKS)
+    return tokenizers.HuggingFace(tok.to_str().encode(), {}, "made here")
+
+
+def with_template(tokenizer, source, settings=None):
+    """The tokenizer with these files beside it."""
+    own = tokenizers.HuggingFace(tokenizer.json().encode(), {}, "made here")
+    own.extra_files = {"chat_template.jinja": source.encode()} if source else {}
+    own.extra_files |= {"tokenizer_config.json": json.dumps(settings).encode()} if settings else {}
+    return own
+
+
+@pytest.fixture(scope="module")
+def own(made):
+    return with_template(made, SOURCE)
+
+
+TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": "two"}'}}
+TALK = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "4"},
+    {"role": "tool", "content": "four"},
+    {"role": "assistant", "content": "<think>\nSo it is.\n</think>\n\nIt is 4."},
+    {"role": "user", "content": "thanks"},
+    {"role": "assistant", "content": "You are welcome <|im_end|>"},
+]
+CALLED = (
+    "\n<zyphra_tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\ntwo\n</parameter>\n"
+    "</function>\n</zyphra_tool_call>"
+)
+ANSWERS = [
+    "I add.\n</think>\n\n" + CALLED * 2 + "<|im_end|>\n",
+    "So it is.\n</think>\n\nIt is 4.<|im_end|>\n",
+    "\n</think>\n\nYou are welcome <|im_end|><|im_end|>\n",
+]
+OPEN = "<|im_start|>assistant\n<think>\n"
+BETWEEN = [
+    "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n<tools>\n<function>\n<name>add</name>"
+    '\n<parameter><name>a</name><schema>{"type": "integer"}</schema></parameter>'
+    "\n<parameter><name>b</name><schema>{}</schema></parameter>\n</function>\n</tools><|im_end|>\n"
+    "<|im_start|>user\n2+2?<|im_end|>\n" + OPEN,
+    "<|im_start|>user\n<zyphra_tool_response>\n4\n</zyphra_tool_response>\n<zyphra_tool_response>\nfour\n"
+    "</zyphra_tool_response><|im_end|>\n" + OPEN,
+    "<|im_start|>user\nthanks<|im_end|>\n" + OPEN,
+]
+WHOLE = "".join(before + answer for before, answer in zip(BETWEEN, ANSWERS, strict=True))
+
+
+def messages():
+    return chat.read([*chat.leading_turns({"tools": [TOOL]}), *TALK])
+
+
+def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_learnt(own):
+    form = own_template.form_of(own)
+    document, outcome = form.prepare(messages(), None)
+    assert outcome == chat.KEPT and own.spell(document.tokens.tolist()) == WHOLE
+    assert document.tokens.tolist() == own.spelt(WHOLE)[0] and own.chat_token("think")[0] in document.tokens
+    learnt = own.spell(document.tokens[document.learn].tolist())
+    assert learnt == "".join(ANSWERS)
+    assert form.ends == own.spelt("<|im_end|>")[0] and not form.stop
+    prompt = form.prompt(messages()[:2])
+    assert own.spell(prompt) == BETWEEN[0]
+
+
+def test_what_stands_in_generation_blocks_is_learnt_where_there_are_such(made):
+    ends = "{{- '<|im_end|>\\n' -}}\n    {%- elif message.role == 'tool'"
+    source = SOURCE.replace(
+        "'<|im_start|>assistant\\n' + think", "'<|im_start|>assistant\\n' }}{% generation %}{{- think"
+    )
+    source = source.replace(ends, ends.replace("\\n' -}}", "' }}{% endgeneration %}{{- '\\n' -}}"))
+    assert source.count("generation %}") == 2
+    tok = with_template(made, source)
+    document, _ = own_template.form_of(tok).prepare(messages(), None)
+    assert tok.spell(document.tokens.tolist()) == WHOLE
+    learnt = tok.spell(document.tokens[document.learn].tolist())
+    assert learnt == "".join("<think>\n" + answer.removesuffix("\n") for answer in ANSWERS)
+
+
+def test_an_answer_that_the_template_rewrites_later_is_not_learnt(made):
+    """As Qwen's and others' leave out reasoning before the last question."""
+    source = SOURCE.replace("+ think(message)", "+ (think(message) if loop.last else '')")
+    tok = with_template(made, source)
+    document, _ = own_template.form_of(tok).prepare(messages(), None)
+    assert tok.spell(document.tokens[document.learn].tolist()) == ANSWERS[-1]
+
+
+@pytest.mark.parametrize(("room", "outcome"), [(-1, chat.REDUCED), (-30, chat.DROPPED)])
+def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
+    form = own_template.form_of(own)
+    whole = len(form.prepare(messages(), None)[0].tokens)
+    document, found = form.prepare(messages(), whole + room)
+    assert found == outcome
+    if document is None:
+        return
+    text = own.spell(document.tokens.tolist())
+    assert len(document.tokens) <= whole + room and "I add." not in text and "It is 4.<|im_end|>" in text
+    one = chat.read([TALK[0], {"role": "assistant", "content": "4", "reasoning": "so " * 20}])
+    short, found = form.prepare(one, len(form.prepare(one, None)[0].tokens) - 5)
+    assert found == chat.TRIMMED and own.spell(short.tokens.tolist()).endswith("so s\n</think>\n\n4<|im_end|>\n")
+
+
+def test_the_template_is_found_where_transformers_finds_it(made):
+    for settings in ({"chat_template": SOURCE}, {"chat_template": [{"name": "default", "template": SOURCE}]}):
+        form = own_template.form_of(with_template(made, "", settings))
+        assert isinstance(form, own_template.Template) and form.render(messages()) == WHOLE
+    named = with_template(made, "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}})
+    assert own_template.form_of(named).render(chat.read(TALK)) == "<B>2+2?"
+    ours = with_template(made, "{#- Written by zaya_jax: -#}")
+    assert isinstance(own_template.form_of(ours), chat.Format) and isinstance(own_template.form_of(made), chat.Format)
+
+
+def test_one_that_knows_no_reasoning_finds_it_in_the_text(made):
+    form = own_template.form_of(with_template(made, "{% for m in messages %}{{ m['content'] }}|{% endfor %}"))
+    assert form.render(messages()[1:2] + messages()[5:6]) == "2+2?|<think>\nSo it is.\n</think>\n\nIt is 4.|"
+    assert not form.ends and form.stop == ["|"]
+
+
+def test_what_a_template_refuses_is_one_line(made, own):
+    odd = chat.read([{"role": "developer", "content": "x"}, TALK[-1]])
+    with pytest.raises(own_template.Refused, match="refuses this conversation: a role that is not known: developer"):
+        own_template.form_of(own).prepare(odd, None)
+    for bad in ("{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"):  # and reaches nothing of Python's
+        with pytest.raises(UserError, match="the model's chat template"):
+            own_template.form_of(with_template(made, bad)).prompt(chat.read(TALK))
+
+
+def test_a_talk_sees_what_the_template_makes_of_it(own):
+    talk = generation.Conversation(own, "Be brief.")
+    asked = own.spell(talk.ask("hi"))
+    assert asked == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{OPEN}"
+    ids = own.spelt("Hm.\n</think>\n\nHello")[0]  # the prompt has begun the reasoning
+    talk.answered(own.decode(ids), ids)
+    again = own.spell(talk.ask("more"))
+    assert again == asked + f"Hm.\n</think>\n\nHello<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n{OPEN}"
+    room = len(own.spelt(again)[0]) - 1
+    talk.answered("x", own.encode("x"))
+    rest = own.spell(talk.ask("z", room))
+    assert "<|im_start|>user\nhi" not in rest and "Be brief." in rest and "user\nmore" in rest and talk.left_out == 2
+    talk.reset()
+    assert own.spell(talk.ask("hi", room)) == asked and talk.left_out == 0
+    with pytest.raises(UserError, match="this turn alone has"):
+        talk.reset(), talk.ask("x" * room, room)
+
+
+def test_messages_without_calls_are_as_before():
+    (turn,) = chat.read(TALK[-1:])
+    assert turn == dataclasses.replace(turn, more={"name": "x"}) and turn.plain == turn.content
