@@ -1,12 +1,14 @@
 """Measures a machine and derives sizing rules for a run.
 
     python -m experiments.characterize collectives|matmul|memory --out=DIR [--config=FILE] [--chip=NAME] [--devices=N]
+    python -m experiments.characterize kernels --out=DIR [--config=FILE]
     python -m experiments.characterize storage --data=DIR --out=DIR [--iops_budget=70000]
     python -m experiments.characterize all --out=DIR [--data=DIR]
 
 `collectives` sends messages of 1 KiB to GiBs over every power of two of the devices, in a node and across; `matmul` and
 `memory` measure one device. Each writes DIR/NAME.json and .html: figures, and sizing rules for the config's model;
-docs/hardware.md explains them. Several processes, started as for pretrain, measure together.
+docs/hardware.md explains them. Several processes, started as for pretrain, measure together. `kernels` tries our
+kernels on this GPU at the config's sizes, as a run does at its start, and writes the record that it would keep.
 
 `storage` reads a prepared directory as training would, with a cold and with a warm page cache, and computes the page
 reads that a run needs: by default for ZAYA1's batch of 4096 sequences of 4096 tokens every 2.5 seconds.
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from pallas_kernels import trial
 from pallas_kernels.timing import Timing
 from zaya_jax import cli
 from zaya_jax import config as config_lib
@@ -43,6 +46,7 @@ from zaya_jax.plan.phases import Need
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import duration, number
+from zaya_jax.training import kernels
 
 CONFIG = str(pathlib.Path(__file__).parent / "configs" / "zaya1_base.py")
 DEVICES = 1024  # ZAYA1's, where only a CPU is here
@@ -51,6 +55,7 @@ PARTS = {
     "matmul": "matrix products: rates of the model's shapes over tokens, and over tokens an expert",
     "memory": "a device's memory: bandwidth of copying over size",
 }
+TRIAL = "our kernels, XLA's and cuDNN's on this GPU: which are right, and their seconds"
 
 HOST = (
     "These figures are of this host's CPU, whose virtual devices share its cores and memory. They say nothing of an "
@@ -62,8 +67,9 @@ Point = tuple[float, float, float, float]  # a size, the median rate there, the 
 def main() -> int:
     """Runs the measurement that the first argument names."""
     parser = cli.Parser(prog="python -m experiments.characterize", description=__doc__)
-    what = parser.add_subparsers(dest="what", required=True, metavar="|".join((*PARTS, "storage", "all")))
-    for name, about in (*PARTS.items(), ("all", "all of these; storage where --data is given")):
+    what = parser.add_subparsers(dest="what", required=True, metavar="|".join((*PARTS, "kernels", "storage", "all")))
+    whole = "all of these; storage where --data is given"
+    for name, about in (*PARTS.items(), ("kernels", TRIAL), ("all", whole)):
         add = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md").add_argument
         add("--out", required=True, metavar="DIR", help=f"folder for {name}.json and .html")
         add("--config", default=CONFIG, metavar="FILE", help="config with the model and batch to size; zaya1_base")
@@ -92,12 +98,35 @@ def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int
         cli.out_folder(args.out, "figures")
         if reading is not None:
             check_storage(reading)
-    if args.what != "storage":
-        measure_devices(args, read_config(args.config), reading)
-    elif multihost.is_writer():
+    config = read_config(args.config) if args.what != "storage" else None
+    if config and args.what in ("kernels", "all"):
+        try_kernels(args, config)  # before JAX takes the devices
+    if config and args.what != "kernels":
+        measure_devices(args, config, reading)
+    elif not config and multihost.is_writer():
         measure_storage(args)
     multihost.barrier("measured")
     return cli.DONE
+
+
+def try_kernels(args: argparse.Namespace, config: Config) -> None:
+    """Tries the kernels and writes kernels.json and .html; UserError without a GPU, if nothing else is measured."""
+    config = dataclasses.replace(config, kernels=("try",))
+    record = kernels.settle(config) or kernels.settle(config, at_once=1)  # its batch may be another machine's
+    if record is None and args.what == "kernels":
+        raise UserError(
+            "no GPU is here, or the config does not fit it: kernels are tried on one; python -m benchmarks.kernels "
+            "interprets them"
+        )
+    if record and multihost.is_writer():
+        name = pathlib.Path(args.out) / "kernels"
+        rows = [Section("Implementations", tables=[Table("Seconds of one call", trial.HEAD, trial.table(record))])]
+        about = f"{record.get('date', '')}, jax {jax.__version__}, {record.get('driver', '')}"
+        page = Page(trial.words(record), "kernels", about, rows, footer="docs/compiling.md says how they are tried.")
+        with made(name.parent):
+            files.write(name.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode())
+            files.write(name.with_suffix(".html"), page.html().encode())
+        print(f"{trial.words(record)}\nwritten: {name}.json, .html", flush=True)
 
 
 def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.Namespace | None) -> None:

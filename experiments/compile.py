@@ -1,7 +1,7 @@
 """Compiles the training step for absent chips and reports its cost.
 
     python -m experiments.compile --config=FILE --target=mi300x --devices=1024 --out=DIR [--config.KEY=VALUE ...]
-        [--phase=NAME] [--at_once=N]
+        [--phase=NAME] [--at_once=N] [--kernels=FILE]
 
 For each phase it compiles `pretrain`'s own step and reports memory by kind, HBM traffic and kernel launches by scope,
 FLOPs and their useful share, collectives, and a lower bound on the time. If the step does not fit, it searches for
@@ -9,7 +9,8 @@ changes that make it fit. It writes compile.md, compile.json and compile.html. G
 make setup-targets once.
 
 A batch ramp's smaller steps are not compiled. --at_once=N processes N sequences at once on each row of data x expert
-and rounds the config's batch to whole micro-batches, so one config serves any number of devices.
+and rounds the config's batch to whole micro-batches, so one config serves any number of devices. --kernels=FILE is the
+kernels.json of a run or of `experiments.characterize kernels`; without it all kernels of ours are assumed to run.
 """
 
 import dataclasses
@@ -17,11 +18,13 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from experiments import _compiling as compiling
+from pallas_kernels import chip, trial
 from zaya_jax import cli, schedule
 from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
@@ -55,6 +58,7 @@ def parser() -> cli.Parser:
     add("--phase", metavar="NAME", help="the one phase to compile; by default all")
     at_once = "sequences at once on each row of data x expert; 0: as the config says"
     add("--at_once", type=cli.number(int, 0), default=0, metavar="N", help=at_once)
+    add("--kernels", type=cli.path, metavar="FILE", help="a trial's record; by default all kernels are assumed")
     return found
 
 
@@ -75,6 +79,8 @@ def main() -> int:
         names = ", ".join(repr(s.phase.name) for s in last.values())
         raise UserError(f"--phase={args.phase} is not a phase of {config.name}; it has {names}")
     devices = targets.devices(args.target, args.devices)
+    config, assumed = _with_kernels(config, args.kernels, devices[0])
+    print(assumed, flush=True)
     capacity, cluster = None, None
     if args.target != "cpu":
         capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
@@ -103,7 +109,7 @@ def main() -> int:
 
     result = {
         "config": config.name, "target": args.target, "devices": len(devices), "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"), "phases": found,
+        "date": time.strftime("%Y-%m-%d"), "kernels": assumed, "phases": found,
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     write(out / "compile.json", json.dumps(result, indent=1).encode())
@@ -124,6 +130,25 @@ def _with_ids(config: Config) -> Config:
             print(f"note: compiled without a padding id: {error}", flush=True)
         return config
     return tokenizers.with_model_ids(config, tokenizer)
+
+
+def _with_kernels(config: Config, record: Path | None, device: Any) -> tuple[Config, str]:
+    """The config with the kernels of a trial's record, or without one all that it leaves open, and a line that says so.
+
+    UserError where the record is another chip's.
+    """
+    here = chip.chip_of(device)
+    if record:
+        found = trial.read(record)
+        if found is None or found["kind"] != here.kind:
+            was = f"of {found['kind']}, the target is {here.kind}" if found else "no record of a trial"
+            raise UserError(f"--kernels={record} is {was}; give kernels.json of a run on such a chip, or leave it out")
+        config, why = dataclasses.replace(config, kernels=tuple(found["kernels"]) or ("none",)), f"tried, {record}"
+    else:
+        open_ = config.kernels[0] in chip.OPEN
+        why = "assumed: not tried on this chip" if open_ else "as --config.kernels says"
+    own = here.taking(config.kernels).kernels if here.maker in ("cuda", "rocm") else ()
+    return config, f"kernels: ours for {', '.join(own) or 'nothing'}, otherwise XLA's ({why})"
 
 
 def _program(config: Config, segment: Segment, devices: list, at_once: int) -> tuple[Config, Any, int, int]:
@@ -189,6 +214,7 @@ def document(result: dict[str, Any]) -> Page:
     host = " (the CPU's program: its own algorithms, no account of kernels)" if result["target"] == "cpu" else ""
     about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
     footer = "Read from the compiled program; docs/compiling.md says how."
+    about += f"; {result['kernels']}"
     return Page(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
 
 

@@ -128,8 +128,8 @@ def attending(window: int | None = None) -> Callable[[Any], Callable]:
     def call(dtype):
         def attend(q, k, v, *ids):
             before = k.shape[1] - q.shape[1]
-            segments = (ids[0][:, before:], ids[0]) if ids else ()
-            return attention(q, k, v, *segments, window=window, offset=before, scale=softmax_scale(q.shape[-1]))[0]
+            own, every = (ids[0][:, before:], ids[0]) if ids else (None, None)
+            return attention(q, k, v, own, every, window, before, scale=softmax_scale(q.shape[-1]))[0]
 
         return attend
 
@@ -213,7 +213,8 @@ def _mix(dtype):
 
 
 def _head(size: Size) -> tuple[Array, ...]:
-    m, n = size.model, size.tokens
+    m = size.model
+    n = max(size.tokens // getattr(m, "head_parts", 1), 1)
     return (
         normal(n, m.hidden_size),
         normal(m.vocab_size, m.hidden_size, dtype=jnp.float32, scale=0.02),

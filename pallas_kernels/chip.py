@@ -15,7 +15,7 @@ Whether a kernel of ours runs on a GPU is found on one (`pallas_kernels.trial`):
 program made afterwards in this process follows it. Without a verdict, as for absent chips, all are assumed to run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ class Chip(NamedTuple):
         ("all",) takes none away, ("none",) all; ("auto",) and ("try",) take what `settle` was given, without that all.
         """
         if operators in tuple((name,) for name in OPEN):
-            operators = _settled.get(self.kind, ("all",))
+            operators = _verdicts[-1]
         if operators == ("all",):
             return self
         named = dict(map(_parts, operators))
@@ -145,15 +145,12 @@ def _word(operator: str, tile: str) -> str:
 
 
 _named = jax.make_user_context(None)
-_settled: dict[str, tuple[str, ...]] = {}
+_verdicts: list[tuple[str, ...]] = [("all",)]
 
 
-def settle(kind: str, kernels: tuple[str, ...] | None) -> None:
-    """From now on programs of this process for chips of a kind have these kernels of ours; None: no verdict."""
-    if kernels is None:
-        _settled.pop(kind, None)
-    else:
-        _settled[kind] = kernels
+def settle(kernels: Iterable[str]) -> None:
+    """From now on the programs of this process have these kernels of ours, where a config leaves it open."""
+    _verdicts.append(tuple(kernels))
 
 
 def is_word(word: str) -> bool:

@@ -53,7 +53,9 @@ XLAS_OWN = 0.1, 10.0  # by which results may be wrong that there is no other to 
 MASK = 1 << 30  # bytes of an [S, S] mask at most
 OURS = {"ours": "1", "ours, tile 2": "2", "ours, tile 3": "3"}
 FIRST = ("XLA", "ours")
+_OF_TILE = {tile: name for name, tile in OURS.items()}
 NAMES = ("operator", "case", "implementation")
+HEAD = (*NAMES, "forward, ms", "backward, ms", "error", "verdict")
 
 Row = dict[str, Any]
 
@@ -107,19 +109,21 @@ def _sound() -> bool:
 def tried(asked: dict, here: Chip, rows: Sequence[Row], seconds: float) -> Iterator[dict]:
     """{"begin": [operator, case, implementation]} and {"row": ..} of each that `rows` does not have.
 
-    XLA's and our first tile are tried in any case, others as long as the case's share of the seconds lasts.
+    XLA's and our first tile are tried in any case, others as long as the case's share of the seconds lasts, but no more
+    of ours after one that took the process with it.
     """
     until, todo = time.monotonic() + seconds, of_request(asked)
     for number, (case, size) in enumerate(todo):
         share = time.monotonic() + max(until - time.monotonic(), 0) / (len(todo) - number)
         before = {row["implementation"]: row for row in rows if (row["operator"], row["case"]) == _name(case)}
-        reference = None
+        lost = any(row.get("lost") for row in before.values())
+        reference, dtype = None, asked.get("dtypes", {}).get(case.operator, asked["dtype"])
         for name, (call, target) in offered(case, here).items():
-            if name in before or (name not in FIRST and time.monotonic() > share):
+            if name in before or (name not in FIRST and (lost or time.monotonic() > share)):
                 continue
             yield {"begin": [*_name(case), name]}
             try:
-                reference = reference or Reference(case, size, asked["dtype"], here, before.get("XLA", {}))
+                reference = reference or Reference(case, size, dtype, here, before.get("XLA", {}))
             except Exception as error:
                 yield {"row": _row(case, name) | {"fault": f"failed, in float32: {_line(error)}"}}
                 continue
@@ -317,8 +321,9 @@ class Child:
         )  # fmt: skip
         self.lines: queue.Queue[dict | None] = queue.Queue()
         self.last = ""  # of what it prints as an error
-        for target in (self._read, self._read_errors):
-            threading.Thread(target=target, daemon=True).start()
+        self.readers = [threading.Thread(target=one, daemon=True) for one in (self._read, self._read_errors)]
+        for reader in self.readers:
+            reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
@@ -353,7 +358,12 @@ class Child:
         """Ends it, and all that it started."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        for reader in self.readers:
+            reader.join(5)
         self.process.wait()
+        if not any(reader.is_alive() for reader in self.readers):  # no process that left the group has its pipes
+            with contextlib.suppress(BrokenPipeError), self.process:  # closes them
+                pass
 
 
 @contextlib.contextmanager
@@ -400,6 +410,7 @@ def find(
         notes = _try(first, program, asked, pretend, rows, begun + seconds, each)
     record = {**key, "name": here["name"], "rows": rows, "kernels": decided(rows), "date": time.strftime("%Y-%m-%d")}
     record |= {"seconds": round(time.monotonic() - begun, 1), "tuned": target.is_tuned}
+    record |= {"said": words(record), "table": table(record)}
     try:
         write(path, record)
     except OSError as error:
@@ -421,7 +432,7 @@ def _try(
             if line is None:
                 return []
             if began:
-                rows.append({**dict(zip(NAMES, began, strict=True)), "fault": line})
+                rows.append({**dict(zip(NAMES, began, strict=True)), "fault": line, "lost": True})
             elif len(rows) == before:
                 return [f"the trial's process {line}"]
             if time.monotonic() > until:
@@ -470,6 +481,21 @@ def totals(rows: Sequence[Row], operator: str) -> dict[str, float]:
         mine = [row for row in own if row["implementation"] == name and "forward" in row and "fault" not in row]
         if {row["case"] for row in mine} == needed:
             found[name] = sum(row["forward"] + row.get("backward", 0.0) for row in mine)
+    return found
+
+
+def table(record: dict) -> list[list[str]]:
+    """A row of text for each implementation, under HEAD."""
+    best = {}
+    for operator in dict.fromkeys(row["operator"] for row in record["rows"]):
+        word = next((word for word in record["kernels"] if word.partition(":")[0] == operator), None)
+        best[operator] = _OF_TILE[word.partition(":")[2] or chip.TILES[0]] if word else "XLA"
+    found = []
+    for row in record["rows"]:
+        taken = "taken" if best[row["operator"]] == row["implementation"] else ""
+        times = [f"{1e3 * row[name]:,.3f}" if name in row else "–" for name in ("forward", "backward")]
+        error = f"{row['norm']:.1e}" if row.get("norm", 1e99) < 1e9 else "–"
+        found.append([*(row[name] for name in NAMES), *times, error, row.get("fault") or taken])
     return found
 
 

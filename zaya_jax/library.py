@@ -29,6 +29,7 @@ from pallas_kernels import chip
 from zaya_jax import cli, functions, generation, run, schedule, trees
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
+from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, Precision, UserError, fields, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.hardware import flags as xla_flags
@@ -38,6 +39,7 @@ from zaya_jax.parallel import sharding, tree
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import AXES, spread_of
 from zaya_jax.pytorch import any_model, exchange, hf
+from zaya_jax.training import kernels
 from zaya_jax.training.workdir import folder_of
 
 type AnyConfig = Config | ConfigDict | Mapping[str, Any] | str | os.PathLike
@@ -340,7 +342,9 @@ def load(
         print(f"note: {found.name}{found.source.warning}")
     imported_now = isinstance(found.source, hf.Directory)
     own = dataclasses.replace(found.config, model=found.model)
-    own, over = _with_mesh(_with_dtype(own, dtype or ("float32" if imported_now else None)), mesh)
+    own = _with_dtype(own, dtype or ("float32" if imported_now else None))
+    kernels.settle(own, at_once=1)  # before JAX takes the devices
+    own, over = _with_mesh(own, mesh)
     params, balance = found.weights(functions.shardings(own, over) if over else None)
     tokenizer, files = found.tokenizer(), found.files()
     return LanguageModel(own, params, balance, tokenizer, over, found.name, files, found.imported, found.step > 0)
@@ -473,5 +477,5 @@ def _texts(prompt: Any) -> list[str] | None:
 
 def _require_one_process() -> None:
     """UserError in one of several processes."""
-    if jax.process_count() > 1:
+    if multihost.place()[1] > 1:
         raise UserError("a model object is of one process; several train by experiments.pretrain")

@@ -28,7 +28,7 @@ from zaya_jax.hardware import host
 from zaya_jax.pytorch.any_model import weights_of
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
-from zaya_jax.training import fork, logs, notes, snapshot, start
+from zaya_jax.training import fork, kernels, logs, notes, snapshot, start
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 from zaya_jax.training.evaluation import Evaluation
@@ -75,6 +75,7 @@ class Beginning:
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # metadata of the checkpoint that it starts from
     decided: list[decisions.Decision]  # its earlier rollbacks
+    kernels: dict[str, Any] | None  # the trial's record; None where none of ours is open to choice
     workdir: Path
     cleanup: CleanupIfRefused
     store: Store
@@ -94,7 +95,8 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     If the run has gone back before, the checkpoints that it abandoned are set aside before the newest is looked for;
     last, the batches that it leaves out are taken out of the stream.
     """
-    recipe, tokenizer = start.plan_run(config, folder := folder_of(config, workdir))
+    found = kernels.settle(config, folder := folder_of(config, workdir))  # before JAX takes the devices
+    recipe, tokenizer = start.plan_run(config, folder)
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
     way: Way = "fresh"
@@ -117,10 +119,11 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
         planned.notes.append(notes.new_length(meta, config, recipe.last_step))
+    planned.notes.extend(kernels.notes(meta, found, reached))
     decided = decisions.agreed(decided, meta.get("decisions", []), folder)
     if decided:
         planned.stream.leave_out(decisions.left_out(decided))
-    return Beginning(way, planned, parent, meta, decided, folder, cleanup, store)
+    return Beginning(way, planned, parent, meta, decided, found, folder, cleanup, store)
 
 
 def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
@@ -179,7 +182,7 @@ class Loop:
         self.store, self.workdir, self.mesh = begun.store, begun.workdir, here.mesh
         self.pace = Pace(jax.devices()[0])  # reported to the agent, if one watches this process
         self.evaluation = Evaluation(planned.recipe, here, planned.tokenizer, planned.optimizer, self.pace)
-        record_start(self.workdir, self.config, planned.tokenizer, begun.meta.get("lineage", []))
+        record_start(self.workdir, self.config, planned.tokenizer, begun.meta.get("lineage", []), begun.kernels)
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
         multihost.barrier("set-up")
@@ -277,6 +280,7 @@ class Loop:
             "config": config_lib.to_dict(self.config), "tokenizer": self.planned.tokenizer.sha256,
             "version": __version__, "metrics": figures, "lineage": self.begun.meta.get("lineage", []),
             "evaluation_owed": owed, "unsound": self.figures.unsound, **self.guard.meta(),
+            **kernels.meta(self.begun.kernels),
         }  # fmt: skip
         save = self.store.save_now if last else self.store.save
         save(number, self.copies.take(self.state), meta, self.copies.held)

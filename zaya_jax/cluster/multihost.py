@@ -99,14 +99,21 @@ def _join(rank: Rank) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def place() -> tuple[int, int]:
+    """This process's index and the number of processes, without starting JAX's backend, which takes the devices."""
+    from jax._src import distributed  # JAX's public functions start it
+
+    return distributed.global_state.process_id or 0, distributed.global_state.num_processes or 1
+
+
 def is_writer() -> bool:
     """Whether this process writes the files that a run has once: metrics, config, report."""
-    return jax.process_index() == 0
+    return place()[0] == 0
 
 
 def from_first(name: str, function: Callable[[], Any]) -> Any:
     """The result of `function` in process 0 (JSON), in every process; an error there ends all."""
-    if jax.process_count() == 1:
+    if place()[1] == 1:
         return function()
     key = f"{_PREFIX}/first/{name}/{_turn(name)}"
     if is_writer():
@@ -118,7 +125,7 @@ def from_first(name: str, function: Callable[[], Any]) -> Any:
 
 def to_first(name: str, value: Any) -> list[Any] | None:
     """All processes' values (JSON), in their order, in process 0; None elsewhere."""
-    count, index = jax.process_count(), jax.process_index()
+    index, count = place()
     if count == 1:
         return [value]
     here = f"{_PREFIX}/all/{name}/{_turn(name)}"

@@ -55,16 +55,18 @@ def _check_run(r: Run) -> None:
 
 
 def _check_kernels(names: tuple[str, ...]) -> None:
-    if names in (("all",), ("none",)):
+    alone = ("auto", "try", "all", "none")
+    if len(names) == 1 and names[0] in alone:
         return
-    from pallas_kernels.chip import OPERATORS  # imports JAX, which a config of default kernels does not need
+    from pallas_kernels.chip import OPERATORS, is_word  # imports JAX, which a config of default kernels does not need
 
     for i, name in enumerate(names):
-        if name not in OPERATORS:
-            near = "" if name in ("all", "none") else nearest(name, OPERATORS)
+        if not is_word(name):
+            near = "" if name in alone else nearest(name, OPERATORS)
             raise UserError(
-                f"config.kernels[{i}]={shown(name)} is not one of {', '.join(OPERATORS)}{near}; 'all' and 'none' stand "
-                f"alone, several are --config.kernels=\"('{OPERATORS[0]}', '{OPERATORS[-1]}')\""
+                f"config.kernels[{i}]={shown(name)} is not one of {', '.join(OPERATORS)}{near}; 'auto', 'try', 'all' "
+                f"and 'none' stand alone, several are --config.kernels=\"('{OPERATORS[0]}', '{OPERATORS[-1]}')\", and "
+                f"{OPERATORS[0]}:2 has another tile"
             )
 
 

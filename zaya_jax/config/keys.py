@@ -277,7 +277,8 @@ class Config:
     log: Log = Log()
     remat: str = choice("none", REMATS, "the parts that the backward pass recomputes, to save memory")
     kernels: tuple[str, ...] = text(
-        ("all",),
+        ("auto",),
         "name",
-        'operators whose own kernels a program for a GPU takes, by their folders in pallas_kernels; "all", "none"',
+        "operators whose own kernels a program for a GPU takes, by their folders in pallas_kernels, or one word: auto: "
+        "those that a trial found right and faster; try: of a new trial; all; none",
     )

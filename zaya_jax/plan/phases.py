@@ -114,7 +114,7 @@ def phases(
     if not found:
         raise wrong[0]
     notes = [f"not with so many devices: {error}" for error in wrong]
-    if config.kernels != ("all",):
+    if config.kernels not in (("all",), ("auto",), ("try",)):
         notes.append(
             f"of programs with all kernels of our own, but the config has --config.kernels={','.join(config.kernels)}"
         )

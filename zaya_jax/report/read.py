@@ -187,6 +187,7 @@ class Workdir:
     vectors: dict[str, VectorSeries] = dataclasses.field(default_factory=dict)
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
+    kernels: dict = dataclasses.field(default_factory=dict)
     lineage: list = dataclasses.field(default_factory=list)  # of a fork: its ancestors, the nearest first
     sample: str = ""
     prompt: str = ""
@@ -235,10 +236,11 @@ class Workdir:
 
 
 def read_workdir(path: pathlib.Path) -> Workdir:
-    """Reads metrics.jsonl, config.json, environment.json, lineage.json and the samples, as far as they are there."""
+    """Reads metrics.jsonl, the JSON files and the samples, as far as they are there."""
     out, notes = Workdir(path), list[str]()
     out.config = _json_object(path / "config.json", notes)
     out.environment = _json_object(path / "environment.json", notes)
+    out.kernels = _json_object(path / "kernels.json", notes)
     forked = _json_object(path / "lineage.json", notes).get("forked")
     out.lineage = [run for run in forked if isinstance(run, dict)] if isinstance(forked, list) else []
     out.sample = _text(path / "sample.txt", notes)

@@ -7,6 +7,7 @@ logs/              one file per process, see `logs`  environment.json   devices,
 sample.txt         the model's text at the end       samples.jsonl      the texts of all ends
 lineage.json       a fork's: the runs that it comes from, see `fork`
 .lock              the process that writes here now, see `checkpoint.claims`
+kernels.json       on a GPU the trial of the kernels, see `kernels`
 imported.json      where the weights came from PyTorch: their config's further keys, their dtypes
 """
 
@@ -32,6 +33,7 @@ from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.training import logs, notes
 
 LINEAGE = "lineage.json"
+KERNELS = "kernels.json"
 
 # Keys that may differ from the recorded config when a run goes on, as may phases that have not begun.
 CHANGES_NOTHING = (  # that a step computes
@@ -146,7 +148,9 @@ class CleanupIfRefused:
         claims.release(self._workdir)
 
 
-def record_start(workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list) -> None:
+def record_start(
+    workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list, kernels: dict | None = None
+) -> None:
     """Writes the files of a start, before its first step; `lineage`: the runs that this one is forked from."""
     logs.open_log(workdir)
     if not multihost.is_writer():
@@ -154,6 +158,8 @@ def record_start(workdir: Path, config: Config, tokenizer: Tokenizer, lineage: l
     write_json(workdir / "config.json", config_lib.to_dict(config))
     tokenizer.save(workdir / "tokenizer")
     write_json(workdir / "environment.json", notes.environment())
+    if kernels:
+        write_json(workdir / KERNELS, kernels)
     if lineage:
         write_json(workdir / LINEAGE, {"forked": lineage})
     else:  # a fork may have been killed here before it saved anything
