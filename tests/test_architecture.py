@@ -19,7 +19,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4453,
-    ("checkpoint",): 3536,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
+    ("checkpoint",): 3506,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
     ("cli.py", "library.py", "functions.py", "generation.py"): 1117,
     ("config", "cluster"): 2295,  # 2100
     ("data",): 4590,  # 300 of these spell chats by a model's own template
