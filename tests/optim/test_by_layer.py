@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from zaya_jax import config
 from zaya_jax.config import Optim
 from zaya_jax.hardware import hlo
 from zaya_jax.optim import by_layer, chain, matrices
+from zaya_jax.parallel import mesh as meshes
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
@@ -24,31 +26,32 @@ from zaya_jax.training import step as steps
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
     monkeypatch.setattr(by_layer, "LARGE", 0)
+    monkeypatch.setattr(by_layer, "SHORT", 2**60)
     monkeypatch.setattr(matrices, "SMALL", 0)
     for module in (by_layer, matrices):
         monkeypatch.setattr(module, "WASTE", 1.0)
 
 
 @pytest.mark.parametrize(
-    ("axes", "layers", "experts"),
+    ("axes", "node", "layers", "experts"),
     [
-        (dict(data=8), 5, 4),  # more devices than a layer has matrices, 20 in all
-        (dict(data=2, context=2), 3, 8),  # fewer
-        (dict(data=8), 3, 1),  # owners of one or none
-        (dict(data=7), 5, 4),  # pieces with padding, four a device
-        (dict(data=3, context=2), 3, 4),  # each matrix in three, two a device
-        pytest.param(dict(data=3), 3, 8, marks=pytest.mark.slow),
-        pytest.param(dict(data=5), 2, 8, marks=pytest.mark.slow),
-        pytest.param(dict(data=7), 4, 8, marks=pytest.mark.slow),  # the last device's last piece is padding
-        pytest.param(dict(data=4, expert=2), 7, 8, marks=pytest.mark.slow),
-        pytest.param(dict(data=2), 9, 2, marks=pytest.mark.slow),
-        pytest.param(dict(data=4), 1, 16, marks=pytest.mark.slow),
+        (dict(data=8), 1, 5, 4),  # more devices than a layer has matrices, 20 in all
+        (dict(data=2, context=2), 1, 3, 8),  # fewer
+        (dict(data=8), 4, 3, 1),  # owners of one or none
+        (dict(data=7), 1, 5, 4),  # pieces with padding, four a device
+        (dict(data=3, context=2), 3, 3, 4),  # each matrix in three, two a device
+        pytest.param(dict(data=3), 3, 3, 8, marks=pytest.mark.slow),
+        pytest.param(dict(data=5), 1, 2, 8, marks=pytest.mark.slow),
+        pytest.param(dict(data=7), 1, 4, 8, marks=pytest.mark.slow),  # the last device's last piece is padding
+        pytest.param(dict(data=4, expert=2), 2, 7, 8, marks=pytest.mark.slow),
+        pytest.param(dict(data=2), 1, 9, 2, marks=pytest.mark.slow),
+        pytest.param(dict(data=4), 2, 1, 16, marks=pytest.mark.slow),
     ],
 )
-def test_every_owner_gets_the_sum_of_its_matrices(axes, layers, experts):
-    """Whole numbers, so that sums are exact in any order."""
+def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
+    """Whole numbers, so that sums are exact in any order, in one level or two; the program has them in its loop."""
     like = optim_helpers.shapes(L=layers, E=experts, F=24)
-    layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes).layout
+    layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes, node=node).layout
     assert {"layers/experts/gate_up", "layers/experts/down"} <= layout.by_layer.keys()
     mesh = optim_helpers.mesh_of(**axes)
     rng = np.random.default_rng(0)
@@ -69,8 +72,22 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, layers, experts):
 
     everywhere = PartitionSpec(tuple(axes))
     run = jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    for ours, theirs in jax.jit(run)(gradients):
+    compiled = jax.jit(run).lower(gradients).compile()
+    for ours, theirs in compiled(gradients):
         np.testing.assert_array_equal(ours, theirs)
+    if layers > 1:
+        check_levels(compiled, devices, node)
+
+
+def check_levels(compiled, devices, node):
+    """Every sum in the loop: over all devices, or in each node and then along rails, with a node's share of it."""
+    found = [c for c in hlo.collectives(compiled) if c.kind == "reduce-scatter" and c.in_loop]
+    nodes = np.arange(devices).reshape(-1, node)
+    levels = [nodes, nodes.T] if 1 < node < devices else [nodes.reshape(1, -1)]
+    groups = [tuple(map(tuple, level.tolist())) for level in levels]
+    assert {c.groups for c in found} == set(groups)
+    sent = [sum(c.bytes for c in found if c.groups == level) for level in groups]
+    assert sent[0] == node * sent[-1] if len(sent) > 1 else sent[0] > 0
 
 
 @pytest.mark.parametrize("devices", [3, 7, 24, 127, 1000, 1016, 1021, 1024, 16381])
@@ -134,6 +151,36 @@ def test_a_step_is_the_same(devices, monkeypatch):
     assert not optimizer.layout.by_layer
     expected = jax.device_get(theirs(*args))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.slow
+def test_a_step_in_two_levels_differs_by_rounding_alone(monkeypatch):
+    _, one, args = program(SETTINGS, 6)
+    expected = jax.device_get(one(*args))
+    monkeypatch.setattr(states, "devices_of_node", lambda mesh: 3)
+    _, two, args = program(SETTINGS, 6)
+    check_levels(two, 6, 3)
+    found = jax.device_get(two(*args))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+
+
+def test_small_shares_alone_take_two_levels(monkeypatch):
+    monkeypatch.undo()
+    base = optim_helpers.shapes(L=2, D=2048, E=16, F=2048)
+    for devices, levels in ((64, 1), (1016, 2), (1024, 2)):
+        layout = chain.build(Optim(), optim_helpers.FLOAT32, base, axes=dict(data=devices), node=8).layout
+        assert {len(way.levels) for way in layout.by_layer.values()} == {levels}
+
+
+def test_a_node_is_known_by_its_host_or_its_process():
+    def of(hosts, processes):
+        devices = [SimpleNamespace(slice_index=h, process_index=p) for h, p in zip(hosts, processes, strict=True)]
+        return meshes.devices_of_node(SimpleNamespace(devices=np.array(devices)))
+
+    assert of([0, 0, 0, 1, 1, 1], range(6)) == 3  # a process for each GPU
+    assert of([0] * 6, [0, 0, 0, 1, 1, 1]) == 3  # hosts are not told apart
+    assert of([0] * 4, [0] * 4) == 4
+    assert of([0, 0, 1], range(3)) == of([0, 1, 0, 1], range(4)) == 1  # no equal runs
 
 
 ALONE = """

@@ -8,6 +8,10 @@ device keeps its share. In the end a device has pieces of every layer, and owns 
 Each matrix is cut into equal pieces, and every device keeps the same number of them: six devices keep half of one of
 a layer's three matrices. The last rows of a matrix and a layer's last pieces may be padding; the cut with the least
 is chosen. On 1,016 devices each of the 16 matrices of a layer of ZAYA1 has 127 pieces, and a device keeps two.
+
+A ring over many nodes takes as many steps as there are devices, so small shares are reduced in two levels: inside each
+node, then over the devices of the same place in all nodes ("along rails"). The order of a sum depends on the levels,
+so its bits do on the devices of a node.
 """
 
 import math
@@ -22,6 +26,9 @@ from zaya_jax.optim.grid import UNIT
 from zaya_jax.optim.matrices import WASTE, Matrices, pad
 
 LARGE = 2**24  # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
+# Numbers of a share under which two levels are faster: in the 2.1 us that a ring's step inside a node takes to begin
+# (RCCL's constant for gfx942), the node's links carry 0.66 MB at 0.7 of 448 GB/s.
+SHORT = 164_000
 
 
 class ByLayer:
@@ -34,6 +41,10 @@ class ByLayer:
         # Pieces of a layer that a device keeps, pieces of a matrix, and the numbers of a piece.
         self.kept, self.cut, self.piece = _cut(self.matrices, bucket.rows, bucket.shards)
         self.padded = bucket.shards * self.kept * self.piece  # numbers of a layer that travel
+        nodes = bucket.grid.nodes
+        two = self.kept * self.piece < SHORT and min(nodes.shape) > 1
+        # The groups of devices that sum together, one set after the other.
+        self.levels = [nodes, nodes.T] if two else [nodes.reshape(1, -1)]
         # Pieces from one device to another: an owner's matrices follow each other, through the layers.
         self.each = min(bucket.slots * self.cut, -(-bucket.slots // self.matrices) * self.kept)
 
@@ -69,12 +80,16 @@ class ByLayer:
         """One layer's partial gradient to a device's share of the sum."""
         x = pad(gradient.astype(jnp.float32).reshape(self.matrices, -1), 1, self.cut * self.piece)
         x = pad(x.reshape(-1, self.piece), 0, self.bucket.shards * self.kept)
-        return lax.psum_scatter(x, self.bucket.form.shared, scatter_dimension=0, tiled=True)
+        for level in self.levels:
+            groups = level.tolist() if len(level) > 1 else None
+            x = lax.psum_scatter(x, self.bucket.form.shared, scatter_dimension=0, axis_index_groups=groups, tiled=True)
+        return x
 
     def to_owners(self, x: jax.Array) -> jax.Array:
         """The shares of all layers to the matrices [slots, a, b] that a device owns."""
         bucket, axes = self.bucket, self.bucket.grid.names
-        devices, me = bucket.shards, lax.axis_index(axes)
+        devices, holders = bucket.shards, self.levels[-1].reshape(-1)  # the holder of each share, in order
+        me = ownership.of_device(np.argsort(holders), axes)
         # Where mine go: the number of a piece's matrix determines its owner, and there the pieces are in order. Those
         # of no matrix go nowhere.
         of_layer = (me * self.kept + np.arange(self.kept)) // self.cut
@@ -90,7 +105,7 @@ class ByLayer:
         start, count = (ownership.of_device(table, axes) for table in (bucket.starts, bucket.counts))
         slot = np.arange(bucket.slots)
         begin = (start + slot) % self.matrices * self.cut
-        source = ((begin[:, None] + np.arange(self.cut)) // self.kept).reshape(-1)
+        source = jnp.asarray(holders)[((begin[:, None] + np.arange(self.cut)) // self.kept).reshape(-1)]
         found = came.reshape(-1, self.piece).at[source * self.each + _before(source)].get(mode="clip")
         found = found.reshape(bucket.slots, -1)[:, : math.prod(bucket.row)]
         return jnp.where((slot < count)[:, None, None], found.reshape(bucket.slots, *bucket.row), 0)

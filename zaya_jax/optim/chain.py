@@ -142,6 +142,7 @@ def build(
     *,
     specs: Any = None,
     axes: Mapping[str, int] | None = None,
+    node: int = 1,
     skip_update: str = "never",
     spike_deviations: float = 6.0,
     table: tuple[Row, ...] = TABLE,
@@ -149,16 +150,16 @@ def build(
     """The optimizer for parameters of these shapes (arrays or ShapeDtypeStructs, over all devices).
 
     `axes` are the mesh's axis sizes; with more than one device the state is spread over them (ZeRO-1) and
-    `update` must run in `jax.shard_map` over all of them. `specs`, a tree like `params`, gives the weights'
-    own PartitionSpecs; by default every device has all of them. `optim.name` "adamw" gives Muon's rows to
-    AdamW.
+    `update` must run in `jax.shard_map` over all of them; `node` of them are in each node. `specs`, a tree like
+    `params`, gives the weights' own PartitionSpecs; by default every device has all of them. `optim.name` "adamw"
+    gives Muon's rows to AdamW.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     shapes = {trees.name_of(path, SLASH): tuple(leaf.shape) for path, leaf in leaves}
     claims = claim(shapes, table)
     if optim.name == "adamw":
         claims = {path: dataclasses.replace(row, method="adamw") for path, row in claims.items()}
-    layout = _layout(shapes, treedef, claims, specs, dict(axes or {}))
+    layout = _layout(shapes, treedef, claims, specs, dict(axes or {}), node)
     methods = jax.tree.unflatten(treedef, [row.method for row in claims.values()])
     decay = jax.tree.unflatten(treedef, [row.decay for row in claims.values()])
     iteration = precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz
@@ -185,14 +186,14 @@ def build(
     return Optimizer(transformation, layout, claims)
 
 
-def _layout(shapes, treedef, claims, specs, axes) -> zero.Layout:
+def _layout(shapes, treedef, claims, specs, axes, node) -> zero.Layout:
     flat = [PartitionSpec()] * len(shapes) if specs is None else treedef.flatten_up_to(specs)
     weights = []
     for (path, shape), spec in zip(shapes.items(), flat, strict=True):
         dims = tuple((dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec)
         dims = tuple(tuple(axis for axis in dim if axes.get(axis, 1) > 1) for dim in dims)
         weights.append(zero.Weight(path, shape, claims[path].method, claims[path].group, dims))
-    return zero.Layout(weights, treedef, axes)
+    return zero.Layout(weights, treedef, axes, node)
 
 
 def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> optax.GradientTransformationExtraArgs:

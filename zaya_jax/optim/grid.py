@@ -14,12 +14,13 @@ UNIT = 8  # numbers in a row: 16 bytes even in bfloat16, a good alignment for tr
 
 
 class Grid:
-    """The devices of a mesh with these axis sizes; axes of one device do not count."""
+    """The devices of a mesh with these axis sizes, in nodes of so many; axes of one device do not count."""
 
-    def __init__(self, axes: Mapping[str, int]):
+    def __init__(self, axes: Mapping[str, int], node: int = 1):
         self.axes = {axis: size for axis, size in axes.items() if size > 1}
         self.names = tuple(self.axes)
         self.num_devices = math.prod(self.axes.values())
+        self.nodes = np.arange(self.num_devices).reshape(-1, node)  # the devices of each
 
     def size(self, axes: tuple[str, ...]) -> int:
         """The number of devices along these axes."""

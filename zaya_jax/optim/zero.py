@@ -90,8 +90,8 @@ class Whole:
 class Layout:
     """Buckets over the devices of a mesh; see the module's head. `axes` gives the mesh's axis sizes, in its order."""
 
-    def __init__(self, weights: list[Weight], treedef: Any, axes: Mapping[str, int]):
-        self.weights, self.treedef, self.grid = weights, treedef, Grid(axes)
+    def __init__(self, weights: list[Weight], treedef: Any, axes: Mapping[str, int], node: int = 1):
+        self.weights, self.treedef, self.grid = weights, treedef, Grid(axes, node)
         self.groups = list(dict.fromkeys(w.group for w in weights))
         self.matrices: dict[str, Matrices] = {}
         self.vectors: list[Vectors] = []

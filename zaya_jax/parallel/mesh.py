@@ -53,6 +53,20 @@ def _way_out(devices: int, others: int, where: str) -> str:
     return f"expert x context x tensor = {others} must divide {devices}, as {nearest} does, with {where}.data=-1"
 
 
+def devices_of_node(mesh: Mesh) -> int:
+    """The number of devices of a node; 1 unless all nodes have as many, one after the other in the mesh's order.
+
+    XLA tells the hosts of GPUs apart as slices; where it does not, each process counts as one.
+    """
+    places = [(getattr(d, "slice_index", 0), d.process_index) for d in mesh.devices.flat]
+    several = len({host for host, _ in places}) > 1
+    nodes = [host if several else process for host, process in places]
+    size = nodes.count(nodes[0])
+    runs = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
+    equal = len(nodes) == size * len(set(nodes)) and all(len(run) == 1 for run in runs)
+    return size if equal else 1
+
+
 def batch_spec(spread: Spread) -> PartitionSpec:
     """The sharding of a batch's arrays, [micro-batches, sequences, S]."""
     return PartitionSpec(None, BATCH_AXES, spread.sequence_axes or None)

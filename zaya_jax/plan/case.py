@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import Config, Model, Optim, Precision
+from zaya_jax.hardware import clusters
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, zero
 from zaya_jax.optim.by_layer import ByLayer
@@ -87,7 +88,9 @@ class Case:
     @functools.cached_property
     def layout(self) -> zero.Layout:
         """Where the optimizer's work and state lie."""
-        return _layout(self.here.model, self.here.optim, self.here.precision, self.spread)
+        cluster = clusters.of_chip(self.chip)
+        node = cluster.of_devices(self.devices).node if cluster else 1
+        return _layout(self.here.model, self.here.optim, self.here.precision, self.spread, node)
 
     def traffic(self, name: str) -> collections.Counter[str]:
         """Bytes of the optimizer's exchange of a bucket, by kind of collective."""
@@ -163,10 +166,10 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(model: Model, optim: Optim, precision: Precision, spread: Spread) -> zero.Layout:
+def _layout(model: Model, optim: Optim, precision: Precision, spread: Spread, node: int) -> zero.Layout:
     return chain.build(
         optim, precision, zaya.abstract(model, precision), specs=sharding.param_specs(model, precision, spread),
-        axes={axis: getattr(spread, axis) for axis in AXES},
+        axes={axis: getattr(spread, axis) for axis in AXES}, node=node,
     ).layout  # fmt: skip
 
 

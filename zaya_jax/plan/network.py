@@ -29,10 +29,11 @@ class Flow:
     wire: float  # bytes that a device sends in a step
     axes: tuple[str, ...]
     times: float  # how many there are
+    group: tuple[int, ...] = ()  # the devices of one of them, if those along the axes sum in levels
 
     def seconds(self, case: Case, cluster: Cluster, rates: Rates) -> float:
         """On the links of its group; a ring's messages pass each device once."""
-        bandwidth, devices, nodes = _links(tuple(case.axes.items()), self.axes, cluster)
+        bandwidth, devices, nodes = _links(tuple(case.axes.items()), self.axes, self.group, cluster)
         share = rates.inside if nodes == 1 else rates.across
         latency = cluster.latency
         if self.kind in RINGS:
@@ -41,13 +42,15 @@ class Flow:
 
 
 @functools.lru_cache(maxsize=4096)
-def _links(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], cluster: Cluster) -> tuple[float, int, int]:
+def _links(
+    sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], group: tuple[int, ...], cluster: Cluster
+) -> tuple[float, int, int]:
     """The rate of a device in a collective along these axes, and the devices and nodes of its group."""
     grid = Grid(dict(sizes))
     cluster = cluster.of_devices(grid.num_devices)
     chosen = tuple(axis for axis in grid.names if axis in axes)
     others = tuple(axis for axis in grid.names if axis not in axes)
-    group = grid.groups(others, chosen)[0].tolist()
+    group = group or tuple(grid.groups(others, chosen)[0].tolist())
     return cluster.bandwidth(group), len(group), len({device // cluster.node for device in group})
 
 
@@ -69,7 +72,12 @@ def _exchange(case: Case) -> Iterator[Flow]:
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
         if way := case.ways.get(name):  # a layer's at a time, and then to owners
-            yield Flow(FETCHING, "reduce-scatter", 4.0 * way.layers * way.padded * cut, axes, way.layers)
+            left = 4.0 * way.layers * way.padded
+            for groups in way.levels:
+                members = tuple(groups[0].tolist())
+                wire = left * (1 - 1 / len(members))
+                yield Flow(FETCHING, "reduce-scatter", wire, axes, way.layers, members)
+                left -= wire
             yield Flow(GRADIENTS, "all-to-all", 4.0 * way.sent, axes, way.rounds)
         else:
             scattered[axes] += kinds["reduce-scatter"] * cut

@@ -21,6 +21,7 @@ from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import sharding
+from zaya_jax.parallel.mesh import devices_of_node
 from zaya_jax.parallel.spread import Spread, spread_of
 
 REPLICATED = PartitionSpec()
@@ -31,7 +32,8 @@ def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
     spread = spread_of(config.mesh, mesh.shape)
     return chain.build(
         config.optim, config.precision, zaya.abstract(config.model, config.precision),
-        specs=sharding.param_specs(config.model, config.precision, spread), axes=dict(mesh.shape),
+        specs=sharding.param_specs(config.model, config.precision, spread),
+        axes=dict(mesh.shape), node=devices_of_node(mesh),
         skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
     )  # fmt: skip
 
