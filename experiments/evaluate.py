@@ -38,6 +38,8 @@ from zaya_jax.report.svg import Chart, Curve
 
 ALL = "all"  # the row of all --data
 
+CHAT_OPTIONS = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")  # of lm-eval
+
 COLORS = 6  # curves in a picture
 
 
@@ -57,7 +59,7 @@ def main() -> int:
             raise UserError(
                 f"--out={args.out} is a run's folder, which has its own samples.jsonl; give --out={out / 'evaluation'}"
             )
-    for name in ("include_path", "num_fewshot", "bos"):
+    for name in ("include_path", "num_fewshot", "bos", *CHAT_OPTIONS):
         if not tasks and getattr(args, name) is not found.get_default(name):
             raise UserError(f"--{name} applies to tasks; give --tasks or omit it")
     check_names(args.data or [])
@@ -72,7 +74,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     host.keep_compiled()
     began = time.perf_counter()
     both = shared_file(args.data or [])
-    model = library.load(args.model, mesh=args.mesh)
+    model = library.load(args.model, mesh=args.mesh, dtype=args.dtype)
     if model.tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer; put its tokenizer.json there")
     most = model.config.model.max_position_embeddings
@@ -84,8 +86,10 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         notes.append(f"--limit={args.limit}: only this many documents of each are scored.")
     if args.num_fewshot is not None:
         notes.append(f"--num_fewshot={args.num_fewshot}")
-    if args.bos:
-        notes.append("--bos: tasks' texts begin with the begin of document.")
+    if tasks and (model.tokenizer.adds_bos if args.bos is None else args.bos):
+        notes.append("Tasks' texts begin with the begin of document.")
+    chat_options = {name: value for name in CHAT_OPTIONS if (value := getattr(args, name)) is not None}
+    notes += [f"--{name}={value}" for name, value in chat_options.items()]
     skipped: list[str] = []
     data = {
         name: loss_on(model, name, found, context, args.tokens) for name, found in sources(model, args, tasks, skipped)
@@ -106,7 +110,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     if tasks:
         found = harness.run(
             model, tasks, include_path=args.include_path, limit=args.limit, num_fewshot=args.num_fewshot,
-            add_bos_token=args.bos, tokens=args.tokens, seed=args.seed,
+            add_bos_token=args.bos, tokens=args.tokens, seed=args.seed, **chat_options,
         )  # fmt: skip
     result = {
         "model": model.source, "parameters": zaya.param_counts(model.config.model), "date": time.strftime("%Y-%m-%d"),
@@ -155,7 +159,13 @@ def parser() -> cli.Parser:
     add("--num_fewshot", type=cli.number(int, 0, 1000), metavar="N", help="examples before each question of a task")
     add("--context", type=whole, metavar="N", help="tokens of a window; by default the run's own")
     add("--text_field", default="text", metavar="NAME", help="field with the text in JSONL and Parquet; text")
-    add("--bos", action="store_true", help="start tasks' texts with the begin of document, unlike lm-eval's hf")
+    add("--bos", action="store_true", default=None, help="start tasks' texts with the begin of document")
+    add("--no_bos", dest="bos", action="store_false", default=None, help="or without; by default as the tokenizer does")
+    add("--apply_chat_template", action="store_true", default=None, help="ask tasks in the model's chat template")
+    add("--system_instruction", metavar="TEXT", help="tasks' system text")
+    add("--fewshot_as_multiturn", action="store_true", default=None, help="examples are turns of the chat")
+    add("--gen_kwargs", metavar="K=V,...", help="generation options over the tasks' own, such as temperature=0.5")
+    add("--dtype", choices=("float32", "bfloat16"), help="of products; by default the run's, float32 if imported")
     add("--tokens", type=whole, default=scorer.TOKENS, metavar="N", help=f"tokens per batch; {scorer.TOKENS}")
     add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help="such as data=2,expert=4; by default one device")
     add("--seed", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="N", help="for tasks that sample; 0")

@@ -19,18 +19,18 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4453,
-    ("checkpoint",): 3506,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
-    ("cli.py", "library.py", "functions.py", "generation.py"): 1117,
+    ("checkpoint",): 3536,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
+    ("cli.py", "library.py", "functions.py", "generation.py"): 1189,
     ("config", "cluster"): 2295,  # 2100
-    ("data",): 4590,  # 300 of these spell chats by a model's own template
+    ("data",): 4599,  # 300 of these spell chats by a model's own template
     ("model", "parallel", "optim"): 5650,
     ("plan", "hardware"): 2960,  # 2950; the links of sums in two levels
-    ("pytorch", "evaluate"): 1664,  # one name for a model, the hub's too
+    ("pytorch", "evaluate"): 1810,  # one name for a model, the older layout, tasks in a chat template
     ("report",): 2152,  # 2080
     ("run.py",): 402,
     ("training",): 2166,  # 2000; 128 of these settle the kernels
     ("",): 31_530,  # 30,000
-    ("../tests",): 25_082,  # 24,000; 300 of these hold the trial of kernels
+    ("../tests",): 25_177,  # 24,000; 300 of these hold the trial of kernels
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.

@@ -174,3 +174,35 @@ def test_a_model_of_a_short_context_is_refused_what_it_cannot_hold(lm):
     assert answer[0] < 0
     with pytest.raises(UserError, match="256 new tokens"):
         short.generate_until(requests("generate_until", ("a", {"until": []})), disable_tqdm=True)
+
+
+def test_a_chat_template_spells_the_question_and_its_marks_are_ids(model, lm):
+    """As lm-eval asks a model that --apply_chat_template names; without one the marks are text."""
+    asked = harness.model_of(model, in_chat=True)
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    text = asked.apply_chat_template(turns)
+    assert text == "<|bos|><|turn|>system\nBe brief.<|end_turn|>\n<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"
+    ids = asked.tok_encode(text)
+    assert ids[:2] == [256, 259] and ids.count(260) == 2 and lm.tok_encode(text)[0] == ord("<")
+    begun = [*turns, {"role": "assistant", "content": "It is"}]
+    assert asked.apply_chat_template(begun, add_generation_prompt=False) == text + "It is"
+    assert "generation" in asked.chat_template(True)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_tokenizer_says_whether_texts_have_a_begin_of_document(adds):
+    """As transformers' tokenizers do for lm-eval's hf: Gemma's and Llama's post-processor adds one."""
+    content = json.loads(tokenizers.Bytes().json())
+    piece = lambda kind, id: {kind: {"id": id, "type_id": 0}}  # noqa: E731
+    if adds:
+        content["post_processor"] = {
+            "type": "TemplateProcessing", "single": [piece("SpecialToken", "<|bos|>"), piece("Sequence", "A")],
+            "pair": [piece("Sequence", "A"), piece("Sequence", "B")],
+            "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [256], "tokens": ["<|bos|>"]}},
+        }  # fmt: skip
+    found = tokenizers.HuggingFace(json.dumps(content).encode(), {}, "made here")
+    answers = [harness._Answers(None, found, bos, 1, 0, False) for bos in (None, True, False)]
+    for one in answers:
+        one.prefix_token_id = found.bos_id
+    assert [one.tok_encode("a") for one in answers] == [[256] * adds + [97], [256, 97], [97]]
+    assert found.encode("a") == [97]  # training's documents are as before

@@ -71,8 +71,8 @@ def read(messages: Any) -> list[Message]:
     """
     if not isinstance(messages, list) or not messages:
         raise BadChat(f"a conversation is a list of turns, not {type(messages).__name__}")
-    found = [_message(message) for message in messages]
-    if not any(message.answer for message in found):
+    found = [message(one) for one in messages]
+    if not any(one.answer for one in found):
         raise BadChat("a conversation without an answer (a turn of role assistant) teaches nothing")
     return found
 
@@ -234,7 +234,8 @@ def _without(turn: Turn) -> Turn:
     return dataclasses.replace(turn, reasoning=())
 
 
-def _message(given: Any) -> Message:
+def message(given: Any) -> Message:
+    """One turn as text."""
     if not isinstance(given, dict):
         raise BadChat(f"a turn is an object with role and content, not {type(given).__name__}")
     role = given.get("role") or given.get("from")
@@ -251,22 +252,22 @@ def _message(given: Any) -> Message:
     reasoning, text = _text(content, role)
     if field is not None:
         reasoning = "".join(_text(field, ""))
-    message = Message(_spelt(role), "", text)
-    if message.answer and not reasoning:
+    turn = Message(_spelt(role), "", text)
+    if turn.answer and not reasoning:
         found = _THINK.match(text)
         if found:
             reasoning, text = found[1], text[found.end() :]
-    reasoning = reasoning.strip("\n") if message.answer else ""
+    reasoning = reasoning.strip("\n") if turn.answer else ""
     text = text.lstrip() if reasoning else text  # as where the reasoning stands inside
     more: dict[str, Any] = {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
     if functions:
         more["tool_calls"] = [{"type": "function", "function": _arguments(function)} for function in functions]
-    message = Message(message.role, reasoning, "\n".join(filter(None, [text, *calls])), more)
+    turn = Message(turn.role, reasoning, "\n".join(filter(None, [text, *calls])), more)
     try:
-        utf8(message.role + message.reasoning + message.content)
+        utf8(turn.role + turn.reasoning + turn.content)
     except NotUnicode as error:
         raise BadChat(f"a turn of role {role!a}: {error}") from None
-    return message
+    return turn
 
 
 def _spelt(role: str) -> str:

@@ -38,11 +38,18 @@ def form_of(tokenizer: Tokenizer) -> "chat.Format | Template":
     return Template(tokenizer, source) if source else chat.Format(tokenizer)
 
 
+def template_of(tokenizer: Tokenizer) -> "Template":
+    """The template of a model, its own or ours; UserError where it has none."""
+    if source := chat_template.own_source(tokenizer.extra_files) or chat_template.make_template(tokenizer):
+        return Template(tokenizer, source)
+    raise UserError("the model has no chat template, and its vocabulary no marks of turns for ours")
+
+
 class Template:
     """A Jinja template with the interface of `chat.Format`."""
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
-        self._tokenizer, self._source = tokenizer, source
+        self._tokenizer, self.source = tokenizer, source
         self._generations, self._blocks = list[tuple[int, int]](), list[str]()
         try:
             self._template = _environment(self._around).from_string(source)
@@ -146,7 +153,7 @@ class Template:
         turn = {"role": message.role, "content": content, **message.more}
         if not message.reasoning:
             return turn
-        keys = [key for key in chat.REASONING_KEYS if f"message.{key}" in self._source or f"'{key}'" in self._source]
+        keys = [key for key in chat.REASONING_KEYS if f"message.{key}" in self.source or f"'{key}'" in self.source]
         if keys:
             return turn | dict.fromkeys(keys, message.reasoning)
         return turn | {"content": f"<think>\n{message.reasoning}\n</think>\n\n{content}"}

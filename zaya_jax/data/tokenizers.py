@@ -69,6 +69,7 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     sha256: str  # of everything that decides which ids a text becomes
+    adds_bos = False  # of itself, before each text that it encodes for transformers
     extra_files: Mapping[str, bytes] = types.MappingProxyType({})  # EXTRA_FILES, which other programs read
 
     def encode(self, text: str) -> list[int]:
@@ -236,6 +237,7 @@ class HuggingFace(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         self._spelt = "\0".join(vocabulary)  # to look for characters that stand together in any token
         self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where, self.vocab_size)
+        self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
         self.sha256 = self._hash(content)
 
     def encode(self, text: str) -> list[int]:

@@ -2,10 +2,10 @@
 
     results = run(model, ["arc_easy"], include_path=None, limit=None, ...)
 
-The numbers equal those of lm-eval's own `hf` model on the exported weights, so the conventions are the same: no begin
-of document before a context unless `add_bos_token` asks for it, an empty context is the begin of document, a text
-longer than the model's context loses its left end, and a generation ends before the first of its `until`. Several
-processes all run the same tasks; scoring and generation share out their batches.
+The numbers equal those of lm-eval's own `hf` model on the exported weights, so the conventions are the same: a begin of
+document before a text where the tokenizer adds one itself or `add_bos_token` asks for it, an empty context is the begin
+of document, a text longer than the model's context loses its left end, and a generation ends before the first of its
+`until`. Several processes all run the same tasks; scoring and generation share out their batches.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from zaya_jax import generation
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields, first_line, shown
+from zaya_jax.data import chat, own_template
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import TOKENS, Scorer, TokenRow
 from zaya_jax.library import LanguageModel
@@ -66,8 +67,10 @@ def asked_for(given: dict[str, Any]) -> Asked:
     return Asked(stops, num_tokens, Sampling(temperature, **limits) if options["do_sample"] else Sampling())
 
 
-def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TOKENS, seed: int = 0) -> Any:
-    """An lm-eval `LM` of a model."""
+def model_of(
+    model: LanguageModel, add_bos_token: bool | None = None, tokens: int = TOKENS, seed: int = 0, in_chat: bool = False
+) -> Any:
+    """An lm-eval `LM` of a model; `in_chat`: texts come from its chat template, whose marks are ids."""
     from lm_eval.api.model import TemplateLM
 
     if model.tokenizer is None:
@@ -79,7 +82,7 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
         "prefix_token_id": model.tokenizer.bos_id,
     }
     made = type("ZayaLM", (_Answers, TemplateLM), facts)
-    return made(model, model.tokenizer, add_bos_token, tokens, seed)
+    return made(model, model.tokenizer, add_bos_token, tokens, seed, in_chat)
 
 
 class _Answers:
@@ -90,15 +93,30 @@ class _Answers:
     prefix_token_id: int
     cache_hook: Any
 
-    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, add_bos: bool, tokens: int, seed: int):
+    def __init__(
+        self, model: LanguageModel, tokenizer: Tokenizer, add_bos: bool | None, tokens: int, seed: int, in_chat: bool
+    ):
         super().__init__()
-        self._model, self._tokenizer, self._add_bos = model, tokenizer, add_bos
-        self._tokens, self._seed = tokens, seed
+        self._model, self._tokenizer, self._tokens, self._seed = model, tokenizer, tokens, seed
+        self._add_bos = tokenizer.adds_bos if add_bos is None else add_bos
+        self._template = own_template.template_of(tokenizer) if in_chat else None
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids, by default with a begin of document if `add_bos_token` asks for one."""
+        """Ids, by default with a begin of document where the tokenizer adds one or `add_bos_token` asks for it."""
+        ids = self._tokenizer.spelt(string)[0] if self._template else list(self._tokenizer.encode(string))
         bos = self._add_bos if add_special_tokens is None else add_special_tokens
-        return [self.prefix_token_id] * bos + list(self._tokenizer.encode(string))
+        return [self.prefix_token_id, *ids] if bos and ids[:1] != [self.prefix_token_id] else ids
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template, for lm-eval's record."""
+        return self._template.source if self._template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, with the beginning of an answer or to go on in its last turn."""
+        assert self._template is not None
+        text = self._template.render([chat.message(turn) for turn in chat_history], prompt=add_generation_prompt)
+        last = str(chat_history[-1]["content"]).rstrip()
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
     def loglikelihood(self, requests: Sequence, disable_tqdm: bool = False) -> list:
         """Like lm-eval's; an empty answer is refused."""
@@ -192,9 +210,13 @@ class _Answers:
 
 def run(
     model: LanguageModel, tasks: Sequence[str], *, include_path: str | None = None, limit: int | None = None,
-    num_fewshot: int | None = None, add_bos_token: bool = False, tokens: int = TOKENS, seed: int = 0,
+    num_fewshot: int | None = None, add_bos_token: bool | None = None, tokens: int = TOKENS, seed: int = 0,
+    **chat_options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The results of lm-eval's simple_evaluate, with the samples of each task."""
+    """The results of lm-eval's simple_evaluate, with the samples of each task.
+
+    `chat_options` are its apply_chat_template, system_instruction, fewshot_as_multiturn and gen_kwargs.
+    """
     require()
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -212,10 +234,11 @@ def run(
         manager.load(list(tasks))  # simple_evaluate does it again, from the cache on the disk
     except Exception as error:  # YAML, data sets and the network fail in many ways
         raise UserError(f"--tasks={','.join(tasks)} cannot be loaded: {first_line(error)}") from None
+    lm = model_of(model, add_bos_token, tokens, seed, bool(chat_options.get("apply_chat_template")))
     return lm_eval.simple_evaluate(
-        model_of(model, add_bos_token, tokens, seed), tasks=list(tasks), limit=limit, num_fewshot=num_fewshot,
+        lm, tasks=list(tasks), limit=limit, num_fewshot=num_fewshot,
         task_manager=manager, random_seed=seed, numpy_random_seed=seed, torch_random_seed=None,
-        fewshot_random_seed=FEWSHOT_SEED, bootstrap_iters=BOOTSTRAPS,
+        fewshot_random_seed=FEWSHOT_SEED, bootstrap_iters=BOOTSTRAPS, **chat_options,
     )  # fmt: skip
 
 

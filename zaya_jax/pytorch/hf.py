@@ -15,7 +15,7 @@ from zaya_jax.config import Model, UserError, files, shown
 from zaya_jax.config.fields import path_problem
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import hf_names as names
-from zaya_jax.pytorch import tensor_files
+from zaya_jax.pytorch import older, tensor_files
 from zaya_jax.pytorch.tensor_files import TensorFile
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -31,8 +31,14 @@ class Directory(Unsealed):
         if not self.path.is_dir():
             raise UserError(f"{self.path} is not a directory; give one with config.json and model.safetensors")
         self.config = read_json(self.path / "config.json")
-        self.model = names.model_from_json(self.config, str(self.path / "config.json"))
-        self._files = self._locate()
+        where = str(self.path / "config.json")
+        self._files: dict[str, TensorFile | older.Renamed] = {}
+        if older.is_older(self.config):
+            renamed = older.Renamed(self._locate())
+            self._files |= dict.fromkeys(renamed.names(), renamed)
+            self.config = older.config_of(self.config, renamed, where)
+        self.model = names.model_from_json(self.config, where)
+        self._files = self._files or {**self._locate()}
         self._check()
 
     def _locate(self) -> dict[str, TensorFile]:
