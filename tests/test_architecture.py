@@ -20,8 +20,8 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 BUDGET = {
     ("aegis",): 4453,
     ("checkpoint",): 3536,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
-    ("cli.py", "library.py", "functions.py", "generation.py"): 1189,
-    ("config", "cluster"): 2295,  # 2100
+    ("cli.py", "library.py", "functions.py", "generation.py"): 1209,
+    ("config", "cluster"): 2303,  # 2100
     ("data",): 4599,  # 300 of these spell chats by a model's own template
     ("model", "parallel", "optim"): 5650,
     ("plan", "hardware"): 2960,  # 2950; the links of sums in two levels
@@ -29,8 +29,8 @@ BUDGET = {
     ("report",): 2152,  # 2080
     ("run.py",): 402,
     ("training",): 2166,  # 2000; 128 of these settle the kernels
-    ("",): 31_530,  # 30,000
-    ("../tests",): 25_177,  # 24,000; 300 of these hold the trial of kernels
+    ("",): 31_592,  # 30,000
+    ("../tests",): 25_207,  # 24,000; 300 of these hold the trial of kernels
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.

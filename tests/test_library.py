@@ -350,6 +350,35 @@ def refused(call, *parts):
         assert part in str(error.value), str(error.value)
 
 
+def test_it_continues_whatever_it_is_given(model, ids):
+    """Ragged ids, conversations, several of each, and the log-probabilities of what it adds."""
+    rows, lengths = [[1, 2], [3, 4, 5]], [2, 3]
+    found, scored = model.generate(rows, 5, log_probs=True)
+    assert [row[:n] for row, n in zip(found, lengths, strict=True)] == rows and found[1] == model.generate(rows[1], 5)
+    log_probs, likeliest = model.scores([found[1][:-1]], [found[1][1:]])
+    np.testing.assert_allclose(scored[1], log_probs[0, 2:], rtol=2e-5)
+    assert likeliest[0, 2:].all() and len(scored[0]) == 5
+    assert model.generate(rows, 5, ends=[found[0][4]])[0] == found[0][: found[0].index(found[0][4], 2)]
+    several = model.generate("ab", 4, temperature=1.0, samples=2, seed=7)
+    assert several == model.generate(["ab"] * 2, 4, temperature=1.0, seed=[7, 8])
+    talk = [{"role": "user", "content": "hi"}]
+    answers = model.generate([talk, talk], 5)
+    assert answers == ["".join(model.stream(talk, 5))] * 2
+    asked = [256, 259, *b"user\nhi", 260, *b"\n", 259, *b"assistant\n"]
+    new = model.generate([asked] * 2, 5, ends=[257, 260])[0][len(asked) :]
+    assert model.tokenizer.decode(new) == answers[0]
+    for wrong in ([], [None], [{"x": 1}], [["a"]], ["a", [1]]):
+        with pytest.raises(zj.UserError, match=r"prompt=|a conversation is a list of turns"):
+            model.generate(wrong, 2)
+
+
+def test_a_model_s_keys_are_a_config_and_a_misspelt_one_names_the_nearest():
+    assert library._config_of({"model": {"max_position_embeddings": 64}}).data.seq_len == 64
+    with pytest.raises(AttributeError) as caught:
+        zj.config.default().model.hiden_size = 3
+    assert str(caught.value) == """'Key "hiden_size" does not exist; did you mean hidden_size?'"""
+
+
 def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_dir, tmp_path):
     load, create, ids = zj.load, zj.create, np.zeros((1, 4), int)
     partial = functools.partial

@@ -17,7 +17,8 @@ NAMES = [
     "checkpoint", "config", "create", "data", "init", "load", "loss", "scores", "train",
 ]  # fmt: skip
 OF_A_MODEL = [
-    "continued", "generate", "logits", "loss", "loss_and_grads", "on_one_device", "save", "scores", "to_hf", "trace",
+    "continued", "generate", "logits", "loss", "loss_and_grads", "on_one_device", "save", "scores", "stream", "to_hf",
+    "trace",
 ]  # fmt: skip
 OF_A_TRACE = ["logits", "hidden_states", "router_probs", "choices", "attention"]
 

@@ -4,8 +4,12 @@ Text is shown as soon as it is settled: part of a character waits for the rest, 
 stop string. A text ends before its stop string, at the tokenizer's end of document, or after its number of tokens.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
 
 from zaya_jax.config import UserError, shown
 from zaya_jax.data import chat, own_template
@@ -99,6 +103,56 @@ def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
         if "\N{REPLACEMENT CHARACTER}" not in text:
             return last, text
     return [], ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is to be continued: texts, conversations or ids, one or several, as rows of ids."""
+
+    form: Literal["text", "chat", "ids"]
+    one: bool  # instead of a list
+    ids: list[list[int]]
+    texts: list[str]  # with which the results begin
+    ends: list[int]
+    stop: list[str]
+
+
+def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
+    """What a caller gives; UserError where it is none of these, or needs a tokenizer that is not there."""
+    several = [given] if isinstance(given, str) else list(given)
+    first = several[0] if several else None
+    one = isinstance(first, int | np.integer | dict) or isinstance(given, str)
+    several = [several] if one and first is not given else several
+    kinds = {type(row[0] if len(row) else None) for row in several} if first is not None else set()
+    if first is not None and not {str, dict} & kinds:
+        return Asked("ids", one, [np.asarray(row).tolist() for row in several], [], [], [])
+    if tokenizer is None or len(kinds) != 1:
+        raise UserError(
+            f"the model of {source} has no tokenizer; give ids [B, S] instead of a text" if tokenizer is None else
+            f"prompt={shown(given)} is no text, no ids and no conversation, nor a list of one of these"
+        )  # fmt: skip
+    if all(isinstance(text, str) for text in several):
+        rows = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in several]
+        return Asked("text", one, rows, several, [tokenizer.eos_id], [])
+    form = own_template.form_of(tokenizer)
+    try:
+        rows = [form.prompt([chat.message(turn) for turn in talk]) for talk in several]
+    except chat.BadChat as error:
+        raise UserError(f"a conversation is a list of turns with role and content: {error}") from None
+    return Asked("chat", one, rows, [""] * len(rows), [tokenizer.eos_id, *form.ends], form.stop)
+
+
+def results(
+    going: decode.Generation, asked: Asked, rows: Sequence[list[int]], tokenizer: Tokenizer | None, stop: Sequence[str]
+) -> list[Any]:
+    """The texts, answers or ids of rows that are being continued, each of `asked` as often as it stands in them."""
+    if asked.form == "ids" or tokenizer is None:
+        while not going.ended:
+            going.more()
+        return [[*row, *new] for row, new in zip(rows, going.ids, strict=True)]
+    new = generate(going, tokenizer, rows, [*stop, *asked.stop], follows=asked.form == "text")
+    count = len(rows) // len(asked.ids)
+    return [asked.texts[at // count] + text for at, text in enumerate(new)]
 
 
 class Conversation:

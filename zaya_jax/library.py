@@ -152,32 +152,72 @@ class LanguageModel:
         return Trace(np.asarray(found["logits"]), np.asarray(found["hidden_states"]), probs, choices, seen)
 
     def generate(
-        self, prompt: Any, num_tokens: int = 200, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-        min_p: float = 0.0, stop: Sequence[str] = (), seed: int | Sequence[int] = 0,
+        self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), ends: Sequence[int] = (),
+        seed: int | Sequence[int] = 0, samples: int | None = None, log_probs: bool = False, **sampling: Any,
     ) -> Any:  # fmt: skip
-        """Continues a text, a list of texts, or ids [B, S]: the prompt comes first. See docs/generation.md.
+        """Continues a text, ids or a conversation, or a list of them of any lengths. See docs/generation.md.
 
-        A text ends at the tokenizer's end of document, or before one of `stop`; ids go on for `num_tokens`. `seed` is
-        one for all rows, or one for each.
+        A text or ids come back with their prompt, a conversation ([{"role": "user", "content": ..}, ..]) as its answer.
+        A text ends at the tokenizer's end of document or before one of `stop`, an answer at the end of its turn too,
+        and any at one of `ends`. `sampling`: temperature, top_k, top_p, min_p. `seed` is one for all rows, or one for
+        each; `samples`: so many of each, in a list, by that seed and the next ones. `log_probs`: (this, the
+        log-probability of each new token before sampling changes it).
 
         >>> model.generate("ab", 4).startswith("ab"), model.generate(ids, 4).shape
         (True, (2, 11))
+        >>> len(model.generate("ab", 4, temperature=1.0, samples=3)), len(model.generate([97, 98], 4))
+        (3, 6)
         """
-        options = {"sampling": Sampling(temperature, top_k, top_p, min_p), "seeds": seed}
-        prompts = _texts(prompt)
-        if prompts is None:
-            if stop:
-                raise UserError("stop is for texts; ids go on for num_tokens")
-            ids = self._inputs(prompt, None)[0]
-            more = decode.generate(self._decoder(), ids.tolist(), num_tokens, **options)
-            return np.concatenate([ids, np.asarray(more, ids.dtype).reshape(len(ids), -1)], axis=1)
-        if self.tokenizer is None:
-            raise UserError(f"the model of {self.source} has no tokenizer; give ids [B, S] instead of a text")
-        encoded = [[self.tokenizer.bos_id, *self.tokenizer.encode(text)] for text in prompts]
-        rows = self.continued(encoded, num_tokens, ends=[self.tokenizer.eos_id], **options)
-        new = generation.generate(rows, self.tokenizer, encoded, stop)
-        whole = [text + more for text, more in zip(prompts, new, strict=True)]
-        return whole[0] if isinstance(prompt, str) else whole
+        asked, count = self._asked(prompt), 1 if samples is None else samples
+        if asked.form == "ids" and stop:
+            raise UserError("stop is for texts; ids end at one of ends")
+        seeds = [seed] * len(asked.ids) if isinstance(seed, int) else list(seed)
+        rows = [row for row in asked.ids for _ in range(count)]
+        going = self.continued(
+            rows, num_tokens, sampling=Sampling(**sampling), seeds=[x + i for x in seeds for i in range(count)],
+            ends=[*asked.ends, *ends],
+        )  # fmt: skip
+        found: list[Any] = generation.results(going, asked, rows, self.tokenizer, stop)
+        scored: list[Any] = self._log_probs(rows, going.ids) if log_probs else []
+        if samples is not None:
+            found, scored = ([x[i : i + count] for i in range(0, len(x), count)] for x in (found, scored))
+        if asked.one:
+            return (found[0], scored[0]) if log_probs else found[0]
+        if isinstance(prompt, np.ndarray | jax.Array) and samples is None and not ends:
+            found = np.asarray(found)  # type: ignore[assignment]
+        return (found, scored) if log_probs else found
+
+    def _log_probs(self, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Of each new token, given all before it."""
+        shape = len(rows), max(len(row) + len(more) for row, more in zip(rows, new, strict=True))
+        ids, labels, segments = np.zeros(shape, int), np.full(shape, functions.IGNORED), np.zeros(shape, int)
+        for at, (row, more) in enumerate(zip(rows, new, strict=True)):
+            first, end = len(row), len(row) + len(more)
+            ids[at, :end], segments[at, :end], labels[at, first - 1 : end - 1] = [*row, *more], 1, more
+        found = self.scores(ids, labels, segments=segments)[0] if (labels >= 0).any() else np.zeros(shape, np.float32)
+        return [x[len(row) - 1 :][: len(more)] for x, row, more in zip(found, rows, new, strict=True)]
+
+    def stream(self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
+        """The new text of one text or conversation, as it comes; `options` as for `continued`.
+
+        >>> "".join(model.stream("ab", 4)) == model.generate("ab", 4)[2:]
+        True
+        """
+        asked = self._asked(prompt)
+        if asked.form == "ids" or not asked.one:
+            raise UserError("stream takes one text or conversation; `continued` gives the ids of several as they come")
+        assert self.tokenizer is not None
+        going = self.continued(asked.ids, num_tokens, ends=asked.ends, **options)
+        for (new,) in generation.stream(
+            going, self.tokenizer, asked.ids, [*stop, *asked.stop], follows=asked.form == "text"
+        ):
+            yield new
+
+    def _asked(self, prompt: Any) -> generation.Asked:
+        asked = generation.asked(prompt, self.tokenizer, self.source)
+        for row in asked.ids if asked.form == "ids" else ():
+            self._inputs(np.asarray([row]), None)
+        return asked
 
     def continued(self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> decode.Generation:
         """Continues lists of ids of any lengths piece by piece; options are those of `decode.Generation`.
@@ -400,7 +440,12 @@ def _config_of(given: AnyConfig) -> Config:
     if isinstance(given, Config):
         given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
-        return config_lib.check(given if isinstance(given, ConfigDict) else dict(given))
+        given = given if isinstance(given, ConfigDict) else dict(given)
+        if set(given) == {"model"}:  # a model alone needs no key of the data: their rows are as long as it takes
+            model = config_lib.check_model(dict(given["model"]))
+            rows = min(config_lib.Data.seq_len, model.max_position_embeddings)
+            given = {"model": config_lib.to_dict(model), "data": {"seq_len": rows}}
+        return config_lib.check(given)
     name, colon, argument = str(given).partition(":")
     if name.isidentifier() and not Path(name).exists():
         names = sorted(path.stem for path in config_lib.SHIPPED.glob("[a-z]*.py"))
@@ -467,12 +512,6 @@ def _integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np
     if shape is not None and x.shape != shape:
         raise UserError(f"{name} have shape {x.shape}; expected that of the ids, {shape}")
     return x
-
-
-def _texts(prompt: Any) -> list[str] | None:
-    """The prompts where they are texts, one or several; None if they are ids."""
-    found = [prompt] if isinstance(prompt, str) else np.asarray(prompt, object).ravel().tolist()
-    return found if found and all(isinstance(text, str) for text in found) else None
 
 
 def _require_one_process() -> None:
