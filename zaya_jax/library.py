@@ -15,7 +15,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -390,11 +390,14 @@ def load(
     return LanguageModel(own, params, balance, tokenizer, over, found.name, files, found.imported, found.step > 0)
 
 
-def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> LanguageModel:
+def train(
+    config: AnyConfig, workdir: str | os.PathLike | None = None, *, tracker: Callable[[int, dict], None] | None = None
+) -> LanguageModel:
     """Trains or resumes as `python -m experiments.pretrain` does, and returns the model of the last step.
 
     TrainingStopped if the run is not done. An interrupt saves the step in flight and stops; a second one ends the whole
-    process at once. The model lies on the run's mesh if that has several devices.
+    process at once. The model lies on the run's mesh if that has several devices. `tracker` is called with each step
+    and its figures, in a thread of its own.
 
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True
@@ -406,7 +409,7 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
     with any_model.named(folder), _signals_as_they_were():
-        code = run.train(settings, folder)
+        code = run.train(settings, folder, None, tracker)
     if code != cli.DONE:
         raise TrainingStopped(code, folder)
     plan = schedule.make_plan(settings)

@@ -35,16 +35,20 @@ from zaya_jax.training.evaluation import Evaluation
 from zaya_jax.training.figures import Figures, final_code
 from zaya_jax.training.pace import Pace
 from zaya_jax.training.sample import write_sample
+from zaya_jax.training.trackers import Function, Trackers
 from zaya_jax.training.workdir import CleanupIfRefused, check_same, folder_of, open_workdir, record_start
 
 UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.sound`)
 Way = Literal["resumed", "imported", "forked", "initial weights", "fresh"]
 
 
-def train(config: Config, workdir: str | Path | None = None, faults: Any = None) -> int:
+def train(
+    config: Config, workdir: str | Path | None = None, faults: Any = None, tracker: Function | None = None
+) -> int:
     """Trains a run from its beginning or from where it stopped; returns the exit code.
 
-    Once the loop has begun, every end but going back writes the figures. `faults` are for tests: `tools.faults.Faults`.
+    Once the loop has begun, every end but going back writes the figures. `tracker` is called
+    with each step and its figures. `faults` are for tests: `tools.faults.Faults`.
     """
     host.require_x32()
     host.keep_compiled()
@@ -54,10 +58,11 @@ def train(config: Config, workdir: str | Path | None = None, faults: Any = None)
             begun = begin(config, workdir, at_end)
             if begun.planned.reached == begun.planned.recipe.last_step:
                 return already_complete(begun)
-            loop = Loop(begun, faults)
+            loop = Loop(begun, faults, tracker)
             stop = stop or multihost.StopSignal()  # from here on there is something to save
             at_end.push(loop.failed)
             code = loop.run(stop)
+            loop.trackers.end(cli.PREEMPTED if code is None else code)
     return code
 
 
@@ -175,7 +180,7 @@ def first_state(begun: Beginning, copies: snapshot.Copies) -> Any:
 class Loop:
     """The steps of one start. Each is dispatched before the previous one's figures are read: no accelerator waits."""
 
-    def __init__(self, begun: Beginning, faults: Any):
+    def __init__(self, begun: Beginning, faults: Any, tracker: Function | None):
         planned, here = begun.planned, begun.planned.phase
         self.begun, self.planned, self.faults = begun, planned, faults
         self.config, self.plan = planned.recipe.config, planned.recipe.plan
@@ -200,7 +205,8 @@ class Loop:
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, planned.reached)
         # A run that ended as unhealthy resumes one step below the limit, so one more bad step ends it.
         unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
-        self.figures = Figures(begun, unsound, self.pace, self.guard)
+        self.trackers = Trackers(self.config, self.workdir, tracker)
+        self.figures = Figures(begun, unsound, self.pace, self.guard, self.trackers)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
         self.kept: dict[str, float] = {}  # the figures of the last save
 
@@ -381,6 +387,7 @@ class Loop:
         """The callback of an ExitStack: an error ends the run. A disk that hangs must not delay the message."""
         if kind:
             leaving.within(leaving.PATIENCE, self._wind_up)
+            self.trackers.end(cli.FAILED)
 
     def _end(self, number: int, code: int, line: str, again: bool = False, way_back: bool = False) -> int:
         """Ends after a step with this last line; `again`: tries failed durable copies once more.

@@ -14,6 +14,7 @@ SCALES = ("match_rms_adamw", "spectral")
 SKIPS = ("never", "nonfinite", "spike")
 MATMULS = ("default", "high", "highest")
 ITERATIONS = ("keller_jordan", "polar_express")
+TRACKERS = ("wandb", "mlflow", "trackio")
 REMATS = ("none", "elementwise", "attention", "layer", "offload")
 
 MOST = 2**31 - 1  # for counts in 32 bits on the devices
@@ -253,6 +254,7 @@ class Log:
     """Output during the run, and the sample at the end."""
 
     every: int = ranged(10, 1, MOST, "steps between lines on the terminal; the files get every step")
+    trackers: tuple[str, ...] = choice((), TRACKERS, "that get each step's figures too; docs/metrics.md")
     sample_prompt: str = text("def ", "text", "text that the sample continues; with data.chats, the user's turn")
     sample_tokens: int = ranged(256, 0, 2**20, "its length")
     sample_temperature: float = ranged(0.7, 0, 1000, "of its sampling; 0: greedy")

@@ -23,6 +23,7 @@ from zaya_jax.schedule import Step
 from zaya_jax.training import logs, notes
 from zaya_jax.training.metrics import PER_LAYER_EVERY, Writer, describe
 from zaya_jax.training.pace import Pace
+from zaya_jax.training.trackers import Trackers
 
 STEPS = 100  # the newest so many count for the time that is left
 
@@ -30,11 +31,11 @@ STEPS = 100  # the newest so many count for the time that is left
 class Figures:
     """The figures of one start; `unsound` updates in a row had no effect before it."""
 
-    def __init__(self, begun: Any, unsound: int, pace: Pace, guard: Any):
+    def __init__(self, begun: Any, unsound: int, pace: Pace, guard: Any, trackers: Trackers | None = None):
         """`begun` is the run's `Beginning`, `guard` the `aegis.guard.Guard` that sees them."""
         planned = begun.planned
         self._recipe, self._store, self._pace, self._guard = planned.recipe, begun.store, pace, guard
-        self.writer = Writer(begun.workdir, planned.reached)
+        self.writer = Writer(begun.workdir, planned.reached, trackers)
         self._first_step = planned.reached + 1
         self._seconds_per_token: collections.deque[float] = collections.deque(maxlen=STEPS)
         self.unsound = unsound  # updates in a row without effect, up to the last one

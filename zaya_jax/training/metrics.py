@@ -1,4 +1,4 @@
-"""Writes a run's figures: metrics.jsonl and TensorBoard every step, and lines on the terminal.
+"""Writes a run's figures: metrics.jsonl, TensorBoard and trackers every step, and lines on the terminal.
 
 Figures are the same in all processes; process 0 writes and shows them.
 """
@@ -20,6 +20,7 @@ from zaya_jax.cluster import leaving
 from zaya_jax.cluster.multihost import is_writer
 from zaya_jax.config import UserError
 from zaya_jax.training.logs import say
+from zaya_jax.training.trackers import Trackers
 
 BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
 STEP = re.compile(rb'\{"step": (\d+)[,}]')  # as a line begins
@@ -29,8 +30,8 @@ PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entrop
 class Writer:
     """Appends a step's figures to the workdir's files; on resume first drops those after the restored step."""
 
-    def __init__(self, workdir: Path, restored_step: int):
-        self.path, self.last_step = workdir / "metrics.jsonl", restored_step
+    def __init__(self, workdir: Path, restored_step: int, trackers: Trackers | None = None):
+        self.path, self.last_step, self._trackers = workdir / "metrics.jsonl", restored_step, trackers
         self._writes = is_writer()
         if not self._writes:
             return
@@ -56,18 +57,17 @@ class Writer:
         if not self._writes:
             return
         plain = {name: _plain(value) for name, value in figures.items()}
+        single = scalars(plain)
+        if self._trackers:
+            self._trackers.write(step, single)
         with self._lock:
             self._lines += json.dumps({"step": step, **plain}).encode() + b"\n"
             if len(self._lines) > BUFFER:
                 self._write_lines()
         if not self._events_are_written():
             return
-        for name, value in plain.items():
-            if isinstance(value, float | int):
-                self._events.add_scalar(name, value, step)
-            elif value and isinstance(value[0], float):
-                self._events.add_scalar(f"{name}/mean", float(np.mean(value)), step)
-                self._events.add_scalar(f"{name}/least", float(np.min(value)), step)
+        for name, value in single.items():
+            self._events.add_scalar(name, value, step)
 
     def flush(self) -> None:
         """Hands everything to the operating system, before a checkpoint that counts on it."""
@@ -112,6 +112,17 @@ class Writer:
         if self._events_are_written():
             with contextlib.suppress(OSError):
                 function()
+
+
+def scalars(figures: dict[str, Any]) -> dict[str, float]:
+    """The figures as single numbers: of one per layer the mean and the least."""
+    found: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, float | int):
+            found[name] = value
+        elif value and isinstance(value[0], float):
+            found |= {f"{name}/mean": float(np.mean(value)), f"{name}/least": float(np.min(value))}
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ events.out.*       TensorBoard's                  report.html        the picture
 logs/              one file per process, see `logs`  environment.json   devices, versions
 sample.txt         the model's text at the end       samples.jsonl      the texts of all ends
 lineage.json       a fork's: the runs that it comes from, see `fork`
+tracker.id         the run's id with trackers, see `trackers`
 .lock              the process that writes here now, see `checkpoint.claims`
 kernels.json       on a GPU the trial of the kernels, see `kernels`
 imported.json      where the weights came from PyTorch: their config's further keys, their dtypes

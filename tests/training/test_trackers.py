@@ -1,0 +1,129 @@
+"""A run's figures with trackers: stand-ins for their packages, and the packages themselves where they are installed."""
+
+import dataclasses
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import tiny_runs
+
+from zaya_jax import cli
+from zaya_jax.training import trackers
+
+FIGURES = {"loss": 2.5, "grad_norm/experts": 0.5}
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the package; everything that it was told."""
+    told = []
+
+    def init(**given):
+        told.append(("init", given["id"], given["resume"], given["config"]["data.seq_len"]))
+        return SimpleNamespace(
+            log=lambda figures: told.append(("log", figures)),
+            define_metric=lambda *_, **__: None,
+            mark_preempting=lambda: told.append(("preempting",)),
+            finish=lambda exit_code: told.append(("end", exit_code)),
+        )
+
+    module = ModuleType("wandb")
+    module.init, module.Settings = init, dict
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return told
+
+
+def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)  # as where it is not installed
+    tiny_runs.write_corpus(tmp_path / "text")
+    own, keys = [], {"data__path": str(tmp_path / "text"), "log__trackers": ("wandb", "trackio")}
+
+    def fails_at_3(step, figures):
+        own.append((step, figures["loss"]))
+        assert step < 3, "no disk"
+
+    monkeypatch.setattr(tiny_runs.run_lib, "train", lambda *a, f=tiny_runs.run_lib.train: f(*a, None, fails_at_3))
+    assert tiny_runs.train(tmp_path / "run", run__num_steps=4, **keys) == cli.DONE
+    assert tiny_runs.train(tmp_path / "run", run__num_steps=6, **keys) == cli.DONE
+    written = tiny_runs.lines(tmp_path / "run")
+    logged = [figures for what, figures, *_ in wandb if what == "log"]
+    assert [(x["step"], x["loss"]) for x in logged] == [(x["step"], x["loss"]) for x in written]
+    assert all(isinstance(value, int | float) for x in logged for value in x.values())
+    first, again = (x for x in wandb if x[0] == "init")
+    assert first == again == ("init", first[1], "allow", 16)
+    assert wandb[5] == wandb[-1] == ("end", cli.DONE)
+    assert own == [(x["step"], x["loss"]) for x in written[:3]] + [(5, written[4]["loss"])]
+    said = capsys.readouterr().out
+    assert said.count("warning: the tracker function fails") == 2 and "AssertionError: no disk" in said
+    assert said.count("warning: the tracker trackio fails") == 2
+
+
+def opened(folder, *names, function=None):
+    settings = tiny_runs.settings()
+    log = dataclasses.replace(settings.log, trackers=names)
+    return trackers.Trackers(dataclasses.replace(settings, log=log), folder, function)
+
+
+def test_the_end_tells_whether_a_run_goes_on_and_comes_once(wandb, tmp_path):
+    for code in (cli.PREEMPTED, cli.UNHEALTHY):
+        found = opened(tmp_path, "wandb")
+        found.end(code)
+        found.end()
+    assert [x for x in wandb if x[0] != "init"] == [("preempting",), ("end", cli.PREEMPTED), ("end", cli.UNHEALTHY)]
+
+
+def test_a_tracker_that_hangs_holds_up_no_step_and_its_end_is_waited_for_only_so_long(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "PATIENCE", 0.1)
+    release = threading.Event()
+    found = opened(tmp_path, function=lambda step, figures: release.wait())
+    for step in range(trackers.WAITING + 5):
+        found.write(step, FIGURES)
+    found.end(cli.DONE)
+    release.set()
+    assert "the tracker function did not take all figures within 0 s" in capsys.readouterr().out
+
+
+def test_another_process_than_the_writer_has_none(wandb, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "is_writer", lambda: False)
+    opened(tmp_path, "wandb").end(cli.DONE)
+    assert not wandb and not list(tmp_path.iterdir())
+
+
+def written_in_two_starts(folder, name):
+    """Steps 1 and 2, a stop, and steps 2 and 3."""
+    for steps, code in (((1, 2), cli.PREEMPTED), ((2, 3), cli.DONE)):
+        found = opened(folder, name)
+        for step in steps:
+            found.write(step, FIGURES | {"loss": float(step)})
+        found.end(code)
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio", "wandb"])
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_the_packages_themselves_have_the_run_once(name, tmp_path, monkeypatch):
+    package = pytest.importorskip(name)
+    code = f"import test_trackers as t, pathlib; t.written_in_two_starts(pathlib.Path('run'), '{name}')"
+    offline = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/ml", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    offline |= {"TRACKIO_DIR": str(tmp_path / "tr"), "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    for variable, value in offline.items():
+        monkeypatch.setenv(variable, value)
+    (tmp_path / "run").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
+    assert b"warning: the tracker" not in done.stdout and not done.returncode, done
+    if name == "wandb":
+        assert len(list(tmp_path.glob(f"run/wandb/offline-run-*-{(tmp_path / 'run/tracker.id').read_text()}"))) == 2
+    elif name == "trackio":
+        with sqlite3.connect(tmp_path / "tr" / "zaya_jax.db") as base:
+            found = base.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        assert len({run for run, *_ in found}) == 1 and [step for _, step, _ in found] == [1, 2, 2, 3]
+        assert all(json.loads(figures)["loss"] == step for _, step, figures in found)
+    else:
+        client = package.MlflowClient()
+        (run,) = client.search_runs([client.get_experiment_by_name("zaya_jax").experiment_id])
+        assert run.info.status == "FINISHED" and run.data.params["data.seq_len"] == "16"
+        assert [x.step for x in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 2, 3]
