@@ -147,8 +147,10 @@ def _with_kernels(config: Config, record: Path | None, device: Any) -> tuple[Con
     else:
         open_ = config.kernels[0] in chip.OPEN
         why = "assumed: not tried on this chip" if open_ else "as --config.kernels says"
-    own = here.taking(config.kernels).kernels if here.maker in ("cuda", "rocm") else ()
-    return config, f"kernels: ours for {', '.join(own) or 'nothing'}, otherwise XLA's ({why})"
+    if here.maker not in ("cuda", "rocm"):
+        return config, "kernels: a CPU's own algorithms"
+    own = ", ".join(here.taking(config.kernels).kernels)
+    return config, f"kernels: ours for {own or 'nothing'}, otherwise XLA's ({why})"
 
 
 def _program(config: Config, segment: Segment, devices: list, at_once: int) -> tuple[Config, Any, int, int]:

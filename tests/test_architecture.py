@@ -20,7 +20,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 BUDGET = {
     ("aegis",): 4453,
     ("checkpoint",): 3536,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
-    ("cli.py", "library.py", "functions.py", "generation.py"): 1212,
+    ("cli.py", "library.py", "functions.py", "generation.py"): 1214,
     ("config", "cluster"): 2305,  # 2100
     ("data",): 4599,  # 300 of these spell chats by a model's own template
     ("model", "parallel", "optim"): 5650,
@@ -29,8 +29,8 @@ BUDGET = {
     ("report",): 2152,  # 2080
     ("run.py",): 408,
     ("training",): 2311,  # 2000; 128 of these settle the kernels, 145 are trackers
-    ("",): 31_751,  # 30,000
-    ("../tests",): 25_339,  # 24,000; 300 of these hold the trial of kernels
+    ("",): 31_753,  # 30,000
+    ("../tests",): 25_455,  # 24,000; 300 of these hold the trial of kernels
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.

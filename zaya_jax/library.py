@@ -354,6 +354,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
         tokenizer = None  # a model for custom ids
     elif tokenizer:
         settings = tokenizers.with_model_ids(settings, tokenizer)
+    kernels.settle(settings, at_once=1)  # before JAX takes the devices
     settings, over = _with_mesh(settings, mesh)
     params, balance = functions.init(settings, seed, over)
     folder = Path(settings.data.tokenizer)

@@ -8,6 +8,8 @@ import multiprocess_runs
 import pytest
 import tiny_runs
 
+from benchmarks import gpu
+from experiments import characterize
 from pallas_kernels import chip, trial
 from zaya_jax import cli, config
 from zaya_jax.checkpoint.source import read_meta
@@ -81,6 +83,35 @@ def test_the_sizes_are_a_devices_share_of_the_phase_with_most_tokens():
     dense.model.update(model_type="dense", intermediate_size=24, num_experts=1)
     assert kernels.request(config.check(dense), 1)["model"]["moe_intermediate_size"] == 24
     assert "grouped_mlp" not in kernels.request(config.check(dense), 1)["operators"]
+
+
+def test_characterize_writes_the_record_and_needs_a_gpu(on_a_gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["characterize", "kernels", f"--out={tmp_path / 'out'}"])
+    tiny = config.to_dict(tiny_runs.settings())
+    monkeypatch.setattr(characterize, "read_config", lambda path: config.check(tiny))
+    assert cli.exit_code(characterize.main) == cli.DONE
+    record = trial.read(tmp_path / "out" / "kernels.json")
+    assert record["kernels"] == ["newton_schulz"] and trial.words(record) in capsys.readouterr().out
+    assert "Seconds of one call" in (tmp_path / "out" / "kernels.html").read_text()
+    monkeypatch.setattr(trial, "may_be_here", lambda: False)
+    assert cli.exit_code(characterize.main) == cli.BAD_INPUT
+    assert "error: no GPU is here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_first_hour_on_a_gpu_is_one_command_which_goes_on_past_a_part_that_fails(tmp_path, monkeypatch):
+    parts = [name for name in gpu.PARTS if "1B" not in name and "100M" not in name]
+    assert gpu.main([f"--out={tmp_path}", "--minutes=8", "--parts", *parts]) == 0
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(results) == ["device", *parts] and not any("fault" in results[name] for name in parts)
+    assert all(words.startswith("right") for words in results["golden cases"]["found"].values())
+    step = results["training step, 1M"]["found"]
+    assert step["tokens a second"] > 0 and step["peak GB, planned"] > 0 and step["peak GB, compiled"] > 0
+    whole, of = results["resume"]["found"]["equal bit for bit"].removesuffix(" arrays").split(" of ")
+    assert whole == of
+    monkeypatch.setattr(gpu, "LEAST", 0.1)
+    assert gpu.main([f"--out={tmp_path}", "--minutes=0", "--parts", "resume", "decoding"]) == 1
+    assert (tmp_path / "gpu.md").read_text().count("did not end within 0 s") == 2
 
 
 PROGRAM = """
