@@ -224,8 +224,9 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
     if step["links"]:
         flows = [
             [
-                f["what"], f["kind"], f"{f['wire'] / 1e9:,.3f}", " x ".join(f["axes"]), f"{f['times']:,.0f}",
-                f"{1e3 * f['seconds']:,.2f}",
+                f["what"], f["kind"], f"{f['wire'] / 1e9:,.3f}",
+                " x ".join(f["axes"]) + (f", {len(f['group'])} together" if f["group"] else ""),
+                f"{f['times']:,.0f}", f"{1e3 * f['seconds']:,.2f}",
             ]
             for f in phase["flows"]
         ]  # fmt: skip

@@ -167,7 +167,7 @@ def test_a_step_in_two_levels_differs_by_rounding_alone(monkeypatch):
 def test_small_shares_alone_take_two_levels(monkeypatch):
     monkeypatch.undo()
     base = optim_helpers.shapes(L=2, D=2048, E=16, F=2048)
-    for devices, levels in ((64, 1), (1016, 2), (1024, 2)):
+    for devices, levels in ((64, 1), (1024, 1), (1280, 2), (4096, 2)):
         layout = chain.build(Optim(), optim_helpers.FLOAT32, base, axes=dict(data=devices), node=8).layout
         assert {len(way.levels) for way in layout.by_layer.values()} == {levels}
 

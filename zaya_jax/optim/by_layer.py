@@ -15,6 +15,7 @@ so its bits do on the devices of a node.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,8 @@ from zaya_jax.optim.grid import UNIT
 from zaya_jax.optim.matrices import WASTE, Matrices, pad
 
 LARGE = 2**24  # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
-# Numbers of a share under which two levels are faster: in the 2.1 us that a ring's step inside a node takes to begin
-# (RCCL's constant for gfx942), the node's links carry 0.66 MB at 0.7 of 448 GB/s.
+# Numbers of a layer's shares under which two levels are faster: in the 2.1 us that a ring's step inside a node takes to
+# begin (RCCL's constant for gfx942), the node's links carry 0.66 MB at 0.7 of 448 GB/s.
 SHORT = 164_000
 
 
@@ -41,10 +42,7 @@ class ByLayer:
         # Pieces of a layer that a device keeps, pieces of a matrix, and the numbers of a piece.
         self.kept, self.cut, self.piece = _cut(self.matrices, bucket.rows, bucket.shards)
         self.padded = bucket.shards * self.kept * self.piece  # numbers of a layer that travel
-        nodes = bucket.grid.nodes
-        two = self.kept * self.piece < SHORT and min(nodes.shape) > 1
-        # The groups of devices that sum together, one set after the other.
-        self.levels = [nodes, nodes.T] if two else [nodes.reshape(1, -1)]
+        self.levels = [np.arange(bucket.shards)[None]]  # the groups of devices that sum together, one set at a time
         # Pieces from one device to another: an owner's matrices follow each other, through the layers.
         self.each = min(bucket.slots * self.cut, -(-bucket.slots // self.matrices) * self.kept)
 
@@ -59,6 +57,15 @@ class ByLayer:
             return None
         way = ByLayer(bucket)
         return way if way.padded <= (1 + WASTE) * numbers else None
+
+    @staticmethod
+    def settle(ways: Sequence["ByLayer"]) -> None:
+        """Chooses one level or two, alike for all: the compiler makes one sum of what leaves a layer together."""
+        share = sum(way.kept * way.piece for way in ways)
+        for way in ways:
+            nodes = way.bucket.grid.nodes
+            if min(nodes.shape) > 1 and share < SHORT:
+                way.levels = [nodes, nodes.T]
 
     @property
     def shape(self) -> tuple[int, ...]:

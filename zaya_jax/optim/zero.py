@@ -122,6 +122,7 @@ class Layout:
             bucket.way = ByLayer.of(bucket)
         self.matrices = {bucket.name: bucket for bucket in buckets}
         self.by_layer = {bucket.weights[0].path: bucket.way for bucket in buckets if bucket.way}
+        ByLayer.settle(list(self.by_layer.values()))
         total = sum(math.prod(w.shape) for w in weights)
         self.vectors = [Vectors(axes, found, total, self.grid) for axes, found in own.items()]
 

@@ -29,7 +29,7 @@ class Flow:
     wire: float  # bytes that a device sends in a step
     axes: tuple[str, ...]
     times: float  # how many there are
-    group: tuple[int, ...] = ()  # the devices of one of them, if those along the axes sum in levels
+    group: tuple[int, ...] = ()  # the devices of one of them, if not all along the axes
 
     def seconds(self, case: Case, cluster: Cluster, rates: Rates) -> float:
         """On the links of its group; a ring's messages pass each device once."""
@@ -56,8 +56,19 @@ def _links(
 
 def flows(case: Case) -> list[Flow]:
     """All of a step."""
-    found = [*_exchange(case), *_layers(case), *_fetches(case)]
+    found = [*_leaving(case), *_exchange(case), *_layers(case), *_fetches(case)]
     return [flow for flow in found if flow.wire]
+
+
+def _leaving(case: Case) -> Iterator[Flow]:
+    """The sums of gradients that leave with their layer: the compiler makes one of a layer's, or one for each level."""
+    ways = list(case.ways.values())
+    left = sum(4.0 * way.layers * way.padded for way in ways)
+    for groups in ways[0].levels if ways else ():
+        group = tuple(groups[0].tolist()) if len(groups) > 1 else ()
+        wire = left * (1 - 1 / groups.shape[1])
+        yield Flow(FETCHING, "reduce-scatter", wire, ways[0].bucket.shared, ways[0].layers, group)
+        left -= wire
 
 
 def _exchange(case: Case) -> Iterator[Flow]:
@@ -71,13 +82,7 @@ def _exchange(case: Case) -> Iterator[Flow]:
         axes = layout.bucket[name].shared
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
-        if way := case.ways.get(name):  # a layer's at a time, and then to owners
-            left = 4.0 * way.layers * way.padded
-            for groups in way.levels:
-                members = tuple(groups[0].tolist())
-                wire = left * (1 - 1 / len(members))
-                yield Flow(FETCHING, "reduce-scatter", wire, axes, way.layers, members)
-                left -= wire
+        if way := case.ways.get(name):
             yield Flow(GRADIENTS, "all-to-all", 4.0 * way.sent, axes, way.rounds)
         else:
             scattered[axes] += kinds["reduce-scatter"] * cut
