@@ -19,18 +19,18 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4453,
-    ("checkpoint",): 3536,  # 3200; 113 of these read what Orbax alone has saved, 180 are Handler's
+    ("checkpoint",): 3611,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
     ("cli.py", "library.py", "functions.py", "generation.py"): 1214,
-    ("config", "cluster"): 2305,  # 2100
+    ("config", "cluster"): 2331,  # 2100
     ("data",): 4599,  # 300 of these spell chats by a model's own template
-    ("model", "parallel", "optim"): 5660,  # 5650; sums in two levels
+    ("model", "parallel", "optim"): 5762,  # 5650; sums in two levels; with low-rank updates
     ("plan", "hardware"): 2970,  # 2950; the links of sums in two levels
-    ("pytorch", "evaluate"): 1810,  # one name for a model, the older layout, tasks in a chat template
+    ("pytorch", "evaluate"): 1830,  # one name for a model, the older layout, tasks in a chat template
     ("report",): 2152,  # 2080
-    ("run.py",): 408,
-    ("training",): 2311,  # 2000; 128 of these settle the kernels, 145 are trackers
-    ("",): 31_815,  # 30,000
-    ("../tests",): 25_470,  # 24,000; 300 of these hold the trial of kernels
+    ("run.py",): 418,
+    ("training",): 2389,  # 2000; 128 of these settle the kernels, 145 are trackers
+    ("",): 32_111,  # 30,000
+    ("../tests",): 25_503,  # 24,000; 300 of these hold the trial of kernels
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
@@ -54,7 +54,7 @@ HEAVY = {
 # The parts of this project that a module may import. The first name that fits a module counts.
 ARROWS = {
     "zaya_jax.config": ("zaya_jax.config", "pallas_kernels.chip"),
-    "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "pallas_kernels"),
+    "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.trees", "pallas_kernels"),
     "zaya_jax.parallel": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.parallel", "pallas_kernels"),
     "zaya_jax": ("zaya_jax", "pallas_kernels"),
     "pallas_kernels": ("pallas_kernels",),

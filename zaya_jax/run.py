@@ -19,16 +19,16 @@ from zaya_jax.aegis import decisions
 from zaya_jax.aegis.guard import Guard
 from zaya_jax.aegis.replay import Replay
 from zaya_jax.checkpoint.partial import InitialWeights
-from zaya_jax.checkpoint.source import read_meta
+from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
 from zaya_jax.data import pipeline
 from zaya_jax.hardware import host
-from zaya_jax.pytorch.any_model import weights_of
+from zaya_jax.pytorch.any_model import weights_of, with_base
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
-from zaya_jax.training import fork, kernels, logs, notes, snapshot, start
+from zaya_jax.training import fork, frozen, kernels, logs, notes, snapshot, start
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 from zaya_jax.training.evaluation import Evaluation
@@ -155,8 +155,17 @@ def already_complete(begun: Beginning) -> int:
     return code
 
 
-def first_state(begun: Beginning, copies: snapshot.Copies) -> Any:
-    """The state before the first step, by the way in which the run begins."""
+def first_state(begun: Beginning, copies: snapshot.Copies) -> tuple[Any, dict[str, Any]]:
+    """The state before the first step, by the way in which the run begins, and metadata for all its saves."""
+    state, planned = _trained_state(begun, copies), begun.planned
+    run, meta = planned.recipe.config.run, begun.meta
+    if not run.lora:
+        return state, {}
+    base = weights_of(meta["base"]["name"] if meta else run.init_from)
+    return state, frozen.put_under(state, planned.state, base, meta)
+
+
+def _trained_state(begun: Beginning, copies: snapshot.Copies) -> Any:
     planned, run = begun.planned, begun.planned.recipe.config.run
     if begun.way == "resumed":
         return begun.store.restore(planned.reached, copies.like, copies.held, copies.place)[0]
@@ -164,7 +173,7 @@ def first_state(begun: Beginning, copies: snapshot.Copies) -> Any:
         return copies.place(begun.parent.load(copies.like, copies.held))
     # Initial weights that do not fit are refused before anything is compiled.
     weights = None
-    if begun.way == "initial weights":
+    if begun.way == "initial weights" and not run.lora:
         weights = InitialWeights(weights_of(run.init_from), copies.held, run.init_grow)
     state = states.init(planned.phase.config, planned.optimizer, planned.phase.mesh)
     if begun.way == "imported":  # weights and biases, no optimizer yet
@@ -193,7 +202,7 @@ class Loop:
         multihost.barrier("set-up")
         # like: a copy's shapes; held: where a checkpoint's arrays lie in it; place: from a copy to a state.
         self.copies = snapshot.of_run(planned.optimizer, planned.state, here.spread.heads, logs.say)
-        self.state = first_state(begun, self.copies)
+        self.state, self.named = first_state(begun, self.copies)
         self.program = functools.cache(self._program)
         self.stream = planned.stream
         self.stream.send_by(self._put)
@@ -285,7 +294,7 @@ class Loop:
             "step": number, "tokens": tokens, "data": self.stream.get_state(),
             "config": config_lib.to_dict(self.config), "tokenizer": self.planned.tokenizer.sha256,
             "version": __version__, "metrics": figures, "lineage": self.begun.meta.get("lineage", []),
-            "evaluation_owed": owed, "unsound": self.figures.unsound, **self.guard.meta(),
+            "evaluation_owed": owed, "unsound": self.figures.unsound, **self.named, **self.guard.meta(),
             **kernels.meta(self.begun.kernels),
         }  # fmt: skip
         save = self.store.save_now if last else self.store.save
@@ -297,8 +306,8 @@ class Loop:
             return None
         with self.figures.outside_a_step():
             self.pace.evaluate(now.number, (now.phase_index, now.sequences, "again"))
-            params, bias = self.state["params"], self.state["balance"].bias
-            finding = self.program(now.phase_index, again=True)(params, bias, batch)
+            params, bias, frozen = self.state["params"], self.state["balance"].bias, self.state.get("frozen")
+            finding = self.program(now.phase_index, again=True)(params, bias, batch, frozen)
             return self.guard.checked(now.number, finding, self.mesh, self.saved_steps, self.plan.begin)
 
     def saved_steps(self) -> list[int]:
@@ -336,8 +345,9 @@ class Loop:
         self.state = None  # frees its memory for the sample
 
         def write_results() -> None:
-            write_sample(self.workdir, self.planned.recipe.phase_of_step(last).config, self.planned.tokenizer, last)
             if multihost.is_writer():
+                own, weights = self.planned.recipe.phase_of_step(last).config, with_base(Source(self.workdir, last))
+                write_sample(self.workdir, own, self.planned.tokenizer, last, weights)
                 write_report(self.workdir)
 
         written = leaving.unless(lambda: bool(self.stop.asked), write_results)

@@ -29,7 +29,8 @@ IMPORTED_LR = 2e-5  # where that is not known
 
 
 def get_config(weights: str = "") -> ConfigDict:
-    """The whole config of a run that fine-tunes these weights."""
+    """The whole config of a run that fine-tunes these weights, or with MODEL,lora=RANK low-rank updates of them."""
+    weights, lora, rank = weights.partition(",lora=")
     found = _find(weights)
     before, step = found.config, found.step
     model = dataclasses.replace(  # ids of begin, end and padding: the tokenizer's
@@ -42,6 +43,10 @@ def get_config(weights: str = "") -> ConfigDict:
         )
     )  # fmt: skip
     c.run.init_from = weights
+    if lora:
+        if not rank.isdecimal() or int(rank) == 0:
+            raise config.UserError(f"finetune.py:{weights},lora={rank}: the rank is a whole number from 1, such as 16")
+        c.run.lora = int(rank)
 
     c.data.path = "chats.jsonl"
     c.data.chats = True

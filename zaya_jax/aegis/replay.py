@@ -29,12 +29,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax import trees
 from zaya_jax.config import Config
-from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import batch_spec
 from zaya_jax.parallel.spread import AXES, spread_of
 from zaya_jax.training import step as steps
 from zaya_jax.training.gradients import gradients
-from zaya_jax.training.state import REPLICATED
+from zaya_jax.training.state import REPLICATED, frozen_specs, trained_specs
 
 HALVES = 4  # 64 bits, sixteen in each float: the gradient of a layer's slot is float32
 FIGURES = "loss"  # stands for the loss's sums among the names of weights
@@ -60,14 +59,16 @@ class Replay:
         spread, model = self._spread, config.model
         loss_fn = steps.make_loss(config, model, spread)
 
-        def hashes(params, bias, batch):
+        def hashes(params, bias, batch, frozen):
             total = float(math.prod(batch["tokens"].shape[1:]) * spread.data * spread.expert)
             by_layer: dict[str, Any] = {
-                path: _Hashed(x.shape[0]) for path, x in trees.flat(params, "/").items() if path.startswith("layers/")
+                path: _Hashed(x.shape[0])
+                for path, x in trees.flat(params, "/").items()
+                if path.startswith("layers/") and not frozen
             }
 
             def loss_of(params, micro, stored):
-                return loss_fn(params, bias, micro, total, stored)
+                return loss_fn(params, bias, micro, total, stored, frozen)
 
             found, sums = gradients(loss_of, params, batch, by_layer, in_place=False)
             found = trees.flat(found, "/")
@@ -86,19 +87,19 @@ class Replay:
             return jax.tree.map(lambda x: lax.ppermute(x, "data", there), one)
 
         batches, everywhere = batch_spec(spread), PartitionSpec(AXES)
-        params = sharding.param_specs(model, config.precision, spread)
-        self._program = steps.on_mesh(config, mesh, hashes, (params, REPLICATED, batches), out=everywhere)
+        specs = (trained_specs(config, spread), REPLICATED, batches, frozen_specs(config, spread).get("frozen", {}))
+        self._program = steps.on_mesh(config, mesh, hashes, specs, out=everywhere)
         self._moves = [
             steps.on_mesh(config, mesh, lambda batch, by=by: move(batch, by), (batches,), out=batches)
             for by in range(3)
         ]
         self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
 
-    def __call__(self, params: Any, bias: jax.Array, batch: dict[str, jax.Array]) -> Mismatch | None:
-        """Computes it and compares; all processes together."""
+    def __call__(self, params: Any, bias: jax.Array, batch: dict, frozen: Any = None) -> Mismatch | None:
+        """Computes it and compares; all processes together. `frozen`: the weights under params that are adapters."""
 
         def compute(by: int) -> np.ndarray:
-            return np.asarray(self._gather(self._program(params, bias, self._moves[by](batch))))
+            return np.asarray(self._gather(self._program(params, bias, self._moves[by](batch), frozen or {})))
 
         first, again = compute(0), compute(0)
         parts = 1 if self._spread.fsdp else self._spread.data

@@ -30,14 +30,14 @@ Overlap = tuple[slice, slice]  # from, to
 
 
 def read(
-    place: str | Path, pattern: str = "params.*", step: int | None = None, dtype: str | None = None
+    place: str | Path | Source, pattern: str = "params.*", step: int | None = None, dtype: str | None = None
 ) -> dict[str, Any]:
     """The arrays of a checkpoint whose names fit a pattern (params.layers.router.*), on the host.
 
-    `place` is a workdir, the folder of one checkpoint or of exported parameters, or a URL; floating
+    `place` is a workdir, the folder of one checkpoint or of exported parameters, a URL, or an open source; floating
     point numbers become `dtype`.
     """
-    source = open_source(place, step)
+    source = place if isinstance(place, Source) else open_source(place, step)
     chosen = [array for name, array in source.arrays().items() if fnmatch.fnmatchcase(name, pattern)]
     if not chosen:
         names = ", ".join(sorted({name.split(".")[0] + ".*" for name in source.arrays()}))

@@ -23,7 +23,8 @@ experts on other devices.
 """
 
 import dataclasses
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ from zaya_jax.model.experts import expert_mlp
 
 Axes = tuple[str | None, ...]
 Kept = dict[str, Any] | None  # with a cache, the layer's entries
+NO_ADAPTERS: Mapping[str, jax.Array] = types.MappingProxyType({})
 Windows = tuple[int | None, ...]  # one for each softmax layer, bottom first
 
 
@@ -78,6 +80,7 @@ class Weights:
 
     gather: Callable[[jax.Array, Axes], jax.Array] | None = None
     expert_mlp: Callable[..., jax.Array] = expert_mlp
+    adapters: Mapping[str, jax.Array] = NO_ADAPTERS  # of this layer, "cca/q/kernel/a" and "../b" (`lora`)
 
     @property
     def fetched(self) -> bool:
@@ -87,12 +90,19 @@ class Weights:
     def local(self, weights: Any) -> Any:
         """A layer's weights, an nnx state, as the layer computes with them."""
 
-        def one(w):
-            axes = w.get_metadata()["axes"]
-            x = w[...] if self.gather is None else self.gather(w[...], axes)
+        def one(path, w):
+            axes, name = w.get_metadata()["axes"], "/".join(map(str, path))
+            x = self._whole(w[...], axes)
+            if f"{name}/a" in self.adapters:
+                a = self._whole(self.adapters[f"{name}/a"], (*axes[:-1], None))
+                b = self._whole(self.adapters[f"{name}/b"], (*axes[:-2], None, axes[-1]))
+                x = (x + jnp.matmul(a, b, precision="highest")).astype(x.dtype)
             return w.replace(self.own(x, axes))
 
-        return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Param))
+        return nnx.from_flat_state([(path, one(path, w)) for path, w in nnx.to_flat_state(weights)])
+
+    def _whole(self, x: jax.Array, axes: Axes) -> jax.Array:
+        return x if self.gather is None else self.gather(x, axes)
 
     def own(self, x: jax.Array, axes: Axes) -> jax.Array:
         """This device's part of an array whose dims have these logical axes."""

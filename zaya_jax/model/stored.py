@@ -4,6 +4,7 @@ A scan copies each layer's weights out of the stack of all layers', and its grad
 either costs too much, a `Stored` changes it, and the model uses only its interface:
 
     experts   kernels read a layer's experts inside the stack of all layers, and may write gradients into such a stack
+    adapters  a layer's matrices are changed by products of small ones (`lora`), which are scanned beside them
     slots     a weight's gradient is reduced as it leaves its layer, inside the scan: its whole stack never exists
 """
 
@@ -28,22 +29,25 @@ class Stored:
 
     `experts` gives, for a layer's number, the `expert_mlp` that uses that layer's weights and ignores its arguments'.
     `slots` are zeros by the weight's path in a layer, stacked over layers: `shares` of a layer's gradient is
-    the slot's gradient, and the weight has no gradient.
+    the slot's gradient, and the weight has no gradient. `adapters` are pairs by path, "cca/q/kernel/a" and "../b".
     """
 
     experts: Callable[[jax.Array], Callable] | None = None
     slots: Mapping[str, jax.Array] = NONE
     shares: Mapping[str, Callable] = NONE
+    adapters: Mapping[str, jax.Array] = NONE
 
-    def by_layer(self, num_layers: int) -> tuple[jax.Array | None, dict[str, jax.Array]]:
+    def by_layer(self, num_layers: int) -> tuple[jax.Array | None, dict[str, jax.Array], dict[str, jax.Array]]:
         """The further inputs that the scan hands to each layer."""
-        return None if self.experts is None else jnp.arange(num_layers), dict(self.slots)
+        return None if self.experts is None else jnp.arange(num_layers), dict(self.slots), dict(self.adapters)
 
     def of_layer(self, given: Any, weights: nnx.State, lie: Weights) -> tuple[nnx.State, Weights]:
         """A layer's weights and their layout, from the inputs that the scan gave it."""
-        number, slots = given
+        number, slots, adapters = given
         if self.experts is not None:
             lie = dataclasses.replace(lie, expert_mlp=self.experts(number))
+        if adapters:
+            lie = dataclasses.replace(lie, adapters=adapters)
         if not slots:
             return weights, lie
         found = dict(nnx.to_flat_state(weights))

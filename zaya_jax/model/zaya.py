@@ -110,8 +110,10 @@ class Zaya(nnx.Module):
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
             return (h, stream), (counts, (h, logits) if trace else None), cache_l
 
-        # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored.
-        policy = "fsdp" if here.weights.fetched and remat == "none" else remat
+        # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored,
+        # and those with adapters are made again: kept, they would be a second copy of all.
+        again = "elementwise" if stored.adapters else "fsdp" if here.weights.fetched else "none"
+        policy = again if remat == "none" else remat
         pattern = linear_pattern(model)
         remat_layer = None if policy == "none" else functools.partial(_remat, policy=policy)
         (h, _), (counts, traced), cache = scan_layers(

@@ -46,10 +46,17 @@ class Row:
 
 TABLE = (
     # pattern, group, method, decay, reason
-    Row(r"layers/cca/(q|k|v_now|v_prev|o)/kernel", "attention", "muon", True, "matrices: bounded in spectral norm"),
-    Row(r"layers/attention/(q|k|v|o)/kernel", "attention", "muon", True, "a dense model's; matrices"),
-    Row(r"layers/mlp/(gate|up|down)/kernel", "mlp", "muon", True, "a dense model's; matrices"),
-    Row(r"layers/experts/(gate_up|down)", "experts", "muon", True, "matrices, one for each layer and expert"),
+    # The factors of a low-rank update (a and b, `model.lora`) are trained as their matrix would be.
+    Row(
+        r"layers/cca/(q|k|v_now|v_prev|o)/kernel(/[ab])?",
+        "attention",
+        "muon",
+        True,
+        "matrices: bounded in spectral norm",
+    ),
+    Row(r"layers/attention/(q|k|v|o)/kernel(/[ab])?", "attention", "muon", True, "a dense model's; matrices"),
+    Row(r"layers/mlp/(gate|up|down)/kernel(/[ab])?", "mlp", "muon", True, "a dense model's; matrices"),
+    Row(r"layers/experts/(gate_up|down)(/[ab])?", "experts", "muon", True, "matrices, one for each layer and expert"),
     Row(r"layers/router/(down|fc1|fc2|out)/kernel", "router", "muon", True, "matrices, small ones"),
     # A table: most rows have no gradient in a step, so Muon would amplify noise in them and decay would erase them.
     Row(r"embed/embedding", "embedding", "adamw", False, "a table of rows, most without a gradient in a step"),

@@ -47,6 +47,11 @@ def table(spread: Spread) -> tuple[Rule, ...]:
 
 def param_specs(model: Model, precision: Precision, spread: Spread) -> Any:
     """A PartitionSpec for every weight, in the shape of the parameter tree."""
+    return specs_of(zaya.param_axes(model, precision), spread)
+
+
+def specs_of(axes: Any, spread: Spread) -> Any:
+    """A PartitionSpec for every array of a tree of logical axes."""
     rules = {rule.logical: rule.axes for rule in table(spread)}
 
     def spec(names):
@@ -59,7 +64,7 @@ def param_specs(model: Model, precision: Precision, spread: Spread) -> Any:
             dims.append(axes if len(axes) > 1 else axes[0] if axes else None)
         return PartitionSpec(*dims) if any(dims) else PartitionSpec()
 
-    return jax.tree.map(spec, zaya.param_axes(model, precision), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
@@ -84,6 +89,11 @@ def check(config: Config, spread: Spread, *, lengths: dict[str, int] | None = No
     `lengths` are sequence lengths by their config keys, `where` is the group of the sizes.
     """
     model = config.model
+    if config.run.lora and spread.tensor > 1:
+        raise UserError(
+            f"{where}.tensor={spread.tensor} with config.run.lora={config.run.lora}: low-rank updates are of whole "
+            f"matrices; give the devices to {where}.data (with fsdp), expert or context"
+        )
     found = _misfit_of_dense(model, spread) if model.model_type == "dense" else _misfit_of_zaya(model, spread)
     for name, length in (lengths or {}).items():
         found = found or _misfit_of_sequence(model, spread, name, length)

@@ -25,6 +25,7 @@ from zaya_jax.checkpoint import source as sources
 from zaya_jax.checkpoint import store
 from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.layout import IMPORTED
+from zaya_jax.checkpoint.merged import Merged
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config, Model, UserError, fields, first_line
 from zaya_jax.data import tokenizers
@@ -126,8 +127,11 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
     if is_run(folder):
         with named(folder):
             step = sources.latest_step(folder, step)
-            source = Source(folder, step)
+            source = with_base(Source(folder, step))
             config, imported = config_at(folder, step), read_imported(folder)
+            config = dataclasses.replace(
+                config, run=dataclasses.replace(config.run, lora=None)
+            )  # the weights are whole
         tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
         return AnyModel(f"{folder}@{step}", folder, config, source, tokenizer, imported, True)
     if step is None and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors*"))):
@@ -148,12 +152,28 @@ def weights_of(name: str) -> Source:
     except UserError as error:
         raise UserError(f"config.run.init_from={name}: {error}") from None
     try:
-        return open_source(place)
+        source = open_source(place)
     except UserError:
         raise UserError(
             f"config.run.init_from={name} holds no checkpoint; give another run's folder, FOLDER@STEP with a step that "
             "it has, exported parameters, a directory of transformers' zaya, or OWNER/NAME on the hub"
         ) from None
+    return with_base(source)
+
+
+def with_base(source: Source) -> Source:
+    """A checkpoint's weights: merged with their base's, where it holds low-rank updates alone (`run.lora`)."""
+    base = source.meta().get("base")
+    if not base:
+        return source
+    try:
+        found = weights_of(base["name"])
+    except UserError:
+        raise UserError(
+            f"{source.name} holds low-rank updates of {base['name']}, which cannot be read; bring it back, or put a "
+            "link to it there"
+        ) from None
+    return Merged(source, found)
 
 
 def is_run(folder: str | os.PathLike) -> bool:

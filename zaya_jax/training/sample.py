@@ -11,7 +11,7 @@ import jax
 
 from zaya_jax import generation
 from zaya_jax.checkpoint import partial
-from zaya_jax.cluster import multihost
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
@@ -23,13 +23,11 @@ from zaya_jax.training.logs import say
 BYTES = 6
 
 
-def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int) -> None:
+def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int, source: Source) -> None:
     """Writes sample.txt and adds it to samples.jsonl, or says why not. `config` is that of the step's phase.
 
-    In process 0 alone, when the training's state is gone from its device.
+    In process 0 alone, when the training's state is gone from its device; `source` has the weights of the step.
     """
-    if not multihost.is_writer():
-        return
     path = workdir / "sample.txt"
     path.unlink(missing_ok=True)
     device, model = jax.local_devices()[0], config.model
@@ -41,7 +39,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         )
         return
     with jax.default_device(device), jax.default_matmul_precision(config.precision.matmul):
-        weights = [partial.read(workdir, name, step) for name in ("params.*", "balance.bias")]
+        weights = [partial.read(source, name) for name in ("params.*", "balance.bias")]
         params, bias = jax.device_put((weights[0]["params"], weights[1]["balance"]["bias"]), device)
         del weights
         prompt = config.log.sample_prompt

@@ -1,6 +1,6 @@
 """The training state: its parts, their places on a mesh, their first values. `snapshot` takes it to checkpoints.
 
-state = {"params", "optimizer", "balance"}
+state = {"params", "optimizer", "balance"}      with `run.lora` params are adapters, and "frozen" the weights under them
 
 optimizer = states.build_optimizer(config, mesh)
 state = states.init(config, optimizer, mesh)        or, of shapes and shardings alone, states.abstract(..)
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import chip
 from zaya_jax.config import Config
 from zaya_jax.hardware import host
-from zaya_jax.model import zaya
+from zaya_jax.model import lora, zaya
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import sharding
@@ -29,10 +29,10 @@ REPLICATED = PartitionSpec()
 
 def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
     """The optimizer of a run, for weights as they lie on the mesh."""
-    spread = spread_of(config.mesh, mesh.shape)
+    spread, rank = spread_of(config.mesh, mesh.shape), config.run.lora
+    params = lora.abstract(config.model, rank) if rank else zaya.abstract(config.model, config.precision)
     return chain.build(
-        config.optim, config.precision, zaya.abstract(config.model, config.precision),
-        specs=sharding.param_specs(config.model, config.precision, spread),
+        config.optim, config.precision, params, specs=trained_specs(config, spread),
         axes=dict(mesh.shape), node=devices_of_node(mesh),
         skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
     )  # fmt: skip
@@ -40,8 +40,20 @@ def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
 
 def specs(config: Config, optimizer: Optimizer, spread: Spread) -> dict[str, Any]:
     """How each part of the state lies on the mesh (a prefix of its tree)."""
-    params = sharding.param_specs(config.model, config.precision, spread)
-    return {"params": params, "optimizer": optimizer.specs(), "balance": REPLICATED}
+    found = {"params": trained_specs(config, spread), "optimizer": optimizer.specs(), "balance": REPLICATED}
+    return found | frozen_specs(config, spread)
+
+
+def trained_specs(config: Config, spread: Spread) -> Any:
+    """How the weights that the optimizer moves lie on the mesh."""
+    if config.run.lora:
+        return sharding.specs_of(lora.param_axes(config.model), spread)
+    return sharding.param_specs(config.model, config.precision, spread)
+
+
+def frozen_specs(config: Config, spread: Spread) -> dict[str, Any]:
+    """How the weights under adapters lie on the mesh; nothing without adapters."""
+    return {"frozen": sharding.param_specs(config.model, config.precision, spread)} if config.run.lora else {}
 
 
 def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
@@ -52,25 +64,32 @@ def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any
 
 
 def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    params = zaya.init(config.model, jax.random.key(config.run.seed), config.precision)
+    key = jax.random.key(config.run.seed)
+    if config.run.lora:
+        params = lora.init(config.model, config.run.lora, key)
+    else:
+        params = zaya.init(config.model, key, config.precision)
+        params = sharding.arrange(params, spread_of(config.mesh, mesh.shape).heads)
     return {
-        "params": sharding.arrange(params, spread_of(config.mesh, mesh.shape).heads),
+        "params": params,
         "optimizer": optimizer.init(),
         "balance": balance.init(config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS),
     }
 
 
 def init(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    """The state before the first step: a function of the seed alone, whatever the mesh."""
+    """The state before the first step: a function of the seed alone, whatever the mesh; without frozen weights."""
     fresh = functools.partial(_fresh, config, optimizer, mesh)
     with jax.default_matmul_precision(config.precision.matmul):
         options = host.for_one_call(chip.made_for(mesh))
-        return jax.jit(fresh, out_shardings=shardings(config, optimizer, mesh), compiler_options=options)()
+        places = {name: x for name, x in shardings(config, optimizer, mesh).items() if name != "frozen"}
+        return jax.jit(fresh, out_shardings=places, compiler_options=options)()
 
 
 def abstract(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """The state as ShapeDtypeStructs with their shardings: nothing is allocated."""
     shapes = jax.eval_shape(functools.partial(_fresh, config, optimizer, mesh))
+    shapes |= {"frozen": lora.frozen(config.model, config.precision)} if config.run.lora else {}
 
     def placed(sharding, part):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)

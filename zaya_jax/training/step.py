@@ -8,6 +8,7 @@ over the micro-batches, and it is summed over devices once: by the optimizer, or
 over all real targets of the global batch, however these are spread.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from pallas_kernels import chip
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.grouped_mlp import routes
+from zaya_jax import trees
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
 from zaya_jax.model.placement import Rows
@@ -33,15 +35,19 @@ from zaya_jax.training.state import REPLICATED
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
-    """loss(params, bias, micro-batch, total, stored) → (loss, (cross entropy, log² Z, tokens per expert)).
+    """loss(params, bias, micro-batch, total, stored, frozen) → (loss, (cross entropy, log² Z, tokens per expert)).
 
     `total`, the number of real targets, divides all but the tokens; the loss alone includes the z-loss; `stored` says
-    how weights are stored (`model.stored`). On a mesh each device returns its part of the loss, and counts its tokens.
+    how weights are stored (`model.stored`). With `frozen` weights, params are their adapters (`model.lora`). On a
+    mesh each device returns its part of the loss, and counts its tokens.
     """
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
 
-    def loss_fn(params, bias, batch, total, stored=SCANNED):
+    def loss_fn(params, bias, batch, total, stored=SCANNED, frozen=None):
+        if frozen:
+            stored = dataclasses.replace(stored, adapters=trees.flat(params["layers"], "/"))
+            params = frozen
         params = whole_outside(params, axes) if spread.fsdp else params
         rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
         out = zaya.apply(
@@ -83,14 +89,16 @@ def make_train_step(
 
     def step(state, batch, lr):
         # Triton's kernels (`routes`) index the stacked experts of all layers: each device must have all experts, whole.
-        in_place = routes() and model.model_type == "zaya" and not (spread.fsdp or spread.tsp or spread.expert_axes)
-        params, bias = state["params"], state["balance"].bias
+        params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
+        elsewhere = spread.fsdp or spread.tsp or spread.expert_axes or frozen
+        in_place = routes() and model.model_type == "zaya" and not elsewhere
         total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
 
         def loss_of(params, micro, stored):
-            return loss_fn(params, bias, micro, total, stored)
+            return loss_fn(params, bias, micro, total, stored, frozen)
 
-        grads, sums = gradients(loss_of, params, batch, optimizer.layout.by_layer, in_place)
+        ways = {} if frozen else optimizer.layout.by_layer
+        grads, sums = gradients(loss_of, params, batch, ways, in_place)
         grads = hook(grads) if hook else grads
 
         loss, z = jax.lax.psum(sums[:2], AXES)
@@ -105,7 +113,7 @@ def make_train_step(
             )  # fmt: skip
         figures |= load if model.model_type == "zaya" else {}  # a dense model has no experts
         figures |= {"loss": loss, "z": z, "target_tokens": total, "lr": lr}
-        state = {"params": new_params, "optimizer": opt_state, "balance": new_balance}
+        state = {**state, "params": new_params, "optimizer": opt_state, "balance": new_balance}
         return state, figures
 
     in_specs = (states.specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
@@ -119,7 +127,8 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
 
     def step(state, batch):
         def add(carry, micro):
-            _, (loss, _, _) = loss_fn(state["params"], state["balance"].bias, micro, 1.0)
+            bias, frozen = state["balance"].bias, state.get("frozen")
+            _, (loss, _, _) = loss_fn(state["params"], bias, micro, 1.0, frozen=frozen)
             return (carry[0] + loss, carry[1] + jnp.sum(micro["loss_mask"])), None
 
         zero = jnp.zeros(())

@@ -198,10 +198,11 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
         return ""  # nothing is there that could go on
     reached = max(steps) if reached is None else reached
     untrained = (workdir / IMPORTED).exists() and reached == 0
-    if untrained and new.run.fork:
+    if untrained and (new.run.fork or new.run.lora):
+        key = f"fork={new.run.fork}" if new.run.fork else f"lora={new.run.lora}"
         raise UserError(
-            f"--workdir={workdir} holds an imported model, but config.run.fork={new.run.fork} begins with another "
-            "run's; give a new workdir"
+            f"--workdir={workdir} holds an imported model, but config.run.{key} begins with another folder's; give a "
+            "new workdir"
         )
     before, after = _kept(old), _kept(new)
     changed, later = [], False

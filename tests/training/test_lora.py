@@ -1,0 +1,108 @@
+"""Low-rank updates: the base stays, adapters alone are trained and saved, and what is made of a run has both merged."""
+
+import shutil
+
+import numpy as np
+import pytest
+import tiny_runs
+
+import zaya_jax as zj
+from zaya_jax import cli, trees
+from zaya_jax.checkpoint import partial
+from zaya_jax.config import UserError
+from zaya_jax.pytorch import exchange
+
+IDS = np.arange(48).reshape(2, 24) % 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base of two steps, and six steps of low-rank updates over it."""
+    root = tmp_path_factory.mktemp("lora")
+    corpus = tiny_runs.write_corpus(root / "corpus")
+    assert tiny_runs.train(root / "base", data__path=str(corpus), run__num_steps=2) == cli.DONE
+    assert train(root, root / "run") == cli.DONE
+    return root
+
+
+def train(root, workdir, devices=1, **keys):
+    given = {"data__path": str(root / "corpus"), "run__init_from": f"{root}/base", "run__lora": 4}
+    given |= {"run__num_steps": 6, "optim__lr": 1e-2}
+    return tiny_runs.train(workdir, devices, **given | keys)
+
+
+def test_only_adapters_are_trained_and_saved(folder):
+    base, run = partial.read(folder / "base", "*"), partial.read(folder / "run", "*")
+    params = trees.flat(run["params"])
+    assert {name.rpartition(".")[2] for name in params} == {"a", "b"}
+    assert params["layers.experts.gate_up.a"].shape == (2, 4, 16, 4)
+    assert trees.flat(run["optimizer"]["mean"]).keys() == params.keys()
+    whole = trees.flat(zj.load(folder / "run").params)
+    for name, x in trees.flat(base["params"]).items():
+        assert (f"{name}.a" in params) == bool(np.any(np.asarray(whole[name]) != x)), name
+
+
+def test_a_run_begins_as_its_base(folder):
+    """With a rate of 0 B stays zero, and so the logits are the base's."""
+    still = {"run__num_steps": 1, "optim__lr": 0.0, "balance__enabled": False}
+    assert train(folder, folder / "still", **still) == cli.DONE
+    np.testing.assert_array_equal(zj.load(folder / "still").logits(IDS), zj.load(folder / "base").logits(IDS))
+    moved = zj.load(folder / "run").logits(IDS)
+    assert np.abs(moved - zj.load(folder / "base").logits(IDS)).max() > 1e-2
+    assert tiny_runs.lines(folder / "run")[-1]["loss"] < tiny_runs.lines(folder / "run")[0]["loss"]
+
+
+def test_a_killed_run_ends_in_the_same_bits(folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "6")
+    assert train(folder, tmp_path / "cut") == cli.DONE
+    tiny_runs.same_state(folder / "run", tmp_path / "cut")
+
+
+def test_the_export_is_the_run(folder, tmp_path):
+    """The loss that the training step measured is that of the merged weights, here and exported."""
+    model = zj.load(folder / "run")
+    exported = zj.load(exchange.to_hf(f"{folder}/run", tmp_path / "hf"), dtype="float32")
+    np.testing.assert_array_equal(model.logits(IDS), exported.logits(IDS))
+    assert zj.load(model.save(tmp_path / "saved")).loss(IDS, IDS) == model.loss(IDS, IDS)
+
+
+@pytest.mark.parametrize("mesh", [{"mesh__expert": 2, "mesh__fsdp": True}])
+def test_a_mesh_trains_as_one_device(folder, tmp_path, mesh):
+    assert train(folder, tmp_path / "mesh", 4, **mesh) == cli.DONE
+    ours, one = (trees.flat(partial.read(run, "params.*")) for run in (tmp_path / "mesh", folder / "run"))
+    for name, x in one.items():
+        np.testing.assert_allclose(ours[name], x, atol=2e-3, err_msg=name)
+    losses = [[line["loss"] for line in tiny_runs.lines(run)] for run in (tmp_path / "mesh", folder / "run")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"run__lora": 0}, "config.run.lora=0 is out of range; it must be at least 1"),
+        ({"run__lora": 9}, "config.run.lora=9 is above 8, the smaller side of the narrowest matrix"),
+        ({"run__init_from": ""}, "config.run.lora=4 is given without config.run.init_from"),
+        ({"mesh__tensor": 2}, "config.mesh.tensor=2 with config.run.lora=4: low-rank updates are of whole matrices"),
+    ],
+)
+def test_what_cannot_be_is_said(folder, tmp_path, keys, says):
+    with pytest.raises(UserError) as error:
+        train(folder, tmp_path / "new", 2, **keys)
+    assert says in str(error.value)
+
+
+def test_another_base_is_refused(folder, tmp_path):
+    """A folder of the same name with other weights: the run is not loaded, nor does it go on."""
+    assert train(folder, tmp_path / "run", run__init_from=f"{folder}/base@2", run__num_steps=1) == cli.DONE
+    shutil.move(folder / "base", folder / "kept")
+    try:
+        with pytest.raises(UserError, match=r"holds low-rank updates of .*/base@2, which cannot be read"):
+            zj.load(tmp_path / "run")
+        other = {"data__path": str(folder / "corpus"), "run__num_steps": 2, "run__seed": 1}
+        assert tiny_runs.train(folder / "base", **other) == cli.DONE
+        with pytest.raises(UserError, match=r"was trained over .* other weights; bring the former back"):
+            zj.load(tmp_path / "run")
+    finally:
+        shutil.rmtree(folder / "base", ignore_errors=True)
+        shutil.move(folder / "kept", folder / "base")

@@ -1,0 +1,100 @@
+"""The weights of a run of low-rank updates (`run.lora`): its checkpoint holds adapters alone, and names its base.
+
+    source = Merged(adapters, base)     two sources; reads like a checkpoint of all weights, each base + A B in float32
+
+The base is rounded as the run holds it, so the run and everything made of its merged weights compute with the same.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import layout
+from zaya_jax.checkpoint.foreign import Unsealed
+from zaya_jax.checkpoint.layout import Array
+from zaya_jax.checkpoint.source import Source
+from zaya_jax.config import UserError
+from zaya_jax.model import lora
+
+CORNER = 64  # rows and columns of a matrix that its mark is made of
+
+
+def mark_of(base: Source) -> str:
+    """A hash of a corner of every array: another model's, or another step's, differs."""
+    found = hashlib.sha256()
+    for name, array in sorted(base.arrays().items()):
+        if name.startswith("params.") or name == "balance.bias":
+            box = tuple(slice(0, min(n, CORNER if i >= len(array.shape) - 2 else 1)) for i, n in enumerate(array.shape))
+            out = np.empty(layout.sizes(box), np.float32)
+            base.fill(array, box, out)
+            found.update(f"{name}{array.shape}".encode() + out.tobytes())
+    return found.hexdigest()
+
+
+def check_mark(base: Source, meta: Mapping[str, Any], name: str) -> None:
+    """UserError if this is not the base that a checkpoint with this metadata names."""
+    if mark_of(base) != meta["base"]["mark"]:
+        raise UserError(
+            f"{name} was trained over {meta['base']['name']}, and {base.name} has other weights; bring the former back"
+        )
+
+
+class Merged(Unsealed):
+    """Base and adapters together, as one checkpoint."""
+
+    def __init__(self, adapters: Source, base: Source):
+        super().__init__(Path())
+        self.place, self.workdir, self.run = adapters.place, adapters.workdir, adapters.run
+        self.step, self.name, self.warning = adapters.step, adapters.name, base.warning
+        self._adapters, self._base = adapters, base
+        self._bases, self._pairs, self._arrays = base.arrays(), dict[str, np.ndarray](), dict[str, Array]()
+        self._narrow = config_lib.check(self.meta()["config"]).precision.compute
+        check_mark(base, self.meta(), self.name)
+
+    def meta(self) -> dict[str, Any]:
+        """The run's."""
+        return self._adapters.meta()
+
+    @contextlib.contextmanager
+    def unless_deleted(self) -> Iterator[None]:
+        """Of both."""
+        with self._adapters.unless_deleted(), self._base.unless_deleted():
+            yield
+
+    def check(self, *args: Any, **options: Any) -> None:
+        """Of both."""
+        self._adapters.check(*args, **options)
+        self._base.check(*args, **options)
+
+    def arrays(self) -> dict[str, Array]:
+        """The base's parameters and the run's balancing biases; reads the adapters, which are small, the first time."""
+        if not self._arrays:
+            own = self._adapters.arrays()
+            self._pairs = {name: self._adapters.read(name.split(".")) for name in own if name.startswith("params.")}
+            found = {
+                name: Array(name, x.shape, "float32", x.chunk)
+                for name, x in self._bases.items()
+                if name.startswith("params.")
+            }
+            self._arrays = found | {name: x for name, x in own.items() if name.startswith("balance.")}
+        return self._arrays
+
+    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+        if array.name.startswith("balance."):
+            return self._adapters._chunk(array, index)
+        x = self._base._chunk(self._bases[array.name], index)
+        if lora.is_narrow(array.name.removeprefix("params.").replace(".", "/")):
+            x = x.astype(self._narrow)
+        x = x.astype(np.float32)
+        if f"{array.name}.a" in self._pairs:
+            whole = tuple(slice(0, n) for n in array.shape)
+            _, box = next(at for at in array.touched(whole) if at[0] == index)
+            a = self._pairs[f"{array.name}.a"][box[:-1]]
+            b = self._pairs[f"{array.name}.b"][(*box[:-2], slice(None), box[-1])]
+            x[tuple(slice(0, n) for n in layout.sizes(box))] += a @ b
+        return x

@@ -1,0 +1,73 @@
+"""Low-rank updates (LoRA): matrices of attention and experts stay as they are, small factors beside them are trained.
+
+A layer gets W + A B for a matrix W [.., a, b], with A [.., a, r] and B [.., r, b] (`placement.Weights.local`). A begins
+as random numbers of variance 1 / a, B as zeros, so a run begins with the function of the weights under it. There is no
+factor on the product (PEFT's alpha is r): the learning rate sets its pace.
+
+Adapters are a tree like the parameters, with a pair {"a", "b"} in each place of an adapted matrix, and no other places.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax import trees
+from zaya_jax.config import Model, Precision
+from zaya_jax.model import zaya
+
+RANK = "rank"  # the logical axis between the factors
+
+
+def targets(model: Model) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of each adapted matrix by its path, "layers/cca/q/kernel"."""
+    axes = jax.tree_util.tree_flatten_with_path(zaya.param_axes(model), is_leaf=lambda x: isinstance(x, tuple))[0]
+    found = {trees.name_of(path, "/"): names for path, names in axes}
+    return {path: names for path, names in found.items() if _is_rounded(path) and not path.endswith("/bias")}
+
+
+def _is_rounded(path: str) -> bool:
+    """Whether products alone read a weight, rounded to their format."""
+    _, block, name, *_ = (*path.split("/"), "", "")
+    return name in zaya.ROUNDED.get(block, ())
+
+
+def param_axes(model: Model) -> dict:
+    """The logical axes of the adapters, as `zaya.param_axes` has them."""
+    pairs = {
+        path: {"a": (*axes[:-1], RANK), "b": (*axes[:-2], RANK, axes[-1])} for path, axes in targets(model).items()
+    }
+    return trees.nested(pairs, "/")
+
+
+def abstract(model: Model, rank: int) -> dict:
+    """The adapters as ShapeDtypeStructs, float32."""
+    shapes, pairs = trees.flat(zaya.abstract(model), "/"), {}
+    for path in targets(model):
+        *stack, rows, columns = shapes[path].shape
+        pairs[f"{path}/a"] = jax.ShapeDtypeStruct((*stack, rows, rank), jnp.float32)
+        pairs[f"{path}/b"] = jax.ShapeDtypeStruct((*stack, rank, columns), jnp.float32)
+    return trees.nested(pairs, "/")
+
+
+def init(model: Model, rank: int, key: jax.Array) -> dict:
+    """Fresh adapters, which change nothing yet; a function of the key alone."""
+    found = {}
+    for i, (path, x) in enumerate(trees.flat(abstract(model, rank), "/").items()):
+        random = jax.random.normal(jax.random.fold_in(key, i), x.shape) * x.shape[-2] ** -0.5
+        found[path] = random if path.endswith("/a") else jnp.zeros(x.shape)
+    return trees.nested(found, "/")
+
+
+def frozen(model: Model, precision: Precision) -> dict:
+    """The weights under the adapters as ShapeDtypeStructs: one copy of each, in the products' format where those alone
+    read it, and the embedding too."""
+
+    def one(path, x):
+        name = trees.name_of(path, "/")
+        return jax.ShapeDtypeStruct(x.shape, precision.compute if is_narrow(name) else x.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, zaya.abstract(model, precision))
+
+
+def is_narrow(path: str) -> bool:
+    """Whether a frozen weight is kept in the products' format."""
+    return path == "embed/embedding" or _is_rounded(path)
