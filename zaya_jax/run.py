@@ -34,6 +34,7 @@ from zaya_jax.training import step as steps
 from zaya_jax.training.evaluation import Evaluation
 from zaya_jax.training.figures import Figures, final_code
 from zaya_jax.training.pace import Pace
+from zaya_jax.training.profile import Profile
 from zaya_jax.training.sample import write_sample
 from zaya_jax.training.trackers import Function, Trackers
 from zaya_jax.training.workdir import CleanupIfRefused, check_same, folder_of, open_workdir, record_start
@@ -61,6 +62,7 @@ def train(
             loop = Loop(begun, faults, tracker)
             stop = stop or multihost.StopSignal()  # from here on there is something to save
             at_end.push(loop.failed)
+            at_end.callback(loop.profile.stop)
             code = loop.run(stop)
             loop.trackers.end(cli.PREEMPTED if code is None else code)
     return code
@@ -214,6 +216,7 @@ class Loop:
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, planned.reached)
         # A run that ended as unhealthy resumes one step below the limit, so one more bad step ends it.
         unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
+        self.profile = Profile(self.config.log.profile, self.workdir)
         self.trackers = Trackers(self.config, self.workdir, tracker)
         self.figures = Figures(begun, unsound, self.pace, self.guard, self.trackers)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
@@ -227,7 +230,10 @@ class Loop:
             now = self.plan.step(number)
             if self.faults:
                 self.faults.before_step(number)
-            batch = self.step(now)
+            with self.figures.outside_a_step():
+                self.profile.before_step(number, self.state)
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                batch = self.step(now)
             multihost.collect_garbage(number)
             stopping = stop.after(number)
             owed = self.evaluate_and_save(now, stopping)
@@ -397,7 +403,7 @@ class Loop:
         """The callback of an ExitStack: an error ends the run. A disk that hangs must not delay the message."""
         if kind:
             leaving.within(leaving.PATIENCE, self._wind_up)
-            self.trackers.end(cli.FAILED)
+            self.trackers.end()
 
     def _end(self, number: int, code: int, line: str, again: bool = False, way_back: bool = False) -> int:
         """Ends after a step with this last line; `again`: tries failed durable copies once more.

@@ -1,5 +1,7 @@
 """Rules between keys of a config; the rule for each key alone is declared with it, in keys.py."""
 
+import re
+
 from zaya_jax.config.fields import UserError, nearest, shown
 from zaya_jax.config.keys import Config, Model, Run
 
@@ -10,6 +12,8 @@ def check_config(c: Config) -> None:
     _check_run(c.run)
     _check_lora(c)
     _check_kernels(c.kernels)
+    if c.log.profile and not re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,3})?", c.log.profile):
+        raise UserError(f"config.log.profile={shown(c.log.profile)} is not STEP or STEP:STEPS, such as 100:3")
     at_once = min(c.data.micro_batch, c.data.global_batch)
     if at_once and not c.schedule.phases and c.data.global_batch % at_once:  # phases have batches of their own
         raise UserError(

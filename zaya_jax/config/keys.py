@@ -256,6 +256,7 @@ class Log:
 
     every: int = ranged(10, 1, MOST, "steps between lines on the terminal; the files get every step")
     trackers: tuple[str, ...] = choice((), TRACKERS, "that get each step's figures too; docs/metrics.md")
+    profile: str = text("", "text", "STEP or STEP:STEPS to trace with jax.profiler; docs/howto/profile.md")
     sample_prompt: str = text("def ", "text", "text that the sample continues; with data.chats, the user's turn")
     sample_tokens: int = ranged(256, 0, 2**20, "its length")
     sample_temperature: float = ranged(0.7, 0, 1000, "of its sampling; 0: greedy")

@@ -115,9 +115,11 @@ class _Tracker(threading.Thread):
     def run(self) -> None:
         try:
             log, end = self._opened(OPEN.get(self.name))
-            while (item := self._items.get())[0] is not None:
-                log(*item)
-            end(item[1])
+            step, figures = self._items.get()
+            while step is not None:
+                log(step, figures)
+                step, figures = self._items.get()
+            end(figures)  # the exit code
         except BaseException as error:
             found = f"{type(error).__name__}: {fields.first_line(error)}"
             say(f"warning: the tracker {self.name} fails and gets no more figures; the run goes on ({found})")
