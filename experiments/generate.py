@@ -82,7 +82,7 @@ def main() -> int:
 
     def say_cache(rows: decode.Generation, count: int) -> None:
         own, precision = model.config.model, model.config.precision
-        a_token, a_row, here = decode.cache_bytes(own, precision, count, rows.columns, tree.cache_over(model.mesh))
+        a_token, a_row, here = decode.cache_bytes(own, precision, rows.rows, rows.columns, tree.cache_over(model.mesh))
         print(
             f"cache: {a_token:,} bytes a token and {a_row:,} a row, {here / 2**20:,.1f} MiB on a device for {count} of "
             f"up to {rows.columns:,} tokens",

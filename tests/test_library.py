@@ -115,6 +115,32 @@ def test_a_second_model_is_made_without_compiling():
     assert (a == b).all() and (a != c).any()
 
 
+@pytest.fixture
+def compiled():
+    """The number of programs compiled so far, those that a cache on disk holds included."""
+    found = []
+    jax.monitoring.register_event_duration_secs_listener(note := lambda name, *_, **__: found.append(name))
+    yield lambda: sum(name.endswith("backend_compile_duration") for name in found)
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_fifty_sentences_take_two_programs_and_have_the_logits_of_their_own_lengths(compiled):
+    model = zj.create({"model": SMALL | {"max_position_embeddings": 512}, "data": {"seq_len": 512}})
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 264, (1, length)) for length in (1, 64, 65, 256, *rng.integers(1, 257, 46))]
+    before = compiled()
+    padded = [model.logits(ids) for ids in rows]
+    assert compiled() - before == 2 and [x.shape[:2] for x in padded] == [ids.shape for ids in rows]
+    for ids, logits in zip(rows[:3], padded, strict=False):  # segments keep a row's own length
+        np.testing.assert_allclose(model.logits(ids, segments=np.ones_like(ids)), logits, rtol=1e-5, atol=1e-6)
+    for count in (1, 4):
+        model.generate(np.ones((count, 10), int), 3)
+    before = compiled()
+    for count, length in ((1, 1), (1, 61), (3, 10), (4, 40)):
+        assert model.generate(np.ones((count, length), int), 3).shape == (count, length + 3)
+    assert compiled() == before
+
+
 def test_the_loss_on_held_out_data_is_what_the_run_wrote(trained, run, settings):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}

@@ -27,7 +27,7 @@ from pallas_kernels.cross_entropy import chunk_rows
 from zaya_jax.config import Config
 from zaya_jax.config import Mesh as Sizes
 from zaya_jax.hardware import host
-from zaya_jax.model import zaya
+from zaya_jax.model import decode, zaya
 from zaya_jax.model.placement import Devices, Kept, Placement, Rows
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.context import natural, zigzag
@@ -97,7 +97,7 @@ def forward(
     trace: bool = False,
     attention: bool = False,
 ) -> dict[str, Array]:
-    """`logits`, with `trace` the residual stream after each layer [L, B, S, D] and router logits [L, B, S, E + 1], and
+    """`logits`, with `trace` the residual stream after each layer [L, B, S, D] and the router's p [L, B, S, E + 1], and
     with `attention` each head's weight for each token [L, B, H, S, S] (of one device, and no linear layers)."""
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
@@ -110,12 +110,14 @@ def forward(
         for name in ("hidden_states", "router_logits"):  # a cut sequence's chunks are rows inside
             value = getattr(out, name)
             found |= {} if value is None else {name: value.reshape(like)}
+        if trace and out.router_logits is not None:
+            found["router_probs"] = jax.nn.softmax(found.pop("router_logits"), axis=-1)
         return found | (out.cache or {})
 
     sequences = (BATCH_AXES, spread.sequence_axes or None)
     outs = {"logits": PartitionSpec(*sequences)}
     if trace:
-        names = ["hidden_states"] + ["router_logits"] * (model.model_type == "zaya")
+        names = ["hidden_states"] + ["router_probs"] * (model.model_type == "zaya")
         outs |= {name: PartitionSpec(None, *sequences) for name in names}
     batch = _batch(config, spread, ids, segments)
     found = _on(config, mesh, run, outs, params, balance, batch)
@@ -311,6 +313,32 @@ class _Seeing(Devices):
         return _Seen(segments, mask, weights)
 
 
+########################################################################################################################
+# For callers outside a program
+########################################################################################################################
+
+
+def roomy(rows: int, columns: int, longest: int) -> tuple[int, int]:
+    """A shape of few with room for so many rows and columns: each is a program, which takes seconds to compile.
+
+    Rows are a power of two, columns one of decode.SHORT or at most a third more, and at most `longest`.
+    """
+    wide = next((size for size in decode.SHORT if columns <= size), rounded(columns, decode.SHORT[-1]))
+    return power_of_two(rows), min(wide, longest)
+
+
+def rounded(length: int, shortest: int) -> int:
+    """The next of `shortest` (a power of two), 3/2 of it, 2, 3, 4, 6, ... times it: at most a third is padding."""
+    above = power_of_two(max(length, shortest))
+    return above * 3 // 4 if length <= above * 3 // 4 and above > shortest else above
+
+
+def power_of_two(number: int, up: bool = True) -> int:
+    """The next power of two from here, or the last one before; at least 1."""
+    below = 1 << (max(number, 1).bit_length() - 1)
+    return below * 2 if up and below < number else below
+
+
 def essence(config: Config, mesh: Mesh | None) -> Config:
     """The part of a config that the programs here depend on, so that models equal in it share their programs."""
     return Config(
@@ -322,7 +350,6 @@ def essence(config: Config, mesh: Mesh | None) -> Config:
     )
 
 
-# For callers outside a program.
 jitted = {
     "forward": jax.jit(forward, static_argnames=("config", "mesh", "trace", "attention")),
     "scores": jax.jit(scores, static_argnames=("config", "mesh")),

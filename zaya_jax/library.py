@@ -12,6 +12,7 @@ Arrays go in and come out as NumPy arrays, except parameters and gradients, whic
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -33,6 +33,7 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, Precision, UserError, fields, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.hardware import flags as xla_flags
+from zaya_jax.hardware import host
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import sharding, tree
@@ -96,7 +97,7 @@ class LanguageModel:
         >>> model.logits(ids).shape
         (2, 7, 264)
         """
-        return np.asarray(self._run("forward", *self._inputs(ids, segments))["logits"])
+        return self._run("forward", *self._inputs(ids, segments))["logits"]
 
     def loss(self, ids: Any, labels: Any, *, segments: Any = None, shifted: bool = False) -> float:
         """Mean cross entropy in nats; labels stand at their own tokens, -100 counts for nothing; see `zj.loss`.
@@ -115,8 +116,7 @@ class LanguageModel:
         ((2, 6), True)
         """
         ids, labels, segments = self._labelled(ids, labels, segments, True)
-        log_probs, likeliest = self._run("scores", ids, segments, labels=labels)
-        return np.asarray(log_probs), np.asarray(likeliest)
+        return self._run("scores", ids, segments, labels=labels)
 
     def loss_and_grads(
         self, ids: Any, labels: Any, *, segments: Any = None, shifted: bool = False
@@ -143,13 +143,9 @@ class LanguageModel:
         if attention and "hybrid_linear" in self.config.model.kinds:
             raise UserError("a layer of linear attention gives no key a weight; trace with attention=False")
         found = self._run("forward", *self._inputs(ids, segments), trace=True, attention=attention)
-        probs = choices = None
-        if "router_logits" in found:
-            p = jax.nn.softmax(found["router_logits"], axis=-1)
-            choices = np.asarray(jnp.argmax(p + self.balance[:, None, None], axis=-1))
-            probs = np.asarray(p)
-        seen = np.asarray(found["attention"]) if attention else None
-        return Trace(np.asarray(found["logits"]), np.asarray(found["hidden_states"]), probs, choices, seen)
+        probs = found.get("router_probs")
+        choices = None if probs is None else (probs + np.asarray(self.balance)[:, None, None]).argmax(-1)
+        return Trace(found["logits"], found["hidden_states"], probs, choices, found.get("attention"))
 
     def generate(
         self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), ends: Sequence[int] = (),
@@ -190,11 +186,11 @@ class LanguageModel:
     def _log_probs(self, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Of each new token, given all before it."""
         shape = len(rows), max(len(row) + len(more) for row, more in zip(rows, new, strict=True))
-        ids, labels, segments = np.zeros(shape, int), np.full(shape, functions.IGNORED), np.zeros(shape, int)
+        ids, labels = np.zeros(shape, int), np.full(shape, functions.IGNORED)
         for at, (row, more) in enumerate(zip(rows, new, strict=True)):
             first, end = len(row), len(row) + len(more)
-            ids[at, :end], segments[at, :end], labels[at, first - 1 : end - 1] = [*row, *more], 1, more
-        found = self.scores(ids, labels, segments=segments)[0] if (labels >= 0).any() else np.zeros(shape, np.float32)
+            ids[at, :end], labels[at, first - 1 : end - 1] = [*row, *more], more
+        found = self.scores(ids, labels)[0] if (labels >= 0).any() else np.zeros(shape, np.float32)
         return [x[len(row) - 1 :][: len(more)] for x, row, more in zip(found, rows, new, strict=True)]
 
     def stream(self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
@@ -275,14 +271,31 @@ class LanguageModel:
         weights = self.on_one_device() if devices.mesh is None else (self.params, self.balance)
         return decode.Decoder(config.model, *weights, config.precision, devices, config.kernels)
 
-    def _run(self, name: str, ids: Any, segments: Any, **further: Any) -> Any:
+    def _run(self, name: str, ids: Any, segments: Any, labels: Any = None, **further: Any) -> Any:
+        """The result of one of `functions.jitted`, on the host but for gradients.
+
+        Rows without segments are padded to one of few shapes: a token sees none after it, and none of another row.
+        """
         self._check_weights()
+        rows, columns = ids.shape
+        if segments is None:
+            room = functools.partial(
+                _padded, shape=functions.roomy(rows, columns, self.config.model.max_position_embeddings)
+            )
+            ids, labels = room(ids, 0), None if labels is None else room(labels, functions.IGNORED)
+        further |= {} if labels is None else {"labels": labels}
         params, balance = self._where_it_computes()
         with chip.making(chip.made_for(params if self.mesh is None else self.mesh)):
-            return functions.jitted[name](
+            found = functions.jitted[name](
                 functions.essence(self.config, self.mesh), params, balance, ids, segments=segments,
                 mesh=self.mesh, **further,
             )  # fmt: skip
+        if name == "scores":
+            return tuple(np.asarray(x)[:rows, :columns] for x in found)
+        if name != "forward":
+            return found
+        cut = {"logits": np.s_[:rows, :columns], "attention": np.s_[:, :rows, :, :columns, :columns]}
+        return {key: np.asarray(x)[cut.get(key, np.s_[:, :rows, :columns])] for key, x in found.items()}
 
     def _where_it_computes(self) -> tuple[dict, jax.Array]:
         """(parameters, balancing biases) on the model's devices: replaced ones may lie on others."""
@@ -346,6 +359,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     (2, 7, 264)
     """
     _require_one_process()
+    host.keep_compiled()
     settings = _config_of(config)
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={shown(seed)} must be at least 0 and below {2**32}")
@@ -378,6 +392,7 @@ def load(
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
+    host.keep_compiled()
     found = any_model.find(place, None if config is None else _config_of(config))
     if found.source.warning:
         print(f"note: {found.name}{found.source.warning}")
@@ -516,6 +531,10 @@ def _integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np
     if shape is not None and x.shape != shape:
         raise UserError(f"{name} have shape {x.shape}; expected that of the ids, {shape}")
     return x
+
+
+def _padded(x: np.ndarray, value: int, shape: tuple[int, int]) -> np.ndarray:
+    return np.pad(x, [(0, to - size) for to, size in zip(shape, x.shape, strict=True)], constant_values=value)
 
 
 def _require_one_process() -> None:

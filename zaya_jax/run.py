@@ -336,6 +336,7 @@ class Loop:
         hook = self.faults and self.faults.gradients(self.mesh, again)
         if again:
             return Replay(own, self.mesh, hook)
+        logs.say("compiling the training step; the next start on this machine finds it compiled")
         return steps.make_train_step(own, own.model, self.planned.optimizer, self.mesh, hook)
 
     # Its ends

@@ -10,12 +10,13 @@ processes has the whole model on its own devices; they share the batches, and al
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from zaya_jax.functions import IGNORED
+from zaya_jax.functions import IGNORED, power_of_two, rounded
 from zaya_jax.library import LanguageModel
 
 TOKENS = 8192  # in a batch
@@ -86,7 +87,7 @@ def batches(lengths: Sequence[int], tokens: int, longest: int | None = None) -> 
     The longest come first: they need the most memory.
     """
     waiting: list[int] = []
-    padded = [rounded(length, longest) for length in lengths]
+    padded = [max(min(rounded(length, SHORTEST), longest or sys.maxsize), length) for length in lengths]
     for number in sorted(range(len(lengths)), key=lambda n: (-padded[n], n)):
         full = waiting and (
             padded[number] != padded[waiting[0]] or len(waiting) >= power_of_two(tokens // padded[waiting[0]], up=False)
@@ -97,16 +98,3 @@ def batches(lengths: Sequence[int], tokens: int, longest: int | None = None) -> 
         waiting.append(number)
     if waiting:
         yield waiting, padded[waiting[0]]
-
-
-def rounded(length: int, longest: int | None = None) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, ..., `longest`: at most a third is padding."""
-    above = power_of_two(max(length, SHORTEST))
-    found = above * 3 // 4 if length <= above * 3 // 4 and above > SHORTEST else above
-    return found if longest is None or length > longest else min(found, longest)
-
-
-def power_of_two(number: int, up: bool = True) -> int:
-    """The next power of two from here, or the last one before; at least 1."""
-    below = 1 << (max(number, 1).bit_length() - 1)
-    return below * 2 if up and below < number else below

@@ -62,8 +62,8 @@ def _ask_for_huge_pages(libc: ctypes.CDLL, size: int) -> None:
 
 
 def keep_compiled() -> None:
-    """Compiled programs outlive the process (JAX_COMPILATION_CACHE_DIR, by default below the user's cache folder)."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    """Compiled programs outlive the process, below the user's cache folder unless JAX is set to keep them elsewhere."""
+    if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 

@@ -3,7 +3,8 @@
 Rows of unequal length start in column 0, so a token's column is its position. The padding after a short
 row is overwritten by its next tokens before any token sees it. Prompts go through the model in pieces
 (`PIECE`), so scores and logits never exist for more than a piece. Compiled programs depend on the number of rows,
-on the length of the cache and of a piece (a few values each), and on `Sampling.kind`, but not on a prompt's length.
+padded to a power of two, on the length of the cache and of a piece (a few values each), and on `Sampling.kind`, but not
+on a prompt's length.
 
 Several devices hold the keys and values in parts, for caches that one cannot hold (`zaya_jax.parallel.tree.InParts`);
 everything else, including the prompts' pass, is the same on all of them.
@@ -33,7 +34,8 @@ from zaya_jax.model.stored import SCANNED, Stored
 # On two CPU cores a prompt of 2048 took 2.2 s in one piece, 3.4 in two and 4.9 in four (354M weights, eight experts):
 # products of few rows are slow.
 PIECE, PIECES = 2048, 16384
-LEAST_PIECE = 16  # shorter pieces are padded to a power of two from here on
+LEAST_PIECE = 16
+SHORT = 64, 256  # columns of caches and pieces of short rows: 50 sentences of any lengths take two programs, not 20
 TURN = 16  # new tokens of each row between two checks for ended rows
 REPLICATED = PartitionSpec()
 
@@ -86,13 +88,17 @@ class Generation:
         if piece is not None and piece < 1:
             raise UserError(f"piece={shown(piece)} must be a whole number of at least 1, or None")
         mask = None if mask is None else _mask(mask, lengths)
-        num_tokens, size = int(num_tokens), int(piece or piece_of(len(ids)))
+        self._asked, self.rows = len(ids), 1 << (len(ids) - 1).bit_length()  # the others copy the first, already ended
+        spare = self.rows - self._asked
+        ids, lengths, row_seeds = ids + ids[:1] * spare, lengths + lengths[:1] * spare, np.pad(row_seeds, (0, spare))
+        mask = None if mask is None else np.pad(mask, ((0, spare), (0, 0)), "edge")
+        num_tokens, size = int(num_tokens), int(piece or piece_of(self.rows))
         parts = 1 if devices.mesh is None else devices.mesh.size
         self._model, self._precision, self._devices = model, precision, devices
         self._kind, self._ends = sampling.kind, frozenset(ends)
-        self._left, self._done = num_tokens, np.zeros(len(ids), bool)
+        self._left, self._done = num_tokens, np.arange(self.rows) >= self._asked
         self._target = chip.made_for(params if devices.mesh is None else devices.mesh).taking(kernels)
-        self.ids: list[list[int]] = [[] for _ in ids]  # of each row, so far
+        self.ids: list[list[int]] = [[] for _ in prompts]  # of each row, so far
         self.columns = 0  # tokens of a row that the cache has room for
         self._cache: dict | None = None
         self._carry: Any = None
@@ -142,7 +148,7 @@ class Generation:
     def _taken(self, tokens: np.ndarray) -> list[list[int]]:
         """The new tokens [B, T] of each row up to its end."""
         self._left -= tokens.shape[1]
-        new: list[list[int]] = [[] for _ in tokens]
+        new: list[list[int]] = [[] for _ in range(self._asked)]
         for row in np.flatnonzero(~self._done):
             ids = tokens[row].tolist()
             end = next((i for i, token in enumerate(ids) if token in self._ends), None)
@@ -206,9 +212,9 @@ def cache_bytes(model: Model, precision: Precision, batch: int, length: int, dev
 
 
 def columns(needed: int) -> int:
-    """The size of a cache for this many columns: at most a quarter more, so that few programs are compiled."""
-    step = max(LEAST_PIECE, 1 << max((needed - 1).bit_length() - 3, 0))
-    return -(-needed // step) * step
+    """The size of a cache for this many columns: of few; above SHORT ones at most a quarter more."""
+    step = 1 << max((needed - 1).bit_length() - 3, 0)
+    return next((size for size in SHORT if needed <= size), -(-needed // step) * step)
 
 
 def piece_of(rows: int) -> int:
@@ -220,7 +226,7 @@ def piece_of(rows: int) -> int:
 def pieces(length: int, piece: int) -> list[int]:
     """The pieces of prompts whose longest has this length; the last piece may be padded."""
     rest = length % piece
-    last = [min(piece, max(LEAST_PIECE, 1 << (rest - 1).bit_length()))] if rest else []
+    last = [min(piece, next((size for size in SHORT if rest <= size), 1 << (rest - 1).bit_length()))] if rest else []
     return [piece] * (length // piece) + last
 
 
