@@ -82,7 +82,11 @@ class Outcome:
 class Chaos:
     """See the module."""
 
-    def __init__(self, folder: Path, seed: int, say: Callable[[str], None], processes: int = PROCESSES):
+    def __init__(
+        self, folder: Path, seed: int, say: Callable[[str], None], processes: int = PROCESSES,
+        training: Sequence[str] = (), devices: int = 1,
+    ):  # fmt: skip
+        """`training`: options of a run of your own, without its workdir; `devices`: of each process."""
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--workdir={folder} is not empty; give a new folder")
         self.folder, self.workdir, self.tree = folder, folder / "hurt", folder / "tree"
@@ -91,20 +95,18 @@ class Chaos:
         self.orders: list[dict] = []  # the faults asked of `faults`
         self.outcomes: list[Outcome] = []
         self._agent: subprocess.Popen
-        corpus(folder / "corpus")
+        self._training, self._devices = training, devices
+        if not training:
+            corpus(folder / "corpus")
+            keys = [f"--config.{key}={value}" for key, value in CONFIG.items()]
+            self._training = [f"--config.data.path={folder / 'corpus'}", *keys]
         for name, content in TREE.items():
             self.write(name, content)
         self.order()
 
     def run(self, minutes: float, of: Sequence[Fault] | None = None, learned: int = LEARNED) -> int:
         """Hurts a run for so long, but with each fault once at least, when it has gone so many steps; its exit code."""
-        of = FAULTS if of is None else of
-        if any(fault.store for fault in of):
-            if importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs"):
-                self.store = hurt.Store()
-            else:
-                of = [fault for fault in of if not fault.store]
-                self._say("without a dead store: moto and s3fs are not installed (make setup has them)")
+        of = self._possible(FAULTS if of is None else of)
         until, left = time.monotonic() + 60 * minutes, self._random.sample(of, len(of))
         with self._supervised(self.workdir) as agent:
             self._agent = agent
@@ -120,6 +122,33 @@ class Chaos:
             self.store = None  # the calm run's copies would change no bits
         self._say(f"the run that was hurt was asked to stop and ended with {code}")
         return code
+
+    def _possible(self, of: Sequence[Fault]) -> Sequence[Fault]:
+        """Opens a store for the faults that need one; without the packages for it they are left out, which is said."""
+        if any(fault.store for fault in of):
+            if not (importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs")):
+                self._say("without a dead store: moto and s3fs are not installed (make setup has them)")
+                return [fault for fault in of if not fault.store]
+            self.store = hurt.Store()
+        return of
+
+    def through(self, plan: Sequence[tuple[int, Fault]]) -> int:
+        """Does each fault once the run has come to its step, until the run ends by itself; its exit code."""
+        possible = self._possible([fault for _, fault in plan])
+        with self._supervised(self.workdir) as self._agent:
+            for step, fault in plan:
+                while self.step() < step and self._agent.poll() is None:
+                    time.sleep(0.1)
+                if fault in possible and self._agent.poll() is None:
+                    self._hurt(fault)
+            return self._agent.wait()
+
+    def calm(self) -> int:
+        """The same run with the faults alone that the run decides about; its exit code."""
+        self.orders = [order for order in self.orders if order["kind"] in ("data", "nonfinite")]
+        self.order()
+        with self._supervised(self.folder / "calm") as self._agent:
+            return self._agent.wait()
 
     def same_bits(self) -> tuple[bool, int]:
         """Whether a run that is left alone has the same bits, and at which step."""
@@ -247,16 +276,15 @@ class Chaos:
     @contextlib.contextmanager
     def _supervised(self, workdir: Path) -> Iterator[subprocess.Popen]:
         """The agent with its processes; nothing of them is left afterwards."""
-        keys = [f"--config.{key}={value}" for key, value in CONFIG.items()]
         command = [
             sys.executable, "-m", "experiments.supervise", f"--processes={self.processes}", "--restarts=3", "--",
-            f"--workdir={workdir}", f"--config.data.path={self.folder / 'corpus'}", *keys,
+            f"--workdir={workdir}", *self._training,
         ]  # fmt: skip
         if self.store:
             command.append(f"--config.checkpoint.durable=s3://{self.store.BUCKET}/{workdir.name}")
         variables = {
             **(self.store.variables if self.store else {}),
-            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices}",
             faults.VARIABLE: str(self.folder / "faults.json"), "ZAYA_WATCH_ROOT": str(self.tree),
         }  # fmt: skip
         with (self.folder / f"{workdir.name}.log").open("wb") as log:
@@ -313,6 +341,14 @@ def _slow(chaos: Chaos, victim: Victim) -> Callable[[], object]:
 def _disk(chaos: Chaos, victim: Victim) -> Callable[[], object]:
     hurt.fill_disk(victim)
     return _done  # the next start has another limit
+
+
+def _damage(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    saved = chaos.workdir / "checkpoints"
+    newest = saved / str(max(writing.steps_in(saved)))
+    hurt.flip(max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size))
+    hurt.kill(victim)
+    return _done
 
 
 def _cut(chaos: Chaos, victim: Victim) -> Callable[[], object]:
@@ -381,6 +417,9 @@ FAULTS = [
     Fault("a GPU's memory error", _memory, _rule("hardware", "gpu uncorrectable memory error"), ends=False),
     Fault("a link's errors", _link, _rule("hardware", "nic symbol errors"), ends=False),
 ]  # fmt: skip
+
+# For a run with checkpoint.on_corrupt=previous and two checkpoints; others stop at it.
+DAMAGED = Fault("a damaged checkpoint", _damage, _of("died"))
 
 
 def main() -> int:

@@ -94,6 +94,15 @@ def fill_disk(victim: Victim, full: bool = True) -> None:
     resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (SMALL if full else hard, hard))
 
 
+def flip(path: Path) -> None:
+    """A bit in the middle of a file is another."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
 def cut(victim: Victim, other: Victim) -> int:
     """Breaks all connections between two processes, as a switch does that forgets them; how many there were."""
     ends = {frozenset(pair) for _, pair in _connections(other.pid)}
