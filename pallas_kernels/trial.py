@@ -50,6 +50,9 @@ SAMPLES = 0.03  # seconds of a timing
 NORM, WORST = 1e-3, 1e-2
 TIMES_NORM, TIMES_WORST = 2.0, 4.0
 XLAS_OWN = 0.1, 10.0  # by which results may be wrong that there is no other to hold against
+# Of the largest result's norm, or gradient's: below that one is the rounding of a zero, as the gradient of queries that
+# see one key, and is measured in this unit.
+ZERO = 1e-3
 MASK = 1 << 30  # bytes of an [S, S] mask at most
 OURS = {"ours": "1", "ours, tile 2": "2", "ours, tile 3": "3"}
 FIRST = ("XLA", "ours")
@@ -183,14 +186,18 @@ class Reference:
 
     def __init__(self, case: Case, size: Size, dtype: str, here: Chip, xlas: Row):
         self.dtype = jnp.dtype(dtype)
-        self.limits = self._limits(xlas)
         self.own = case.values(size, self.dtype, drawn=self.dtype)
         with chip.making(here.taking(("none",))), jax.default_matmul_precision("highest"):
             exact = case.values(size, jnp.float32, drawn=self.dtype)
-            self.exact = self._run(case, exact, jnp.float32, None)
+            groups = self._run(case, exact, jnp.float32, None)
+        norms = [[float(jnp.sqrt(jnp.mean(x * x))) if x.size else 0.0 for x in group] for group in groups]
+        self.exact = [x for group in groups for x in group]
+        self.units = [max(n, ZERO * max(group)) for group in norms for n in group]
+        self.alone = [XLAS_OWN if n >= ZERO * max(group) else (1e30, 1e30) for group in norms for n in group]
+        self.limits = self._limits(xlas)
 
-    def _run(self, case: Case, arguments: tuple, dtype: Any, timed: dict | None) -> list[jax.Array]:
-        """All results, then all gradients; with `timed` their seconds by direction."""
+    def _run(self, case: Case, arguments: tuple, dtype: Any, timed: dict | None) -> list[list[jax.Array]]:
+        """All results, and all gradients; with `timed` the calls of both directions."""
         if case.operator == "newton_schulz":  # no gradient
             program = jax.jit(case.call(dtype)).lower(*arguments).compile()
             out, self_timed = program(*arguments), {"forward": lambda: program(*arguments)}
@@ -202,10 +209,9 @@ class Reference:
             backward = jax.jit(lambda pull, d: pull(d)).lower(pull, d_out).compile()
             gradients = backward(pull, d_out)
             self_timed = {"forward": lambda: forward(*arguments), "backward": lambda: backward(pull, d_out)}
-        results = [x.astype(jnp.float32) for x in jax.tree.leaves((out, gradients))]
         if timed is not None:
             timed |= self_timed
-        return results
+        return [[x.astype(jnp.float32) for x in jax.tree.leaves(both)] for both in (out, gradients)]
 
     def judge(self, name: str, case: Case, target: Chip) -> Row:
         """The verdict on one implementation: its errors, and where they are small its seconds."""
@@ -215,14 +221,18 @@ class Reference:
         try:
             with chip.making(target):
                 found = self._run(case, self.own, self.dtype, calls)
-            norm, worst = self._errors(found)
-            row |= {"norm": norm, "worst": worst}
-            most = XLAS_OWN if name == "XLA" else self.limits
-            if not (norm <= most[0] and worst <= most[1]):
-                size = (
+            errors = self._errors([x for group in found for x in group])
+            row["errors"] = [[min(x, 1e99) for x in pair] for pair in errors]
+            norm, worst = map(max, zip(*errors, strict=True))
+            row |= {"norm": min(norm, 1e99), "worst": min(worst, 1e99)}
+            limits = self.alone if name == "XLA" else self.limits
+            if not all(
+                e <= most for pair, own in zip(errors, limits, strict=True) for e, most in zip(pair, own, strict=True)
+            ):
+                how = (
                     f"by {norm:.2g} of the norm, in one place by {worst:.2g}" if norm + worst < np.inf else "not finite"
                 )
-                return row | {"fault": f"wrong: {size}", "worst": min(worst, 1e99), "norm": min(norm, 1e99)}
+                return row | {"fault": f"wrong: {how}"}
             if name == "XLA":
                 self.limits = self._limits(row)
             for direction, call in calls.items():
@@ -232,18 +242,18 @@ class Reference:
         row["took"] = round(time.perf_counter() - begun, 2)
         return row
 
-    def _errors(self, found: list[jax.Array]) -> tuple[float, float]:
+    def _errors(self, found: list[jax.Array]) -> list[tuple[float, float]]:
+        """Of each result and gradient: over its norm, and in the worst place; infinite where it is not finite."""
         if [x.shape for x in found] != [x.shape for x in self.exact]:
-            return np.inf, np.inf
-        both = [jax.device_get(_distance(a, b)) for a, b in zip(found, self.exact, strict=True)]
-        norm, worst = (float(np.max(np.where(np.isnan(x), np.inf, x))) for x in zip(*both, strict=True))
-        return norm, worst
+            return [(np.inf, np.inf)] * len(self.exact)
+        pairs = [_distance(*given) for given in zip(found, self.exact, self.units, strict=True)]
+        return [tuple(np.inf if np.isnan(x) else float(x) for x in pair) for pair in jax.device_get(pairs)]
 
-    def _limits(self, xlas: Row) -> tuple[float, float]:
-        """Of both errors, by XLA's."""
-        if "norm" not in xlas or "fault" in xlas:
-            return XLAS_OWN
-        return max(TIMES_NORM * xlas["norm"], NORM), max(TIMES_WORST * xlas["worst"], WORST)
+    def _limits(self, xlas: Row) -> list[tuple[float, float]]:
+        """Of the errors, by XLA's own."""
+        if "errors" not in xlas or "fault" in xlas:
+            return self.alone
+        return [(max(TIMES_NORM * norm, NORM), max(TIMES_WORST * worst, WORST)) for norm, worst in xlas["errors"]]
 
 
 def _cotangent(x: jax.Array) -> jax.Array:
@@ -251,15 +261,13 @@ def _cotangent(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _distance(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _distance(a: jax.Array, b: jax.Array, unit: float) -> tuple[jax.Array, jax.Array]:
     """Of a norm, and the farthest number in units of its row, where a row counts at least a tenth of them all."""
     if not a.size:
         return jnp.zeros(()), jnp.zeros(())
-    difference, whole = jnp.abs(a - b), jnp.sqrt(jnp.mean(b * b))
-    tiny = jnp.finfo(jnp.float32).tiny
-    row = jnp.sqrt(jnp.mean(b * b, axis=-1, keepdims=True)) if b.ndim else whole
-    norm = jnp.sqrt(jnp.mean(difference**2)) / jnp.maximum(whole, tiny)
-    return norm, jnp.max(difference / jnp.maximum(row + 0.1 * whole, tiny))
+    difference, unit = jnp.abs(a - b), jnp.maximum(unit, jnp.finfo(jnp.float32).tiny)
+    row = jnp.sqrt(jnp.mean(b * b, axis=-1, keepdims=True)) if b.ndim else jnp.abs(b)
+    return jnp.sqrt(jnp.mean(difference**2)) / unit, jnp.max(difference / (row + 0.1 * unit))
 
 
 ########################################################################################################################

@@ -75,6 +75,15 @@ def test_old_unknown_and_future_cards_end_in_a_verdict(kind, monkeypatch):
     assert ("untuned" in trial.words(taken)) == (kind != "gfx950") and "(tile 2)" in trial.words(taken)
 
 
+def test_a_gradient_that_is_zero_is_not_measured_by_its_rounding(monkeypatch):
+    """Queries that see one key have none; no shape is a multiple of a tile."""
+    monkeypatch.setattr(trial, "OURS", {"ours": "1"})
+    request = asked("attention", windows=[1], whole=50) | {"length": 21}
+    rows = [line["row"] for line in trial.tried(request, HERE, [], 60) if "row" in line]
+    assert len(rows) == 4 and not any("fault" in row for row in rows)
+    assert all(row["norm"] < 0.01 for row in rows)
+
+
 def row(name, seconds, operator="attention", case="documents", **more):
     return {"operator": operator, "case": case, "implementation": name, "forward": seconds, "backward": seconds, **more}
 
