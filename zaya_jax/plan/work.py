@@ -321,7 +321,10 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
 def _exchanged(case: Case) -> float:
     """Bytes that the optimizer's exchange reads and writes on the device itself."""
     # Gradients for owners: zeros, put in order, sent; in two rounds again, and in another order.
-    found = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in case.ways.values())
+    ways = case.ways.values()
+    found = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in ways)
+    # A layer's gradients are copied where padding goes behind them.
+    found += sum(8.0 * way.layers * way.padded for way in ways if way.padded > way.matrices * math.prod(way.bucket.row))
     weights = {"reduce-scatter": 1, "all-gather": 1, "all-to-all": 2, "exchange": 4, "all-reduce": 2}
     return found + sum(
         times * case.traffic(name)[kind] for name in case.layout.methods for kind, times in weights.items()
