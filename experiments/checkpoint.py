@@ -12,41 +12,22 @@ as step 0, to train on in place; every other program takes the directory as it i
 `checkpoint.durable`. Exit codes: 0 done, 2 bad input, 4 damaged. See docs/checkpoints.md and docs/pytorch.md.
 """
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from zaya_jax import cli
 
-from zaya_jax import cli, config
-from zaya_jax.checkpoint import layout, look, rewrite, source, times
-from zaya_jax.checkpoint.vault import Vault, vault_at
-from zaya_jax.config import StorageError, UserError
-from zaya_jax.pytorch import exchange, tokenizer_files
-from zaya_jax.report.checkpoints import checkpoints_document, steps_table
-from zaya_jax.report.document import Table, check_target, write_page
-from zaya_jax.report.text import byte_size
-from zaya_jax.training.workdir import check_same, read_config
-
-
-def main() -> int:
-    """Runs the subcommand that was asked for."""
-    args = _parser().parse_args()
-    return args.function(args)
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _parser() -> cli.Parser:
     parser = cli.Parser(prog="python -m experiments.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, function: Callable[[Any], int], about: str) -> Any:
-        add = commands.add_parser(name, help=about, description=f"{about}; see docs/checkpoints.md")
-        add.set_defaults(function=function)
-        return add
+    def command(name: str, about: str) -> Any:
+        return commands.add_parser(name, help=about, description=f"{about}; see docs/checkpoints.md")
 
-    add = command("inspect", inspect, "list the checkpoints of a run, their contents and times")
+    add = command("inspect", "list the checkpoints of a run, their contents and times")
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
     add.add_argument("--step", type=int, metavar="N", help="step whose arrays are listed; by default the newest")
     add.add_argument(
@@ -57,7 +38,7 @@ def _parser() -> cli.Parser:
         metavar="FILE",
         help="also write a page, by default DIR/checkpoints.html",
     )
-    add = command("verify", verify, "find every changed, truncated or missing file")
+    add = command("verify", "find every changed, truncated or missing file")
     add.add_argument(
         "--workdir",
         required=True,
@@ -66,7 +47,7 @@ def _parser() -> cli.Parser:
         help="the run's folder, or the place of its copies",
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default all")
-    add = command("reshard", reshard, "write a checkpoint anew in other chunks, or in another place")
+    add = command("reshard", "write a checkpoint anew in other chunks, or in another place")
     add.add_argument(
         "--from",
         required=True,
@@ -85,166 +66,31 @@ def _parser() -> cli.Parser:
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
     add.add_argument(
-        "--chunk_mb", type=float, default=layout.CHUNK_BYTES / 2**20, metavar="MB",
+        "--chunk_mb", type=float, default=32.0, metavar="MB",
         help="greatest size of a file in MiB; memory holds two of them",
     )  # fmt: skip
-    add = command("export_params", export_params, "write the parameters alone, for Orbax to load anywhere")
+    add = command("export_params", "write the parameters alone, for Orbax to load anywhere")
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read")
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
     add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the folder to make")
-    add.add_argument("--dtype", choices=list(exchange.DTYPES), help="by default float32")
-    add = command("from_hf", from_hf, "make a workdir of a model directory")
+    add.add_argument("--dtype", choices=DTYPES, help="by default float32")
+    add = command("from_hf", "make a workdir of a model directory")
     add.add_argument("--model", required=True, metavar="MODEL", help="the directory to read, or OWNER/NAME on the hub")
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to make")
-    add = command("to_hf", to_hf, "write any model as a model directory")
+    add = command("to_hf", "write any model as a model directory")
     add.add_argument("--model", required=True, metavar="MODEL", help="a run's folder, FOLDER@STEP, or as for from_hf")
     add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the directory to make")
-    add.add_argument("--dtype", choices=list(exchange.DTYPES), help="by default as imported, otherwise float32")
-    add.add_argument("--shard_gb", type=float, default=exchange.SHARD_GB, metavar="GB", help="greatest size of a file")
+    add.add_argument("--dtype", choices=DTYPES, help="by default as imported, otherwise float32")
+    add.add_argument("--shard_gb", type=float, default=5.0, metavar="GB", help="greatest size of a file")
     return parser
 
 
-def inspect(args: Any) -> int:
-    """Prints tables, and draws the page if asked to."""
-    read_config(args.workdir)  # or it is no run's folder
-    if isinstance(args.html, Path):
-        check_target(args.html, "--html")
-    if args.step is not None:
-        source.latest_step(args.workdir, args.step)
-    seen, damaged = look.see_all(args.workdir)
-    if seen:
-        print(steps_table(seen, times.read(args.workdir).get("save", {})).text())
-    if seen or damaged:
-        print(*look.remarks(args.workdir, seen, damaged), sep="\n")
-    print(arrays_table(look.see(args.workdir, source.latest_step(args.workdir, args.step))).text())
-    if args.html is not None:
-        target = args.workdir / "checkpoints.html" if args.html is True else args.html
-        print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")
-    return cli.DONE
+def main() -> int:
+    """Runs the subcommand that was asked for."""
+    args = _parser().parse_args()
+    from experiments import _checkpoint  # imports JAX, 2 s that --help does not need
 
-
-def arrays_table(seen: look.Seen) -> Table:
-    """The arrays of a step, with sums of its parts."""
-    shape = lambda lengths: " x ".join(map(str, lengths)) or "()"  # noqa: E731
-    rows = []
-    for part, size in seen.part_bytes().items():
-        rows += [
-            (a.name, shape(a.shape), a.dtype, byte_size(a.bytes), shape(a.chunk), str(seen.chunks[a.name]))
-            for a in seen.arrays
-            if a.name.split(".")[0] == part
-        ]
-        rows.append((f"= {part}", "", "", byte_size(size), "", ""))
-    title = f"Step {seen.step}, by {seen.meta.get('processes', 1)} process(es), version {seen.meta.get('version')}"
-    return Table(title, ("array", "shape", "type", "size", "chunk", "chunks"), rows)
-
-
-def verify(args: Any) -> int:
-    """A line for each step, and one for each damage."""
-    copies = vault_at(args.workdir)
-    vault = copies or Vault(Path(args.workdir).absolute() / "checkpoints")
-    # In a workdir a folder without a list is damaged: it gets its name with the list in it.
-    listed = vault.steps if copies else vault.numbered
-    steps = listed()
-    if not steps:
-        raise UserError(f"--workdir={args.workdir} has no checkpoint; give a run's folder, or the place of its copies")
-    if args.step is not None:
-        if args.step not in steps:
-            raise UserError(
-                f"--workdir={args.workdir} has no checkpoint of step {config.shown(args.step)}; "
-                f"it has {', '.join(map(str, steps))}"
-            )
-        steps = [args.step]
-    damaged = 0
-    for step in steps:
-        total = 0
-        with _progress() as progress:
-
-            def count(done: int, all_bytes: int) -> None:
-                nonlocal total
-                total = all_bytes
-                progress(done, all_bytes)
-
-            damages = vault.verify(step, count)
-        if damages and step not in listed():
-            print(f"step {step}: deleted meanwhile")
-            continue
-        if not damages:
-            print(f"step {step}: {byte_size(total)}, whole")
-        for damage in damages:
-            print(f"step {step}: {damage}")
-        damaged += bool(damages)
-    for name in copies.unfinished() if copies else ():
-        print(f"{name}: its upload has not ended")
-    wrong = "" if copies else _wrong_config(Path(args.workdir), steps[-1])
-    if wrong:
-        print(wrong)
-    if damaged or wrong:
-        also = " and config.json is wrong" if wrong else ""
-        print(f"error: {damaged} of {len(steps)} checkpoints damaged{also}", file=sys.stderr)
-    return cli.STORAGE if damaged or wrong else cli.DONE
-
-
-def _wrong_config(workdir: Path, step: int) -> str:
-    """How the recorded config contradicts the checkpoint of a step; "" if it does not."""
-    if not (workdir / "config.json").exists():  # copies of checkpoints alone
-        return ""
-    try:
-        recorded = read_config(workdir)
-        saved = source.read_meta(workdir, step).get("config")
-        if saved:
-            check_same(config.check(saved), recorded, workdir, step)
-    except UserError as error:
-        return f"config.json: {error}"
-    except (StorageError, ValueError, AttributeError):  # damage there is reported already
-        pass
-    return ""
-
-
-def reshard(args: Any) -> int:
-    """See `rewrite`."""
-    with _progress() as progress:
-        made = rewrite.reshard(args.source, args.target, args.step, args.chunk_mb, progress)
-    print(f"written: {made}")
-    return cli.DONE
-
-
-def export_params(args: Any) -> int:
-    """See `rewrite`."""
-    with _progress() as progress:
-        made = rewrite.export_params(args.workdir, args.out, args.step, args.dtype, progress)
-    print(f"written: {made}")
-    return cli.DONE
-
-
-def from_hf(args: Any) -> int:
-    """See `exchange`."""
-    with _progress() as progress:
-        made = exchange.from_hf(args.model, args.workdir, progress)
-    if not (made / "tokenizer").is_dir():
-        print(f"note: {args.model} has no tokenizer; to generate, put tokenizer.json into {made / 'tokenizer'}")
-    print(f"written: {made}")
-    return cli.DONE
-
-
-def to_hf(args: Any) -> int:
-    """See `exchange`."""
-    with _progress() as progress:
-        made = exchange.to_hf(args.model, args.out, args.dtype, args.shard_gb, progress)
-    print(f"note: {tokenizer_files.describe_template(made)}")
-    print(f"written: {made}")
-    return cli.DONE
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes, where there is a terminal."""
-    with tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield progress
+    return _checkpoint.run(args)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ need only a browser. docs/report.md describes them.
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zaya_jax import cli
 from zaya_jax.config import UserError
-from zaya_jax.report.compare import MOST_RUNS, comparison
-from zaya_jax.report.document import check_target, write_page
-from zaya_jax.report.read import Workdir, read_workdir
-from zaya_jax.report.run_page import run_document
+
+if TYPE_CHECKING:
+    from zaya_jax.report.read import Workdir
 
 
 def main() -> int:
@@ -29,6 +29,8 @@ def main() -> int:
         help="the page; by default RUN/report.html, or comparison.html for several runs",
     )
     args = parser.parse_args()
+    from zaya_jax.report.document import check_target, write_page  # 0.5 s that --help does not need
+
     runs: list[Path] = args.RUN
     check_runs(runs)
     usual = runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html")
@@ -39,12 +41,17 @@ def main() -> int:
 
 def drawn(paths: list[Path]) -> str:
     """The page of one run or of several."""
+    from zaya_jax.report.compare import comparison
+    from zaya_jax.report.run_page import run_document
+
     runs = [with_metrics(path) for path in paths]
     return (run_document(runs[0]) if len(runs) == 1 else comparison(runs)).html()
 
 
 def check_runs(runs: list[Path]) -> None:
     """UserError for a folder that is not a run's, for repeated runs and for too many."""
+    from zaya_jax.report.compare import MOST_RUNS
+
     seen: dict[Path, Path] = {}
     for run in runs:
         if not run.is_dir():
@@ -61,8 +68,10 @@ def check_runs(runs: list[Path]) -> None:
         raise UserError(f"{len(runs)} runs are too many for one page; give at most {MOST_RUNS}")
 
 
-def with_metrics(path: Path) -> Workdir:
+def with_metrics(path: Path) -> "Workdir":
     """Reads a run; UserError if no step is recorded yet."""
+    from zaya_jax.report.read import read_workdir
+
     run = read_workdir(path)
     if not run.lines:
         raise UserError(

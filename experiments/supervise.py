@@ -17,15 +17,7 @@ import time
 from pathlib import Path
 
 from zaya_jax import cli
-from zaya_jax.aegis import accounts, agent, events, machine, preflight
-from zaya_jax.aegis.decide import Rules
-from zaya_jax.aegis.node import Plan
-from zaya_jax.checkpoint import claims
-from zaya_jax.cluster import multihost
-from zaya_jax.cluster.rank import find_agent_rank
 from zaya_jax.config import UserError, fields
-from zaya_jax.report import write_report
-from zaya_jax.report.supervised import account_text
 
 PATIENCE = 120.0  # seconds; a link that flaps is often back after a minute
 
@@ -78,6 +70,13 @@ def parser() -> cli.Parser:
 
 def supervise(args: argparse.Namespace, training: list[str]) -> int:
     """Runs the training under this node's agent."""
+    from zaya_jax.aegis import agent, machine  # JAX comes with them, 1 s that --help does not need
+    from zaya_jax.aegis.decide import Rules
+    from zaya_jax.aegis.node import Plan
+    from zaya_jax.checkpoint import claims
+    from zaya_jax.cluster import multihost
+    from zaya_jax.cluster.rank import find_agent_rank
+
     rank = find_agent_rank(os.environ, args.coordinator, args.agents, args.agent)
     agents = rank.count if rank else 1
     nodes = args.nodes or agents
@@ -115,6 +114,10 @@ def workdir_of(training: list[str]) -> Path:
 
 def report(workdir: Path) -> int:
     """Prints the events, and where the time went; makes the page anew."""
+    from zaya_jax.aegis import accounts, events
+    from zaya_jax.report import write_report
+    from zaya_jax.report.supervised import account_text
+
     found = events.read(workdir)
     if not found:
         raise UserError(f"--workdir={workdir} has no events; give the folder of a run that was supervised")
@@ -131,6 +134,8 @@ def report(workdir: Path) -> int:
 
 def check(devices: int | None, workdir: Path | None) -> int:
     """Prints the faults of this node."""
+    from zaya_jax.aegis import preflight
+
     found = preflight.check(devices, workdir)
     for finding in found:
         device = f"{finding.device}: " if finding.device else ""

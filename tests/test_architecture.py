@@ -21,7 +21,7 @@ BUDGET = {
     ("aegis",): 4453,
     ("checkpoint",): 3611,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
     ("cli.py", "library.py", "functions.py", "generation.py"): 1261,  # 1100; few shapes, pytrees
-    ("config", "cluster"): 2336,  # 2100
+    ("config", "cluster"): 2337,  # 2100
     ("data",): 4599,  # 300 of these spell chats by a model's own template
     ("model", "parallel", "optim"): 5770,  # 5650; sums in two levels; with low-rank updates
     ("plan", "hardware"): 2970,  # 2950; the links of sums in two levels
@@ -142,7 +142,7 @@ def test_packages_import_each_other_in_no_circle():
 
 
 LIBRARY = ("zaya_jax.library", "zaya_jax.functions")
-ABOVE = ("zaya_jax.evaluate", "experiments.evaluate", "experiments.generate")  # which no other part imports
+ABOVE = ("zaya_jax.evaluate", "experiments._evaluate", "experiments._generate")  # which no other part imports
 
 
 def test_nothing_but_evaluation_imports_the_library():

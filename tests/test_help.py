@@ -1,5 +1,7 @@
 """Every program describes its purpose and options; the page of the config's keys agrees with them."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,11 @@ def test_page_and_help_have_every_key():
         assert f"| `{key}` |" in config_page.page()
         assert f"  {key}=" in page.listing()
     assert "schedule.phases[i].tokens" in config_page.page()
+
+
+def test_no_program_imports_jax_to_print_its_help():
+    code = "import sys; from tools import reference as r; [r.parser_of(name).format_help() for name in r.names()]; "
+    subprocess.run([sys.executable, "-c", code + "assert 'jax' not in sys.modules"], cwd=ROOT, check=True, timeout=60)
 
 
 def test_options_are_whole_words_with_underscores():

@@ -9,7 +9,7 @@ import multiprocess_runs
 import numpy as np
 import pytest
 
-from experiments import evaluate
+from experiments import _evaluate, evaluate
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
 
@@ -104,7 +104,7 @@ def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(call,
     (out / "metrics.jsonl").write_text("")
     (out / "samples.jsonl").write_text("the run's\n")
     assert call(*options, f"--out={out}")[0] == cli.DONE and (out / "samples.jsonl").exists()
-    monkeypatch.setattr(evaluate.harness, "require", lambda: None)
+    monkeypatch.setattr(_evaluate.harness, "require", lambda: None)
     code, _, err = call(*options, f"--out={out}", "--tasks=any")
     assert code == cli.BAD_INPUT and err.count("\n") == 1
     assert f"is a run's folder, which has its own samples.jsonl; give --out={out}/evaluation" in err

@@ -15,6 +15,7 @@ from zaya_jax.checkpoint import store
 from zaya_jax.config import Model
 from zaya_jax.data import tokenizers
 from zaya_jax.model import decode, zaya
+from zaya_jax.pytorch import any_model
 from zaya_jax.training import sample
 from zaya_jax.training.workdir import open_workdir, read_config
 
@@ -81,7 +82,7 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(r
     log = dataclasses.replace(own.log, sample_tokens=2, sample_temperature=0.0)
     own = dataclasses.replace(own, kernels=("attention",), log=log)
     monkeypatch.setattr(decode.chip, "making", lambda target: heard.append(target.kernels) or making(target))
-    monkeypatch.setattr(generate.any_model, "config_at", lambda *_: own)
+    monkeypatch.setattr(any_model, "config_at", lambda *_: own)
     folder = tmp_path / "run"
     shutil.copytree(workdir, folder)
     assert run(f"--model={folder}", "--prompt=a", "--num_tokens=2")[0] == 0

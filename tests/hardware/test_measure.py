@@ -10,7 +10,7 @@ import jax
 import pytest
 from multiprocess_runs import start
 
-from experiments import characterize
+from experiments import _characterize as characterize
 from pallas_kernels import timing
 from pallas_kernels.timing import Course, Timing
 from zaya_jax import config

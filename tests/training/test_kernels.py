@@ -9,7 +9,7 @@ import pytest
 import tiny_runs
 
 from benchmarks import gpu
-from experiments import characterize
+from experiments import _characterize, characterize
 from pallas_kernels import chip, trial
 from zaya_jax import cli, config
 from zaya_jax.checkpoint.source import read_meta
@@ -88,7 +88,7 @@ def test_the_sizes_are_a_devices_share_of_the_phase_with_most_tokens():
 def test_characterize_writes_the_record_and_needs_a_gpu(on_a_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["characterize", "kernels", f"--out={tmp_path / 'out'}"])
     tiny = config.to_dict(tiny_runs.settings())
-    monkeypatch.setattr(characterize, "read_config", lambda path: config.check(tiny))
+    monkeypatch.setattr(_characterize, "read_config", lambda path: config.check(tiny))
     assert cli.exit_code(characterize.main) == cli.DONE
     record = trial.read(tmp_path / "out" / "kernels.json")
     assert record["kernels"] == ["newton_schulz"] and trial.words(record) in capsys.readouterr().out

@@ -28,6 +28,7 @@ class StorageError(RuntimeError):
 KINDS = ("name", "folder", "path", "text", "source")
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
+MODEL_FORMS = "a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub"
 LONGEST = 80  # characters of a value in a message
 
 

@@ -36,7 +36,7 @@ from zaya_jax.training.workdir import check_same, read_config
 WEIGHTS = ("state/params.", "state/balance.")  # a checkpoint's files, apart from its small ones
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
-FORMS = "a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub"
+FORMS = fields.MODEL_FORMS
 
 
 @dataclasses.dataclass(frozen=True)

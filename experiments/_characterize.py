@@ -1,0 +1,438 @@
+"""Measures a machine and words the figures, for `experiments.characterize`."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from experiments.characterize import DEVICES, PARTS
+from pallas_kernels import trial
+from pallas_kernels.timing import Timing
+from zaya_jax import cli
+from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import claims
+from zaya_jax.cluster import multihost
+from zaya_jax.config import Config, Precision, UserError, fields, files, read_config
+from zaya_jax.data import pipeline, storage, tokenizers
+from zaya_jax.data.order import TURNS
+from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
+from zaya_jax.hardware import chips, host, sizing_rules
+from zaya_jax.hardware.measure import collectives, memory_copies, products, results
+from zaya_jax.hardware.measure.results import BUS, CollectiveTiming, Measured, Product
+from zaya_jax.hardware.sizing_rules import Advice
+from zaya_jax.plan.phases import Need
+from zaya_jax.report.document import Page, Section, Table
+from zaya_jax.report.svg import Chart, Curve
+from zaya_jax.report.text import duration, number
+from zaya_jax.training import kernels
+
+HOST = (
+    "These figures are of this host's CPU, whose virtual devices share its cores and memory. They say nothing of an "
+    "accelerator, a network or a cluster."
+)
+Point = tuple[float, float, float, float]  # a size, the median rate there, the 10th and the 90th of 100
+
+
+def run(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
+    """Measures as the options ask; `reading` are those of storage."""
+    if args.what != "storage":
+        host.keep_memory()
+    return multihost.together(lambda: measure(args, reading))
+
+
+def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
+    """Measures as the options ask. Of several processes the first reads and writes files, and checks that it can."""
+    if multihost.is_writer():
+        cli.out_folder(args.out, "figures")
+        if reading is not None:
+            check_storage(reading)
+    config = read_config(args.config) if args.what != "storage" else None
+    if config and args.what in ("kernels", "all"):
+        try_kernels(args, config)  # before JAX takes the devices
+    if config and args.what != "kernels":
+        measure_devices(args, config, reading)
+    elif not config and multihost.is_writer():
+        measure_storage(args)
+    multihost.barrier("measured")
+    return cli.DONE
+
+
+def try_kernels(args: argparse.Namespace, config: Config) -> None:
+    """Tries the kernels and writes kernels.json and .html; UserError without a GPU, if nothing else is measured."""
+    config = dataclasses.replace(config, kernels=("try",))
+    record = kernels.settle(config) or kernels.settle(config, at_once=1)  # its batch may be another machine's
+    if record is None and args.what == "kernels":
+        raise UserError(
+            "no GPU is here, or the config does not fit it: kernels are tried on one; python -m benchmarks.kernels "
+            "interprets them"
+        )
+    if record and multihost.is_writer():
+        name = pathlib.Path(args.out) / "kernels"
+        rows = [Section("Implementations", tables=[Table("Seconds of one call", trial.HEAD, trial.table(record))])]
+        about = f"{record.get('date', '')}, jax {jax.__version__}, {record.get('driver', '')}"
+        page = Page(trial.words(record), "kernels", about, rows, footer="docs/compiling.md says how they are tried.")
+        with made(name.parent):
+            files.write(name.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode())
+            files.write(name.with_suffix(".html"), page.html().encode())
+        print(f"{trial.words(record)}\nwritten: {name}.json, .html", flush=True)
+
+
+def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.Namespace | None) -> None:
+    """Measures in all processes, then writes NAME.json and .html into --out from the first."""
+    devices = jax.devices()
+    first, nodes, host_only = devices[0], collectives.nodes_of(devices), devices[0].platform == "cpu"
+    chip = args.chip or chips.named(first.device_kind) or "mi300x"
+    count = args.devices or (DEVICES if host_only else len(devices))
+    sizing_rules.advise(config, chip, count)  # a mesh that does not fit is refused now
+    writes = multihost.is_writer()
+    with made(pathlib.Path(args.out)) if writes else contextlib.nullcontext():
+        say = functools.partial(print, flush=True) if writes else lambda text: None
+        say(f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of {jax.process_count()} process(es)")
+        if host_only:
+            say(f"note: {HOST}")
+        found, remarks = measure_parts(args, config, nodes, say)
+        if args.what == "all" and reading is None:
+            remarks.append("storage was left out: it needs --data=DIR")
+        if writes:
+            advice = sizing_rules.advise(config, chip, count, found)
+            rules_for = f"{config.name} on {count:,} {chip}"
+            name = pathlib.Path(args.out) / args.what
+            files.write(name.with_suffix(".json"), results.to_json(found).encode())
+            files.write(name.with_suffix(".html"), document(found, advice, rules_for, remarks).html().encode())
+            say(f"sizing rules for {rules_for}:" if advice else f"no sizing rule is broken by {rules_for}")
+            for line in (*advice, *(f"note: {remark}" for remark in remarks)):
+                say(str(line))
+            say(f"written: {name}.json, .html")
+            if reading is not None:
+                measure_storage(reading)
+
+
+def measure_parts(
+    args: argparse.Namespace, config: Config, nodes: list[int], say: Callable[[str], None]
+) -> tuple[results.Measured, list[str]]:
+    """The figures asked for, and remarks on omissions. Products and memory are of the first device alone."""
+    devices, remarks = jax.devices(), []
+    first, wanted = devices[0], tuple(PARTS) if args.what == "all" else (args.what,)
+    found = results.Measured(
+        first.device_kind, first.platform, len(devices), max(nodes) + 1, jax.process_count(), jax.__version__,
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
+    )  # fmt: skip
+    if "collectives" in wanted:
+        room = memory_copies.room(first, sum(d.process_index == first.process_index for d in devices))
+        room = multihost.from_first("room", lambda: room // collectives.SHARE)
+        found = dataclasses.replace(
+            found, collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say)
+        )
+        if not found.collectives:
+            remarks.append("no collectives: there is one device")
+    if not multihost.is_writer():
+        return found, remarks
+    if "memory" in wanted:
+        found = dataclasses.replace(found, copies=memory_copies.measure_copies(first, args.seconds, say))
+    if "matmul" in wanted:
+        measured, left_out = products.measure_products(first, config.model, args.seconds, say)
+        found = dataclasses.replace(found, products=measured)
+        if left_out:
+            remarks.append(
+                f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s (three times "
+                "--seconds)"
+            )
+    return found, remarks
+
+
+def check_storage(args: argparse.Namespace) -> None:
+    """UserError if `storage` cannot use its directory."""
+    fields.check_path("--data", args.data, addresses=True)
+    if not storage.is_prepared(args.data) or not storage.is_local(args.data):
+        raise UserError(f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data")
+
+
+def measure_storage(args: argparse.Namespace) -> None:
+    """Measures, then writes storage.html and storage.json into --out."""
+    out = pathlib.Path(args.out)
+    manifest = storage.load_manifest(args.data)
+    raw = config_lib.default()
+    raw.data.seq_len, raw.data.global_batch = args.seq_len, args.rows
+    raw.model.max_position_embeddings = max(raw.model.max_position_embeddings, args.seq_len)
+    config = config_lib.check(raw)
+    readings = [measure_reading(config, args.data, args.seconds, cold) for cold in (True, False)]
+
+    # A small directory's bundles come round again while they are still in memory, which a large one's never do.
+    sigma = max(readings[0].sigma, manifest["storage_factor"])
+    need = Need(sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds)
+    budget = args.iops_budget or readings[0].pages_per_second
+    whose = "given" if args.iops_budget else "measured here, cold, one reader"
+    words = storage_document(readings, manifest, need, budget, whose)
+    measured = {
+        "readings": [dataclasses.asdict(r) for r in readings],
+        "need": dataclasses.asdict(need),
+        "budget": budget,
+    }
+    with made(out):
+        files.write(out / "storage.html", words.html().encode())
+        files.write(out / "storage.json", (json.dumps(measured, indent=1) + "\n").encode())
+    print(words.markdown())
+    print(f"written: {out}/storage.html, storage.json")
+
+
+@contextlib.contextmanager
+def made(out: pathlib.Path) -> Iterator[None]:
+    """Makes the folder; UserError where it cannot be written, before anything is measured."""
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        claims.remove_empty(new)
+        raise UserError(f"--out={out} cannot be written ({error.strerror}); give a folder that can") from None
+    try:
+        yield
+    finally:
+        claims.remove_empty(new)  # after an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One measurement of reading as training would."""
+
+    cache: str  # cold or warm
+    seconds: float
+    tokens: int
+    reads: int  # calls that read
+    bytes_read: int  # by those calls
+    bytes_device: int  # that came from the device, the kernel's own reading ahead included
+    bytes_ideal: int  # of the tokens themselves
+
+    @property
+    def pages_per_second(self) -> float:
+        """Page reads a second: the formula's I, as far as this machine was asked for it."""
+        return self.bytes_read / PAGE_BYTES / self.seconds
+
+    @property
+    def sigma(self) -> float:
+        """Pages asked for over pages that the tokens fill; each call touches one page more than it fills."""
+        return (self.bytes_read / PAGE_BYTES + self.reads) / (self.bytes_ideal / PAGE_BYTES)
+
+
+def measure_reading(config: Config, directory: str, seconds: float, cold: bool) -> Reading:
+    """Read batches for some seconds, each bundle from its file, after emptying or filling the page cache."""
+    data = dataclasses.replace(config.data, path=directory, mixture=())
+    config = dataclasses.replace(config, data=data, schedule=dataclasses.replace(config.schedule, phases=()))
+    tokenizer = tokenizers.load(pathlib.Path(directory) / "tokenizer")
+    if tokenizer.vocab_size > config.model.vocab_size:
+        model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+        config = dataclasses.replace(config, model=model)
+    # As in a large source: blocks of several bundles, and open ones stay in memory.
+    batches = pipeline.Batches(config, tokenizer, rounds=1)
+    (store,) = batches.stores
+    store.cache.limit = 0
+    for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
+        _forget(path) if cold else path.read_bytes()
+    epoch = batches.source(batches.eras[0], 0).layout.num_rows // data.global_batch
+    turns = min(TURNS, epoch)
+    begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch
+    for step in range(begin_step, begin_step + turns):  # opens shards, and the bundles of the moment
+        batches[step]
+    io, begin, tokens, step = _io(), time.perf_counter(), 0, begin_step + turns
+    until = begin_step + epoch if cold else 1 << 40  # a second epoch is warm
+    while time.perf_counter() - begin < seconds and step < until:
+        tokens += batches[step]["tokens"].size
+        step += 1
+    elapsed = time.perf_counter() - begin
+    if not tokens:
+        raise UserError(
+            f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask for less"
+        )
+    now = _io()
+    calls, read, from_device = (now[name] - io[name] for name in ("syscr", "rchar", "read_bytes"))
+    cache, ideal = "cold" if cold else "warm", tokens * store.manifest["token_bytes"]
+    return Reading(cache, elapsed, tokens, calls, read, from_device, ideal)
+
+
+def _forget(path: pathlib.Path) -> None:
+    """Ask the kernel to drop a file's pages from its cache; written pages go to disk first."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _io() -> dict[str, int]:
+    lines = pathlib.Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def storage_document(readings: list[Reading], manifest: dict, need: Need, budget: float, whose: str) -> Page:
+    """The measurements by the state of the page cache, and the formula's figures for the run that is sized."""
+    rows = [
+        ["tokens/s", *(f"{r.tokens / r.seconds:,.0f}" for r in readings)],
+        [f"page reads/s ({PAGE_BYTES} B)", *(f"{r.pages_per_second:,.0f}" for r in readings)],
+        ["read calls/s", *(f"{r.reads / r.seconds:,.0f}" for r in readings)],
+        ["bytes a read call", *(f"{r.bytes_read / max(r.reads, 1):,.0f}" for r in readings)],
+        ["sigma, pages asked for over pages of tokens", *(f"{r.sigma:.3f}" for r in readings)],
+        ["read from the device, MiB", *(f"{r.bytes_device / 2**20:,.1f}" for r in readings)],
+        ["measured over, s / M tokens", *(f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings)],
+    ]
+    notes = [
+        f"Sigma of the files' layout, all bundles once: {manifest['storage_factor']:.3f}; {manifest['token_bytes']} "
+        "bytes per token."
+    ]
+    if readings[0].bytes_device < readings[0].bytes_read / 2:
+        notes.append("The device gave less than half of the cold reading: this system would not empty its page cache.")
+    share, step = need.pages_per_second / budget, need.step_seconds
+    judged = "storage is not the limit" if share <= 1 else "storage IS the limit: steps take the break-even time"
+    text = (
+        f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads "
+        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N = {need.pages:,.0f} pages (sigma "
+        f"{need.sigma:.3f}); every {step:g} s that is {need.pages_per_second:,.0f} page reads/s. Budget "
+        f"{budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time "
+        f"{need.pages / budget:.3f} s; {judged}."
+    )
+    times = [step * 2 ** (i / 4 - 4) for i in range(33)]
+    values = [need.pages / t for t in times]
+    lines = [
+        Curve("needed", list(zip(times, values, strict=True))),
+        Curve("this step", [(step, need.pages_per_second)], 2),
+        Curve("budget", [(times[0], budget), (times[-1], budget)], 1, dash=1),
+    ]
+    chart = Chart(
+        "Page reads a second by step time", lines, (times[0], times[-1]),
+        (min(*values, budget) / 1.5, max(*values, budget) * 1.5), True, True, over="s",
+        named=[(t, f"{t:.3g}") for t in times[::4]],
+    )  # fmt: skip
+    head = ("", *(f"{r.cache} page cache" for r in readings))
+    read = Section("Reading", "", [Table("By the state of the page cache", head, rows)], notes)
+    return Page("Storage", sections=[read, Section("A run", text, pictures=chart.draw())])
+
+
+def document(figures: Measured, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()) -> Page:
+    """All of it; `rules_for` says which model, chip and number of devices the sizing rules are for."""
+    nodes = "one node" if figures.num_nodes == 1 else f"{figures.num_nodes} nodes"
+    processes = "" if figures.num_processes == 1 else f" · {figures.num_processes} processes"
+    about = f"{figures.num_devices} x {figures.device} in {nodes}{processes} · jax {figures.jax} · {figures.date}"
+    warnings = [HOST] if figures.platform == "cpu" else []
+    if figures.num_nodes == 1 and figures.collectives:
+        warnings.append("All devices are in one node: nothing was measured across nodes.")
+    sections = [_rules(advice, rules_for), _collectives(figures), _products(figures), _memory(figures)]
+    footer = "Lines are medians, bands the 10th to 90th of 100 samples. docs/hardware.md says how it was measured."
+    return Page(figures.device, "measured figures", about, sections, (), [*warnings, *remarks], footer)
+
+
+def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
+    rows = [
+        [
+            f.rule, f"{f.key}={f.value:,}", f.reason, "–" if f.better is None else f"{f.better:,}", f.source,
+        ]
+        for f in advice
+    ]  # fmt: skip
+    head = ("rule", "key", "reason", "better", "by")
+    tables = [Table("Advice", head, rows, "code")] if rows else []
+    return Section("Sizing rules", f"Dimensions off the fast path: {rules_for}.", tables, [] if rows else ["None."])
+
+
+def _collectives(figures: Measured) -> Section:
+    if not figures.collectives:
+        return Section("Collectives")
+    pictures, rows = "", []
+    for name in BUS:
+        lines = []
+        for color, points in enumerate(s for group in figures.groups() if (s := figures.over(name, *group))):
+            rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
+            lines.append(_line(_devices(points[0]), color, rates))
+            best = max(points, key=lambda c: c.bus_bandwidth)
+            rows.append([
+                name, _devices(best), duration(points[0].seconds.median),
+                number(best.bus_bandwidth / 1e9), binary_size(best.bytes),
+            ])  # fmt: skip
+        pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size)
+    head = ("collective", "devices", f"{figures.collectives[0].bytes:,} B take", "best bus GB/s", "there")
+    text = "Over the size of the message, by the definitions of nccl-tests."
+    return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
+
+
+def _devices(c: CollectiveTiming) -> str:
+    return f"{c.num_devices} devices" + ("" if c.num_nodes == 1 else f" over {c.num_nodes} nodes")
+
+
+def _products(figures: Measured) -> Section:
+    if not figures.products:
+        return Section("Matrix products")
+
+    def rates(products: Sequence[Product]) -> list[Point]:
+        return [_point(p.m, p.rate / 1e12, p.seconds) for p in sorted(products, key=lambda p: p.m)]
+
+    dense = [p for p in figures.products if p.groups == 1]
+    labels = dict.fromkeys(p.label for p in dense)
+    lines = [_line(label, i, rates([p for p in dense if p.label == label])) for i, label in enumerate(labels)]
+    pictures = _chart("Dense products over rows M", lines, "TFLOP/s", lambda m: f"{m:,.0f}")
+    grouped = [
+        _line(name, i, rates([p for p in figures.products if p.name == name]))
+        for i, name in enumerate(("grouped forward", "grouped backward"))
+    ]
+    knee = figures.rows_knee()
+    note = "" if knee is None else f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens."
+    pictures += _chart("Experts: over tokens an expert", grouped, "TFLOP/s", lambda m: f"{m:,.0f}", note)
+    head = ["product", "M", "K", "N", "experts", "a call", "TFLOP/s", *(["of the peak"] if figures.peak else [])]
+    rows = [
+        [
+            f"{p.label} ({p.name}, {p.dtype})", f"{p.m:,}", f"{p.k:,}", f"{p.n:,}", f"{p.groups}",
+            duration(p.seconds.median), number(p.rate / 1e12),
+            *([f"{p.rate / figures.peak:.1%}"] if figures.peak else []),
+        ]
+        for p in [*dense, *(p for p in figures.products if p.groups > 1)]
+    ]  # fmt: skip
+    text = "On one device, the model's own shapes; M are the tokens at once."
+    return Section("Matrix products", text, [Table("Rates", head, rows)], pictures=pictures)
+
+
+def _memory(figures: Measured) -> Section:
+    if not figures.copies:
+        return Section("Memory")
+    points = sorted(figures.copies, key=lambda copy: copy.bytes)
+    line = _line("copy", 0, [_point(c.bytes, c.bandwidth / 1e9, c.seconds) for c in points])
+    picture = _chart("Bandwidth over the size of an array", [line], "GB/s", binary_size)
+    best = max(points, key=lambda copy: copy.bandwidth)
+    rows = [
+        [what, number(c.bandwidth / 1e9), binary_size(c.bytes)] for what, c in (("best", best), ("largest", points[-1]))
+    ]
+    text = "Copying on one device; bytes read and bytes written count alike."
+    return Section("Memory", text, [Table("Bandwidths", ("array", "GB/s", "of"), rows)], pictures=picture)
+
+
+def binary_size(count: float) -> str:
+    """2 GiB, 16 KiB or 12 B: sizes that were measured are powers of two."""
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= limit:
+            return f"{count / limit:.4g} {unit}"
+    return f"{count:g} B"
+
+
+def _point(size: float, median: float, seconds: Timing) -> Point:
+    return size, median, median * seconds.median / seconds.high, median * seconds.median / seconds.low
+
+
+def _line(label: str, color: int, points: Sequence[Point]) -> Curve:
+    band = [(size, low, high) for size, _, low, high in points]
+    return Curve(label, [(size, median) for size, median, *_ in points], color, band=band)
+
+
+def _chart(title: str, lines: Sequence[Curve], unit: str, text: Callable[[float], str], note: str = "") -> str:
+    """Rates over a size, both axes logarithmic."""
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    sizes = sorted({size for line in lines for size, _ in line.points})
+    rates = [rate for line in lines for _, rate in line.points]
+    return Chart(
+        f"{title}, {unit}", lines, (sizes[0], sizes[-1]), (min(rates) / 1.3, max(rates) * 1.3), True, True,
+        over="size", named=[(size, text(size)) for size in sizes], note=note,
+    ).draw()  # fmt: skip

@@ -1,0 +1,286 @@
+"""Compiles a run's steps and words their costs, for `experiments.compile`."""
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments import _compiling as compiling
+from pallas_kernels import chip, trial
+from zaya_jax import cli, schedule
+from zaya_jax.config import Config, UserError
+from zaya_jax.config.files import write
+from zaya_jax.data import tokenizers
+from zaya_jax.hardware import clusters, host, targets
+from zaya_jax.parallel import sharding
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.spread import spread_of
+from zaya_jax.report.document import Page, Section, Table, Tile
+from zaya_jax.report.text import byte_size, duration, number, shape_of_step
+from zaya_jax.schedule import Segment
+from zaya_jax.training import recipe
+
+KINDS = (
+    "weights", "optimizer", "batch and figures", "gradients", "activations", "exchange", "other temporaries", "gaps",
+)  # fmt: skip
+BOUNDS = {
+    "compute": "products at the peak of their format", "memory": "HBM at its bandwidth",
+    "launches": "kernels too short for either", "links": "links, exposed", "hidden": "(links, under kernels)",
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """One row of the table for each phase."""
+    out = cli.out_folder(args.out, "the results")
+    config = _with_ids(args.config)
+    host.require_x32()
+    if args.target == "cpu":
+        more = f"--xla_force_host_platform_device_count={args.devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
+    jax.config.update("jax_platforms", "cpu")  # nothing is asked of GPUs that may be here
+    plan = schedule.make_plan(config)
+    last = {segment.phase_index: segment for segment in plan.segments}  # of a ramp, the full batch
+    chosen = [s for s in last.values() if args.phase in (None, s.phase.name)]
+    if not chosen:
+        names = ", ".join(repr(s.phase.name) for s in last.values())
+        raise UserError(f"--phase={args.phase} is not a phase of {config.name}; it has {names}")
+    devices = targets.devices(args.target, args.devices)
+    config, assumed = _with_kernels(config, args.kernels, devices[0])
+    print(assumed, flush=True)
+    capacity, cluster = None, None
+    if args.target != "cpu":
+        capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
+    programs = [
+        _program(config, segment, devices, args.at_once) for segment in chosen
+    ]  # report mistakes before compiling
+
+    found: list[dict[str, Any]] = []
+    seen: dict[Any, dict[str, Any]] = {}
+    for segment, (here, mesh, sequences, micro_batches) in zip(chosen, programs, strict=True):
+        name = segment.phase.name
+        same = dataclasses.replace(here, data=dataclasses.replace(here.data, packing="concat"))
+        key = (same, sequences, micro_batches)
+        if key in seen:
+            print(f"{name}: the same program as {seen[key]['phase']!r}", flush=True)
+            found.append({**seen[key], "phase": name, "same_as": seen[key]["phase"]})
+            continue
+        print(f"{name}: compiling for {len(devices)} {args.target} ...", flush=True)
+        begun = time.perf_counter()
+        row = {"phase": name, **compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity)}
+        print(f"{name}: {headline(row)} ({time.perf_counter() - begun:.0f} s)", flush=True)
+        if capacity and row["memory"]["peak"] > capacity:
+            row["fits_with"] = _what_fits(here, mesh, sequences, micro_batches, cluster, capacity)
+        seen[key] = row
+        found.append(row)
+
+    result = {
+        "config": config.name, "target": args.target, "devices": len(devices), "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"), "kernels": assumed, "phases": found,
+    }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    write(out / "compile.json", json.dumps(result, indent=1).encode())
+    words = document(result)
+    write(out / "compile.md", words.markdown().encode())
+    write(out / "compile.html", words.html().encode())
+    print(words.markdown())
+    print(f"written: {out}/compile.md, compile.json, compile.html")
+    return cli.DONE
+
+
+def _with_ids(config: Config) -> Config:
+    """The config with its tokenizer's ids, as `pretrain` has it: with a padding id the embedding is another program."""
+    try:
+        tokenizer = tokenizers.load(config.data.tokenizer)
+    except UserError as error:  # of a run elsewhere
+        if config.model.pad_token_id is None:
+            print(f"note: compiled without a padding id: {error}", flush=True)
+        return config
+    return tokenizers.with_model_ids(config, tokenizer)
+
+
+def _with_kernels(config: Config, record: Path | None, device: Any) -> tuple[Config, str]:
+    """The config with the kernels of a trial's record, or without one all that it leaves open, and a line that says so.
+
+    UserError where the record is another chip's.
+    """
+    here = chip.chip_of(device)
+    if record:
+        found = trial.read(record)
+        if found is None or found["kind"] != here.kind:
+            was = f"of {found['kind']}, the target is {here.kind}" if found else "no record of a trial"
+            raise UserError(f"--kernels={record} is {was}; give kernels.json of a run on such a chip, or leave it out")
+        config, why = dataclasses.replace(config, kernels=tuple(found["kernels"]) or ("none",)), f"tried, {record}"
+    else:
+        open_ = config.kernels[0] in chip.OPEN
+        why = "assumed: not tried on this chip" if open_ else "as --config.kernels says"
+    if here.maker not in ("cuda", "rocm"):
+        return config, "kernels: a CPU's own algorithms"
+    own = ", ".join(here.taking(config.kernels).kernels)
+    return config, f"kernels: ours for {own or 'nothing'}, otherwise XLA's ({why})"
+
+
+def _program(config: Config, segment: Segment, devices: list, at_once: int) -> tuple[Config, Any, int, int]:
+    """A phase's config, mesh, sequences per step and micro-batches; UserError where these do not go together."""
+    here, _, sequences, micro_batches = recipe.portion(config, segment, len(devices), at_once)
+    mesh = make_mesh(here.mesh, devices, schedule.key(config, segment.phase_index, "mesh"))
+    return here, mesh, sequences, micro_batches
+
+
+def _what_fits(
+    here: Config, mesh: Any, sequences: int, micro_batches: int, cluster: Any, capacity: int
+) -> dict[str, Any] | None:
+    """Changes, one after another on top of each other, until the step fits: their names, and the costs of that step."""
+    devices, changes = list(mesh.devices.flat), []
+    rows = mesh.shape["data"] * mesh.shape["expert"]
+
+    def tried(change: str) -> dict[str, Any] | None:
+        changes.append(change)
+        row = compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity)
+        fits = row["memory"]["peak"] <= capacity
+        print(f"  with {', '.join(changes)}: {headline(row)}{', fits' if fits else ''}", flush=True)
+        return {"changes": changes, **row} if fits else None
+
+    if here.remat in ("none", "elementwise"):
+        here = dataclasses.replace(here, remat="attention")
+        if row := tried("remat=attention"):
+            return row
+    while sequences // micro_batches > rows:  # a micro-batch of half as many sequences
+        at_once = sequences // micro_batches // rows
+        smaller = max(n for n in range(1, at_once) if at_once % n == 0)
+        micro_batches = sequences // (smaller * rows)
+        if row := tried(f"{smaller} sequences at once"):
+            return row
+    if here.remat != "layer":
+        here = dataclasses.replace(here, remat="layer")
+        if row := tried("remat=layer"):
+            return row
+    if here.precision.momentum == "float32" and here.optim.name == "muon":
+        here = dataclasses.replace(here, precision=dataclasses.replace(here.precision, momentum="bfloat16"))
+        if row := tried("precision.momentum=bfloat16"):
+            return row
+    if mesh.shape["data"] > 1 and not here.mesh.fsdp:
+        here = dataclasses.replace(here, mesh=dataclasses.replace(here.mesh, fsdp=True))
+        if row := tried("mesh.fsdp=True"):
+            return row
+    for context in (2, 4, 8):
+        sizes = dataclasses.replace(here.mesh, data=-1, context=here.mesh.context * context)
+        try:
+            wider = make_mesh(sizes, devices)
+            sharding.check(here, spread_of(sizes, wider.shape))
+        except UserError:
+            break
+        before, here, mesh = mesh, dataclasses.replace(here, mesh=sizes), wider
+        sequences = max(sequences * wider.shape["data"] // before.shape["data"], 1)
+        if row := tried(f"mesh.context={sizes.context}"):
+            return row
+    return None
+
+
+def document(result: dict[str, Any]) -> Page:
+    """A section a phase."""
+    title = f"{result['config']} compiled for {result['devices']:,} {result['target']}"
+    host = " (the CPU's program: its own algorithms, no account of kernels)" if result["target"] == "cpu" else ""
+    about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
+    footer = "Read from the compiled program; docs/compiling.md says how."
+    about += f"; {result['kernels']}"
+    return Page(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
+
+
+def headline(row: dict[str, Any]) -> str:
+    """A phase's program in a line."""
+    memory, bound = row["memory"], row["bound"]
+    of = f" of {byte_size(memory['capacity'])}" if memory["capacity"] else ""
+    time = f", at least {duration(bound['seconds'])} ({bound['binds']} most)" if bound else ""
+    return (
+        f"peak {byte_size(memory['peak'])}{of}, {byte_size(row['hbm_bytes'])} of traffic, {row['launches']:,.0f} "
+        f"launches, {row['flops'] / 1e12:,.1f} TFLOP, {_of_use(row):.0%} of use{time}"
+    )
+
+
+def _phase(row: dict[str, Any]) -> Section:
+    title = f"{row['phase']}: {_verdict(row)}"
+    if "same_as" in row:
+        return Section(title, notes=[f"The same program as {row['same_as']!r}."])
+    text = f"{shape_of_step(row)}. {headline(row)}. Compiled in {row['seconds']['compiling']:.0f} s."
+    notes = []
+    if row["unknown_loops"]:
+        loops = ", ".join(row["unknown_loops"])
+        notes.append(f"loops of unknown length, each counted as one turn: {loops}")
+    if again := sum(r["flops_by_stage"].get("again", 0) for r in row["traffic"]):
+        notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, not useful")
+    return Section(title, text, list(_tables(row)), notes, _tiles(row))
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    memory, fits = row["memory"], row.get("fits_with")
+    if not memory["capacity"]:
+        return byte_size(memory["peak"])
+    used = f"{byte_size(memory['peak'])} of {byte_size(memory['capacity'])}"
+    if memory["peak"] <= memory["capacity"]:
+        return f"fits, {used}"
+    if not fits:
+        return f"does NOT fit, {used}; nor did any change tried"
+    return f"does NOT fit, {used}; with {', '.join(fits['changes'])} it takes {byte_size(fits['memory']['peak'])}"
+
+
+def _tables(row: dict[str, Any]) -> Iterable[Table]:
+    memory, traffic = row["memory"], row["traffic"]
+    kinds = [[kind, f"{memory[kind] / 1e9:.2f}", f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS]
+    yield Table("Memory where it is highest", ("kind", "GB", "share"), kinds)
+    largest = [[f"{b['bytes'] / 1e9:.2f}", b["shape"], b["kind"], b["scope"], b["op_name"]] for b in memory["largest"]]
+    yield Table("Largest temporaries there", ("GB", "array", "kind", "scope", "made by"), largest, "code")
+    scopes = [
+        [
+            r["scope"], f"{r['launches']:,.0f}", f"{r['reads'] / 1e9:,.1f}", f"{r['writes'] / 1e9:,.1f}",
+            f"{r['flops'] / 1e12:,.2f}", f"{r['flops_of_use'] / r['flops']:.0%}" if r["flops"] else "",
+        ]
+        for r in traffic
+    ]  # fmt: skip
+    scopes.append([
+        "all", f"{row['launches']:,.0f}", *(f"{sum(r[x] for r in traffic) / 1e9:,.1f}" for x in ("reads", "writes")),
+        f"{row['flops'] / 1e12:,.2f}", f"{_of_use(row):.0%}",
+    ])  # fmt: skip
+    yield Table("Traffic and work by scope", ("scope", "launches", "GB read", "GB written", "TFLOP", "of use"), scopes)
+    kernels = [
+        [
+            f"{k['times'] * (k['reads'] + k['writes']) / 1e9:,.1f}", f"{k['times']:,.0f}", k["scope"], k["stage"],
+            k["op_name"], k["name"],
+        ]
+        for k in row["largest"]
+    ]  # fmt: skip
+    yield Table("Kernels that move most", ("GB", "times", "scope", "stage", "made by", "kernel"), kernels, "code")
+    collectives = [
+        [
+            c["kind"], c["scope"], f"{c['bytes'] / 1e6:,.2f}", f"{c['group']:,}",
+            "?" if c["times"] is None else str(c["times"]), str(c["kernels_beside"]),
+        ]
+        for c in row["collectives"]
+    ]  # fmt: skip
+    if collectives:
+        yield Table("Collectives", ("kind", "scope", "MB", "devices", "times", "kernels overlapping it"), collectives)
+    if bound := row["bound"]:
+        rows = [[words, f"{1e3 * bound[name]:,.1f}"] for name, words in BOUNDS.items()]
+        rows.append(["all", f"{1e3 * bound['seconds']:,.1f}"])
+        yield Table("A bound on the step's time", ("bound by", "ms"), rows)
+
+
+def _tiles(row: dict[str, Any]) -> list[Tile]:
+    memory, bound = row["memory"], row["bound"]
+    of = f"of {byte_size(memory['capacity'])}" if memory["capacity"] else ""
+    tiles = [
+        ("Peak memory", byte_size(memory["peak"]), of),
+        ("HBM traffic", byte_size(row["hbm_bytes"]), ""),
+        ("Launches", number(row["launches"]), ""),
+        ("FLOPs", f"{row['flops'] / 1e12:,.1f} T", f"{_of_use(row):.0%} of use"),
+    ]
+    return [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")] if bound else tiles
+
+
+def _of_use(row: dict[str, Any]) -> float:
+    return sum(r["flops_of_use"] for r in row["traffic"]) / max(row["flops"], 1)

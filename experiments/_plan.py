@@ -1,0 +1,231 @@
+"""Plans a run and words the plan, for `experiments.plan`."""
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from zaya_jax import cli
+from zaya_jax.config.files import write
+from zaya_jax.hardware import chips, clusters
+from zaya_jax.hardware.clusters import Cluster
+from zaya_jax.plan import goodput, network, search, step_time
+from zaya_jax.plan import phases as planned_phases
+from zaya_jax.plan import rates as rates_lib
+from zaya_jax.plan.phases import PlannedPhase
+from zaya_jax.plan.rates import Rates
+from zaya_jax.report.document import Page, Section, Table
+from zaya_jax.report.text import byte_size, duration, shape_of_step
+
+
+def run(args: argparse.Namespace) -> int:
+    """Formulas in, three files out."""
+    out, config = cli.out_folder(args.out, "the plan"), args.config
+    jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
+    cluster = clusters.CLUSTERS[args.cluster]
+    hours = args.mtbf_hours or goodput.MTBF_HOURS.value
+    rates = rates_lib.for_cluster(cluster, args.figures)
+    phases, notes = planned_phases.phases(config, args.devices, cluster, rates, args.at_once, hours)
+    result = {
+        "config": config.name, "cluster": args.cluster, "source": cluster.source, "devices": args.devices,
+        "date": time.strftime("%Y-%m-%d"), "notes": notes,
+        "phases": [_phase(p, cluster, rates, args.search) for p in phases],
+        "assumed": _assumed(rates, hours),
+    }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    write(out / "plan.json", json.dumps(result, indent=1).encode())
+    words = document(result)
+    write(out / "plan.md", words.markdown().encode())
+    write(out / "plan.html", words.html().encode())
+    print(words.markdown())
+    print(f"written: {out}/plan.md, plan.json, plan.html")
+    return cli.DONE
+
+
+def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str, Any]:
+    case, step = p.case, p.step
+    mesh = {**case.axes, **{x: True for x in ("fsdp", "tsp", "ring") if getattr(case.spread, x)}}
+    return {
+        "name": p.name, "mesh": mesh, "remat": case.here.remat, "sequences": case.sequences,
+        "micro_batches": case.micro_batches, "seq_len": case.here.data.seq_len,
+        "tokens_per_device": case.tokens_per_device, "tokens": p.tokens, "steps": p.steps,
+        "tokens_per_second": p.tokens_per_second, "days": p.days, "gpu_hours": p.gpu_hours,
+        "memory": {
+            "peak": p.memory.peak, "capacity": p.capacity, "place": p.memory.place, "at_peak": p.memory.at_peak,
+            "places": p.memory.phases,
+        },
+        "step": {
+            "seconds": step.seconds, "between": step_time.seconds_between(case, cluster, rates),
+            "mfu": step.mfu, "by_scope": step.by_scope, "by_kind": step.by_kind,
+            "links": step.links, "exposed": step.exposed,
+            "hbm_bytes": step.hbm_bytes, "launches": step.launches,
+        },
+        "work": _work(p),
+        "flows": [
+            {**dataclasses.asdict(flow), "seconds": flow.seconds(case, cluster, rates)} for flow in network.flows(case)
+        ],
+        "saving": {**dataclasses.asdict(p.saving), "steps": p.saving.interval / step.seconds},
+        "data": {**dataclasses.asdict(p.data), "pages_per_second": p.data.pages_per_second},
+        "search": _search(p, cluster, rates) if searched else [],
+    }  # fmt: skip
+
+
+def _work(p: PlannedPhase) -> list[dict[str, Any]]:
+    """Launches, bytes and FLOPs by scope, with the useful FLOPs."""
+    case = p.case
+    useful = chips.flops_by_scope(case.model, case.here.data.seq_len)
+    rows: dict[str, dict[str, Any]] = {}
+    for part, _ in p.step.parts:
+        row = rows.setdefault(
+            part.scope,
+            {
+                "scope": part.scope, "launches": 0.0, "bytes": 0.0, "flops": 0.0,
+                "useful": useful.get(part.scope, 0.0) * case.tokens_per_device,
+            },
+        )  # fmt: skip
+        row["launches"] += part.launches
+        row["bytes"] += part.bytes
+        row["flops"] += part.flops
+    return list(rows.values())
+
+
+def _search(p: PlannedPhase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
+    found = search.best(p.case.here, p.case.devices, p.case.sequences, cluster, rates)
+    return [
+        {
+            "mesh": " x ".join(f"{axis} {n}" for axis, n in c.case.axes.items() if n > 1) + (
+                ", fsdp" if c.case.spread.fsdp else ""
+            ),
+            "micro_batches": c.case.micro_batches, "remat": c.case.here.remat, "seconds": c.step.seconds,
+            "mfu": c.step.mfu, "peak": c.memory.peak, "links": sum(c.step.exposed.values()),
+        }
+        for c in found
+    ]  # fmt: skip
+
+
+def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
+    """All that is assumed, with its source."""
+    failures = goodput.MTBF_HOURS.source if mtbf_hours == goodput.MTBF_HOURS.value else "given"
+    return [
+        *(
+            (name, r.value, r.source + (f"; fast {r.ends[0]:.3g}, slow {r.ends[1]:.3g}" if r.ends else ""))
+            for name, r in vars(rates).items()
+        ),
+        ("hours between failures of a device", mtbf_hours, failures),
+        ("seconds of a restart", goodput.RESTART.value, goodput.RESTART.source),
+        ("seconds of any save", goodput.SAVE.value, goodput.SAVE.source),
+        ("bytes/s to a device's host", goodput.HOST_LINK.value, goodput.HOST_LINK.source),
+        ("page reads for one that tokens fill", planned_phases.SIGMA, "the most of well-packed shards: docs/data.md"),
+    ]
+
+
+def document(result: dict[str, Any]) -> Page:
+    """A table of the phases, a section each, and the assumptions."""
+    title = f"{result['config']} planned for {result['devices']:,} devices of {result['cluster']}"
+    about = f"{result['date']}; per device and step unless it says otherwise. {result['source']}"
+    sections = [
+        Section("Phases", "", [_summary(result)], result["notes"]),
+        *(
+            Section(f"{phase['name']}: {headline(phase)}", f"{shape_of_step(phase)}.", list(_tables(phase)))
+            for phase in result["phases"]
+        ),
+        Section("Assumptions", "", [_assumptions(result)]),
+    ]
+    footer = "Formulas, nothing was compiled or run; docs/planning.md lists their assumptions."
+    return Page(title, "", about, sections, footer=footer)
+
+
+def headline(phase: dict[str, Any]) -> str:
+    """A phase in a line."""
+    memory = phase["memory"]
+    fits = "fits" if memory["peak"] <= memory["capacity"] else "does NOT fit"
+    return (
+        f"{_with_range(phase['step'])} a step, {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s, MFU "
+        f"{phase['step']['mfu']:.1%}, {byte_size(memory['peak'])} of {byte_size(memory['capacity'])} ({fits}), "
+        f"{phase['days']:,.1f} days"
+    )
+
+
+def _summary(result: dict[str, Any]) -> Table:
+    head = ("phase", "step", "tokens/s", "MFU", "memory", "days", "GPU-hours", "page reads/s", "save every", "goodput")
+    rows = [
+        [
+            p["name"], _with_range(p["step"]), f"{p['tokens_per_second'] / 1e6:,.2f}M",
+            f"{p['step']['mfu']:.1%}", byte_size(p["memory"]["peak"]), f"{p['days']:,.1f}", f"{p['gpu_hours']:,.0f}",
+            f"{p['data']['pages_per_second']:,.0f}", duration(p["saving"]["interval"]),
+            f"{p['saving']['goodput']:.2%}",
+        ]
+        for p in result["phases"]
+    ]  # fmt: skip
+    return Table("Phase by phase", head, rows)
+
+
+def _with_range(step: dict[str, Any]) -> str:
+    low, high = step["between"]["all"]
+    return f"{duration(step['seconds'])} (low {duration(low)}, high {duration(high)})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}"
+
+
+def _tables(phase: dict[str, Any]) -> Iterable[Table]:
+    step, memory, saving = phase["step"], phase["memory"], phase["saving"]
+    for title, name, parts in (
+        ("Where the step goes", "scope", step["by_scope"]),
+        ("Its bounds", "bound by", step["by_kind"]),
+    ):
+        rows = [[part, _ms(s), f"{s / step['seconds']:.1%}"] for part, s in parts.items()]
+        yield Table(title, (name, "ms", "share"), [*rows, ["all", _ms(step["seconds"]), ""]])
+    rows = [[name, _ms(low), _ms(step["seconds"]), _ms(high)] for name, (low, high) in step["between"].items()]
+    yield Table("The step by assumption", ("rate at its ends", "low, ms", "likely", "high"), rows)
+    kinds = [[n, f"{x / 1e9:,.2f}", f"{x / memory['peak']:.1%}"] for n, x in memory["at_peak"].items()]
+    yield Table(f"Memory where it is highest: {memory['place']}", ("kind", "GB", "share"), kinds)
+    work = [
+        [
+            w["scope"], f"{w['launches']:,.0f}", f"{w['bytes'] / 1e9:,.1f}",
+            f"{w['flops'] / 1e12:,.2f}", f"{w['useful'] / w['flops']:.0%}" if w["flops"] and w["useful"] else "",
+        ]
+        for w in phase["work"]
+    ]  # fmt: skip
+    yield Table("Work by scope", ("scope", "launches", "GB", "TFLOP", "of use"), work)
+    if step["links"]:
+        flows = [
+            [
+                f["what"], f["kind"], f"{f['wire'] / 1e9:,.3f}",
+                " x ".join(f["axes"]) + (f", {len(f['group'])} together" if f["group"] else ""),
+                f"{f['times']:,.0f}", f"{1e3 * f['seconds']:,.2f}",
+            ]
+            for f in phase["flows"]
+        ]  # fmt: skip
+        yield Table("Network", ("for", "kind", "GB sent", "over", "times", "ms"), flows)
+        links = [[n, _ms(s), _ms(step["exposed"][n])] for n, s in step["links"].items()]
+        yield Table("Communication", ("for", "ms on the links", "exposed"), links)
+    rows = [
+        ["state", byte_size(saving["state"])],
+        ["a save stands in the way", duration(saving["stall"])],
+        ["and is on the storage after", duration(saving["written"])],
+        ["a failure every", duration(saving["mtbf"])],
+        ["best interval", f"{duration(saving['interval'])}, {saving['steps']:,.0f} steps"],
+        ["goodput", f"{saving['goodput']:.2%}"],
+    ]
+    yield Table("Checkpoints", ("what", "value"), rows)
+    ways = [
+        [
+            s["mesh"], str(s["micro_batches"]), s["remat"], duration(s["seconds"]), f"{s['mfu']:.1%}",
+            byte_size(s["peak"]), duration(s["links"]),
+        ]
+        for s in phase["search"]
+    ]  # fmt: skip
+    if ways:
+        head = ("mesh", "micro-batches", "remat", "step", "MFU", "memory", "exposed")
+        yield Table("The fastest ways that fit", head, ways)
+
+
+def _assumptions(result: dict[str, Any]) -> Table:
+    rows = [[n, f"{v:.3g}", source] for n, v, source in result["assumed"]]
+    return Table("What is assumed", ("rate", "value", "source"), rows, "code")
