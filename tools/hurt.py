@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.cluster import beats
+from zaya_jax.cluster.beats import Beat
 
 PIDFD_GETFD = 438  # the system call's number, on every architecture
 SMALL = 4096  # bytes that a file may have on a disk that is full
@@ -30,7 +31,7 @@ class Victim(NamedTuple):
     pid: int
     beats: str  # the file in memory to which it writes them
 
-    def beat(self) -> beats.Beat | None:
+    def beat(self) -> Beat | None:
         """Its place; None until it has reported one."""
         found = beats.read(self.beats, self.number)
         return found if found and found.pid == self.pid else None
