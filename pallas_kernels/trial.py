@@ -247,7 +247,8 @@ class Reference:
         if [x.shape for x in found] != [x.shape for x in self.exact]:
             return [(np.inf, np.inf)] * len(self.exact)
         pairs = [_distance(*given) for given in zip(found, self.exact, self.units, strict=True)]
-        return [tuple(np.inf if np.isnan(x) else float(x) for x in pair) for pair in jax.device_get(pairs)]
+        norms, worst = np.nan_to_num(np.array(jax.device_get(pairs), np.float64).reshape(-1, 2), nan=np.inf).T.tolist()
+        return list(zip(norms, worst, strict=True))
 
     def _limits(self, xlas: Row) -> list[tuple[float, float]]:
         """Of the errors, by XLA's own."""
@@ -265,9 +266,9 @@ def _distance(a: jax.Array, b: jax.Array, unit: float) -> tuple[jax.Array, jax.A
     """Of a norm, and the farthest number in units of its row, where a row counts at least a tenth of them all."""
     if not a.size:
         return jnp.zeros(()), jnp.zeros(())
-    difference, unit = jnp.abs(a - b), jnp.maximum(unit, jnp.finfo(jnp.float32).tiny)
+    difference, least = jnp.abs(a - b), jnp.maximum(unit, jnp.finfo(jnp.float32).tiny)
     row = jnp.sqrt(jnp.mean(b * b, axis=-1, keepdims=True)) if b.ndim else jnp.abs(b)
-    return jnp.sqrt(jnp.mean(difference**2)) / unit, jnp.max(difference / (row + 0.1 * unit))
+    return jnp.sqrt(jnp.mean(difference**2)) / least, jnp.max(difference / (row + 0.1 * least))
 
 
 ########################################################################################################################
