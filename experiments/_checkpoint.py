@@ -12,7 +12,7 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint import look, rewrite, source, times
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.pytorch import exchange, tokenizer_files
+from zaya_jax.pytorch import adapters, exchange, tokenizer_files
 from zaya_jax.report.checkpoints import checkpoints_document, steps_table
 from zaya_jax.report.document import Table, check_target, write_page
 from zaya_jax.report.text import byte_size
@@ -148,7 +148,10 @@ def from_hf(args: Any) -> int:
 
 
 def to_hf(args: Any) -> int:
-    """See `exchange`."""
+    """See `exchange`, and `adapters`."""
+    if args.adapters:
+        print(f"written: {adapters.to_peft(args.model, args.out)}")
+        return cli.DONE
     with _progress() as progress:
         made = exchange.to_hf(args.model, args.out, args.dtype, args.shard_gb, progress)
     print(f"note: {tokenizer_files.describe_template(made)}")

@@ -5,7 +5,7 @@
     python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR|URL [--step=N] [--chunk_mb=32]
     python -m experiments.checkpoint export_params --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16]
     python -m experiments.checkpoint from_hf --model=DIR|OWNER/NAME --workdir=DIR
-    python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5]
+    python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5] [--adapters]
 
 A model directory is transformers' `zaya`: config.json and safetensors. from_hf makes a workdir of one, with the weights
 as step 0, to train on in place; every other program takes the directory as it is. URL is a place as in
@@ -82,6 +82,7 @@ def _parser() -> cli.Parser:
     add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the directory to make")
     add.add_argument("--dtype", choices=DTYPES, help="by default as imported, otherwise float32")
     add.add_argument("--shard_gb", type=float, default=5.0, metavar="GB", help="greatest size of a file")
+    add.add_argument("--adapters", action="store_true", help="write a run's low-rank updates alone, in PEFT's format")
     return parser
 
 

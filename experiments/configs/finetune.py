@@ -47,6 +47,7 @@ def get_config(weights: str = "") -> ConfigDict:
         if not rank.isdecimal() or int(rank) == 0:
             raise config.UserError(f"finetune.py:{weights},lora={rank}: the rank is a whole number from 1, such as 16")
         c.run.lora = int(rank)
+        c.balance.enabled = False  # so that the updates are all that the run changes
 
     c.data.path = "chats.jsonl"
     c.data.chats = True

@@ -1,16 +1,20 @@
 """Low-rank updates: the base stays, adapters alone are trained and saved, and what is made of a run has both merged."""
 
+import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import tiny_runs
+from safetensors.numpy import load_file
 
 import zaya_jax as zj
 from zaya_jax import cli, trees
 from zaya_jax.checkpoint import partial
 from zaya_jax.config import UserError
-from zaya_jax.pytorch import exchange
+from zaya_jax.pytorch import adapters, exchange
+from zaya_jax.training import step as steps
 
 IDS = np.arange(48).reshape(2, 24) % 200
 
@@ -60,11 +64,47 @@ def test_a_killed_run_ends_in_the_same_bits(folder, tmp_path):
 
 
 def test_the_export_is_the_run(folder, tmp_path):
-    """The loss that the training step measured is that of the merged weights, here and exported."""
+    """The loss of the training step's own function is that of the merged weights, which the export has too."""
     model = zj.load(folder / "run")
+    loss = steps.make_loss(model.config, model.config.model)
+    of_run, base = (partial.read(folder / name, "params.*")["params"] for name in ("run", "base"))
+    rows = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:], "segment_ids": None, "positions": None}
+    rows |= {"loss_mask": np.ones(rows["targets"].shape, np.float32)}
+    adapted = jax.jit(lambda params, base: loss(params, model.balance, rows, 46.0, frozen=base)[0])(of_run, base)
+    assert adapted == jax.jit(lambda params: loss(params, model.balance, rows, 46.0)[0])(model.params)
     exported = zj.load(exchange.to_hf(f"{folder}/run", tmp_path / "hf"), dtype="float32")
     np.testing.assert_array_equal(model.logits(IDS), exported.logits(IDS))
     assert zj.load(model.save(tmp_path / "saved")).loss(IDS, IDS) == model.loss(IDS, IDS)
+
+
+def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
+    """By PEFT's own names and order, and, where it is installed, by itself: its model is the merged one."""
+    given = {"balance__enabled": False, "optim__name": "muon"}
+    assert train(folder, tmp_path / "run", **given) == cli.DONE
+    made = adapters.to_peft(f"{tmp_path}/run", tmp_path / "adapters")
+    about = json.loads((made / "adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"], about["target_modules"][0]) == (4, 4, "q_proj")
+    found = load_file(made / "adapter_model.safetensors")
+    at = "base_model.model.model.layers.1"
+    experts = {f"{at}.mlp.experts.{inner}lora_{x}.weight" for inner in ("", "base_layer.") for x in "AB"}
+    assert experts <= found.keys() and len(found) == 2 * 2 * 7
+    pairs = partial.read(tmp_path / "run", "params.*")["params"]["layers"]
+    a, b = (found[f"{at}.mlp.experts.base_layer.lora_{x}.weight"] for x in "AB")
+    delta = np.einsum("ore,eri->eio", b.reshape(32, 4, 4), a.reshape(4, 4, 16))  # as PEFT multiplies them
+    pair = pairs["experts"]["gate_up"]
+    np.testing.assert_allclose(delta, pair["a"][1] @ pair["b"][1], atol=1e-6)
+    q = pairs["cca"]["q"]["kernel"]
+    np.testing.assert_array_equal(found[f"{at}.self_attn.qkv_proj.q_proj.lora_A.weight"], q["a"][1].T)
+    with pytest.raises(UserError, match="has moved the balancing biases, for which PEFT has no place"):
+        adapters.to_peft(f"{folder}/run", tmp_path / "moved")
+    with pytest.raises(UserError, match="has no low-rank updates"):
+        adapters.to_peft(f"{folder}/base", tmp_path / "none")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    base = transformers.AutoModelForCausalLM.from_pretrained(exchange.to_hf(f"{folder}/base", tmp_path / "hf"))
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(base, made)(torch.tensor(IDS)).logits.numpy()
+    np.testing.assert_allclose(theirs, zj.load(tmp_path / "run").logits(IDS), atol=1e-4)
 
 
 @pytest.mark.parametrize("mesh", [{"mesh__expert": 2, "mesh__fsdp": True}])

@@ -71,6 +71,17 @@ class Merged(Unsealed):
         self._adapters.check(*args, **options)
         self._base.check(*args, **options)
 
+    @property
+    def base_name(self) -> str:
+        """The base's, as the run's checkpoints name it."""
+        return self.meta()["base"]["name"]
+
+    def adapters(self) -> tuple[dict[str, np.ndarray], bool]:
+        """(the factors by name, whether the balancing biases are others than the base's)."""
+        self.arrays()
+        bias = ("balance", "bias")
+        return self._pairs, not np.array_equal(self._adapters.read(bias), self._base.read(bias))
+
     def arrays(self) -> dict[str, Array]:
         """The base's parameters and the run's balancing biases; reads the adapters, which are small, the first time."""
         if not self._arrays:
