@@ -88,7 +88,7 @@ class LanguageModel:
         where = " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1 or axis == "data")
         return (
             f"<LanguageModel {self.config.name} from {self.source}: {counts['total']:,} parameters, "
-            f"{counts['active']:,} active, on {where or 'one device'}>"
+            f"{counts['active']:,} active, computes in {self.config.precision.compute}, on {where or 'one device'}>"
         )
 
     def logits(self, ids: Any, *, segments: Any = None) -> np.ndarray:
