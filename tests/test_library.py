@@ -24,7 +24,11 @@ from zaya_jax import cli, functions, library, schedule
 from zaya_jax.data import tokenizers, windows
 from zaya_jax.model import decode
 from zaya_jax.parallel import tree
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.report import table
 from zaya_jax.training import logs
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 __all__ = ["traced_once"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -364,6 +368,74 @@ def test_a_cache_larger_than_a_device_s_share_is_decoded_over_eight(model, setti
 
 
 ########################################################################################################################
+# Parts and loops of one's own
+########################################################################################################################
+
+
+class LinearRouter(zj.Router):
+    """One product instead of three layers; its own weight starts at zero."""
+
+    def __init__(self, rngs, model, precision):
+        super().__init__(rngs, model, precision)
+        del self.fc1, self.fc2
+        self.mine = zj.weight(rngs, (model.router_hidden_size, model.num_experts + 1), ("router", None), "zeros")
+
+    def __call__(self, seen, stream, balance):
+        stream = seen + self.down.bias[...] + self.eda[...] * stream
+        logits = stream @ self.mine[...] + self.out(stream, self.dtype, jnp.float32)
+        p = jax.nn.softmax(logits, axis=-1)
+        choice = jnp.argmax(jax.lax.stop_gradient(p) + balance, axis=-1).astype(jnp.int32)
+        return choice, jnp.take_along_axis(p, choice[:, None], axis=-1)[:, 0], logits, stream
+
+
+def test_a_router_of_one_s_own_is_trained_decoded_and_kept_from_configs(settings, ids, folder):
+    model = zj.create(settings, router=LinearRouter)
+    assert "mine" in model.params["layers"]["router"] and type(model.layer(0).router) is LinearRouter
+    assert model.generate(ids, 3).shape == (2, 10) and model.num_params > 0
+    with pytest.raises(zj.UserError, match="layers/router/mine"):
+        zj.optimizer(model.config)
+    optimizer = zj.optimizer(model.config, {"layers/router/mine": "adamw"})
+    state, params, losses = optimizer.init(), model.params, []
+    loss = jax.jit(jax.value_and_grad(lambda p: zj.loss(model.config, p, model.balance, ids, ids)))
+    for _ in range(4):
+        value, grads = loss(params)
+        params, state = optimizer.apply(grads, state, params, lr=1e-2)
+        losses.append(float(value))
+    assert losses[-1] < losses[0] and np.asarray(params["layers"]["router"]["mine"]).any()
+    refused(functools.partial(model.save, folder / "own"), "router of your own", "numpy.savez")
+    refused(functools.partial(zj.create, settings, router=dict), "router=", "subclass of Router")
+
+
+def test_a_loop_of_public_names_trains_as_the_program_does(settings):
+    c = zj.library._config_of(settings)
+    mesh = make_mesh(zj.config.Mesh(), jax.devices()[:1], "mesh")
+    ids = np.random.default_rng(1).integers(0, 264, (1, 2, 17)).astype(np.int32)
+    ones = np.ones((1, 2, 16), np.int32)
+    places = np.broadcast_to(np.arange(16, dtype=np.int32), ones.shape)
+    batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "segment_ids": ones, "positions": places}
+    theirs = states.build_optimizer(c, mesh)
+    state = states.init(c, theirs, mesh)
+    step = steps.make_train_step(c, c.model, theirs, mesh)
+    params, biases = zj.init(c, c.run.seed)
+    optimizer, plan = zj.optimizer(c), zj.schedule.make_plan(c)
+    own, balance = optimizer.init(), zj.balance.init(*biases.shape[:1], biases.shape[1] - 1)
+    loss = jax.jit(jax.value_and_grad(zj.training_loss, argnums=1, has_aux=True), static_argnums=0,
+                   static_argnames="shifted")  # fmt: skip
+    for number in (1, 2, 3):
+        lr = np.float32(plan.step(number).lr)
+        state, figures = step(state, steps.put_batch(mesh, batch | {"loss_mask": ones.astype(np.float32)}, 1), lr)
+        (_, counts), grads = loss(
+            c, params, balance.bias, ids[0, :, :-1], ids[0, :, 1:], segments=ones[0], shifted=True
+        )
+        params, own = jax.jit(optimizer.apply)(grads, own, params, lr=lr)
+        balance, _ = zj.balance.update(balance, counts, **dataclasses.asdict(c.balance))
+        np.testing.assert_allclose(own.figures["grad_norm"], figures["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(balance.bias, state["balance"].bias, rtol=1e-6, atol=1e-8)
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(state["params"]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
+
+
+########################################################################################################################
 # Refusals
 ########################################################################################################################
 
@@ -458,10 +530,11 @@ def run_examples(examples, folder, names, monkeypatch):
 
 def test_the_examples_of_every_function_and_method(model, run, ids, folder, monkeypatch, settings):
     finder = doctest.DocTestFinder()
-    examples = [test for module in (functions, library) for test in finder.find(module) if test.examples]
-    shown = {test.name.removeprefix("zaya_jax.").split(".", 1)[1] for test in examples}
+    examples = [test for module in (functions, library, table) for test in finder.find(module) if test.examples]
+    shown = {test.name.removeprefix("zaya_jax.").removeprefix("report.").split(".", 1)[1] for test in examples}
     assert shown == {f"LanguageModel.{name}" for name in OF_A_MODEL} | {
-        "init", "apply", "loss", "scores", "create", "load", "train",
+        "LanguageModel.__call__", "init", "apply", "loss", "scores", "create", "load", "train", "metrics", "optimizer",
+        "training_loss",
     }  # fmt: skip
     run_examples(examples, folder, {"model": model, "ids": ids, "config": settings, "run": run}, monkeypatch)
 

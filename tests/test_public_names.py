@@ -13,12 +13,13 @@ import zaya_jax as zj
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [
-    "Config", "LanguageModel", "StorageError", "Trace", "TrainingStopped", "UserError", "__version__", "apply",
-    "checkpoint", "config", "create", "data", "init", "load", "loss", "scores", "train",
+    "Config", "LanguageModel", "Layer", "Linear", "Router", "StorageError", "Trace", "TrainingStopped", "UserError",
+    "__version__", "apply", "balance", "checkpoint", "config", "create", "data", "init", "load", "loss", "metrics",
+    "optimizer", "schedule", "scores", "train", "training_loss", "weight",
 ]  # fmt: skip
 OF_A_MODEL = [
-    "continued", "generate", "logits", "loss", "loss_and_grads", "on_one_device", "save", "scores", "stream", "to_hf",
-    "trace",
+    "continued", "generate", "layer", "lens", "logits", "loss", "loss_and_grads", "on_one_device", "save", "scores",
+    "stream", "to_hf", "trace",
 ]  # fmt: skip
 OF_A_TRACE = ["logits", "hidden_states", "router_probs", "choices", "attention"]
 

@@ -11,45 +11,44 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zaya_jax import checkpoint, config, data
+    from zaya_jax import checkpoint, config, data, schedule
     from zaya_jax.config import Config, StorageError, UserError
-    from zaya_jax.functions import apply, init, loss, scores
+    from zaya_jax.functions import apply, init, loss, optimizer, scores, training_loss
     from zaya_jax.library import LanguageModel, Trace, TrainingStopped, create, load, train
+    from zaya_jax.model.layer import Layer
+    from zaya_jax.model.router import Router
+    from zaya_jax.model.weights import Linear, weight
+    from zaya_jax.optim import balance
+    from zaya_jax.report.table import metrics
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Config",
-    "LanguageModel",
-    "StorageError",
-    "Trace",
-    "TrainingStopped",
-    "UserError",
-    "__version__",
-    "apply",
-    "checkpoint",
-    "config",
-    "create",
-    "data",
-    "init",
-    "load",
-    "loss",
-    "scores",
-    "train",
-]
+    "Config", "LanguageModel", "Layer", "Linear", "Router", "StorageError", "Trace", "TrainingStopped", "UserError",
+    "__version__", "apply", "balance", "checkpoint", "config", "create", "data", "init", "load", "loss", "metrics",
+    "optimizer", "schedule", "scores", "train", "training_loss", "weight",
+]  # fmt: skip
 
 # Where each name comes from.
 _PLACES = {
     **dict.fromkeys(("Config", "StorageError", "UserError"), "config"),
-    **dict.fromkeys(("apply", "init", "loss", "scores"), "functions"),
+    **dict.fromkeys(("apply", "init", "loss", "optimizer", "scores", "training_loss"), "functions"),
     **dict.fromkeys(("LanguageModel", "Trace", "TrainingStopped", "create", "load", "train"), "library"),
+    "metrics": "report.table",
+    "Layer": "model.layer",
+    "Router": "model.router",
+    "Linear": "model.weights",
+    "weight": "model.weights",
 }
-_MODULES = ("checkpoint", "config", "data", "library")
+_MODULES = {
+    **{name: name for name in ("checkpoint", "config", "data", "library", "schedule")},
+    "balance": "optim.balance",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"zaya_jax.{name}")
+        return importlib.import_module(f"zaya_jax.{_MODULES[name]}")
     if name not in _PLACES:
         raise AttributeError(f"module 'zaya_jax' has no attribute {name!r}")
     found = getattr(importlib.import_module(f"zaya_jax.{_PLACES[name]}"), name)

@@ -11,7 +11,7 @@ divide is padded, and the padding removed again. Letters: B batch, S sequence, L
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from zaya_jax.config import Mesh as Sizes
 from zaya_jax.hardware import host
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.placement import Devices, Kept, Placement, Rows
+from zaya_jax.optim import chain
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.context import natural, zigzag
 from zaya_jax.parallel.devices import Over
@@ -150,18 +151,53 @@ def loss(
     >>> jax.tree.structure(grads) == jax.tree.structure(model.params)
     True
     """
-    spread = _spread(config, mesh)
     plain = dataclasses.replace(config, optim=dataclasses.replace(config.optim, z_loss=0.0))
-    loss_fn = make_loss(plain, config.model, spread)
+    return training_loss(plain, params, balance, ids, labels, segments=segments, shifted=shifted, mesh=mesh)[0]
+
+
+def training_loss(
+    config: Config,
+    params: dict,
+    balance: Biases,
+    ids: Ids,
+    labels: Ids,
+    *,
+    segments: Ids | None = None,
+    shifted: bool = False,
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, ""], Biases]:
+    """(What a training step minimizes, `optim.z_loss` included; each layer's tokens of each class, for `zj.balance`).
+
+    >>> value, counts = zj.training_loss(model.config, model.params, model.balance, ids, ids)
+    >>> counts.sum(-1).tolist()
+    [14.0, 14.0]
+    """
+    spread = _spread(config, mesh)
+    loss_fn = make_loss(config, config.model, spread)
 
     def run(params, balance, batch):
         total = jnp.sum(batch["loss_mask"])
         total = total if mesh is None else jax.lax.psum(total, spread.token_axes)
-        _, (value, _, _) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
-        return value if mesh is None else jax.lax.psum(value, AXES)
+        value, (_, _, counts) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
+        return (value, counts) if mesh is None else (jax.lax.psum(value, AXES), jax.lax.psum(counts, spread.token_axes))
 
     batch = _batch(config, spread, ids, segments, to_targets(labels, segments, shifted))
-    return _on(config, mesh, run, REPLICATED, params, balance, batch)
+    return _on(config, mesh, run, (REPLICATED, REPLICATED), params, balance, batch)
+
+
+def optimizer(config: Config, rows: Mapping[str, str] | None = None) -> chain.Optimizer:
+    """Muon and AdamW as `config.optim` says, for one device: `init()`, then `update(grads, state, params, lr=lr)`.
+
+    `rows` say how weights of one's own layers are trained: a pattern of their paths, and "muon" or "adamw".
+
+    >>> zj.optimizer(model.config, {"layers/router/mine/.*": "muon"}).init().figures["grad_norm"]
+    Array(0., dtype=float32)
+    """
+    own = [chain.Row(name, "own", method, method == "muon", "the caller's") for name, method in (rows or {}).items()]
+    return chain.build(
+        config.optim, config.precision, zaya.abstract(config.model, config.precision), table=(*chain.TABLE, *own),
+        skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
+    )  # fmt: skip
 
 
 def scores(
@@ -209,6 +245,12 @@ def scores(
     if spread.sequence_parts > 1:
         found = [x[:, natural(x.shape[1], spread.sequence_parts)] for x in found]
     return tuple(x[: ids.shape[0], : ids.shape[1]] for x in found)
+
+
+def lens(config: Config, params: dict, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """The logits of a residual stream after any layer."""
+    with jax.default_matmul_precision(config.precision.matmul):
+        return zaya.lens(config.model, params, hidden, config.precision)
 
 
 def to_targets(labels: Any, segments: Any, shifted: bool, xp: Any = jnp) -> Any:
@@ -351,6 +393,7 @@ def essence(config: Config, mesh: Mesh | None) -> Config:
 
 
 jitted = {
+    "lens": jax.jit(lens, static_argnames=("config",)),
     "forward": jax.jit(forward, static_argnames=("config", "mesh", "trace", "attention")),
     "scores": jax.jit(scores, static_argnames=("config", "mesh")),
     "loss": jax.jit(loss, static_argnames=("config", "mesh", "shifted")),

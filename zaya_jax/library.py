@@ -10,18 +10,18 @@
 Arrays go in and come out as NumPy arrays, except parameters and gradients, which stay on the devices. docs/library.md.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -29,12 +29,14 @@ from pallas_kernels import chip
 from zaya_jax import cli, functions, generation, run, schedule, trees
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
-from zaya_jax.cluster import multihost
+from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, Precision, UserError, fields, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.hardware import host
 from zaya_jax.model import decode, zaya
+from zaya_jax.model.layer import check_named, with_own
+from zaya_jax.model.router import Router
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import sharding, tree
 from zaya_jax.parallel.mesh import make_mesh
@@ -68,9 +70,23 @@ class Trace:
     attention: np.ndarray | None  # [L, B, H, S, S], a query's weight on each key; only on request
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Origin:
+    """Where the weights come from, for exports; compared by identity, so that a model can be a jitted argument."""
+
+    files: Mapping[str, bytes]  # the tokenizer's
+    imported: Mapping[str, Any]  # see `any_model.imported_of`
+    trained: bool = False  # since it was imported
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "balance"],
+    meta_fields=["config", "tokenizer", "mesh", "source", "_origin"],
+)
 @dataclasses.dataclass(eq=False, repr=False)
 class LanguageModel:
-    """A model with its weights: made by `zj.load`, `zj.create` or `zj.train`."""
+    """A model with its weights, a pytree of them: made by `zj.load`, `zj.create` or `zj.train`."""
 
     config: Config
     params: dict
@@ -78,9 +94,7 @@ class LanguageModel:
     tokenizer: tokenizers.Tokenizer | None
     mesh: Mesh | None
     source: str  # where the weights came from
-    _files: Mapping[str, bytes]  # the tokenizer's
-    _imported: Mapping[str, Any]  # see `any_model.imported_of`
-    _trained: bool = False  # since it was imported
+    _origin: _Origin
 
     def __repr__(self) -> str:
         counts = zaya.param_counts(self.config.model)
@@ -90,6 +104,42 @@ class LanguageModel:
             f"<LanguageModel {self.config.name} from {self.source}: {counts['total']:,} parameters, "
             f"{counts['active']:,} active, computes in {self.config.precision.compute}, on {where or 'one device'}>"
         )
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters, as the papers count them."""
+        return zaya.param_counts(self.config.model)["total"]
+
+    def __call__(self, ids: Any, *, segments: Any = None) -> jax.Array:
+        """Next-token logits [B, S, V] as `zj.apply` gives them: for programs of one's own, and differentiable.
+
+        >>> jax.grad(lambda m: m(ids).mean())(model).params.keys() == model.params.keys()
+        True
+        """
+        essence = functions.essence(self.config, self.mesh)
+        return functions.jitted["forward"](
+            essence, self.params, self.balance, jnp.asarray(ids), segments=segments, mesh=self.mesh
+        )["logits"]
+
+    def layer(self, number: int) -> nnx.Module:
+        """A layer as a Flax module with its own weights: `cca`, `router`, `experts`, norms and joins.
+
+        >>> model.layer(1).router.fc1.kernel.shape
+        (8, 8)
+        """
+        return zaya.layer_of(
+            self.config.model, self.params, range(len(self.config.model.kinds))[number], self.config.precision
+        )
+
+    def lens(self, hidden_states: Any) -> np.ndarray:
+        """The logit lens: logits of residual streams [.., S, D] such as a trace's, through the last norm and the head.
+
+        >>> seen = model.trace(ids)
+        >>> bool(np.allclose(model.lens(seen.hidden_states)[-1], seen.logits, atol=1e-6))
+        True
+        """
+        essence, params = functions.essence(self.config, self.mesh), self._where_it_computes()[0]
+        return np.asarray(functions.jitted["lens"](essence, params, jnp.asarray(hidden_states)))
 
     def logits(self, ids: Any, *, segments: Any = None) -> np.ndarray:
         """Next-token logits [B, S, V] of ids [B, S].
@@ -243,10 +293,13 @@ class LanguageModel:
         True
         """
         self._check_weights()
+        check_named(self.config.model)
         target = _new_folder(directory)
-        config = _as_begun(self.config, target / "tokenizer" if self._files else None)
+        config = _as_begun(self.config, target / "tokenizer" if self._origin.files else None)
         weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
-        return exchange.write_workdir(target, config, weights, self.tokenizer, self._files, self._imported)
+        return exchange.write_workdir(
+            target, config, weights, self.tokenizer, self._origin.files, self._origin.imported
+        )
 
     def to_hf(self, directory: str | os.PathLike, dtype: str | None = None) -> Path:
         """Writes a directory that transformers' `zaya` loads; `dtype` is by default as imported, otherwise float32.
@@ -257,12 +310,21 @@ class LanguageModel:
         self._check_weights()
         if dtype not in (None, *exchange.DTYPES):
             raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(exchange.DTYPES)}")
+        check_named(self.config.model)
         exchange.check_zaya(self.config.model, self.config.name)
         target = _new_folder(directory)
         weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
-        trained = self.config if self._trained or not self._imported["config"] else None
+        origin = self._origin
+        trained = self.config if origin.trained or not origin.imported["config"] else None
         return exchange.write_directory(
-            target, self.config.model, weights.read, self._imported, self._files, self.tokenizer, trained, dtype
+            target,
+            self.config.model,
+            weights.read,
+            self._origin.imported,
+            self._origin.files,
+            self.tokenizer,
+            trained,
+            dtype,
         )
 
     def _decoder(self) -> decode.Decoder:
@@ -350,10 +412,15 @@ class LanguageModel:
             )
 
 
-def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> LanguageModel:
+def create(
+    config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None, layer: type[nnx.Module] | None = None,
+    router: type[Router] | None = None,
+) -> LanguageModel:  # fmt: skip
     """A model with fresh weights, the same as a run of this config and seed begins with.
 
     `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of experiments/configs.
+
+    `layer` and `router`: subclasses of `zj.Layer` and `zj.Router` in the place of these (docs/howto/own_layer.md).
 
     >>> zj.create(model.config, seed=1).logits(ids).shape
     (2, 7, 264)
@@ -368,13 +435,14 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
         tokenizer = None  # a model for custom ids
     elif tokenizer:
         settings = tokenizers.with_model_ids(settings, tokenizer)
+    settings = dataclasses.replace(settings, model=with_own(settings.model, layer=layer, router=router))
     kernels.settle(settings, at_once=1)  # before JAX takes the devices
     settings, over = _with_mesh(settings, mesh)
     params, balance = functions.init(settings, seed, over)
     folder = Path(settings.data.tokenizer)
     files = any_model.small_files(folder) if tokenizer and folder.is_dir() else {}
     return LanguageModel(
-        settings, params, balance, tokenizer, over, f"seed {seed}", files, any_model.nothing_imported()
+        settings, params, balance, tokenizer, over, f"seed {seed}", _Origin(files, any_model.nothing_imported())
     )
 
 
@@ -403,7 +471,9 @@ def load(
     own, over = _with_mesh(own, mesh)
     params, balance = found.weights(functions.shardings(own, over) if over else None)
     tokenizer, files = found.tokenizer(), found.files()
-    return LanguageModel(own, params, balance, tokenizer, over, found.name, files, found.imported, found.step > 0)
+    return LanguageModel(
+        own, params, balance, tokenizer, over, found.name, _Origin(files, found.imported, found.step > 0)
+    )
 
 
 def train(
@@ -424,7 +494,7 @@ def train(
     settings = _config_of(config)
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
-    with any_model.named(folder), _signals_as_they_were():
+    with any_model.named(folder), leaving.signals_as_they_were():
         code = run.train(settings, folder, None, tracker)
     if code != cli.DONE:
         raise TrainingStopped(code, folder)
@@ -432,21 +502,6 @@ def train(
     phase = plan.step(min(plan.total_steps, settings.run.num_steps)).phase
     mesh = dataclasses.asdict(schedule.phase_config(settings, phase).mesh) if jax.device_count() > 1 else None
     return load(folder, mesh=mesh)
-
-
-@contextlib.contextmanager
-def _signals_as_they_were() -> Iterator[None]:
-    """Restores the caller's signal handlers after a run, which listens to signals until its process ends."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    before = signal.set_wakeup_fd(-1)  # an event loop's, which a run would close
-    try:
-        yield
-    finally:
-        ours = signal.set_wakeup_fd(before)
-        if ours >= 0:
-            os.close(ours)  # which ends the run's listening thread
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 ########################################################################################################################
@@ -457,6 +512,7 @@ def _signals_as_they_were() -> Iterator[None]:
 def _config_of(given: AnyConfig) -> Config:
     """The checked config of anything that holds one; a name stands for a file in experiments/configs."""
     if isinstance(given, Config):
+        check_named(given.model)
         given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
         given = given if isinstance(given, ConfigDict) else dict(given)

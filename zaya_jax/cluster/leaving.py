@@ -5,6 +5,7 @@ before(function, code)     calls a function on the way out, or only with this ex
 within(seconds, function)  whether a function ended in time
 unless(asked, function)    whether a function ended before a stop was asked for
 now(code, line)            ends the process
+signals_as_they_were()     gives a caller its handlers back
 at_signal(which, how)      calls a function at the first, or second, SIGTERM or SIGINT, whatever the process is doing
 """
 
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from zaya_jax.cluster.rank import LostProcess
@@ -154,3 +155,18 @@ def at_signal(which: int, how: Callable[[signal.Signals], None]) -> None:
         os.close(listening)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+@contextlib.contextmanager
+def signals_as_they_were() -> Iterator[None]:
+    """Restores the caller's signal handlers after a run, which listens to signals until its process ends."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = signal.set_wakeup_fd(-1)  # an event loop's, which a run would close
+    try:
+        yield
+    finally:
+        ours = signal.set_wakeup_fd(before)
+        if ours >= 0:
+            os.close(ours)  # which ends the run's listening thread
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -3,12 +3,15 @@
 It is written as if all tokens and weights were local; `placement` says where they come from.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.config import Model, Precision
+from zaya_jax.config import Model, Precision, UserError, shown
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import masked
 from zaya_jax.model.placement import Placement
@@ -41,7 +44,7 @@ class Layer(nnx.Module):
         self.cca = CCA(rngs, model, precision)
         self.attn_join = Join(rngs, model.hidden_size)
         self.moe_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
-        self.router = Router(rngs, model, precision)
+        self.router = (model.router if isinstance(model, Own) else Router)(rngs, model, precision)
         self.experts = Experts(rngs, model, precision)
         self.moe_join = Join(rngs, model.hidden_size)
         self.dtype = jnp.dtype(precision.compute)
@@ -58,3 +61,31 @@ class Layer(nnx.Module):
             y, gate = self.experts(x.reshape(-1, x.shape[-1]), choice, gate, here)
             h = self.moe_join(y.reshape(h.shape), h, gate.reshape(h.shape[:-1]))
         return h, stream, choice, logits, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Model):
+    """An architecture with a layer or a router of the caller's, which no config can name."""
+
+    layer: type[nnx.Module] = Layer
+    router: type[Router] = Router
+
+
+def with_own(model: Model, **parts: type | None) -> Model:
+    """The model with a layer or router of the caller's; None is the usual one."""
+    own: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    for name, part in own.items():
+        base = {"router": Router, "layer": nnx.Module}[name]
+        if not (isinstance(part, type) and issubclass(part, base)) or model.model_type != "zaya":
+            raise UserError(f"{name}={shown(part)} must be a subclass of {base.__name__}, and the model a zaya")
+    keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return Own(**keys, **own) if own else model
+
+
+def check_named(model: Model) -> None:
+    """UserError where a model has parts that no config can name."""
+    if isinstance(model, Own):
+        raise UserError(
+            "the model has a layer or router of your own, which no config can name: keep params and balance as arrays "
+            "(numpy.savez, Orbax), and make the model again by zj.create from its keys with the same class"
+        )

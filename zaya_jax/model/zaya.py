@@ -20,10 +20,11 @@ from pallas_kernels import chip
 from pallas_kernels.attention import NO_WINDOW, SAVED
 from pallas_kernels.grouped_mlp import PRODUCTS
 from pallas_kernels.products import GIVEN, times_rows
+from pallas_kernels.residual_norm import rms_norm
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.dense import DenseLayer
-from zaya_jax.model.layer import Layer
+from zaya_jax.model.layer import Layer, Own
 from zaya_jax.model.lookup import lookup
 from zaya_jax.model.placement import ALONE, Cached, Devices, Rows
 from zaya_jax.model.stack import linear_pattern, scan_layers
@@ -77,7 +78,7 @@ class Head(nnx.Module):
 class Zaya(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         self.embed = Embed(rngs, model)
-        layer = LAYERS[model.model_type]
+        layer = _layer_class(model)
         stack = nnx.vmap(lambda key: layer(nnx.Rngs(key), model, precision))
         self.layers = stack(jax.random.split(rngs.params(), model.num_hidden_layers))
         self.final_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
@@ -127,6 +128,17 @@ class Zaya(nnx.Module):
         with jax.named_scope("head"):
             h = here.joined(self.final_norm(h))
         return Output(h, counts, cache, hidden_states, router_logits)
+
+
+def _layer_class(model: Model) -> type:
+    return model.layer if isinstance(model, Own) else LAYERS[model.model_type]
+
+
+def layer_of(model: Model, params: dict, number: int, precision: Precision) -> nnx.Module:
+    """One layer as a module, with its weights out of the stacked ones."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: _layer_class(model)(nnx.Rngs(0), model, precision)))
+    nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: x[number], params["layers"]))
+    return nnx.merge(graph, state)
 
 
 def _stream_width(model: Model) -> int:
@@ -244,9 +256,15 @@ def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
 
     layers = dict(params["layers"])
     for block in ROUNDED.keys() & layers.keys():
-        layers[block] = layers[block] | {name: jax.tree.map(cast, layers[block][name]) for name in ROUNDED[block]}
+        names = [name for name in ROUNDED[block] if name in layers[block]]  # a layer of the caller's may lack some
+        layers[block] = layers[block] | {name: jax.tree.map(cast, layers[block][name]) for name in names}
     head = {name: params[name] for name in ("head",) if name in params}
     return params | {"layers": layers}, head | {"embed": {"embedding": cast(params["embed"]["embedding"])}}
+
+
+def lens(model: Model, params: dict, hidden: Float[Array, "*B D"], precision: Precision) -> Float[Array, "*B V"]:
+    """The head on a residual stream of any layer, through the last norm."""
+    return logits(model, params, rms_norm(hidden, params["final_norm"]["scale"], model.rms_norm_eps), precision)
 
 
 @jax.named_scope("head")
@@ -275,7 +293,8 @@ def param_axes(model: Model, precision: Precision = Precision()) -> dict:
 def param_counts(model: Model) -> dict[str, int]:
     """Numbers of parameters, as the papers count them: total, without the embedding, and active for one token."""
     tree = abstract(model)
-    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - _stream_width(model)  # layer 0's unused EDA
+    unused = _stream_width(model) if "eda" in tree["layers"].get("router", ()) else 0  # layer 0's EDA
+    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - unused
     embedding = model.vocab_size * model.hidden_size
     expert = 3 * model.hidden_size * model.moe_intermediate_size
     idle = model.num_hidden_layers * (model.num_experts - 1) * expert

@@ -260,7 +260,7 @@ def _read_metrics(out: Workdir, metrics: pathlib.Path, notes: list[str]) -> None
     unreadable, odd = 0, set[str]()
     with files.opened(metrics, 1 << 20) as file:
         for line in file:
-            record = _parse(line)
+            record = parse(line)
             if record is not None:
                 _take(out, record, odd)
             elif line.strip() and line.endswith(b"\n"):
@@ -294,7 +294,8 @@ def _take(out: Workdir, record: dict, odd: set[str]) -> None:
                 out.last_losses.append(number)
 
 
-def _parse(line: bytes) -> dict | None:
+def parse(line: bytes) -> dict | None:
+    """A line of metrics.jsonl; None where it is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -341,7 +342,7 @@ def _samples(path: pathlib.Path, notes: list[str]) -> list[Sample]:
     """The samples of all ends of a run, by step; of several of one step the last."""
     found, bad = dict[int, Sample](), 0
     for line in _text(path, notes, MAX_SAMPLES_BYTES).splitlines():
-        record = _parse(line.encode(errors="replace")) or {}
+        record = parse(line.encode(errors="replace")) or {}
         text, prompt = record.get("text"), record.get("prompt")
         if isinstance(text, str) and isinstance(prompt, str):
             step = int(record["step"])
