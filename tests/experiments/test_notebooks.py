@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "experiments" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-NAMES = ["attention", "cluster", "experts", "first_model", "one_change", "scaling", "transformers"]
+NAMES = ["attention", "cluster", "experts", "first_model", "one_change", "scaling", "transformers", "your_own_layer"]
 MOST_BYTES, MOST_LINES = 250_000, 20
 A_PLACE = re.compile(r"(?<![\w.])/(?:tmp|root|home|Users|var|private|work|opt)/|[A-Z]:\\")
 
