@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from zaya_jax import cli
+from zaya_jax.config import UserError
 from zaya_jax.config.files import write
 from zaya_jax.hardware import chips, clusters
 from zaya_jax.hardware.clusters import Cluster
@@ -25,6 +26,10 @@ from zaya_jax.report.text import byte_size, duration, shape_of_step
 def run(args: argparse.Namespace) -> int:
     """Formulas in, three files out."""
     out, config = cli.out_folder(args.out, "the plan"), args.config
+    if config.run.lora:
+        raise UserError(
+            "a plan does not know low-rank updates (config.run.lora); experiments.compile measures their step"
+        )
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = clusters.CLUSTERS[args.cluster]
     hours = args.mtbf_hours or goodput.MTBF_HOURS.value

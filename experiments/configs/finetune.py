@@ -3,8 +3,9 @@
     python -m experiments.pretrain --config=experiments/configs/finetune.py:RUN --workdir=runs/tuned \
         --config.data.path=chats.jsonl [--config.run.num_steps=200]
 
-RUN is a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub. Model, tokenizer and
-precision are those of the weights; so is the context, up to 4,096 tokens. The chats are JSONL, Parquet, a folder or
+RUN is a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub. With RUN,lora=16 its
+weights stay as they are, and low-rank updates of them are trained. Model, tokenizer and precision are those of the
+weights; so is the context, up to 4,096 tokens. The chats are JSONL, Parquet, a folder or
 glob of them, or a directory that prepare_data made of them with --context (docs/data.md says which forms). Only
 answers are learnt; chats are fitted to the context without cutting questions or answers, and packed whole into rows.
 

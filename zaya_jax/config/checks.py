@@ -79,7 +79,7 @@ def _check_lora(c: Config) -> None:
     if c.run.lora > sizes[least]:
         raise UserError(
             f"config.run.lora={c.run.lora} is above {sizes[least]}, the smaller side of the narrowest matrix that it "
-            f"updates (config.model.{least}); give at most that, 8 to 64 as a rule"
+            f"updates (config.model.{least}); give at most that"
         )
 
 

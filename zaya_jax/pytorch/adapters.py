@@ -17,7 +17,7 @@ from zaya_jax.pytorch import any_model, tensor_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.training.workdir import write_json
 
-INSIDE = {("experts", "gate_up"): "mlp.experts.base_layer", ("experts", "down"): "mlp.experts"}
+INSIDE = {"mlp.experts.gate_up_proj": "mlp.experts.base_layer", "mlp.experts.down_proj": "mlp.experts"}
 
 
 def to_peft(name: str, out: str | os.PathLike) -> Path:
@@ -55,7 +55,7 @@ def _tensors(model: Model, pairs: dict[str, np.ndarray]) -> dict[str, np.ndarray
     for row in _rows(model):
         a, b = (pairs[f"params.layers.{'.'.join(row.path)}.{factor}"] for factor in "ab")
         for layer in range(model.num_hidden_layers):
-            at = f"base_model.model.model.layers.{layer}.{INSIDE.get(row.path, row.name.removesuffix('.weight'))}"
+            at = f"base_model.model.model.layers.{layer}.{INSIDE.get(row.name, row.name.removesuffix('.weight'))}"
             one, two = a[layer], b[layer]
             if one.ndim == 3:
                 one, two = one.swapaxes(0, 1).reshape(one.shape[1], -1), two.swapaxes(0, 1).reshape(-1, two.shape[2])
@@ -68,6 +68,6 @@ def _config(model: Model, rank: int, base: str) -> dict:
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank,
         "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-        "target_modules": [row.name.split(".")[-2] for row in rows if row.path not in INSIDE],
-        "target_parameters": [row.name for row in rows if row.path in INSIDE],
+        "target_modules": [row.name.split(".")[-2] for row in rows if row.name not in INSIDE],
+        "target_parameters": [row.name for row in rows if row.name in INSIDE],
     }  # fmt: skip
