@@ -316,16 +316,11 @@ class LanguageModel:
         weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
         origin = self._origin
         trained = self.config if origin.trained or not origin.imported["config"] else None
-        return exchange.write_directory(
-            target,
-            self.config.model,
-            weights.read,
-            self._origin.imported,
-            self._origin.files,
-            self.tokenizer,
-            trained,
-            dtype,
+        exchange.write_directory(
+            target, self.config.model, weights.read, origin.imported, origin.files, self.tokenizer, trained, dtype
         )
+        exchange.write_card(target, self.source, self.config, {})
+        return target
 
     def _decoder(self) -> decode.Decoder:
         self._check_weights()

@@ -20,8 +20,9 @@ from zaya_jax import trees
 from zaya_jax.checkpoint import claims, rewrite
 from zaya_jax.checkpoint.foreign import Unsealed
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.config import Config, Model, UserError
+from zaya_jax.config.files import write
 from zaya_jax.data import own_template, tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance
@@ -95,10 +96,29 @@ def to_hf(
     with found.source.unless_deleted():
         found.check()
         target = claims.new_folder(out, "--out")
-        return write_directory(
+        write_directory(
             target, found.model, found.source.read, found.imported, found.files(), found.tokenizer(), found.trained,
             dtype, shard_gb, progress,
         )  # fmt: skip
+        write_card(target, found.name, found.config, read_meta(found.folder, found.step) if found.step else {})
+    return target
+
+
+def write_card(target: Path, name: str, config: Config, meta: Mapping[str, Any]) -> None:
+    """Writes a model card, README.md; `meta` is the checkpoint's of a run."""
+    counts, loss = zaya.param_counts(config.model), meta.get("metrics", {}).get("eval/loss")
+    facts = [
+        f"- model: `zaya`, {counts['total']:,} parameters, {counts['active']:,} of them active for a token",
+        f"- from: `{name}`, written by zaya_jax {zaya_jax.__version__}",
+    ]
+    if "tokens" in meta:
+        mixture = ", ".join(f"`{source}`" for source in config.data.mixture or (config.data.path,))
+        facts += [f"- data: {mixture}", f"- trained: {meta['step']:,} steps, {meta['tokens']:,} tokens of this run"]
+    if loss is not None:
+        facts.append(f"- held-out loss: {loss:.4f} nats a token at this step")
+    load = f'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("{target}")'
+    text = f"# {config.name}\n\n" + "\n".join(facts) + f"\n\nTo load it:\n\n```python\n{load}\n```\n"
+    write(target / "README.md", text.encode())
 
 
 def check_zaya(model: Model, where: str) -> None:
