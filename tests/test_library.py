@@ -215,6 +215,11 @@ def test_attention_is_what_the_tokens_see_of_each_other(model, ids, segments):
     for weights, visible in ((full, see), (sliding, near)):
         assert (weights[visible] > 0).all() and (weights[~visible] == 0).all()
     np.testing.assert_allclose(seen.attention.sum(-1), 1, rtol=1e-6)
+    scores = np.einsum("lbqkgc,lbjkc->lbkgqj", seen.queries.reshape(2, 2, 7, 2, 2, 8), seen.keys) / 8**0.5
+    scores = scores.reshape(seen.attention.shape)[..., 1, :2]  # the second token's, which sees both
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(weights, seen.attention[..., 1, :2], rtol=1e-4)
+    assert seen.values.shape == seen.keys.shape == (2, 2, 7, 2, 8)
     plain = model.trace(ids, segments=segments)
     biased = plain.router_probs + np.asarray(model.balance)[:, None, None]
     np.testing.assert_array_equal(plain.choices, biased.argmax(-1))

@@ -21,7 +21,9 @@ OF_A_MODEL = [
     "continued", "generate", "layer", "lens", "logits", "loss", "loss_and_grads", "on_one_device", "save", "scores",
     "stream", "to_hf", "trace",
 ]  # fmt: skip
-OF_A_TRACE = ["logits", "hidden_states", "router_probs", "choices", "attention"]
+OF_A_TRACE = [
+    "logits", "hidden_states", "router_probs", "choices", "attention", "queries", "keys", "values",
+]  # fmt: skip
 
 
 def test_the_public_names_are_frozen():

@@ -345,7 +345,8 @@ class _Seen(Placement):
         mask = mask_of(length, length, 0, 0, self.window, length, ids, ids)
         scores = jnp.where(mask, scores * softmax_scale(channels), MASKED)
         weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1), 0.0)
-        return out, {"attention": weights.reshape(batch, heads, length, length)}
+        seen = {"attention": weights.reshape(batch, heads, length, length)}
+        return out, seen | {"queries": q, "keys": k, "values": v}
 
 
 class _Seeing(Devices):

@@ -68,6 +68,9 @@ class Trace:
     router_probs: np.ndarray | None  # [L, B, S, E + 1], the last class skips; a dense model has no router
     choices: np.ndarray | None  # [L, B, S], the class that each token goes to, balancing biases included
     attention: np.ndarray | None  # [L, B, H, S, S], a query's weight on each key; only on request
+    queries: np.ndarray | None  # [L, B, S, heads, channels], as attention gets them; with attention alone
+    keys: np.ndarray | None
+    values: np.ndarray | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,9 +130,7 @@ class LanguageModel:
         >>> model.layer(1).router.fc1.kernel.shape
         (8, 8)
         """
-        return zaya.layer_of(
-            self.config.model, self.params, range(len(self.config.model.kinds))[number], self.config.precision
-        )
+        return zaya.layer_of(self.config.model, self.params, number, self.config.precision)
 
     def lens(self, hidden_states: Any) -> np.ndarray:
         """The logit lens: logits of residual streams [.., S, D] such as a trace's, through the last norm and the head.
@@ -195,7 +196,8 @@ class LanguageModel:
         found = self._run("forward", *self._inputs(ids, segments), trace=True, attention=attention)
         probs = found.get("router_probs")
         choices = None if probs is None else (probs + np.asarray(self.balance)[:, None, None]).argmax(-1)
-        return Trace(found["logits"], found["hidden_states"], probs, choices, found.get("attention"))
+        seen = [found.get(name) for name in ("attention", "queries", "keys", "values")]
+        return Trace(found["logits"], found["hidden_states"], probs, choices, *seen)
 
     def generate(
         self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), ends: Sequence[int] = (),
@@ -414,7 +416,6 @@ def create(
     """A model with fresh weights, the same as a run of this config and seed begins with.
 
     `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of experiments/configs.
-
     `layer` and `router`: subclasses of `zj.Layer` and `zj.Router` in the place of these (docs/howto/own_layer.md).
 
     >>> zj.create(model.config, seed=1).logits(ids).shape

@@ -136,6 +136,7 @@ def _layer_class(model: Model) -> type:
 
 def layer_of(model: Model, params: dict, number: int, precision: Precision) -> nnx.Module:
     """One layer as a module, with its weights out of the stacked ones."""
+    number = range(model.num_hidden_layers)[number]  # JAX would give the last layer for one that is not there
     graph, state = nnx.split(nnx.eval_shape(lambda: _layer_class(model)(nnx.Rngs(0), model, precision)))
     nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: x[number], params["layers"]))
     return nnx.merge(graph, state)
