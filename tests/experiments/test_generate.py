@@ -12,6 +12,7 @@ import pytest
 from experiments import generate
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Model
 from zaya_jax.data import tokenizers
 from zaya_jax.model import decode, zaya
@@ -87,7 +88,7 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(r
     shutil.copytree(workdir, folder)
     assert run(f"--model={folder}", "--prompt=a", "--num_tokens=2")[0] == 0
     assert len(heard) == 3  # the prompt, its first token, the others
-    sample.write_sample(folder, own, tokenizers.load("bytes"), 5)
+    sample.write_sample(folder, own, tokenizers.load("bytes"), 5, Source(folder, 5))
     assert heard == [("attention",)] * 6
 
 
@@ -110,7 +111,7 @@ def test_several_prompts_are_each_as_alone(run, workdir):
     one, two = (run(*options, f"--prompt={text}")[1] for text in ("abc", "a longer one"))
     code, out, err = run(*options, "--prompt=a longer one", "--prompt=abc")
     assert (code, out) == (0, two + one) and re.fullmatch(CACHE, err)
-    assert " for 2 of up to 32 tokens" in err
+    assert " for 2 of up to 64 tokens" in err
     letter = two[-4]
     stopped = run(*options, "--prompt=a longer one", "--prompt=abc", f"--stop={letter}")[1]
     start = len("a longer one")
