@@ -98,8 +98,9 @@ def forward(
     trace: bool = False,
     attention: bool = False,
 ) -> dict[str, Array]:
-    """`logits`, with `trace` the residual stream after each layer [L, B, S, D] and the router's p [L, B, S, E + 1], and
-    with `attention` each head's weight for each token [L, B, H, S, S] (of one device, and no linear layers)."""
+    """`logits`; with `trace` the residual stream after each layer [L, B, S, D] and the router's logits and p
+    [L, B, S, E + 1]; with `attention` each head's weight for each token [L, B, H, S, S] (one device, no linear layers).
+    """
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
     devices = _Seeing() if attention else Over(spread)
@@ -112,13 +113,13 @@ def forward(
             value = getattr(out, name)
             found |= {} if value is None else {name: value.reshape(like)}
         if trace and out.router_logits is not None:
-            found["router_probs"] = jax.nn.softmax(found.pop("router_logits"), axis=-1)
+            found["router_probs"] = jax.nn.softmax(found["router_logits"], axis=-1)
         return found | (out.cache or {})
 
     sequences = (BATCH_AXES, spread.sequence_axes or None)
     outs = {"logits": PartitionSpec(*sequences)}
     if trace:
-        names = ["hidden_states"] + ["router_probs"] * (model.model_type == "zaya")
+        names = ["hidden_states"] + ["router_logits", "router_probs"] * (model.model_type == "zaya")
         outs |= {name: PartitionSpec(None, *sequences) for name in names}
     batch = _batch(config, spread, ids, segments)
     found = _on(config, mesh, run, outs, params, balance, batch)

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from zaya_jax import config as config_lib
 from zaya_jax.aegis import decisions
 from zaya_jax.aegis.guard import Guard
 from zaya_jax.aegis.replay import Replay
-from zaya_jax.checkpoint.partial import InitialWeights
 from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import leaving, multihost
@@ -28,8 +27,7 @@ from zaya_jax.hardware import host
 from zaya_jax.pytorch.any_model import weights_of, with_base
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
-from zaya_jax.training import fork, frozen, kernels, logs, notes, snapshot, start
-from zaya_jax.training import state as states
+from zaya_jax.training import fork, kernels, logs, notes, snapshot, start
 from zaya_jax.training import step as steps
 from zaya_jax.training.evaluation import Evaluation
 from zaya_jax.training.figures import Figures, final_code
@@ -40,7 +38,6 @@ from zaya_jax.training.trackers import Function, Trackers
 from zaya_jax.training.workdir import CleanupIfRefused, check_same, folder_of, open_workdir, record_start
 
 UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.sound`)
-Way = Literal["resumed", "imported", "forked", "initial weights", "fresh"]
 
 
 def train(
@@ -77,7 +74,7 @@ def train(
 class Beginning:
     """How a run begins."""
 
-    way: Way
+    way: start.Way
     planned: start.PlannedStart  # after step `planned.reached`; `planned.state` has shapes alone
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # metadata of the checkpoint that it starts from
@@ -106,7 +103,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     recipe, tokenizer = start.plan_run(config, folder)
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
-    way: Way = "fresh"
+    way: start.Way = "fresh"
     newest = store.bring_newest()  # of any tier, verified; all processes together
     reached, parent, meta = 0, None, dict[str, Any]()
     if newest:
@@ -157,32 +154,6 @@ def already_complete(begun: Beginning) -> int:
     return code
 
 
-def first_state(begun: Beginning, copies: snapshot.Copies) -> tuple[Any, dict[str, Any]]:
-    """The state before the first step, by the way in which the run begins, and metadata for all its saves."""
-    state, planned = _trained_state(begun, copies), begun.planned
-    run, meta = planned.recipe.config.run, begun.meta
-    if not run.lora:
-        return state, {}
-    base = weights_of(meta["base"]["name"] if meta else run.init_from)
-    return state, frozen.put_under(state, planned.state, base, meta)
-
-
-def _trained_state(begun: Beginning, copies: snapshot.Copies) -> Any:
-    planned, run = begun.planned, begun.planned.recipe.config.run
-    if begun.way == "resumed":
-        return begun.store.restore(planned.reached, copies.like, copies.held, copies.place)[0]
-    if begun.parent:  # forked
-        return copies.place(begun.parent.load(copies.like, copies.held))
-    # Initial weights that do not fit are refused before anything is compiled.
-    weights = None
-    if begun.way == "initial weights" and not run.lora:
-        weights = InitialWeights(weights_of(run.init_from), copies.held, run.init_grow)
-    state = states.init(planned.phase.config, planned.optimizer, planned.phase.mesh)
-    if begun.way == "imported":  # weights and biases, no optimizer yet
-        return copies.with_weights_of(state, lambda like, held: begun.store.restore(0, like, held)[0])
-    return copies.place(weights.of(copies.on_devices(state), logs.say)) if weights else state
-
-
 ########################################################################################################################
 # The loop
 ########################################################################################################################
@@ -204,7 +175,8 @@ class Loop:
         multihost.barrier("set-up")
         # like: a copy's shapes; held: where a checkpoint's arrays lie in it; place: from a copy to a state.
         self.copies = snapshot.of_run(planned.optimizer, planned.state, here.spread.heads, logs.say)
-        self.state, self.named = first_state(begun, self.copies)
+        way, meta, store = begun.way, begun.meta, begun.store
+        self.state, self.named = start.first_state(way, planned, begun.parent, meta, store, self.copies, weights_of)
         self.program = functools.cache(self._program)
         self.stream = planned.stream
         self.stream.send_by(self._put)

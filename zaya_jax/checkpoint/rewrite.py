@@ -72,12 +72,12 @@ def export_params(
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
     source = Source(workdir, step)
-    if "base" in source.meta():
-        raise UserError(
-            f"{workdir} holds low-rank updates alone; to_hf writes them merged with their base, and so does "
-            f"zaya_jax.load({str(workdir)!r}).save(DIR)"
-        )
     with source.unless_deleted():
+        if "base" in source.meta():
+            raise UserError(
+                f"{workdir} holds low-rank updates alone; to_hf writes them merged with their base, and so does "
+                f"zaya_jax.load({str(workdir)!r}).save(DIR)"
+            )
         target = claims.new_folder(out, "--out")
         arrays = [
             _stored(

@@ -91,7 +91,10 @@ class Source:
 
     def meta(self) -> dict[str, Any]:
         """Its small file; what Orbax has saved, by `Handler` too, has none: then as much as is known without."""
-        return self.json(layout.META) if layout.META in self.files else {"step": self.step, "tokens": 0}
+        if layout.META not in self.files:
+            return {"step": self.step, "tokens": 0}
+        self.check(names=[layout.META])
+        return self.json(layout.META)
 
     def arrays(self) -> dict[str, Array]:
         """All arrays by name; StorageError if their descriptions are damaged."""

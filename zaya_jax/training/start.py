@@ -6,20 +6,27 @@ and gradients come on top (`experiments.plan`).
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
+from zaya_jax.checkpoint.partial import InitialWeights
+from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.training import fork, recipe
+from zaya_jax.training import fork, frozen, recipe
 from zaya_jax.training import state as states
+from zaya_jax.training.logs import say
 from zaya_jax.training.recipe import PlacedPhase, Recipe
+from zaya_jax.training.snapshot import Copies
 
+Way = Literal["resumed", "imported", "forked", "initial weights", "fresh"]  # in which a run begins
 BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
 
 
@@ -103,3 +110,39 @@ def machine_bytes() -> int:
 def size(count: int) -> str:
     """So many bytes for a person."""
     return f"{count / 2**30:,.1f} GiB"
+
+
+def first_state(
+    way: Way,
+    planned: PlannedStart,
+    parent: fork.Parent | None,
+    meta: dict[str, Any],
+    store: Store,
+    copies: Copies,
+    weights_of: Callable[[str], Source],
+) -> tuple[Any, dict[str, Any]]:
+    """The state before the first step, by the way in which the run begins, and metadata for all its saves.
+
+    `meta`: of the checkpoint that it starts from; `parent`: of a fork; `weights_of` a model's name.
+    """
+    run = planned.recipe.config.run
+    if way == "resumed":
+        state = store.restore(planned.reached, copies.like, copies.held, copies.place)[0]
+    elif parent:  # forked
+        state = copies.place(parent.load(copies.like, copies.held))
+    elif way == "initial weights" and not run.lora:
+        # Those that do not fit are refused before anything is compiled.
+        weights = InitialWeights(weights_of(run.init_from), copies.held, run.init_grow)
+        state = copies.place(weights.of(copies.on_devices(_fresh(planned)), say))
+    elif way == "imported":  # weights and biases, no optimizer yet
+        state = copies.with_weights_of(_fresh(planned), lambda like, held: store.restore(0, like, held)[0])
+    else:
+        state = _fresh(planned)
+    if not run.lora:
+        return state, {}
+    base = weights_of(meta["base"]["name"] if meta else run.init_from)
+    return state, frozen.put_under(state, planned.state, base, meta)
+
+
+def _fresh(planned: PlannedStart) -> Any:
+    return states.init(planned.phase.config, planned.optimizer, planned.phase.mesh)
