@@ -7,7 +7,7 @@ context; `sharding` splits weights. The optimizer's state is spread over all axe
 import math
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from zaya_jax import config
 from zaya_jax.config import UserError
@@ -53,11 +53,13 @@ def _way_out(devices: int, others: int, where: str) -> str:
     return f"expert x context x tensor = {others} must divide {devices}, as {nearest} does, with {where}.data=-1"
 
 
-def devices_of_node(mesh: Mesh) -> int:
+def devices_of_node(mesh: Mesh | AbstractMesh) -> int:
     """The number of devices of a node; 1 unless all nodes have as many, one after the other in the mesh's order.
 
     XLA tells the hosts of GPUs apart as slices; where it does not, each process counts as one.
     """
+    if isinstance(mesh, AbstractMesh):  # of no devices
+        return 1
     places = [(getattr(d, "slice_index", 0), d.process_index) for d in mesh.devices.flat]
     several = len({host for host, _ in places}) > 1
     nodes = [host if several else process for host, process in places]
