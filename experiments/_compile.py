@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -12,10 +11,10 @@ from typing import Any
 import jax
 
 from experiments import _compiling as compiling
+from experiments._results import write_results
 from pallas_kernels import chip, trial
 from zaya_jax import cli, schedule
 from zaya_jax.config import Config, UserError
-from zaya_jax.config.files import write
 from zaya_jax.data import tokenizers
 from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import sharding
@@ -83,13 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "config": config.name, "target": args.target, "devices": len(devices), "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"), "kernels": assumed, "phases": found,
     }  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / "compile.json", json.dumps(result, indent=1).encode())
-    words = document(result)
-    write(out / "compile.md", words.markdown().encode())
-    write(out / "compile.html", words.html().encode())
-    print(words.markdown())
-    print(f"written: {out}/compile.md, compile.json, compile.html")
+    write_results(out, "compile", result, document(result))
     return cli.DONE
 
 

@@ -2,16 +2,15 @@
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 
+from experiments._results import write_results
 from zaya_jax import cli
 from zaya_jax.config import UserError
-from zaya_jax.config.files import write
 from zaya_jax.hardware import chips, clusters
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.plan import goodput, network, search, step_time
@@ -41,13 +40,7 @@ def run(args: argparse.Namespace) -> int:
         "phases": [_phase(p, cluster, rates, args.search) for p in phases],
         "assumed": _assumed(rates, hours),
     }  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / "plan.json", json.dumps(result, indent=1).encode())
-    words = document(result)
-    write(out / "plan.md", words.markdown().encode())
-    write(out / "plan.html", words.html().encode())
-    print(words.markdown())
-    print(f"written: {out}/plan.md, plan.json, plan.html")
+    write_results(out, "plan", result, document(result))
     return cli.DONE
 
 

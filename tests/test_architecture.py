@@ -18,7 +18,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
-    ("aegis",): 4453,
+    ("aegis",): 4454,
     ("checkpoint",): 3625,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
     ("cli.py", "library.py", "functions.py", "generation.py"): 1356,  # 1100; few shapes, pytrees
     ("config", "cluster"): 2353,  # 2100
@@ -29,7 +29,7 @@ BUDGET = {
     ("report",): 2184,  # 2080
     ("run.py",): 400,
     ("training",): 2478,  # 2000; 128 of these settle the kernels, 145 are trackers, 46 a profile
-    ("",): 32533,  # 30,000
+    ("",): 32531,  # 30,000
     ("../tests",): 25800,  # 24,000; 300 of these hold the trial of kernels
 }
 

@@ -7,6 +7,7 @@ whose connection breaks is a lost node. Members that lose their leader end with 
 start all of them again.
 """
 
+import abc
 import contextlib
 import hashlib
 import json
@@ -32,7 +33,7 @@ FAREWELL = 5.0  # seconds for last words
 GONE = "gone: killed, crashed, or the connection is cut"
 
 
-class Agent:
+class Agent(abc.ABC):
     """The part that the leading agent and members share."""
 
     def __init__(self, plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT):
@@ -102,28 +103,28 @@ class Agent:
 
     # What differs
 
+    @abc.abstractmethod
     def begin(self) -> None:
         """Before the first turn."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def tell(self, message: list) -> None:
         """To the leader."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def due(self, now: float) -> None:
         """Once a turn."""
-        raise NotImplementedError
 
-    def came(self, line: lines.Line, before: lines.Line | None) -> None:
+    def came(self, line: lines.Line, before: lines.Line | None) -> None:  # noqa: B027
         """Another agent is there."""
 
+    @abc.abstractmethod
     def hear(self, line: lines.Line, message: list) -> None:
         """A message of another agent."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def lost(self, line: lines.Line, why: str = GONE) -> None:
         """Another agent is gone."""
-        raise NotImplementedError
 
     def slept(self, seconds: float) -> None:
         """This agent stood still, so that no other was silent in that time."""

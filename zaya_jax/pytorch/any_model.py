@@ -184,12 +184,9 @@ def is_run(folder: str | os.PathLike) -> bool:
 def place_of(name: str | os.PathLike) -> tuple[Path, int | None]:
     """(the existing folder, the step) of a name; a model of the hub is downloaded, or taken from the hub's cache."""
     fields.check_path("place", os.fspath(name))
-    path, _, number = str(name).rpartition("@")
-    folder = Path(name)
-    if folder.is_dir():  # its own name may end like a step
-        return folder, None
-    if path and number.isdecimal() and Path(path).is_dir():
-        return Path(path), int(number)
+    folder, step = sources.place_and_step(os.fspath(name), None)
+    if Path(folder).is_dir():
+        return Path(folder), step
     if downloaded := _on_hub(str(name)):
         return downloaded, None
     raise UserError(f"{name} is not a folder; give {FORMS}")
