@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = ("benchmarks/*.md", "benchmarks/*.png", "benchmarks/*.svg", "pallas_kernels/*.md", "C*.md")
 LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+OUTPUT = '<div class="language-text highlight'  # what a program prints
+OPTIONS = re.compile(r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:key|option)</th>)")  # a phone has its rows as paragraphs
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S)  # text that looks like a link in code is not a link
 
 log = logging.getLogger("mkdocs.hooks.outside")
@@ -53,6 +55,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return begin + posixpath.relpath(site_name(target), here or ".") + anchor
 
     return outside_code(markdown, lambda text: LINK.sub(changed, text))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Marks output, for which the theme then makes no copy button, and tables of keys and options, for the style."""
+    return OPTIONS.sub("<table data-options>", html.replace(OUTPUT, f"{OUTPUT} no-copy"))
 
 
 def targets(file: File) -> list[str]:
