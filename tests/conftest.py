@@ -6,7 +6,7 @@ The settings are environment variables, set before anything imports jax: program
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,19 @@ def _room_for_programs() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
         sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """Calls a program of experiments/ in this process: its exit code, and its output."""
+    from zaya_jax import cli
+
+    def call(program, *options):
+        monkeypatch.setattr("sys.argv", [program.__name__.rpartition(".")[2], *map(str, options)])
+        capsys.readouterr()
+        return cli.exit_code(program.main), *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(params=["cpu", "xla"])

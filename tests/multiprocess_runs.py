@@ -41,14 +41,18 @@ class Run:
     def __init__(self, processes: list[subprocess.Popen], folder: Path):
         self.processes, self._folder = processes, folder
 
-    def out(self, index: int) -> str:
+    def out(self, index: int = 0) -> str:
         """A process's output so far."""
         return GLOO.sub("", (self._folder / f"{index}.out").read_text())
+
+    def err(self, index: int = 0) -> str:
+        """And its errors."""
+        return (self._folder / f"{index}.err").read_text()
 
     def wait_for(self, text: str, index: int = 0, seconds: float = 600) -> None:
         """Returns when a process has printed `text`."""
         deadline = time.monotonic() + seconds
-        while text not in self.out(index):
+        while text not in self.out(index) + self.err(index):
             ended = self.processes[index].poll()
             assert ended is None, f"ended with {ended} before {text!r}:\n{self._output(index)}"
             assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self._output(index)}"
@@ -65,11 +69,11 @@ class Run:
             except subprocess.TimeoutExpired:
                 outputs = "\n".join(self._output(i) for i in range(len(self.processes)))
                 raise AssertionError(f"process {index} still runs after {seconds} s:\n{outputs}") from None
-            results.append(Result(code, self.out(index), (self._folder / f"{index}.err").read_text()))
+            results.append(Result(code, self.out(index), self.err(index)))
         return results
 
     def _output(self, index: int) -> str:
-        return f"--- {index}\n{self.out(index)}\n{(self._folder / f'{index}.err').read_text()[-3000:]}"
+        return f"--- {index}\n{self.out(index)}\n{self.err(index)[-3000:]}"
 
 
 @contextmanager

@@ -128,30 +128,21 @@ def test_node_starts_the_processes_of_a_machine():
 
 
 def test_node_counts_on_from_the_nodes_before_it_and_gives_each_its_device(tmp_path):
-    for i in range(4):
-        device = tmp_path / f"0000:0{i}:00.0"
-        device.mkdir()
+    """And binds it to the device's NUMA node."""
+    for i, numa in enumerate((1, 0, 0, -1)):
+        device = tmp_path / "pci" / f"0000:0{i}:00.0"
+        device.mkdir(parents=True)
         (device / "class").write_text("0x120000\n" if i != 1 else "0x020000\n")  # three GPUs and a NIC
-        (device / "numa_node").write_text("-1\n")
-    variables = {"NODE": "2", "NODES": "5", "JAX_COORDINATOR_ADDRESS": "host:1", "PCI_DEVICES": str(tmp_path)}
-    out, _ = node(3, SHOW, **variables).communicate(timeout=30)
+        (device / "numa_node").write_text(f"{numa}\n")
+    (tmp_path / "numactl").write_text('#!/bin/sh\necho "$1 $2" >&2\nshift 2\nexec "$@"\n')
+    (tmp_path / "numactl").chmod(0o755)
+    variables = {"NODE": "2", "NODES": "5", "JAX_COORDINATOR_ADDRESS": "host:1", "PCI_DEVICES": str(tmp_path / "pci")}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    out, err = node(3, SHOW, PATH=path, **variables).communicate(timeout=30)
+    assert sorted(err.splitlines()) == ["--cpunodebind=0 --preferred=0", "--cpunodebind=1 --preferred=1"]
     found = ranks(out)
     assert {index: devices for index, (_, devices) in found.items()} == {6: "0", 7: "1", 8: "2"}
     assert all(rank.count == 15 and rank.coordinator == "host:1" for rank, _ in found.values())
-
-
-def test_node_binds_to_the_numa_node_of_the_gpu(tmp_path):
-    for i, numa in enumerate((1, 0)):
-        device = tmp_path / "pci" / f"0000:0{i}:00.0"
-        device.mkdir(parents=True)
-        (device / "class").write_text("0x030200\n")
-        (device / "numa_node").write_text(f"{numa}\n")
-    (tmp_path / "numactl").write_text('#!/bin/sh\necho "$1 $2"\nshift 2\nexec "$@"\n')
-    (tmp_path / "numactl").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    running = node(2, "echo ran", PCI_DEVICES=str(tmp_path / "pci"), PATH=path)
-    out, _ = running.communicate(timeout=30)
-    assert sorted(out.splitlines()) == ["--cpunodebind=0 --preferred=0", "--cpunodebind=1 --preferred=1", "ran", "ran"]
 
 
 def test_node_hands_signals_on_and_gives_the_highest_exit_code():

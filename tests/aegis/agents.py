@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,38 +18,16 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 STEPS = 25
 
 
-class Agents:
+class Agents(multiprocess_runs.Run):
     """Those of one run."""
 
-    def __init__(self, workdir: Path, agents: list[subprocess.Popen], folder: Path):
-        self.workdir, self.agents, self._folder = workdir, agents, folder
+    def __init__(self, workdir: Path, agents: list[subprocess.Popen], folder: Path, port: int):
+        super().__init__(agents, folder)
+        self.workdir, self.port = workdir, port
 
-    def err(self, agent: int = 0) -> str:
-        """What an agent has said on stderr."""
-        return (self._folder / f"{agent}.err").read_text()
-
-    def out(self, agent: int = 0) -> str:
-        """And on stdout."""
-        return (self._folder / f"{agent}.out").read_text()
-
-    def wait(self, seconds: float = 60, of: Sequence[int] | None = None) -> list[int]:
+    def codes(self, seconds: float = 60, of: Sequence[int] | None = None) -> list[int]:
         """Their exit codes."""
-        until = time.monotonic() + seconds
-        codes = []
-        for i in range(len(self.agents)) if of is None else of:
-            try:
-                codes.append(self.agents[i].wait(max(until - time.monotonic(), 0.1)))
-            except subprocess.TimeoutExpired:
-                output = "\n".join(self.out(j) + self.err(j) for j in range(len(self.agents)))
-                raise AssertionError(f"agent {i} still runs after {seconds} s:\n{output}") from None
-        return codes
-
-    def until(self, text: str, agent: int = 0, seconds: float = 60) -> None:
-        """Returns when an agent has said so."""
-        end = time.monotonic() + seconds
-        while not re.search(text, self.out(agent) + self.err(agent)):
-            assert time.monotonic() < end, f"no {text!r}:\n{self.out(agent)}\n{self.err(agent)}"
-            time.sleep(0.02)
+        return [result.code for result in self.wait(seconds, of)]
 
     def until_step(self, step: int, seconds: float = 60) -> None:
         """Returns when the run has come there."""
@@ -119,8 +96,7 @@ def start(
         with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
             environ |= (variables or {}) | (own or {}).get(i, {})
             started.append(subprocess.Popen(command, env=environ, stdout=out, stderr=err))
-    run = Agents(workdir, started, folder)
-    run.port = port  # type: ignore[attr-defined]
+    run = Agents(workdir, started, folder, port)
     try:
         yield run
     finally:

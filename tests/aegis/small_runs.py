@@ -1,25 +1,22 @@
-"""Shared by tests of whole runs: a comparison of their ends, and a kill."""
+"""Shared by tests of whole runs: their config, a comparison of their ends, and a kill."""
 
-import json
-
-import jax
-import numpy as np
+import tiny_runs
+from tiny_runs import lines
 
 from zaya_jax.aegis import decisions
-from zaya_jax.checkpoint import partial
+
+SMALL = tiny_runs.SMALL | {
+    "mesh.data": 1, "eval.windows": 0, "log.sample_tokens": 0, "log.every": 50, "checkpoint.every_steps": 10,
+    "checkpoint.keep": 3, "guard.spike_steps": 5, "schedule.warmup_fraction": 0.1,
+}  # fmt: skip
 
 
 class Killed(Exception):
     """In place of a process that is no more."""
 
 
-def lines(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
 def same_end(a, b):
-    for x, y in zip(jax.tree.leaves(partial.read(a, "*")), jax.tree.leaves(partial.read(b, "*")), strict=True):
-        np.testing.assert_array_equal(x, y)
+    tiny_runs.same_state(a, b)
     figures = [[(line["step"], line["loss"], line.get("data/left_out")) for line in lines(w)] for w in (a, b)]
     assert figures[0] == figures[1]
     assert decisions.read(a) == decisions.read(b)

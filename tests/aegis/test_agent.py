@@ -32,7 +32,7 @@ def command(workdir, steps, seconds):
 def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
     """Also past a child of a dead process, which prints on and once held up all watching for 25 s."""
     with start(tmp_path, "--processes=2", befalls={1: "12 kill", 0: "17 orphan"}) as run:
-        assert run.wait() == [0]
+        assert run.codes() == [0]
         again = subprocess.run(command(run.workdir, STEPS + 2, 0.01), env=ALONE, timeout=60, capture_output=True)
     assert again.returncode == 0
     (died, later), restarted = run.events("died"), run.events("restarted")
@@ -67,7 +67,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
 )
 def test_a_process_that_stands_still_is_named_with_its_line_and_all_start_again(tmp_path, what, line, how):
     with start(tmp_path, "--processes=3", befalls={2: f"12 {what}"}) as run:
-        assert run.wait() == [0]
+        assert run.codes() == [0]
         assert run.gone()
     (hangs,) = run.events("hangs")
     assert hangs.process == 2 and "process 2 stopped first; 2 wait for it" in hangs.concluded
@@ -86,7 +86,7 @@ def test_processes_that_wait_alike_have_the_time_of_a_link_that_comes_back(tmp_p
     """They wait in one step as for a collective; a wait longer than the patience is a hang."""
     befalls = dict.fromkeys(range(2), "12 pause 9")
     with start(tmp_path, "--processes=2", f"--patience={patience}", befalls=befalls) as run:
-        assert run.wait() == [0]
+        assert run.codes() == [0]
         assert len(run.events("started")) == starts and run.steps()[-1] == STEPS
     (waits,) = run.events("waits")
     assert 4.5 < waits.seconds < 7 and "stand alike" in waits.concluded
@@ -101,7 +101,7 @@ def test_processes_that_wait_alike_have_the_time_of_a_link_that_comes_back(tmp_p
 def test_a_run_that_wants_a_person_ends_with_its_code_and_what_was_not_written_is_said(tmp_path):
     with start(tmp_path, befalls={0: f"7 exit {cli.UNHEALTHY}"}) as run:
         (run.workdir / "aegis").write_text("a file in the folder's place: nothing can be written below it")
-        assert run.wait() == [cli.UNHEALTHY]
+        assert run.codes() == [cli.UNHEALTHY]
         assert "aegis: died process 0" in run.err() and "exit code 3" in run.err()
         assert "not written" in run.err()
 
@@ -109,26 +109,26 @@ def test_a_run_that_wants_a_person_ends_with_its_code_and_what_was_not_written_i
 def test_asked_once_it_saves_and_asked_twice_it_ends_at_once(tmp_path):
     with start(tmp_path / "once", agents=2, seconds=0.1) as run:
         run.until_step(3)
-        for agent in run.agents:  # as schedulers do: it is one wish
+        for agent in run.processes:  # as schedulers do: it is one wish
             agent.send_signal(signal.SIGTERM)
-        assert run.wait() == [cli.PREEMPTED] * 2
+        assert run.codes() == [cli.PREEMPTED] * 2
         assert run.steps()[-1] < STEPS and run.events("ended")[0].facts["code"] == cli.PREEMPTED
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, agents too
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with start(tmp_path / "twice", "--processes=2", seconds=300) as run:  # too long a step to wait for
         run.until_step(1)
-        run.agents[0].send_signal(signal.SIGINT)
-        run.until("aegis: asked")
-        run.agents[0].send_signal(signal.SIGINT)
-        assert run.wait() == [128 + signal.SIGINT]
+        run.processes[0].send_signal(signal.SIGINT)
+        run.wait_for("aegis: asked")
+        run.processes[0].send_signal(signal.SIGINT)
+        assert run.codes() == [128 + signal.SIGINT]
         assert run.gone()
 
 
 def test_a_signal_before_the_training_heeds_it_is_an_end_as_asked(tmp_path):
     with start(tmp_path, steps=100) as run:
-        run.until("aegis: started")
-        run.agents[0].send_signal(signal.SIGTERM)
-        assert run.wait() == [cli.PREEMPTED]
+        run.wait_for("aegis: started")
+        run.processes[0].send_signal(signal.SIGTERM)
+        assert run.codes() == [cli.PREEMPTED]
 
 
 def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_path):
@@ -149,8 +149,8 @@ def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_pat
         for stranger in held:
             stranger.close()
         assert len(run.events("started")) == 1 and not run.events("lost")
-        run.agents[0].kill()
-        assert run.wait(of=[1]) == [1]
+        run.processes[0].kill()
+        assert run.codes(of=[1]) == [1]
         assert "the leader is gone" in run.err(1) and run.gone(3)
 
 
@@ -176,8 +176,8 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
         time.sleep(4.5)  # two heartbeats, in which the third has nothing to say
         assert not run.events("lost")
         victim = started.facts["places"][1]
-        run.agents[victim].kill()
-        assert run.wait(of=[0, 3 - victim]) == [0, 0]
+        run.processes[victim].kill()
+        assert run.codes(of=[0, 3 - victim]) == [0, 0]
         assert run.gone()
     (lost,) = run.events("lost")
     assert "gone: killed" in lost.seen and run.steps()[-1] == 36
@@ -188,7 +188,7 @@ def test_a_node_that_stands_still_is_given_up_at_once(tmp_path):
     """Its stacks and its answer were waited for, so that the run went on after 40 s."""
     with start(tmp_path, "--nodes=2", "--min_nodes=1", agents=2, seconds=0.1, steps=100) as run:
         run.until_step(12)
-        victim = run.agents[1].pid
+        victim = run.processes[1].pid
         children = Path(f"/proc/{victim}/task/{victim}/children").read_text().split()
         for pid in [*map(int, children), victim]:
             os.kill(pid, signal.SIGSTOP)
@@ -196,7 +196,7 @@ def test_a_node_that_stands_still_is_given_up_at_once(tmp_path):
         restarted = run.first("restarted")
         assert restarted.time - stopped < 10, run.err()
         os.kill(victim, signal.SIGCONT)
-        assert run.wait() == [0, 1]
+        assert run.codes() == [0, 1]
     (hangs,) = run.events("hangs")
     assert "its agent is silent for 5 s" in hangs.seen and hangs.process == 1
     print(f"given up after {hangs.time - stopped:.1f} s, a new step after {restarted.time - stopped:.1f} s")
@@ -252,11 +252,9 @@ def test_a_refused_start_leaves_nothing(tmp_path):
         (["report", "--workdir=nowhere"], "has no events"),
     ],
 )
-def test_refuses_in_one_line(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["supervise", *options])
-    assert cli.exit_code(supervise.main) == cli.BAD_INPUT
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+def test_refuses_in_one_line(options, words, called):
+    code, _, err = called(supervise, *options)
+    assert code == cli.BAD_INPUT and words in err and err.count("\n") == 1
 
 
 def test_the_last_of_two_workdirs_is_the_run_s():

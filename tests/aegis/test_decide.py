@@ -121,13 +121,6 @@ def test_a_loss_is_not_told_as_an_agent_that_did_not_come():
     assert end.text == "1 of 3 nodes are there; lost or left out: node 1"
 
 
-def test_asked_is_75():
-    world = World(nodes=2)
-    assert Order.ASK in world.take(Asked("SIGTERM"))
-    world.exit((0, 75), (1, 75))
-    assert world.end() == 75
-
-
 @pytest.mark.parametrize(
     ("nodes", "exits", "cause"),
     [

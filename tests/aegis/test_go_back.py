@@ -3,7 +3,8 @@ is killed on the way.
 """
 
 import pytest
-from small_runs import Killed, lines, same_end
+from small_runs import Killed, same_end
+from tiny_runs import lines
 
 from zaya_jax import cli
 from zaya_jax.aegis import decisions, events
@@ -68,13 +69,6 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(run, tmp_path, monkeypa
             run("killed", **LONG, **keys, **copies("safe too"))
     assert run("killed", **LONG, **keys, **copies("safe too")) == cli.DONE
     same_end(tmp_path / "killed", tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_without_a_checkpoint_before_it_the_run_begins_anew(run, tmp_path, capsys):
-    assert run("run", **LONG, checkpoint__every_steps=1000) == cli.DONE
-    assert "back to step 0, and on without the 77 batches since" in capsys.readouterr().out
-    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(1, 91))
 
 
 @pytest.mark.slow

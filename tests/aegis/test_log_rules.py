@@ -63,11 +63,6 @@ def test_no_line_of_a_process_ends_a_run_but_of_a_broken_device():
         assert rule.action != "exclude" or rule.name in ("gpu uncorrectable memory error", "nvlink error")
 
 
-def test_the_device_is_named():
-    (found,) = log_rules.Matcher("kernel").feed(-1, "amdgpu 0000:c1:00.0: amdgpu: device lost from bus!")
-    assert found.device == "0000:c1:00.0"
-
-
 def test_a_line_may_be_of_another_process_than_prints_it():
     matcher = log_rules.Matcher()
     wrong = matcher.feed(0, "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias).")

@@ -69,15 +69,6 @@ def test_products_are_exact_and_a_wrong_one_is_named():
     assert wrong[0].startswith("device 0: 1 of 16384 sums of a bfloat16 product are wrong")
 
 
-@pytest.mark.parametrize("turn", range(preflight.ROUNDS))
-def test_sums_of_products_have_one_value_in_any_order(turn):
-    a, b = preflight.matrices(256, turn)
-    assert abs(a).max() <= 3 and abs(b).max() <= 3 and len(np.unique(a @ b)) > 20
-    order = np.random.default_rng(turn).permutation(256)
-    one, other = a.astype(np.float32), b.astype(np.float32)
-    assert np.array_equal(np.cumsum(one[:, order] * other[order, 7], axis=1)[:, -1], (a @ b)[:, 7])
-
-
 class Answering:
     """A probe that has reported this."""
 
@@ -253,7 +244,7 @@ def test_agents_leave_out_a_node_whose_devices_do_not_answer_and_try_the_link_of
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": multiprocess_runs.flags(1)}
     nonsense = {0: {"JAX_PLATFORMS": "nonsense"}}
     with start(tmp_path, "--check=always", "--nodes=2", agents=3, variables=devices, own=nonsense) as run:
-        assert run.wait(120) == [0, 0, 0]
+        assert run.codes(120) == [0, 0, 0]
     (check,) = run.events("check")  # no link failed
     assert "devices" in check.concluded and "nonsense" in check.seen
     assert run.events("checked")[-1].facts["places"] == [1, 2]

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL
+import tiny_runs
+from small_runs import SMALL
 
-from experiments.configs import tiny
 from tools import faults
-from zaya_jax import config, schedule
+from zaya_jax import schedule
 from zaya_jax.aegis import replay
 from zaya_jax.aegis.replay import Replay
 from zaya_jax.parallel.mesh import make_mesh
@@ -20,10 +20,7 @@ from zaya_jax.training import step as steps
 
 
 def small(**keys):
-    settings = tiny.get_config()
-    given = {"mesh__data": tiny.get_config().mesh.data} | keys
-    settings.update_from_flattened_dict(SMALL | {name.replace("__", "."): value for name, value in given.items()})
-    return config.check(settings)
+    return tiny_runs.settings(**SMALL | {"mesh.data": -1} | keys)
 
 
 def made(settings, devices):
@@ -72,13 +69,6 @@ MESHES = [(4, {}), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in OTH
 @pytest.mark.parametrize(("devices", "keys"), MESHES)
 def test_sound_devices_agree_wherever_the_batch_lies(devices, keys):
     assert checked(small(**keys), devices) is None
-
-
-@pytest.mark.slow  # `test_wrong_device` has such a run
-def test_a_device_that_is_always_wrong_is_named_by_majority(faulty):
-    found = checked(small(), 4, faulty({"kind": "flip", "device": 2}))
-    assert (found.kind, found.devices, found.together) == ("others", (2,), False)
-    assert len(found.weights) == 1 and replay.FIGURES not in found.weights
 
 
 @pytest.mark.slow

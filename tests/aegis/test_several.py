@@ -4,8 +4,8 @@ import json
 
 import multiprocess_runs
 import pytest
-from conftest import SMALL
-from small_runs import lines, same_end
+from small_runs import SMALL, same_end
+from tiny_runs import lines
 
 from tools import faults
 from zaya_jax import cli

@@ -1,6 +1,5 @@
 """Training itself under an agent: killed in mid-run, or hurt in many ways, it goes on and does each step once."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import multiprocess_runs
 import pytest
-from conftest import SMALL
+from small_runs import SMALL
+from tiny_runs import lines
 
 from tools import chaos
 from zaya_jax.aegis import events
@@ -18,10 +18,8 @@ from zaya_jax.checkpoint.writing import steps_in
 
 
 def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
-    corpus, workdir, output = tmp_path / "corpus", tmp_path / "run", tmp_path / "said"
-    corpus.mkdir()
-    for i in range(60):
-        (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20)))
+    workdir, output = tmp_path / "run", tmp_path / "said"
+    corpus = multiprocess_runs.write_corpus(tmp_path / "corpus")
     options = [f"--config.{key}={value}" for key, value in {**SMALL, "run.num_steps": 60, "data.path": corpus}.items()]
     environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1), "PCI_DEVICES": "none"}
     command = [sys.executable, "-m", "experiments.supervise", "--", f"--workdir={workdir}", *options]
@@ -42,8 +40,7 @@ def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
     found = {event.kind: event for event in events.read(workdir)}
     assert found["died"].process == 0 and found["died"].seen == "SIGKILL"
     assert found["restarted"].step > 10 and found["restarted"].seconds > 0 and found["ended"].facts["code"] == 0
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert [line["step"] for line in lines(workdir)] == list(range(1, 61))
 
 
 @pytest.mark.slow

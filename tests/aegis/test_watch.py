@@ -120,20 +120,6 @@ def test_a_healthy_hour_of_mi300x_gives_nothing(node):
     assert [f for f in found if "Driver Not Loaded" not in f.seen] == []
 
 
-def test_a_healthy_hour_of_h200_gives_nothing(tmp_path):
-    nvml, rng = watched.Nvml(), random.Random(0)
-    node = Node(tmp_path, nvml)
-    found = node.look()
-    for minute in range(60):
-        for card in nvml.cards:
-            card["errors"] = {(1, 0): 0, (0, 0): 3 + minute // 2}
-            card["clock"] = int(1700 * rng.uniform(0.9, 1.1))
-            card["counters"] = {(3, 0): 5 * minute}
-            card["reasons"] = rng.choice([0, 0x4, 0x1])  # a power cap, or nothing to do
-        found += node.look(60)
-    assert found == []
-
-
 H200 = {
     "gpu uncorrectable memory error": lambda card: card["errors"].update({(1, 0): 1}),
     "gpu correctable error rate": lambda card: card["errors"].update({(0, 0): 300}),

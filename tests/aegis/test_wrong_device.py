@@ -1,7 +1,8 @@
 """A run on a device that computes wrongly ends with its name, and goes on from when all were known to be right."""
 
 import pytest
-from small_runs import lines, same_end
+from small_runs import same_end
+from tiny_runs import lines
 
 from zaya_jax import cli
 from zaya_jax.aegis import decisions, events
@@ -49,9 +50,3 @@ def test_what_is_not_finite_is_looked_into_at_once(run, tmp_path, capsys):
     # Data that is not finite everywhere, say a loss that overflows, is no device's fault.
     every = [{"kind": "nonfinite", "device": device, "first": 7, "last": 9} for device in range(4)]
     assert run("all", bad=every, **SHORT | {"guard__replay_every": 1000}) == cli.DONE
-
-
-@pytest.mark.slow
-def test_without_replay_nothing_is_checked(run, tmp_path):
-    flip = {"kind": "flip", "device": 2, "first": 8}
-    assert run("run", bad=[flip], **SHORT | {"guard__replay_every": 0}) == cli.DONE

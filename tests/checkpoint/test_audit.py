@@ -1,6 +1,7 @@
 """Whether wrong content is found that agrees with itself: whole chunks, arrays and steps in each other's places."""
 
 import errno
+import functools
 import itertools
 import json
 import re
@@ -14,7 +15,7 @@ import pytest
 from checkpoint_helpers import train
 
 from experiments import checkpoint
-from zaya_jax import cli, config
+from zaya_jax import config
 from zaya_jax.checkpoint import layout, partial, rewrite, seal, store, vault, writing
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, files
@@ -131,26 +132,15 @@ def test_any_byte_of_the_list_itself(runs):
     assert "of format 3, but this version reads 2" in str(Vault(runs[0]).verify(40)[0])
 
 
-@pytest.fixture
-def verify(monkeypatch, capsys):
-    """The exit code of the command, and its output."""
-
-    def call(workdir):
-        monkeypatch.setattr("sys.argv", ["checkpoint", "verify", f"--workdir={workdir}"])
-        capsys.readouterr()
-        return cli.exit_code(checkpoint.main), *capsys.readouterr()
-
-    return call
-
-
-def test_the_recorded_config_is_compared_too(tmp_path, verify):
+def test_the_recorded_config_is_compared_too(tmp_path, called):
     workdir = open_workdir(tmp_path / "run", config.check(config.default()))
     checkpoints = store.Store(workdir, Checkpoint(), print)
     checkpoints.bring_newest()
     given = config.to_dict(config.check(config.default()))
     checkpoints.save(3, state(3), {"step": 3, "tokens": 3, "config": given})
     checkpoints.close()
-    assert verify(workdir)[0] == 0
+    verify = functools.partial(called, checkpoint, "verify", f"--workdir={workdir}")
+    assert verify()[0] == 0
     recorded = json.loads((workdir / "config.json").read_text())
     for content, words in (
         (json.dumps(recorded | {"optim": recorded["optim"] | {"lr": 0.25}}), "config.optim.lr="),
@@ -158,7 +148,7 @@ def test_the_recorded_config_is_compared_too(tmp_path, verify):
         (json.dumps(recorded | {"checkpoint": recorded["checkpoint"] | {"keep": 9}}), ""),
     ):
         (workdir / "config.json").write_text(content)
-        code, out, _ = verify(workdir)
+        code, out, _ = verify()
         assert code == (4 if words else 0) and words in out and out.count("\n") == (2 if words else 1)
 
 
@@ -177,7 +167,7 @@ def test_what_is_not_listed_is_named(runs, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["workdir", "vault"])
-def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, capsys, kind):
+def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, called, kind):
     """28 of 449 such looks had found damage that was none."""
     monkeypatch.setattr(layout, "CHUNK_BYTES", 32)
     durable = str(tmp_path / "vault") if kind == "vault" else ""
@@ -197,9 +187,8 @@ def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, capsy
     try:
         while len(saved) < 3:
             time.sleep(0.01)
-        monkeypatch.setattr("sys.argv", ["checkpoint", "verify", f"--workdir={place}"])
         while len(saved) < 25:
-            looks.append((cli.exit_code(checkpoint.main), *capsys.readouterr()))
+            looks.append(called(checkpoint, "verify", f"--workdir={place}"))
     finally:
         over.set()
         thread.join()

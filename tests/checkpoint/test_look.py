@@ -1,5 +1,6 @@
 """What people see of checkpoints: the tables, the file of times behind them, and the commands that print them."""
 
+import functools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments import checkpoint
-from zaya_jax import cli, config
+from zaya_jax import config
 from zaya_jax.checkpoint import layout, look, store, times, writing
 from zaya_jax.config import Checkpoint
 from zaya_jax.training.workdir import open_workdir
@@ -39,14 +40,8 @@ def workdir(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """The program's exit code and output."""
-
-    def call(*options):
-        monkeypatch.setattr("sys.argv", ["checkpoint", *map(str, options)])
-        return cli.exit_code(checkpoint.main), *capsys.readouterr()
-
-    return call
+def run(called):
+    return functools.partial(called, checkpoint)
 
 
 def test_inspect_shows_steps_and_arrays(run, workdir):

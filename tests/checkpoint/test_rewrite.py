@@ -195,15 +195,6 @@ def test_reading_a_part(workdir, tmp_path):
         partial.read(workdir)
 
 
-def test_a_run_begins_from_another_s_weights(workdir):
-    messages, fresh = [], params(seed=77)
-    begun = partial.InitialWeights(open_source(f"{workdir}@4"), boxes.of_tree(fresh), False).of(fresh, messages.append)
-    expected = {**fresh, "params": params(seed=4)["params"]}
-    expected["balance"] = {"bias": params(seed=4)["balance"]["bias"], "steps": fresh["balance"]["steps"]}
-    same(begun, expected)
-    assert messages == [f"begins from step 4 of {workdir}: 5 of 5 arrays taken, 0 of them in part"]
-
-
 def test_a_larger_model_takes_what_fits(workdir):
     fresh, old, messages = params(layers=3, experts=5, seed=77), params(seed=9), []
     with pytest.raises(UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"):

@@ -66,10 +66,6 @@ def test_a_killed_process_0_is_named_and_aborts_nobody(tmp_path):
     lose("in collectives", 0, signal.SIGKILL, tmp_path, count=2)
 
 
-def test_a_stopped_process_0_is_named_and_ends_all(tmp_path):
-    lose("in collectives", 0, signal.SIGSTOP, tmp_path, count=2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("count", "victim"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 3)])

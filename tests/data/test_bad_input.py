@@ -17,8 +17,6 @@ from zaya_jax.config import UserError
 from zaya_jax.data import inputs, sources, storage, tokenizers
 from zaya_jax.data.prepare import Options
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-
 
 def parquet(columns, **options):
     file = io.BytesIO()

@@ -2,7 +2,6 @@
 
 import time
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,18 +15,6 @@ def sent(config, put=lambda batch, _: batch):
     stream = pipeline.train_stream(config, TOK)
     stream.send_by(put)
     return stream
-
-
-def test_batches_arrive_on_the_device_in_order(make_config, corpus):
-    config = make_config(path=str(corpus))
-    plain = pipeline.train_stream(config, TOK)
-    ahead = sent(config, lambda batch, _: jax.device_put(batch))
-    for _ in range(10):
-        expected, got = next(plain), next(ahead)
-        assert isinstance(got["tokens"], jax.Array)
-        for name in expected:
-            np.testing.assert_array_equal(got[name], expected[name])
-    ahead.close()
 
 
 def test_the_state_is_that_of_the_last_batch_given_out(make_config, corpus):

@@ -1,14 +1,10 @@
 """The data programs from the command line, and worker processes: what only a process of its own shows."""
 
 import json
-import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
 
 
 def run(*arguments):

@@ -2,7 +2,6 @@
 
 import collections
 import random
-import shutil
 
 import fsspec
 import numpy as np
@@ -184,12 +183,6 @@ def test_the_cache_is_bounded(directory):
         store.parts([(start, start + 10)])
         assert store.cache._size <= 40_000
     assert len(store.cache._held) > 1
-
-
-def test_the_same_input_prepared_twice_is_the_same_data(prepare_text, tmp_path):
-    one = prepare_text("web", 40)
-    shutil.move(one, tmp_path / "moved")
-    assert Prepared(str(prepare_text("web", 40))).fingerprint == Prepared(str(tmp_path / "moved")).fingerprint
 
 
 @pytest.mark.parametrize("where", ["local", "memory"])

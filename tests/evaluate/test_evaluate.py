@@ -1,6 +1,7 @@
 """The program: its files, its refusals before anything is written, several processes."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -15,16 +16,9 @@ from zaya_jax.cluster import multihost
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """The program's exit code, and its output."""
-
-    def program(*arguments):
-        monkeypatch.setattr("sys.argv", ["evaluate", *map(str, arguments)])
-        monkeypatch.setattr(multihost, "together", lambda program: program())  # which takes the signals
-        code = cli.exit_code(evaluate.main)
-        return code, *capsys.readouterr()
-
-    return program
+def call(called, monkeypatch):
+    monkeypatch.setattr(multihost, "together", lambda program: program())  # which takes the signals
+    return functools.partial(called, evaluate)
 
 
 @pytest.fixture

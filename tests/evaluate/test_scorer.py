@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from scored_models import settings
 
 import zaya_jax as zj
 from zaya_jax.evaluate import scorer
@@ -71,18 +70,6 @@ def test_a_mesh_of_eight_gives_what_one_device_does(model, folder, mesh):
     rows = some_rows(9, longest=16)
     for (a, _), (b, _) in zip(Scorer(zj.load(folder, mesh=mesh))(rows), Scorer(model)(rows), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=5e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kinds", [("hybrid_linear", "hybrid"), ("hybrid_sliding", "hybrid")], ids=["linear", "sliding"]
-)
-def test_other_layers_too_are_scored_as_their_loss(kinds):
-    other = zj.create(settings(layer_types=kinds, sliding_window=3))
-    rows = some_rows(5)
-    for row, (log_probs, _) in zip(rows, Scorer(other)(rows), strict=True):
-        labels = np.where(np.arange(len(row.ids)) >= row.first, row.ids, -100)
-        assert -log_probs.mean() == pytest.approx(other.loss([row.ids], [labels]), abs=1e-5)
 
 
 @given(st.lists(st.integers(1, 3000), max_size=60), st.integers(1, 4096), st.sampled_from([None, 3000, 3001, 4096]))

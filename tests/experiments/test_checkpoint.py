@@ -1,5 +1,6 @@
 """The exchange from the command line, and training on from an import."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from experiments import checkpoint, generate
-from zaya_jax import cli, config
+from zaya_jax import config
 from zaya_jax.checkpoint import layout, partial, source, store
 from zaya_jax.pytorch import exchange
 from zaya_jax.run import train
@@ -19,15 +20,8 @@ from zaya_jax.training.workdir import read_config
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """The program's exit code and output."""
-
-    def call(*options):
-        monkeypatch.setattr("sys.argv", ["checkpoint", *map(str, options)])
-        code = cli.exit_code(checkpoint.main)
-        return code, *capsys.readouterr()
-
-    return call
+def run(called):
+    return functools.partial(called, checkpoint)
 
 
 def test_there_and_back(run, golden_dir, tmp_path):
@@ -150,9 +144,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("how", LISTS)
-def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
-    run, imported, tmp_path, monkeypatch, capsys, how
-):
+def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(called, run, imported, tmp_path, how):
     """A wrong model was exported with exit code 0."""
     workdir = tmp_path / "run"
     shutil.copytree(imported, workdir)
@@ -163,9 +155,7 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
     newest = workdir / "checkpoints" / "5"
     LISTS[how](newest, newest / layout.MARKER)
     before = tree(tmp_path)
-    monkeypatch.setattr("sys.argv", ["generate", f"--model={workdir}"])
-    capsys.readouterr()
-    ended = {"generate": (cli.exit_code(generate.main), *capsys.readouterr())}
+    ended = {"generate": called(generate, f"--model={workdir}")}
     for name, options in {
         "export_params": [f"--workdir={workdir}", f"--out={tmp_path}/out"],
         "to_hf": [f"--model={workdir}", f"--out={tmp_path}/out"],

@@ -1,6 +1,7 @@
 """Continuing a prompt from the command line: its output, where it stops, and refusals."""
 
 import dataclasses
+import functools
 import io
 import re
 import shutil
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import generate
-from zaya_jax import cli, config
+from zaya_jax import config
 from zaya_jax.checkpoint import store
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Model
@@ -54,15 +55,8 @@ def tree(folder):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """The program's exit code and output."""
-
-    def call(*options):
-        monkeypatch.setattr("sys.argv", ["generate", *map(str, options)])
-        code = cli.exit_code(generate.main)
-        return code, *capsys.readouterr()
-
-    return call
+def run(called):
+    return functools.partial(called, generate)
 
 
 def test_it_prints_what_the_model_generates(run, workdir):

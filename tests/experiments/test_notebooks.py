@@ -159,30 +159,6 @@ def tool(*arguments):
     )
 
 
-def test_cells_share_names_and_outputs_are_jupyters(tmp_path):
-    path = written(
-        tmp_path,
-        "import sys\nx = 2\nprint('so', end='')\nx",
-        "x + 1;",
-        "open('left', 'w').close()\nprint('aside', file=sys.stderr)",
-        "import matplotlib.pyplot as plt\nplt.figure(figsize=(3, 2), dpi=60)\nplt.plot([1, x]);",
-        "def f():\n    return __name__\nf()",
-    )
-    before = path.read_bytes()
-    done = tool(path)
-    assert done.returncode == 0 and path.read_bytes() == before
-    assert "aside" in done.stderr and "aside" not in done.stdout
-    assert tool("--write", path).returncode == 0
-    cells = code_of(read(path))
-    assert [cell["execution_count"] for cell in cells] == [1, 2, 3, 4, 5]
-    assert [text_of(output) for output in cells[0]["outputs"]] == ["so", "2"]
-    assert cells[1]["outputs"] == cells[2]["outputs"] == []
-    assert [sorted(output["data"]) for output in cells[3]["outputs"]] == [["image/png", "text/plain"]]
-    assert not faults_of(cells[3]["outputs"][0])
-    assert text_of(cells[4]["outputs"][0]) == "'__main__'"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["small.ipynb"]  # it ran in a folder of its own
-
-
 def test_a_cell_that_raises_is_named_and_nothing_is_written(tmp_path):
     path = written(tmp_path, "x = 1", "y = 0\nx / y", "print('later')")
     before = path.read_bytes()

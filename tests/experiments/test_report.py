@@ -1,26 +1,18 @@
 """The program that draws reports: its files, and one clear line for a run that it cannot draw."""
 
+import functools
 import json
-import sys
 
 import pytest
 
 from experiments import report
-from zaya_jax import cli
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Calls the program in a folder of its own; (exit code, stdout, stderr)."""
+def run(called, tmp_path, monkeypatch):
+    """Calls the program in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
-        code = cli.exit_code(report.main)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return functools.partial(called, report)
 
 
 def make(folder, steps=3, name="a"):

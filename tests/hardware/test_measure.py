@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -15,13 +12,11 @@ from pallas_kernels import timing
 from pallas_kernels.timing import Course, Timing
 from zaya_jax import config
 from zaya_jax.config import UserError
-from zaya_jax.hardware import targets
 from zaya_jax.hardware.measure import collectives, memory_copies, products, results
 from zaya_jax.hardware.measure.collectives import AXIS, CollectiveKind
 from zaya_jax.hardware.measure.results import CollectiveTiming, Measured, MemoryCopy, Product
 from zaya_jax.report.text import escape
 
-ROOT = Path(__file__).resolve().parents[2]
 SECOND = Timing(1.0, 0.5, 2.0, 5)
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -178,35 +173,3 @@ def test_two_processes_measure_as_one(tmp_path):
     found = results.load(tmp_path / "out" / "collectives.json")
     assert found.groups() == [(2, 1), (4, 1)] and found.num_processes == 2
     assert {c.name for c in found.collectives} == set(results.BUS)
-
-
-@pytest.mark.slow
-def test_what_the_first_of_three_refuses_ends_all(tmp_path):
-    options = ["all", "--data=nowhere", f"--out={tmp_path / 'out'}"]
-    with start(["-m", "experiments.characterize", *options], 3, tmp_path / "log") as run:
-        results = run.wait(200)
-    assert [r.code for r in results] == [2, 2, 2], results
-    says = "--data=nowhere is not a local prepared directory"
-    assert says in results[0].err and results[0].err.count("\n") == 1 and not (tmp_path / "out").exists()
-
-
-OF_A_GPU = """
-import sys
-from zaya_jax.hardware import targets
-devices = targets.devices(sys.argv[1], 8)
-from zaya_jax.hardware.measure import collectives
-for name, kind in collectives.KINDS.items():
-    compiled, _ = collectives.compile_one(name, kind, devices, 1 << 20)
-    text = compiled.as_text()
-    assert " copy(" not in text[text.index("ENTRY"):], (name, text)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["h200", "mi300x"])
-def test_for_gpus_they_are_the_collectives_alone_too(name):
-    if not targets.FOLDER.exists():
-        pytest.skip("needs make setup-targets")
-    command = [sys.executable, "-c", OF_A_GPU, name]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import absent, inner_loop, machine_code
+from benchmarks import absent, machine_code
 from benchmarks.machine_code import CORES, Code
 from pallas_kernels import tiles
 from zaya_jax.hardware import chips, targets
@@ -103,16 +103,3 @@ def test_registers_spills_and_shared_memory_of_a_compiled_program(compiled):
         assert 0 < kernel.shared <= kernel.core.a_block
     # A tile of 256 x 256 in float32 takes 256 or 512 registers of each thread, for its sum alone.
     assert large.spills > 0 and large.private > 0 and large.registers == large.core.most_registers
-
-
-def test_inner_loops_of_a_compiled_program(compiled):
-    arch, program = compiled
-    if missing := inner_loop.missing(arch):
-        pytest.skip(f"{missing} is not installed")
-    small, middle, large = (inner_loop.read_loop(c) for c in machine_code.read_kernels(program))
-    assert small and middle and large
-    assert {loop.kind for loop in (small, middle, large)} == {"mfma" if arch == "gfx942" else "wgmma"}
-    # A turn of a block's four warps multiplies its whole tile with 64 columns.
-    for loop, tile in ((small, 64), (middle, 128), (large, 256)):
-        assert 4 * loop.least * CORES[arch].flops / 4 == 2 * tile * tile * 64
-    assert small.share < middle.share and 0 < large.share <= 1

@@ -43,7 +43,7 @@ def hub(places, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_name_works_wherever_a_model_is_asked_for(places, hub, monkeypatch, capsys, tmp_path, name):
+def test_each_name_works_wherever_a_model_is_asked_for(places, hub, called, tmp_path, name):
     model, root, folders = places
     for short, folder in folders.items():
         name = name.replace(short, folder)
@@ -59,14 +59,10 @@ def test_each_name_works_wherever_a_model_is_asked_for(places, hub, monkeypatch,
     exported = load_file(exchange.to_hf(name, tmp_path / "out") / "model.safetensors")
     theirs = load_file(f"{folders['HF']}/model.safetensors")
     assert all(x.tobytes() == exported[key].tobytes() for key, x in theirs.items())
-    capsys.readouterr()
-    for program, *options in (
-        (generate, "--prompt=ab", "--num_tokens=4"),
-        (evaluate, f"--data={root / 'text.txt'}", f"--out={tmp_path / 'eval'}"),
-    ):
-        monkeypatch.setattr("sys.argv", ["program", f"--model={name}", *options])
-        assert cli.exit_code(program.main) == cli.DONE, capsys.readouterr()
-    assert "ab" in capsys.readouterr().out
+    code, out, _ = called(generate, f"--model={name}", "--prompt=ab", "--num_tokens=4")
+    assert code == cli.DONE and "ab" in out
+    options = f"--data={root / 'text.txt'}", f"--out={tmp_path / 'eval'}"
+    assert called(evaluate, f"--model={name}", *options)[0] == cli.DONE
     assert before == sorted(path for path in root.rglob("*"))  # ten tokens take no copy
 
 

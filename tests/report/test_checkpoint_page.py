@@ -8,7 +8,6 @@ import pytest
 from made_run import checked
 
 from zaya_jax.checkpoint import times
-from zaya_jax.config import UserError
 from zaya_jax.report import checkpoints, write_report
 
 
@@ -75,11 +74,6 @@ def test_groups_keep_their_slowest(tmp_path):
 def test_no_slow_process_is_named_without_reason(tmp_path):
     for name, processes, saves, slow in (("even", 8, 12, 1.2), ("two", 2, 12, 9.0), ("once", 8, 1, 9.0)):
         assert "is slow" not in drawn(make(tmp_path / name, processes, saves, slow))[0]
-
-
-def test_nothing_to_draw(tmp_path):
-    with pytest.raises(UserError, match="no checkpoint and no times"):
-        checkpoints.checkpoints_document(tmp_path / "nothing")
 
 
 def test_the_training_report_shows_the_times_of_saving(tmp_path):

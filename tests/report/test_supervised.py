@@ -20,27 +20,24 @@ def spent(time, seconds, first, last, **sections):
     return Event("spent", time, step=last, seconds=seconds, facts={"from": first, "sections": sections})
 
 
-def befallen(faults=3, left_out=1, days=0.0):
-    """Events of a run with so many deaths, each 100 s after a start, and so many spikes."""
+def befallen(faults=3):
+    """Events of a run with so many deaths, each 100 s after a start, and a spike."""
     time, step, found = 1e9, 0, []
     for turn in range(faults + 1):
         found.append(Event("started", time, step=step if turn else -1, facts={"start": turn + 1}))
         if turn:
             found.append(Event("restarted", time + 8, step=step, seconds=12.0, facts={"stop": 1.0}))
-        stretch = 86400 * days / (faults + 1) if days else 0.0
         found.append(spent(time + 20, 20.0, step, step, start=8.0, compile=12.0))
-        shares = {"step": 60.0 + stretch, "save": 6.0, "evaluate": 4.0}
-        found.append(spent(time + 90 + stretch, 70.0 + stretch, step, step + 70, **shares))
-        time, step = time + 100 + stretch, step + 40
+        found.append(spent(time + 90, 70.0, step, step + 70, step=60.0, save=6.0, evaluate=4.0))
+        time, step = time + 100, step + 40
         if turn < faults:
             label = ("gpu uncorrectable memory error", "", "disk full")[turn % 3]
             about = {"node": "node1", "process": turn, "step": step, "seen": "SIGKILL", "concluded": label}
             facts = {"start": turn + 1}
             found.append(Event("died", time, "critical", **about, done="restart", seconds=3.0, facts=facts))
             time += 3
-    for turn in range(left_out):
-        facts = {"step": step - 10 - turn, "at": step, "batches": 6}
-        found.append(Event("spike", time, "numbers", step=step, seen="loss <9.1>", facts=facts))
+    facts = {"step": step - 10, "at": step, "batches": 6}
+    found.append(Event("spike", time, "numbers", step=step, seen="loss <9.1>", facts=facts))
     return [*found, Event("ended", time + 1, step=step, facts={"code": 0})]
 
 

@@ -1,9 +1,7 @@
 """A run's figures: its lines when it goes on, where it is, and the time that it still takes."""
 
-import collections
 import itertools
 import json
-import math
 import re
 import time
 from functools import partial
@@ -15,10 +13,7 @@ import tiny_runs
 from zaya_jax import cli, config
 from zaya_jax.cluster import beats
 from zaya_jax.training import metrics
-from zaya_jax.training.figures import STEPS, Figures
 from zaya_jax.training.pace import Pace
-
-FIGURES = {"loss": 1.0, "lr": 1e-3, "step_seconds": 1.0, "tokens_per_second": 1.0}
 
 
 def line(step, size=20):
@@ -56,16 +51,6 @@ def test_a_writer_goes_on_after_the_cut_and_says_what_was_dropped(tmp_path, caps
     path.mkdir()
     with pytest.raises(config.UserError, match=r"metrics\.jsonl cannot be written"):
         metrics.Writer(tmp_path, 1)
-
-
-def test_the_time_that_is_left_is_that_of_the_newest_steps_by_their_tokens():
-    plan = SimpleNamespace(tokens_of_step=lambda number: 10 * number)
-    left = SimpleNamespace(
-        _recipe=SimpleNamespace(plan=plan, last_step=1000), _seconds_per_token=collections.deque(maxlen=STEPS)
-    )
-    assert Figures._seconds_left(left, 1) == math.inf and Figures._seconds_left(left, 1000) == 0
-    left._seconds_per_token.extend([0.1] * 500 + [0.3] * STEPS + [9.0])  # it became slower; the last was a save
-    assert Figures._seconds_left(left, 600) == pytest.approx(400 * 10 * 0.3)
 
 
 @pytest.fixture

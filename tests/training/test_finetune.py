@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from tiny_runs import start as train
 
 from experiments.configs import finetune, tiny
 from zaya_jax import cli, config
@@ -15,7 +16,6 @@ from zaya_jax.config import UserError
 from zaya_jax.data import chat, chat_template, prepare, stores, tokenizers, windows
 from zaya_jax.data.prepare import Options
 from zaya_jax.pytorch import any_model, exchange, tokenizer_files
-from zaya_jax.run import train as train_run
 from zaya_jax.training.workdir import read_config
 
 SMALL = {
@@ -43,13 +43,6 @@ def settings(weights, path, **keys):
     c = finetune.get_config(str(weights))
     c.update_from_flattened_dict(TUNED | {"data.path": path} | {k.replace("__", "."): v for k, v in keys.items()})
     return config.check(c)
-
-
-def train(what, workdir):
-    with pytest.MonkeyPatch.context() as patch:
-        devices = jax.devices()[:1]
-        patch.setattr(jax, "devices", lambda *_: devices)
-        return train_run(what, workdir)
 
 
 @pytest.fixture(scope="module")

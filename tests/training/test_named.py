@@ -42,7 +42,7 @@ def losses(workdir):
     return {step: names for step, names in found.items() if names}
 
 
-def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_path, monkeypatch, capsys):
+def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, called, keys, tmp_path, monkeypatch, capsys):
     asked = []
     stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
     assert run(4, stop, **keys) == cli.PREEMPTED
@@ -59,17 +59,15 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
     # Documents are windows here, so the program that evaluates gives the same, of the held-out part too.
     monkeypatch.setattr(multihost, "together", lambda program: program())
     for name, options in [("loss", []), ("one", [f"--data={tmp_path / 'one'}"])]:
-        arguments = [f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out' / name}", *options]
-        monkeypatch.setattr("sys.argv", ["evaluate", *arguments])
-        assert cli.exit_code(evaluate.main) == cli.DONE
+        options = [f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out' / name}", *options]
+        assert called(evaluate, *options)[0] == cli.DONE
         (row,) = json.loads((tmp_path / "out" / name / "evaluation.json").read_text())["data"].values()
         assert row["loss"] == pytest.approx(found[6][f"eval/{name}"], rel=1e-5), name
     changed = tmp_path / "trained" / "7.txt"
     before = changed.read_text()
     changed.write_text("other text than the run has seen")
-    monkeypatch.setattr("sys.argv", ["evaluate", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
-    assert cli.exit_code(evaluate.main) == cli.BAD_INPUT
-    assert "was trained on other data than its sources now have" in capsys.readouterr().err
+    code, _, err = called(evaluate, f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
+    assert code == cli.BAD_INPUT and "was trained on other data than its sources now have" in err
     changed.write_text(before)
 
     shutil.rmtree(tmp_path / "run")

@@ -85,17 +85,16 @@ def test_the_sizes_are_a_devices_share_of_the_phase_with_most_tokens():
     assert "grouped_mlp" not in kernels.request(config.check(dense), 1)["operators"]
 
 
-def test_characterize_writes_the_record_and_needs_a_gpu(on_a_gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["characterize", "kernels", f"--out={tmp_path / 'out'}"])
+def test_characterize_writes_the_record_and_needs_a_gpu(on_a_gpu, called, monkeypatch, tmp_path):
     tiny = config.to_dict(tiny_runs.settings())
     monkeypatch.setattr(_characterize, "read_config", lambda path: config.check(tiny))
-    assert cli.exit_code(characterize.main) == cli.DONE
+    code, out, _ = called(characterize, "kernels", f"--out={tmp_path / 'out'}")
     record = trial.read(tmp_path / "out" / "kernels.json")
-    assert record["kernels"] == ["newton_schulz"] and trial.words(record) in capsys.readouterr().out
+    assert code == cli.DONE and record["kernels"] == ["newton_schulz"] and trial.words(record) in out
     assert "Seconds of one call" in (tmp_path / "out" / "kernels.html").read_text()
     monkeypatch.setattr(trial, "may_be_here", lambda: False)
-    assert cli.exit_code(characterize.main) == cli.BAD_INPUT
-    assert "error: no GPU is here" in capsys.readouterr().err
+    code, _, err = called(characterize, "kernels", f"--out={tmp_path / 'out'}")
+    assert code == cli.BAD_INPUT and "error: no GPU is here" in err
 
 
 @pytest.mark.slow

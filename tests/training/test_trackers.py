@@ -47,7 +47,7 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, ca
         own.append((step, figures["loss"]))
         assert step < 3, "no disk"
 
-    monkeypatch.setattr(tiny_runs.run_lib, "train", lambda *a, f=tiny_runs.run_lib.train: f(*a, None, fails_at_3))
+    monkeypatch.setattr(tiny_runs.run_lib, "train", lambda *a, f=tiny_runs.run_lib.train: f(*a, fails_at_3))
     assert tiny_runs.train(tmp_path / "run", run__num_steps=4, **keys) == cli.DONE
     assert tiny_runs.train(tmp_path / "run", run__num_steps=6, **keys) == cli.DONE
     written = tiny_runs.lines(tmp_path / "run")

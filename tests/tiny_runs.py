@@ -30,13 +30,18 @@ def settings(**keys):
     return config.check(given)
 
 
-def train(workdir, devices=1, **keys):
+def train(workdir, devices=1, faults=None, **keys):
     """One start on so many devices; its exit code."""
+    return start(settings(**keys), workdir, devices, faults)
+
+
+def start(given, workdir, devices=1, faults=None):
+    """One start of this config."""
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "devices", lambda *args: ALL_DEVICES[:devices])
-            return run_lib.train(settings(**keys), workdir)
+            return run_lib.train(given, workdir, faults)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
