@@ -51,7 +51,9 @@ heavy = {"jax", "flax", "numpy", "experiments"} & set(sys.modules)
 assert not heavy, heavy
 assert "create" in dir(zj) and "jax" not in sys.modules
 zj.UserError
-assert "jax" not in sys.modules
+zj.data.dataset
+import zaya_jax.report.compare
+assert not {"jax", "grain", "orbax"} & set(sys.modules)
 zj.apply
 assert "jax" in sys.modules
 assert zj.train is zj.library.train

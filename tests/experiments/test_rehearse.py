@@ -34,23 +34,6 @@ def test_the_corpus_is_made_from_this_machine_and_its_tasks_ask_for_what_it_does
         assert a + b == answer and asked["right"] not in [asked[f"wrong{i}"] for i in range(3)]
 
 
-def test_needles_are_answered_by_their_list_alone(corpus):
-    for context in (256, 2048):
-        for asked in lines(corpus / "tasks" / f"rehearsal_needle_{context}.jsonl"):
-            *pairs, last = asked["question"].splitlines()
-            assert pairs.count(f"{last}{asked['right']}.") == 1 and len(pairs) >= context / 16
-
-
-def test_chats_have_reasoning_tools_and_answers(corpus):
-    chats = lines(corpus / "chat.jsonl")
-    assert any("tools" in chat for chat in chats)
-    roles = {turn["role"] for chat in chats for turn in chat["messages"]}
-    assert roles == {"user", "assistant", "tool"}
-    for chat in lines(corpus / "reasoning.jsonl"):
-        question, answer = chat["messages"]
-        assert set(answer["reasoning"].splitlines()) <= set(question["content"].splitlines())
-
-
 def test_the_recipe_has_the_full_size_recipe_s_proportions():
     small, full = (schedule.make_plan(config.check(found)).segments for found in (recipe.get_config("4"), full_size()))
     ours, theirs = ({s.phase.name: s.phase for s in segments} for segments in (small, full))

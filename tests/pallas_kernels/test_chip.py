@@ -156,12 +156,6 @@ def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():
     assert chosen == [2, 1, 3]
 
 
-def test_a_chip_takes_kernels_from_those_that_it_may():
-    few = H200._replace(kernels=("attention", "cca_mix"))
-    assert few.taking(("all",)) == few and few.taking(("none",)).kernels == ()
-    assert few.taking(("cca_mix", "newton_schulz")).kernels == ("cca_mix",)
-
-
 def test_a_kernel_is_taken_with_its_tile():
     three = H200.taking(("attention:2", "cca_mix", "newton_schulz:3"))
     assert three.kernels == ("attention:2", "cca_mix", "newton_schulz:3")

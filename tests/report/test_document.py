@@ -6,7 +6,7 @@ import pytest
 from made_run import checked
 
 from zaya_jax.config import UserError
-from zaya_jax.report.document import Page, Section, Table, check_target, write_page
+from zaya_jax.report.document import Page, Section, Table, write_page
 from zaya_jax.report.text import Markup, byte_size, duration, escape, number, percent
 
 
@@ -67,10 +67,3 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(UserError, match=r"no report: .*folder\.html.* replaceable"):
         write_page(tmp_path / "folder.html", lambda: "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.html", "folder.html"]
-
-
-@pytest.mark.parametrize(("name", "says"), [("a.txt", "does not end in .html"), ("d.html", "is a folder")])
-def test_a_target_is_a_page(tmp_path, name, says):
-    (tmp_path / "d.html").mkdir()
-    with pytest.raises(UserError, match=says):
-        check_target(tmp_path / name, "--out")
