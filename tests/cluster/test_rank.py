@@ -59,11 +59,7 @@ def test_ranks(environ, given, rank):
         ({"SLURM_NTASKS": "40", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, {}, ("40 Slurm tasks", "srun")),
         ({"JOB_COMPLETION_INDEX": "0"}, {}, ("JOB_COMPLETION_INDEX=0", "JAX_NUM_PROCESSES")),
         # By the agents' own names.
-        (
-            {"NODES": "2"},
-            None,
-            ("--agents (NODES)", "not --coordinator (JAX_COORDINATOR_ADDRESS) and --agent"),
-        ),
+        ({"NODES": "2"}, None, ("--agents (NODES)", "not --coordinator (JAX_COORDINATOR_ADDRESS) and --agent")),
         ({"NODES": "2", "NODE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, None, ("agent=2 of agents=2",)),
         ({**NODES, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, None, ("one task a node",)),
         ({"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"}, None, ("agents='two'", "a whole number")),

@@ -59,7 +59,8 @@ def test_a_cache_that_no_device_could_hold_alone():
     assert cache_over(None) is cache_over(make_mesh(config.Mesh(data=8))) is decode.ALONE
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow  # test_rows.py has pieces on one device, the next two tests one piece on several
+@pytest.mark.parametrize("size", [2, 3])
 def test_prompts_in_pieces_too(size):
     """Pieces that no power of two divides, rows that end in each of them, windows over their borders."""
     model = model_helpers.small(layer_types=(SLIDING, LINEAR))

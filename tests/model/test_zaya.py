@@ -93,8 +93,10 @@ def gradients(remat, kinds=("hybrid", "hybrid_sliding")):
     [
         ("attention",),
         ("offload",),
-        ("attention", ("hybrid_linear", "hybrid")),
-        *(pytest.param((remat,), marks=pytest.mark.slow) for remat in ("layer", "elementwise")),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (("layer",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid")))
+        ),
     ],
 )
 def test_recomputing_changes_no_gradient(case):

@@ -116,7 +116,7 @@ def blocks_met(sizes, window, offset, q_ranges, k_ranges, packed, windowed):
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_blocks_that_are_met_and_blocks_without_a_mask(data):
     """No block is left out that has a pair, none goes unmasked that has a hidden one, and causality wastes none."""
     draw = data.draw

@@ -42,9 +42,9 @@ def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
 
 @pytest.mark.parametrize(("settings", "devices", "sizes"), [
     slow(ZAYA, 2, dict(tensor=2)),
-    slow(ZAYA, 4, dict(tensor=4)),
+    (ZAYA, 4, dict(tensor=4)),  # test_collectives.py reads this program
     slow(ZAYA, 8, dict(tensor=8)),
-    (ZAYA, 4, dict(data=4, fsdp=True)),  # test_collectives.py reads this program
+    (ZAYA, 4, dict(data=4, fsdp=True)),  # and this one
     slow(ZAYA, 8, dict(data=2, tensor=4, fsdp=True)),
     slow(ZAYA, 8, dict(data=2, context=2, tensor=2)),
     slow(ZAYA, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
@@ -72,7 +72,7 @@ def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
     slow(ZAYA, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
     (GROUPED, 8, dict(context=2, tensor=4, tsp=True)),
     slow(DENSE, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
-    (DENSE, 4, dict(tensor=4)),
+    slow(DENSE, 4, dict(tensor=4)),
     slow(GROUPED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
     # Layers of linear attention between others.
     (MIXED, 2, dict(context=2)),

@@ -111,7 +111,7 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
         (Spread(context=4, ring=True), (3, 4), 48, True, 7),
         pytest.param(Spread(context=2), (2, 2), 16, False, 3, marks=pytest.mark.slow),
         (Spread(context=8), (1, 1), 16, False, None),  # chunks of one token: only the delayed value looks back
-        # Two axes as one; in the default run the whole model has it, in test_tsp.py.
+        # Two axes as one; in the default run the whole model has it, in test_axes.py.
         pytest.param(Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5, marks=pytest.mark.slow),
         pytest.param(Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None, marks=pytest.mark.slow),
     ],

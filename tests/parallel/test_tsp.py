@@ -49,8 +49,9 @@ def test_what_travels_is_the_formula(settings, devices):
     assert "all-reduce" not in found
 
 
+@pytest.mark.slow
 def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
-    """Read from the program that is compared with one device above; each of two groups has half of the rows."""
+    """Read from the program that test_axes.py compares with one device; each of two groups has half of the rows."""
     model = helpers.SETTINGS.model
     settings = dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(expert=2, tensor=4, tsp=True))
     program = helpers.compiled(settings, 8)

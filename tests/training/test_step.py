@@ -1,6 +1,7 @@
 """The compiled training step: what crosses devices and when, and that pieces of a batch add up to the batch."""
 
 import collections
+import functools
 
 import jax
 import numpy as np
@@ -40,19 +41,20 @@ def batch(rng):
     }  # fmt: skip
 
 
-def program(num_devices, settings=SETTINGS):
-    mesh = make_mesh(settings.mesh, jax.devices()[:num_devices])
-    shapes = zaya.abstract(settings.model, settings.precision)
-    optimizer = chain.build(settings.optim, settings.precision, shapes, axes=dict(mesh.shape))
-    step = steps.make_train_step(settings, settings.model, optimizer, mesh)
+@functools.cache
+def program(num_devices):
+    mesh = make_mesh(SETTINGS.mesh, jax.devices()[:num_devices])
+    shapes = zaya.abstract(SETTINGS.model, SETTINGS.precision)
+    optimizer = chain.build(SETTINGS.optim, SETTINGS.precision, shapes, axes=dict(mesh.shape))
+    step = steps.make_train_step(SETTINGS, SETTINGS.model, optimizer, mesh)
     return mesh, optimizer, step
 
 
-def run(num_devices, micro_batches, num_steps=2, settings=SETTINGS):
-    mesh, optimizer, step = program(num_devices, settings)
-    state = states.init(settings, optimizer, mesh)
+def run(num_devices, micro_batches):
+    mesh, optimizer, step = program(num_devices)
+    state = states.init(SETTINGS, optimizer, mesh)
     rng, figures = np.random.default_rng(0), []
-    for _ in range(num_steps):
+    for _ in range(2):
         state, found = step(state, steps.put_batch(mesh, batch(rng), micro_batches), np.float32(1e-3))
         figures.append(jax.device_get(found))
     return jax.device_get(state["params"]), figures
