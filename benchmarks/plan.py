@@ -24,13 +24,14 @@ from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, work
 from zaya_jax.plan.case import Case
 
-BASE = {"remat": "attention"}
+BASE = {"remat": "attention", "precision.weights": "float32"}
+COPIES = {"precision.weights": "compute"}  # the default
 # name: devices, sequences at once on a row of data x expert, micro-batches, differences from ZAYA1-base of four layers
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
-    "ZAYA1-base, all 40 layers": (1024, 4, 1, {"model.num_hidden_layers": 40, "remat": "elementwise"}),
+    "ZAYA1-base, all 40 layers": (1024, 4, 1, COPIES | {"model.num_hidden_layers": 40, "remat": "elementwise"}),
     "all 40 layers, remat attention": (1024, 4, 1, {"model.num_hidden_layers": 40}),
     "alone": (1, 4, 1, {}),
-    "8 devices": (8, 4, 1, {}),
+    "8 devices": (8, 4, 1, COPIES),
     "12 devices": (12, 4, 1, {}),
     "1,024 devices, 2 micro-batches": (1024, 2, 2, {}),
     "8 layers, remat elementwise": (64, 4, 1, {"remat": "elementwise", "model.num_hidden_layers": 8}),

@@ -58,10 +58,11 @@ class Holding:
     parts: list[HeldBox]
 
     def only(self, names: tuple[str, ...]) -> "Holding":
-        """The holding of some branches of the state."""
-        chosen = lambda found: {n: x for n, x in found.items() if n.split(".")[0] in names}  # noqa: E731
-        parts = [part for part in self.parts if part.name.split(".")[0] in names]
-        return Holding(chosen(self.arrays), chosen(self.leaves), parts)
+        """The holding of some branches of the checkpoint."""
+        arrays = {name: x for name, x in self.arrays.items() if name.split(".")[0] in names}
+        parts = [part for part in self.parts if part.name in arrays]
+        where = {part.leaf for part in parts}
+        return Holding(arrays, {leaf: x for leaf, x in self.leaves.items() if leaf in where}, parts)
 
     def plan(self) -> Writers:
         """The writer of each part; the same in every process."""

@@ -87,7 +87,8 @@ class InitialWeights:
         """A copy of a fresh state (`training.snapshot`), with the arrays taken from the checkpoint."""
         taken, theirs = self._taken, self._theirs
         parts = [x for part in self._held.parts if part.name in taken for x in _moved(part, taken[part.name])]
-        leaves = {name: self._held.leaves[name] for name in trees.flat(fresh) if name in taken}
+        where = {part.leaf for part in parts}
+        leaves = {name: self._held.leaves[name] for name in trees.flat(fresh) if name in where}
         held = Holding({name: theirs[name] for name in taken}, leaves, parts)
         state = trees.flat(fresh)
         state |= trees.flat(self._source.restore(trees.nested(leaves), held, fresh=state))

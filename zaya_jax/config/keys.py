@@ -230,9 +230,9 @@ class Guard:
 class Precision:
     """The one table of number formats, and their meaning on each chip.
 
-    Weights, residual stream, norms, softmaxes and losses are always float32, and a product adds up in float32. TF32 is
-    float32 cut to 10 bits in front of a product: XLA's choice for float32 on NVIDIA and, as XF32, on MI300X, unless
-    it is asked for more. CPUs have none.
+    Weights (but for copies of them, `weights`), residual stream, norms, softmaxes and losses are always float32, and a
+    product adds up in float32. TF32 is float32 cut to 10 bits in front of a product: XLA's choice for float32 on NVIDIA
+    and, as XF32, on MI300X, unless it is asked for more. CPUs have none.
     """
 
     # Partial sums over tensor, and gradients of keys and values over context, add up in it. A weight's gradient leaves
@@ -248,6 +248,12 @@ class Precision:
         "Muon's iteration and, between devices, its directions; compute: like compute. float32 is never TF32",
     )
     momentum: str = choice("float32", FLOATS, "format of Muon's momentum")
+    # Copies that products make anyway: a step gives the same bits.
+    weights: str = choice(
+        "compute",
+        ("compute", "float32"),
+        "devices' copies of matrices whose gradients are reduced layer by layer; their owners have float32",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,9 @@ SCANNED = Stored()
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _leaving(share: Callable, weight: jax.Array, slot: jax.Array) -> jax.Array:
     del share, slot
-    return weight
+    return weight.astype(jnp.float32)  # of a bfloat16 copy too, whose gradient would be rounded otherwise
 
 
-_leaving.defvjp(lambda share, weight, slot: (weight, None), lambda share, _, gradient: (None, share(gradient)))
+_leaving.defvjp(
+    lambda share, weight, slot: (weight.astype(jnp.float32), None), lambda share, _, gradient: (None, share(gradient))
+)

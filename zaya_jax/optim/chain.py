@@ -13,6 +13,9 @@ so the caller knows it (`zaya_jax.schedule`), not the state. Within one update:
     core      Muon's (`zaya_jax.optim.muon`) and AdamW's directions, only on the share
     gather    every device's directions
     finish    size, decay of the weights (times the learning rate, not times Muon's scale), learning rate
+
+Of weights that devices hold as bfloat16 copies (`layout.copied`) the owner finishes its own, in float32; the new copies
+are gathered then, in the place of directions.
 """
 
 import dataclasses
@@ -70,7 +73,7 @@ TABLE = (
 
 
 SLASH = "/"  # between the parts of a weight's path
-KINDS = ("momentum", "mean", "square")  # the state's arrays, by bucket
+KINDS = ("momentum", "mean", "square", "weights")  # the state's arrays, by bucket
 
 
 class State(NamedTuple):
@@ -79,6 +82,7 @@ class State(NamedTuple):
     core: Any
     skip: skip.SkipState
     figures: dict[str, Any]  # scalars by name
+    weights: dict[str, Any]  # by bucket, float32: those that devices hold as copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +98,11 @@ class Optimizer:
         return self.transformation.init(None)
 
     def update(self, grads: Any, state: State, params: Any, *, lr: jax.Array | float) -> tuple[Any, State]:
-        """(updates to add to the parameters, new state); inside shard_map if it was built for a mesh."""
+        """(updates to add to the parameters, new state); inside shard_map if it was built for a mesh.
+
+        Copies have no updates: `apply` alone changes them.
+        """
+        assert not self.layout.copied, "copies of weights are given by `apply`"
         return self.transformation.update(grads, state, params, lr=lr)
 
     def apply(self, grads: Any, state: State, params: Any, *, lr: jax.Array | float) -> tuple[Any, State]:
@@ -112,14 +120,15 @@ class Optimizer:
         return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(self.init))
 
     def arrays(self, state: State) -> dict[str, Any]:
-        """The part of the state that goes into checkpoints, without copies: `steps`, `skip`, and `momentum`, `mean` and
-        `square` by bucket (`layout.held` lists the boxes in these)."""
-        return {"steps": _adam(state.core).count, "skip": state.skip._asdict(), **_parts(state.core)}
+        """The part of the state that goes into checkpoints, without copies: `steps`, `skip`, and KINDS by bucket
+        (`layout.held` lists the boxes in these)."""
+        parts = _parts(state.core) | {"weights": state.weights}
+        return {"steps": _adam(state.core).count, "skip": state.skip._asdict(), **parts}
 
     def with_arrays(self, arrays: Mapping[str, Any], figures: dict[str, Any]) -> State:
         """The inverse: a state with these arrays and empty `figures`."""
         core = _with_parts(jax.eval_shape(self.init).core, arrays, arrays["steps"])
-        return State(core, skip.SkipState(**arrays["skip"]), figures)
+        return State(core, skip.SkipState(**arrays["skip"]), figures, arrays["weights"])
 
     def no_figures(self) -> dict[str, Any]:
         """The figures before any step, zeros on the host."""
@@ -166,7 +175,8 @@ def build(
     claims = claim(shapes, table)
     if optim.name == "adamw":
         claims = {path: dataclasses.replace(row, method="adamw") for path, row in claims.items()}
-    layout = _layout(shapes, treedef, claims, specs, dict(axes or {}), node)
+    copy = precision.compute if (precision.weights, precision.compute) == ("compute", "bfloat16") else ""
+    layout = _layout(shapes, treedef, claims, specs, dict(axes or {}), node, copy)
     methods = jax.tree.unflatten(treedef, [row.method for row in claims.values()])
     decay = jax.tree.unflatten(treedef, [row.decay for row in claims.values()])
     iteration = precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz
@@ -193,13 +203,14 @@ def build(
     return Optimizer(transformation, layout, claims)
 
 
-def _layout(shapes, treedef, claims, specs, axes, node) -> zero.Layout:
+def _layout(shapes, treedef, claims, specs, axes, node, copy) -> zero.Layout:
     flat = [PartitionSpec()] * len(shapes) if specs is None else treedef.flatten_up_to(specs)
     weights = []
     for (path, shape), spec in zip(shapes.items(), flat, strict=True):
         dims = tuple((dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec)
         dims = tuple(tuple(axis for axis in dim if axes.get(axis, 1) > 1) for dim in dims)
-        weights.append(zero.Weight(path, shape, claims[path].method, claims[path].group, dims))
+        row = claims[path]  # the router's products are not in the compute format
+        weights.append(zero.Weight(path, shape, row.method, row.group, dims, "" if row.group == "router" else copy))
     return zero.Layout(weights, treedef, axes, node)
 
 
@@ -213,7 +224,7 @@ def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> 
         del params  # only shapes matter, and these are known
         shares = {name: jnp.zeros(shape, jnp.float32) for name, shape in layout.state_shapes().items()}
         figures = {name: jnp.zeros((), jnp.float32) for name in figure_names}
-        return State(core.init(shares), skip.init(), figures)
+        return State(core.init(shares), skip.init(), figures, {name: shares[name] for name in layout.copied.values()})
 
     def update(grads, state, params, *, lr, apply=False, **extra):
         del extra
@@ -228,6 +239,7 @@ def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> 
         directions, core_state = core.update(shares, state.core, keep=True if always else keep, clip=clip)
         lr = lr if always else lr * keep  # directions are finite in any case
         directions = layout.gather(directions)
+        params = layout.with_leaves(params, {path: state.weights[name] for path, name in layout.copied.items()})
         # Norms are sums over each device's own part, and all are read before the weights are overwritten: a chip that
         # reads them in the same pass writes the new weights elsewhere, and copies them.
         own_weights = layout.own_parts(params)
@@ -237,11 +249,14 @@ def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> 
         figures |= _norms("update_norm", of_updates) | _norms("param_norm", of_weights)
         params, figures = jax.lax.optimization_barrier((params, figures))
         updates, _ = finish.update(directions, finish_state, params, lr=lr)
+        kept = {}
         if apply:
             updates = optax.apply_updates(params, updates)
+            kept = {name: layout.by_path(updates)[path] for path, name in layout.copied.items()}
+            updates = layout.with_leaves(updates, layout.copies(kept))
         figures["clipped"] = (factor < 1).astype(jnp.float32)
         figures["skipped"] = 1 - keep.astype(jnp.float32)
-        return updates, State(core_state, skip_state, figures)
+        return updates, State(core_state, skip_state, figures, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -298,10 +313,9 @@ def _adam(core: Any) -> Any:
 def _parts(core: Any) -> dict[str, dict[str, Any]]:
     """The arrays of the core's state by kind, then by bucket."""
     adam = _adam(core)
-    parts = core.inner_states["muon"].inner_state.momentum, adam.mu, adam.nu
+    parts = {"momentum": core.inner_states["muon"].inner_state.momentum, "mean": adam.mu, "square": adam.nu}
     return {
-        name: {key: x for key, x in part.items() if not isinstance(x, optax.MaskedNode)}
-        for name, part in zip(KINDS, parts, strict=True)
+        name: {key: x for key, x in part.items() if not isinstance(x, optax.MaskedNode)} for name, part in parts.items()
     }
 
 

@@ -74,6 +74,7 @@ class Weight:
     method: str  # muon or adamw
     group: str  # the group whose norm it counts towards
     spec: tuple[tuple[str, ...], ...] = ()  # the mesh axes of each dim, up to the last one that has any
+    copy: str = ""  # a format in which devices may hold it, if its owner has it in float32
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:

@@ -277,6 +277,14 @@ class Matrices:
             result[where] = home.reshape(local)
         return result
 
+    def at_home(self, x: jax.Array) -> jax.Array:
+        """The state's array of the only weight's values, with zeros in slots that are not in use."""
+        (weight,) = self.weights
+        homes = self.homes(weight).reshape(-1)
+        source = np.full(self.groups.size * self.slots, len(homes))
+        source[homes] = np.arange(len(homes))
+        return jnp.take(x.reshape(-1, *self.row), source, 0, mode="fill", fill_value=0)
+
     def held(self, name: str) -> Iterator[Held]:
         """The place of each matrix."""
         whole = tuple(slice(0, n) for n in self.row)

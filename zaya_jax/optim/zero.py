@@ -13,6 +13,9 @@ For each large bucket a step has
     the optimizer on the device's share, with no collective
     the same exchange back, and one all-gather of the directions (`gather`), 4 bytes a number, or 2 for Muon in bfloat16
 
+(of large stacks that devices hold as bfloat16 copies, `copied`, the owner keeps the float32 weights with its state, and
+sends them, rounded, in the place of directions)
+
 one all-reduce for all small weights together and one for the directions of small matrices, and one of a vector with one
 number a group of weights, for the norms. Everything here runs inside `jax.shard_map`, on a device's part of each array;
 gradients come in as each device's own partial sums.
@@ -101,6 +104,8 @@ class Layout:
             self._share(weights)
         self.buckets: list[Any] = [*self.matrices.values(), *self.vectors] or [Whole(w) for w in weights]
         self.bucket = {name: bucket for bucket in self.buckets for name in bucket.names}
+        # The bucket of each weight that devices hold as a copy: the weights of its state are the owner's, in float32.
+        self.copied = {path: way.bucket.name for path, way in self.by_layer.items() if way.bucket.weights[0].copy}
         self.methods = {name: bucket.method for name, bucket in self.bucket.items()}
 
     def _share(self, weights: list[Weight]) -> None:
@@ -151,6 +156,21 @@ class Layout:
         """Bytes that a device puts into or gets out of each kind of collective, and the padding among them."""
         return self.bucket[name].traffic(name, direction_bytes)
 
+    def by_path(self, tree: Any) -> dict[str, Any]:
+        """The leaves of a tree like the parameters'."""
+        return dict(zip((w.path for w in self.weights), jax.tree.leaves(tree), strict=True))
+
+    def with_leaves(self, tree: Any, found: Mapping[str, Any]) -> Any:
+        """A tree like the parameters', with these in the place of some, by path."""
+        leaves = {**self.by_path(tree), **found}
+        return jax.tree.unflatten(self.treedef, [leaves[w.path] for w in self.weights])
+
+    def divided(self, params: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """Whole weights, as arrays over all devices, as the devices' (copies among them) and the owners' by bucket."""
+        whole = {name: self.by_path(params)[path] for path, name in self.copied.items()}
+        copies = {path: whole[name].astype(self.matrices[name].weights[0].copy) for path, name in self.copied.items()}
+        return self.with_leaves(params, copies), {name: self.matrices[name].at_home(x) for name, x in whole.items()}
+
     # Inside shard_map, where there are several devices.
 
     def owned(self) -> dict[str, jax.Array | int]:
@@ -162,7 +182,7 @@ class Layout:
 
         For weights in `by_layer` they may be the shares of each layer. On one device the shares are the gradients.
         """
-        leaves = dict(zip((w.path for w in self.weights), jax.tree.leaves(grads), strict=True))
+        leaves = self.by_path(grads)
         found: dict[str, jax.Array] = {}
         with self._exchange():
             for bucket in self.buckets:
@@ -173,11 +193,16 @@ class Layout:
         return {name: found[name] for name in self.methods}
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> Any:
-        """All devices' shares, as a tree like the parameters' (of a sharded weight, the device's part)."""
-        leaves: dict[str, jax.Array] = {}
+        """All devices' shares, as a tree like the parameters' (of a sharded weight, the device's part).
+
+        Of a weight that devices hold as a copy, the owner's: it changes its own, and then gives `copies`.
+        """
+        leaves: dict[str, jax.Array] = {path: buckets[name] for path, name in self.copied.items()}
         small = {}
         with self._exchange():
             for bucket in self.buckets:
+                if bucket.names[0] in self.copied.values():
+                    continue
                 if bucket.together:
                     axes = (*bucket.form.shared, *bucket.form.swapped)
                     small[bucket.name] = axes, bucket.put(buckets[bucket.name])
@@ -188,6 +213,15 @@ class Layout:
                 leaves |= bucket.leaves(bucket.part_of(x).astype(buckets[name].dtype))
         return jax.tree.unflatten(self.treedef, [leaves[w.path] for w in self.weights])
 
+    def copies(self, kept: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Every device's copies of the owners' weights, by path."""
+        found: dict[str, jax.Array] = {}
+        with self._exchange():
+            for name, x in kept.items():
+                bucket = self.matrices[name]
+                found |= bucket.gather({name: x.astype(bucket.weights[0].copy)})
+        return found
+
     def _exchange(self) -> contextlib.AbstractContextManager:
         return jax.named_scope("exchange") if self.sharded else contextlib.nullcontext()
 
@@ -197,11 +231,13 @@ class Layout:
 
     def own_parts(self, tree: Any) -> Any:
         """For each weight of a device, equal parts for all devices with the same: rows of its last dim, zeros for
-        those without a row. A single device has all."""
+        those without a row. A single device has all; an owner's weights are its own."""
         if not self.sharded:
             return tree
 
         def own(w, x):
+            if w.path in self.copied:
+                return x
             shared = tuple(name for name in self.grid.names if name not in w.axes)
             x = x.reshape(-1, x.shape[-1])  # rows, not numbers: there may be more numbers than an int32 counts
             count = -(-len(x) // self.grid.size(shared))

@@ -23,6 +23,8 @@ from zaya_jax.optim.by_layer import ByLayer
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.spread import AXES, Spread
 
+COPY = 2  # bytes of a number of the copies that devices hold of some weights
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -94,9 +96,8 @@ class Case:
 
     def traffic(self, name: str) -> collections.Counter[str]:
         """Bytes of the optimizer's exchange of a bucket, by kind of collective."""
-        return collections.Counter(
-            self.layout.traffic(name, self.step_bytes if self.layout.methods[name] == "muon" else 4)
-        )
+        back = self.step_bytes if self.layout.methods[name] == "muon" else 4
+        return collections.Counter(self.layout.traffic(name, COPY if name in self.layout.copied.values() else back))
 
     @functools.cached_property
     def muon_numbers(self) -> int:
@@ -116,12 +117,20 @@ class Case:
         return sum(way.layers * way.matrices * math.prod(way.bucket.row) for way in self.ways.values())
 
     @functools.cached_property
+    def copied(self) -> dict[str, int]:
+        """Numbers of the weights that a device holds as copies, by scope."""
+        found: collections.Counter[str] = collections.Counter()
+        for path in self.layout.copied:
+            found[path.split("/")[1]] += math.prod(self.layout.by_layer[path].bucket.weights[0].shape)
+        return dict(found)
+
+    @functools.cached_property
     def optimizer_bytes(self) -> int:
-        """The optimizer's state on a device: one number a weight for Muon, two for AdamW."""
+        """The optimizer's state on a device: one number a weight for Muon, two for AdamW; and of copies the weights."""
         each = {"muon": size(self.here.precision.momentum), "adamw": 8}
-        shapes = self.layout.state_shapes()
+        shapes, kept = self.layout.state_shapes(), self.layout.copied.values()
         return sum(
-            math.prod(shapes[name]) // self.layout.parts(name) * each[method]
+            math.prod(shapes[name]) // self.layout.parts(name) * (each[method] + 4 * (name in kept))
             for name, method in self.layout.methods.items()
         )
 

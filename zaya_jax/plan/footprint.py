@@ -11,7 +11,7 @@ the sums over devices, or the directions, gathered again. Each is a sum of array
 import dataclasses
 
 from zaya_jax.plan import work
-from zaya_jax.plan.case import Case, size
+from zaya_jax.plan.case import COPY, Case, size
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "working set", "exchange")
 
@@ -87,4 +87,5 @@ def estimate(case: Case) -> Footprint:
         embedding4 = weights4 - local4
         places["sums"] = {"gradients": weights4 + left4, "exchange": share + embedding4 + to_owners}
         places["directions"] = {"gradients": 2 * share, "exchange": work.directions(case)}
-    return Footprint({"weights": weights4, "optimizer": float(case.optimizer_bytes)}, places)
+    weights = weights4 - (4 - COPY) * sum(case.copied.values())
+    return Footprint({"weights": weights, "optimizer": float(case.optimizer_bytes)}, places)

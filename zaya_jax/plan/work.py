@@ -11,6 +11,7 @@ must they. Kinds of arrays, as sizes on a device:
     p2      N of packed queries and keys                  q2 v2   of the queries; of the keys or the values alone
     c2      N of packed columns and values                h2 f2   N of the experts' gate and up; of their width
     s2      the states of linear attention's chunks       w4 w2   the part's weights of a layer, float32, to compute in
+    wh      the same weights as the device holds them
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.parallel import dispatch
-from zaya_jax.plan.case import Case, size
+from zaya_jax.plan.case import COPY, Case, size
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
@@ -61,10 +62,10 @@ PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
         BACKWARD: ("2x4 13r4 3w4", "4x4 3x2 16r4", 20, 2),
     },
     "experts": {  # rows r, hidden and activation w; activation r, y w; weights as they are. Join
-        FORWARD: ("w4 2x2 h2 2f2", "2x4 x2", 7, 1),
-        AGAIN: ("w4 2x2 h2 2f2", "", 7, 1),
+        FORWARD: ("wh 2x2 h2 2f2", "2x4 x2", 7, 1),
+        AGAIN: ("wh 2x2 h2 2f2", "", 7, 1),
         "elementwise": ("", "", 5, 0),
-        BACKWARD: ("2w4 4x2 4h2 2f2", "3x4 2x2", 8, 2),
+        BACKWARD: ("wh w4 4x2 4h2 2f2", "3x4 2x2", 8, 2),
     },
     "attention": {  # of a dense model: q, k, v and o; rotation; norm and sum
         FORWARD: ("2x2 q2 c2 w2", "3x4 2x2 10v2", 14, 1),
@@ -185,7 +186,8 @@ def _layers(case: Case) -> Iterator[ScopeWork]:
 def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[ScopeWork]:
     """One part, at each stage at which it runs."""
     weights = case.layer.get(name, 0.0)
-    have = sizes(case) | {"w4": 4 * weights, "w2": size(case.here.precision.compute) * weights}
+    held = 4 * weights - (4 - COPY) * case.copied.get(name, 0) / case.model.num_hidden_layers
+    have = sizes(case) | {"w4": 4 * weights, "w2": size(case.here.precision.compute) * weights, "wh": held}
     over_devices = name == "experts" and bool(case.spread.expert_axes)
     if over_devices:  # a round's buffers, though no more rows are computed
         have |= {array: dispatch.SLACK * have[array] for array in ("h2", "f2")}
@@ -309,7 +311,7 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
         launches += 20 * max(numbers / 2**23, 1)
     # A round is three kernels: x r, gram w; r, factor w; r with x, its successor w.
     products = rounds * (3 * x4 + 4 * gram4) * step / 4
-    local = sum(case.numbers.values())
+    local = sum(case.numbers.values()) - sum(case.copied.values())
     # The states; weights rw, directions r; norms of each device's part, or gradients weighed, cut and put away whole.
     others = (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + directions(case)
     others += (4.0 * local + directions(case)) / case.devices + (20.0 * local if case.devices == 1 else 0.0)
@@ -326,8 +328,10 @@ def _exchanged(case: Case) -> float:
     # A layer's gradients are copied where padding goes behind them.
     found += sum(8.0 * way.layers * way.padded for way in ways if way.padded > way.matrices * math.prod(way.bucket.row))
     weights = {"reduce-scatter": 1, "all-gather": 1, "all-to-all": 2, "exchange": 4, "all-reduce": 2}
-    return found + sum(
-        times * case.traffic(name)[kind] for name in case.layout.methods for kind, times in weights.items()
+    return (
+        found
+        + cut_out(case)
+        + sum(times * case.traffic(name)[kind] for name in case.layout.methods for kind, times in weights.items())
     )
 
 
@@ -340,5 +344,12 @@ def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
 
 
 def directions(case: Case) -> float:
-    """Bytes of the optimizer's directions for all weights of a device."""
-    return case.step_bytes * case.muon_numbers + 4.0 * (sum(case.numbers.values()) - case.muon_numbers)
+    """Bytes of the optimizer's directions for all weights of a device, and of copies that are cut out of padding."""
+    copied, weights = sum(case.copied.values()), sum(case.numbers.values())
+    return case.step_bytes * (case.muon_numbers - copied) + 4.0 * (weights - case.muon_numbers) + cut_out(case)
+
+
+def cut_out(case: Case) -> float:
+    """Bytes of new copies that come with padding; others are gathered into their own place."""
+    buckets = (case.layout.matrices[name] for name in case.layout.copied.values())
+    return float(sum(COPY * b.numbers for b in buckets if b.travel.padded > b.travel.rows))

@@ -5,7 +5,8 @@ Weights are of three kinds, by where their gradients are stored:
     plain     ordinary arrays. Over several micro-batches they are added in place, in one set of references, so that
               there is no second buffer as large as the weights.
     leaving   each device's share. A layer's gradient is reduced over devices as it leaves the backward pass, while that
-              goes on. Several micro-batches would take a reduction each, so theirs are plain, and reduced at the end.
+              goes on. Several micro-batches would take a reduction each, so theirs are plain, and reduced at the end;
+              those of bfloat16 copies leave too, whole: as the copies' own they would be rounded.
     experts   written by kernels into one buffer for all layers, from which they also read the weights; or into shares,
               if the gradients of both products can leave.
 
@@ -14,7 +15,7 @@ backward pass the layer gives its reduced gradient as the slot's (`model.stored`
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,19 @@ from zaya_jax.model.experts import read_and_written_in_place
 from zaya_jax.model.stored import Stored
 from zaya_jax.optim.by_layer import ByLayer
 
-Ways = Mapping[str, ByLayer]  # how gradients can leave, by the weight's path
+
+class Unreduced(NamedTuple):
+    """A way for gradients that are reduced later; see `optim.by_layer`."""
+
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def share(gradient: jax.Array) -> jax.Array:
+        """All of one layer's gradient."""
+        return gradient
+
+
+Ways = Mapping[str, ByLayer | Unreduced]  # how gradients can leave, by the weight's path
 LAYERS = "layers/"
 EXPERTS = ("layers/experts/gate_up", "layers/experts/down")
 
@@ -37,9 +50,10 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
     `in_place`: kernels read and write the experts where all layers' lie.
     """
     single = batch["tokens"].shape[0] == 1
-    ways = ways if single else {}
     plain = trees.flat(params, "/")
     experts = {path: plain.pop(path) for path in EXPERTS} if in_place else {}
+    if not single:
+        ways = {path: Unreduced(w.shape) for path, w in plain.items() if w.dtype != jnp.float32}
     places, shares = _places(experts, ways, add=not single)
     slots = {path: jnp.zeros(way.shape) for path, way in ways.items() if path in plain}
     leaving = {path: plain.pop(path) for path in slots}
@@ -60,12 +74,11 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
         micro = jax.tree.map(lambda x: x[0], batch)
         (found, shared), sums = jax.grad(loss, (0, 1), has_aux=True)(plain, slots, micro)
     else:
-        found, sums = _accumulated(lambda plain, micro: loss(plain, {}, micro), plain, batch)
-        shared = {}
+        (found, shared), sums = _accumulated(lambda both, micro: loss(both[0], both[1], micro), (plain, slots), batch)
     return trees.nested(found | shared | jax.tree.map(jax.freeze, places), "/"), sums
 
 
-def _accumulated(loss: Callable, weights: dict, batch: dict) -> tuple[dict, Any]:
+def _accumulated(loss: Callable, weights: Any, batch: dict) -> tuple[Any, Any]:
     """Sums the gradients, and the loss function's other results, over the micro-batches."""
     places = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), weights)
 
@@ -87,8 +100,7 @@ def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], d
     if experts and experts.keys() <= ways.keys():
         places = {path: jax.new_ref(jnp.zeros(ways[path].shape)) for path in sorted(experts)}
         return places, {path: ways[path].share for path in experts}
-    fresh = jnp.zeros_like if add else unwritten
-    return jax.tree.map(lambda w: jax.new_ref(fresh(w)), experts), {}
+    return jax.tree.map(lambda w: jax.new_ref(jnp.zeros(w.shape) if add else unwritten(w)), experts), {}
 
 
 def _pair(experts: dict) -> Any:

@@ -89,9 +89,10 @@ class Copies:
 
     def with_weights_of(self, state: Any, read: Callable[[Any, Holding], Any]) -> Any:
         """A state with the weights and balancing of a checkpoint that has no optimizer; read(like, held) reads it."""
-        names = ("params", "balance")
-        found = read({name: self.like[name] for name in names}, self.held.only(names))
-        return self.place(found | {"optimizer": self.optimizer.arrays(state["optimizer"])})
+        held = self.held.only(("params", "balance"))
+        found = read({name: x for name, x in trees.flat(self.like).items() if name in held.leaves}, held)
+        fresh = trees.flat(arrays_of(self.optimizer, state))
+        return self.place(jax.tree.unflatten(jax.tree.structure(self.like), (fresh | found).values()))
 
 
 def unused_bytes(device: jax.Device) -> int | None:
@@ -110,7 +111,7 @@ def of_run(optimizer: Optimizer, state: Any, heads: int, say: Callable[[str], No
     whole = arrays_of(optimizer, state)
     mesh = jax.tree.leaves(whole)[0].sharding.mesh
     like = whole | {"params": jax.tree.map(_share, whole["params"])}
-    held, place = _held(optimizer, mesh, like, heads), _place(optimizer, mesh, whole["params"], like["params"])
+    held, place = _held(optimizer, mesh, like, heads), _place(optimizer, mesh, state["params"], like["params"])
     return Copies(optimizer, like, held, place, _program(whole, like), say)
 
 
@@ -125,9 +126,10 @@ def _share(x: Any) -> Any:
 
 
 def arrays_of(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a state that a checkpoint holds, as it lies."""
+    """The part of a state that a checkpoint holds, as it lies: of weights that devices have copies of, the owners'."""
+    params = trees.flat(state["params"], "/")
     return {
-        "params": state["params"],
+        "params": trees.nested({path: x for path, x in params.items() if path not in optimizer.layout.copied}, "/"),
         "optimizer": optimizer.arrays(state["optimizer"]),
         "balance": state["balance"]._asdict(),
     }
@@ -160,7 +162,7 @@ def _held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
             continue
         kind, bucket = buckets[leaf]
         for h in optimizer.layout.held(bucket):
-            name = f"optimizer.{kind}.{h.weight.replace('/', '.')}"
+            name = ("params." if kind == "weights" else f"optimizer.{kind}.") + h.weight.replace("/", ".")
             logical[name] = jax.ShapeDtypeStruct(shapes[h.weight], x.dtype)
             parts.append(HeldBox(name, h.box, leaf, devices[h.device], h.place))
     return Holding(logical, leaves, [p for part in parts for p in _paired(part, logical[part.name].shape, heads)])
@@ -204,8 +206,8 @@ def _program(whole: Any, like: Any) -> Any:
 
 def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[[Any], Any]:
     """The function from a copy to a state: devices with a share of a parameter gather the rest; all else is there."""
-    full, shares = trees.flat(whole), trees.flat(like)
-    cut = [name for name, x in full.items() if states.bytes_per_device(shares[name]) < states.bytes_per_device(x)]
+    full, shares = trees.flat(whole, "/"), trees.flat(like, "/")
+    cut = [name for name, x in shares.items() if states.bytes_per_device(x) < states.bytes_per_device(full[name])]
 
     def gather(x, dims):
         for dim, axes in enumerate(dims):
@@ -220,14 +222,22 @@ def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[
         )  # fmt: skip
         return jax.jit(mapped, out_shardings={name: full[name].sharding for name in cut})(found)
 
+    def copies(kept):
+        mapped = jax.shard_map(
+            optimizer.layout.copies, mesh=mesh, check_vma=False,
+            in_specs=({name: optimizer.layout.spec(name) for name in kept},), out_specs=REPLICATED,
+        )  # fmt: skip
+        return jax.jit(mapped, out_shardings={path: full[path].sharding for path in optimizer.layout.copied})(kept)
+
     def place(copy: Any) -> Any:
-        params = trees.flat(copy["params"])
+        params = trees.flat(copy["params"], "/")
         params |= together({name: params[name] for name in cut}) if cut else {}
         # The copy's mesh is of prime factors: for arrays on it the training step would be compiled a second time.
         params = {name: _with_sharding(full[name].sharding, x) for name, x in params.items()}
+        kept = copy["optimizer"]["weights"]
+        params |= copies(kept) if kept else {}
         figures = {name: _replicated(mesh, x) for name, x in optimizer.no_figures().items()}
-        params = jax.tree.unflatten(jax.tree.structure(whole), list(params.values()))
-        return with_arrays(optimizer, {**copy, "params": params}, figures)
+        return with_arrays(optimizer, {**copy, "params": trees.nested(params, "/")}, figures)
 
     return place
 

@@ -2,10 +2,13 @@
 
 state = {"params", "optimizer", "balance"}      with `run.lora` params are adapters, and "frozen" the weights under them
 
+Some params may be bfloat16 copies, whose float32 weights their owners have in "optimizer" (`precision.weights`).
+
 optimizer = states.build_optimizer(config, mesh)
 state = states.init(config, optimizer, mesh)        or, of shapes and shardings alone, states.abstract(..)
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,6 +21,7 @@ from pallas_kernels import chip
 from zaya_jax.config import Config
 from zaya_jax.hardware import host
 from zaya_jax.model import lora, zaya
+from zaya_jax.model.layer import Own
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import sharding
@@ -29,10 +33,12 @@ REPLICATED = PartitionSpec()
 
 def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
     """The optimizer of a run, for weights as they lie on the mesh."""
-    spread, rank = spread_of(config.mesh, mesh.shape), config.run.lora
-    params = lora.abstract(config.model, rank) if rank else zaya.abstract(config.model, config.precision)
+    spread, rank, precision = spread_of(config.mesh, mesh.shape), config.run.lora, config.precision
+    params = lora.abstract(config.model, rank) if rank else zaya.abstract(config.model, precision)
+    if rank or isinstance(config.model, Own):  # their products may have another format than `compute`
+        precision = dataclasses.replace(precision, weights="float32")
     return chain.build(
-        config.optim, config.precision, params, specs=trained_specs(config, spread),
+        config.optim, precision, params, specs=trained_specs(config, spread),
         axes=dict(mesh.shape), node=devices_of_node(mesh),
         skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
     )  # fmt: skip
@@ -70,9 +76,10 @@ def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     else:
         params = zaya.init(config.model, key, config.precision)
         params = sharding.arrange(params, spread_of(config.mesh, mesh.shape).heads)
+    params, kept = optimizer.layout.divided(params)
     return {
         "params": params,
-        "optimizer": optimizer.init(),
+        "optimizer": optimizer.init()._replace(weights=kept),
         "balance": balance.init(config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS),
     }
 

@@ -43,7 +43,8 @@ CHANGES_NOTHING = (  # that a step computes
 )  # fmt: skip
 COMPARED_BY_CONTENT = ("data.path", "data.tokenizer")  # checkpoints have fingerprints of both
 ROUNDS = (  # sums have another order, which is said
-    "mesh", "kernels", "remat", "data.micro_batch", "phases.mesh", "phases.remat", "phases.micro_batch",
+    "mesh", "kernels", "remat", "precision.weights", "data.micro_batch", "phases.mesh", "phases.remat",
+    "phases.micro_batch",
 )  # fmt: skip
 
 

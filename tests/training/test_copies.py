@@ -1,0 +1,169 @@
+"""Devices' bfloat16 copies of weights whose owners have them in float32: the same run, bit for bit, in less memory."""
+
+import functools
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_runs
+from tiny_runs import lines, same_state, settings, train, write_corpus
+
+from zaya_jax import cli, trees
+from zaya_jax.checkpoint import partial
+from zaya_jax.checkpoint.partial import InitialWeights
+from zaya_jax.checkpoint.source import Source
+from zaya_jax.optim import by_layer, matrices
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.spread import spread_of
+from zaya_jax.plan import footprint
+from zaya_jax.plan.case import Case
+from zaya_jax.training import snapshot
+from zaya_jax.training import state as states
+
+EXPERTS = {"layers/experts/gate_up", "layers/experts/down"}
+KEYS = {
+    "optim__name": "muon",
+    "precision__compute": "bfloat16",
+    "model__moe_intermediate_size": 24,
+    "model__num_hidden_layers": 3,
+    "run__num_steps": 6,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_any_size():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_layer, "LARGE", 0)
+        patch.setattr(matrices, "SMALL", 0)
+        for module in (by_layer, matrices):
+            patch.setattr(module, "WASTE", 1.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    return KEYS | {"data__path": write_corpus(tmp_path_factory.mktemp("copies") / "data")}
+
+
+@pytest.fixture(scope="module")
+def run(keys, tmp_path_factory):
+    """A run of six steps on four devices, with saves after four and six."""
+    folder = tmp_path_factory.mktemp("copies") / "run"
+    assert train(folder, 4, **keys) == cli.DONE
+    return folder
+
+
+@functools.cache
+def on(devices, **keys):
+    """(config, optimizer, state's shapes, its copies) on so many devices."""
+    config = settings(**keys)
+    mesh = make_mesh(config.mesh, tiny_runs.ALL_DEVICES[:devices])
+    optimizer = states.build_optimizer(config, mesh)
+    state = states.abstract(config, optimizer, mesh)
+    return config, optimizer, state, snapshot.of_run(optimizer, state, 1)
+
+
+def check_copies(optimizer, state, weights):
+    """Params are these weights: copies rounded once, all others in full."""
+    for path, x in trees.flat(state["params"], "/").items():
+        copied = path in optimizer.layout.copied
+        assert x.dtype == ("bfloat16" if copied else "float32")
+        np.testing.assert_array_equal(x, weights[path].astype(x.dtype), path)
+
+
+def saved(folder):
+    return trees.flat(partial.read(folder)["params"], "/")
+
+
+def check_same(ours, theirs):
+    """The same run, but for the order in which norms of weights are summed."""
+    same_state(ours, theirs)
+    for a, b in zip(lines(ours), lines(theirs), strict=True):
+        assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"] and a.get("eval/loss") == b.get("eval/loss")
+        norms = [name for name in a if "_norm" in name]
+        assert {"param_norm/experts", "update_norm/experts"} <= set(norms)
+        np.testing.assert_allclose([a[name] for name in norms], [b[name] for name in norms], rtol=1e-5)
+    assert {x.dtype for x in saved(ours).values()} == {np.dtype(np.float32)}
+
+
+def test_a_run_with_copies_is_the_run_without(run, keys, tmp_path):
+    """From its beginning, and from the other's checkpoint."""
+    theirs = tmp_path / "theirs"
+    assert train(theirs, 4, precision__weights="float32", **keys) == cli.DONE
+    check_same(run, theirs)
+    for folder in (run, theirs):
+        shutil.copytree(folder, again := tmp_path / "again")
+        shutil.rmtree(again / "checkpoints" / "6")
+        assert train(again, 4, **keys) == cli.DONE
+        check_same(again, run)
+        shutil.rmtree(again)
+
+
+@pytest.mark.slow
+def test_the_same_of_two_micro_batches_and_gradients_made_again(keys, tmp_path):
+    keys = keys | {"data__micro_batch": 4, "run__num_steps": 3, "guard__replay_every": 2}
+    assert train(tmp_path / "ours", 4, **keys) == cli.DONE
+    assert train(tmp_path / "theirs", 4, precision__weights="float32", **keys) == cli.DONE
+    check_same(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_any_mesh_reads_the_owners_weights(run, keys, devices):
+    _, optimizer, _, copies = on(devices, **keys)
+    assert set(optimizer.layout.copied) >= EXPERTS if devices > 1 else not optimizer.layout.copied
+    state = copies.place(Source(run).restore(copies.like, copies.held, everything=True))
+    check_copies(optimizer, state, saved(run))
+    theirs = trees.flat(partial.read(run, "*"))
+    for how in (copies.on_devices, copies.on_host):  # and would save the same again
+        ours = logical(copies, how(state))
+        assert ours.keys() == theirs.keys()
+        for name, x in theirs.items():
+            np.testing.assert_array_equal(ours[name], x, name)
+
+
+def logical(copies, copy):
+    """A checkpoint's arrays, put together from a copy by its list of boxes."""
+    found = {name: np.zeros(x.shape, x.dtype) for name, x in copies.held.arrays.items()}
+    own = snapshot.writing.copies_of(copy)
+    for part in copies.held.parts:
+        found[part.name][part.box] = part.of(np.asarray(own[part.leaf][part.device]))
+    return found
+
+
+def test_a_run_begins_with_given_weights(run, keys):
+    """Those of a checkpoint, for a model of the same size and for one with more experts; and an imported model's."""
+    for more in ({}, {"model__num_experts": 8}):
+        config, optimizer, state, copies = on(4, **keys | more)
+        fresh = states.init(config, optimizer, jax.tree.leaves(state)[0].sharding.mesh)
+        check_copies(optimizer, fresh, whole(copies, fresh))
+        found = copies.place(InitialWeights(Source(run), copies.held, bool(more)).of(copies.on_devices(fresh), print))
+        check_copies(optimizer, found, whole(copies, found))
+        for path in EXPERTS:
+            np.testing.assert_array_equal(whole(copies, found)[path][:, :4], saved(run)[path])
+        if not more:
+            check_copies(optimizer, copies.with_weights_of(fresh, Source(run).restore), saved(run))
+
+
+def whole(copies, state):
+    """The float32 weights of a state by path."""
+    return trees.flat(trees.nested(logical(copies, copies.on_devices(state)))["params"], "/")
+
+
+def test_memory_is_planned(keys):
+    for devices, copied in ((4, True), (1, False)):
+        config, _, state, _ = on(devices, **keys)
+        case = Case(config, spread_of(config.mesh, jax.tree.leaves(state)[0].sharding.mesh.shape), "mi300x", 8, 1)
+        assert bool(case.copied) == copied
+        planned = footprint.estimate(case).always
+        for part, name in (("params", "weights"), ("optimizer", "optimizer")):
+            taken = sum(map(states.bytes_per_device, jax.tree.leaves(state[part])))
+            assert planned[name] == pytest.approx(taken, abs=600)  # figures and counters
+
+
+def test_what_has_no_copies(keys):
+    """Products that may be float32, and weights that are in parts already."""
+    others = {"precision__compute": "float32"}, {"run__lora": 2, "run__init_from": "x"}, {"mesh__fsdp": True}
+    for more in (*others, {"precision__weights": "float32"}, {"mesh__tensor": 2}):
+        assert not EXPERTS & on(4, **keys | more)[1].layout.copied.keys()
+    assert not any("router" in path for path in on(4, **keys)[1].layout.copied)
