@@ -8,6 +8,7 @@ Nothing here needs more rights than over one's own processes.
 """
 
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -45,6 +46,7 @@ class Store:
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer  # of the development set
 
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise a line for every request
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self._new = lambda: ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
