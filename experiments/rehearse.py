@@ -132,11 +132,11 @@ def phases(story: Rehearsal) -> None:
 
     by_name = {fault.name: fault for fault in chaos.FAULTS}
     wanted = ["a process is killed", "a process is stopped (SIGSTOP)", "a dead remote store", "a full disk"]
-    accidents = [chaos.DAMAGED, *(by_name[name] for name in wanted), by_name["corrupt data"]]
-    if story.minutes < 20:  # noise is a spike once something has been learnt
-        accidents = accidents[:3]
+    accidents = [chaos.DAMAGED, *(by_name[name] for name in wanted[: 2 if story.minutes < 20 else 4])]
     last = story.last
     story.random.shuffle(accidents)
+    if story.minutes >= 20:  # second: the first phase is long enough then, and a spike is one after 64 steps of a phase
+        accidents.insert(1, by_name["corrupt data"])
     first = 25  # two checkpoints: one to damage, one to go back to
     between = (last - first) / len(accidents)
     plan = [(first + round(between * (i + story.random.uniform(0, 0.5))), one) for i, one in enumerate(accidents)]
