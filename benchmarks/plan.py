@@ -33,7 +33,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "alone": (1, 4, 1, {}),
     "8 devices": (8, 4, 1, COPIES),
     "12 devices": (12, 4, 1, {}),
-    "1,024 devices, 2 micro-batches": (1024, 2, 2, {}),
+    "1,024 devices, 2 micro-batches": (1024, 2, 2, COPIES),
     "8 layers, remat elementwise": (64, 4, 1, {"remat": "elementwise", "model.num_hidden_layers": 8}),
     "64 devices, nothing recomputed": (64, 1, 1, {"remat": "none"}),
     "layers recomputed, 4 micro-batches": (8, 2, 4, {"remat": "layer"}),
