@@ -1,22 +1,32 @@
-"""Training parity: the same weights, data and AdamW here and in the public PyTorch implementation, loss by loss.
+"""Training parity: the same weights, data and optimizer here and in the public PyTorch implementation, loss by loss.
 
-    .venv/bin/python benchmarks/torch_parity.py --torch-python=ORACLE/bin/python [--case=tests/golden/base] [--steps=30]
+    python -m benchmarks.torch_parity --torch-python=ORACLE/bin/python [--case=tests/golden/base] [--steps=30]
+    python -m benchmarks.torch_parity --torch-python=ORACLE/bin/python --curve=DIR     200 steps of 21M parameters
 
-ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0. Both sides start from the case's weights,
-train in float32 on the same random tokens, without clipping, z-loss or balancing, and decay the same weights.
+ORACLE is an environment with torch 2.14.1 and transformers 5.24.0 (or 2.13.0 and 5.23.0 without --curve). Both start
+from the case's weights, train in float32 on the same tokens, without clipping, z-loss or balancing, and decay the same
+weights. The first command has AdamW and random tokens, and stores PyTorch's losses for a test; the second draws
+benchmarks/torch_parity.svg: torch's AdamW and torch's Muon beside ours, on the standard library's sources, with two
+more of our runs from other weights. What DIR has is not run again.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+import zaya_jax as zj
+from benchmarks.ablations import text, windows
 from zaya_jax.config import Balance, Config, Data, Optim, Precision
+from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
 from zaya_jax.parallel.mesh import make_mesh
@@ -26,45 +36,63 @@ from zaya_jax.training import step as steps
 
 LR, DECAY, B1, B2, EPS = 1e-3, 0.1, 0.9, 0.95, 1e-8
 BATCH, LENGTH = 4, 64
+RATES = {"adamw": 1e-3, "muon": 3e-3}  # of the curves
+STEPS, SEEDS = 200, (0, 1, 2)  # of the curves; PyTorch has the first seed's weights
+HERE = Path(__file__).parent
 
 TORCH = """
-import json, sys, torch
+import json, sys, time, torch
 from safetensors.torch import load_file
 from transformers import ZayaForCausalLM
-case, ids_file, decayed_file, lr, decay, b1, b2, eps = sys.argv[1:]
-torch.set_num_threads(2)
+case, ids_file, rows_file, optim = sys.argv[1:]
+optim = json.loads(optim)
 model = ZayaForCausalLM.from_pretrained(case, dtype=torch.float32).train()
 stored = load_file(case + "/model.safetensors")
 for name, buffer in model.named_buffers():  # from_pretrained resets the skip biases
     if name in stored:
         buffer.copy_(stored[name])
-decayed = set(json.load(open(decayed_file)))
-groups = {True: [], False: []}
+rows = json.load(open(rows_file))  # name: (method, whether it is decayed)
+groups, stacks = {}, []
 for name, p in model.named_parameters():
-    groups[name in decayed].append(p)
-optimizer = torch.optim.AdamW(
-    [{"params": groups[True], "weight_decay": float(decay)}, {"params": groups[False], "weight_decay": 0.0}],
-    lr=float(lr), betas=(float(b1), float(b2)), eps=float(eps))
-losses = []
+    method, decayed = rows[name]
+    if method == "muon" and p.ndim == 3:  # torch's Muon takes matrices: views of each expert's
+        stacks.append((p, [torch.nn.Parameter(x) for x in p.detach()]))
+        groups.setdefault((method, decayed), []).extend(stacks[-1][1])
+    else:
+        groups.setdefault((method, decayed), []).append(p)
+optimizers = []
+for (method, decayed), parameters in groups.items():
+    kind = dict(params=parameters, lr=optim["lr"], weight_decay=optim["weight_decay"] if decayed else 0.0)
+    if method == "muon":
+        optimizers.append(torch.optim.Muon(**kind, momentum=optim["momentum"], adjust_lr_fn="match_rms_adamw"))
+    else:
+        optimizers.append(torch.optim.AdamW(**kind, betas=(optim["b1"], optim["b2"]), eps=optim["eps"]))
+losses, begun = [], time.perf_counter()
 for ids in load_file(ids_file)["ids"]:
     loss = model(ids, labels=ids, use_cache=False).loss
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for p, pieces in stacks:
+        for piece, gradient in zip(pieces, p.grad):
+            piece.grad = gradient
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
     losses.append(loss.item())
-print(json.dumps(losses))
+    print(len(losses), losses[-1], file=sys.stderr, flush=True)
+print(json.dumps({"losses": losses, "seconds": time.perf_counter() - begun, "torch": torch.__version__}))
 """
 
 
-def settings_for(case: str | Path) -> Config:
+def settings_for(case: str | Path, name: str = "adamw", lr: float = LR) -> Config:
     """The config of our side."""
     model = hf.Directory(case).model
     return Config(
         model=model,
         data=Data(seq_len=LENGTH - 1, global_batch=BATCH),
-        optim=Optim(name="adamw", lr=LR, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY, clip_norm=0.0),
+        optim=Optim(name=name, lr=lr, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY, clip_norm=0.0),
         balance=Balance(enabled=False),
-        precision=Precision(compute="float32", router="float32", matmul="highest"),
+        # torch's Muon iterates in bfloat16
+        precision=Precision(compute="float32", router="float32", matmul="highest", newton_schulz="bfloat16"),
     )
 
 
@@ -77,9 +105,9 @@ def tokens(vocab: int, num_steps: int) -> np.ndarray:
     return ids
 
 
-def our_losses(case: str | Path, ids: np.ndarray) -> list[float]:
+def our_losses(case: str | Path, ids: np.ndarray, name: str = "adamw", lr: float = LR) -> list[float]:
     """Each step's loss here."""
-    settings, (params, bias) = settings_for(case), any_model.find(case).weights()
+    settings, (params, bias) = settings_for(case, name, lr), any_model.find(case).weights()
     mesh = make_mesh(dataclasses.replace(settings.mesh, data=1), jax.devices()[:1])
     optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape))
     state = states.init(settings, optimizer, mesh)
@@ -94,41 +122,115 @@ def our_losses(case: str | Path, ids: np.ndarray) -> list[float]:
             "positions": np.tile(np.arange(LENGTH - 1, dtype=np.int32), (BATCH, 1)),
             "loss_mask": np.ones(shape, np.float32),
         }  # fmt: skip
-        state, figures = step(state, steps.put_batch(mesh, batch, 1), np.float32(LR))
+        state, figures = step(state, steps.put_batch(mesh, batch, 1), np.float32(lr))
         losses.append(float(figures["loss"]))
     return losses
 
 
-def decayed_names(case: str | Path) -> list[str]:
-    """The PyTorch names of the weights that our table decays."""
-    model = hf.Directory(case).model
-    shapes = {
-        "/".join(k.key for k in path): x.shape
-        for path, x in jax.tree_util.tree_flatten_with_path(zaya.abstract(model))[0]
-    }
-    claims = chain.claim(shapes)
+def table_rows(case: str | Path, name: str) -> dict[str, tuple[str, bool]]:
+    """How our table trains each weight, by its PyTorch name: (method, whether it is decayed)."""
+    settings = settings_for(case, name)
+    optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model))
     path = lambda row, layer: "/".join(row.path if layer is None else ("layers", *row.path))  # noqa: E731
-    return [name for name, row, layer in hf_names.all_rows(model) if claims[path(row, layer)].decay]
+    named = [(key, optimizer.claims[path(row, layer)]) for key, row, layer in hf_names.all_rows(settings.model)]
+    return {key: (row.method, row.decay) for key, row in named}
+
+
+def their_losses(python: str, case: str | Path, ids: np.ndarray, name: str = "adamw", lr: float = LR) -> dict[str, Any]:
+    """PyTorch's losses, its seconds and its version."""
+    from safetensors.numpy import save_file
+
+    optim = dataclasses.asdict(settings_for(case, name, lr).optim)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"ids": ids}, f"{folder}/ids.safetensors")
+        Path(folder, "rows.json").write_text(json.dumps(table_rows(case, name)))
+        files = [f"{folder}/ids.safetensors", f"{folder}/rows.json"]
+        command = [python, "-c", TORCH, str(case), *files, json.dumps(optim)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def once(path: Path, make: Callable[[], Any]) -> Any:
+    """What a file holds; it is made first if it is not there."""
+    if not path.exists():
+        path.write_text(json.dumps(make()))
+    return json.loads(path.read_text())
+
+
+def curves(python: str, out: Path) -> None:
+    """Both optimizers: PyTorch's curve, ours from the same weights, ours from others."""
+    c = zj.config.default()
+    c.model = dict(
+        vocab_size=264, hidden_size=96, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, moe_intermediate_size=384, num_experts=16, router_hidden_size=24, max_position_embeddings=256,
+    )  # fmt: skip
+    c.data.seq_len = LENGTH
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in SEEDS:
+        if not (out / f"weights{seed}").exists():
+            model = zj.create(c, seed)
+            model.to_hf(out / f"weights{seed}")
+            print(f"seed {seed}: {model}")
+    generator = np.random.default_rng(0)
+    ids = windows(text(False), generator, STEPS, BATCH, LENGTH).astype(np.int64)
+    found = {}
+    for name, lr in RATES.items():
+        ours = [
+            once(out / f"{name}{seed}.json", functools.partial(our_losses, out / f"weights{seed}", ids, name, lr))
+            for seed in SEEDS
+        ]
+        ask = functools.partial(their_losses, python, (out / "weights0").resolve(), ids, name, lr)
+        theirs = once(out / f"{name}_torch.json", ask)
+        found[name] = np.array(ours), np.array(theirs["losses"])
+    compare(found)
+
+
+def compare(found: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Prints how far apart the curves are, and draws them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "torch_parity"}
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(
+        2, len(found), figsize=(11, 6), layout="constrained", sharex=True, height_ratios=(3, 2)
+    )
+    print("| optimizer | steps | greatest difference | mean | between seeds: least | mean | steps beyond it |")
+    print("|---|---|---|---|---|---|---|")
+    for (name, (ours, theirs)), (upper, lower) in zip(found.items(), panels.T, strict=True):
+        x, apart, noise = np.arange(1, len(theirs) + 1), np.abs(ours[0] - theirs), np.std(ours, axis=0, ddof=1)
+        figures = (apart.max(), apart.mean(), noise.min(), noise.mean())
+        print(f"| {name} | {len(x)} | {' | '.join(f'{v:.1e}' for v in figures)} | {(apart > noise).sum()} |")
+        upper.fill_between(x, ours.min(axis=0), ours.max(axis=0), alpha=0.3, label=f"ours, {len(ours)} seeds")
+        upper.plot(x, ours[0], lw=1.2, label="ours, seed 0")
+        upper.plot(x, theirs, "--", lw=1.2, label="PyTorch, the same weights")
+        upper.set(title=f"{name}, lr {RATES[name]:g}", ylabel="nats per byte")
+        lower.semilogy(x, noise, lw=1, label="deviation between seeds")
+        lower.semilogy(x, np.maximum(apart, 1e-8), lw=1, label="difference from PyTorch")
+        lower.set(xlabel="step", ylabel="nats per byte")
+        for panel in (upper, lower):
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=8)
+    figure.savefig(HERE / "torch_parity.svg", metadata={"Date": None})
 
 
 def main() -> None:
-    """Both curves, and the greatest distance between them."""
+    """Losses on both sides, and the greatest distance between them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--case", default="tests/golden/base")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", help="JSON file for PyTorch's losses")
+    parser.add_argument("--curve", type=Path, help="the directory of the long runs")
     args = parser.parse_args()
-    from safetensors.numpy import save_file
-
+    host.keep_memory()
+    if args.curve:
+        host.keep_compiled()
+        curves(args.torch_python, args.curve)
+        return
     ids = tokens(hf.Directory(args.case).model.vocab_size, args.steps)
-    with tempfile.TemporaryDirectory() as folder:
-        save_file({"ids": ids}, f"{folder}/ids.safetensors")
-        Path(folder, "decayed.json").write_text(json.dumps(decayed_names(args.case)))
-        numbers = [str(x) for x in (LR, DECAY, B1, B2, EPS)]
-        command = [args.torch_python, "-c", TORCH, args.case, f"{folder}/ids.safetensors", f"{folder}/decayed.json"]
-        done = subprocess.run([*command, *numbers], capture_output=True, text=True, check=True)
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    theirs = their_losses(args.torch_python, args.case, ids)["losses"]
     ours = our_losses(args.case, ids)
     print("| step | zaya_jax | PyTorch | difference |\n|---|---|---|---|")
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):

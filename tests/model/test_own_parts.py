@@ -1,0 +1,97 @@
+"""The parts of benchmarks.ablations: each lacks what it says, and a run of every variant takes a step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import zaya_jax as zj
+from benchmarks import ablations, own_parts
+
+SMALL = dict(hidden_size=16, num_hidden_layers=2, head_dim=4, moe_intermediate_size=8)
+WIDTH, TOKENS = 24, 40
+
+
+@pytest.fixture(scope="module")
+def config():
+    full = ablations.settings("zaya")
+    return dataclasses.replace(full, model=dataclasses.replace(full.model, **SMALL))
+
+
+@pytest.fixture
+def asked():
+    """(product of the norm, stream from below, balancing biases) for a router."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, [(TOKENS, WIDTH)] * 2 + [(9,)], strict=True))
+
+
+def router(config, kind):
+    """One with weights large enough that no two classes are near each other; the same for every kind with an MLP."""
+    made = kind(nnx.Rngs(0), config.model, config.precision)
+    graph, weights = nnx.split(made)
+    return nnx.merge(graph, jax.tree.map(lambda x: 20 * x, weights))
+
+
+def test_a_router_alone_does_not_hear_the_one_below(config, asked):
+    seen, stream, balance = asked
+    alone, usual = router(config, own_parts.Alone), router(config, zj.Router)
+    found, expected = alone(*asked), usual(seen, 0 * stream, balance)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert np.abs(found[2] - usual(*asked)[2]).max() > 0.1
+
+
+def test_without_a_skip_class_the_gate_is_of_the_experts_alone(config, asked):
+    seen, stream, balance = asked[0], asked[1], asked[2].at[-1].set(100.0)  # ZAYA's would skip every token
+    choice, gate, _, _ = router(config, own_parts.NoSkip)(seen, stream, balance)
+    usual = router(config, zj.Router)(seen, stream, balance)
+    assert (np.asarray(usual[0]) == 8).all()
+    p = jax.nn.softmax(usual[2][:, :8])
+    np.testing.assert_array_equal(choice, jnp.argmax(p + balance[:8], axis=-1))
+    np.testing.assert_allclose(gate, p[np.arange(TOKENS), choice], rtol=1e-5)
+
+
+def test_a_linear_router_is_one_product(config, asked):
+    model = dataclasses.replace(config.model, router_hidden_size=9)
+    linear = own_parts.Linear(nnx.Rngs(0), model, config.precision)
+    linear.down.bias[...] = jnp.arange(9.0)
+    _, _, logits, stream = linear(asked[0][:, :9], asked[1][:, :9], asked[2])
+    np.testing.assert_array_equal(logits, asked[0][:, :9] + np.arange(9.0))
+    assert [*nnx.to_pure_dict(nnx.state(linear))] == ["down"] and stream.shape == (TOKENS, 9)
+
+
+def test_the_auxiliary_loss_has_its_gradient_and_leaves_the_gate(config, asked):
+    seen, stream, balance = asked
+    usual, auxiliary = router(config, zj.Router), router(config, own_parts.Auxiliary)
+    np.testing.assert_array_equal(auxiliary(*asked)[1], usual(*asked)[1])
+
+    def written_out(seen):
+        choice, gate, logits, _ = usual(seen, stream, balance)
+        p, share = jax.nn.softmax(logits), np.bincount(choice, minlength=9) / TOKENS
+        return jnp.sum(gate**2) + 0.01 * 8 * jnp.sum(share * p.mean(0))
+
+    found = jax.grad(lambda seen: jnp.sum(auxiliary(seen, stream, balance)[1] ** 2))(seen)
+    np.testing.assert_allclose(found, jax.grad(written_out)(seen), rtol=1e-4, atol=1e-7)
+
+
+def test_a_plain_sum_is_what_residual_scaling_begins_with(config):
+    ids = np.random.default_rng(0).integers(0, 256, (2, 16))
+    usual, plain = zj.create(config, 0), zj.create(config, 0, layer=own_parts.Unscaled)
+    assert usual.params["layers"].keys() - plain.params["layers"].keys() == {"attn_join", "moe_join"}
+    layers = {name: usual.params["layers"][name] for name in plain.params["layers"]}
+    plain.params = usual.params | {"layers": layers}
+    assert plain.loss(ids, ids) == pytest.approx(usual.loss(ids, ids), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ablations.VARIANTS)
+def test_every_variant_takes_a_step(name, monkeypatch):
+    full = ablations.settings(name)
+    small = dataclasses.replace(full, model=dataclasses.replace(full.model, **SMALL))
+    monkeypatch.setattr(ablations, "settings", lambda name: small)
+    monkeypatch.setattr(ablations, "BATCH", 2)
+    monkeypatch.setattr(ablations, "LENGTH", 16)
+    found = ablations.run(name, ablations.RATE, seed=0, last=1)
+    assert abs(found["loss"] - np.log(264)) < 1 and abs(found["held_out"] - np.log(264)) < 1
