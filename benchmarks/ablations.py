@@ -11,7 +11,6 @@ windows of the standard library's sources, byte by byte, and are judged on files
 import functools
 import json
 import pathlib
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,7 +40,7 @@ class Variant(NamedTuple):
     rates: tuple[float, ...] = (RATE,)
 
 
-OFF = {"balance.enabled": False}
+OFF, CLASSES = {"balance.enabled": False}, {"model.router_hidden_size": 9}
 VARIANTS = {
     "zaya": Variant("", rates=(RATE, RATE / 2, RATE * 2)),
     "gqa_cache": Variant("CCA, or GQA of an equal cache", {"model.num_attention_heads": 8}, own_parts.Grouped),
@@ -50,12 +49,11 @@ VARIANTS = {
     "no_scaling": Variant("residual scaling, or a sum", layer=own_parts.Unscaled),
     "no_skip": Variant("a skip class, or none", router=own_parts.NoSkip),
     "free_skip": Variant("a skip bias of -1, or 0", skip_bias=0.0),
-    "linear": Variant("an MLP router without depth averaging, or a linear one", {"model.router_hidden_size": 9},
-                      router=own_parts.Linear, against="no_eda"),
+    "linear": Variant("an MLP router, or a linear one", CLASSES, router=own_parts.Linear, against="no_eda"),
     "no_balance": Variant("loss-free balancing, or none", OFF),
     "auxiliary": Variant("loss-free balancing, or an auxiliary loss", OFF, router=own_parts.Auxiliary),
     "adamw": Variant("Muon, or AdamW", {"optim.name": "adamw"}, rates=(2e-3, 1e-3, 4e-3)),
-}  # fmt: skip
+}
 
 
 def settings(name: str) -> zj.Config:
@@ -119,8 +117,8 @@ def run(name: str, rate: float, seed: int, last: int = STEPS) -> dict[str, Any]:
         carried, found = step(*carried, ids, np.float32(rate * plan.step(number).lr))
         figures.append({key: float(x) for key, x in found.items()})
     judged = windows(text(True), np.random.default_rng(0), 16, BATCH, LENGTH)
-    held_out = statistics.fmean(float(loss(carried[0], carried[2].bias, ids, ids)) for ids in judged)
-    means = {key: statistics.fmean(x[key] for x in figures[-20:]) for key in figures[0]}
+    held_out = float(np.mean([loss(carried[0], carried[2].bias, ids, ids) for ids in judged]))
+    means = {key: float(np.mean([x[key] for x in figures[-20:]])) for key in figures[0]}
     return {"variant": name, "rate": rate, "seed": seed, "held_out": held_out, "parameters": num_params, **means}
 
 
@@ -135,26 +133,21 @@ def best(out: pathlib.Path, name: str) -> float:
 
 
 def train(out: pathlib.Path) -> None:
-    """All rates with the first seed, then with the others the common rate and a variant's best one."""
+    """All rates with the first seed, then with the others the common rate and the best one."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "runs.jsonl").touch()
     for seed in SEEDS:
         for name, variant in VARIANTS.items():
-            rates = variant.rates if seed == SEEDS[0] else dict.fromkeys((best(out, name), *variant.rates[:1]))
-            for rate in rates:
-                if (name, rate, seed) not in {(x["variant"], x["rate"], x["seed"]) for x in lines(out)}:
-                    line = json.dumps(run(name, rate, seed))
+            finished = {(x["variant"], x["rate"], x["seed"]) for x in lines(out)}
+            for rate in variant.rates:
+                wanted = seed == SEEDS[0] or rate in (RATE, best(out, name))
+                if wanted and (name, rate, seed) not in finished:
                     with (out / "runs.jsonl").open("a") as file:
-                        file.write(line + "\n")
-                    print(line, flush=True)
+                        file.write(json.dumps(run(name, rate, seed)) + "\n")
 
 
 def draw(out: pathlib.Path) -> None:
-    """Prints a table of runs and one of comparisons, and draws these.
-
-    The noise is the residual of all losses after each run's and each seed's own mean, and a margin the half-width of a
-    95% interval of the difference between two means.
-    """
+    """Prints all runs and comparisons, and draws these; the noise is what each run's and each seed's mean leave."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -164,10 +157,10 @@ def draw(out: pathlib.Path) -> None:
     rates = {name: best(out, name) if name == "adamw" else RATE for name in VARIANTS}
     runs = {(name, rate): [x for x in lines(out) if (x["variant"], x["rate"]) == (name, rate)]
             for name, variant in VARIANTS.items() for rate in variant.rates}  # fmt: skip
-    print("| run | rate | held-out loss, by seed | parameters | load entropy | dead experts |\n" + "|---|" * 6)
+    print("| run | rate | held-out loss, by seed | parameters | load entropy | dead experts |\n|" + "---|" * 6)
     for (name, rate), found in runs.items():
         by_seed = " / ".join(f"{x['held_out']:.4f}" for x in found)
-        entropy, dead = (statistics.fmean(x[key] for x in found) for key in ("load_entropy", "dead"))
+        entropy, dead = (np.mean([x[key] for x in found]) for key in ("load_entropy", "dead"))
         print(f"| {name} | {rate:g} | {by_seed} | {found[0]['parameters']:,} | {entropy:.3f} | {dead:.1f} |")
     losses = {key: np.array([x["held_out"] for x in found]) for key, found in runs.items() if len(found) == len(SEEDS)}
     table = np.stack([*losses.values()])
@@ -179,8 +172,8 @@ def draw(out: pathlib.Path) -> None:
     for i, (name, variant) in enumerate([*VARIANTS.items()][1:]):
         other = (variant.against, best(out, "zaya") if name == "adamw" else RATE)
         gain = losses[name, rates[name]] - losses[other]
-        word = "better" if gain.mean() > 0 else "worse"
-        verdict = f"{word} by more than the noise" if abs(gain.mean()) > margin else "within noise"
+        beyond = f"{'better' if gain.mean() > 0 else 'worse'} by more than the noise"
+        verdict = beyond if abs(gain.mean()) > margin else "within noise"
         print(f"| {variant.asked} | {gain.mean():+.4f} | {verdict} |")
         panel.errorbar(gain.mean(), i, xerr=margin, fmt="o", color="tab:blue", capsize=3)
         panel.plot(gain, [i] * len(gain), ".", color="gray", ms=4)
@@ -188,7 +181,6 @@ def draw(out: pathlib.Path) -> None:
     panel.set(title="What the first of two choices gains", xlabel="nats per byte; dots are seeds, bars 95% intervals")
     panel.invert_yaxis()
     panel.axvline(0, color="black", lw=0.8)
-    panel.grid(axis="x", alpha=0.3)
     figure.savefig(pathlib.Path(__file__).with_suffix(".svg"), metadata={"Date": None})
 
 
