@@ -192,7 +192,7 @@ def headline(row: dict[str, Any]) -> str:
     time = f", at least {duration(bound['seconds'])} ({bound['binds']} most)" if bound else ""
     return (
         f"peak {byte_size(memory['peak'])}{of}, {byte_size(row['hbm_bytes'])} of traffic, {row['launches']:,.0f} "
-        f"launches, {row['flops'] / 1e12:,.1f} TFLOP, {_of_use(row):.0%} of use{time}"
+        f"launches, {number(row['flops'], 3)} FLOPs, {_of_use(row):.0%} of use{time}"
     )
 
 
@@ -224,30 +224,30 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def _tables(row: dict[str, Any]) -> Iterable[Table]:
     memory, traffic = row["memory"], row["traffic"]
-    kinds = [[kind, f"{memory[kind] / 1e9:.2f}", f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS]
-    yield Table("Memory where it is highest", ("kind", "GB", "share"), kinds)
-    largest = [[f"{b['bytes'] / 1e9:.2f}", b["shape"], b["kind"], b["scope"], b["op_name"]] for b in memory["largest"]]
-    yield Table("Largest temporaries there", ("GB", "array", "kind", "scope", "made by"), largest, "code")
+    kinds = [[kind, byte_size(memory[kind]), f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS]
+    yield Table("Memory where it is highest", ("kind", "size", "share"), kinds)
+    largest = [[byte_size(b["bytes"]), b["shape"], b["kind"], b["scope"], b["op_name"]] for b in memory["largest"]]
+    yield Table("Largest temporaries there", ("size", "array", "kind", "scope", "made by"), largest, "code")
     scopes = [
         [
-            r["scope"], f"{r['launches']:,.0f}", f"{r['reads'] / 1e9:,.1f}", f"{r['writes'] / 1e9:,.1f}",
-            f"{r['flops'] / 1e12:,.2f}", f"{r['flops_of_use'] / r['flops']:.0%}" if r["flops"] else "",
+            r["scope"], f"{r['launches']:,.0f}", byte_size(r["reads"]), byte_size(r["writes"]),
+            number(r["flops"], 3), f"{r['flops_of_use'] / r['flops']:.0%}" if r["flops"] else "",
         ]
         for r in traffic
     ]  # fmt: skip
     scopes.append([
-        "all", f"{row['launches']:,.0f}", *(f"{sum(r[x] for r in traffic) / 1e9:,.1f}" for x in ("reads", "writes")),
-        f"{row['flops'] / 1e12:,.2f}", f"{_of_use(row):.0%}",
+        "all", f"{row['launches']:,.0f}", *(byte_size(sum(r[x] for r in traffic)) for x in ("reads", "writes")),
+        number(row["flops"], 3), f"{_of_use(row):.0%}",
     ])  # fmt: skip
-    yield Table("Traffic and work by scope", ("scope", "launches", "GB read", "GB written", "TFLOP", "of use"), scopes)
+    yield Table("Traffic and work by scope", ("scope", "launches", "read", "written", "FLOPs", "of use"), scopes)
     kernels = [
         [
-            f"{k['times'] * (k['reads'] + k['writes']) / 1e9:,.1f}", f"{k['times']:,.0f}", k["scope"], k["stage"],
+            byte_size(k["times"] * (k["reads"] + k["writes"])), f"{k['times']:,.0f}", k["scope"], k["stage"],
             k["op_name"], k["name"],
         ]
         for k in row["largest"]
     ]  # fmt: skip
-    yield Table("Kernels that move most", ("GB", "times", "scope", "stage", "made by", "kernel"), kernels, "code")
+    yield Table("Kernels that move most", ("moved", "times", "scope", "stage", "made by", "kernel"), kernels, "code")
     collectives = [
         [
             c["kind"], c["scope"], f"{c['bytes'] / 1e6:,.2f}", f"{c['group']:,}",
@@ -270,7 +270,7 @@ def _tiles(row: dict[str, Any]) -> list[Tile]:
         ("Peak memory", byte_size(memory["peak"]), of),
         ("HBM traffic", byte_size(row["hbm_bytes"]), ""),
         ("Launches", number(row["launches"]), ""),
-        ("FLOPs", f"{row['flops'] / 1e12:,.1f} T", f"{_of_use(row):.0%} of use"),
+        ("FLOPs", number(row["flops"], 3), f"{_of_use(row):.0%} of use"),
     ]
     return [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")] if bound else tiles
 

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ from zaya_jax.model import zaya
 from zaya_jax.pytorch import any_model
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
+from zaya_jax.report.text import duration
 
 ALL = "all"  # the row of all --data
 
 CHAT_OPTIONS = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")  # of lm-eval
 
 COLORS = 6  # curves in a picture
+MINUTE = 60.0  # seconds between two lines of progress
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,13 +192,32 @@ def _require_its_data(model: library.LanguageModel) -> None:
 def loss_on(
     model: library.LanguageModel, name: str, found: Iterator[texts.Document], context: int, tokens: int
 ) -> texts.Loss:
-    """The loss on some documents, with a line of progress on a terminal."""
-    watched = sys.stderr.isatty() and multihost.is_writer()
-    with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=not watched, leave=False) as bar:
-        loss = texts.evaluate(scorer.Scorer(model, tokens), found, context, bar.update)
+    """The loss on some documents; process 0 says how far it is."""
+    with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=not _has_bar(), leave=False) as bar:
+        tell = bar.update if _has_bar() or not multihost.is_writer() else lines_of_progress(name)
+        loss = texts.evaluate(scorer.Scorer(model, tokens), found, context, tell)
     if not loss.tokens:
         raise UserError(f"{name} has no token to predict; give texts, or chats with an answer")
     return loss
+
+
+def _has_bar() -> bool:
+    return sys.stderr.isatty() and multihost.is_writer()
+
+
+def lines_of_progress(name: str) -> Callable[[int], None]:
+    """A function that is told of tokens as they are scored, and prints a line a minute, for logs."""
+    begun = said = time.monotonic()
+    done = 0
+
+    def tell(tokens: int) -> None:
+        nonlocal said, done
+        done += tokens
+        if time.monotonic() - said >= MINUTE:
+            said = time.monotonic()
+            print(f"{name}: {done:,} tokens in {duration(said - begun)}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def usual_context(config: Config) -> int:
@@ -235,7 +256,11 @@ def _by_place(data: dict[str, Any]) -> Section:
         name: [(one["from"], one["loss"]) for one in found["by_position"] if math.isfinite(one["loss"])]
         for name, found in list(data.items())[:COLORS]
     }
-    lines = [Curve(name, own, i) for i, (name, own) in enumerate(points.items()) if len(own) > 1]
+    lines = [
+        Curve(f"{name}, mean {data[name]['loss']:.4g}, at the last place", own, i)
+        for i, (name, own) in enumerate(points.items())
+        if len(own) > 1
+    ]
     if not lines:
         return Section("By place")
     xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
@@ -244,7 +269,7 @@ def _by_place(data: dict[str, Any]) -> Section:
     if left_out := len(data) - len(lines):
         note += f" In the table alone: {left_out} with one place, without a finite loss, or after the first {COLORS}."
     picture = Chart(
-        "Loss by place in the document", lines, (min(xs), max(xs)), (min(ys) - room, max(ys) + room), log_x=True,
-        unit=" nats", over="place", note=note,
+        "Loss by place in the document, nats", lines, (min(xs), max(xs)), (min(ys) - room, max(ys) + room), log_x=True,
+        over="place", note=note,
     )  # fmt: skip
     return Section("By place", "How much the model gains from the text before a token.", pictures=picture.draw())

@@ -149,17 +149,23 @@ def headline(phase: dict[str, Any]) -> str:
 
 
 def _summary(result: dict[str, Any]) -> Table:
-    head = ("phase", "step", "tokens/s", "MFU", "memory", "days", "GPU-hours", "page reads/s", "save every", "goodput")
-    rows = [
+    """A column for each phase: a phone has room for four."""
+    names = (
+        "step", "step, low", "step, high", "tokens/s", "MFU", "memory", "days", "GPU-hours", "page reads/s",
+        "save every", "goodput",
+    )  # fmt: skip
+    columns = [
         [
-            p["name"], _with_range(p["step"]), f"{p['tokens_per_second'] / 1e6:,.2f}M",
-            f"{p['step']['mfu']:.1%}", byte_size(p["memory"]["peak"]), f"{p['days']:,.1f}", f"{p['gpu_hours']:,.0f}",
+            *map(duration, (p["step"]["seconds"], *p["step"]["between"]["all"])),
+            f"{p['tokens_per_second'] / 1e6:,.2f}M", f"{p['step']['mfu']:.1%}", byte_size(p["memory"]["peak"]),
+            f"{p['days']:,.1f}", f"{p['gpu_hours']:,.0f}",
             f"{p['data']['pages_per_second']:,.0f}", duration(p["saving"]["interval"]),
             f"{p['saving']['goodput']:.2%}",
         ]
         for p in result["phases"]
     ]  # fmt: skip
-    return Table("Phase by phase", head, rows)
+    rows = [list(row) for row in zip(names, *columns, strict=True)]
+    return Table("Phase by phase", ["", *(p["name"] for p in result["phases"])], rows)
 
 
 def _with_range(step: dict[str, Any]) -> str:

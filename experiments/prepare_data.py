@@ -14,15 +14,9 @@ See docs/data.md.
 import argparse
 import re
 import sys
-import time
-from typing import Self
-
-from tqdm import tqdm
 
 from zaya_jax.config import UserError, fields, shown
-from zaya_jax.data import chat, inputs, prepare, storage, tokens
 
-SAY_EVERY = 60.0  # seconds between lines without a terminal
 OF_OUT = object()  # the value of a bare --verify
 
 
@@ -33,7 +27,10 @@ def main() -> int:
         given = getattr(args, name) or ()
         for value in [given] if isinstance(given, str) else given:
             fields.check_path(f"--{name}", value, addresses=True)
-    return verify(args.verify) if args.verify else make(args)
+    from experiments import _prepare_data  # not above: its imports take longer than --help may
+
+    part = None if args.part is None else parse_part(args.part)
+    return _prepare_data.verify(args.verify) if args.verify else _prepare_data.make(args, part)
 
 
 def parse() -> argparse.Namespace:
@@ -90,109 +87,12 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def make(args: argparse.Namespace) -> int:
-    """Prepare --out from --input and print a summary."""
-    if not args.input or not args.out:
-        raise UserError("give --input=GLOB and --out=DIR, or --verify=DIR")
-    if args.train_bpe and args.tokenizer is not None:
-        raise UserError("--train_bpe trains the tokenizer; omit --tokenizer")
-    options = prepare.Options(
-        inputs=args.input,
-        tokenizer="bytes" if args.tokenizer is None else args.tokenizer,
-        train_bpe=args.train_bpe,
-        text_field=args.text_field,
-        context=args.context,
-        held_out=args.held_out,
-        skip_bad=args.skip_bad,
-        part_bytes=args.part_mib << 20,
-    )
-    part = None if args.part is None else parse_part(args.part)
-    with Display("" if part is None else f"part {args.part}: ") as display:
-        manifest, was_complete = prepare.prepare(
-            options, args.out, args.processes or 0, display.tell, args.engine, part
-        )
-    if was_complete:
-        print(f"{inputs.shown(args.out)} is complete already: nothing to do")
-    if manifest is None:
-        print(f"part {args.part} is done: next the other parts, then the same command without --part")
-    else:
-        summarise(manifest, args.out)
-    return 0
-
-
 def parse_part(text: str) -> tuple[int, int]:
     """The (index, count) that I/N names; UserError where it names no part."""
     found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     if not found or not int(found[1]) < int(found[2]):
         raise UserError(f"--part={shown(text)} is no part: give I/N, from 0/N to N-1/N")
     return int(found[1]), int(found[2])
-
-
-class Display:
-    """How far it has come: a bar at a terminal, elsewhere a line a minute, since a log keeps all of them."""
-
-    def __init__(self, title: str) -> None:
-        self._title, self._began, self._said = title, time.perf_counter(), time.perf_counter()
-        self._bar = tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc=title.rstrip(": ") or None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def tell(self, now: prepare.Progress) -> None:
-        """Show it, if it is time."""
-        seconds = time.perf_counter() - self._began
-        text = f"{now.tasks:,}/{now.total_tasks:,} tasks, {now.tokens / seconds / 1e6:.2f} M tokens/s"
-        if self._bar.disable:
-            if time.perf_counter() - self._said >= SAY_EVERY:
-                self._said = time.perf_counter()
-                print(f"{self._title}{text}, {now.done / 1e9:,.1f} of {now.total / 1e9:,.1f} GB", flush=True)
-            return
-        self._bar.total = now.total
-        if self._bar.n == 0:  # the work of an earlier run says nothing of speed
-            self._bar.initial = self._bar.n = self._bar.last_print_n = now.done
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(now.done - self._bar.n)
-
-
-def summarise(manifest: dict, out: str) -> None:
-    """Print the contents of a prepared directory."""
-    for split, total in manifest["totals"].items():
-        print(
-            f"{split:9s} {total['tokens']:>16,} tokens  {total['documents']:>12,} documents  "
-            f"{total['bundles']:>9,} bundles  {total['bytes'] / 2**20:>10,.1f} MiB"
-        )
-    made = manifest["tokenizer"]
-    print(f"tokenizer {made['kind']}, {made['vocab_size']:,} ids, {manifest['token_bytes']} bytes per token")
-    print(f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens, {tokens.PAGE_BYTES} B)")
-    if manifest["trim"]:
-        print(f"chats     {chat.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
-    left_out = manifest["left_out"]
-    print(
-        f"left out  {left_out['bad']:,} bad records and files, {left_out['not_text']:,} files that are not text, "
-        f"{left_out['empty']:,} empty texts"
-    )
-    for kind, word in (("bad", "skipped"), ("not_text", "not text")):
-        for example in left_out[f"{kind}_examples"]:
-            print(f"{word:9s} {example}")
-        if left_out[kind] > len(left_out[f"{kind}_examples"]):
-            print(f"{word:9s} and {left_out[kind] - len(left_out[f'{kind}_examples']):,} more")
-    print(f"written   {inputs.shown(out)}")
-
-
-def verify(directory: str) -> int:
-    """Check a prepared directory; 4 if anything in it is not as it was written."""
-    problems = storage.verify(directory)
-    for problem in problems:
-        print(problem)
-    if problems:
-        print(f"{inputs.shown(directory)} is damaged: {len(problems)} problems")
-        return 4
-    summarise(storage.load_manifest(directory), directory)
-    print("verified  every checksum is as the manifest says")
-    return 0
 
 
 if __name__ == "__main__":

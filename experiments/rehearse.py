@@ -237,7 +237,7 @@ def evaluation(story: Rehearsal) -> None:
     rows = [[name, *(f"{found[phase][name]:.3f}" for phase in found)] for name in columns]
     ticks = [(i, phase) for i, phase in enumerate(found)]
     lines = [Curve(n, [(i, found[p][n]) for i, p in enumerate(found)], i) for i, n in enumerate(TEXTS)]
-    picture = Chart("Held-out loss after each phase", lines, (0, 3), (0, 7), over="phase", named=ticks, unit=" nats")
+    picture = Chart("Held-out loss after each phase", lines, (0, 3), (0, 7), over="phase", named=ticks)
     text = "Losses in nats per token; tasks as shares of right answers among four."
     notes = [] if names else ["No tasks: lm-eval is not installed (make setup EXTRAS=eval)."]
     table = Table("After each phase", ("figure", *found), rows)

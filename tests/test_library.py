@@ -142,6 +142,9 @@ def test_fifty_sentences_take_two_programs_and_have_the_logits_of_their_own_leng
     for count, length in ((1, 1), (1, 61), (3, 10), (4, 40)):
         assert model.generate(np.ones((count, length), int), 3).shape == (count, length + 3)
     assert compiled() == before
+    for ids in rows:
+        model.generate(ids, 20)
+    assert compiled() - before == 3  # a piece and a cache of 256 columns, a cache of 512
 
 
 def test_the_loss_on_held_out_data_is_what_the_run_wrote(trained, run, settings):
@@ -227,6 +230,20 @@ def test_attention_is_what_the_tokens_see_of_each_other(model, ids, segments):
     np.testing.assert_array_equal(seen.hidden_states, plain.hidden_states)
 
 
+def test_the_experts_outputs_are_what_joins_the_stream_times_p(model, ids):
+    """With twice the last weights the stream gains the same once more: fresh weights scale nothing."""
+    model = dataclasses.replace(model, balance=model.balance.at[:, -1].set(0.2))  # some tokens skip
+    layers = model.params["layers"]
+    doubled = {**layers["experts"], "down": 2 * layers["experts"]["down"]}
+    other = dataclasses.replace(model, params={**model.params, "layers": {**layers, "experts": doubled}})
+    one, two = model.trace(ids), other.trace(ids)
+    skips, p = one.choices[0] == 2, np.take_along_axis(one.router_probs[0], one.choices[0][..., None], -1)
+    assert skips.any() and not skips.all() and (one.expert_outputs[0][skips] == 0).all()
+    gained = two.hidden_states[0] - one.hidden_states[0]
+    np.testing.assert_allclose(p * one.expert_outputs[0], gained, rtol=1e-3, atol=1e-7)
+    assert np.abs(gained[~skips]).min(-1).all()
+
+
 def test_the_attention_that_is_seen_makes_what_the_operator_gives(segments):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 7, heads, 8), np.float32)) for heads in (4, 2, 2))
@@ -253,7 +270,7 @@ def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
     spread = [x for x in jax.tree.leaves(over.params) if not x.sharding.is_fully_replicated]
     assert bool(spread) == bool({"fsdp", "expert", "tensor"} & set(mesh))
     one, other = model.trace(ids, segments=segments), over.trace(ids, segments=segments)
-    for name in ("logits", "hidden_states", "router_probs"):
+    for name in ("logits", "hidden_states", "router_probs", "expert_outputs"):
         np.testing.assert_allclose(getattr(other, name), getattr(one, name), rtol=1e-5, atol=1e-5, err_msg=name)
     np.testing.assert_array_equal(other.choices, one.choices)
     loss, grads = model.loss_and_grads(ids, ids, segments=segments)
@@ -389,6 +406,34 @@ def test_a_router_of_one_s_own_is_trained_decoded_and_kept_from_configs(settings
     assert losses[-1] < losses[0] and np.asarray(params["layers"]["router"]["mine"]).any()
     refused(functools.partial(model.save, folder / "own"), "router of your own", "numpy.savez")
     refused(functools.partial(zj.create, settings, router=dict), "router=", "subclass of Router")
+
+
+class Unshared(zj.Layer):
+    """A layer whose experts' part has a weight of its own, which starts at one, and reads the stream once more."""
+
+    def __init__(self, rngs, model, precision):
+        super().__init__(rngs, model, precision)
+        self.share = zj.weight(rngs, (model.hidden_size,), ("embed",), "ones")
+
+    def __call__(self, h, stream, balance, rope, here):
+        new, *others = super().__call__(h, stream, balance, rope, here)
+        return h + self.share[...] * (new - h), *others
+
+
+def test_a_layer_of_one_s_own_is_in_every_pass(settings, model, ids):
+    own = zj.create(settings, layer=Unshared)
+    shared = own.params["layers"].pop("share")
+    assert shared.shape == (2, 16) and same(own.params, model.params)
+    own.params["layers"]["share"] = shared
+    np.testing.assert_allclose(own.logits(ids), model.logits(ids), rtol=1e-5, atol=1e-6)
+    own.params["layers"]["share"] = jnp.zeros_like(shared)  # now a layer leaves the stream as it is
+    seen = own.trace(ids)
+    np.testing.assert_array_equal(seen.hidden_states[0], seen.hidden_states[1])
+    assert type(own.layer(1)) is Unshared and seen.expert_outputs.any()
+    own.params["layers"]["share"] = shared.at[1].set(0.5)
+    found = own.generate(ids, 3)
+    assert (found[:, 7] == own.logits(ids)[:, -1].argmax(-1)).all() and found.shape == (2, 10)
+    refused(functools.partial(zj.create, settings, layer=dict), "layer=", "subclass of Module")
 
 
 def test_a_loop_of_public_names_trains_as_the_program_does(settings):

@@ -98,8 +98,8 @@ def forward(
     trace: bool = False,
     attention: bool = False,
 ) -> dict[str, Array]:
-    """`logits`; with `trace` the residual stream after each layer [L, B, S, D] and the router's logits and p
-    [L, B, S, E + 1]; with `attention` each head's weight for each token [L, B, H, S, S] (one device, no linear layers).
+    """`logits`; with `trace` the residual stream after each layer and experts' outputs [L, B, S, D], router's logits
+    and p [L, B, S, E + 1]; with `attention` heads' weights of tokens [L, B, H, S, S] (one device, no linear ones).
     """
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
@@ -109,7 +109,7 @@ def forward(
         params, out = _pass(config, spread, devices, params, balance, batch, trace)
         found = {"logits": zaya.logits(model, params, out.hidden, precision)}
         like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
-        for name in ("hidden_states", "router_logits"):  # a cut sequence's chunks are rows inside
+        for name in ("hidden_states", "router_logits", "expert_outputs"):  # a cut sequence's chunks are rows inside
             value = getattr(out, name)
             found |= {} if value is None else {name: value.reshape(like)}
         if trace and out.router_logits is not None:
@@ -119,7 +119,7 @@ def forward(
     sequences = (BATCH_AXES, spread.sequence_axes or None)
     outs = {"logits": PartitionSpec(*sequences)}
     if trace:
-        names = ["hidden_states"] + ["router_logits", "router_probs"] * (model.model_type == "zaya")
+        names = ["hidden_states"] + ["router_logits", "router_probs", "expert_outputs"] * (model.model_type == "zaya")
         outs |= {name: PartitionSpec(None, *sequences) for name in names}
     batch = _batch(config, spread, ids, segments)
     found = _on(config, mesh, run, outs, params, balance, batch)

@@ -67,6 +67,7 @@ class Trace:
     hidden_states: np.ndarray  # [L, B, S, D], the residual stream after each layer
     router_probs: np.ndarray | None  # [L, B, S, E + 1], the last class skips; a dense model has no router
     choices: np.ndarray | None  # [L, B, S], the class that each token goes to, balancing biases included
+    expert_outputs: np.ndarray | None  # [L, B, S, D], of the chosen expert, before its p; zero where a token skips
     attention: np.ndarray | None  # [L, B, H, S, S], a query's weight on each key; only on request
     queries: np.ndarray | None  # [L, B, S, heads, channels], as attention gets them; with attention alone
     keys: np.ndarray | None
@@ -196,8 +197,8 @@ class LanguageModel:
         found = self._run("forward", *self._inputs(ids, segments), trace=True, attention=attention)
         probs = found.get("router_probs")
         choices = None if probs is None else (probs + np.asarray(self.balance)[:, None, None]).argmax(-1)
-        seen = [found.get(name) for name in ("attention", "queries", "keys", "values")]
-        return Trace(found["logits"], found["hidden_states"], probs, choices, *seen)
+        seen: dict[str, Any] = {field.name: found.get(field.name) for field in dataclasses.fields(Trace)}
+        return Trace(**seen | {"choices": choices})
 
     def generate(
         self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), ends: Sequence[int] = (),

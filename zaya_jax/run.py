@@ -228,7 +228,7 @@ class Loop:
         elif begun.meta.get("evaluation_owed"):
             self.evaluation.make_up(self.state, reached, self.figures.writer)
         elif begun.way in ("imported", "initial weights"):
-            self.evaluation.before_training(self.state)
+            self.evaluation.before_training(self.state, self.figures.writer)
         self.figures.begin()
 
     def step(self, now: Step) -> Any:

@@ -136,3 +136,12 @@ def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_pat
         assert [row[key] for row in both["data"].values()] == [row[key] for row in alone["data"].values()]
     (here,), (there,) = alone["data"].values(), both["data"].values()
     assert there["loss"] == pytest.approx(here["loss"], rel=1e-5)
+
+
+def test_a_log_has_a_line_of_progress_each_minute(call, folder, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(_evaluate, "MINUTE", 0.0)
+    code, _, err = call(f"--model={folder}", f"--data={data}", f"--out={tmp_path / 'out'}", "--tokens=128")
+    found = [re.fullmatch(rf"{data}: (\d+) tokens in .*s", line) for line in err.splitlines()]
+    done = [int(line[1]) for line in found]
+    assert code == cli.DONE and len(done) > 2 and done == sorted(set(done))
+    assert done[-1] == json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"][str(data)]["tokens"]

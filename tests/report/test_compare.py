@@ -105,16 +105,25 @@ def test_only_differing_keys_are_shown_and_types_count(tmp_path):
 
 
 def test_sixteen_runs_of_many_metrics_stay_small_and_what_is_left_out_is_said(tmp_path):
-    many = {f"m/{i:02}": (lambda s, i=i: math.sin(s * i)) for i in range(29)}
+    many = {f"m/{i:02}": (lambda s, i=i: math.sin(s * i)) for i in range(1, 30)}
     folders = [
         write(tmp_path / f"r{i}", 40, None, "a" * 300 if i else "b", loss=loss, tokens=lambda s: s, **many)
         for i in range(compare.MOST_RUNS)
     ]
     source, text = compared(*folders)
     assert len(source) < 1_000_000
-    assert "Of 30 metrics 6 are left out: m/23, m/24" in text
+    assert "Of 30 metrics 6 are left out: m/24, m/25" in text
     keys = re.findall(r'<i class="key line ([^"]*)">', source.split("</thead>")[0])
     assert len(set(keys)) == len(keys) == compare.MOST_RUNS
+
+
+def test_figures_that_are_zero_in_all_runs_take_no_picture(tmp_path):
+    zero, once = (lambda s: 0), (lambda s: int(s == 3))
+    a = write(tmp_path / "a", 5, None, "a", loss=loss, skipped=zero, **{"data/retries": zero})
+    b = write(tmp_path / "b", 5, None, "b", loss=loss, skipped=once, **{"data/retries": zero})
+    source, text = compared(a, b)
+    assert figure(source, "Skipped updates") and "Data: retries" not in source
+    assert "Zero at every step of all runs: data/retries." in text and "cannot be compared" not in source
 
 
 def test_losses_of_different_units_are_not_compared_in_silence(tmp_path):
@@ -125,5 +134,7 @@ def test_losses_of_different_units_are_not_compared_in_silence(tmp_path):
         "train loss, mean of the last 20 steps",
         "different units and cannot be compared: nats per byte: a; nats",
     )
-    assert f"Losses have {says} per token: b." in compared(a, b)[1]
+    source, text = compared(a, b)
+    assert f"Losses have {says} per token: b." in text
+    assert "The units differ: these curves cannot be compared." in figure(source, "Train loss")
     assert "<b>" in table_row(compared(a, better)[0], row) and "<b>" not in table_row(compared(b, better)[0], row)

@@ -29,10 +29,10 @@ def with_other_figures(path, figures):
 def test_report_of_a_run_has_all_its_parts(tmp_path):
     source, text = drawn(write_run(tmp_path / "run", 300))
     assert re.findall("<figcaption>(.*?)</figcaption>", source) == [
-        "Loss", "Loss, second half", "Balance of each layer", "Skipped tokens", "Experts of layer 0",
+        "Loss", "Loss, second half", "Balance of each layer", "Experts of layer 0",
         "Experts of layer 2", "Experts of layer 3", "Experts of layer 5", "Learning rate", "Gradient norm",
-        "Skipped updates", "grad_norm/…", "Seconds per step", "Tokens per second", "Time waiting for data",
-        "Model FLOPs utilisation", "param_norm", "bias_change",
+        "Skipped updates", "Gradient norm by group", "Seconds per step", "Tokens per second", "Time waiting for data",
+        "Model FLOPs utilisation", "Norm of the weights", "Change of the balancing biases",
     ]  # fmt: skip
     headings = "Loss, Expert load, Optimisation, Speed, Other metrics, Sample, Numbers, Config"
     assert re.findall("<h2>(.*?)</h2>", source) == headings.split(", ")
@@ -105,6 +105,34 @@ def test_a_spike_is_left_out_of_the_picture_and_said(tmp_path):
     assert "The highest, 500M at step 100, is above the picture." in drawn(path)[1]
 
 
+def test_a_figure_that_is_always_zero_has_no_picture_and_is_named(tmp_path):
+    zero = {"skipped": 0, "data/retries": 0, "data/efficiency": 0.9, "dead_experts": [0, 0], "skip_share": [0, 0]}
+    path = with_other_figures(write_run(tmp_path / "run", 40, extras=False), dict.fromkeys(range(40), zero))
+    source, text = drawn(path)
+    for title in ("Skipped updates", "Skipped tokens", "Experts without a token"):
+        assert f"<figcaption>{title}<" not in source
+    assert "Zero at every step: Skipped updates; Data: retries; Experts without a token; Skipped tokens." in text
+    data = source[source.index("<figcaption>Data<") :].split("</figure>")[0]
+    assert "efficiency" in data and "retries" not in data
+    once = drawn(with_other_figures(path, {7: {"skipped": 1, "data/retries": math.nan}}))[1]
+    assert "Zero at every step: Experts without a token; Skipped tokens." in once
+
+
+def test_updates_that_were_clipped_are_drawn_as_a_share(tmp_path):
+    clipped = {n: {"clipped": float(n % 2 or n >= 60)} for n in range(120)}
+    source, _ = drawn(with_other_figures(write_run(tmp_path / "run", 120), clipped))
+    picture = source[source.index("<figcaption>Clipped gradients<") :].split("</figure>")[0]
+    values = [float(pair.split(",")[1]) for pair in re.search(r'<polyline[^>]*points="([^"]*)"', picture)[1].split()]
+    assert len(values) <= 24 and values[1] == values[5] > values[-2] and "of the steps <b>100 %</b>" in picture
+
+
+def test_the_loss_before_training_is_in_the_picture(tmp_path):
+    path = write_run(tmp_path / "run", 100)
+    (path / "metrics.jsonl").write_text('{"step": 0, "eval/loss": 40.0}\n' + (path / "metrics.jsonl").read_text())
+    loss = drawn(path)[0].split("<figcaption>Loss<")[1].split("</figure>")[0]
+    assert "held-out at step 0: 40" in loss and ">40</text>" in loss
+
+
 def test_a_run_without_a_complete_step(tmp_path):
     for content in (None, "", "\n\n", '{"step": 1, "lo'):
         if content is not None:
@@ -133,7 +161,7 @@ def test_a_long_run_with_many_metrics_stays_small(tmp_path):
     path = write_run(tmp_path / "run", 3000, layers=40, experts=16, load_every=20)
     more = {n: {f"update_norm/{i}": math.sin(n * i) for i in range(60)} for n in range(3000)}
     source, _ = drawn(with_other_figures(path, more))
-    assert "<figcaption>update_norm/… (10)<" in source and "mean and range" in source
+    assert "<figcaption>Norm of the update by group (10)<" in source and "mean and range" in source
     learning_rate = source[source.index("<figcaption>Learning rate<") :].split("</figure>")[0]
     assert learning_rate.count('<polygon class="band c0"') == 1  # each point is of several steps
 

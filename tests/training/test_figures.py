@@ -47,6 +47,9 @@ def test_a_writer_goes_on_after_the_cut_and_says_what_was_dropped(tmp_path, caps
     writer.write(2, {"loss": 2.0})
     writer.close()
     assert path.read_bytes() == line(1) + b'{"step": 2, "loss": 2.0}\n'
+    path.write_bytes(line(0) + line(1))  # a run that begins again records its step 0 again
+    metrics.Writer(tmp_path, 0).close()
+    assert path.read_bytes() == b""
     path.unlink()
     path.mkdir()
     with pytest.raises(config.UserError, match=r"metrics\.jsonl cannot be written"):

@@ -77,6 +77,8 @@ def test_held_out_answers_are_learnt(folder):
     lines = [json.loads(line) for line in (folder / "tuned" / "metrics.jsonl").read_text().splitlines()]
     # Bytes at the start: ln 264 = 5.6 nats. It cannot fall to half of that unless it learns what answers share.
     assert before > 4 and lines[-1]["eval/loss"] < before / 2
+    assert lines[0] == {"step": 0, "eval/loss": pytest.approx(before, abs=1e-4)} and lines[1]["step"] == 1
+    assert "held-out at step 0: " in (folder / "tuned" / "report.html").read_text()
 
 
 def test_what_was_learnt_goes_on_and_is_held(folder, tmp_path):
@@ -104,7 +106,7 @@ def test_one_that_lost_its_last_steps_ends_in_the_same_bits(folder, tmp_path, fo
     for run in (whole, cut):
         states.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(partial.read(run, "*"))])
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses.append([(line["step"], line["loss"], line.get("eval/loss")) for line in lines])
+        losses.append([(line["step"], line.get("loss"), line.get("eval/loss")) for line in lines])
     assert states[0] == states[1] and losses[0] == losses[1]
     assert [step for step, *_ in losses[0]] == [*range(1, 17)] and losses[0][-1][2] < 4
 

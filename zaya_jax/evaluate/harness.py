@@ -139,7 +139,7 @@ class _Answers:
                 )
             rows.append(TokenRow(ids, len(ids) - len(continuation)))
         with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
-            found = Scorer(self._model, self._tokens)(rows, bar.update)
+            found = Scorer(self._model, self._tokens)(rows, lambda numbers: bar.update(len(numbers)))
         answers = [(float(log_probs.sum(dtype="float64")), bool(likeliest.all())) for log_probs, likeliest in found]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             if texts is not None:

@@ -40,8 +40,8 @@ class Scorer:
     def __init__(self, model: LanguageModel, tokens: int = TOKENS):
         self.model, self._tokens = model, tokens
 
-    def __call__(self, rows: Sequence[TokenRow], tell: Callable[[int], object] = lambda done: None) -> list[Scores]:
-        """`tell` is called with the number of rows of each finished batch."""
+    def __call__(self, rows: Sequence[TokenRow], tell: Callable[[list], object] = lambda numbers: None) -> list[Scores]:
+        """`tell` is called with the numbers of the rows of each finished batch."""
         lengths = [len(row.ids) - 1 for row in rows]
         counts = [len(row.ids) - row.first for row in rows]
         begins = np.cumsum([0, *counts])
@@ -54,7 +54,7 @@ class Scorer:
                 for place, number in enumerate(numbers):
                     own, first = slice(begins[number], begins[number + 1]), rows[number].first
                     log_probs[own], likeliest[own] = (x[place, first - 1 : lengths[number]] for x in found)
-            tell(len(numbers))
+            tell(numbers)
         if processes > 1:
             log_probs, likeliest = sum_over_processes(log_probs), sum_over_processes(likeliest)
         return [(log_probs[i:j], likeliest[i:j]) for i, j in itertools.pairwise(begins)]

@@ -196,13 +196,13 @@ def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
 def evaluate(
     scorer: Scorer, found: Iterable[Document], context: int, tell: Callable[[int], object] = lambda tokens: None
 ) -> Loss:
-    """The loss over documents; `tell` is called with the number of tokens done."""
+    """The loss over documents; `tell` is called with the number of tokens of each batch."""
     loss = Loss()
     for some in _portions(_rows(found, context, loss)):
-        scores = scorer([row for row, *_ in some])
+        counts = [len(mask) for *_, mask in some]
+        scores = scorer([row for row, *_ in some], lambda done, counts=counts: tell(sum(counts[n] for n in done)))
         for (_, first, mask), (log_probs, likeliest) in zip(some, scores, strict=True):
             loss.add(np.arange(first, first + len(mask))[mask], log_probs[mask], likeliest[mask])
-            tell(len(mask))
     return loss
 
 

@@ -35,7 +35,8 @@ from zaya_jax.model.stored import SCANNED, Stored
 # products of few rows are slow.
 PIECE, PIECES = 2048, 16384
 LEAST_PIECE = 16
-SHORT = 64, 256  # columns of caches and pieces of short rows: 50 sentences of any lengths take two programs, not 20
+SHORT = 64, 256  # columns of pieces of short rows: 50 sentences of any lengths take two programs, not 20
+CACHES = 256, 512, 1024  # columns of caches: each takes two programs, which compile for seconds
 TURN = 16  # new tokens of each row between two checks for ended rows
 REPLICATED = PartitionSpec()
 
@@ -212,9 +213,9 @@ def cache_bytes(model: Model, precision: Precision, batch: int, length: int, dev
 
 
 def columns(needed: int) -> int:
-    """The size of a cache for this many columns: of few; above SHORT ones at most a quarter more."""
+    """The size of a cache for this many columns: of few; above CACHES at most a quarter more."""
     step = 1 << max((needed - 1).bit_length() - 3, 0)
-    return next((size for size in SHORT if needed <= size), -(-needed // step) * step)
+    return next((size for size in CACHES if needed <= size), -(-needed // step) * step)
 
 
 def piece_of(rows: int) -> int:

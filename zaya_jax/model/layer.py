@@ -33,7 +33,9 @@ class Experts(nnx.Module):
         """The experts' outputs, and the gates, not yet multiplied with them."""
         experts = here.weights.expert_mlp
         y = experts(x, choice, None, self.gate_up[...], self.down[...], dtype=self.dtype)
-        return here.weights.sum(y, self.dtype), masked(gate, choice, self.num_experts)
+        y = here.weights.sum(y, self.dtype)
+        self.outputs = nnx.Intermediate(y)  # for a trace; otherwise nothing reads it
+        return y, masked(gate, choice, self.num_experts)
 
 
 class Layer(nnx.Module):

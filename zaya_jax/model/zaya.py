@@ -44,6 +44,7 @@ class Output:
     cache: dict | None = None
     hidden_states: Float[Array, "L B S D"] | None = None  # the residual stream after each layer (trace=True)
     router_logits: Float[Array, "L N E1"] | None = None
+    expert_outputs: Float[Array, "L N D"] | None = None
 
 
 LAYERS = {"zaya": Layer, "dense": DenseLayer}  # by model_type
@@ -109,7 +110,8 @@ class Zaya(nnx.Module):
             h, stream, choice, logits, cache_l = layer(h, stream, balance_l, rope, at)
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
-            return (h, stream), (counts, (h, logits) if trace else None), cache_l
+            kept = nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)).get("experts", {})
+            return (h, stream), (counts, (h, logits, kept.get("outputs")) if trace else None), cache_l
 
         # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored,
         # and those with adapters are made again: kept, they would be a second copy of all.
@@ -124,10 +126,9 @@ class Zaya(nnx.Module):
             unroll=policy == "none" and cached is None and devices.alone
             and chip.current().unrolls(model.num_hidden_layers, h.size),
         )  # fmt: skip
-        hidden_states, router_logits = traced if trace else (None, None)
         with jax.named_scope("head"):
             h = here.joined(self.final_norm(h))
-        return Output(h, counts, cache, hidden_states, router_logits)
+        return Output(h, counts, cache, *(traced if trace else ()))
 
 
 def _layer_class(model: Model) -> type:

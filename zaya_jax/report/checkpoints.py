@@ -60,7 +60,7 @@ def _tiles(seen: Sequence[look.Seen], saves: Sequence[Event]) -> list[Tile]:
         parts = ", ".join(f"{name} {byte_size(size)}" for name, size in newest.part_bytes().items())
         tiles.append(("Size", byte_size(newest.bytes), parts))
     if saves:
-        tiles.append(("Saves", f"{len(saves):,}", f"by {saves[-1].processes} process(es)"))
+        tiles.append(("Saves", f"{len(saves):,}", f"by {counted(saves[-1].processes, 'process', 'es')}"))
         for title, _, _, seconds in SAVE_FIGURES:
             if good := [s for s in map(seconds, saves) if math.isfinite(s)]:
                 tiles.append((title, duration(statistics.median(good)), f"median; longest {duration(max(good))}"))

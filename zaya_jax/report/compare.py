@@ -5,7 +5,7 @@ Runs may have any length, may be unfinished and may have different metrics; the 
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ POINTS, FEWEST_POINTS, ALL_POINTS = 400, 40, 26_000  # of a curve, and of all to
 LONGEST = 200  # characters of a config's value
 LOSSES = ("loss", "eval/loss")
 FIRST = (*LOSSES, "grad_norm", "lr", *curves.SPEED_KEYS)
-TITLES = {**curves.TITLES, "loss": "Train loss", "eval/loss": "Held-out loss"}
 
 
 class ComparedRun(NamedTuple):
@@ -43,11 +42,12 @@ def comparison(workdirs: Sequence[Workdir]) -> Page:
         name if called.count(name) == 1 else f"{name} ({run.path})" for name, run in zip(called, workdirs, strict=True)
     ]
     runs = [ComparedRun(i, names[i], run, _numbers(run)) for i, run in enumerate(workdirs)]
-    found = {key for run in runs for key in run.series} - {"tokens"}
-    keys = [key for key in FIRST if key in found] + sorted(found.difference(FIRST))
+    found = {key for run in runs for key, series in run.series.items() if not series.zero} - {"tokens"}
+    keys = [key for key in FIRST if key in found]
+    keys += sorted(found.difference(FIRST), key=lambda key: ("/" in key, key))  # norms before those of groups
     near = near_common_step([run.workdir for run in runs])
     sections = [
-        Section("Runs", tables=[_ends(runs, near)], notes=_left_out(runs, keys)),
+        Section("Runs", tables=[_ends(runs, near)], notes=_left_out(runs, keys[MOST_PICTURES:], found)),
         Section("Curves", "Noisy metrics are smoothed.", pictures=_pictures(runs, keys[:MOST_PICTURES])),
         Section("Config", tables=_differences(runs, [run.workdir.config for run in runs])),
         Section("Environment", tables=_differences(runs, [run.workdir.environment for run in runs])),
@@ -95,13 +95,16 @@ def near_common_step(runs: Sequence[Workdir]) -> Near:
     return Near(shared, f"{max(begun, first * width):,} to {(last + 1) * width - 1:,}", values)
 
 
+def _comparable(runs: Sequence[ComparedRun]) -> bool:
+    return len({run.workdir.unit for run in runs}) == 1
+
+
 def _ends(runs: Sequence[ComparedRun], near: Near) -> Table:
     """How each run ended; the lowest loss of a row is bold where all are of one unit."""
-    comparable = len({run.workdir.unit for run in runs}) == 1
 
     def losses(label: str, values: Sequence[float]) -> list[object]:
         cells, good = [known(v) for v in values], [v for v in values if math.isfinite(v)]
-        lowest = known(min(good)) if comparable and len({known(v) for v in good}) > 1 else None
+        lowest = known(min(good)) if _comparable(runs) and len({known(v) for v in good}) > 1 else None
         return [label, *(Markup(f"<b>{cell}</b>") if cell == lowest else cell for cell in cells)]
 
     def figure(label: str, key: str, value: Callable[[Series], str]) -> list[object]:
@@ -153,11 +156,13 @@ def _warnings(runs: Sequence[ComparedRun]) -> list[str]:
     return warnings
 
 
-def _left_out(runs: Sequence[ComparedRun], keys: Sequence[str]) -> list[str]:
+def _left_out(runs: Sequence[ComparedRun], more: Sequence[str], found: Collection[str]) -> list[str]:
     """Notes on recorded figures that are not on the page."""
     notes = []
-    if more := keys[MOST_PICTURES:]:
-        notes.append(f"Of {len(keys)} metrics {len(more)} are left out: {', '.join(more)}.")
+    if more:
+        notes.append(f"Of {len(found)} metrics {len(more)} are left out: {', '.join(more)}.")
+    if zero := sorted({key for run in runs for key in run.series} - {"tokens", *found}):
+        notes.append(f"Zero at every step of all runs: {', '.join(zero)}.")
     if any(run.workdir.vectors for run in runs):
         notes.append("Figures of each layer and expert are on each run's own page.")
     return notes
@@ -181,6 +186,7 @@ def _picture(runs: Sequence[ComparedRun], key: str, drawn: Sequence[ComparedRun]
     if not known:
         return ""
     # One width for all: two runs that do the same are drawn the same, whatever their lengths.
+    points = curves.STRETCHES if key in curves.SHARES else points
     width = max(run.series[key].width_for(points) for run in known)
     length = max(len(run.series[key].merged(width)) for run in known)
     lines = []
@@ -205,7 +211,8 @@ def _picture(runs: Sequence[ComparedRun], key: str, drawn: Sequence[ComparedRun]
     )
     notes = [f"Not recorded by {missing}."] if missing else []
     notes += [f"Partly beyond the picture: {beyond}."] if beyond else []
-    title = TITLES.get(key, key) + (" over tokens" if over == "tokens" else "")
+    notes += ["The units differ: these curves cannot be compared."] if key in LOSSES and not _comparable(known) else []
+    title = curves.title(key) + (" over tokens" if over == "tokens" else "")
     return Chart(
         title, lines, (min(ends), max(ends)), y_range, log, unit=unit, over=over, note=" ".join(notes),
         bad_steps=curves.bad_steps(*(run.series[key] for run in known)) if over == "step" else (),

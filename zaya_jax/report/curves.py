@@ -20,17 +20,25 @@ GAP = (math.nan, math.nan, math.nan)  # breaks a band
 LOG_ABOVE = 40  # positive values whose extremes lie further apart get a logarithmic axis
 FEW_SAVES = 12  # up to so many saves are points with their values
 
-OPTIMISER_KEYS = ("lr", "grad_norm", "skipped")
+OPTIMISER_KEYS = ("lr", "grad_norm", "clipped", "skipped")
 SPEED_KEYS = ("step_seconds", "tokens_per_second", "data/wait_fraction", "mfu")
 PLACED_KEYS = {"loss", "eval/loss", "tokens", *OPTIMISER_KEYS, *SPEED_KEYS}
 TITLES = {
-    "lr": "Learning rate", "grad_norm": "Gradient norm", "skipped": "Skipped updates",
+    "lr": "Learning rate", "grad_norm": "Gradient norm", "clipped": "Clipped gradients", "skipped": "Skipped updates",
     "step_seconds": "Seconds per step", "tokens_per_second": "Tokens per second",
     "data/wait_fraction": "Time waiting for data", "mfu": "Model FLOPs utilisation",
+    "param_norm": "Norm of the weights", "update_norm": "Norm of the update",
+    "target_tokens": "Targets per step", "z": "Drift of the logits, mean of log² Z",
+    "bias_change": "Change of the balancing biases", "dead_experts": "Experts without a token",
+    "greatest_share": "Share of the busiest expert", "skip_share": "Skipped tokens",
+    "loss": "Train loss", "eval/loss": "Held-out loss",
+    "data": "Data", "checkpoint": "Seconds of a save", "eval": "Held-out loss",
 }  # fmt: skip
-FROM_ZERO = {*OPTIMISER_KEYS, *SPEED_KEYS} - {"grad_norm"}
+SHARES = {"clipped", "skipped"}  # 0 or 1 each step: drawn as the share of a few stretches
+STRETCHES = 24
+FROM_ZERO = {*OPTIMISER_KEYS, *SPEED_KEYS, *SHARES} - {"grad_norm"}
 SMOOTHED = {"grad_norm", *SPEED_KEYS}
-PERCENT = {"data/wait_fraction", "mfu"}
+PERCENT = {"data/wait_fraction", "mfu", *SHARES}
 WAITS = "The training waits for the copy, on a GPU only for its part on the device; the rest overlaps."
 SAVE_FIGURES = (  # title, label, colour, seconds of a save
     ("Copy", "slowest process", 1, lambda save: save.slowest("copy")),
@@ -47,8 +55,8 @@ def loss_section(run: Workdir) -> Section:
     if held_out:
         lines.append(Curve("held-out", [(b.step, b.mean) for b in held_out.coarse(160)], 1, "dots"))
     bad = sorted({step for series in (train, held_out) if series for step in bad_steps(series)})
-    first = next((v for line in lines for _, v in line.points if math.isfinite(v)), math.nan)
-    low, high = _range(_drawn(lines), keep=first)
+    starts = [line.points[0][1] for line in lines if line.points and math.isfinite(line.points[0][1])]
+    low, high = _range(_drawn(lines), keep=starts)
     note = _outside(train, low, high) if train else ""
     pictures = Chart("Loss", lines, run.steps, (low, high), bad_steps=bad, note=note).draw()
     middle = (run.first_step + run.last_step) / 2
@@ -65,7 +73,7 @@ def loss_section(run: Workdir) -> Section:
 
 
 def optimiser_section(run: Workdir) -> Section:
-    """Learning rate, gradient norm, skipped updates, and norms by group."""
+    """Learning rate, gradient norm, clipped and skipped updates, and norms by group."""
     pictures = [_curve(run, key) for key in OPTIMISER_KEYS if key in run.series]
     pictures += [_grouped(run, name, keys) for name, keys in _groups(run).items() if name.endswith("_norm")]
     return Section("Optimisation", pictures="".join(pictures))
@@ -82,13 +90,21 @@ def saves_section(run: Workdir) -> Section:
 
 
 def other_section(run: Workdir) -> Section:
-    """All other metrics: numbers as curves, lists of numbers as heat maps."""
+    """All other metrics: numbers as curves, lists of numbers as heat maps; zeros are only named."""
     groups = _groups(run)
     grouped = {key for keys in groups.values() for key in keys}
     pictures = [_curve(run, key) for key in run.series if key not in PLACED_KEYS and key not in grouped]
     pictures += [_grouped(run, name, keys) for name, keys in groups.items() if not name.endswith("_norm")]
-    pictures += [_list_map(run, key) for key in run.vectors if key not in ("load", "load_entropy")]
-    return Section("Other metrics", pictures="".join(pictures))
+    pictures += [list_map(run, key) for key in run.vectors if key not in ("load", "load_entropy", "skip_share")]
+    zero = [title(key) for key, found in [*run.series.items(), *run.vectors.items()] if found.zero]
+    notes = [f"Zero at every step: {'; '.join(zero)}."] if zero else []
+    return Section("Other metrics", notes=notes, pictures="".join(pictures))
+
+
+def title(key: str) -> str:
+    """A metric's plain name, where it has one; of `prefix/name` the prefix's."""
+    prefix, slash, name = key.partition("/")
+    return TITLES.get(key, f"{TITLES[prefix]}: {name.replace('_', ' ')}" if slash and prefix in TITLES else key)
 
 
 def save_curves(saves: Sequence[times.Event]) -> str:
@@ -112,11 +128,11 @@ def save_curves(saves: Sequence[times.Event]) -> str:
 
 
 def _groups(run: Workdir) -> dict[str, list[str]]:
-    """Metrics `prefix/…` by their prefix."""
+    """Metrics `prefix/…` by their prefix, without those that are always zero."""
     groups: dict[str, list[str]] = {}
-    for key in run.series:
+    for key, series in run.series.items():
         prefix, slash, _ = key.partition("/")
-        if slash and prefix != "eval" and key not in PLACED_KEYS:
+        if slash and prefix != "eval" and key not in PLACED_KEYS and not series.zero:
             groups.setdefault(prefix, []).append(key)
     return groups
 
@@ -152,8 +168,8 @@ def _later(line: Curve, step: float) -> Curve:
     return Curve(line.label, points, line.color, line.look, [p for p in line.band if not p[0] < step])
 
 
-def _range(values: Sequence[float], zero: bool = False, keep: float = math.nan) -> tuple[float, float]:
-    """The values' range, without lone extremes that would flatten the rest; `keep` is inside in any case."""
+def _range(values: Sequence[float], zero: bool = False, keep: Sequence[float] = ()) -> tuple[float, float]:
+    """The values' range, without lone extremes that would flatten the rest; `keep` are inside in any case."""
     good = sorted(v for v in values if math.isfinite(v))
     if not good:
         return 0.0, 1.0
@@ -162,8 +178,7 @@ def _range(values: Sequence[float], zero: bool = False, keep: float = math.nan) 
     spread = max(b - a, 0.02 * max(abs(a), abs(b)))
     high = b + 0.5 * spread if high > b + 2 * spread else high
     low = a - 0.5 * spread if low < a - 2 * spread else low
-    if math.isfinite(keep):
-        low, high = min(low, keep), max(high, keep)
+    low, high = min([low, *keep]), max([high, *keep])
     room = 0.04 * (high - low)
     if zero and low >= 0:
         return 0.0, (high + room) or 1.0
@@ -208,36 +223,44 @@ def _points(run: Workdir) -> int:
 
 
 def _curve(run: Workdir, key: str) -> str:
-    """One metric's picture."""
-    series, title = run.series[key], TITLES.get(key, key)
+    """One metric's picture; none where it is always zero."""
+    series = run.series[key]
+    if series.zero:
+        return ""
     unit, factor = (" %", 100.0) if key in PERCENT else ("", 1.0)
-    lines = _lines("each step", series, _points(run), smooth=key in SMOOTHED, factor=factor)
+    if key in SHARES:
+        lines = [Curve("of the steps", [(b.step, 100 * b.mean) for b in series.coarse(STRETCHES)])]
+    else:
+        lines = _lines("each step", series, _points(run), smooth=key in SMOOTHED, factor=factor)
     y_range, log = axis_range(lines, zero=key in FROM_ZERO)
     return Chart(
-        title, lines, run.steps, y_range, log, bad_steps=bad_steps(series),
-        note=_outside(series, *y_range, unit), unit=unit,
+        title(key), lines, run.steps, y_range, log, bad_steps=bad_steps(series),
+        note="" if key in SHARES else _outside(series, *y_range, unit), unit=unit,
     ).draw()  # fmt: skip
 
 
 def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
     """All metrics `prefix/…` in pictures of a few curves each."""
-    pictures = ""
+    pictures, name = "", TITLES.get(prefix, f"{prefix}/…") + (" by group" if prefix.endswith("_norm") else "")
     for start in range(0, len(keys), GROUP):
         part = keys[start : start + GROUP]
         lines = []
         for color, key in enumerate(part):
             *_, line = _lines("", run.series[key], _points(run), smooth=True)
-            lines.append(Curve(key.partition("/")[2], line.points, color))
+            lines.append(Curve(key.partition("/")[2].replace("_", " "), line.points, color))
         y_range, log = axis_range(lines)
         pictures += Chart(
-            f"{prefix}/…" + (f" ({start // GROUP + 1})" if start else ""), lines, run.steps, y_range, log,
+            name + (f" ({start // GROUP + 1})" if start else ""), lines, run.steps, y_range, log,
             bad_steps=bad_steps(*(run.series[key] for key in part)), note="Smoothed.",
         ).draw()  # fmt: skip
     return pictures
 
 
-def _list_map(run: Workdir, key: str) -> str:
+def list_map(run: Workdir, key: str) -> str:
+    """A metric of one number a layer, over steps; nothing where it is always zero."""
+    if run.vectors[key].zero:
+        return ""
     steps, values = run.vectors[key].coarse(columns(run.vectors[key].shape[0]))
     scale = Scale.between(values.ravel().tolist())
     ends = (number(scale.low, 3), number(scale.high, 3))
-    return HeatMap(key, steps, values.T, scale, run.steps, "row", ends).draw()
+    return HeatMap(title(key), steps, values.T, scale, run.steps, "layer", ends).draw()

@@ -6,6 +6,7 @@ entropy of the shares over the E experts alone, divided by its greatest value ln
 
 import numpy as np
 
+from zaya_jax.report.curves import list_map
 from zaya_jax.report.document import Section, Table
 from zaya_jax.report.read import Workdir
 from zaya_jax.report.svg import HeatMap, Scale, columns
@@ -21,6 +22,8 @@ def experts_section(run: Workdir) -> Section:
     pictures = ""
     if recorded:
         pictures += _balance_map(run, *recorded.coarse(columns(recorded.shape[0])))
+    if "skip_share" in run.vectors:
+        pictures += list_map(run, "skip_share")
     if not load:
         return Section("Expert load", "Normalised load entropy: 1 is an even load.", pictures=pictures)
     layers, experts = load.shape
@@ -28,7 +31,6 @@ def experts_section(run: Workdir) -> Section:
     entropy = entropies(values)
     if not recorded:
         pictures += _balance_map(run, steps, entropy)
-    pictures += _skip_map(run, steps, values[..., -1])
     least_balanced = int(np.nan_to_num(entropy, nan=1.0).mean(0).argmin())
     steps, values = load.coarse(columns(experts))
     for layer in sorted({0, layers // 2, layers - 1, least_balanced}):
@@ -79,12 +81,6 @@ def _balance_map(run: Workdir, steps: list[float], entropy: np.ndarray) -> str:
     return HeatMap("Balance of each layer", steps, entropy.T, scale, run.steps, "layer", ends, note).draw()
 
 
-def _skip_map(run: Workdir, steps: list[float], skipped: np.ndarray) -> str:
-    high = max(float(np.nanmax(np.append(skipped, 0.0))), 0.01) if np.isfinite(skipped).any() else 1.0
-    ends, note = ("0 %", percent(high)), "Share of all tokens that take the skip class, by layer."
-    return HeatMap("Skipped tokens", steps, skipped.T, Scale(0.0, high), run.steps, "layer", ends, note).draw()
-
-
 def _shares(end: np.ndarray, steps: int) -> Table:
     """Layer by expert: the last shares as numbers."""
 
@@ -97,4 +93,4 @@ def _shares(end: np.ndarray, steps: int) -> Table:
     ]
     of = f"end (mean of the last {steps:,} recorded steps)" if steps > 1 else "last step"
     head = ["layer", *map(str, range(end.shape[1] - 1)), "skip", "entropy"]
-    return Table(f"Shares at the {of}", head, rows, note="Percent of all tokens.")
+    return Table(f"Shares at the {of}", head, rows, "num narrow", "Percent of all tokens.")

@@ -56,7 +56,7 @@ class _Binned:
     """Neighbouring steps in at most `capacity` bins of equal width, which doubles whenever there would be more."""
 
     def __init__(self, capacity: int):
-        self.capacity, self.width = capacity, 1
+        self.capacity, self.width, self.zero = capacity, 1, True  # zero: so far each value is one
         self.bins: dict[int, Any] = {}
 
     def _put(self, step: int, one: Any) -> None:
@@ -99,6 +99,7 @@ class Series(_Binned):
 
     def add(self, step: int, value: float) -> None:
         """Records a step's value; NaN and infinities are counted apart."""
+        self.zero &= value == 0
         if -LARGEST < value < LARGEST:
             one = Bin(1, value, step, value, value)
             if value < self.low:
@@ -153,6 +154,7 @@ class VectorSeries(_Binned):
 
     def add(self, step: int, value: np.ndarray) -> None:
         """Records a step's array; entries that are not finite count as missing."""
+        self.zero &= not value.any()
         good = np.isfinite(value) & (np.abs(value) < LARGEST)
         self._put(step, VectorBin(1, step, np.where(good, value, 0.0), good.astype(np.int64)))
 

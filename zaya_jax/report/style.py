@@ -17,9 +17,9 @@ RAMPS = {
 
 _PAGE = """
 :root { color-scheme: light dark; --page: #f7f7f5; --card: #fff; --ink: #17181a; --soft: #5d6168; --line: #e3e3df;
-  --bad: #c41e3a; --mark: #fff1c2; --focus: #1f66c9; }
+  --bad: #c41e3a; --mark: #fff1c2; --focus: #1f66c9; --edge: #0002; }
 @media screen and (prefers-color-scheme: dark) { :root { --page: #141517; --card: #1d1f22; --ink: #ececea;
-  --soft: #a2a6ad; --line: #34373c; --bad: #ff6b81; --mark: #423814; --focus: #7db3ff; } }
+  --soft: #a2a6ad; --line: #34373c; --bad: #ff6b81; --mark: #423814; --focus: #7db3ff; --edge: #000; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); -webkit-text-size-adjust: 100%;
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
@@ -74,12 +74,13 @@ polyline.dots { stroke-width: 1.5; opacity: .7; }
 pre, .code td, .code tbody th { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 pre { font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0; tab-size: 4; }
 mark { background: var(--mark); color: inherit; border-radius: 3px; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background: linear-gradient(to left, var(--card) 24px, transparent) right / 48px 100% local,
+  linear-gradient(to left, var(--edge), transparent) right / 18px 100% scroll; background-repeat: no-repeat; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 3px 12px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 thead th { color: var(--soft); font-weight: 500; }
 tbody th { font-weight: 400; position: sticky; left: 0; background: var(--card); }
-.num tbody th { min-width: 104px; max-width: 46vw; overflow-wrap: anywhere; }
+.num tbody th { min-width: 104px; max-width: 46vw; overflow-wrap: break-word; }
 .num td, .num thead th + th { text-align: right; white-space: nowrap; }
 .code td, .code th { font-size: 12.5px; overflow-wrap: anywhere; min-width: 80px; }
 details { padding: 10px 14px; }
@@ -94,6 +95,12 @@ footer { margin-top: 28px; color: var(--soft); font-size: 13px; }
   .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
   .tiles div, figure, .card { padding: 10px; }
   .tiles dd { font-size: 21px; }
+  .num tbody th { min-width: 80px; }
+  .num th, .num td { padding-right: 7px; font-size: 12px; }
+  .narrow tbody th { min-width: 0; }
+  .narrow th, .narrow td { padding-right: 5px; font-size: 11px; }
+  .code td, .code th { min-width: 108px; }
+  .num thead th + th { white-space: normal; }
 }
 @media print {
   :root { --page: #fff; }

@@ -15,7 +15,7 @@ from zaya_jax.report.style import LEVELS
 from zaya_jax.report.text import escape, exponent, number
 
 WIDTH, HEIGHT = 460, 230
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 14, 26
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 14, 28
 FLOOR = HEIGHT - BOTTOM  # where the axis below a picture lies
 MOST_LABELS = 7  # of one curve
 FAR = 9000.0  # pixels: where values far outside the picture are put
@@ -109,12 +109,12 @@ def lower_axis(x: Axis, bottom: float, name: str, named: Sequence[tuple[float, s
         named = list(zip(shown, _tick_labels(shown), strict=True))
     parts = [
         f'<path class="axis" d="M{x.start} {bottom}H{x.end}"/>',
-        f'<text x="{x.start - 6}" y="{bottom + 18}" text-anchor="end">{escape(name)}</text>',
+        f'<text x="{x.start - 6}" y="{bottom + 20}" text-anchor="end">{escape(name)}</text>',
     ]
     for tick, label in named:
         anchor = "end" if x(tick) > x.end - 14 else "middle"
         parts.append(f'<path class="axis" d="M{x(tick):.1f} {bottom}v4"/>')
-        place = f'x="{x(tick):.1f}" y="{bottom + 18}" text-anchor="{anchor}"'
+        place = f'x="{x(tick):.1f}" y="{bottom + 20}" text-anchor="{anchor}"'
         parts.append(f"<text {place}>{escape(label)}</text>")
     return "".join(parts)
 
@@ -170,7 +170,7 @@ def _point_labels(line: Curve, x: Axis, y: Axis) -> str:
     taken: list[tuple[float, float]] = []
     parts = []
     for s, v in [good[-1], min(good, key=lambda p: p[1]), *reversed(good)]:
-        px, py = min(max(x(s), LEFT + 16.0), WIDTH - RIGHT - 16.0), y(v)
+        px, py = min(max(x(s), LEFT + 26.0), WIDTH - RIGHT - 16.0), y(v)
         py += -8 if py > TOP + 14 else 16
         if len(taken) < MOST_LABELS and all(abs(px - qx) >= 46 or abs(py - qy) >= 15 for qx, qy in taken):
             taken.append((px, py))

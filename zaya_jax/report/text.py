@@ -88,9 +88,9 @@ def byte_size(size: float) -> str:
     return f"{round(size)} B"
 
 
-def counted(count: int, word: str) -> str:
-    """1 step, 2,000 steps."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
+def counted(count: int, word: str, several: str = "s") -> str:
+    """1 step, 2,000 steps, 2 batches."""
+    return f"{count:,} {word}{'' if count == 1 else several}"
 
 
 def shape_of_step(row: dict[str, Any]) -> str:
@@ -98,6 +98,7 @@ def shape_of_step(row: dict[str, Any]) -> str:
     mesh = " x ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n is not True and n > 1)
     switches = "".join(f", {name}" for name, size in row["mesh"].items() if size is True)
     return (
-        f"{row['sequences']:,} sequences of {row['seq_len']:,} tokens per step in {row['micro_batches']} micro-batches "
-        f"on {mesh or 'one device'}{switches}: {row['tokens_per_device']:,.0f} tokens a device; remat {row['remat']}"
+        f"{row['sequences']:,} sequences of {row['seq_len']:,} tokens per step in "
+        f"{counted(row['micro_batches'], 'micro-batch', 'es')} on {mesh or 'one device'}{switches}: "
+        f"{row['tokens_per_device']:,.0f} tokens a device; remat {row['remat']}"
     )

@@ -55,12 +55,13 @@ class Evaluation:
             first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all windows are named ones
             logs.say(f"step {reached} | held-out {first:.4f}, which the stop after that step had put off")
 
-    def before_training(self, state: Any) -> None:
-        """Prints the loss of weights that come from elsewhere, before the first step."""
+    def before_training(self, state: Any, writer: Writer) -> None:
+        """Records the loss of weights that come from elsewhere, before the first step."""
         first = self._recipe.plan.step(1)
         if self.windows(first.phase):
-            loss = self.losses(state, first).get("eval/loss", np.nan)
-            logs.say(f"step 0 | held-out {loss:.4f}, with the weights as they came")
+            losses = self.losses(state, first)
+            writer.write(0, losses)
+            logs.say(f"step 0 | held-out {losses.get('eval/loss', np.nan):.4f}, with the weights as they came")
 
     def _make(self, phase_index: int) -> Any:
         config = self._recipe.phases[phase_index].config

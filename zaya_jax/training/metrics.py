@@ -36,7 +36,7 @@ class Writer:
         if not self._writes:
             return
         try:
-            dropped = keep_until(self.path, restored_step) if self.path.exists() else 0
+            dropped = keep_until(self.path, restored_step or -1) if self.path.exists() else 0  # step 0 comes again
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(
