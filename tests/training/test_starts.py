@@ -62,7 +62,7 @@ def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):
     for name, place in (("a", trained / "run"), ("b", tmp_path / "theirs")):
         keys = {"data__path": str(trained / "corpus"), "run__num_steps": 2, "run__init_from": str(place)}
         assert tiny_runs.train(tmp_path / name, **keys) == cli.DONE
-    ours, theirs = ([x["loss"] for x in tiny_runs.lines(tmp_path / name)] for name in "ab")
+    ours, theirs = ([x["loss"] for x in tiny_runs.lines(tmp_path / name)[1:]] for name in "ab")  # without step 0
     assert ours == theirs != [x["loss"] for x in tiny_runs.lines(trained / "run")]
 
 
