@@ -187,7 +187,7 @@ def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, calle
     try:
         while len(saved) < 3:
             time.sleep(0.01)
-        while len(saved) < 25:
+        while len(saved) < 15:
             looks.append(called(checkpoint, "verify", f"--workdir={place}"))
     finally:
         over.set()

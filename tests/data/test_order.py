@@ -91,7 +91,7 @@ def test_layouts_hold_every_token_once(lengths, seq_len, packing, shards):
         assert short <= set(spans)
 
 
-@pytest.mark.parametrize("size", [5, 9, 16, 33])
+@pytest.mark.parametrize("size", [5, 33])
 def test_small_permutations_are_even(size):
     """With four rounds one value was last in 1.3 times as many of them as another."""
     orders = np.array([shuffle.permute(np.arange(size), size, shuffle.key(9, k)) for k in range(4000)])

@@ -65,7 +65,7 @@ def test_any_number_of_processes_gives_the_same_stream(monkeypatch, make_config,
     assert_same(some + rest, whole[23:])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
     """Sizes, batches, lengths, processes, packings and mixtures: documents are put together from batches, counted."""
@@ -118,7 +118,7 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
 
 @pytest.mark.parametrize("processes", [4, pytest.param(1, marks=SLOW)])
 def test_bundles_are_read_about_once_whatever_the_processes(make_config, prepare_text, processes):
-    directory = str(prepare_text("web", 3000, bundle_bytes=1024))
+    directory = str(prepare_text("web", 1500, bundle_bytes=1024))
     config = make_config(path=directory, seq_len=64, global_batch=8)
     records = 0
     for i in range(processes):
