@@ -200,7 +200,7 @@ def evaluate(
     loss = Loss()
     for some in _portions(_rows(found, context, loss)):
         counts = [len(mask) for *_, mask in some]
-        scores = scorer([row for row, *_ in some], lambda done, counts=counts: tell(sum(counts[n] for n in done)))
+        scores = scorer([row for row, *_ in some], lambda done: tell(sum(counts[n] for n in done)))  # noqa: B023
         for (_, first, mask), (log_probs, likeliest) in zip(some, scores, strict=True):
             loss.add(np.arange(first, first + len(mask))[mask], log_probs[mask], likeliest[mask])
     return loss
