@@ -51,7 +51,6 @@ def test_several_runs_are_on_one_page(run, tmp_path):
     (["a", "--out=metrics.txt"], "does not end in .html"),
     (["a", "--out=no/page.html"], "no report: 'no/"),
     (["a", "--out=page.html/"], "--out=page.html is a folder"),
-    (["a", "--serve"], "unrecognized arguments: --serve"),
     ([f"r{i}" for i in range(17)], "17 runs are too many for one page; give at most 16"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line_before_anything_is_written(run, tmp_path, arguments, expected):
