@@ -153,11 +153,11 @@ def phases(story: Rehearsal) -> None:
     lines = [Curve("with accidents", losses["hurt"], 0), Curve("without", losses["calm"], 1)]
     values = [value for line in lines for _, value in line.points]
     marks = [one.step for one in run.outcomes]
-    picture = Chart("Training loss", lines, (0, last), (0, max(values)), bad_steps=marks, note="✕ marks an accident.")
+    picture = Chart("Training loss", lines, (0, last), (0, max(values)), bad_steps=marks, bad="an accident")
     rows = [[o.fault, o.step, f"{o.found:.1f} s", f"{o.recovered:.1f} s", o.cause] for o in run.outcomes]
     head = ("accident", "step", "found after", "went on after", "the agent's words")
     text = f"Phases end at steps {', '.join(f'{step} ({name})' for name, step in story.ends.items())}."
-    story.tell("Four phases", text, tables=[Table("Accidents", head, rows)], pictures=picture.draw())
+    story.tell("Four phases", text, tables=[Table("Accidents", head, rows, "code")], pictures=picture.draw())
     story.program("experiments.supervise", "report", f"--workdir={run.workdir}")
 
 
@@ -181,10 +181,10 @@ def node(story: Rehearsal) -> None:
     finally:
         for agent in agents:
             agent.kill()
-    report = story.program("experiments.supervise", "report", f"--workdir={workdir}")
+    story.program("experiments.supervise", "report", f"--workdir={workdir}")
     reached = max((step for step, _ in figures(workdir, "loss")), default=0)
     story.promise("a lost node: the other goes on to the end", code == 0 and reached == steps, f"step {reached}")
-    story.tell("A lost node", "", notes=[line for line in report.splitlines() if "node" in line][:8])
+    story.tell("A lost node", "", notes=["node/report.html accounts for every second of it."])
 
 
 def tuning(story: Rehearsal) -> None:
@@ -237,7 +237,8 @@ def evaluation(story: Rehearsal) -> None:
     rows = [[name, *(f"{found[phase][name]:.3f}" for phase in found)] for name in columns]
     ticks = [(i, phase) for i, phase in enumerate(found)]
     lines = [Curve(n, [(i, found[p][n]) for i, p in enumerate(found)], i) for i, n in enumerate(TEXTS)]
-    picture = Chart("Held-out loss after each phase", lines, (0, 3), (0, 7), over="phase", named=ticks)
+    top = max(found[phase][name] for phase in found for name in TEXTS)
+    picture = Chart("Held-out loss after each phase", lines, (0, 3), (0, top), over="phase", named=ticks)
     text = "Losses in nats per token; tasks as shares of right answers among four."
     notes = [] if names else ["No tasks: lm-eval is not installed (make setup EXTRAS=eval)."]
     table = Table("After each phase", ("figure", *found), rows)

@@ -191,7 +191,8 @@ class Chart:
     unit: str = ""
     over: str = "step"
     named: Sequence[tuple[float, str]] = ()  # ticks of the lower axis, where they are not round numbers
-    bad_steps: Sequence[float] = ()  # marked along the top: steps without a finite value
+    bad_steps: Sequence[float] = ()  # marked along the top
+    bad: str = "not finite"  # their meaning
     note: str = ""
 
     def draw(self) -> str:
@@ -208,10 +209,10 @@ class Chart:
             value_axis(y, self.unit)
             + lower_axis(x, FLOOR, self.over, self.named[:: -(-len(self.named) // 6) or 1])
             + f'<svg {at} viewBox="{box}">{drawn}</svg>{labels}'
-            + "".join(_bad_mark(x(step), step) for step in self.bad_steps)
+            + "".join(_bad_mark(x(step), step, self.bad) for step in self.bad_steps)
         )
         legend = "".join(map(self._legend, self.lines))
-        legend += '<li><i class="key bad">✕</i>not finite</li>' if self.bad_steps else ""
+        legend += f'<li><i class="key bad">✕</i>{escape(self.bad)}</li>' if self.bad_steps else ""
         return figure(self.title, legend, svg, describe=" ".join(map(self._words, self.lines)), note=self.note)
 
     def _legend(self, line: Curve) -> str:
@@ -228,8 +229,8 @@ class Chart:
         return f"{line.label}: last {last}, between {low} and {high}."
 
 
-def _bad_mark(px: float, step: float) -> str:
-    note = f"<title>not finite at step {number(round(step))}</title>"
+def _bad_mark(px: float, step: float, what: str) -> str:
+    note = f"<title>{escape(what)} at step {number(round(step))}</title>"
     return (
         f'<g class="bad">{note}<path class="rule" d="M{px:.1f} {TOP - 2}V{FLOOR}"/>'
         f'<path d="M{px - 4:.1f} {TOP - 10}l8 8m0 -8l-8 8"/></g>'
