@@ -192,7 +192,7 @@ class Chart:
     over: str = "step"
     named: Sequence[tuple[float, str]] = ()  # ticks of the lower axis, where they are not round numbers
     bad_steps: Sequence[float] = ()  # marked along the top
-    bad: str = "not finite"  # their meaning
+    bad: str = "not finite"
     note: str = ""
 
     def draw(self) -> str:
