@@ -105,7 +105,7 @@ def test_several_prompts_are_each_as_alone(run, workdir):
     one, two = (run(*options, f"--prompt={text}")[1] for text in ("abc", "a longer one"))
     code, out, err = run(*options, "--prompt=a longer one", "--prompt=abc")
     assert (code, out) == (0, two + one) and re.fullmatch(CACHE, err)
-    assert " for 2 of up to 64 tokens" in err
+    assert " for 2 of up to 256 tokens" in err
     letter = two[-4]
     stopped = run(*options, "--prompt=a longer one", "--prompt=abc", f"--stop={letter}")[1]
     start = len("a longer one")
