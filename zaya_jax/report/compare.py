@@ -43,8 +43,7 @@ def comparison(workdirs: Sequence[Workdir]) -> Page:
     ]
     runs = [ComparedRun(i, names[i], run, _numbers(run)) for i, run in enumerate(workdirs)]
     found = {key for run in runs for key, series in run.series.items() if not series.zero} - {"tokens"}
-    keys = [key for key in FIRST if key in found]
-    keys += sorted(found.difference(FIRST), key=lambda key: ("/" in key, key))  # norms before those of groups
+    keys = [key for key in FIRST if key in found] + sorted(found.difference(FIRST), key=lambda key: ("/" in key, key))
     near = near_common_step([run.workdir for run in runs])
     sections = [
         Section("Runs", tables=[_ends(runs, near)], notes=_left_out(runs, keys[MOST_PICTURES:], found)),

@@ -80,7 +80,7 @@ table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-nu
 th, td { text-align: left; padding: 3px 12px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 thead th { color: var(--soft); font-weight: 500; }
 tbody th { font-weight: 400; position: sticky; left: 0; background: var(--card); }
-.num tbody th { min-width: 104px; max-width: 46vw; overflow-wrap: break-word; }
+.num:not(.narrow) tbody th { min-width: 104px; max-width: 46vw; overflow-wrap: break-word; }
 .num td, .num thead th + th { text-align: right; white-space: nowrap; }
 .code td, .code th { font-size: 12.5px; overflow-wrap: anywhere; min-width: 80px; }
 details { padding: 10px 14px; }
@@ -95,9 +95,8 @@ footer { margin-top: 28px; color: var(--soft); font-size: 13px; }
   .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
   .tiles div, figure, .card { padding: 10px; }
   .tiles dd { font-size: 21px; }
-  .num tbody th { min-width: 80px; }
+  .num:not(.narrow) tbody th { min-width: 80px; }
   .num th, .num td { padding-right: 7px; font-size: 12px; }
-  .narrow tbody th { min-width: 0; }
   .narrow th, .narrow td { padding-right: 5px; font-size: 11px; }
   .code td, .code th { min-width: 108px; }
   .num thead th + th { white-space: normal; }
