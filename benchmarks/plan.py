@@ -29,25 +29,25 @@ COPIES = {"precision.weights": "compute"}  # the default
 # name: devices, sequences at once on a row of data x expert, micro-batches, differences from ZAYA1-base of four layers
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "ZAYA1-base, all 40 layers": (1024, 4, 1, COPIES | {"model.num_hidden_layers": 40, "remat": "elementwise"}),
-    "all 40 layers, remat attention": (1024, 4, 1, {"model.num_hidden_layers": 40}),
+    "all 40 layers, remat attention": (1024, 4, 1, COPIES | {"model.num_hidden_layers": 40}),
     "alone": (1, 4, 1, {}),
     "8 devices": (8, 4, 1, COPIES),
-    "12 devices": (12, 4, 1, {}),
+    "12 devices": (12, 4, 1, COPIES),
     "1,024 devices, 2 micro-batches": (1024, 2, 2, COPIES),
     "8 layers, remat elementwise": (64, 4, 1, {"remat": "elementwise", "model.num_hidden_layers": 8}),
     "64 devices, nothing recomputed": (64, 1, 1, {"remat": "none"}),
-    "layers recomputed, 4 micro-batches": (8, 2, 4, {"remat": "layer"}),
-    "dense": (8, 4, 1, {"model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 8192}),
+    "layers recomputed, 4 micro-batches": (8, 2, 4, COPIES | {"remat": "layer"}),
+    "dense": (8, 4, 1, COPIES | {"model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 8192}),
     "8 layers, 6 of them linear": (
         8, 2, 1,
-        {"model.layer_types": (("hybrid_linear",) * 3 + ("hybrid",)) * 2, "model.num_hidden_layers": 8},
+        COPIES | {"model.layer_types": (("hybrid_linear",) * 3 + ("hybrid",)) * 2, "model.num_hidden_layers": 8},
     ),
     "sliding window of 1,024": (
         8, 2, 1, {"model.layer_types": ("hybrid_sliding",) * 3 + ("hybrid",), "model.sliding_window": 1024},
     ),
     "fsdp": (8, 4, 1, {"mesh.fsdp": True}),
     "experts over 8": (8, 4, 1, {"mesh.expert": 8}),
-    "context over 2": (16, 1, 1, {"mesh.context": 2, "data.seq_len": 32768, "model.num_hidden_layers": 2}),
+    "context over 2": (16, 1, 1, COPIES | {"mesh.context": 2, "data.seq_len": 32768, "model.num_hidden_layers": 2}),
     "half the width, 32 experts, 8 layers": (
         64, 4, 1,
         {
