@@ -34,8 +34,8 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "8 devices": (8, 4, 1, COPIES),
     "12 devices": (12, 4, 1, COPIES),
     "1,024 devices, 2 micro-batches": (1024, 2, 2, COPIES),
-    "8 layers, remat elementwise": (64, 4, 1, {"remat": "elementwise", "model.num_hidden_layers": 8}),
-    "64 devices, nothing recomputed": (64, 1, 1, {"remat": "none"}),
+    "8 layers, remat elementwise": (64, 4, 1, COPIES | {"remat": "elementwise", "model.num_hidden_layers": 8}),
+    "64 devices, nothing recomputed": (64, 1, 1, COPIES | {"remat": "none"}),
     "layers recomputed, 4 micro-batches": (8, 2, 4, COPIES | {"remat": "layer"}),
     "dense": (8, 4, 1, COPIES | {"model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 8192}),
     "8 layers, 6 of them linear": (
@@ -43,7 +43,8 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         COPIES | {"model.layer_types": (("hybrid_linear",) * 3 + ("hybrid",)) * 2, "model.num_hidden_layers": 8},
     ),
     "sliding window of 1,024": (
-        8, 2, 1, {"model.layer_types": ("hybrid_sliding",) * 3 + ("hybrid",), "model.sliding_window": 1024},
+        8, 2, 1,
+        COPIES | {"model.layer_types": ("hybrid_sliding",) * 3 + ("hybrid",), "model.sliding_window": 1024},
     ),
     "fsdp": (8, 4, 1, {"mesh.fsdp": True}),
     "experts over 8": (8, 4, 1, {"mesh.expert": 8}),
