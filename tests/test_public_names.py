@@ -22,7 +22,7 @@ OF_A_MODEL = [
     "stream", "to_hf", "trace",
 ]  # fmt: skip
 OF_A_TRACE = [
-    "logits", "hidden_states", "router_probs", "choices", "attention", "queries", "keys", "values",
+    "logits", "hidden_states", "router_probs", "choices", "expert_outputs", "attention", "queries", "keys", "values",
 ]  # fmt: skip
 
 
