@@ -18,11 +18,11 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
-    ("aegis",): 4454,
+    ("aegis",): 4457,
     ("checkpoint",): 3627,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
     ("cli.py", "library.py", "functions.py", "generation.py"): 1357,  # 1100; few shapes, pytrees, the experts' outputs
     ("config", "cluster"): 2359,  # 2100
-    ("data",): 4599,  # 300 of these spell chats by a model's own template
+    ("data",): 4601,  # 300 of these spell chats by a model's own template
     ("model", "parallel", "optim"): 5886,  # 5650; sums in two levels; with low-rank updates; 61 for bfloat16 copies
     ("plan", "hardware"): 2987,  # 2950; the links of sums in two levels; copies
     ("pytorch", "evaluate"): 1911,  # one name for a model, the older layout, tasks in a chat template
@@ -30,7 +30,7 @@ BUDGET = {
     ("run.py",): 400,
     ("schedule.py", "trees.py", "__init__.py"): 390,
     ("training",): 2509,  # 2000; 30 divide copies from owners' weights, 128 settle kernels, 145 are trackers
-    ("",): 32694,  # 30,000; 120 of these hold bfloat16 copies of weights
+    ("",): 32697,  # 30,000; 120 of these hold bfloat16 copies of weights
     ("../tests",): 25558,  # 24,000; 300 of these hold the trial of kernels, 170 copies of weights, 100 ablations
 }
 

@@ -9,6 +9,7 @@ The hook's command gets each event as JSON on its standard input, and as ZAYA_EV
 ZAYA_TEXT. A command that fails never fails the run.
 """
 
+import abc
 import dataclasses
 import json
 import logging
@@ -30,7 +31,7 @@ WAITING = 100  # events that wait for it; more are counted and dropped
 _log = logging.getLogger("zaya_jax")
 
 
-class _Worker:
+class _Worker(abc.ABC):
     """A queue, and the thread that empties it. `lost` counts items that came while `most` were waiting, or failed."""
 
     def __init__(self, name: str, most: int):
@@ -58,8 +59,9 @@ class _Worker:
             self._do(item)
             self._taken_out += size
 
+    @abc.abstractmethod
     def _do(self, item: Any) -> None:
-        raise NotImplementedError
+        """Handles one, in the thread."""
 
 
 class Terminal(_Worker):

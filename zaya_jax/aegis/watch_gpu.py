@@ -6,6 +6,7 @@
 A figure that a card or a driver does not give is missing in its reading, and is not judged.
 """
 
+import abc
 import dataclasses
 import importlib
 import re
@@ -40,15 +41,15 @@ class Reading:
     failed: float | None = None  # pages or rows that could not be retired
 
 
-class _Gpus:
+class _Gpus(abc.ABC):
     """Judges readings, which the classes below take."""
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}
 
+    @abc.abstractmethod
     def read(self) -> list[Reading]:
         """All GPUs that answer."""
-        raise NotImplementedError
 
     def look(self, judge: Judge) -> Iterator[Finding]:
         """See `limits`."""

@@ -4,6 +4,7 @@
 interface, so no other module asks for their kind.
 """
 
+import abc
 import concurrent.futures
 import dataclasses
 import functools
@@ -60,7 +61,7 @@ def utf8(text: str) -> bytes:
         ) from None
 
 
-class Tokenizer:
+class Tokenizer(abc.ABC):
     """The interface of all tokenizers; a kind adds `encode`, `decode`, `mark`, `_files` and `_id`."""
 
     kind: str
@@ -72,13 +73,13 @@ class Tokenizer:
     adds_bos = False  # of itself, before each text that it encodes for transformers
     extra_files: Mapping[str, bytes] = types.MappingProxyType({})  # EXTRA_FILES, which other programs read
 
+    @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without begin or end of document."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens give nothing, broken UTF-8 gives replacement characters."""
-        raise NotImplementedError
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of many texts, each as an array of `dtype`: the fast way for whole corpora."""
@@ -108,9 +109,9 @@ class Tokenizer:
         names = CHAT_TOKENS[role]
         return next((name for name in names if self._id(name) is not None), names[0])
 
+    @abc.abstractmethod
     def mark(self, token: int) -> str:
         """The name of a special id, as a chat template spells it."""
-        raise NotImplementedError
 
     def spell(self, ids: Sequence[int]) -> str:
         """The text of ids, special ones by their names."""
@@ -121,9 +122,9 @@ class Tokenizer:
         found = self._marked.encode(utf8(text).decode(), add_special_tokens=False)
         return found.ids, found.offsets
 
+    @abc.abstractmethod
     def json(self) -> str:
         """The tokenizers library's tokenizer.json."""
-        raise NotImplementedError
 
     @functools.cached_property
     def _marked(self) -> Any:
@@ -160,8 +161,9 @@ class Tokenizer:
     def _files(self) -> dict[str, bytes]:
         return {}
 
+    @abc.abstractmethod
     def _id(self, name: str) -> int | None:
-        raise NotImplementedError
+        """The id of a special token."""
 
     def _hash(self, content: bytes) -> str:
         ids = f"{self.kind} {self.bos_id} {self.eos_id} {self.pad_id}\n".encode()
