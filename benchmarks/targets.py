@@ -35,7 +35,8 @@ HEAD = """\
 
 # The kernels as their compilers see them
 
-{date}, jax {jax}, for {chips}. **No GPU was measured.** Registers, spills, shared memory, matrix instructions, bytes
+{date}, jax {jax}, for {chips}. **No figure of this page was measured on a GPU**
+([an H100's](../benchmarks/gpu.md)). Registers, spills, shared memory, matrix instructions, bytes
 and launches are read from compiled programs; occupancy follows from these by the chips' rules; the modelled rate is a
 model. Where a GPU can be had, `python -m benchmarks.kernels` measures, and its figures count.
 

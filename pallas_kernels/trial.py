@@ -415,6 +415,7 @@ def find(
             for record in (*known, read(path)):
                 if record and all(record.get(name) == value for name, value in key.items()):
                     return record | {"tried": False}
+        print(f"trying kernels on {here['kind']} at these sizes, once: a minute or two", file=sys.stderr, flush=True)
         begun = time.monotonic()
         notes = _try(first, program, asked, pretend, rows, begun + seconds, each)
     record = {**key, "name": here["name"], "rows": rows, "kernels": decided(rows), "date": time.strftime("%Y-%m-%d")}

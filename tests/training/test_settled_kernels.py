@@ -79,6 +79,7 @@ def test_the_sizes_are_a_devices_share_of_the_phase_with_most_tokens():
     asked = kernels.request(cut, 2)
     assert (asked["length"], asked["whole"]) == (8, 16) and "cca_mix" not in asked["operators"]
     assert kernels.request(small, 1, at_once=3)["batch"] == 3
+    assert kernels.request(small, 1, at_once=5000)["batch"] == kernels.MOST // 16
     dense = config.editable(small)
     dense.model.update(model_type="dense", intermediate_size=24, num_experts=1)
     assert kernels.request(config.check(dense), 1)["model"]["moe_intermediate_size"] == 24

@@ -18,6 +18,7 @@ from zaya_jax.training import recipe
 from zaya_jax.training.workdir import KERNELS
 
 FIND: dict[str, Any] = {}  # further arguments of `trial.find`, for tests
+MOST = 16_384  # tokens of a trial: more take longer (16.8M tokens on an H100: no result in 45 s) and rank the same
 
 
 def settle(config: Config, folder: Path | None = None, at_once: int = 0) -> dict[str, Any] | None:
@@ -72,6 +73,7 @@ def request(config: Config, devices: int, at_once: int = 0) -> dict[str, Any]:
         here, spread, sequences, micro_batches = recipe.portion(config, segment, devices)
         rows = max(sequences // micro_batches // (spread.data * spread.expert), 1)
     length = here.data.seq_len
+    rows = min(rows, max(MOST * spread.sequence_parts // length, 1))
     asked = {
         "batch": rows, "length": length // spread.sequence_parts, "whole": length, "dtype": here.precision.compute,
         "operators": _operators(here, spread), "model": _share(here, spread),
