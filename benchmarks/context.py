@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=numbers, default=[32_768, 131_072])
     parser.add_argument("--parts", type=numbers, default=[2, 8])
     parser.add_argument("--drawing")
-    parser.add_argument("--target", choices=targets.names())
+    parser.add_argument("--target", choices=[*targets.TARGETS, "cpu"])
     options = parser.parse_args()
     if options.drawing:
         Path(options.drawing).write_text(drawing())

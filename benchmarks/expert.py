@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--devices", type=numbers, default=[2, 4, 8, 16])
-    parser.add_argument("--target", choices=targets.names())
+    parser.add_argument("--target", choices=[*targets.TARGETS, "cpu"])
     options = parser.parse_args()
     forms = ("slots", "ragged", "gathered") if options.target else ("slots", "gathered")
     dtype = jnp.bfloat16 if options.target else jnp.float32

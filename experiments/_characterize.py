@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
+from experiments import _collectives as collectives
+from experiments import _device_rates as device_rates
 from experiments.characterize import DEVICES, PARTS
 from pallas_kernels import trial
 from pallas_kernels.timing import Timing
@@ -24,9 +26,8 @@ from zaya_jax.config import Config, Precision, UserError, fields, files, read_co
 from zaya_jax.data import pipeline, storage, tokenizers
 from zaya_jax.data.order import TURNS
 from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
-from zaya_jax.hardware import chips, host, sizing_rules
-from zaya_jax.hardware.measure import collectives, memory_copies, products, results
-from zaya_jax.hardware.measure.results import BUS, CollectiveTiming, Measured, Product
+from zaya_jax.hardware import chips, host, measured, sizing_rules
+from zaya_jax.hardware.measured import BUS, CollectiveTiming, Measured, Product
 from zaya_jax.hardware.sizing_rules import Advice
 from zaya_jax.plan.phases import Need
 from zaya_jax.report.document import Page, Section, Table
@@ -105,7 +106,7 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
             advice = sizing_rules.advise(config, chip, count, found)
             rules_for = f"{config.name} on {count:,} {chip}"
             name = pathlib.Path(args.out) / args.what
-            files.write(name.with_suffix(".json"), results.to_json(found).encode())
+            files.write(name.with_suffix(".json"), measured.to_json(found).encode())
             files.write(name.with_suffix(".html"), document(found, advice, rules_for, remarks).html().encode())
             say(f"sizing rules for {rules_for}:" if advice else f"no sizing rule is broken by {rules_for}")
             for line in (*advice, *(f"note: {remark}" for remark in remarks)):
@@ -117,17 +118,17 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
 
 def measure_parts(
     args: argparse.Namespace, config: Config, nodes: list[int], say: Callable[[str], None]
-) -> tuple[results.Measured, list[str]]:
+) -> tuple[Measured, list[str]]:
     """The figures asked for, and remarks on omissions. Products and memory are of the first device alone."""
     devices, remarks = jax.devices(), []
     first, wanted = devices[0], tuple(PARTS) if args.what == "all" else (args.what,)
-    found = results.Measured(
+    found = Measured(
         first.device_kind, first.platform, len(devices), max(nodes) + 1, jax.process_count(), jax.__version__,
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
     )  # fmt: skip
     if "collectives" in wanted:
-        room = memory_copies.room(first, sum(d.process_index == first.process_index for d in devices))
+        room = device_rates.room(first, sum(d.process_index == first.process_index for d in devices))
         room = multihost.from_first("room", lambda: room // collectives.SHARE)
         found = dataclasses.replace(
             found, collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say)
@@ -137,10 +138,10 @@ def measure_parts(
     if not multihost.is_writer():
         return found, remarks
     if "memory" in wanted:
-        found = dataclasses.replace(found, copies=memory_copies.measure_copies(first, args.seconds, say))
+        found = dataclasses.replace(found, copies=device_rates.measure_copies(first, args.seconds, say))
     if "matmul" in wanted:
-        measured, left_out = products.measure_products(first, config.model, args.seconds, say)
-        found = dataclasses.replace(found, products=measured)
+        products, left_out = device_rates.measure_products(first, config.model, args.seconds, say)
+        found = dataclasses.replace(found, products=products)
         if left_out:
             remarks.append(
                 f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s (three times "
@@ -172,14 +173,14 @@ def measure_storage(args: argparse.Namespace) -> None:
     budget = args.iops_budget or readings[0].pages_per_second
     whose = "given" if args.iops_budget else "measured here, cold, one reader"
     words = storage_document(readings, manifest, need, budget, whose)
-    measured = {
+    figures = {
         "readings": [dataclasses.asdict(r) for r in readings],
         "need": dataclasses.asdict(need),
         "budget": budget,
     }
     with made(out):
         files.write(out / "storage.html", words.html().encode())
-        files.write(out / "storage.json", (json.dumps(measured, indent=1) + "\n").encode())
+        files.write(out / "storage.json", (json.dumps(figures, indent=1) + "\n").encode())
     print(words.markdown())
     print(f"written: {out}/storage.html, storage.json")
 
@@ -343,9 +344,13 @@ def _collectives(figures: Measured) -> Section:
     if not figures.collectives:
         return Section("Collectives")
     pictures, rows = "", []
+    groups = sorted({(c.num_nodes, c.num_devices) for c in figures.collectives})
     for name in BUS:
-        lines = []
-        for color, points in enumerate(s for group in figures.groups() if (s := figures.over(name, *group))):
+        lines, series = [], sorted((c for c in figures.collectives if c.name == name), key=lambda c: c.bytes)
+        for color, group in enumerate(groups):
+            points = [c for c in series if (c.num_nodes, c.num_devices) == group]
+            if not points:
+                continue
             rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
             lines.append(_line(_devices(points[0]), color, rates))
             best = max(points, key=lambda c: c.bus_bandwidth)

@@ -5,7 +5,9 @@ and a place on the mesh, but no content.
 """
 
 import dataclasses
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zaya_jax.config import Config
-from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline
+from zaya_jax.hardware import buffers, chips, hlo, kernels
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel.mesh import batch_spec
 from zaya_jax.parallel.spread import spread_of
@@ -21,6 +23,8 @@ from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
 LARGEST = 12  # kernels and buffers that are named
+# Seconds from one kernel's start to the next one's, where they do next to nothing; an assumption.
+LAUNCH = 3e-6
 
 
 def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def measure(
     device = mesh.devices.flat[0]
     state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
     cluster = cluster and cluster.of_devices(mesh.size)
-    limit = roofline.bound(program, collectives, device.device_kind, cluster, config.precision.matmul)
+    limit = bound_of(program, collectives, device.device_kind, cluster, config.precision.matmul)
     tokens = sequences * config.data.seq_len / mesh.size
     return {
         "sequences": sequences,
@@ -155,3 +159,68 @@ def _collective(c: hlo.Collective, program: kernels.Program) -> dict[str, Any]:
         "kind": c.kind, "scope": hlo.scope_of(c.op_name), "bytes": c.bytes, "wire_bytes": c.wire_bytes,
         "group": c.group_size, "times": c.times, "in_loop": c.in_loop, "kernels_beside": end - begin,
     }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Seconds of a step, by the bound of each kernel."""
+
+    compute: float
+    memory: float
+    launches: float
+    links: float  # exposed
+    hidden: float  # of links, under kernels: no part of the sum
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return self.compute + self.memory + self.launches + self.links
+
+    @property
+    def binds(self) -> str:
+        """The largest part."""
+        parts = {"compute": self.compute, "HBM": self.memory, "launches": self.launches, "links": self.links}
+        return max(parts, key=lambda name: parts[name])
+
+
+def bound_of(
+    program: kernels.Program,
+    collectives: Sequence[hlo.Collective],
+    kind: str,
+    cluster: Cluster | None,
+    matmul: str = "default",
+) -> Bound | None:
+    """The bound on a chip of this kind (JAX's device_kind) in a cluster; None where its rates are not known.
+
+    Caches aside, no such chip runs these kernels one by one any faster. A kernel takes the longest of its products at
+    the peak for their format, its bytes at the HBM's bandwidth, and LAUNCH. A collective takes the time to send its
+    bytes over the links of its group; the part that the kernels between its start and its end do not cover is exposed.
+    """
+    name = chips.named(kind)
+    if name is None or cluster is None:
+        return None
+    peaks, bandwidth = chips.CHIPS[name].peaks, chips.CHIPS[name].bandwidth
+    wide = peaks["float32" if matmul == "highest" else "tf32"]
+    totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
+
+    def seconds(k: kernels.GpuKernel) -> tuple[str, float]:
+        computing, moving = k.flops / (wide if k.wide else peaks["bfloat16"]), k.bytes / bandwidth
+        return max(("compute", computing), ("memory", moving), ("launches", LAUNCH), key=lambda one: one[1])
+
+    for k in program.kernels:
+        if not k.collective:
+            what, needed = seconds(k)
+            totals[what] += k.times * needed
+    exposed = hidden = 0.0
+    by_name = {k.name: k for k in program.kernels}
+    for c in collectives:
+        slowest = min(map(cluster.bandwidth, c.groups), default=math.inf)  # of the groups, or pairs
+        sending = c.wire_bytes / slowest + cluster.latency
+        under = program.kernels[slice(*program.under.get(c.name, (0, 0)))]
+        times = by_name[c.name].times if c.name in by_name else 1.0
+        if not times:  # in a loop that does not turn, as a rule: experts' further rounds
+            continue
+        cover = sum(seconds(k)[1] * k.times / times for k in under if not k.collective)
+        hidden += times * min(cover, sending)
+        exposed += times * max(sending - cover, 0.0)
+    return Bound(**totals, links=exposed, hidden=hidden)

@@ -2,24 +2,33 @@
 
 import argparse
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
 from experiments._results import write_results
 from zaya_jax import cli
-from zaya_jax.config import UserError
-from zaya_jax.hardware import chips, clusters
+from zaya_jax.config import Config, Mesh, UserError
+from zaya_jax.hardware import chips, clusters, targets
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.plan import goodput, network, search, step_time
+from zaya_jax.parallel import sharding
+from zaya_jax.parallel.mesh import shape_of
+from zaya_jax.parallel.spread import spread_of
+from zaya_jax.plan import footprint, goodput, network, step_time
 from zaya_jax.plan import phases as planned_phases
 from zaya_jax.plan import rates as rates_lib
+from zaya_jax.plan.case import Case
 from zaya_jax.plan.phases import PlannedPhase
 from zaya_jax.plan.rates import Rates
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.text import byte_size, duration, shape_of_step
+
+SIZES = (1, 2, 4, 8)  # of expert, context and tensor that a search tries: they should stay within a node
+REMATS = ("none", "elementwise", "attention", "layer")
+BEST = 10  # ways that a search gives
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,8 +100,46 @@ def _work(p: PlannedPhase) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+class Way(NamedTuple):
+    """One way to run a step."""
+
+    case: Case
+    step: step_time.StepTime
+    memory: footprint.Footprint
+
+
+def fastest(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates) -> list[Way]:
+    """The fastest ways to run a phase that fit the chip's memory, fastest first; [] where nothing fits."""
+    capacity = targets.memory_for_jax(cluster.chip)
+    found = [
+        Way(case, step_time.estimate(case, cluster, rates), memory)
+        for case in candidates(here, devices, sequences, cluster.chip)
+        if (memory := footprint.estimate(case)).peak <= capacity
+    ]
+    return sorted(found, key=lambda way: (way.step.seconds, way.memory.peak))[:BEST]
+
+
+def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterator[Case]:
+    """Every mesh, micro-batch and remat that `pretrain` would not refuse."""
+    for expert, context, tensor, fsdp in itertools.product(SIZES, SIZES, SIZES, (False, True)):
+        data, rest = divmod(devices, expert * context * tensor)
+        rows = data * expert
+        if rest or not data or (fsdp and data == 1) or sequences % rows:
+            continue
+        mesh = Mesh(data=data, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
+        mine, spread = dataclasses.replace(here, mesh=mesh), spread_of(mesh, shape_of(mesh, devices))
+        try:
+            sharding.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len})
+        except UserError:
+            continue
+        each = sequences // rows
+        for at_once in (n for n in range(1, each + 1) if each % n == 0):
+            for remat in REMATS:
+                yield Case(dataclasses.replace(mine, remat=remat), spread, chip, sequences, each // at_once)
+
+
 def _search(p: PlannedPhase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
-    found = search.best(p.case.here, p.case.devices, p.case.sequences, cluster, rates)
+    found = fastest(p.case.here, p.case.devices, p.case.sequences, cluster, rates)
     return [
         {
             "mesh": " x ".join(f"{axis} {n}" for axis, n in c.case.axes.items() if n > 1) + (

@@ -1,6 +1,7 @@
 """What joins a cluster's chips, and collectives that a program never runs."""
 
-from zaya_jax.hardware import clusters, roofline
+from experiments import _compiling as compiling
+from zaya_jax.hardware import clusters
 from zaya_jax.hardware.hlo import Array, Collective
 from zaya_jax.hardware.kernels import GpuKernel, Program
 
@@ -31,5 +32,5 @@ def test_a_collective_in_a_loop_that_does_not_turn_takes_no_time():
         GpuKernel(name, op, "", 0.0, 1 << 22, 1 << 22, 0.0, False, collective)
         for name, op, collective in (("a", "all-to-all-start", "all-to-all"), ("k", "fusion", None))
     )
-    found = roofline.bound(Program(kernels, {}, {"a": (1, 2)}), [sent], "MI300X", CLUSTER)
+    found = compiling.bound_of(Program(kernels, {}, {"a": (1, 2)}), [sent], "MI300X", CLUSTER)
     assert found is not None and found.seconds == found.hidden == 0

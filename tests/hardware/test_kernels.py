@@ -10,7 +10,7 @@ import pytest
 from experiments import _compiling as compiling
 from pallas_kernels.loops import turning
 from zaya_jax import config as config_lib
-from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline
+from zaya_jax.hardware import buffers, chips, hlo, kernels
 from zaya_jax.hardware.clusters import CLUSTERS
 
 # As XLA 0.12.0 writes a GPU's program: a loop with a known length and one without, slices, an update in place.
@@ -141,19 +141,19 @@ def test_the_slowest_group_bounds_a_collective():
     text = PROGRAM.replace("num_partitions=16", "num_partitions=24").replace("[1,16]<=[16]", "[8,3]<=[24]")
     (found,) = hlo.collectives(text)
     assert found.groups[2] == (6, 7, 8) and found.group_size == 3
-    bound = roofline.bound(kernels.read_program(text), [found], "AMD Instinct MI300X", CLUSTER)
+    bound = compiling.bound_of(kernels.read_program(text), [found], "AMD Instinct MI300X", CLUSTER)
     assert bound.links + bound.hidden == pytest.approx(found.wire_bytes / CLUSTER.card + CLUSTER.latency)
 
 
 def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
     program, collectives = kernels.read_program(PROGRAM), hlo.collectives(PROGRAM)
-    assert roofline.bound(program, collectives, "no such chip", CLUSTER) is None
-    found = roofline.bound(program, collectives, "AMD Instinct MI300X", CLUSTER)
+    assert compiling.bound_of(program, collectives, "no such chip", CLUSTER) is None
+    found = compiling.bound_of(program, collectives, "AMD Instinct MI300X", CLUSTER)
     # All of these are tiny: a launch each, but for the collective, which has one copy under it.
-    assert found.launches == pytest.approx((program.launches - 1) * roofline.LAUNCH)
+    assert found.launches == pytest.approx((program.launches - 1) * compiling.LAUNCH)
     assert found.compute == found.memory == 0
     travel = 15 * MATRIX / (8 * CLUSTER.card) + CLUSTER.latency
-    assert (found.hidden, found.links) == pytest.approx((roofline.LAUNCH, travel - roofline.LAUNCH))
+    assert (found.hidden, found.links) == pytest.approx((compiling.LAUNCH, travel - compiling.LAUNCH))
 
 
 def test_memory_over_a_program_is_the_compilers():

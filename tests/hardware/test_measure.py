@@ -8,13 +8,15 @@ import pytest
 from multiprocess_runs import start
 
 from experiments import _characterize as characterize
+from experiments import _collectives as collectives
+from experiments import _device_rates as device_rates
+from experiments._collectives import AXIS, CollectiveKind
 from pallas_kernels import timing
 from pallas_kernels.timing import Course, Timing
 from zaya_jax import config
 from zaya_jax.config import UserError
-from zaya_jax.hardware.measure import collectives, memory_copies, products, results
-from zaya_jax.hardware.measure.collectives import AXIS, CollectiveKind
-from zaya_jax.hardware.measure.results import CollectiveTiming, Measured, MemoryCopy, Product
+from zaya_jax.hardware import measured
+from zaya_jax.hardware.measured import CollectiveTiming, Measured, MemoryCopy, Product
 from zaya_jax.report.text import escape
 
 SECOND = Timing(1.0, 0.5, 2.0, 5)
@@ -30,7 +32,7 @@ def small_model():
     return config.check(raw).model
 
 
-def measured(**changes):
+def figures_of(**changes):
     of_cpu = Measured("cpu", "cpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00+00:00")
     return dataclasses.replace(of_cpu, **changes)
 
@@ -75,7 +77,7 @@ def test_what_is_not_the_collective_is_never_timed(monkeypatch, call, message):
 def test_bandwidths_are_those_of_nccl_tests():
     """doc/PERFORMANCE.md there: a ring of n moves so much over each link."""
     n, size = 8, 8e9
-    bus = {name: CollectiveTiming(name, n, 1, int(size), SECOND).bus_bandwidth / 1e9 for name in results.BUS}
+    bus = {name: CollectiveTiming(name, n, 1, int(size), SECOND).bus_bandwidth / 1e9 for name in measured.BUS}
     assert bus == {"all-reduce": 14, "reduce-scatter": 7, "all-gather": 7, "all-to-all": 7, "neighbour": 8}
     assert MemoryCopy(100, SECOND).bandwidth == 200
     dense = Product("dense", "", 2, 3, 5, 1, "float32", SECOND)
@@ -96,15 +98,15 @@ def test_samples_fill_the_time_and_queue_where_they_may():
 
 
 def test_memory_is_copied(monkeypatch):
-    monkeypatch.setattr(memory_copies, "room", lambda device: 8 << 22)
-    found = memory_copies.measure_copies(jax.devices()[0], 0.001, lambda text: None)
+    monkeypatch.setattr(device_rates, "room", lambda device: 8 << 22)
+    found = device_rates.measure_copies(jax.devices()[0], 0.001, lambda text: None)
     assert {s.bytes for s in found} <= {1 << 20, 1 << 21, 1 << 22}
 
 
 def test_products_of_a_model_and_its_experts(monkeypatch):
-    monkeypatch.setattr(products, "ROWS", {True: (16,)})
-    monkeypatch.setattr(products, "ROWS_OF_EXPERTS", {True: (4, 16)})
-    found, left_out = products.measure_products(jax.devices()[0], small_model(), 0.1, lambda text: None)
+    monkeypatch.setattr(device_rates, "ROWS", {True: (16,)})
+    monkeypatch.setattr(device_rates, "ROWS_OF_EXPERTS", {True: (4, 16)})
+    found, left_out = device_rates.measure_products(jax.devices()[0], small_model(), 0.1, lambda text: None)
     shapes = {(p.name, p.label, p.m, p.k, p.n, p.groups) for p in found}
     assert shapes == {
         ("dense", "q, k", 16, 32, 48, 1), ("dense", "v", 16, 32, 16, 1), ("dense", "o", 16, 32, 32, 1),
@@ -112,16 +114,16 @@ def test_products_of_a_model_and_its_experts(monkeypatch):
         *((f"grouped {way}", "experts", m, 32, 24, 4) for way in ("forward", "backward") for m in (4, 16)),
     }  # fmt: skip
     assert left_out == 0 and {p.dtype for p in found} == {"float32"}
-    monkeypatch.setattr(products, "MODEST", 1.0)
-    monkeypatch.setattr(results.ProductShape, "flops", 1e9)
-    assert products.measure_products(jax.devices()[0], small_model(), 0.01, print) == ((), len(found))
+    monkeypatch.setattr(device_rates, "MODEST", 1.0)
+    monkeypatch.setattr(measured.ProductShape, "flops", 1e9)
+    assert device_rates.measure_products(jax.devices()[0], small_model(), 0.01, print) == ((), len(found))
 
 
-FULL = measured(
+FULL = figures_of(
     peak=1e12,
     collectives=tuple(
         CollectiveTiming(name, n, nodes, size, Timing(1e-5 + size / rate, 1e-5, 1.0, 9))
-        for name in results.BUS
+        for name in measured.BUS
         for n, nodes in ((2, 1), (8, 1), (16, 2))
         for size, rate in ((1024, 1e9), (1 << 20, 2e9))
     ),
@@ -134,10 +136,9 @@ FULL = measured(
 
 
 def test_figures_are_read_as_they_were_written(tmp_path):
-    (tmp_path / "all.json").write_text(results.to_json(FULL))
-    assert results.load(tmp_path / "all.json") == FULL
+    (tmp_path / "all.json").write_text(measured.to_json(FULL))
+    assert measured.load(tmp_path / "all.json") == FULL
     assert FULL.rows_knee() == 256  # the least number at 80% of the best rate
-    assert FULL.groups() == [(2, 1), (8, 1), (16, 2)]
 
 
 @pytest.mark.parametrize("change", [
@@ -149,17 +150,17 @@ def test_figures_are_read_as_they_were_written(tmp_path):
 ])  # fmt: skip
 def test_what_are_no_figures_is_a_line(tmp_path, change):
     path = tmp_path / "f.json"
-    path.write_text(change(json.loads(results.to_json(FULL))))
+    path.write_text(change(json.loads(measured.to_json(FULL))))
     for file in (path, tmp_path / "nowhere.json"):
         with pytest.raises(UserError, match="cannot be read"):
-            results.load(file)
+            measured.load(file)
 
 
 def test_the_page_shows_all_and_says_what_it_is_of():
     html = characterize.document(FULL, [], "nothing", ["storage was left out"]).html()
-    assert html.count("<figure") == len(results.BUS) + 3
+    assert html.count("<figure") == len(measured.BUS) + 3
     assert all(text in html for text in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes"))
-    of_gpu = characterize.document(measured(platform="cuda", device="NVIDIA H200"), [], "nothing").html()
+    of_gpu = characterize.document(figures_of(platform="cuda", device="NVIDIA H200"), [], "nothing").html()
     assert escape(characterize.HOST) not in of_gpu
 
 
@@ -170,6 +171,6 @@ def test_two_processes_measure_as_one(tmp_path):
         results = run.wait(200)
     assert [r.code for r in results] == [0, 0], results
     assert "4 x cpu in 1 node(s) of 2 process(es)" in results[0].out and not results[1].out.strip()
-    found = results.load(tmp_path / "out" / "collectives.json")
-    assert found.groups() == [(2, 1), (4, 1)] and found.num_processes == 2
-    assert {c.name for c in found.collectives} == set(results.BUS)
+    found = measured.load(tmp_path / "out" / "collectives.json")
+    assert {c.num_devices for c in found.collectives} == {2, 4} and found.num_processes == 2
+    assert {c.name for c in found.collectives} == set(measured.BUS)

@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_measure import measured
+from test_measure import figures_of
 
 from pallas_kernels.timing import Timing
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import sizing_rules
-from zaya_jax.hardware.measure.results import Product, ProductShape
+from zaya_jax.hardware.measured import Product, ProductShape
 
 CONFIGS = Path(__file__).resolve().parents[2] / "experiments" / "configs"
 
@@ -73,11 +73,11 @@ def test_measured_figures_take_the_place_of_published_ones():
         return Product(*shape, "bfloat16", Timing(ProductShape(*shape).flops / rate, 1e-9, 1e3, 5))
 
     products = (grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14))
-    slow = measured(device="AMD Instinct MI300X", platform="rocm", products=products)
+    slow = figures_of(device="AMD Instinct MI300X", platform="rocm", products=products)
     found = by_rule(sizing_rules.advise(changed(), "mi300x", 8, slow))["tokens per expert"]
     assert "1,024 tokens per expert" in found.reason and "of 2,048 " in found.reason
     assert found.source == "measured, 2026-11-22" and found.better == 64
-    for other in (measured(products=products), dataclasses.replace(slow, device="NVIDIA H200")):
+    for other in (figures_of(products=products), dataclasses.replace(slow, device="NVIDIA H200")):
         assert "tokens per expert" not in by_rule(sizing_rules.advise(changed(), "mi300x", 8, other))
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks import plan as compared
 from benchmarks import published
+from experiments import _plan
 from pallas_kernels.timing import Timing
 from zaya_jax.config import UserError
-from zaya_jax.hardware import chips, clusters, targets
-from zaya_jax.hardware.measure import results
-from zaya_jax.plan import footprint, goodput, network, rates, search, step_time, work
+from zaya_jax.hardware import chips, clusters, measured, targets
+from zaya_jax.plan import footprint, goodput, network, rates, step_time, work
 from zaya_jax.plan.case import Case
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
@@ -67,7 +67,7 @@ def test_weights_and_state_are_counted_as_they_lie():
 
 
 def test_remat_trades_memory_for_work():
-    cases = [case(8, remat=remat) for remat in search.REMATS]
+    cases = [case(8, remat=remat) for remat in _plan.REMATS]
     kept = [footprint.estimate(c).places["backward"]["activations"] for c in cases]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
     work = [flops(c) for c in cases]
@@ -116,23 +116,23 @@ def test_the_best_interval_is_the_one_that_loses_least():
 
 
 def test_the_search_gives_what_fits_fastest_first(monkeypatch):
-    monkeypatch.setattr(search, "SIZES", (1, 2))
+    monkeypatch.setattr(_plan, "SIZES", (1, 2))
     here = case(8).here
-    for tried in search.candidates(here, 8, 8, "mi300x"):  # no case that a run would refuse
+    for tried in _plan.candidates(here, 8, 8, "mi300x"):  # no case that a run would refuse
         assert tried.model.num_attention_heads % tried.spread.tensor == 0
         assert tried.sequences == tried.rows * tried.micro_batches * tried.spread.data * tried.spread.expert
         assert math.prod(tried.axes.values()) == 8
-    found = search.best(here, 8, 8, CLUSTER, RATES)
+    found = _plan.fastest(here, 8, 8, CLUSTER, RATES)
     times = [choice.step.seconds for choice in found]
     assert len(found) == 10 and times == sorted(times)
-    needs = [footprint.estimate(c).peak for c in search.candidates(here, 8, 8, "mi300x")]
+    needs = [footprint.estimate(c).peak for c in _plan.candidates(here, 8, 8, "mi300x")]
     limit = int((found[0].memory.peak + min(needs)) / 2)
     monkeypatch.setattr(targets, "memory_for_jax", lambda name: limit)
-    fitting = search.best(here, 8, 8, CLUSTER, RATES)
+    fitting = _plan.fastest(here, 8, 8, CLUSTER, RATES)
     assert fitting and all(choice.memory.peak <= limit for choice in fitting)
     assert fitting[0].step.seconds >= times[0]
     monkeypatch.setattr(targets, "memory_for_jax", lambda name: 1)
-    assert search.best(here, 8, 8, CLUSTER, RATES) == []
+    assert _plan.fastest(here, 8, 8, CLUSTER, RATES) == []
 
 
 def test_zaya1s_published_step_is_accounted_for():
@@ -143,21 +143,21 @@ def test_zaya1s_published_step_is_accounted_for():
     assert step_time.estimate(found, CLUSTER, RATES).seconds < 1.0
 
 
-def measured(device: str, path) -> str:
+def figures_of(device: str, path) -> str:
     """A file of figures of 8 devices of this name."""
     second = Timing(1.0, 1.0, 1.0, 5)
-    found = results.Measured(
+    found = measured.Measured(
         device, "gpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00Z",
-        collectives=(results.CollectiveTiming("reduce-scatter", 8, 1, int(2e11), second),),
-        products=(results.Product("dense", "", 10**4, 10**4, 10**6, 1, "bfloat16", second),),
-        copies=tuple(results.MemoryCopy(int(n * 1e12), second) for n in (1.9, 2.0, 2.1)),
+        collectives=(measured.CollectiveTiming("reduce-scatter", 8, 1, int(2e11), second),),
+        products=(measured.Product("dense", "", 10**4, 10**4, 10**6, 1, "bfloat16", second),),
+        copies=tuple(measured.MemoryCopy(int(n * 1e12), second) for n in (1.9, 2.0, 2.1)),
     )  # fmt: skip
-    path.write_text(results.to_json(found))
+    path.write_text(measured.to_json(found))
     return str(path)
 
 
 def test_measured_figures_take_the_place_of_assumptions(tmp_path):
-    found = rates.for_cluster(CLUSTER, measured("AMD Instinct MI300X", tmp_path / "all.json"))
+    found = rates.for_cluster(CLUSTER, figures_of("AMD Instinct MI300X", tmp_path / "all.json"))
     assert found.products.value == pytest.approx(2e14 / 1307.4e12)
     assert found.memory.value == pytest.approx(4e12 / 5.3e12)
     assert found.inside.value == pytest.approx(2e11 * 7 / 8 / 448e9)
@@ -167,6 +167,6 @@ def test_measured_figures_take_the_place_of_assumptions(tmp_path):
 
 def test_figures_of_another_chip_are_refused(tmp_path):
     with pytest.raises(UserError, match="give figures of that chip"):
-        rates.for_cluster(CLUSTER, measured("NVIDIA H200", tmp_path / "all.json"))
+        rates.for_cluster(CLUSTER, figures_of("NVIDIA H200", tmp_path / "all.json"))
     with pytest.raises(UserError, match="cannot be read"):
         rates.for_cluster(CLUSTER, str(tmp_path / "none.json"))

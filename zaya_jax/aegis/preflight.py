@@ -353,11 +353,10 @@ def bandwidth(device: Any) -> float:
     import numpy as np
 
     from pallas_kernels import timing
-    from zaya_jax.hardware.measure import memory_copies
 
     size = STREAM.get(device.platform, STREAM_ELSEWHERE)
     x = jax.device_put(np.ones(size // 4, np.float32), device)
-    compiled = jax.jit(memory_copies.copied).lower(x).compile()
+    compiled = jax.jit(lambda x: -x).lower(x).compile()  # a pass that no compiler leaves out
     taken = timing.time_call(lambda: compiled(x), COPYING, device.platform != "cpu")
     return 2 * size / taken.median
 

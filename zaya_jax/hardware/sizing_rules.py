@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import chips
-from zaya_jax.hardware.measure.results import Measured
+from zaya_jax.hardware.measured import Measured
 from zaya_jax.parallel.mesh import shape_of
 
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127"

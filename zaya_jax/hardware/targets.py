@@ -75,11 +75,6 @@ TARGETS = {
 }
 
 
-def names() -> list[str]:
-    """The targets to compile for."""
-    return [*TARGETS, "cpu"]
-
-
 def memory_for_jax(name: str) -> int:
     """Bytes of a GPU's memory that JAX takes (`flags.MEMORY_SHARE`)."""
     return int(TARGETS[name].memory * flags.MEMORY_SHARE)

@@ -45,18 +45,12 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedStep:
-    """One way to run a step."""
+class PlannedPhase:
+    """One phase with its step of the full batch, and its ramp's smaller steps."""
 
     case: Case
     step: StepTime
     memory: Footprint
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedPhase(PlannedStep):
-    """One phase with its step of the full batch, and its ramp's smaller steps."""
-
     name: str
     capacity: int  # bytes that the chip has for it
     saving: Saving

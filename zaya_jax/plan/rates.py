@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zaya_jax.config import UserError
-from zaya_jax.hardware import chips
+from zaya_jax.hardware import chips, measured
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.hardware.measure import results
 
 ASSUMED = "assumed"
 AMD = "AMD's own measurements, 708 of 1,307 TFLOP/s in bfloat16 (ROCm blog on max-achievable FLOPs)"
@@ -39,7 +38,7 @@ class Rates:
     products: Rate  # large dense products, of the peak for bfloat16
     grouped: Rate  # the experts'
     attention: Rate  # products of scores, in kernels of our own; linear attention's
-    # The router's, of the float32 peak: a quarter of XF32's, which the bound of `hardware.roofline` allows them.
+    # The router's, of the float32 peak: a quarter of XF32's, which the bound of a compiled program allows them.
     float32: Rate
     memory: Rate  # of the HBM's bandwidth
     inside: Rate  # of a node's links, for a collective
@@ -84,7 +83,7 @@ def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
         return rates
     path = Path(figures)
     path = path / "all.json" if path.is_dir() else path
-    found = results.load(path)
+    found = measured.load(path)
     name = chips.named(found.device)
     if name != cluster.chip:
         raise UserError(
@@ -94,7 +93,7 @@ def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
     return dataclasses.replace(rates, **_measured(found, cluster))
 
 
-def _measured(found: results.Measured, cluster: Cluster) -> dict[str, Rate]:
+def _measured(found: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
     """The shares that figures give."""
     chip = chips.CHIPS[cluster.chip]
     source, result = f"measured on {found.num_devices} x {found.device}, {found.date[:10]}", {}

@@ -1,7 +1,7 @@
 """Measured figures: a file that `experiments.characterize` writes and plans read; docs/hardware.md has its format.
 
-figures = load("out/all.json")
-figures.over("all-reduce", 8, 1)         one collective on 8 devices of one node, by size
+figures = measured.load("out/all.json")
+figures.memory_bandwidth(), figures.rows_knee(), figures.collectives
 """
 
 import dataclasses
@@ -115,16 +115,6 @@ class Measured:
     def rows_knee(self) -> int | None:
         """Rows of an expert from which on a grouped product is within 20% of its best."""
         return knee((p.m, p.rate) for p in self.products if p.name == "grouped forward")
-
-    def over(self, name: str, num_devices: int, num_nodes: int) -> list[CollectiveTiming]:
-        """One collective on one set of devices, by size."""
-        group = (name, num_devices, num_nodes)
-        found = [c for c in self.collectives if (c.name, c.num_devices, c.num_nodes) == group]
-        return sorted(found, key=lambda c: c.bytes)
-
-    def groups(self) -> list[tuple[int, int]]:
-        """The sets of devices that collectives ran on: (devices, nodes)."""
-        return sorted({(c.num_devices, c.num_nodes) for c in self.collectives}, key=lambda g: (g[1], g[0]))
 
 
 def to_json(figures: Measured) -> str:

@@ -1,6 +1,6 @@
 """Measures collectives over the devices of this run: each alone in a program, over messages of 1 KiB to GiBs.
 
-Sizes and bandwidths are those of nccl-tests and rccl-tests (`results.BUS`). Devices are taken in sets: in one node 2,
+Sizes and bandwidths are those of nccl-tests and rccl-tests (`measured.BUS`). Devices are taken in sets: in one node 2,
 4, ... and all of it; across nodes 2, 4, ... and all of these, with one device of each and with all. A node is a host.
 """
 
@@ -19,7 +19,7 @@ from pallas_kernels import timing
 from pallas_kernels.timing import Timing
 from zaya_jax.cluster import multihost
 from zaya_jax.hardware import hlo
-from zaya_jax.hardware.measure.results import BUS, CollectiveTiming
+from zaya_jax.hardware.measured import BUS, CollectiveTiming
 
 LEAST, MOST, STEP = 1 << 10, 1 << 32, 4  # bytes of a message
 SHARE = 4  # of a device's memory, one part in so many may be used

@@ -1,10 +1,12 @@
-"""Measures matrix products on a device: a model's own shapes, and the experts' grouped product, over their rows.
+"""Measures one device: matrix products over their rows, and how fast it copies its memory, over the size of an array.
 
-Products are the project's: `pallas_kernels.products.dot`, and of the operator `grouped_mlp` the implementation that the
-chip uses, whose values `benchmarks.kernels` checks. On accelerators operands are bfloat16, on a CPU float32.
+Products have a model's own shapes, the experts' grouped one among them. They are the project's:
+`pallas_kernels.products.dot`, and of the operator `grouped_mlp` the implementation that the chip uses, whose values
+`benchmarks.kernels` checks. On accelerators operands are bfloat16, on a CPU float32.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import chip, grouped_mlp, products, timing
 from pallas_kernels.timing import Timing
 from zaya_jax.config import Model
-from zaya_jax.hardware.measure.results import Product, ProductShape
+from zaya_jax.hardware.measured import MemoryCopy, Product, ProductShape
 
 ROWS = {True: (64, 256, 1024), False: (256, 1024, 4096, 16384)}  # tokens at once, on a host and on an accelerator
 ROWS_OF_EXPERTS = {True: tuple(1 << i for i in range(4, 10)), False: tuple(1 << i for i in range(4, 13))}  # of each
@@ -81,3 +83,31 @@ def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timin
             given, call = (*given, hidden, out), operator.backward
     compiled = jax.jit(call).lower(*given).compile()
     return timing.time_call(lambda: compiled(*given), seconds, queue)
+
+
+def room(device: Any, sharing: int = 1) -> int:
+    """Bytes of a device's memory that are free, or of the machine's for a CPU, which so many devices share."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", 1 << 30) - stats.get("bytes_in_use", 0)
+
+
+def measure_copies(device: Any, seconds: float, say: Callable[[str], None]) -> tuple[MemoryCopy, ...]:
+    """Copies of 1 MiB to 4 GiB on one device, up to the first whose call takes longer than `seconds`.
+
+    Two arrays take a quarter of the free memory at most.
+    """
+    found: list[MemoryCopy] = []
+    free = room(device)
+    for size in (1 << bits for bits in range(20, 33) if 8 << bits <= free):
+        with jax.default_device(device):
+            x = jax.jit(lambda: (jnp.arange(size // 4) % 7).astype(jnp.float32))()  # noqa: B023
+        compiled = jax.jit(lambda x: -x).lower(x).compile()  # a pass that no compiler leaves out
+        taken = timing.time_call(lambda: compiled(x), seconds, device.platform != "cpu")  # noqa: B023
+        found.append(MemoryCopy(size, taken))
+        if taken.median > seconds:
+            break
+    said = (f"{s.bandwidth / 1e9:,.1f} GB/s at {s.bytes / 2**20:,.0f} MiB" for s in found[::3])
+    say(f"memory copied: {', '.join(said)}")
+    return tuple(found)
