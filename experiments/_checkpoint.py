@@ -8,12 +8,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments._checkpoint_page import checkpoints_document, steps_table
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import look, rewrite, source, times
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import adapters, exchange, tokenizer_files
-from zaya_jax.report.checkpoints import checkpoints_document, steps_table
 from zaya_jax.report.document import Table, check_target, write_page
 from zaya_jax.report.text import byte_size
 from zaya_jax.training.workdir import check_same, read_config

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from experiments import _compiling as compiling
-from experiments._results import write_results
+from experiments._results import shape_of_step, write_results
 from pallas_kernels import chip, trial
 from zaya_jax import cli, schedule
 from zaya_jax.config import Config, UserError
@@ -21,7 +21,7 @@ from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.report.document import Page, Section, Table, Tile
-from zaya_jax.report.text import byte_size, duration, number, shape_of_step
+from zaya_jax.report.text import byte_size, duration, number
 from zaya_jax.schedule import Segment
 from zaya_jax.training import recipe
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments._results import write_results
+from experiments._results import shape_of_step, write_results
 from zaya_jax import cli
 from zaya_jax.config import Config, Mesh, UserError
 from zaya_jax.hardware import chips, clusters, targets
@@ -24,7 +24,7 @@ from zaya_jax.plan.case import Case
 from zaya_jax.plan.phases import PlannedPhase
 from zaya_jax.plan.rates import Rates
 from zaya_jax.report.document import Page, Section, Table
-from zaya_jax.report.text import byte_size, duration, shape_of_step
+from zaya_jax.report.text import byte_size, duration
 
 SIZES = (1, 2, 4, 8)  # of expert, context and tensor that a search tries: they should stay within a node
 REMATS = ("none", "elementwise", "attention", "layer")
@@ -69,7 +69,6 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
             "seconds": step.seconds, "between": step_time.seconds_between(case, cluster, rates),
             "mfu": step.mfu, "by_scope": step.by_scope, "by_kind": step.by_kind,
             "links": step.links, "exposed": step.exposed,
-            "hbm_bytes": step.hbm_bytes, "launches": step.launches,
         },
         "work": _work(p),
         "flows": [

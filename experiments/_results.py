@@ -6,6 +6,7 @@ from typing import Any
 
 from zaya_jax.config.files import write
 from zaya_jax.report.document import Page
+from zaya_jax.report.text import counted
 
 
 def write_results(out: Path, name: str, result: dict[str, Any], page: Page) -> None:
@@ -16,3 +17,14 @@ def write_results(out: Path, name: str, result: dict[str, Any], page: Page) -> N
     write(out / f"{name}.html", page.html().encode())
     print(page.markdown())
     print(f"written: {out}/{name}.md, {name}.json, {name}.html")
+
+
+def shape_of_step(row: dict[str, Any]) -> str:
+    """The batch and the mesh of a phase, in words, from the plain numbers of a plan or a compiled program."""
+    mesh = " x ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n is not True and n > 1)
+    switches = "".join(f", {name}" for name, size in row["mesh"].items() if size is True)
+    return (
+        f"{row['sequences']:,} sequences of {row['seq_len']:,} tokens per step in "
+        f"{counted(row['micro_batches'], 'micro-batch', 'es')} on {mesh or 'one device'}{switches}: "
+        f"{row['tokens_per_device']:,.0f} tokens a device; remat {row['remat']}"
+    )

@@ -41,7 +41,7 @@ def main() -> int:
 
 def drawn(paths: list[Path]) -> str:
     """The page of one run or of several."""
-    from zaya_jax.report.compare import comparison
+    from experiments._compare import comparison
     from zaya_jax.report.run_page import run_document
 
     runs = [with_metrics(path) for path in paths]
@@ -50,7 +50,7 @@ def drawn(paths: list[Path]) -> str:
 
 def check_runs(runs: list[Path]) -> None:
     """UserError for a folder that is not a run's, for repeated runs and for too many."""
-    from zaya_jax.report.compare import MOST_RUNS
+    from experiments._compare import MOST_RUNS
 
     seen: dict[Path, Path] = {}
     for run in runs:
@@ -73,7 +73,7 @@ def with_metrics(path: Path) -> "Workdir":
     from zaya_jax.report.read import read_workdir
 
     run = read_workdir(path)
-    if not run.lines:
+    if not run.recorded.size:
         raise UserError(
             f"RUN {str(path)!r} has no metrics yet (no whole line in {path / 'metrics.jsonl'}); try again later"
         )

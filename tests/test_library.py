@@ -24,7 +24,7 @@ from zaya_jax.data import tokenizers, windows
 from zaya_jax.model import decode
 from zaya_jax.parallel import tree
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.report import table
+from zaya_jax.report import read
 from zaya_jax.training import logs
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
@@ -562,7 +562,7 @@ def run_examples(examples, folder, names, monkeypatch):
 @pytest.mark.slow
 def test_the_examples_of_every_function_and_method(model, run, ids, folder, monkeypatch, settings):
     finder = doctest.DocTestFinder()
-    examples = [test for module in (functions, library, table) for test in finder.find(module) if test.examples]
+    examples = [test for module in (functions, library, read) for test in finder.find(module) if test.examples]
     shown = {test.name.removeprefix("zaya_jax.").removeprefix("report.").split(".", 1)[1] for test in examples}
     assert shown == {f"LanguageModel.{name}" for name in OF_A_MODEL} | {
         "LanguageModel.__call__", "init", "apply", "loss", "scores", "create", "load", "train", "metrics", "optimizer",

@@ -52,7 +52,7 @@ assert not heavy, heavy
 assert "create" in dir(zj) and "jax" not in sys.modules
 zj.UserError
 zj.data.dataset
-import zaya_jax.report.compare
+import zaya_jax.report
 assert not {"jax", "grain", "orbax"} & set(sys.modules)
 zj.apply
 assert "jax" in sys.modules

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zaya_jax.model.router import Router
     from zaya_jax.model.weights import Linear, weight
     from zaya_jax.optim import balance
-    from zaya_jax.report.table import metrics
+    from zaya_jax.report.read import metrics
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,7 @@ _PLACES = {
     **dict.fromkeys(("Config", "StorageError", "UserError"), "config"),
     **dict.fromkeys(("apply", "init", "loss", "optimizer", "scores", "training_loss"), "functions"),
     **dict.fromkeys(("LanguageModel", "Trace", "TrainingStopped", "create", "load", "train"), "library"),
-    "metrics": "report.table",
+    "metrics": "report.read",
     "Layer": "model.layer",
     "Router": "model.router",
     "Linear": "model.weights",

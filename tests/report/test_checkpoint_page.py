@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from made_run import checked
 
+from experiments import _checkpoint_page as checkpoint_page
 from zaya_jax.checkpoint import times
-from zaya_jax.report import checkpoints, write_report
+from zaya_jax.report import write_report
 
 
 def make(folder, processes, saves, slow=9.0):
@@ -34,7 +35,7 @@ def make(folder, processes, saves, slow=9.0):
 
 def drawn(workdir):
     """The page, and the titles of its pictures."""
-    page = checkpoints.checkpoints_document(workdir).html()
+    page = checkpoint_page.checkpoints_document(workdir).html()
     checked(page)
     return page, re.findall("<figcaption>(.*?)</figcaption>", page)
 
@@ -56,18 +57,18 @@ def test_page_of_few_and_of_many(tmp_path, processes, saves):
     assert len(captions) == 5 + 2 * (saves > 1) and len(page) < 400_000
     assert ("Each row is the slowest of 5 processes." in page) == (processes == 300)
     assert ("Each column is the slowest of 5 processes." in page) == (processes == 300)
-    assert ("Each column is the slowest of 17 saves." in page) == (saves == 2000)
+    assert ("Each column is the slowest of several saves." in page) == (saves == 2000)
     assert ("Process 299 is slow" in page) == (processes == 300)
 
 
 def test_groups_keep_their_slowest(tmp_path):
     saves = list(times.read(make(tmp_path / "run", 300, 50))["save"].values())
-    names, steps, cells, notes = checkpoints.stage_rows(saves, "write")
+    names, steps, cells, notes = checkpoint_page.stage_rows(saves, "write")
     assert len(names) == len(cells) == 60 and names[0] == "0–4" and names[-1] == "295–299"
     assert len(steps) == 50 and steps[0] == 10.0 and len(notes) == 1
     np.testing.assert_array_equal(np.median(cells, axis=1), [1.0] * 59 + [9.0])
     assert cells.max() == 540.0
-    names, _, cells, notes = checkpoints.stage_rows(saves, "commit")
+    names, _, cells, notes = checkpoint_page.stage_rows(saves, "commit")
     assert names == ["all"] and cells.shape == (1, 50) and "process 0 commits" in notes[0]
 
 

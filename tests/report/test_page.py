@@ -102,7 +102,7 @@ def test_losses_that_are_not_finite_are_marked(tmp_path):
 
 def test_a_spike_is_left_out_of_the_picture_and_said(tmp_path):
     path = with_other_figures(write_run(tmp_path / "run", 200, extras=False), {99: {"loss": 5e8}})
-    assert "The highest, 500M at step 100, is above the picture." in drawn(path)[1]
+    assert "Beyond the picture: train, each step (500M at step 100)." in drawn(path)[1]
 
 
 def test_a_figure_that_is_always_zero_has_no_picture_and_is_named(tmp_path):

@@ -44,16 +44,6 @@ class StepTime:
         """Useful FLOPs over the peak."""
         return self.flops / self.seconds / self.peak
 
-    @property
-    def hbm_bytes(self) -> float:
-        """HBM traffic."""
-        return sum(part.bytes for part, _ in self.parts)
-
-    @property
-    def launches(self) -> float:
-        """Kernels."""
-        return sum(part.launches for part, _ in self.parts)
-
 
 def estimate(case: Case, cluster: Cluster, rates: Rates) -> StepTime:
     """The time of a case's step."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from zaya_jax.checkpoint import times
 from zaya_jax.report.document import Section
-from zaya_jax.report.read import Bin, Series, Workdir
+from zaya_jax.report.read import Bins, Series, Workdir
 from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale, columns
 from zaya_jax.report.text import number
 
@@ -16,7 +16,6 @@ ALL_POINTS = 24_000  # of all curves together
 FEWEST_POINTS = 60
 BAD_MARKS = 40
 GROUP = 6  # curves of one picture
-GAP = (math.nan, math.nan, math.nan)  # breaks a band
 LOG_ABOVE = 40  # positive values whose extremes lie further apart get a logarithmic axis
 FEW_SAVES = 12  # up to so many saves are points with their values
 
@@ -53,12 +52,10 @@ def loss_section(run: Workdir) -> Section:
         return Section("Loss")
     lines = _lines("train, each step", train, POINTS, smooth=True) if train else []
     if held_out:
-        lines.append(Curve("held-out", [(b.step, b.mean) for b in held_out.coarse(160)], 1, "dots"))
-    bad = sorted({step for series in (train, held_out) if series for step in bad_steps(series)})
+        lines.append(Curve("held-out", held_out.coarse(160).course(), 1, "dots"))
+    bad = bad_steps(*(series for series in (train, held_out) if series))
     starts = [line.points[0][1] for line in lines if line.points and math.isfinite(line.points[0][1])]
-    low, high = _range(_drawn(lines), keep=starts)
-    note = _outside(train, low, high) if train else ""
-    pictures = Chart("Loss", lines, run.steps, (low, high), bad_steps=bad, note=note).draw()
+    pictures = Chart("Loss", lines, run.steps, _range(_drawn(lines), keep=starts), bad_steps=bad).draw()
     middle = (run.first_step + run.last_step) / 2
     if train and sum(step >= middle for step, _ in lines[0].points) >= 10:
         half = [_later(line, middle) for line in lines]
@@ -111,19 +108,18 @@ def save_curves(saves: Sequence[times.Event]) -> str:
     """Two pictures: the slowest process's copy, and from begin to commit; nothing for a single save."""
     if len(saves) < 2:
         return ""
-    starts = range(0, len(saves), -(-len(saves) // POINTS))
-    note = f"Each point is the slowest of {starts.step} saves." if starts.step > 1 else ""
-    steps = [float(saves[min(s + starts.step // 2, len(saves) - 1)].step) for s in starts]
     look, pictures = "line" if len(saves) > FEW_SAVES else "dots", ""
     for title, label, color, seconds in SAVE_FIGURES:
-        slowest = np.fmax.reduceat([seconds(save) for save in saves], list(starts))
-        if not np.isfinite(slowest).any():
+        series = Series.of([save.step for save in saves], [seconds(save) for save in saves])
+        longest, _ = series.high
+        if not series.finite.size:
             continue
-        longest = float(np.nanmax(slowest))
         unit, scale = (" s", 1.0) if longest >= 0.1 else (" ms", 1e3)
-        line = Curve(label, list(zip(steps, (slowest * scale).tolist(), strict=True)), color, look)
+        bins = series.coarse(POINTS)
+        note = "Each point is the slowest of several saves." if len(bins.steps) < len(saves) else ""
+        line = Curve(label, list(zip(bins.steps, (bins.high * scale).tolist(), strict=True)), color, look)
         y_range = (0.0, longest * scale * 1.08 or 1.0)
-        pictures += Chart(title, [line], (steps[0], steps[-1]), y_range, unit=unit, note=note).draw()
+        pictures += Chart(title, [line], (bins.steps[0], bins.steps[-1]), y_range, unit=unit, note=note).draw()
     return pictures
 
 
@@ -140,26 +136,27 @@ def _groups(run: Workdir) -> dict[str, list[str]]:
 def _lines(label: str, series: Series, points: int, *, smooth: bool = False, factor: float = 1.0) -> list[Curve]:
     """A series as curves: each step faint below its smoothed course, or plain; a band over shared bins."""
     bins = series.coarse(points)
-    merged = any(b.count > 1 for b in bins)
-    band = [(b.step, b.low * factor, b.high * factor) if b.count else GAP for b in bins if merged]
-    plain = [(b.step, b.mean * factor) for b in bins]
-    if smooth and sum(b.count > 0 for b in bins) >= 10:
+    merged, plain = bool((bins.counts > 1).any()), bins.course(factor)
+    ends = (bins.low * factor).tolist(), (bins.high * factor).tolist()
+    band = list(zip(bins.steps, *ends, strict=True)) if merged else []
+    if smooth and np.count_nonzero(bins.counts) >= 10:
         label = label.replace("each step", "mean and range") if merged else label
         course = [(step, mean * factor) for step, mean in smoothed(bins)]
         return [Curve(label, plain, 0, "raw", band), Curve("smoothed", course)]
     return [Curve("mean and range" if merged else label, plain, 0, "line", band)]
 
 
-def smoothed(bins: Sequence[Bin], length: int = 0) -> list[tuple[float, float]]:
+def smoothed(bins: Bins, length: int = 0) -> list[tuple[float, float]]:
     """A moving mean of the middle half of values, over a thirtieth of the run and at its start over fewer.
 
     `length`: the number of bins that the thirtieth is taken of, where it is not the number of these.
     """
-    half, out = max(1, (length or len(bins)) // 60), []
-    for i, b in enumerate(bins):
-        near = sorted(c.mean for c in bins[max(0, i - half) : i + 1 + min(i, half)] if c.count)
-        near = near[len(near) // 4 : len(near) - len(near) // 4]
-        out.append((b.step, sum(near) / len(near)) if b.count else (math.nan, math.nan))
+    half, out = max(1, (length or len(bins.steps)) // 60), []
+    for i, (step, mean) in enumerate(bins.course()):
+        near = bins.means[max(0, i - half) : i + 1 + min(i, half)]
+        near = np.sort(near[np.isfinite(near)])
+        middle = near[len(near) // 4 : len(near) - len(near) // 4]
+        out.append((step, float(middle.mean()) if math.isfinite(mean) else math.nan))
     return out
 
 
@@ -200,20 +197,9 @@ def axis_range(lines: Sequence[Curve], zero: bool = False) -> tuple[tuple[float,
     return _range(values, zero), False
 
 
-def _outside(series: Series, low: float, high: float, unit: str = "") -> str:
-    """A sentence on values that the picture leaves out."""
-    factor = 100.0 if unit else 1.0
-    ends = (("highest", "above", series.high, series.high_step), ("lowest", "below", series.low, series.low_step))
-    return " ".join(
-        f"The {name}, {number(value * factor)}{unit} at step {step:,}, is {place} the picture."
-        for name, place, value, step in ends
-        if math.isfinite(value) and not low <= value * factor <= high
-    )
-
-
 def bad_steps(*some: Series) -> list[float]:
     """Some of the steps at which a series was not finite, the first among them."""
-    bad = sorted({b.bad_step for series in some for b in series.bins.values() if b.bad})
+    bad = sorted({step for series in some for step in series.bad_steps})
     return [float(step) for step in bad[:: -(-len(bad) // BAD_MARKS) or 1]]
 
 
@@ -229,14 +215,11 @@ def _curve(run: Workdir, key: str) -> str:
         return ""
     unit, factor = (" %", 100.0) if key in PERCENT else ("", 1.0)
     if key in SHARES:
-        lines = [Curve("of the steps", [(b.step, 100 * b.mean) for b in series.coarse(STRETCHES)])]
+        lines = [Curve("of the steps", series.coarse(STRETCHES).course(100))]
     else:
         lines = _lines("each step", series, _points(run), smooth=key in SMOOTHED, factor=factor)
     y_range, log = axis_range(lines, zero=key in FROM_ZERO)
-    return Chart(
-        title(key), lines, run.steps, y_range, log, bad_steps=bad_steps(series),
-        note="" if key in SHARES else _outside(series, *y_range, unit), unit=unit,
-    ).draw()  # fmt: skip
+    return Chart(title(key), lines, run.steps, y_range, log, unit=unit, bad_steps=bad_steps(series)).draw()
 
 
 def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
@@ -260,7 +243,7 @@ def list_map(run: Workdir, key: str) -> str:
     """A metric of one number a layer, over steps; nothing where it is always zero."""
     if run.vectors[key].zero:
         return ""
-    steps, values = run.vectors[key].coarse(columns(run.vectors[key].shape[0]))
-    scale = Scale.between(values.ravel().tolist())
+    bins = run.vectors[key].coarse(columns(run.vectors[key].shape[0]))
+    scale = Scale.between(bins.means.ravel().tolist())
     ends = (number(scale.low, 3), number(scale.high, 3))
-    return HeatMap(title(key), steps, values.T, scale, run.steps, "layer", ends).draw()
+    return HeatMap(title(key), bins.steps, bins.means.T, scale, run.steps, "layer", ends).draw()

@@ -8,7 +8,7 @@ import numpy as np
 
 from zaya_jax.report.curves import list_map
 from zaya_jax.report.document import Section, Table
-from zaya_jax.report.read import Workdir
+from zaya_jax.report.read import Series, Workdir
 from zaya_jax.report.svg import HeatMap, Scale, columns
 from zaya_jax.report.text import counted, percent
 
@@ -19,23 +19,19 @@ FAIR = Scale(0.25, 4.0, "d", log=True)
 def experts_section(run: Workdir) -> Section:
     """Expert load; empty if the run recorded neither load nor its entropy."""
     load, recorded = run.vectors.get("load"), run.vectors.get("load_entropy")
-    pictures = ""
-    if recorded:
-        pictures += _balance_map(run, *recorded.coarse(columns(recorded.shape[0])))
+    entropy = recorded or (Series(load.steps, entropies(load.good)) if load else None)
+    pictures = _balance_map(run, entropy) if entropy else ""
     if "skip_share" in run.vectors:
         pictures += list_map(run, "skip_share")
-    if not load:
+    if not load or not entropy:
         return Section("Expert load", "Normalised load entropy: 1 is an even load.", pictures=pictures)
     layers, experts = load.shape
-    steps, values = load.coarse(columns(layers))
-    entropy = entropies(values)
-    if not recorded:
-        pictures += _balance_map(run, steps, entropy)
-    least_balanced = int(np.nan_to_num(entropy, nan=1.0).mean(0).argmin())
-    steps, values = load.coarse(columns(experts))
+    least_balanced = int(np.nan_to_num(entropy.good, nan=1.0).mean(0).argmin())
+    bins = load.coarse(columns(experts))
     for layer in sorted({0, layers // 2, layers - 1, least_balanced}):
-        title, shares, ends = f"Experts of layer {layer}", fair_shares(values[:, layer]), ("¼", "4 × an even share")
-        pictures += HeatMap(title, steps, shares.T, FAIR, run.steps, "expert", ends).draw()
+        title, ends = f"Experts of layer {layer}", ("¼", "4 × an even share")
+        shares = fair_shares(bins.means[:, layer])
+        pictures += HeatMap(title, bins.steps, shares.T, FAIR, run.steps, "expert", ends).draw()
     end, averaged = load.end()
     tables = [_shares(end, averaged)] if experts <= TABLE_EXPERTS else []
     return Section("Expert load", _summary(end), tables, pictures=pictures)
@@ -72,13 +68,14 @@ def _summary(end: np.ndarray) -> str:
     return " ".join(parts)
 
 
-def _balance_map(run: Workdir, steps: list[float], entropy: np.ndarray) -> str:
-    good = entropy[np.isfinite(entropy)]
+def _balance_map(run: Workdir, entropy: Series) -> str:
+    bins = entropy.coarse(columns(entropy.shape[0]))
+    good = bins.means[np.isfinite(bins.means)]
     low = float(np.floor(np.quantile(good, 0.02) * 20) / 20) if good.size else 0.0
     low = min(max(low, 0.0), 0.9)
     ends, note = (f"≤ {low:.2f}" if low else "0", "1, even"), "Normalised load entropy over the experts, by layer."
     scale = Scale(low, 1.0, "r")
-    return HeatMap("Balance of each layer", steps, entropy.T, scale, run.steps, "layer", ends, note).draw()
+    return HeatMap("Balance of each layer", bins.steps, bins.means.T, scale, run.steps, "layer", ends, note).draw()
 
 
 def _shares(end: np.ndarray, steps: int) -> Table:

@@ -1,175 +1,136 @@
-"""Reads a workdir for the report: metrics.jsonl streamed into bins, and the small files next to it.
+"""Reads a run's folder for its report and for notebooks: metrics.jsonl as series, and the small files next to it.
 
-A run may have a million steps, so no list of steps is kept: every metric is a `Series` (or `VectorSeries`, for
-one number per layer or expert) with a fixed maximum of bins, whose width in steps doubles when there would be
-more. Files may be missing, cut short or hold NaN: unusable parts are counted and reported, never fatal.
+Every number of a run is kept, 8 bytes each; pictures are of neighbouring steps in bins. Files may be missing, cut short
+or hold NaN: unusable parts are counted and reported, never fatal.
 """
 
+import array
 import contextlib
 import dataclasses
+import functools
 import json
 import math
+import os
 import pathlib
-from collections import deque
+import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.config import files
+from zaya_jax.config import UserError, files
 from zaya_jax.report.text import counted
 
-SERIES_BINS = 1024
-VECTOR_BINS = 240
 MAX_TEXT_BYTES = 1 << 16
 MAX_SAMPLES_BYTES = 1 << 20
 LARGEST = 1e300  # beyond this a sum may overflow: counted as non-finite
+LAST_STEP = 2**53 - 1  # that JSON readers agree on
 LAST_LOSSES = 20  # steps averaged for the headline: one batch's loss is noisy
 
 
-@dataclasses.dataclass(slots=True)
-class Bin:
-    """Neighbouring steps of one metric: how many values, their mean and range, how many were not finite."""
+@dataclasses.dataclass(frozen=True)
+class Bins:
+    """Neighbouring steps of a metric: their mean step; of their finite values how many, the mean and the range."""
 
-    count: int = 0
-    mean: float = math.nan
-    step: float = math.nan  # mean step of the values
-    low: float = math.inf
-    high: float = -math.inf
-    bad: int = 0
-    bad_step: int = -1  # the first step whose value was not finite
+    steps: list[float]
+    counts: np.ndarray
+    means: np.ndarray  # NaN without a finite value, as are `low` and `high`
+    low: np.ndarray
+    high: np.ndarray
 
-    def add(self, other: "Bin") -> None:
-        """Takes in the values of another bin."""
-        if other.bad and (not self.bad or other.bad_step < self.bad_step):
-            self.bad_step = other.bad_step
-        self.bad += other.bad
-        if other.count:
-            total = self.count + other.count
-            part = other.count / total
-            self.mean = other.mean if not self.count else self.mean + (other.mean - self.mean) * part
-            self.step = other.step if not self.count else self.step + (other.step - self.step) * part
-            self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-            self.count = total
+    def course(self, factor: float = 1.0) -> list[tuple[float, float]]:
+        """The means as points of a curve."""
+        return list(zip(self.steps, (self.means * factor).tolist(), strict=True))
 
 
-class _Binned:
-    """Neighbouring steps in at most `capacity` bins of equal width, which doubles whenever there would be more."""
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A metric by step: one number each, [T], or one array of a fixed shape, [T, L] or [T, L, E+1]."""
 
-    def __init__(self, capacity: int):
-        self.capacity, self.width, self.zero = capacity, 1, True  # zero: so far each value is one
-        self.bins: dict[int, Any] = {}
+    steps: np.ndarray  # rising
+    values: np.ndarray
 
-    def _put(self, step: int, one: Any) -> None:
-        index = step // self.width
-        if index in self.bins:
-            self.bins[index].add(one)
-            return
-        self.bins[index] = one
-        while len(self.bins) > self.capacity:
-            self.width *= 2
-            self.bins = _merged(self.bins, 2)
+    @classmethod
+    def of(cls, steps: Sequence[int], values: Sequence[Any] | np.ndarray) -> "Series":
+        """In order of steps; of several values of one step the last counts."""
+        rising, place = np.unique(np.asarray(steps, np.int64)[::-1], return_index=True)
+        return cls(rising, np.asarray(values, float)[::-1][place])
+
+    @functools.cached_property
+    def good(self) -> np.ndarray:
+        """The values; NaN in place of those that are not finite."""
+        return np.where(np.abs(self.values) < LARGEST, self.values, np.nan)
+
+    @property
+    def finite(self) -> np.ndarray:
+        """The finite values alone."""
+        return self.good[np.isfinite(self.good)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one step's array."""
+        return self.values.shape[1:]
+
+    @property
+    def zero(self) -> bool:
+        """Whether each value is one."""
+        return not self.values.any()
+
+    @property
+    def last(self) -> float:
+        """The last step's number."""
+        return float(self.values[-1])
+
+    @property
+    def bad_steps(self) -> list[int]:
+        """The steps whose number is not finite."""
+        return self.steps[np.isnan(self.good)].tolist()
+
+    def mean(self, first: int = 0, last: int = LAST_STEP) -> float:
+        """Of the finite numbers from one step to another, both included."""
+        found = self.good[(first <= self.steps) & (self.steps <= last)]
+        found = found[np.isfinite(found)]
+        return float(found.mean()) if found.size else math.nan
+
+    @property
+    def low(self) -> tuple[float, int]:
+        """The least finite number and its step; (NaN, -1) without one."""
+        return self._first(np.nanargmin)
+
+    @property
+    def high(self) -> tuple[float, int]:
+        """The greatest finite number and its step."""
+        return self._first(np.nanargmax)
+
+    def _first(self, place: Any) -> tuple[float, int]:
+        at = place(self.good) if self.finite.size else -1
+        return (float(self.good[at]), int(self.steps[at])) if at >= 0 else (math.nan, -1)
 
     def width_for(self, most: int) -> int:
-        """The least width in steps of at most `most` bins."""
-        factor = 1
-        while len({index // factor for index in self.bins}) > most:
-            factor *= 2
-        return self.width * factor
+        """The least width in steps, a power of two, of at most `most` bins."""
+        width = 1
+        while 1 + np.count_nonzero(np.diff(self.steps // width)) > most:
+            width *= 2
+        return width
 
-    def merged(self, width: int) -> list[Any]:
-        """Bins of that width, in order of steps; one that `width_for` gives, of this series or of a longer one."""
-        bins = self.bins if width <= self.width else _merged(self.bins, width // self.width)
-        return [bins[i] for i in sorted(bins)]
+    def merged(self, width: int) -> Bins:
+        """Bins of so many steps; those without any step are left out."""
+        starts = np.flatnonzero(np.diff(self.steps // width, prepend=-1))
+        counts = np.add.reduceat(np.isfinite(self.good), starts, axis=0, dtype=int)
+        sums = np.add.reduceat(np.nan_to_num(self.good), starts, axis=0)
+        means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+        steps = np.add.reduceat(self.steps, starts, dtype=float) / np.diff(starts, append=len(self.steps))
+        low, high = (choose.reduceat(self.good, starts, axis=0) for choose in (np.fmin, np.fmax))
+        return Bins(steps.tolist(), counts, means, low, high)
 
-
-def _merged(bins: dict[int, Any], factor: int) -> dict[int, Any]:
-    out: dict[int, Any] = {}
-    for index, item in bins.items():
-        out.setdefault(index // factor, type(item)()).add(item)
-    return out
-
-
-class Series(_Binned):
-    """One number per step, with its extremes and last value."""
-
-    def __init__(self, capacity: int = SERIES_BINS):
-        super().__init__(capacity)
-        self.last_step, self.last = -1, math.nan
-        self.low, self.low_step, self.high, self.high_step = math.inf, -1, -math.inf, -1
-
-    def add(self, step: int, value: float) -> None:
-        """Records a step's value; NaN and infinities are counted apart."""
-        self.zero &= value == 0
-        if -LARGEST < value < LARGEST:
-            one = Bin(1, value, step, value, value)
-            if value < self.low:
-                self.low, self.low_step = value, step
-            if value > self.high:
-                self.high, self.high_step = value, step
-        else:
-            one = Bin(bad=1, bad_step=step)
-        if step >= self.last_step:
-            self.last_step, self.last = step, value
-        self._put(step, one)
-
-    @property
-    def total(self) -> Bin:
-        """All bins in one."""
-        total = Bin()
-        for part in self.bins.values():
-            total.add(part)
-        return total
-
-    def coarse(self, most: int) -> list[Bin]:
-        """The bins in order of steps, merged until there are at most `most`."""
+    def coarse(self, most: int) -> Bins:
+        """Bins of equal width, at most `most`."""
         return self.merged(self.width_for(most))
 
-
-@dataclasses.dataclass(slots=True)
-class VectorBin:
-    """Some neighbouring steps of an array of metrics: sums and counts of its finite entries."""
-
-    steps: int = 0
-    step_sum: float = 0.0
-    sum: Any = 0.0
-    count: Any = 0
-
-    def add(self, other: "VectorBin") -> None:
-        """Takes in the arrays of another bin."""
-        self.steps, self.step_sum = self.steps + other.steps, self.step_sum + other.step_sum
-        self.sum, self.count = self.sum + other.sum, self.count + other.count
-
-    @property
-    def mean(self) -> np.ndarray:
-        """The mean of the finite values, entry by entry; NaN where there was none."""
-        return np.where(self.count > 0, self.sum / np.maximum(self.count, 1), np.nan)
-
-
-class VectorSeries(_Binned):
-    """An array of fixed shape per step, [L] or [L, E+1]."""
-
-    def __init__(self, shape: tuple[int, ...], capacity: int = VECTOR_BINS):
-        super().__init__(capacity)
-        self.shape = shape
-
-    def add(self, step: int, value: np.ndarray) -> None:
-        """Records a step's array; entries that are not finite count as missing."""
-        self.zero &= not value.any()
-        good = np.isfinite(value) & (np.abs(value) < LARGEST)
-        self._put(step, VectorBin(1, step, np.where(good, value, 0.0), good.astype(np.int64)))
-
-    def coarse(self, most: int) -> tuple[list[float], np.ndarray]:
-        """Steps [T] and means [T, ...] in order, merged until there are at most `most`."""
-        bins = self.merged(self.width_for(most))
-        return [b.step_sum / b.steps for b in bins], np.stack([b.mean for b in bins])
-
-    def end(self, fraction: float = 0.05) -> tuple[np.ndarray, int]:
-        """The mean over the last part of the run, and how many recorded steps that is."""
-        order = sorted(self.bins)
-        whole, wanted = VectorBin(), max(1, fraction * sum(b.steps for b in self.bins.values()))
-        while order and whole.steps < wanted:
-            whole.add(self.bins[order.pop()])
-        return whole.mean, whole.steps
+    def end(self, share: float = 0.05) -> tuple[np.ndarray, int]:
+        """The mean over the last part of the run, NaN where no value is finite, and how many recorded steps that is."""
+        many = math.ceil(share * len(self.steps))
+        return np.ma.masked_invalid(self.good[-many:]).mean(axis=0).filled(np.nan), many
 
 
 class Sample(NamedTuple):
@@ -185,8 +146,9 @@ class Workdir:
     """The report's data of a run."""
 
     path: pathlib.Path
-    series: dict[str, Series] = dataclasses.field(default_factory=dict)
-    vectors: dict[str, VectorSeries] = dataclasses.field(default_factory=dict)
+    recorded: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))  # the steps, rising
+    series: dict[str, Series] = dataclasses.field(default_factory=dict)  # of numbers
+    vectors: dict[str, Series] = dataclasses.field(default_factory=dict)  # of arrays
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
     kernels: dict = dataclasses.field(default_factory=dict)
@@ -195,10 +157,16 @@ class Workdir:
     prompt: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
     samples: list[Sample] = dataclasses.field(default_factory=list)
-    lines: int = 0
-    first_step: int = 0
-    last_step: int = 0
-    last_losses: deque = dataclasses.field(default_factory=lambda: deque(maxlen=LAST_LOSSES))
+
+    @property
+    def first_step(self) -> int:
+        """The first recorded step; 0 without one."""
+        return int(self.recorded[0]) if self.recorded.size else 0
+
+    @property
+    def last_step(self) -> int:
+        """The last one."""
+        return int(self.recorded[-1]) if self.recorded.size else 0
 
     @property
     def steps(self) -> tuple[float, float]:
@@ -223,18 +191,20 @@ class Workdir:
         return "nats per byte" if self.setting("data.tokenizer") == "bytes" else "nats per token"
 
     @property
+    def last_losses(self) -> np.ndarray:
+        """The training losses of the last steps."""
+        return self.series["loss"].values[-LAST_LOSSES:] if "loss" in self.series else np.zeros(0)
+
+    @property
     def train_loss(self) -> float:
-        """The mean loss of the last steps; NaN if the last one was not finite."""
-        if not self.last_losses or not math.isfinite(self.last_losses[-1]):
-            return math.nan
-        good = [v for v in self.last_losses if math.isfinite(v)]
-        return sum(good) / len(good)
+        """Their mean; NaN if the last one is not finite."""
+        good = self.last_losses[np.isfinite(self.last_losses)]
+        return float(good.mean()) if good.size and math.isfinite(self.last_losses[-1]) else math.nan
 
     @property
     def seconds(self) -> float:
         """The time that all recorded steps took together."""
-        total = self.series["step_seconds"].total if "step_seconds" in self.series else Bin()
-        return total.mean * total.count if total.count else math.nan
+        return float(self.series["step_seconds"].finite.sum()) if "step_seconds" in self.series else math.nan
 
 
 def read_workdir(path: pathlib.Path) -> Workdir:
@@ -249,51 +219,100 @@ def read_workdir(path: pathlib.Path) -> Workdir:
     prompt = out.setting("log.sample_prompt")
     out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
     out.samples = _samples(path / "samples.jsonl", notes)
-    _read_metrics(out, path / "metrics.jsonl", notes)
+    metrics_file = path / "metrics.jsonl"
+    if metrics_file.is_file():
+        out.recorded, out.series, arrays = _read_metrics(metrics_file, notes)
+        out.vectors = {key: series for key, series in arrays.items() if _drawn(key, series.shape)}
+        if other := sorted(arrays.keys() - out.vectors):
+            notes.append(f"Arrays of another shape than [L], or [L, E+1] of `load`, are not drawn: {', '.join(other)}.")
+    else:
+        notes.append("There is no metrics.jsonl in this workdir.")
     out.notes = notes
     return out
 
 
-def _read_metrics(out: Workdir, metrics: pathlib.Path, notes: list[str]) -> None:
-    """Takes in the lines one by one. A last one without its end is being written, and waits for the next time."""
-    if not metrics.is_file():
-        notes.append("There is no metrics.jsonl in this workdir.")
-        return
-    unreadable, odd = 0, set[str]()
-    with files.opened(metrics, 1 << 20) as file:
+def _drawn(key: str, shape: tuple[int, ...]) -> bool:
+    """Whether the report has a picture for arrays of this shape."""
+    return len(shape) == 2 and shape[1] > 1 if key == "load" else len(shape) == 1
+
+
+def metrics(place: str | os.PathLike) -> dict[str, np.ndarray]:
+    """A run's figures by name: "step", and one value a step, [T] or [T, L, ..]; NaN where a step has none.
+
+    >>> table = zj.metrics(run)
+    >>> table["step"].tolist(), table["loss"].shape, table["load_entropy"].shape
+    ([1, 2, 3, 4], (4,), (4, 2))
+    """
+    path = pathlib.Path(place) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} is not there; give the folder of a run")
+    notes: list[str] = []
+    steps, numbers, arrays = _read_metrics(path, notes)
+    if notes:
+        warnings.warn(" ".join(notes), stacklevel=2)
+    table = {"step": steps}
+    for name, series in (numbers | arrays).items():
+        table[name] = np.full((len(steps), *series.shape), np.nan)
+        table[name][np.searchsorted(steps, series.steps)] = series.values
+    return table
+
+
+def _read_metrics(path: pathlib.Path, notes: list[str]) -> tuple[np.ndarray, dict[str, Series], dict[str, Series]]:
+    """The recorded steps; the metrics that are numbers, and those that are arrays.
+
+    A last line without its end is being written, and waits for the next time.
+    """
+    steps, unreadable, odd = set[int](), 0, set[str]()
+    columns: tuple[dict[str, tuple], dict[str, tuple]] = {}, {}
+    with files.opened(path, 1 << 20) as file:
         for line in file:
             record = parse(line)
             if record is not None:
-                _take(out, record, odd)
+                step = int(record.pop("step"))
+                steps.add(step)
+                _take(step, record, *columns, odd)
             elif line.strip() and line.endswith(b"\n"):
                 unreadable += 1
-    if not out.lines:
+    if not steps:
         notes.append("metrics.jsonl holds no complete step yet.")
     if unreadable:
         notes.append(_left_out(unreadable, "metrics.jsonl"))
     if odd:
         keys = ", ".join(sorted(odd)[:8])
-        notes.append(f"Left out of {keys}: lists that are not numbers, or have another shape.")
+        notes.append(f"Left out of {keys}: lists that are not numbers, or have another shape than the first one.")
+    numbers, arrays = ({key: Series.of(*column) for key, column in found.items()} for found in columns)
+    return np.array(sorted(steps), int), numbers, arrays
 
 
 def _left_out(lines: int, name: str) -> str:
     return f"{counted(lines, 'line')} of {name} could not be read and {'is' if lines == 1 else 'are'} left out."
 
 
-def _take(out: Workdir, record: dict, odd: set[str]) -> None:
+def _take(step: int, record: dict, numbers: dict[str, tuple], arrays: dict[str, tuple], odd: set[str]) -> None:
     """Takes in one step; adds the keys whose lists are of no use to `odd`."""
-    step = int(record.pop("step"))
-    out.first_step = step if not out.lines else min(out.first_step, step)
-    out.last_step = max(out.last_step, step)
-    out.lines += 1
     for key, value in record.items():
         if isinstance(value, list):
-            _add_vector(out, odd, key, step, value)
+            row: Any = _row(value)
+            if row is None or (key in arrays and arrays[key][1][0].shape != row.shape):
+                odd.add(key)
+                continue
+            at, values = arrays.setdefault(key, (array.array("q"), []))
         elif isinstance(value, int | float) or (value is None and key == "loss"):
-            number = math.nan if value is None else float(value)  # null is how strict JSON writers put NaN
-            out.series.setdefault(key, Series()).add(step, number)
-            if key == "loss":
-                out.last_losses.append(number)
+            row = math.nan if value is None else float(value)  # null is how strict JSON writers put NaN
+            at, values = numbers.setdefault(key, (array.array("q"), array.array("d")))
+        else:
+            continue
+        at.append(step)
+        values.append(row)
+
+
+def _row(value: list) -> np.ndarray | None:
+    """One step's array; None where it is none."""
+    try:
+        row = np.asarray(value, dtype=np.float64)  # None becomes NaN
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return row if row.size else None
 
 
 def parse(line: bytes) -> dict | None:
@@ -303,21 +322,9 @@ def parse(line: bytes) -> dict | None:
     except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    if not isinstance(step, int | float) or isinstance(step, bool) or not 0 <= step < 2**53:
+    if not isinstance(step, int | float) or isinstance(step, bool) or not 0 <= step <= LAST_STEP:
         return None
     return record if step == int(step) else None
-
-
-def _add_vector(out: Workdir, odd: set[str], key: str, step: int, value: list) -> None:
-    try:
-        array = np.asarray(value, dtype=np.float64)  # None becomes NaN
-    except (ValueError, TypeError, OverflowError):
-        array = np.empty(0)
-    right_shape = array.ndim == 2 and array.shape[1] > 1 if key == "load" else array.ndim == 1
-    if right_shape and array.size and out.vectors.setdefault(key, VectorSeries(array.shape)).shape == array.shape:
-        out.vectors[key].add(step, array)
-    else:
-        odd.add(key)
 
 
 def _json_object(path: pathlib.Path, notes: list[str]) -> dict:

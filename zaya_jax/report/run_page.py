@@ -14,6 +14,8 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+import numpy as np
+
 from zaya_jax import config as config_module
 from zaya_jax.report import curves, expert_load, supervised
 from zaya_jax.report.document import OPEN_ROWS, Page, Section, Table, Tile, fold, write_page
@@ -52,23 +54,23 @@ def median_speed(run: Workdir) -> float:
     """The median over the run: the first step's compilation does not weigh in."""
     if "tokens_per_second" not in run.series:
         return math.nan
-    means = sorted(b.mean for b in run.series["tokens_per_second"].bins.values() if b.count)
-    return means[len(means) // 2] if means else math.nan
+    speeds = run.series["tokens_per_second"].finite
+    return float(np.median(speeds)) if speeds.size else math.nan
 
 
 def _tiles(run: Workdir) -> list[Tile]:
     tiles = []
     if held_out := run.series.get("eval/loss"):
-        lowest = f"; best {held_out.low:.4g} at step {held_out.low_step:,}" if held_out.low_step >= 0 else ""
-        lowest = lowest if held_out.last_step != held_out.low_step else ""
+        low, step = held_out.low
+        lowest = f"; best {low:.4g} at step {step:,}" if step not in (-1, held_out.steps[-1]) else ""
         tiles.append(("Held-out loss", number(held_out.last), run.unit + lowest))
     if loss := run.series.get("loss"):
         many = len(run.last_losses)
         remark = run.unit + (f", mean of last {many} steps" if many > 1 else "")
-        remark = remark if math.isfinite(loss.last) else f"not finite at step {loss.last_step:,}"
+        remark = remark if math.isfinite(loss.last) else f"not finite at step {loss.steps[-1]:,}"
         tiles.append(("Train loss", number(run.train_loss), remark))
     planned, of = run.setting("run.num_steps"), ""
-    if isinstance(planned, int) and run.lines:
+    if isinstance(planned, int) and run.recorded.size:
         of = "complete" if run.last_step >= planned else f"of {planned:,} planned"
     tiles.append(("Steps", f"{run.last_step:,}", of))
     if "tokens" in run.series:
@@ -83,12 +85,12 @@ def _tiles(run: Workdir) -> list[Tile]:
 
 
 def _warnings(run: Workdir) -> list[str]:
-    warnings = []
-    for key in ("loss", "eval/loss", "grad_norm"):
-        series = run.series.get(key)
-        if series and series.total.bad:
-            steps = counted(series.total.bad, "step")
-            warnings.append(f"{key} was not finite at {steps}, first at step {series.total.bad_step:,}.")
+    bad = {key: run.series[key].bad_steps for key in ("loss", "eval/loss", "grad_norm") if key in run.series}
+    warnings = [
+        f"{key} was not finite at {counted(len(steps), 'step')}, first at step {steps[0]:,}."
+        for key, steps in bad.items()
+        if steps
+    ]
     return warnings + run.notes
 
 
@@ -128,8 +130,8 @@ def _numbers(run: Workdir) -> Section:
     rows = []
     for key, series in sorted(run.series.items()):
         rows.append([
-            key, number(series.last, 5), f"{series.last_step:,}", known(series.low), known(series.high),
-            f"{series.total.bad or '–'}",
+            key, number(series.last, 5), f"{series.steps[-1]:,}", known(series.low[0]), known(series.high[0]),
+            f"{len(series.bad_steps) or '–'}",
         ])  # fmt: skip
     head = ("metric", "last", "at step", "lowest", "highest", "not finite")
     table = Table("All metrics", head, rows, folded=len(rows) > OPEN_ROWS)

@@ -205,6 +205,7 @@ class Chart:
         labels = _point_labels(dotted[0], x, y) if len(dotted) == 1 else ""
         box = f"{LEFT} {TOP - 4} {WIDTH - RIGHT - LEFT + 8} {FLOOR - TOP + 5}"
         at = 'x="{}" y="{}" width="{}" height="{}"'.format(*box.split())
+        note = " ".join(filter(None, (self.note, self._beyond(y))))
         svg = (
             value_axis(y, self.unit)
             + lower_axis(x, FLOOR, self.over, self.named[:: -(-len(self.named) // 6) or 1])
@@ -213,12 +214,22 @@ class Chart:
         )
         legend = "".join(map(self._legend, self.lines))
         legend += f'<li><i class="key bad">✕</i>{escape(self.bad)}</li>' if self.bad_steps else ""
-        return figure(self.title, legend, svg, describe=" ".join(map(self._words, self.lines)), note=self.note)
+        return figure(self.title, legend, svg, describe=" ".join(map(self._words, self.lines)), note=note)
 
     def _legend(self, line: Curve) -> str:
         last = next((v for _, v in reversed(line.points) if math.isfinite(v)), math.nan)
         text = number(last) + self.unit if math.isfinite(last) else "–"
         return f"<li>{line.swatch}{escape(line.label)} <b>{text}</b></li>"
+
+    def _beyond(self, y: Axis) -> str:
+        """Names the curves with values that the picture leaves out, each with the furthest."""
+        found = []
+        for line in self.lines:
+            points = [*line.points, *((step, v) for step, *ends in line.band for v in ends)]
+            if out := [(step, v) for step, v in points if math.isfinite(v) and not y.low <= v <= y.high]:
+                step, value = max(out, key=lambda point: abs(point[1]))
+                found.append(f"{line.label} ({number(value)}{self.unit} at {self.over} {number(round(step))})")
+        return f"Beyond the picture: {', '.join(found)}." if found else ""
 
     def _words(self, line: Curve) -> str:
         """A curve for those who do not see it."""

@@ -17,6 +17,7 @@ from zaya_jax.checkpoint.times import Event
 from zaya_jax.config import UserError
 from zaya_jax.report.curves import SAVE_FIGURES, WAITS, save_curves
 from zaya_jax.report.document import Page, Section, Table, Tile
+from zaya_jax.report.read import Series
 from zaya_jax.report.svg import HeatMap, Scale, columns, grouped
 from zaya_jax.report.text import byte_size, counted, duration
 
@@ -116,12 +117,11 @@ def stage_rows(saves: Sequence[Event], stage: str) -> tuple[list[str], list[floa
         starts, names = grouped(len(cells))
         if len(starts) < len(cells):
             notes = [f"Each row is the slowest of {starts[1]} processes."]
-    begins = range(0, len(saves), math.ceil(len(saves) / columns(len(names))))
-    if begins.step > 1:
-        notes.append(f"Each column is the slowest of {begins.step} saves.")
-    cells = np.fmax.reduceat(np.fmax.reduceat(cells, starts, axis=0), list(begins), axis=1)
-    steps = [float(saves[min(b + begins.step // 2, len(saves) - 1)].step) for b in begins]
-    return names, steps, cells, notes
+    rows = np.fmax.reduceat(cells, starts, axis=0)
+    bins = Series.of([save.step for save in saves], rows.T).coarse(columns(len(names)))
+    if len(bins.steps) < len(saves):
+        notes.append("Each column is the slowest of several saves.")
+    return names, bins.steps, bins.high.T, notes
 
 
 def _load_map(load: Event | None) -> str:

@@ -19,7 +19,6 @@ from zaya_jax.report.text import Markup, duration, escape, known, percent
 
 MOST_RUNS = 16  # eight colours, each whole and dashed
 COLORS = 8
-MOST_PICTURES = 24
 POINTS, FEWEST_POINTS, ALL_POINTS = 400, 40, 26_000  # of a curve, and of all together
 LONGEST = 200  # characters of a config's value
 LOSSES = ("loss", "eval/loss")
@@ -46,8 +45,8 @@ def comparison(workdirs: Sequence[Workdir]) -> Page:
     keys = [key for key in FIRST if key in found] + sorted(found.difference(FIRST), key=lambda key: ("/" in key, key))
     near = near_common_step([run.workdir for run in runs])
     sections = [
-        Section("Runs", tables=[_ends(runs, near)], notes=_left_out(runs, keys[MOST_PICTURES:], found)),
-        Section("Curves", "Noisy metrics are smoothed.", pictures=_pictures(runs, keys[:MOST_PICTURES])),
+        Section("Runs", tables=[_ends(runs, near)], notes=_left_out(runs, found)),
+        Section("Curves", "Noisy metrics are smoothed.", pictures=_pictures(runs, keys)),
         Section("Config", tables=_differences(runs, [run.workdir.config for run in runs])),
         Section("Environment", tables=_differences(runs, [run.workdir.environment for run in runs])),
     ]
@@ -59,15 +58,13 @@ def _numbers(run: Workdir) -> dict[str, Series]:
     """A run's metrics that are one number a step, the mean load entropy of the layers among them."""
     found = dict(run.series)
     if entropy := run.vectors.get("load_entropy"):
-        mean = found["load_entropy, mean of the layers"] = Series()
-        for step, values in zip(*entropy.coarse(entropy.capacity), strict=True):
-            good = values[np.isfinite(values)]
-            mean.add(round(step), float(good.mean()) if good.size else math.nan)
+        mean = np.ma.masked_invalid(entropy.good).mean(axis=1).filled(np.nan)
+        found["load_entropy, mean of the layers"] = Series(entropy.steps, mean)
     return found
 
 
 class Near(NamedTuple):
-    """Training losses near the last step that all runs have, of the same steps of each run; empty if unknown."""
+    """Training losses near the last step that all runs have, of the same steps of each run; empty if all end there."""
 
     step: int = 0
     steps: str = ""  # from which to which
@@ -75,23 +72,13 @@ class Near(NamedTuple):
 
 
 def near_common_step(runs: Sequence[Workdir]) -> Near:
-    """The means of about a fiftieth of the steps before it, ten at least: of whole bins of the longest run."""
+    """The means of a fiftieth of the steps up to it, ten at least."""
     begun, shared = max(run.first_step for run in runs), min(run.last_step for run in runs)
-    known = [run.series["loss"] for run in runs if "loss" in run.series]
-    if begun > shared or len({run.last_step for run in runs}) == 1 or not known:
+    if begun > shared or len({run.last_step for run in runs}) == 1:
         return Near()
-    width = max(series.width for series in known)
-    last = (shared + 1) // width - 1
-    first = max(last + 1 - -(-max(10, shared // 50) // width), 0 if begun <= 1 else -(-begun // width))
-    if first > last:
-        return Near()
-    values = []
-    for run in runs:
-        bins = run.series["loss"].merged(width) if "loss" in run.series else []
-        near = [b for b in bins if b.count and first <= b.step // width <= last]
-        many = sum(b.count for b in near)
-        values.append(sum(b.mean * b.count for b in near) / many if many else math.nan)
-    return Near(shared, f"{max(begun, first * width):,} to {(last + 1) * width - 1:,}", values)
+    first = max(begun, shared + 1 - max(10, shared // 50))
+    values = [run.series["loss"].mean(first, shared) if "loss" in run.series else math.nan for run in runs]
+    return Near(shared, f"{first:,} to {shared:,}", values)
 
 
 def _comparable(runs: Sequence[ComparedRun]) -> bool:
@@ -109,13 +96,13 @@ def _ends(runs: Sequence[ComparedRun], near: Near) -> Table:
     def figure(label: str, key: str, value: Callable[[Series], str]) -> list[object]:
         return [label, *(value(run.series[key]) if key in run.series else "–" for run in runs)]
 
-    held_out = [run.series.get("eval/loss", Series()) for run in runs]
+    held_out = [run.series.get("eval/loss") for run in runs]
     rows: list[list[Any]] = [
         ["folder", *(str(run.workdir.path) for run in runs)],
         ["steps", *(_steps(run.workdir) for run in runs)],
         figure("tokens", "tokens", lambda series: known(series.last)),
-        losses("held-out loss, last", [series.last for series in held_out]),
-        losses("held-out loss, best", [series.low for series in held_out]),
+        losses("held-out loss, last", [series.last if series else math.nan for series in held_out]),
+        losses("held-out loss, best", [series.low[0] if series else math.nan for series in held_out]),
         losses("train loss, mean of the last 20 steps", [run.workdir.train_loss for run in runs]),
     ]
     if near.steps:
@@ -124,8 +111,8 @@ def _ends(runs: Sequence[ComparedRun], near: Near) -> Table:
     rows += [
         ["tokens per second, median", *(known(median_speed(run.workdir)) for run in runs)],
         ["time of all steps", *(duration(run.workdir.seconds) for run in runs)],
-        figure("model FLOPs utilisation, mean", "mfu", lambda series: percent(series.total.mean)),
-        figure("losses not finite", "loss", lambda series: f"{series.total.bad or '–'}"),
+        figure("model FLOPs utilisation, mean", "mfu", lambda series: percent(series.mean())),
+        figure("losses not finite", "loss", lambda series: f"{len(series.bad_steps) or '–'}"),
     ]
     head = ["", *(Markup(_curve(run).swatch + escape(run.name)) for run in runs)]
     return Table("How they ended", head, [row for row in rows if any(cell != "–" for cell in row[1:])])
@@ -138,7 +125,7 @@ def _curve(run: ComparedRun, points: Sequence[tuple[float, float]] = (), look: s
 def _steps(run: Workdir) -> str:
     planned = run.setting("run.num_steps")
     begun = f"from {run.first_step:,} to " if run.first_step > 1 else ""
-    if not run.lines or not isinstance(planned, int):
+    if not run.recorded.size or not isinstance(planned, int):
         return f"{begun}{run.last_step:,}"
     return f"{begun}{run.last_step:,}, " + ("complete" if run.last_step >= planned else f"of {planned:,} planned")
 
@@ -155,11 +142,9 @@ def _warnings(runs: Sequence[ComparedRun]) -> list[str]:
     return warnings
 
 
-def _left_out(runs: Sequence[ComparedRun], more: Sequence[str], found: Collection[str]) -> list[str]:
+def _left_out(runs: Sequence[ComparedRun], found: Collection[str]) -> list[str]:
     """Notes on recorded figures that are not on the page."""
     notes = []
-    if more:
-        notes.append(f"Of {len(found)} metrics {len(more)} are left out: {', '.join(more)}.")
     if zero := sorted({key for run in runs for key in run.series} - {"tokens", *found}):
         notes.append(f"Zero at every step of all runs: {', '.join(zero)}.")
     if any(run.workdir.vectors for run in runs):
@@ -171,7 +156,7 @@ def _pictures(runs: Sequence[ComparedRun], keys: Sequence[str]) -> str:
     """Each metric over steps; the losses over tokens too, to compare runs with different batch sizes."""
     count = sum(key in run.series for run in runs for key in keys) or 1
     points = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // count))
-    with_tokens = [run for run in runs if "tokens" in run.series and run.series["tokens"].total.count]
+    with_tokens = [run for run in runs if "tokens" in run.series and run.series["tokens"].finite.size]
     pictures = [(key, runs, "step") for key in keys]
     pictures += [(key, with_tokens, "tokens") for key in LOSSES if key in keys and len(with_tokens) > 1]
     pictures.sort(key=lambda one: one[0] not in LOSSES)
@@ -187,14 +172,15 @@ def _picture(runs: Sequence[ComparedRun], key: str, drawn: Sequence[ComparedRun]
     # One width for all: two runs that do the same are drawn the same, whatever their lengths.
     points = curves.STRETCHES if key in curves.SHARES else points
     width = max(run.series[key].width_for(points) for run in known)
-    length = max(len(run.series[key].merged(width)) for run in known)
+    length = max(len(run.series[key].merged(width).steps) for run in known)
     lines = []
     for run in known:
         bins = run.series[key].merged(width)
         rough = length >= 10 and (key in curves.SMOOTHED or key == "loss")
-        course = curves.smoothed(bins, length) if rough else [(b.step, b.mean) for b in bins]
-        places = [step for step, _ in course]
-        places = tokens_at(run.workdir, places) if over == "tokens" else places
+        course, places = curves.smoothed(bins, length) if rough else bins.course(), bins.steps
+        if over == "tokens":
+            tokens = run.series["tokens"]
+            places = np.interp(places, tokens.steps, tokens.good).tolist()
         values = [(place, value * factor) for place, (_, value) in zip(places, course, strict=True)]
         look = "dots" if key == "eval/loss" and run.place < COLORS and len(values) <= 64 else "line"
         lines.append(_curve(run, values, look))
@@ -203,28 +189,13 @@ def _picture(runs: Sequence[ComparedRun], key: str, drawn: Sequence[ComparedRun]
         return ""
     y_range, log = curves.axis_range(lines, zero=key in curves.FROM_ZERO)
     missing = ", ".join(run.name for run in runs if key not in run.series)
-    beyond = ", ".join(
-        line.label
-        for line in lines
-        if any(not y_range[0] <= v <= y_range[1] for _, v in line.points if math.isfinite(v))
-    )
     notes = [f"Not recorded by {missing}."] if missing else []
-    notes += [f"Partly beyond the picture: {beyond}."] if beyond else []
     notes += ["The units differ: these curves cannot be compared."] if key in LOSSES and not _comparable(known) else []
     title = curves.title(key) + (" over tokens" if over == "tokens" else "")
     return Chart(
         title, lines, (min(ends), max(ends)), y_range, log, unit=unit, over=over, note=" ".join(notes),
         bad_steps=curves.bad_steps(*(run.series[key] for run in known)) if over == "step" else (),
     ).draw()  # fmt: skip
-
-
-def tokens_at(run: Workdir, steps: Sequence[float]) -> list[float]:
-    """The number of tokens seen at those steps, interpolated between recorded ones."""
-    series = run.series["tokens"]
-    known = {(b.step, b.mean) for b in series.coarse(series.capacity) if b.count}
-    ends = {(series.low_step, series.low), (series.high_step, series.high)}  # the bins have means
-    at, tokens = zip(*sorted(known | ends), strict=True)
-    return [float(v) for v in np.interp(steps, at, tokens)]
 
 
 def _differences(runs: Sequence[ComparedRun], trees: Sequence[dict]) -> list[Table]:
