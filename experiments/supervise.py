@@ -2,7 +2,7 @@
 
     python -m experiments.supervise [options] -- --config=FILE --workdir=DIR [...]      what follows -- is pretrain's
     python -m experiments.supervise report --workdir=DIR                               the history of a run
-    python -m experiments.supervise check [--devices=N] [--workdir=DIR]                the faults of this node
+    python -m experiments.supervise check [--devices=N]                                the faults of this node
 
 Start one agent per node. Several agents learn their ranks from --coordinator, --agents and --agent, from
 JAX_COORDINATOR_ADDRESS, NODES and NODE, or from Slurm with one task a node. The agent of node 0 leads. Exit codes are
@@ -30,7 +30,7 @@ def main() -> int:
     if args.what == "report":
         return report(args.workdir)
     if args.what == "check":
-        return check(args.devices, args.workdir)
+        return check(args.devices)
     return supervise(args, given[cut + 1 :])
 
 
@@ -64,7 +64,6 @@ def parser() -> cli.Parser:
     report.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
     checked = what.add_parser("check", help="the faults of this node", description="The check before a start.")
     checked.add_argument("--devices", type=whole, metavar="N", help="expected number of devices")
-    checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="a folder on the storage to test")
     return found
 
 
@@ -132,11 +131,11 @@ def report(workdir: Path) -> int:
     return cli.DONE
 
 
-def check(devices: int | None, workdir: Path | None) -> int:
+def check(devices: int | None) -> int:
     """Prints the faults of this node."""
     from zaya_jax.aegis import preflight
 
-    found = preflight.check(devices, workdir)
+    found = preflight.check(devices)
     for finding in found:
         device = f"{finding.device}: " if finding.device else ""
         print(f"{finding.action:<8}{device}{finding.name}: {finding.seen}")

@@ -50,7 +50,7 @@ CONFIG: dict[str, object] = {
 # A GPU and a network card as the watchers find them in /sys, healthy.
 CARD, PORT = "sys/class/drm/card0/device", "sys/class/infiniband/mlx5_0/ports/1"
 TREE = {
-    f"{CARD}/vendor": "0x1002", f"{CARD}/xgmi_error": "0", f"{CARD}/ras/umc_err_count": "ue: 0\nce: 0",
+    f"{CARD}/vendor": "0x1002", f"{CARD}/ras/umc_err_count": "ue: 0\nce: 0",
     f"{PORT}/state": "4: ACTIVE", f"{PORT}/phys_state": "5: LinkUp", f"{PORT}/counters/symbol_error": "0",
 }  # fmt: skip
 
@@ -415,7 +415,7 @@ FAULTS = [
     Fault("corrupt data", _spike, lambda event, _: event.kind == "spike", ends=False, back=True),
     Fault("a flipped bit in a gradient", _flip, _of("corrupt")),
     Fault("a GPU's memory error", _memory, _rule("hardware", "gpu uncorrectable memory error"), ends=False),
-    Fault("a link's errors", _link, _rule("hardware", "nic symbol errors"), ends=False),
+    Fault("a link's errors", _link, _rule("hardware", "nic link errors"), ends=False),
 ]  # fmt: skip
 
 # For a run with checkpoint.on_corrupt=previous and two checkpoints; others stop at it.

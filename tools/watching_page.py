@@ -46,8 +46,7 @@ starts again. A file without permission or without a number is reported once. Ea
 thread, so a driver that hangs is a finding and delays nothing else.
 
 AMD's GPUs are read from sysfs (`/sys/class/drm/card*/device`), NVIDIA's by NVML if `nvidia-ml-py` is installed, ports
-of InfiniBand and RoCE from `/sys/class/infiniband`. Reading `xgmi_error` clears it, so another monitor on the node may
-hide errors.
+of InfiniBand and RoCE from `/sys/class/infiniband`.
 """
 
 PREFLIGHT = """\
@@ -59,7 +58,6 @@ PREFLIGHT = """\
 |---|---|---|
 | devices | as many as expected | gpu missing |
 | products | bfloat16 and float32 products of whole numbers, whose sums are exact in any order | gpu computes wrongly |
-| memory | a copy; below {slow:.0%} of the node's median (of three at least) | gpu memory slow |
 | watchers | one reading | as above |
 | any test | no answer in time, or the process died | check of ... hangs, check of ... failed |
 
@@ -124,7 +122,7 @@ def page() -> str:
     parts.append(HARDWARE)
     rows = ((x.name, _amount(x), x.group, x.action, x.what, x.why) for x in LIMITS)
     parts.append(_table(("finding", "from", "class", "action", "of", "why"), rows))
-    parts.append(PREFLIGHT.format(seconds=preflight.SECONDS + 10, slow=preflight.SLOW, slow_link=preflight.SLOW_LINK))
+    parts.append(PREFLIGHT.format(seconds=preflight.SECONDS + 10, slow_link=preflight.SLOW_LINK))
     uses = "\n".join(f"| {accounts.LABELS[use]} | {MEANINGS[use]} |" for use in accounts.USES)
     parts.append(TIME.format(uses=uses))
     return "\n".join(part.rstrip("\n") + "\n" for part in [*parts, NOTIFY.lstrip("\n")])

@@ -43,7 +43,7 @@ def test_each_second_has_one_use():
     assert totals["step"] == pytest.approx(19 + 1 + 33)  # of the window that began before the first new step its end
     assert account.goodput == pytest.approx(totals["step"] / 100)
     (row,) = accounts.by_cause(account)
-    assert (row.label, row.group, len(row.causes)) == ("oom killer", "critical", 1)
+    assert (row.label, row.group, row.count) == ("oom killer", "critical", 1)
     assert row.lost == pytest.approx(10 + 2 + 3 + 10)
     assert row.detect == (2.0, 2.0) and row.recover == (15.0, 15.0)
 

@@ -34,9 +34,9 @@ from zaya_jax.aegis.facts import (
 class World:
     """A decider with its clock, and nodes that obey."""
 
-    def __init__(self, each=1, **rules):
+    def __init__(self, nodes, agents=None, min_nodes=None, each=1, **rules):
         self.now = 0.0
-        self.decider = Decider(Rules(**rules, processes=each), 0.0)
+        self.decider = Decider(Rules(nodes, agents or nodes, min_nodes or nodes, processes=each, **rules), 0.0)
         self.seen: list = []
         for node in range(self.decider.rules.agents):
             self.take(Came(node, f"host{node}"))
@@ -114,7 +114,7 @@ def test_copies_that_are_put_off_explain_no_end():
 
 
 def test_a_loss_is_not_told_as_an_agent_that_did_not_come():
-    decider = Decider(Rules(nodes=3, join=30), 0.0)
+    decider = Decider(Rules(3, 3, 3, join=30), 0.0)
     for fact in (Came(0, "a"), Ready(0), Came(1, "b"), Ready(1)):
         decider.take(fact, 1.0)
     (end,) = [action for action in decider.take(Lost(1, "cut"), 5.0) if isinstance(action, End)]

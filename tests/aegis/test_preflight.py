@@ -30,17 +30,17 @@ def environ(devices=2):
 
 def test_this_machine_passes(tmp_path):
     tree = watched.lay(tmp_path / "tree", "mi300x")
-    assert preflight.check(2, tmp_path, root=tree, environ=environ()) == []
+    assert preflight.check(2, tree, environ=environ()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]  # nothing is left
 
 
 def test_devices_that_are_missing_and_what_the_watchers_find(tmp_path):
     tree = watched.lay(tmp_path, "mi300x")
-    watched.lay(tree, "narrow")
-    found, narrow = preflight.check(8, root=tree, environ=environ())
+    watched.lay(tree, "not-retired")
+    found, page = preflight.check(8, tree, environ=environ())
     assert (found.name, found.group, found.action) == ("gpu missing", "critical", "exclude")
     assert "2 devices (cpu) are there, 8 are expected" in found.seen
-    assert (narrow.name, narrow.device) == ("pcie link narrowed", "card4")
+    assert (page.name, page.device) == ("gpu page not retired", "card5")
 
 
 def test_a_check_that_hangs_says_where(tmp_path, monkeypatch):
@@ -67,33 +67,13 @@ def test_products_are_exact_and_a_wrong_one_is_named():
     wrong = preflight.products(devices, wanted=off)
     assert len(wrong) == 2 * 2 * preflight.ROUNDS
     assert wrong[0].startswith("device 0: 1 of 16384 sums of a bfloat16 product are wrong")
-
-
-class Answering:
-    """A probe that has reported this."""
-
-    def __init__(self, **reports):
-        self.reports = {"devices": {"count": 8, "platform": "gpu"}} | reports
-
-    def end(self, group, action):
-        return []
-
-
-@pytest.mark.parametrize(
-    ("reports", "name", "device"),
-    [
-        ({"bandwidth": {"rates": {str(i): 2e12 + 2e12 * (i != 5) for i in range(8)}}}, "gpu memory slow", "device 5"),
-        ({"products": {"wrong": ["device 3: 1 of 9 sums ..."]}}, "gpu computes wrongly", "device 3"),
-    ],
-)
-def test_a_faulty_device_is_named_and_excluded(reports, name, device):
-    (found,) = preflight.judge_devices(Answering(**reports), 8)
-    assert (found.name, found.device, found.action) == (name, device, "exclude")
+    (found,) = preflight.judge_devices({"products": {"wrong": wrong[:1]}}, 8)
+    assert (found.name, found.device, found.action) == ("gpu computes wrongly", "device 0", "exclude")
 
 
 @pytest.mark.parametrize("count", range(2, 12))
 def test_rounds_are_disjoint_and_each_node_tries_two(count):
-    nodes = [f"n{i}" for i in range(count)]
+    nodes = range(3, 3 + count)
     rounds = preflight.rounds(nodes)
     assert len(rounds) == (1 if count == 2 else 3 if count % 2 else 2)
     for one in rounds:
@@ -106,35 +86,31 @@ def test_rounds_are_disjoint_and_each_node_tries_two(count):
 
 def tried(count, bad_nodes=(), bad_links=(), slow=()):
     """The results of all rounds, where these are bad."""
-    for a, b in itertools.chain(*preflight.rounds([f"n{i}" for i in range(count)])):
-        i, j = int(a[1:]), int(b[1:])
-        failed = {i, j} & set(bad_nodes) or {i, j} in [set(link) for link in bad_links]
-        yield a, b, BROKEN if failed else Tried(9e9) if {i, j} & set(slow) else FINE
+    for pair in itertools.chain(*preflight.rounds(range(count))):
+        failed = set(pair) & set(bad_nodes) or set(pair) in [set(link) for link in bad_links]
+        yield pair, BROKEN if failed else Tried(9e9) if set(pair) & set(slow) else FINE
+
+
+def named(results):
+    return [(node, found.name, found.device, found.action) for node, found in preflight.judge(results)]
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8, 9])
 def test_every_bad_node_and_every_bad_link_is_told_apart(count):
     assert preflight.judge(tried(count)) == []
     for i in range(count):
-        (found,) = preflight.judge(tried(count, bad_nodes=[i]))
-        assert (found.device, found.action) == (f"n{i}", "exclude")
-        (found,) = preflight.judge(tried(count, bad_links=[(i, (i + 1) % count)]))
-        a, b = sorted((f"n{i}", f"n{(i + 1) % count}"))
-        assert (found.name, found.device, found.action) == ("link fails", f"{a}-{b}", "warn")
+        assert named(tried(count, bad_nodes=[i])) == [(i, "links of a node fail", f"node {i}", "exclude")]
+        a, b = sorted((i, (i + 1) % count))
+        assert named(tried(count, bad_links=[(a, b)])) == [(-1, "link fails", f"node {a}-node {b}", "warn")]
 
 
-def test_several_faults_and_none_that_works():
-    found = preflight.judge(tried(8, bad_nodes=[1, 2], bad_links=[(5, 6)]))
-    assert [f.device for f in found] == ["n1", "n2", "n5-n6"]
-    (found,) = preflight.judge(tried(4, bad_nodes=range(4)))
-    assert (found.name, found.action) == ("no link works", "stop")
-    (found,) = preflight.judge([("a", "b", BROKEN), ("a", "b", FINE)])  # two nodes: whose fault is not known
-    assert (found.name, found.device) == ("link fails", "a-b")
-
-
-def test_slow_links_and_slow_nodes():
-    found = preflight.judge(tried(8, slow=[3]))
-    assert [(f.name, f.device, f.action) for f in found] == [("links of a node are slow", "n3", "warn")]
+def test_several_faults_none_that_works_and_slow_ones():
+    found = named(tried(8, bad_nodes=[1, 2], bad_links=[(5, 6)]))
+    assert [(node, device) for node, _, device, _ in found] == [(1, "node 1"), (2, "node 2"), (-1, "node 5-node 6")]
+    assert named(tried(4, bad_nodes=range(4))) == [(-1, "no link works", "all nodes", "stop")]
+    two = [((0, 1), BROKEN), ((0, 1), FINE)]  # whose fault is not known
+    assert named(two) == [(-1, "link fails", "node 0-node 1", "warn")]
+    assert named(tried(8, slow=[3])) == [(3, "links of a node are slow", "node 3", "warn")]
 
 
 def test_a_pair_exchanges_known_numbers():
@@ -149,7 +125,7 @@ def test_a_pair_exchanges_known_numbers():
     for thread in threads:
         thread.join()
     assert all(not t.wrong and t.bandwidth > 0 for t in out.values()), out
-    assert preflight.judge([("a", "b", t) for t in out.values()]) == []
+    assert preflight.judge([((0, 1), t) for t in out.values()]) == []
 
 
 def test_a_partner_that_does_not_come():
@@ -227,11 +203,11 @@ def test_a_node_all_of_whose_links_fail_is_named_by_its_number():
 def test_time_that_the_leader_stood_still_is_nobody_s_silence(tmp_path):
     """A job that was suspended during a check found all of its nodes hanging."""
     orders, messages = [], []
-    plan = Plan(Rules(nodes=1, check=True), tmp_path)
+    plan = Plan(Rules(1, 1, 1, check=True), tmp_path)
     leader = Leader(plan, Keeper(tmp_path), messages.append, lambda node, message: orders.append(message), 0.0)
     leader.came(0, "host", "localhost", 0.0)
     leader.hear(0, ["ready", 1], 0.0)
-    leader.woke(500.0, 500.0)
+    leader.hear(0, ["slept", 500.0], 500.0)
     leader.turn(500.1)
     leader.hear(0, ["checked", 1, [], 2], 501.0)
     leader.turn(501.1)

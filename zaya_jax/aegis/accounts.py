@@ -22,7 +22,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from zaya_jax.aegis.events import Event
 from zaya_jax.cluster.beats import SECTIONS
@@ -106,41 +106,34 @@ class Account:
         return totals["step"] / whole if reported > 0 and whole > 0 else float("nan")
 
 
-@dataclasses.dataclass
-class CauseRow:
-    """Interruptions of one cause."""
+class CauseRow(NamedTuple):
+    """Interruptions of one cause. `detect` and `recover`: median and worst seconds; NaN where none recovered."""
 
     label: str
     group: str
-    causes: list[Cause]
-
-    @property
-    def lost(self) -> float:
-        """Seconds."""
-        return sum(cause.lost for cause in self.causes)
-
-    @property
-    def detect(self) -> tuple[float, float]:
-        """Median and worst seconds."""
-        return _spread([cause.event.seconds for cause in self.causes])
-
-    @property
-    def recover(self) -> tuple[float, float]:
-        """The same of the recovery, for causes that were recovered from; NaN without any."""
-        return _spread([cause.recover for cause in self.causes if cause.recover is not None])
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float]:
-    return (statistics.median(values), max(values)) if values else (float("nan"), float("nan"))
+    count: int
+    lost: float  # seconds
+    detect: tuple[float, float]
+    recover: tuple[float, float]
 
 
 def by_cause(account: Account) -> list[CauseRow]:
     """The table by cause, the costliest first."""
-    rows: dict[tuple[str, str], CauseRow] = {}
+    alike: dict[tuple[str, str], list[Cause]] = {}
     for cause in account.causes:
-        key = cause.label, cause.event.group
-        rows.setdefault(key, CauseRow(*key, [])).causes.append(cause)
-    return sorted(rows.values(), key=lambda row: (-row.lost, row.label))
+        alike.setdefault((cause.label, cause.event.group), []).append(cause)
+    rows = [
+        CauseRow(
+            *key, len(causes), sum(cause.lost for cause in causes), _spread([cause.event.seconds for cause in causes]),
+            _spread([cause.recover for cause in causes if cause.recover is not None]),
+        )
+        for key, causes in alike.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: (-row.lost, row.label))
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return (statistics.median(values), max(values)) if values else (float("nan"), float("nan"))
 
 
 def account_of(events: Sequence[Event]) -> Account | None:
@@ -200,10 +193,12 @@ def _fault(stop: Event, later: Sequence[Event]) -> float:
     return stop.time - stop.seconds - stopping
 
 
-def _add(account: Account, begin: float, end: float, use: str, cause: int | None = None) -> float:
+def _add(
+    account: Account, begin: float, end: float, use: str, cause: int | None = None, steps: tuple[int, int] = (-1, -1)
+) -> float:
     """Some seconds more; the time that is reached."""
     if end > begin:
-        account.pieces.append(Piece(begin, end - begin, use, cause))
+        account.pieces.append(Piece(begin, end - begin, use, cause, steps))
     return max(begin, end)
 
 
@@ -211,27 +206,21 @@ def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> 
     """Adds the sections that a start reported between these times; the rest is untold."""
     at = begin
     for event in mine:
-        reached, shares = event.time - event.seconds, event.facts.get("sections", {})
-        sections = {name: max(float(shares.get(name, 0.0)), 0.0) for name in SECTIONS}
-        whole = sum(sections.values())
-        reports = event.kind == "spent" and whole > 0 and event.seconds > 0
-        if not reports or event.time <= at or reached >= end:
+        given = event.facts.get("sections", {})
+        sections = {name: float(given[name]) for name in SECTIONS if given.get(name, 0.0) > 0}
+        reached = event.time - event.seconds
+        if event.kind != "spent" or not sections or event.seconds <= 0 or reached >= end:
             continue
         if reached - at > GAP:
             at = _add(account, at, reached, "untold")
         steps = int(event.facts.get("from", -1)), event.step
         for name, seconds in sections.items():
-            reached += event.seconds * seconds / whole
-            here = min(reached, end) - at
-            if seconds and here > 0:
-                account.pieces.append(Piece(at, here, name, None, steps))
-                at += here
-        at = min(event.time, end)
+            reached += event.seconds * seconds / sum(sections.values())
+            at = _add(account, at, min(reached, end), name, steps=steps)
     # A killed start's last seconds, after its last window, count like that window.
     last = account.pieces[-1] if account.pieces and at > begin else None
-    if end > at and last and last.use in SECTIONS:
-        account.pieces.append(Piece(at, end - at, last.use, None, (last.steps[1], last.steps[1])))
-        return end
+    if last and last.use in SECTIONS:
+        return _add(account, at, end, last.use, steps=(last.steps[1], last.steps[1]))
     return _add(account, at, end, "untold")
 
 

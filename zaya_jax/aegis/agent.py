@@ -8,7 +8,6 @@ start all of them again.
 """
 
 import abc
-import contextlib
 import hashlib
 import json
 import selectors
@@ -28,7 +27,6 @@ from zaya_jax.cluster.rank import LostProcess, Rank
 TURN = 0.1  # seconds
 SLEPT = 3.0  # a turn that took so long: this agent stood still
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-HEARTBEAT = 60.0
 FAREWELL = 5.0  # seconds for last words
 GONE = "gone: killed, crashed, or the connection is cut"
 
@@ -36,7 +34,7 @@ GONE = "gone: killed, crashed, or the connection is cut"
 class Agent(abc.ABC):
     """The part that the leading agent and members share."""
 
-    def __init__(self, plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT):
+    def __init__(self, plan: Plan, rank: Rank | None, heartbeat: float):
         self.plan, self.rank, self.heartbeat = plan, rank, heartbeat
         self.selector = selectors.DefaultSelector()
         self.keeper, self.terminal = Keeper(plan.workdir), Terminal()
@@ -47,17 +45,14 @@ class Agent(abc.ABC):
         self.door = lines.Door(self.selector, self.digest, agents, differs, self.came, self.hear, self.lost)
         self.end: tuple[int, str] | None = None
         self._signals: list[int] = []
-        self._asleep, self._wake = socket.socketpair()
 
     def run(self) -> int:
-        """Runs to the end, and then restores the signal handlers that were set before."""
-        for end in (self._asleep, self._wake):
-            end.setblocking(False)
-        self.selector.register(self._asleep, selectors.EVENT_READ, self._woken)
-        # Under nohup a terminal that closes is no reason to stop.
-        heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._signal) for number in heeded}
-        fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        """Runs to the end; from then on signals change nothing."""
+        for number in SIGNALS:
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # under nohup a terminal that closes is no reason to stop
+                signal.signal(number, self._signal)
         try:
             self.begin()
             last = time.monotonic()
@@ -74,9 +69,6 @@ class Agent(abc.ABC):
                 self.due(now)
         finally:
             self.node.close()
-            signal.set_wakeup_fd(fd)
-            for number, handler in before.items():
-                signal.signal(number, handler)
         self.farewell()
         code, text = self.end
         if code and text:
@@ -96,10 +88,6 @@ class Agent(abc.ABC):
 
     def _signal(self, number: int, frame: Any) -> None:
         self._signals.append(number)
-
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._asleep.recv(1 << 10)
 
     # What differs
 
@@ -269,7 +257,7 @@ class Member(Agent):
         self.end = self.end or (1, f"the leader is {why}")
 
 
-def run(plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT) -> int:
+def run(plan: Plan, rank: Rank | None, heartbeat: float) -> int:
     """Runs this node's agent to its end; returns the exit code."""
     kind: Callable[..., Agent] = Leading if rank is None or rank.index == 0 else Member
     return kind(plan, rank, heartbeat).run()

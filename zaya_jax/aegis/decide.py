@@ -1,6 +1,6 @@
 """Decides how to respond to failures: a state machine without clock, files or connections.
 
-    decider = Decider(Rules(nodes=2), now)
+    decider = Decider(Rules(nodes=2, agents=3, min_nodes=2), now)
     for action in decider.take(facts.Exited(node=1, process=3, code=-9), now): ...
 
 Facts go in with their time, actions come out; docs/aegis.md has the table. A start takes `nodes` of the nodes whose
@@ -36,8 +36,8 @@ class Rules:
     """How many nodes a start has (and at least, where some are lost), of how many agents; restarts without progress."""
 
     nodes: int
-    agents: int = 0  # 0: as many as nodes
-    min_nodes: int = 0  # 0: as many as nodes
+    agents: int
+    min_nodes: int
     restarts: int = 5
     join: float = 600.0  # seconds until all agents have come
     processes: int = 1  # of a node
@@ -77,15 +77,12 @@ MAY_FOLLOW = {
 class Decider:
     """The state machine: gathering, checking, running, leaving, ending, collecting, stopping, waiting or ended."""
 
-    def __init__(self, wanted: Rules, now: float):
-        self.rules = dataclasses.replace(
-            wanted, agents=max(wanted.agents, wanted.nodes),
-            min_nodes=min(wanted.min_nodes or wanted.nodes, wanted.nodes),
-        )  # fmt: skip
+    def __init__(self, rules: Rules, now: float):
+        self.rules = rules
         self.state, self.number, self.nodes = S.GATHERING, 0, tuple[int, ...]()
         self.excluded: dict[int, str] = {}
         self._checked = tuple[int, ...]()  # the nodes that have just been tried, and start next
-        self._now, self._deadline, self._out = now, now + wanted.join, list[facts.Action]()
+        self._now, self._deadline, self._out = now, now + rules.join, list[facts.Action]()
         self._hosts: dict[int, str] = {}
         self._idle, self._lost = set[int](), set[int]()
         self._asked: list[str] = []

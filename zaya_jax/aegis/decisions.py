@@ -20,6 +20,7 @@ from typing import Any
 
 from zaya_jax.aegis import events
 from zaya_jax.aegis.spikes import SETTLE, Spike
+from zaya_jax.checkpoint import writing
 from zaya_jax.config import StorageError, UserError, files
 
 FILE = "decisions.json"
@@ -63,11 +64,7 @@ def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files.write(folder / FILE, (json.dumps(list(made), indent=1) + "\n").encode())
     for path in (folder, folder.parent):
-        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        writing.sync_folder(path)
 
 
 def agreed(here: Sequence[Decision], saved: Sequence[Decision], place: str | Path) -> list[Decision]:
@@ -107,11 +104,6 @@ def after_mismatch(step: int, clean: int, saved: Sequence[int], begin: int) -> D
     before = [one for one in saved if one <= clean]
     oldest = begin if clean <= begin else min(saved, default=begin)
     return {"kind": "corrupt", "step": max(before, default=oldest), "batches": 0, "at": step, "clean": clean}
-
-
-def spikes(made: Sequence[Decision]) -> int:
-    """How often the run went back for a spike."""
-    return sum(one["kind"] == "spike" for one in made)
 
 
 def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:

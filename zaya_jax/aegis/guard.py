@@ -80,7 +80,7 @@ class Guard:
         """Where to, of these checkpoints or to the begin; None where it went back as often as it may."""
         spike = self.spike
         assert spike is not None
-        if decisions.spikes(self.made) >= self._settings.rollbacks:
+        if sum(one["kind"] == "spike" for one in self.made) >= self._settings.rollbacks:
             self._tell("spike", spike.step, str(spike), f"ended: it went back {self._settings.rollbacks} times before")
             return None
         return self._decide(lambda: decisions.after_spike(spike, saved, self.made, begin))
@@ -107,7 +107,7 @@ class Guard:
         def decide() -> Decision:
             devices = [mesh.devices.flat[i] for i in finding.devices]
             named = [f"{d} of process {d.process_index} on {hosts[d.process_index]}" for d in devices if hosts]
-            which = ("one of " if finding.together else "") + ", ".join(named)
+            which = ("one of " if len(devices) > 1 else "") + ", ".join(named)
             return decisions.after_mismatch(step, self._clean, steps, begin) | {
                 "seen": f"{which} computes wrongly: {finding.why} (of {', '.join(finding.weights[:3])}"
                 + (f" and {len(finding.weights) - 3} more)" if len(finding.weights) > 3 else ")"),

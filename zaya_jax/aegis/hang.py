@@ -108,15 +108,11 @@ class Hangs:
         stopped = [
             p for p, s in self._seen.items() if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
         ]
-        if stopped:
-            first = min(stopped, key=lambda p: self._order(p, now))
-        elif self._seen:
-            first = min(self._seen, key=lambda p: self._order(p, now))
-            if now - max(self._seen[first].since, self._woke) <= self.limit(first):
-                return None
-        else:
+        if not self._seen:
             return None
-        return self._name(first, now)
+        first = min(stopped or self._seen, key=lambda p: self._order(p, now))
+        late = now - max(self._seen[first].since, self._woke) > self.limit(first)
+        return self._name(first, now) if stopped or late else None
 
     def limit(self, process: int) -> float:
         """How long this process may be where it is."""

@@ -41,7 +41,7 @@ class _Worker(abc.ABC):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def close(self, seconds: float) -> None:
+    def close(self, seconds: float = SECONDS) -> None:
         """Waits for the rest, for so long at most."""
         self._queue.put(None)
         self._thread.join(seconds)
@@ -110,7 +110,7 @@ class Keeper(_Worker):
         """A process has ended: unless it refused to begin, the folder is a run's if it looks like one."""
         self._accepted = self._accepted or code != 2
 
-    def close(self, seconds: float) -> None:
+    def close(self, seconds: float = SECONDS) -> None:
         """Waits for the rest, for so long at most."""
         self._closing.set()
         super().close(seconds)
@@ -140,7 +140,7 @@ class Keeper(_Worker):
 
 
 class Hook(_Worker):
-    """Runs a command at each event; an empty one does nothing."""
+    """Runs a command at each event."""
 
     def __init__(self, command: str, seconds: float = SECONDS):
         try:
@@ -148,18 +148,11 @@ class Hook(_Worker):
         except ValueError as error:
             raise UserError(f"the command {command!r} is no command line ({error}); mend its quotes") from None
         self._seconds, self.failed = seconds, 0
-        if self._command:
-            super().__init__("hook", WAITING)
+        super().__init__("hook", WAITING)
 
     def tell(self, event: events.Event) -> None:
         """Returns at once."""
-        if self._command:
-            self._put(event, 1)
-
-    def close(self, seconds: float = SECONDS) -> None:
-        """Waits for the events on their way, for so long at most."""
-        if self._command:
-            super().close(seconds)
+        self._put(event, 1)
 
     def _do(self, item: events.Event) -> None:
         words = {"ZAYA_EVENT": item.kind, "ZAYA_NODE": item.node, "ZAYA_GROUP": item.group, "ZAYA_TEXT": item.text()}

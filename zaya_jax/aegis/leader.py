@@ -51,7 +51,7 @@ class Leader:
         self._checks = 0
         self._stacks: dict[int, list[str]] = {}
         self._spending = Spending()
-        self._hook = Hook(plan.hook)
+        self._hook = Hook(plan.hook) if plan.hook else None
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
@@ -68,12 +68,6 @@ class Leader:
     def lost(self, node: int, why: str, now: float) -> None:
         """An agent is gone, or silent."""
         self._take(facts.Lost(node, why), now)
-
-    def woke(self, seconds: float, now: float) -> None:
-        """This agent, or another, stood still itself."""
-        self._hangs.woke(now)
-        if self._checking:
-            self._checking.woke(seconds)
 
     def hear(self, node: int, message: list, now: float) -> None:
         """Takes an agent's message; of an earlier start's nothing."""
@@ -106,7 +100,9 @@ class Leader:
                 self._take(facts.Asked(rest[0]), now)
             self._asked.add(node)
         elif kind == "slept":
-            self.woke(min(rest[0], LONGEST_SLEEP), now)
+            self._hangs.woke(now)
+            if self._checking:
+                self._checking.woke(min(rest[0], LONGEST_SLEEP))
 
     def turn(self, now: float) -> None:
         """Looks for progress, for hanging processes and for slow ones."""
@@ -125,22 +121,21 @@ class Leader:
 
     def _wait_out(self, found: facts.Hung | None) -> bool:
         """Whether a hang that all share is given time; reports when that begins, and when it has ended well."""
-        no_process: dict[str, Any] = {"process": -1, "node": "", "facts": {}}
-        if self._awaited and (found is None or found.seconds < self._awaited.seconds):
-            self._event(
-                "waited", no_process | {"concluded": "a link or a device was away", "done": "it goes on"}
-                | {"seconds": round(self._awaited.seconds, 3)},
-            )  # fmt: skip
-            self._awaited = None
-        if found is None or not found.alike or found.seconds >= self._plan.patience:
-            self._awaited = None
-            return False
-        if self._awaited is None:
-            done = f"waits up to {self._plan.patience:g} s for the link"
-            words = {"seen": found.seen, "concluded": found.concluded, "done": done}
-            self._event("waits", no_process | words | {"seconds": round(found.seconds, 3)})
-        self._awaited = found
-        return True
+        before, patience = self._awaited, self._plan.patience
+        if before and (found is None or found.seconds < before.seconds):
+            words = {"concluded": "a link or a device was away", "done": "it goes on"}
+            self._event("waited", words | {"seconds": round(before.seconds, 3)})
+            before = None
+        waits = found is not None and found.alike and found.seconds < patience
+        self._awaited = found if waits else None
+        if found and waits and not before:
+            words = {
+                "seen": found.seen,
+                "concluded": found.concluded,
+                "done": f"waits up to {patience:g} s for the link",
+            }
+            self._event("waits", words | {"seconds": round(found.seconds, 3)})
+        return waits
 
     def _saved(self, now: float) -> None:
         if self._newest != self._told_newest:
@@ -161,11 +156,10 @@ class Leader:
             self._take(facts.Stepped(step), now)
 
     def _finding(self, slow: straggle.Straggler) -> Finding:
-        who = f"process {slow.process}" if slow.process >= 0 else "all processes of the node"
         return Finding(
             "straggler", "note", "exclude" if self._plan.exclude_stragglers else "warn",
-            f"{who}: own work {slow.ratio:.2f} times that of the others over steps {slow.steps[0]} to {slow.steps[1]}, "
-            f"{100 * slow.costs:.0f}% of a step",
+            f"process {slow.process}: own work {slow.ratio:.2f} times that of the others over steps "
+            f"{slow.steps[0]} to {slow.steps[1]}, {100 * slow.costs:.0f}% of a step",
             slow.process,
         )  # fmt: skip
 
@@ -221,7 +215,8 @@ class Leader:
         self._keeper.add(event)
         if kind in ("log", "hardware") and event.group == "note":
             return  # worth neither a call nor a line on the terminal
-        self._hook.tell(event)
+        if self._hook:
+            self._hook.tell(event)
         self._say(f"aegis: {event.text()}")
 
     def _spent(self, given: dict[str, Any] | None) -> None:
@@ -231,7 +226,8 @@ class Leader:
 
     def close(self) -> None:
         """Waits a moment for the events on their way to the command."""
-        self._hook.close()
+        if self._hook:
+            self._hook.close()
 
     def _progress(self) -> None:
         """The newest whole checkpoint; a thread's work, since the disk may hang."""

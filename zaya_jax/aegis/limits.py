@@ -3,6 +3,7 @@
     tree = Tree("/"); tree.number("proc/loadavg")          an unreadable file is noted once, and is no error
     judge.counter(name, device, source, value)             findings, if it has grown too much
     judge.state(name, device, on, seen)                    findings, if it is so for too long
+    Watcher(tree).look(judge)                              findings about one kind of hardware
 
 A counter is judged by its growth over a window, never by its value: errors before the run do not count. A counter that
 falls (reset, wrapped) starts again. A state is reported when it begins and, as a note, when it is over.
@@ -11,9 +12,10 @@ docs/watching.md shows the table, and a test holds that. A fault that only slows
 day, is a note: a process that ends soon after has not ended for it.
 """
 
+import abc
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,18 +51,8 @@ LIMITS = (
           "four to eight bad rows in a day will not stop there, and spare rows run out"),
     Limit("gpu page not retired", 1, 1, "critical", "exclude", "pages flagged F, NVML row remapping failed",
           "there is no spare left: the bad memory stays in use"),
-    Limit("xgmi link error", 1, 1, "critical", "exclude", "`xgmi_error`, which each reading clears",
-          "a transfer between GPUs was wrong; other readers of the file may have cleared errors"),
-    Limit("nvlink error", 1, HOUR, "critical", "exclude", "recoveries, and links that were up and are down",
-          "a recovery stalls the collective and comes back"),
-    Limit("gpu hot", 1, 3, "critical", "warn", "share of the limit that the card names (critical, slowdown)",
-          "from there on clocks fall, then the card turns itself off"),
-    Limit("gpu throttled", 1, 3, "critical", "note", "NVML: hardware slowdown, thermal or power brake",
-          "one slow GPU makes all wait; a power cap alone is normal and does not count"),
     Limit("gpu slow clock", 0.7, 6, "critical", "note", "share of the busy GPUs' median clock, at or below",
-          "GPUs under one load clock within some 10 % of each other"),
-    Limit("pcie link narrowed", 1, 2, "critical", "note", "fewer lanes than possible",
-          "a bad contact: the host's copies and the network card behind it get slower"),
+          "GPUs under one load clock within some 10 % of each other; a slow one makes all wait"),
     Limit("gpu lost", 1, 2, "critical", "exclude", "cards that were there at the first look",
           "it has fallen off the bus; only a reset brings it back"),
     Limit("gpu does not answer", 10, 1, "critical", "exclude", "seconds that a reading takes",
@@ -68,21 +60,15 @@ LIMITS = (
     # Network
     Limit("nic down", 1, 1, "distributed", "warn", "ports that were active at the first look",
           "a short flap is ridden out by the collectives' time-out; a long one ends the step by itself"),
-    Limit("nic flaps", 3, HOUR, "distributed", "exclude", "`link_downed`, `carrier_changes` / 2",
+    Limit("nic flaps", 3, HOUR, "distributed", "exclude", "`link_downed`",
           "a port that comes and goes costs a restart each time"),
     Limit("nic gone", 1, 2, "distributed", "exclude", "cards that were there at the first look",
           "its driver or firmware has given up"),
-    Limit("nic slow", 1, 2, "distributed", "note", "a rate lower than before",
-          "a cable that trained down; every ring through it goes at its rate"),
-    Limit("nic symbol errors", 10, HOUR, "distributed", "note", "`symbol_error`",
-          "the usual acceptance limit of InfiniBand cables is 10 an hour"),
     Limit("nic link errors", 10, HOUR, "distributed", "note",
-          "`link_error_recovery`, `local_link_integrity_errors`, `port_rcv_errors`, CRC errors",
-          "a clean link has none in a day"),
+          "`symbol_error`, `link_error_recovery`, `local_link_integrity_errors`, `port_rcv_errors`, CRC errors",
+          "a clean link has none in a day; the usual acceptance limit of InfiniBand cables is 10 an hour"),
     Limit("nic time-outs", 10, 600, "distributed", "warn", "acknowledge time-outs, retries exceeded",
           "each stalls a queue pair for 4 µs · 2^NCCL_IB_TIMEOUT: packets are lost somewhere on the way"),
-    Limit("nic retransmissions", 1000, 600, "distributed", "note", "sequence errors and other retransmissions",
-          "adaptive routing causes some; so many cost bandwidth"),
     # The host
     Limit("host memory short", 0.03, 3, "critical", "warn", "share of memory that is available, at or below",
           "the OOM killer is next, and it takes the largest process"),
@@ -90,10 +76,6 @@ LIMITS = (
           "the kernel's log names the process; a process of the run is missed at once"),
     Limit("host uncorrectable memory error", 1, HOUR, "critical", "exclude", "EDAC `ue_count`",
           "wrong data was read from the host's memory"),
-    Limit("disk nearly full", 0.05, 1, "storage", "note", "share of blocks or inodes that is free, at or below",
-          "the next checkpoints may not fit"),
-    Limit("disk full", 0.005, 1, "storage", "warn", "share of blocks or inodes that is free, at or below",
-          "saves fail; the training says so, keeps trying, and ends with 4 when it gives up"),
 )  # fmt: skip
 BY_NAME = {limit.name: limit for limit in LIMITS}
 assert len(BY_NAME) == len(LIMITS)
@@ -120,11 +102,11 @@ class Tree:
             return None
 
     def number(self, path: str) -> float | None:
-        """A file's number."""
+        """A file's number; an empty file and "N/A" are no news, since not every card has every figure."""
         text = self.text(path)
-        if text is None:
+        if not text or text.upper().startswith(("N/A", "UNKNOWN")):
             return None
-        return self.parse(text.split()[0] if text else "", path)
+        return self.parse(text.split()[0], path)
 
     def parse(self, text: str, path: str) -> float | None:
         """A number in a text; None, and a note, where it is none."""
@@ -216,6 +198,19 @@ class Judge:
                 words = f"{name} is over, after {_time(self.now - since)}; {seen}"
                 yield Finding(f"{name}: over", "note", "note", words, -1, device)
             self._states.pop(key, None)
+
+
+class Watcher(abc.ABC):
+    """One kind of hardware that is watched."""
+
+    name: str
+
+    def __init__(self, tree: Tree):
+        self.tree = tree
+
+    @abc.abstractmethod
+    def look(self, judge: Judge) -> Iterable[Finding]:
+        """Its findings now."""
 
 
 def _time(seconds: float) -> str:

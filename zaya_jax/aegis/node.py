@@ -20,7 +20,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,6 @@ from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
-from zaya_jax.config import files
 
 LOOK = 0.25  # seconds between two looks at the beats
 WATCH = 5.0  # seconds between two looks at the hardware
@@ -63,7 +61,11 @@ class Process:
     started: float
     rest: dict[int, bytes] = dataclasses.field(default_factory=lambda: {1: b"", 2: b""})
     lap: int = -1  # the newest that was reported
-    open: int = 2  # pipes
+
+    @property
+    def pipes(self) -> dict[int, Any]:
+        """Its output, by stream."""
+        return {1: self.popen.stdout, 2: self.popen.stderr}
 
 
 class Node:
@@ -89,18 +91,15 @@ class Node:
     def check(self, number: int) -> None:
         """Begins to try this node."""
 
-        def tried() -> None:
-            found = preflight.check(
-                len(self._numa) or None, files.existing(self._plan.workdir), os.environ.get(ROOT, "/")
-            )
-            self._done.put(["checked", number, [dataclasses.asdict(finding) for finding in found], _port()])
+        def tried() -> list:
+            found = preflight.check(len(self._numa) or None, os.environ.get(ROOT, "/"))
+            return ["checked", number, [dataclasses.asdict(finding) for finding in found], _port()]
 
-        threading.Thread(target=tried, name="check", daemon=True).start()
+        self._begin(tried)
 
     def link(self, number: int, coordinator: str, index: int) -> None:
         """Begins to try the link to another node."""
-        tried = lambda: self._done.put(["linked", number, *preflight.link(coordinator, index)])  # noqa: E731
-        threading.Thread(target=tried, name="check", daemon=True).start()
+        self._begin(lambda: ["linked", number, *preflight.link(coordinator, index)])
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""
@@ -125,12 +124,10 @@ class Node:
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             process = self.processes[index] = Process(index, popen, time.monotonic())
-            for stream, pipe in ((1, popen.stdout), (2, popen.stderr)):
-                assert pipe
+            for stream, pipe in process.pipes.items():
                 os.set_blocking(pipe.fileno(), False)
-                self._selector.register(
-                    pipe, selectors.EVENT_READ, functools.partial(self._hear, process, stream, pipe)
-                )
+                hear = functools.partial(self._hear, process, stream, pipe)
+                self._selector.register(pipe, selectors.EVENT_READ, hear)
 
     def ask(self) -> None:
         """Has the run save and stop: one signal to each process, since a second one would end it without saving."""
@@ -147,7 +144,7 @@ class Node:
         """Begins to collect the stacks of all processes here."""
         logs = self._plan.workdir / "logs"
         targets = {i: stacks.Target(p.popen.pid, logs / f"process-{i:05d}.log") for i, p in self.processes.items()}
-        threading.Thread(target=self._collect, args=(self._number, targets), name="stacks", daemon=True).start()
+        self._begin(functools.partial(self._collect, self._number, targets))
 
     def turn(self, now: float) -> None:
         """Reports ended processes, where the others are, and the findings of threads."""
@@ -156,7 +153,7 @@ class Node:
             self._tell(["views", self._number, [self._view(p, time.monotonic()) for p in ended]])
         for process in ended:
             _kill_group(process.popen)  # with children that it left behind
-            for stream, pipe in ((1, process.popen.stdout), (2, process.popen.stderr)):
+            for stream, pipe in process.pipes.items():
                 self._hear(process, stream, pipe, last=True)
             del self.processes[process.index]
             self._keeper.ended(process.popen.returncode)
@@ -224,18 +221,21 @@ class Node:
             for finding in self._matcher.feed(process, line):
                 self._tell(["finding", dataclasses.asdict(finding)])
 
-    def _collect(self, number: int, targets: dict[int, stacks.Target]) -> None:
+    def _begin(self, work: Callable[[], list]) -> None:
+        """Does some work in a thread; its message is told once it ends."""
+        threading.Thread(target=lambda: self._done.put(work()), daemon=True).start()
+
+    def _collect(self, number: int, targets: dict[int, stacks.Target]) -> list:
         found = stacks.collect(targets)
         for process, stack in found.items():
             self._keeper.append(
                 f"stacks/start-{number:03d}/process-{process:05d}.txt", f"{stack.how}\n{stack.text}".encode()
             )
-        self._done.put(["stacks", number, {p: [s.how, s.line] for p, s in found.items()}])
+        return ["stacks", number, {p: [s.how, s.line] for p, s in found.items()}]
 
     def _watch(self) -> None:
         root = os.environ.get(ROOT, "/")
-        watchers = watch.Watchers(root, (files.existing(self._plan.workdir), tempfile.gettempdir()))
-        kernel = log_rules.Kernel(root)
+        watchers, kernel = watch.Watchers(root), log_rules.Kernel(root)
         pause = threading.Event()
         while True:
             for finding in [*watchers.look(), *kernel.look()]:

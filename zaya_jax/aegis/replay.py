@@ -44,8 +44,7 @@ class Mismatch:
     """The devices that compute wrongly, as far as can be determined, by their places in the mesh."""
 
     kind: str  # "itself": differs from itself; "others": from the others; "program": nearly all differ from themselves
-    devices: tuple[int, ...]
-    together: bool  # more than one of them, and which is not known
+    devices: tuple[int, ...]  # of several it is not known which
     weights: tuple[str, ...]  # whose gradients differ
     why: str
 
@@ -108,11 +107,10 @@ class Replay:
             return found
         seen = [first, compute(1)]
         compared = np.array([name == FIGURES or not self._spread.fsdp for name in self._names])
-        if not _differ(seen, compared, self._spread.data):
-            return None
-        if self._spread.data > 2:
-            seen.append(compute(2))
-        return differs_from_others(seen, compared, self._spread.data, self._names)
+        found = differs_from_others(seen, compared, self._spread.data, self._names)
+        if found and self._spread.data > 2:
+            found = differs_from_others([*seen, compute(2)], compared, self._spread.data, self._names)
+        return found
 
 
 class _Hashed:
@@ -161,12 +159,12 @@ def differs_from_itself(first: np.ndarray, again: np.ndarray, parts: int, names:
     weights = _weights(wrong.any((0, 1)), names)
     if len(guilty) > max(parts / 2, 1):
         why = f"{len(guilty)} of {parts} parts of the mesh differ from themselves, which is no device's fault"
-        return Mismatch("program", devices, True, weights, why)
-    return Mismatch("itself", devices, group > 1 or len(guilty) > 1, weights, "computed twice, it gave other bits")
+        return Mismatch("program", devices, weights, why)
+    return Mismatch("itself", devices, weights, "computed twice, it gave other bits")
 
 
-def differs_from_others(seen: list[np.ndarray], compared: np.ndarray, parts: int, names: list[str]) -> Mismatch:
-    """Of hashes [devices, words] of batches moved on by 0, 1 and, with three parts or more, 2: who is wrong."""
+def differs_from_others(seen: list[np.ndarray], compared: np.ndarray, parts: int, names: list[str]) -> Mismatch | None:
+    """Of hashes [devices, words] of batches moved on by 0, 1 and, if given, 2: the parts of the mesh that are wrong."""
     at = [x[:, compared].reshape(parts, -1) for x in seen]
     votes: Counter[int] = Counter()
     for batch in range(parts):
@@ -175,6 +173,8 @@ def differs_from_others(seen: list[np.ndarray], compared: np.ndarray, parts: int
         if len(set(found)) > 1:
             most, count = Counter(found).most_common(1)[0]
             votes.update(p for p, x in zip(places, found, strict=True) if count == 1 or x != most)
+    if not votes:
+        return None
     guilty = sorted(part for part, count in votes.items() if count == max(votes.values()))
     group = seen[0].shape[0] // parts
     devices = tuple(part * group + i for part in guilty for i in range(group))
@@ -183,12 +183,7 @@ def differs_from_others(seen: list[np.ndarray], compared: np.ndarray, parts: int
     why = "others computed the same part of the batch, and gave other bits"
     if parts == 2:
         why = "two data shards gave other bits for the same part of the batch, and a third to decide is not there"
-    return Mismatch("others", devices, len(devices) > 1, weights, why)
-
-
-def _differ(seen: list[np.ndarray], compared: np.ndarray, parts: int) -> bool:
-    first, moved = (x[:, compared].reshape(parts, -1) for x in seen)
-    return bool((first != np.roll(moved, -1, axis=0)).any())
+    return Mismatch("others", devices, weights, why)
 
 
 def _weights(wrong: np.ndarray, names: list[str]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ Nothing is high before SETTLE steps were seen, and each phase begins anew: its l
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -118,15 +119,15 @@ class Spikes:
         self._usual = [*self._usual, pair][-LEVEL:]
 
     def _levels(self) -> list[float]:
-        return [_median(values) for values in zip(*self._usual, strict=True)]
+        return [statistics.median(values) for values in zip(*self._usual, strict=True)]
 
     def _limits(self) -> list[tuple[float, float]]:
         """The level and the limit of each figure."""
         found = []
         of_figure = zip(LEAST, self._levels(), zip(*self._off, strict=True), strict=True)
         for name, level, off in of_figure:
-            middle = _median(off)
-            distance = _median([abs(value - middle) for value in off])
+            middle = statistics.median(off)
+            distance = statistics.median(abs(value - middle) for value in off)
             deviation = max(ROBUST * distance, LEAST[name] * abs(level))
             found.append((level, level + self._settings.spike_deviations * deviation))
         return found
@@ -138,9 +139,3 @@ class Spikes:
             over = (top - median) / (limit - median) if limit > median else math.inf
             worst = max(worst, (over, name, top, median))
         return Spike(step - self._high.steps + 1, step, *worst[1:], self._high.high)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

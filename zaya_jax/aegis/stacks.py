@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ANSWER = 1.5  # seconds for faulthandler to begin
 OURS = re.compile(r"[/\\](zaya_jax|experiments|pallas_kernels)[/\\]")
-FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$')
+FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$', re.M)
 
 
 class Target(NamedTuple):
@@ -112,7 +112,7 @@ def _where_in_kernel(pid: int) -> str:
 
 def _line(text: str) -> str:
     """The innermost line of the main thread, and the innermost that is this project's."""
-    frames = _main_thread(text)
+    frames = FRAME.findall(text[text.rfind("hread 0x") :])  # faulthandler puts the main thread last
     if not frames:
         return ""
     first = frames[0]
@@ -121,14 +121,3 @@ def _line(text: str) -> str:
     if ours and ours != first:
         words += ", from {}:{} in {}".format(*ours)
     return words
-
-
-def _main_thread(text: str) -> list[tuple[str, int, str]]:
-    """Its frames, the innermost first; faulthandler puts the main thread last."""
-    threads: list[list[tuple[str, int, str]]] = []
-    for line in text.splitlines():
-        if line.startswith(("Thread ", "Current thread ")):
-            threads.append([])
-        elif threads and (match := FRAME.match(line)):
-            threads[-1].append((match[1], int(match[2]), match[3]))
-    return threads[-1] if threads else []

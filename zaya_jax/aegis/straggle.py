@@ -1,8 +1,8 @@
-"""Finds processes and nodes that are persistently slower than the others at their own part of each step.
+"""Finds processes that are persistently slower than the others at their own part of each step.
 
     watch = Stragglers(nodes)                   the node of each process
     watch.add(process, step, whole, own)        seconds of a lap, as `beats.lap` says them
-    watch.look()                                those found since the last look, each once
+    watch.look()                                those found since the last look, each once a start
 
 The measure is the ratio of a process's own work in a step to the median of the others'. A process is named if its
 median ratio over each of two windows in a row is above SLOWER, by more than the noise of its ratios allows, and costs
@@ -17,7 +17,6 @@ import numpy as np
 
 WINDOW = 64  # steps
 SLOWER = 1.15
-BACK = 1.05  # below this it is forgiven, and may be named again
 COSTS = 0.05
 FIGURES = 0.05  # seconds that process 0 may take more: it writes the figures, 8 to 20 ms on a crowded machine
 SIGMAS = 6.0
@@ -25,7 +24,7 @@ WAITS = 1000  # steps that some process has not reported yet
 
 
 class Straggler(NamedTuple):
-    """A process, or with -1 a whole node, its ratio, the step's seconds that it costs, and over which steps."""
+    """A process and its node, its ratio, the share of a step that it costs, and over which steps."""
 
     node: int
     process: int
@@ -60,36 +59,26 @@ class Stragglers:
             del self._waiting[min(self._waiting)]
 
     def look(self) -> list[Straggler]:
-        """The processes and nodes named since the last look, judged at each quarter of a window."""
+        """The processes named since the last look, judged at each quarter of a window."""
         if len(self._rows) < 2 * WINDOW or self._new < WINDOW // 4:
             return []
         self._new = 0
-        slow, fine = self._judge()
-        self._named -= fine
+        slow = self._judge()
         found = slow - self._named
         self._named |= slow
         steps = self._rows[0][0], self._rows[-1][0]
         ratios = np.median([row[1] for row in self._rows], axis=0)
         costs = np.median([row[2] for row in self._rows], axis=0)
-        out = []
-        for node in sorted({self._nodes[p] for p in found}):
-            here = [p for p, n in enumerate(self._nodes) if n == node]
-            if len(here) > 1 and set(here) <= slow:  # all of a node: its own
-                cost = float(max(costs[here]))
-                out.append(Straggler(node, -1, float(np.median(ratios[here])), cost, steps))
-            else:
-                out += [Straggler(node, p, float(ratios[p]), float(costs[p]), steps) for p in here if p in found]
-        return out
+        return [Straggler(self._nodes[p], p, float(ratios[p]), float(costs[p]), steps) for p in sorted(found)]
 
-    def _judge(self) -> tuple[set[int], set[int]]:
-        """The processes that are slow in both windows, and those that are slow in neither."""
+    def _judge(self) -> set[int]:
+        """The processes that are slow in both windows."""
         ratios, costs = (np.array([row[i] for row in self._rows]).reshape(2, WINDOW, -1) for i in (1, 2))
         middle = np.median(ratios, axis=1)
         spread = 1.4826 * np.median(abs(ratios - middle[:, None]), axis=1)
         noise = 1.2533 * spread / WINDOW**0.5  # of a median of so many
         slow = (middle > SLOWER) & (middle - 1 > SIGMAS * noise) & (np.median(costs, axis=1) > COSTS)
-        fine = middle < BACK
-        return set(np.flatnonzero(slow.all(0)).tolist()), set(np.flatnonzero(fine.all(0)).tolist())
+        return set(np.flatnonzero(slow.all(0)).tolist())
 
 
 def _median_of_others(owns: np.ndarray) -> np.ndarray:

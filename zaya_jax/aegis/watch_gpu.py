@@ -15,14 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from zaya_jax.aegis.events import Finding
-from zaya_jax.aegis.limits import BY_NAME, Judge, Tree
+from zaya_jax.aegis.limits import BY_NAME, Judge, Tree, Watcher
 
 AMD = "0x1002"
 BUSY = 90  # percent: from there on clocks are compared
-# Of NVML's clock event reasons: hardware slowdown, its thermal and its power brake part, software thermal slowdown.
-SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "hardware thermal", 0x80: "power brake", 0x20: "software thermal"}
-LINKS = 18  # of NVLink, at most
-RECOVERIES = 1  # the kind of a link's counter
 
 
 @dataclasses.dataclass
@@ -32,19 +28,16 @@ class Reading:
     device: str
     identity: str = ""
     counters: list[tuple[str, str, float | None]] = dataclasses.field(default_factory=list)
-    heat: list[tuple[str, float, float]] = dataclasses.field(default_factory=list)  # where, degrees, limit
-    throttled: str | None = None  # why; "" where it is not; None where it is not known
     busy: float | None = None  # percent
     clock: float | None = None  # MHz of the cores
-    width: tuple[float, float] | None = None  # lanes of PCIe, and the most
-    xgmi_error: float | None = None
     failed: float | None = None  # pages or rows that could not be retired
 
 
-class _Gpus(abc.ABC):
+class _Gpus(Watcher):
     """Judges readings, which the classes below take."""
 
-    def __init__(self) -> None:
+    def __init__(self, tree: Tree):
+        super().__init__(tree)
         self._seen: dict[str, str] = {}
 
     @abc.abstractmethod
@@ -67,26 +60,12 @@ class _Gpus(abc.ABC):
     def _one(self, judge: Judge, gpu: Reading, usual: float | None) -> Iterator[Finding]:
         for name, source, value in gpu.counters:
             yield from judge.counter(name, gpu.device, source, value)
-        if gpu.xgmi_error is not None:
-            seen = f"xgmi_error is {gpu.xgmi_error:g}: errors since it was last read"
-            yield from judge.state("xgmi link error", gpu.device, gpu.xgmi_error > 0, seen)
         if gpu.failed is not None:
             yield from judge.state("gpu page not retired", gpu.device, gpu.failed > 0, f"{gpu.failed:g} pages or rows")
-        if gpu.heat:
-            where, degrees, limit = max(gpu.heat, key=lambda item: item[1] / item[2])
-            hot = degrees / limit >= BY_NAME["gpu hot"].at
-            yield from judge.state("gpu hot", gpu.device, hot, f"{where} at {degrees:g} °C, limit {limit:g} °C")
-        if gpu.throttled is not None:
-            seen = gpu.throttled or "no reason to throttle"
-            yield from judge.state("gpu throttled", gpu.device, bool(gpu.throttled), seen)
         if gpu.clock and usual:
             slow = gpu.clock <= BY_NAME["gpu slow clock"].at * usual
             seen = f"{gpu.clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
             yield from judge.state("gpu slow clock", gpu.device, slow, seen)
-        if gpu.width:
-            lanes, most = gpu.width
-            seen = f"{lanes:g} of {most:g} lanes"
-            yield from judge.state("pcie link narrowed", gpu.device, lanes < most, seen)
 
 
 class Amd(_Gpus):
@@ -94,39 +73,22 @@ class Amd(_Gpus):
 
     name = "amd"
 
-    def __init__(self, tree: Tree):
-        super().__init__()
-        self._tree = tree
-
     def read(self) -> list[Reading]:
         """Cards of AMD; outputs (card0-DP-1) and partitions without a vendor are none."""
-        cards = [n for n in self._tree.names("sys/class/drm") if re.fullmatch(r"card\d+", n)]
+        cards = [n for n in self.tree.names("sys/class/drm") if re.fullmatch(r"card\d+", n)]
         places = {card: f"sys/class/drm/{card}/device" for card in cards}
-        return [self._card(card, place) for card, place in places.items() if self._tree.text(f"{place}/vendor") == AMD]
+        return [self._card(card, place) for card, place in places.items() if self.tree.text(f"{place}/vendor") == AMD]
 
     def _card(self, card: str, place: str) -> Reading:
-        tree = self._tree
+        tree = self.tree
         gpu = Reading(card, tree.text(f"{place}/unique_id") or "")
-        gpu.busy = self._optional(f"{place}/gpu_busy_percent")
+        gpu.busy = tree.number(f"{place}/gpu_busy_percent")
         gpu.clock = self._clock(f"{place}/pp_dpm_sclk")
-        gpu.xgmi_error = self._optional(f"{place}/xgmi_error")
-        width, most = (self._optional(f"{place}/{which}_link_width") for which in ("current", "max"))
-        if width and most:
-            gpu.width = width, most
         for name in tree.names(f"{place}/ras"):
             if name.endswith("_err_count"):
                 self._errors(gpu, name.removesuffix("_err_count"), tree.text(f"{place}/ras/{name}") or "")
         self._pages(gpu, tree.text(f"{place}/ras/gpu_vram_bad_pages"))
-        for monitor in tree.names(f"{place}/hwmon"):
-            self._heat(gpu, f"{place}/hwmon/{monitor}")
         return gpu
-
-    def _optional(self, path: str) -> float | None:
-        """A number that not every card has: "N/A" and an empty file are no news."""
-        text = self._tree.text(path)
-        if not text or text.upper().startswith(("N/A", "UNKNOWN")):
-            return None
-        return self._tree.parse(text.split()[0], path)
 
     def _errors(self, gpu: Reading, block: str, text: str) -> None:
         """`ue: 0`, `ce: 0` and, of newer drivers, `de: 0`."""
@@ -145,17 +107,8 @@ class Amd(_Gpus):
 
     def _clock(self, path: str) -> float | None:
         """The level with a star: `1: 2100Mhz *`."""
-        found = re.search(r"^\w+: *(\d+)[Mm][Hh]z \*$", self._tree.text(path) or "", re.M)
+        found = re.search(r"^\w+: *(\d+)[Mm][Hh]z \*$", self.tree.text(path) or "", re.M)
         return float(found[1]) if found else None
-
-    def _heat(self, gpu: Reading, place: str) -> None:
-        for name in self._tree.names(place):
-            if re.fullmatch(r"temp\d+_input", name):
-                sensor = name.removesuffix("_input")
-                degrees, limit = (self._optional(f"{place}/{sensor}_{what}") for what in ("input", "crit"))
-                label = self._tree.text(f"{place}/{sensor}_label") or sensor
-                if degrees is not None and limit:
-                    gpu.heat.append((label, degrees / 1000, limit / 1000))
 
 
 class Nvidia(_Gpus):
@@ -164,8 +117,8 @@ class Nvidia(_Gpus):
     name = "nvidia"
 
     def __init__(self, tree: Tree, nvml: Any = None):
-        super().__init__()
-        self._tree, self._nvml, self._begun = tree, nvml, False
+        super().__init__(tree)
+        self._nvml, self._begun = nvml, False
 
     def _there(self) -> bool:
         """Whether the library can be asked; tried once."""
@@ -178,16 +131,15 @@ class Nvidia(_Gpus):
                 self._nvml = None  # a node without such GPUs has no need of it
             except Exception as error:
                 self._nvml = None
-                self._tree.note(f"pynvml: {error}")
+                self.tree.note(f"pynvml: {error}")
         return self._nvml is not None
 
-    def _ask(self, name: str, *arguments: Any, quiet: bool = False) -> Any:
-        """The answer of a function; None, and a note unless `quiet`, where it fails."""
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """The answer of a function; None, and a note, where it fails."""
         try:
             return getattr(self._nvml, name)(*arguments)
         except Exception as error:  # the library has its own; an older one lacks a function
-            if not quiet:
-                self._tree.note(f"{name}: {error}")
+            self.tree.note(f"{name}: {error}")
             return None
 
     def read(self) -> list[Reading]:
@@ -213,28 +165,4 @@ class Nvidia(_Gpus):
         use = self._ask("nvmlDeviceGetUtilizationRates", handle)
         gpu.busy = float(use.gpu) if use is not None else None
         gpu.clock = self._ask("nvmlDeviceGetClockInfo", handle, 1)  # of the SMs
-        degrees = self._ask("nvmlDeviceGetTemperature", handle, 0)
-        limit = self._ask("nvmlDeviceGetTemperatureThreshold", handle, 1)  # where clocks fall
-        if degrees is not None and limit:
-            gpu.heat.append(("GPU", float(degrees), float(limit)))
-        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        if reasons is not None:
-            gpu.throttled = ", ".join(word for bit, word in SLOWDOWNS.items() if reasons & bit)
-        width = self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
-        most = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
-        if width and most:
-            gpu.width = float(width), float(most)
-        self._links(gpu, handle)
         return gpu
-
-    def _links(self, gpu: Reading, handle: Any) -> None:
-        """Recoveries of each link, and how many links are down; only links that are there are asked."""
-        down = 0
-        for link in range(LINKS):
-            up = self._ask("nvmlDeviceGetNvLinkState", handle, link, quiet=True)
-            if up is None:
-                break  # there are no more
-            down += not up
-            value = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, RECOVERIES) if up else None
-            gpu.counters.append(("nvlink error", f"link {link} recoveries", value))
-        gpu.counters.append(("nvlink error", "links that are down", float(down)))

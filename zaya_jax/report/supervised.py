@@ -51,7 +51,7 @@ def account_tables(account: Account) -> list[Table]:
     tables = [Table("Where the time went", ("use", "time", "share"), uses)]
     causes = [
         [
-            row.label, row.group, f"{len(row.causes):,}", percent(len(row.causes) / len(account.causes)),
+            row.label, row.group, f"{row.count:,}", percent(row.count / len(account.causes)),
             duration(row.lost),
             *(f"{duration(median)} / {duration(worst)}" for median, worst in (row.detect, row.recover)),
         ]
