@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -314,11 +315,18 @@ def model(args: argparse.Namespace) -> int:
 def start(args: argparse.Namespace) -> int:
     """Starts the processes of one measurement, and ends with them."""
     folder = tempfile.mkdtemp(dir=args.folder)
-    script = Path(__file__).resolve().parent.parent / "launch" / "node.sh"
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_WORKER": "1"}
-    command = [script, str(args.count), sys.executable, __file__, *sys.argv[1:], f"--folder={folder}"]
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    environ = os.environ | {
+        "JAX_PLATFORMS": "cpu", "BENCH_WORKER": "1", "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(args.count),
+    }  # fmt: skip
+    command = [sys.executable, __file__, *sys.argv[1:], f"--folder={folder}"]
     try:
-        return subprocess.run([str(c) for c in command], env=environ).returncode
+        started = [
+            subprocess.Popen(command, env=environ | {"JAX_PROCESS_ID": str(index)}) for index in range(args.count)
+        ]
+        return max(process.wait() for process in started)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

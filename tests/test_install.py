@@ -156,7 +156,7 @@ def test_an_installed_package_is_used_from_any_folder(installed, tmp_path):
     assert "5,182,616 parameters" in started([installed / "python", "-c", code], tmp_path)[1]
     templates = installed.parent / "share" / "zaya_jax" / "launch"
     assert {path.name for path in templates.iterdir()} == {path.name for path in (ROOT / "launch").iterdir()}
-    assert templates.joinpath("node.sh").read_bytes() == (ROOT / "launch" / "node.sh").read_bytes()
+    assert templates.joinpath("slurm.sbatch").read_bytes() == (ROOT / "launch" / "slurm.sbatch").read_bytes()
 
 
 @pytest.mark.slow

@@ -4,10 +4,8 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,9 @@ import yaml
 from experiments import prepare_data, supervise
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
-from zaya_jax.cluster.rank import find_rank
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
-NODE = LAUNCH / "node.sh"
 SHELLS = (
-    NODE,
     LAUNCH / "slurm.sbatch",
     LAUNCH / "prepare.sbatch",
     LAUNCH.parent / ".ci" / "run",
@@ -100,135 +95,6 @@ def test_slurm_and_jobset_set_the_same_values(jobset):
     assert f"0 | {cli.BAD_INPUT} | {cli.UNHEALTHY} | {cli.STORAGE})" in slurm
 
 
-def node(count, script, **variables):
-    """Starts node.sh, which runs a bash script as each process, with no accelerators but those of `variables`."""
-    environ = {"PATH": os.environ["PATH"], "PCI_DEVICES": "none"} | variables
-    return subprocess.Popen(
-        [NODE, str(count), "bash", "-c", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-SHOW = 'echo "$JAX_PROCESS_ID $JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS ${JAX_LOCAL_DEVICE_IDS-all}"'
-
-
-def ranks(out):
-    """The ranks that the program would find in what SHOW printed."""
-    found = {}
-    for line in out.splitlines():
-        index, count, address, devices = line.split()
-        names = {"JAX_PROCESS_ID": index, "JAX_NUM_PROCESSES": count, "JAX_COORDINATOR_ADDRESS": address}
-        found[int(index)] = (find_rank(names), devices)
-    return found
-
-
-def test_node_starts_the_processes_of_a_machine():
-    found = ranks(node(3, SHOW).communicate(timeout=30)[0])
-    assert sorted(found) == [0, 1, 2] and len({rank.coordinator for rank, _ in found.values()}) == 1
-    assert all(rank.count == 3 and devices == "all" for rank, devices in found.values())
-
-
-def test_node_counts_on_from_the_nodes_before_it_and_gives_each_its_device(tmp_path):
-    """And binds it to the device's NUMA node."""
-    for i, numa in enumerate((1, 0, 0, -1)):
-        device = tmp_path / "pci" / f"0000:0{i}:00.0"
-        device.mkdir(parents=True)
-        (device / "class").write_text("0x120000\n" if i != 1 else "0x020000\n")  # three GPUs and a NIC
-        (device / "numa_node").write_text(f"{numa}\n")
-    (tmp_path / "numactl").write_text('#!/bin/sh\necho "$1 $2" >&2\nshift 2\nexec "$@"\n')
-    (tmp_path / "numactl").chmod(0o755)
-    variables = {"NODE": "2", "NODES": "5", "JAX_COORDINATOR_ADDRESS": "host:1", "PCI_DEVICES": str(tmp_path / "pci")}
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    out, err = node(3, SHOW, PATH=path, **variables).communicate(timeout=30)
-    assert sorted(err.splitlines()) == ["--cpunodebind=0 --preferred=0", "--cpunodebind=1 --preferred=1"]
-    found = ranks(out)
-    assert {index: devices for index, (_, devices) in found.items()} == {6: "0", 7: "1", 8: "2"}
-    assert all(rank.count == 15 and rank.coordinator == "host:1" for rank, _ in found.values())
-
-
-def test_node_hands_signals_on_and_gives_the_highest_exit_code():
-    running = node(3, "exit $((JAX_PROCESS_ID * 2))")
-    running.communicate(timeout=30)
-    assert running.returncode == 4
-    waits = 'trap "sleep 0.2; exit 7$JAX_PROCESS_ID" TERM; echo up; while :; do sleep 0.05; done'
-    running = node(3, waits)
-    assert [running.stdout.readline() for _ in range(3)] == ["up\n"] * 3
-    time.sleep(0.1)
-    running.send_signal(signal.SIGTERM)
-    running.communicate(timeout=30)
-    assert running.returncode == 72
-
-
-def test_node_kills_what_is_stopped_when_the_others_have_ended():
-    """A stopped process ends by nothing else, and its node would never give a code for which the run starts again."""
-    for code, of_all in ((4, 4), (0, 1)):
-        running = node(3, f"[ $JAX_PROCESS_ID = 1 ] && kill -STOP $$; exit {code}", NODE_WAIT_SECONDS="1")
-        _, err = running.communicate(timeout=30)
-        assert running.returncode == of_all and "still runs 1 s after another has ended" in err
-
-
-def test_node_goes_on_at_a_border_and_nowhere_else(tmp_path):
-    """An unrequested 75 is a new start each time; everything else ends it."""
-    count = f"echo x >> {tmp_path}/$JAX_PROCESS_ID; n=$(wc -l < {tmp_path}/$JAX_PROCESS_ID); "
-    for codes, starts, code in (([75, 75, 0], 3, 0), ([75, 4], 2, 4), ([3], 1, 3)):
-        for file in tmp_path.iterdir():
-            file.unlink()
-        running = node(2, count + f"set -- {' '.join(map(str, codes))}; exit ${{!n}}")
-        running.communicate(timeout=30)
-        assert running.returncode == code
-        assert [len((tmp_path / name).read_text()) // 2 for name in "01"] == [starts, starts]
-    running = node(1, 'trap "exit 75" TERM; echo up; while :; do sleep 0.05; done')
-    assert running.stdout.readline() == "up\n"
-    running.send_signal(signal.SIGTERM)
-    out, _ = running.communicate(timeout=30)
-    assert (out, running.returncode) == ("", 75)
-
-
-# A process of its own for it: forking one that has threads, as pytest has after other tests, is a warning.
-AT_A_TERMINAL = """
-import os, pty, signal, sys, time
-pid, terminal = pty.fork()
-if pid == 0:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests may run where it is ignored, a terminal's programs do not
-    os.execv(sys.argv[1], sys.argv[1:])
-out = b""
-try:
-    while chunk := os.read(terminal, 1000):
-        out += chunk
-        if out.count(b"up") >= 2 and b"^C" not in out:
-            os.write(terminal, b"\\x03")
-            time.sleep(0.1)
-except OSError:
-    pass  # the end of a terminal without a reader
-print(out.decode())
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-# Not a shell: one that begins with SIGINT ignored, as background jobs do, cannot trap it; the program can.
-COUNT_SIGNALS = """
-import signal, sys, time
-got = []
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: got.append(number))
-print("up", flush=True)
-end, counting = time.monotonic() + 30, False  # until one comes, however busy the machine is, and a second for others
-while time.monotonic() < end:
-    time.sleep(0.05)
-    if got and not counting:
-        end, counting = time.monotonic() + 1, True
-print("got", len(got), flush=True)
-sys.exit(75)
-"""
-
-
-def test_ctrl_c_at_a_terminal_reaches_each_process_once():
-    """The terminal sends it to everybody in the foreground, and a second signal would end a run without saving."""
-    command = [sys.executable, "-c", AT_A_TERMINAL, NODE, "2", sys.executable, "-c", COUNT_SIGNALS]
-    environ = {"PATH": os.environ["PATH"], "PCI_DEVICES": "none"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90)
-    assert done.stdout.count("got 1") == 2 and done.returncode == 75, done
-
-
 def batch(script, folder, *options, code=0, **variables):
     """(arguments of srun or python, exit code, request to Slurm) of a batch script whose program ends with `code`."""
     called = f'printf "%s\\n" "$@" > given; env | grep OMP_ >> given; exit {code}'
@@ -268,13 +134,6 @@ def test_slurm_queues_a_run_again_that_saved_and_counts_only_what_failed(tmp_pat
     for code in (0, cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE):
         assert ended(code) == (code, "")
     assert not list(tmp_path.glob("*.failures"))
-
-
-def test_node_refuses_in_one_line():
-    environ = {"PATH": os.environ["PATH"], "NODES": "2"}
-    for count, words in (("some", "PROCESSES COMMAND"), ("2", "NODES=2, but JAX_COORDINATOR_ADDRESS is not set")):
-        done = subprocess.run([NODE, count, "true"], env=environ, capture_output=True, text=True, timeout=30)
-        assert done.returncode == cli.BAD_INPUT and words in done.stderr and done.stderr.count("\n") == 1
 
 
 ########################################################################################################################

@@ -1,11 +1,11 @@
 """A small model through four phases that change everything at each border, as a full-size recipe does.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 launch/node.sh 1 \
-        .venv/bin/python -m experiments.pretrain --config=experiments/configs/tiny_phases.py
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.supervise -- \
+        --config=experiments/configs/tiny_phases.py --workdir=runs/tiny_phases
 
 Hardware: two CPU cores as eight virtual devices (one device cannot share a sequence), no network, no data; about two
 minutes. Expected: three ends with exit code 75, because every phase has its own mesh, and after each a new start by
-launch/node.sh; then a held-out loss of about 1.88 nats per byte.
+the agent; then a held-out loss of about 1.88 nats per byte.
 """
 
 import sysconfig

@@ -157,9 +157,6 @@ def _wrong(words: list[str], needs: bool) -> str:
         return of_program(first.removeprefix("zaya-").replace("-", "_"), rest, needs)
     if first == "make":
         return of_make(rest, needs)
-    if first == "launch/node.sh":
-        counted = rest[:1] and rest[0].isdigit()
-        return _wrong(rest[1:], needs) if counted else "launch/node.sh takes a number first"
     if first in ("sbatch", "kubectl"):
         if not needs:
             return f"{first} needs a cluster: say so in a line before the block, *Needs: ...*"

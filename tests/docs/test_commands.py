@@ -95,7 +95,6 @@ def test_the_loss_of_the_how_to_is_one():
         ("python -m experiments.pretrain --config=experiments/configs/zaya1_base.py", "Needs"),
         ("python -m experiments.pretend", "experiments.pretend is no program"),
         ("python -m experiments.prepare_data --input=x --out=DIR", "DIR is for the reader"),
-        ("launch/node.sh python -m experiments.pretrain", "takes a number first"),
         ("make pretrian", "no target pretrian"),
         ("make setup EXTRAS=cuda", "Needs"),
         ("sbatch launch/slurm.sbatch", "needs a cluster"),

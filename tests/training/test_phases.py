@@ -1,6 +1,5 @@
 """A run through phases that change everything at each border: ended by itself where the mesh does, stopped anywhere."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,15 +117,15 @@ def test_stopped_anywhere_it_is_the_same_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
-    """launch/node.sh starts both again at each border, on meshes that lie on them in four ways."""
+def test_two_processes_go_through_all_borders(tmp_path, unbroken):
+    """Both start again at each border, on meshes that lie on them in four ways."""
     options = [f"--config.{key}={value}" for key, value in {**QUICK, "data.workers": 1}.items()]
-    program = [sys.executable, "-m", "experiments.pretrain", f"--config={SMALL}", f"--workdir={tmp_path / 'run'}"]
-    environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(4), "PCI_DEVICES": "none"}
-    command = [multiprocess_runs.ROOT / "launch" / "node.sh", "2", *program, *options]
-    done = subprocess.run(command, cwd=multiprocess_runs.ROOT, env=environ, capture_output=True, text=True, timeout=550)
-    assert done.returncode == cli.DONE, done.stderr[-3000:]
-    assert done.stdout.count("the same command goes on") == len(BORDERS)
+    program = ["-m", "experiments.pretrain", f"--config={SMALL}", f"--workdir={tmp_path / 'run'}", *options]
+    for code in [cli.PREEMPTED] * len(BORDERS) + [cli.DONE]:
+        with multiprocess_runs.start(program, 2, tmp_path / "out", devices=4) as run:
+            results = run.wait()
+        assert [result.code for result in results] == [code] * 2, results
+        assert ("the same command goes on" in results[0].out) == (code == cli.PREEMPTED)
     ours, theirs = tiny_runs.lines(tmp_path / "run"), tiny_runs.lines(unbroken[0])
     assert [line["step"] for line in ours] == list(range(1, LAST + 1))
     np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-4)
