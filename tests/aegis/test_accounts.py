@@ -126,8 +126,7 @@ def test_they_sum_to_the_whole_whatever_befell(seed):
 
 
 def test_spending_adds_up_and_gets_rarer():
-    spending, now, given = Spending(), 0.0, []
-    spending.begin(now, 100)
+    spending, now, given = Spending(0.0, 100), 0.0, []
     for second in range(20_000):
         now = float(second)
         steady = "save" if second % 600 < 20 else "step"
@@ -139,4 +138,3 @@ def test_spending_adds_up_and_gets_rarer():
     assert 100 < len(windows) < 600
     assert [one["facts"]["from"] for one in windows[1:]] == [one["step"] for one in windows[:-1]]
     assert windows[0]["facts"]["from"] == 100 and windows[-1]["step"] == 100 + (19_999 - 90) // 2
-    assert spending.see("step", 5, 1.0) is None and spending.end(2.0) is None  # nothing runs

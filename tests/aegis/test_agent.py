@@ -243,23 +243,14 @@ def test_the_last_of_two_workdirs_is_the_run_s():
     assert str(found) == "/b"  # as the training's own options take it
 
 
-def test_damaged_and_handmade_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
+def test_damaged_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
     folder = tmp_path / events.FOLDER
     folder.mkdir()
     whole = json.dumps({"kind": "died", "time": 1e9, "seen": "SIGKILL", "later version": 1})
-    odd = ["[1]", "5", "null", "[" * 100_000, '{"kind": "died"}', '{"kind": 7, "time": 1}']
-    odd += [f'{{"kind": "spent", "time": {time}}}' for time in ('"noon"', "null", "NaN", "1e300", "[]")]
-    rest = ('"process": "1"', '"step": 1.5', '"seen": null', '"facts": []', '"seconds": -Infinity')
-    odd += [f'{{"kind": "spike", "time": 1, {field}}}' for field in rest]
-    facts = (
-        '"sections": 5',
-        '"sections": {"step": "x"}',
-        '"step": "y"',
-        '"from": {}',
-        '"stop": null',
-        '"decision": []',
-    )
-    odd += [f'{{"kind": "corrupt", "time": 1, "facts": {{{fact}}}}}' for fact in facts]
+    odd = ["[1]", "null", "[" * 100_000, '{"kind": "died"}']
+    odd += [f'{{"kind": "spent", "time": {time}}}' for time in ('"noon"', "NaN", "1e300", "[]")]
+    rest = ('"step": "x"', '"seconds": -Infinity', '"facts": []', '"facts": {"step": "y"}')
+    odd += [f'{{"kind": "spike", "time": 1, {field}}}' for field in (*rest, '"facts": {"sections": {"step": "x"}}')]
     (folder / "events.jsonl").write_text("\n".join([whole[:-5], *odd, whole, whole[:9]]))
     (event,) = events.read(tmp_path)
     assert event.seen == "SIGKILL" and f"{len(odd) + 2} lines of" in caplog.text

@@ -118,7 +118,6 @@ def test_a_healthy_hour_of_mi300x_gives_nothing(node):
 H200 = {
     "gpu uncorrectable memory error": lambda card: card["errors"].update({(1, 0): 1}),
     "gpu correctable error rate": lambda card: card["errors"].update({(0, 0): 300}),
-    "gpu wears out": lambda card: card.update(rows=(60, 4, 0, 0)),
     "gpu page not retired": lambda card: card.update(rows=(0, 0, 0, 1)),
     "gpu slow clock": lambda card: card.update(clock=500),
     "gpu lost": lambda card: card.update(lost=True),

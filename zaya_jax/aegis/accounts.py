@@ -243,29 +243,22 @@ def _go_back(account: Account, time: float, step: int, cause: int | None) -> Non
 
 
 class Spending:
-    """Gathers a start's seconds by section, for events of kind "spent" that `account_of` adds up; one start at a time.
+    """Gathers a start's seconds by section, for events of kind "spent" that `account_of` adds up.
 
+    spending = Spending(now, step)              the start goes on from this step
     given = spending.see(section, step, now)      each second or so, of process 0; sometimes the fields of an event
     given = spending.end(now)                     the start has ended
 
     `now` is of any steady clock. Windows grow with the start's age, so that a month is some thousand lines.
     """
 
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._since = self._at = 0.0
-        self._section, self._from, self._step = "", 0, 0
-        self._sections: dict[str, float] = {}
-
-    def begin(self, now: float, step: int) -> None:
-        """A start that goes on from this step."""
+    def __init__(self, now: float, step: int):
         self._began = self._since = self._at = now
-        self._section, self._from, self._step, self._sections = "start", max(step, 0), max(step, 0), {}
+        self._section, self._from, self._step = "start", max(step, 0), max(step, 0)
+        self._sections: dict[str, float] = {}
 
     def see(self, section: str, step: int, now: float) -> dict[str, Any] | None:
         """The process is there now: since the last look it was where it was then."""
-        if self._began is None:
-            return None
         self._add(now)
         self._section = section or self._section
         # A process that has begun step n has ended n - 1; before its first step it says 0.
@@ -276,10 +269,7 @@ class Spending:
 
     def end(self, now: float) -> dict[str, Any] | None:
         """Returns the rest."""
-        if self._began is None:
-            return None
         self._add(now)
-        self._began = None
         return self._take(now) if self._sections else None
 
     def _add(self, now: float) -> None:

@@ -50,7 +50,7 @@ class Leader:
         self._awaited: facts.Hung | None = None  # a wait that all share, as when a link is away
         self._checks = 0
         self._stacks: dict[int, list[str]] = {}
-        self._spending = Spending()
+        self._spending: Spending | None = None
         self._hook = Hook(plan.hook) if plan.hook else None
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
@@ -148,7 +148,7 @@ class Leader:
             for step, whole, own, _ in view.laps:
                 if self._stragglers:
                     self._stragglers.add(view.process, int(step), whole, own)
-            if view.process == 0 and view.section:
+            if view.process == 0 and view.section and self._spending:
                 self._spent(self._spending.see(view.section, view.step, now))
         step = self._hangs.step()
         if step > self._told_step:
@@ -165,15 +165,17 @@ class Leader:
 
     def _take(self, fact: facts.Fact, now: float) -> None:
         actions = self.decider.take(fact, now)
-        if self.decider.state not in ("running", "leaving") or any(isinstance(a, facts.Start) for a in actions):
+        begins = any(isinstance(action, facts.Start) for action in actions)
+        if self._spending and (begins or self.decider.state not in ("running", "leaving")):
             self._spent(self._spending.end(now))
+            self._spending = None
         for action in actions:
             match action:
                 case facts.Check(nodes):
                     self._checks += 1
                     self._checking = Checking(self._checks, nodes, self._addresses, self._order, now)
                 case facts.Start(number, nodes):
-                    self._spending.begin(now, self._newest)
+                    self._spending = Spending(now, self._newest)
                     self._start(number, nodes)
                 case facts.Order():
                     self._collecting = self._plan.rules.processes * len(self.decider.nodes)

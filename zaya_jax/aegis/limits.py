@@ -47,8 +47,6 @@ LIMITS = (
           "poisoned data, not used yet; using it is an uncorrectable error"),
     Limit("gpu correctable error rate", 100, HOUR, "critical", "note", "`ce` of a block, NVML volatile corrected",
           "single ones are normal; a hundred in an hour come from one cell or lane that wears out"),
-    Limit("gpu wears out", 64, 24 * HOUR, "critical", "exclude", "pages or rows",
-          "four to eight bad rows in a day will not stop there, and spare rows run out"),
     Limit("gpu page not retired", 1, 1, "critical", "exclude", "pages flagged F, NVML row remapping failed",
           "there is no spare left: the bad memory stays in use"),
     Limit("gpu slow clock", 0.7, 6, "critical", "note", "share of the busy GPUs' median clock, at or below",

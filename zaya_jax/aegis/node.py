@@ -236,11 +236,10 @@ class Node:
     def _watch(self) -> None:
         root = os.environ.get(ROOT, "/")
         watchers, kernel = watch.Watchers(root), log_rules.Kernel(root)
-        pause = threading.Event()
         while True:
             for finding in [*watchers.look(), *kernel.look()]:
                 self._done.put(["finding", dataclasses.asdict(finding)])
-            pause.wait(WATCH)
+            time.sleep(WATCH)
 
 
 def _port() -> int:

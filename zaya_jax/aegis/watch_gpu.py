@@ -53,19 +53,18 @@ class _Gpus(Watcher):
             yield from judge.state("gpu lost", device, device not in here, words)
         busy = {r.device: r.clock for r in readings if r.clock and r.busy is not None and r.busy >= BUSY}
         usual = statistics.median(busy.values()) if len(busy) > 2 else None
-        for reading in readings:
-            self._seen.setdefault(reading.device, reading.identity)
-            yield from self._one(judge, reading, usual if reading.device in busy else None)
-
-    def _one(self, judge: Judge, gpu: Reading, usual: float | None) -> Iterator[Finding]:
-        for name, source, value in gpu.counters:
-            yield from judge.counter(name, gpu.device, source, value)
-        if gpu.failed is not None:
-            yield from judge.state("gpu page not retired", gpu.device, gpu.failed > 0, f"{gpu.failed:g} pages or rows")
-        if gpu.clock and usual:
-            slow = gpu.clock <= BY_NAME["gpu slow clock"].at * usual
-            seen = f"{gpu.clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
-            yield from judge.state("gpu slow clock", gpu.device, slow, seen)
+        for gpu in readings:
+            self._seen.setdefault(gpu.device, gpu.identity)
+            for name, source, value in gpu.counters:
+                yield from judge.counter(name, gpu.device, source, value)
+            if gpu.failed is not None:
+                seen = f"{gpu.failed:g} pages or rows"
+                yield from judge.state("gpu page not retired", gpu.device, gpu.failed > 0, seen)
+            clock = busy.get(gpu.device)
+            if clock and usual:
+                slow = clock <= BY_NAME["gpu slow clock"].at * usual
+                seen = f"{clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
+                yield from judge.state("gpu slow clock", gpu.device, slow, seen)
 
 
 class Amd(_Gpus):
@@ -87,7 +86,9 @@ class Amd(_Gpus):
         for name in tree.names(f"{place}/ras"):
             if name.endswith("_err_count"):
                 self._errors(gpu, name.removesuffix("_err_count"), tree.text(f"{place}/ras/{name}") or "")
-        self._pages(gpu, tree.text(f"{place}/ras/gpu_vram_bad_pages"))
+        # `0x027f5d43 : 0x00001000 : R`: a page, its size, and R retired, P pending, F could not be.
+        pages = tree.text(f"{place}/ras/gpu_vram_bad_pages")
+        gpu.failed = len(re.findall(r": *F$", pages, re.M)) if pages is not None else None
         return gpu
 
     def _errors(self, gpu: Reading, block: str, text: str) -> None:
@@ -96,14 +97,6 @@ class Amd(_Gpus):
             name = {"ce": "gpu correctable error rate", "de": "gpu deferred error"}.get(kind)
             name = name or ("gpu uncorrectable memory error" if block == "umc" else "gpu uncorrectable error")
             gpu.counters.append((name, f"{block} {kind}", float(value)))
-
-    def _pages(self, gpu: Reading, text: str | None) -> None:
-        """`0x027f5d43 : 0x00001000 : R`: a page, its size, and R retired, P pending, F could not be."""
-        if text is None:
-            return
-        flags = [line.rpartition(":")[2].strip() for line in text.splitlines() if line.count(":") == 2]
-        gpu.counters.append(("gpu wears out", "gpu_vram_bad_pages", float(len(flags))))
-        gpu.failed = float(flags.count("F"))
 
     def _clock(self, path: str) -> float | None:
         """The level with a star: `1: 2100Mhz *`."""
@@ -159,9 +152,7 @@ class Nvidia(_Gpus):
             errors = self._ask("nvmlDeviceGetTotalEccErrors", handle, kind, 0)
             gpu.counters.append((finding, ("corrected", "uncorrected")[kind] + " errors", errors))
         rows = self._ask("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
-        if rows is not None:
-            gpu.counters.append(("gpu wears out", "remapped rows", float(rows[0] + rows[1])))
-            gpu.failed = float(bool(rows[3]))
+        gpu.failed = float(bool(rows[3])) if rows is not None else None
         use = self._ask("nvmlDeviceGetUtilizationRates", handle)
         gpu.busy = float(use.gpu) if use is not None else None
         gpu.clock = self._ask("nvmlDeviceGetClockInfo", handle, 1)  # of the SMs
