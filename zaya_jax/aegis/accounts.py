@@ -22,7 +22,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from zaya_jax.aegis.events import Event
 from zaya_jax.cluster.beats import SECTIONS
@@ -106,7 +106,8 @@ class Account:
         return totals["step"] / whole if reported > 0 and whole > 0 else float("nan")
 
 
-class CauseRow(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CauseRow:
     """Interruptions of one cause. `detect` and `recover`: median and worst seconds; NaN where none recovered."""
 
     label: str
@@ -150,7 +151,9 @@ def account_of(events: Sequence[Event]) -> Account | None:
         _go_back(account, begun.time, max(begun.step, 0), pending)
         stop, end = _first(mine, *INTERRUPTIONS), _first(mine, "ended")
         until = (stop or end or events[min(following, len(events) - 1)]).time
-        fault = max(min(_fault(stop, events[following:]), until), at) if stop else until
+        # A fault's event is written once nothing runs any more.
+        began = stop.time - stop.seconds - float(stop.facts.get("stop", 0.0)) if stop else until
+        fault = max(min(began, until), at)
         if pending is not None:
             recovered = _first(mine, "restarted")
             at = _add(account, at, min(recovered.time, fault) if recovered else fault, "again", pending)
@@ -183,14 +186,6 @@ def account_of(events: Sequence[Event]) -> Account | None:
 def _first(events: Sequence[Event], *kinds: str) -> Event | None:
     """The first event of these kinds. An interruption counts only if it names the start that it ended."""
     return next((e for e in events if e.kind in kinds and (e.kind not in INTERRUPTIONS or "start" in e.facts)), None)
-
-
-def _fault(stop: Event, later: Sequence[Event]) -> float:
-    """When the fault that ended a start began: its event is written once nothing runs any more."""
-    following = _first(later, "restarted", *INTERRUPTIONS)
-    restarted = following and following.kind == "restarted"
-    stopping = float(following.facts.get("stop", 0.0)) if following and restarted else 0.0
-    return stop.time - stop.seconds - stopping
 
 
 def _add(

@@ -49,9 +49,8 @@ class Agent(abc.ABC):
     def run(self) -> int:
         """Runs to the end; from then on signals change nothing."""
         for number in SIGNALS:
-            if (
-                signal.getsignal(number) is not signal.SIG_IGN
-            ):  # under nohup a terminal that closes is no reason to stop
+            # Under nohup a terminal that closes is no reason to stop.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._signal)
         try:
             self.begin()
@@ -127,9 +126,7 @@ class Agent(abc.ABC):
     def obey(self, message: list) -> None:
         """Carries out an order of the leader."""
         kind, *rest = message
-        if kind == "start":
-            self.node.start(*rest)
-        elif kind in ("ask", "kill", "collect", "check", "link"):
+        if kind in ("start", "ask", "kill", "collect", "check", "link"):
             getattr(self.node, kind)(*rest)
 
 

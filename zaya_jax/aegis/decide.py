@@ -363,7 +363,6 @@ class Decider:
             early = {128 + signal.SIGTERM, -signal.SIGTERM}
             clean = codes <= {DONE, PREEMPTED, *early} and not self._killed
             return self._end(PREEMPTED if clean else shell(cause.code), "stopped as asked" if clean else cause.seen)
-        stopped = round(self._now - cause.time, 3)
         if cause.code in (BAD_INPUT, UNHEALTHY):
             self._tell(cause, "end: a person is wanted")
             return self._end(cause.code, cause.concluded or cause.seen)
@@ -373,14 +372,14 @@ class Decider:
             self._tell(cause, "end: a person is wanted")
             return self._end(cause.code, f"{cause.concluded or cause.seen}, again and without progress")
         self._tried.add(cause.code)
-        return self._again(cause, stopped)
+        return self._again(cause)
 
     def _node_of(self, process: int) -> int:
         """The node of a process of this start, or -1."""
         place = process // self.rules.processes
         return self.nodes[place] if 0 <= place < len(self.nodes) else -1
 
-    def _again(self, cause: Cause, stopped: float) -> None:
+    def _again(self, cause: Cause) -> None:
         pause = 0.0
         if not cause.free:
             self._failures += 1
@@ -405,7 +404,7 @@ class Decider:
             else:
                 done += ", with the node: no spare could take its place"
         self._tell(cause, done)
-        took = {"detect": round(cause.seconds, 3), "stop": round(stopped - cause.seconds, 3), "pause": pause}
+        took = {"detect": round(cause.seconds, 3), "stop": self._stop_took(cause), "pause": pause}
         self._recovering = cause, took, self._step
         return self._turn(S.WAITING, pause)
 
@@ -413,7 +412,12 @@ class Decider:
         self._say(
             cause.kind, cause.node, cause.process, group=cause.group, seen=cause.seen, concluded=cause.concluded,
             done=done, seconds=round(cause.seconds, 3), step=self._step, start=self.number, failures=self._failures,
+            stop=self._stop_took(cause),
         )  # fmt: skip
+
+    def _stop_took(self, cause: Cause) -> float:
+        """Seconds from when the fault was noticed to when nothing ran."""
+        return round(self._now - cause.time - cause.seconds, 3)
 
     def _can_exclude(self, node: int) -> bool:
         return len([n for n in self.usable() if n != node]) >= self.rules.min_nodes

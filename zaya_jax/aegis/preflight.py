@@ -337,9 +337,10 @@ def try_link(coordinator: str, index: int, seconds: int) -> None:
     def of_device(place: Any) -> np.ndarray:
         return (known + np.uint32(place))[None]
 
-    x = jax.make_array_from_callback(
-        (count, numbers), NamedSharding(mesh, P("devices")), lambda index: of_device(index[0].start)
-    )
+    def of_shard(index: Any) -> np.ndarray:
+        return of_device(index[0].start)
+
+    x = jax.make_array_from_callback((count, numbers), NamedSharding(mesh, P("devices")), of_shard)
     pairs = [(i, (i + here) % count) for i in range(count)]
     over = jax.shard_map(
         lambda x: lax.ppermute(x, "devices", pairs), mesh=mesh, in_specs=P("devices"), out_specs=P("devices")
@@ -347,7 +348,7 @@ def try_link(coordinator: str, index: int, seconds: int) -> None:
     send = jax.jit(over).lower(x).compile()
     wrong = []
     for shard in jax.block_until_ready(send(x)).addressable_shards:
-        bad = int((np.asarray(shard.data) != of_device((shard.index[0].start - here) % count)).sum())
+        bad = int((np.asarray(shard.data) != of_device((everything.index(shard.device) - here) % count)).sum())
         if bad:
             wrong.append(f"device {shard.device.id}: {bad} of {numbers} numbers came wrong")
     say("exchanged", wrong=wrong)
