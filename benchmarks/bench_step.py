@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/bench_step.py --torch-python=ORACLE/bin/python [--shape=other] [--rounds=8]
 
-ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0 (tests/golden/make_golden.py says how to
+ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0 (tools/golden/make_golden.py says how to
 make one). Both sides train the same shape with AdamW (PyTorch's fused) on two threads; they take turns, a few steps
 each, so that a machine whose speed drifts slows both. Medians over rounds; the ratio is of neighbouring turns.
 """

@@ -5,7 +5,9 @@ Needs Python 3.11, torch 2.13.0 (CPU) and transformers 5.23.0:
 
     python3.11 -m venv oracle
     oracle/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
-    oracle/bin/python make_golden.py OUT_DIR --seed 0 [--set key=value ...]
+    oracle/bin/python tools/golden/make_golden.py OUT_DIR --seed 0 [--set key=value ...]
+
+(the cases of the tests lie in tests/golden)
 
 OUT_DIR then holds
     config.json, model.safetensors   the model as `save_pretrained` writes it
@@ -49,7 +51,8 @@ TINY = dict(
 )
 
 
-def randomise(model, generator):
+def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Draws every parameter and every balancing bias."""
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
         leaf = name.rsplit(".", 1)[-1]
@@ -69,7 +72,8 @@ def randomise(model, generator):
             b.copy_(0.05 * torch.randn(b.shape, generator=generator))
 
 
-def main():
+def main() -> None:
+    """Makes the model, runs it and writes the case."""
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("out", type=Path)
     args.add_argument("--seed", type=int, default=0)
