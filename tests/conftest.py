@@ -3,6 +3,7 @@
 The settings are environment variables, set before anything imports jax: programs a test starts have them too.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -29,11 +30,12 @@ def compiled() -> Path:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder here may be one of the hub's
 flags = os.environ.get("XLA_FLAGS", "")
-# Most of the tests' time is compiling: of a training step 17.7 s with LLVM's first level, 11.9 s with none. Without its
-# expensive passes tests/parallel/test_axes.py takes 72 s of a core, with them 84 s.
+# Most of the tests' time is compiling: of a training step 17.7 s with LLVM's first level, 11.9 s with none. Fusing takes
+# two thirds of what is left, since each fusion goes through a pipeline of its own: defaults.FUSED is for programs whose
+# memory or copies are read.
 for name, value in {
     "xla_force_host_platform_device_count": 8, "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": "true",
+    "xla_llvm_disable_expensive_passes": "true", "xla_disable_hlo_passes": "fusion",
 }.items():  # fmt: skip
     if name not in flags:
         flags = f"{flags} --{name}={value}".strip()
@@ -41,6 +43,7 @@ os.environ["XLA_FLAGS"] = flags
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compiled()))
 # Small programs too: tests/pallas_kernels/test_attention.py takes 13 s of a core the second time, without them 28 s.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+gc.set_threshold(20_000)  # tracing makes many objects and few cycles: Python's 700 take a fifteenth of the time
 
 
 @pytest.fixture(scope="module", autouse=True)

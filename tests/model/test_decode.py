@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from defaults import slow
 
 from zaya_jax.config import LAYER_KINDS
 from zaya_jax.model import decode, zaya
@@ -24,10 +25,7 @@ SLOW = [(taps, prompt, BOTH) for taps in ((2, 2), (3, 4), (1, 1)) for prompt in 
 SLOW += [((2, 2), 5, (LINEAR, LINEAR))]
 
 
-@pytest.mark.parametrize(
-    ("taps", "prompt", "kinds"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST)],
-)
+@pytest.mark.parametrize(("taps", "prompt", "kinds"), [*FAST, *(slow(*case) for case in SLOW if case not in FAST)])
 def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt, kinds):
     changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}
     model = model_helpers.small(num_hidden_layers=len(kinds), **changes)
@@ -58,7 +56,7 @@ def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt, kinds):
     np.testing.assert_allclose(jnp.concatenate(hidden, 1)[real], whole[real], atol=2e-5)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
+@pytest.mark.parametrize("temperature", [slow(0.0), 0.9])
 def test_the_stream_is_what_generate_gives(temperature):
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from defaults import slow
 
 from benchmarks import absent
 from pallas_kernels import chip
@@ -52,8 +53,8 @@ def go_on(arguments, cache, model, precision):
 @pytest.mark.parametrize(
     ("kinds", "rows"),
     [
-        ((FULL, SLIDING), 3), ((LINEAR, FULL), 1), pytest.param((FULL, FULL), 1, marks=pytest.mark.slow),
-        pytest.param((LINEAR, FULL), 3, marks=pytest.mark.slow), pytest.param("dense", 3, marks=pytest.mark.slow),
+        ((FULL, SLIDING), 3), ((LINEAR, FULL), 1), slow((FULL, FULL), 1),
+        slow((LINEAR, FULL), 3), slow("dense", 3),
     ],
 )  # fmt: skip
 def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows):
@@ -71,7 +72,7 @@ def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows)
     assert not [line for line in lines if line.op == "copy" and line.shape.split("{")[0] in stacks]
 
 
-@pytest.mark.parametrize(("rows", "size"), [(1, 16), pytest.param(4, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), slow(4, 64)])
 def test_no_program_has_a_copy_of_a_layers_experts(rows, size):
     """Both the program of tokens and that of prompts read only experts that a token chose."""
     model = model_helpers.small(hidden_size=128, moe_intermediate_size=128, num_experts=16)

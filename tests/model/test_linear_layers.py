@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from defaults import slow
 
 from zaya_jax import config
 from zaya_jax.hardware import chips
@@ -79,7 +80,7 @@ def test_flops_of_linear_attention_do_not_grow_with_the_sequence():
     assert chips.model_flops(full, 1 << 20) > 100 * chips.model_flops(linear, 1 << 20)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["none", slow("attention")])
 def test_no_second_copy_of_the_weights_is_kept(remat):
     """The gradient's memory besides weights and gradients is less than a copy: on few tokens these dominate."""
     model = mixed(*(LINEAR, FULL) * 4, moe_intermediate_size=512, num_experts=8)

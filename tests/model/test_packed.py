@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from defaults import slow
 
 from zaya_jax.config import LAYER_KINDS
 from zaya_jax.model import zaya
@@ -27,8 +28,7 @@ SLOW = [((2, 2), BOTH), ((1, 2), BOTH), ((2, 1), BOTH), ((2, 2), (LINEAR, FULL, 
 
 
 @pytest.mark.parametrize(
-    ("taps", "kinds"),
-    [((3, 4), BOTH), ((2, 2), (LINEAR, LINEAR)), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("taps", "kinds"), [((3, 4), BOTH), ((2, 2), (LINEAR, LINEAR)), *(slow(*case) for case in SLOW)]
 )
 def test_packed_documents_equal_lone_ones(taps, kinds):
     changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}
@@ -65,11 +65,7 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
     jax.tree_util.tree_map_with_path(near, our_grads, their_grads)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    ["cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("xla", "triton"))],
-    indirect=True,
-)
+@pytest.mark.parametrize("implementation", ["cpu", *(slow(name) for name in ("xla", "triton"))], indirect=True)
 def test_padding_of_weights_as_transformers_initialises_them_changes_no_gradient(implementation):
     """There the padding id's row of the embedding is zero and so are biases: layer 0 sees a padded token as zeros."""
     kind = {"layer_types": ("hybrid", "hybrid_linear"), "head_dim": 32, "sliding_window": None}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from defaults import slow
 from jax.sharding import AxisType
 
 from zaya_jax.config import LAYER_KINDS, Model, UserError
@@ -47,10 +48,7 @@ def whole(weights):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01),
-        *(pytest.param(options, marks=pytest.mark.slow) for options in (Sampling(0.8), Sampling())),
-    ],
+    [Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01), *(slow(options) for options in (Sampling(0.8), Sampling()))],
 )
 def test_a_row_is_what_it_is_alone(weights, options):
     seeds = [7, 8, 9, 10]
@@ -61,7 +59,7 @@ def test_a_row_is_what_it_is_alone(weights, options):
     assert len({tuple(row) for row in together}) == 4
 
 
-@pytest.mark.parametrize("piece", [16, pytest.param(7, marks=pytest.mark.slow), None])
+@pytest.mark.parametrize("piece", [16, slow(7), None])
 def test_pieces_leave_what_one_pass_does(weights, whole, piece):
     """Convolutions, delayed values, states and windows go over a piece's border; rows end in each of the pieces."""
     rows = decode.Generation(Decoder(*weights, EXACT), PROMPTS, 9, piece=piece)

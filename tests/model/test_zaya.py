@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from defaults import slow
 
 from pallas_kernels import chip
 from zaya_jax.config import Model, Precision
@@ -93,10 +94,7 @@ def gradients(remat, kinds=("hybrid", "hybrid_sliding")):
     [
         ("attention",),
         ("offload",),
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in (("layer",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid")))
-        ),
+        *(slow(case) for case in (("layer",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid")))),
     ],
 )
 def test_recomputing_changes_no_gradient(case):

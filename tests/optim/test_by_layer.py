@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optim_helpers
 import pytest
+from defaults import slow
 from jax.sharding import PartitionSpec
 
 from zaya_jax import config
@@ -40,12 +41,12 @@ def of_any_size(monkeypatch):
         (dict(data=8), 4, 3, 1),  # owners of one or none
         (dict(data=7), 1, 5, 4),  # pieces with padding, four a device
         (dict(data=3, context=2), 3, 3, 4),  # each matrix in three, two a device
-        pytest.param(dict(data=3), 3, 3, 8, marks=pytest.mark.slow),
-        pytest.param(dict(data=5), 1, 2, 8, marks=pytest.mark.slow),
-        pytest.param(dict(data=7), 1, 4, 8, marks=pytest.mark.slow),  # the last device's last piece is padding
-        pytest.param(dict(data=4, expert=2), 2, 7, 8, marks=pytest.mark.slow),
-        pytest.param(dict(data=2), 1, 9, 2, marks=pytest.mark.slow),
-        pytest.param(dict(data=4), 2, 1, 16, marks=pytest.mark.slow),
+        slow(dict(data=3), 3, 3, 8),
+        slow(dict(data=5), 1, 2, 8),
+        slow(dict(data=7), 1, 4, 8),  # the last device's last piece is padding
+        slow(dict(data=4, expert=2), 2, 7, 8),
+        slow(dict(data=2), 1, 9, 2),
+        slow(dict(data=4), 2, 1, 16),
     ],
 )
 def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
@@ -137,7 +138,7 @@ def program(settings, devices=8):
     return optimizer, step.lower(*args).compile(), args
 
 
-@pytest.mark.parametrize("devices", [6, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [6, slow(8)])
 def test_a_step_is_the_same(devices, monkeypatch):
     """Bit for bit on a CPU, which sums in the order of the devices; a reduce-scatter in the loop over layers."""
     optimizer, ours, args = program(SETTINGS, devices)

@@ -1,5 +1,6 @@
 """Gradients travel to the devices that own them and back, on any number of devices, and every number arrives."""
 
+import itertools
 import math
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optim_helpers
 import pytest
+from defaults import fast_alone
 from jax.sharding import PartitionSpec as P
 
 from zaya_jax.optim import matrices, zero
@@ -75,14 +77,7 @@ CASES = {
 FAST = (("7 devices", False), ("everything", False), ("everything", True))
 
 
-@pytest.mark.parametrize(
-    ("name", "together"),
-    [
-        pytest.param(name, together, marks=() if (name, together) in FAST else pytest.mark.slow)
-        for name in CASES
-        for together in (False, True)
-    ],
-)
+@pytest.mark.parametrize(("name", "together"), fast_alone(FAST, itertools.product(CASES, (False, True))))
 def test_every_number_arrives(name, together, monkeypatch):
     """Sums of whole numbers, which are exact: they come back unchanged, and are meanwhile where `held` says."""
     monkeypatch.setattr(matrices, "SMALL", 2**16 if together else 0)

@@ -7,6 +7,7 @@ import logical_state
 import numpy as np
 import optim_helpers
 import pytest
+from defaults import slow
 from jax.sharding import PartitionSpec
 
 from zaya_jax.config import Optim, Precision, UserError
@@ -39,10 +40,6 @@ MESHES = {
     "odd": (dict(data=3, expert=2), optim_helpers.expert_specs),
     "prime": (dict(data=7), optim_helpers.replicated),
 }
-
-
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from defaults import slow
 from kernel_helpers import CPU, documents, normal
 
 from pallas_kernels import chip
@@ -14,10 +15,6 @@ from pallas_kernels.attention.reference import attention as reference_attention
 
 B, H, K, C = 2, 4, 2, 16
 EACH = pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
-
-
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def inputs(q_len, k_len, heads=H, kv_heads=K, seed=0):

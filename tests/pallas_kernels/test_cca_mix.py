@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from defaults import slow
 
 from pallas_kernels.cca_mix import convolve, queries_and_keys, reference
 
@@ -26,11 +27,7 @@ def inputs(taps, given):
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("given", [False, True], ids=["from nothing", "going on"])
-@pytest.mark.parametrize(
-    "taps",
-    [(2, 2), (1, 1), (3, 2), *(pytest.param(taps, marks=pytest.mark.slow) for taps in ((1, 3), (4, 1)))],
-    ids=str,
-)
+@pytest.mark.parametrize("taps", [(2, 2), (1, 1), (3, 2), *(slow(taps) for taps in ((1, 3), (4, 1)))], ids=str)
 def test_both_convolutions_and_all_gradients(taps, given, cut):
     x, before, by_channel, by_head, d_out = inputs(taps, given)
     segments = None

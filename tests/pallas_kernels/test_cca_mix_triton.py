@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from defaults import fast_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +83,7 @@ CASES = {  # batch, tokens, heads, num_kv, channels, values, taps, turned, cut
 FAST = {"two groups, two heads of values", "channels in two blocks, and half of them turn", "95 tokens"}
 
 
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in CASES])
+@pytest.mark.parametrize("case", fast_alone(FAST, CASES))
 def test_values_and_all_gradients(case):
     assert_equal_to_the_definition(arrays(*CASES[case]))
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from defaults import fast_alone, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
@@ -82,7 +83,7 @@ FAST = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in CASES])
+@pytest.mark.parametrize("case", fast_alone(FAST, CASES))
 def test_values_and_gradients(case):
     shape, options = CASES[case]
     compare(*shape, **options)
@@ -118,7 +119,7 @@ def test_bfloat16_errs_as_xlas_does():
     assert (ours <= 1.2 * xlas).all() and ours.max() < 2.0**-6
 
 
-@pytest.mark.parametrize("zigzag", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zigzag", [True, slow(False)])
 def test_a_sequence_over_devices(zigzag):
     """LASP-2's pieces by the kernels, with the states of the pieces before added by XLA."""
     (q, k, v, d_out), _ = arrays(1, 64, 2, 1, 16, False)

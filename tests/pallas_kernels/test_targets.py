@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from defaults import slow
 
 from benchmarks import cases, inner_loop
 from benchmarks import targets as page
@@ -21,10 +22,7 @@ ROOT = Path(__file__).parents[2]
 def judged(*fast: str) -> list:
     """(chip, case) for all; an operator's first case, on these chips, represents the rest in the default tests."""
     return [
-        pytest.param(
-            name, case, id=f"{name}, {operator}, {case.label}",
-            marks=[] if number == 0 and name in fast else [pytest.mark.slow],
-        )
+        (pytest.param if number == 0 and name in fast else slow)(name, case, id=f"{name}, {operator}, {case.label}")
         for operator in chip.OPERATORS
         for number, case in enumerate(cases.of_operator(operator))
         for name in ("mi300x", "h200")

@@ -5,6 +5,7 @@ import functools
 
 import mesh_helpers as helpers
 import pytest
+from defaults import slow
 
 from pallas_kernels import chip
 from zaya_jax import config
@@ -21,10 +22,6 @@ def alone(settings):
 def over(settings, devices, remat="none", **sizes):
     settings = dataclasses.replace(settings, mesh=config.Mesh(**sizes), remat=remat)
     return helpers.loss_and_gradients(settings, devices, helpers.batch())
-
-
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("devices", "sizes"), [

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from defaults import fast_alone, slow
 from mesh_helpers import Run
 
 from zaya_jax import trees
@@ -24,14 +25,8 @@ MESHES = {
     "data x expert x tensor": (8, dict(data=2, expert=2, tensor=2)),
     "fsdp": (8, dict(data=8, fsdp=True)),
 }
-FAST = [("data x expert x tensor", "one"), ("data x expert x tensor", "data x expert x tensor")]
-PAIRS = [
-    pytest.param(a, b, 3 if (a, b) in FAST else 20, marks=() if (a, b) in FAST else pytest.mark.slow)
-    for a in MESHES
-    for b in MESHES
-]
-
-ONE = pytest.param("one", marks=pytest.mark.slow)
+FAST = [("data x expert x tensor", "one", 3), ("data x expert x tensor", "data x expert x tensor", 3)]
+PAIRS = FAST + [slow(a, b, 20) for a in MESHES for b in MESHES]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,14 +87,7 @@ def test_each_device_holds_its_part_alone():
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "data x expert x tensor" else pytest.mark.slow)
-        for name in MESHES
-        if name != "one"
-    ],
-)
+@pytest.mark.parametrize("name", fast_alone(["data x expert x tensor"], [name for name in MESHES if name != "one"]))
 def test_nothing_travels_for_a_copy(name):
     """No copies of ZeRO-1's buckets or of parameters, which are cut in place; read in the compiled program."""
     here = run(name)
@@ -109,7 +97,7 @@ def test_nothing_travels_for_a_copy(name):
     assert any(part != x.shape for part, x in zip(parts, jax.tree.leaves(here.state["params"]), strict=True))
 
 
-@pytest.mark.parametrize("name", [ONE, "data x expert x tensor"])
+@pytest.mark.parametrize("name", [slow("one"), "data x expert x tensor"])
 def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
     """Where a copy does not fit the devices by their own figures; the next step takes the state's memory meanwhile."""
     here, messages = run(name), []

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from defaults import slow
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -109,11 +110,11 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
     [
         (Spread(context=4), (3, 4), 40, True, None),  # a chunk of 5, as many as the taps look back
         (Spread(context=4, ring=True), (3, 4), 48, True, 7),
-        pytest.param(Spread(context=2), (2, 2), 16, False, 3, marks=pytest.mark.slow),
+        slow(Spread(context=2), (2, 2), 16, False, 3),
         (Spread(context=8), (1, 1), 16, False, None),  # chunks of one token: only the delayed value looks back
         # Two axes as one; in the default run the whole model has it, in test_axes.py.
-        pytest.param(Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5, marks=pytest.mark.slow),
-        pytest.param(Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None, marks=pytest.mark.slow),
+        slow(Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5),
+        slow(Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None),
     ],
 )
 def test_attention_of_a_cut_sequence(spread, taps, length, packed, window):
@@ -176,8 +177,7 @@ def sent(found, kinds):
 
 # In a ring of two this small program's forward and backward pass share the one exchange of keys and values.
 @pytest.mark.parametrize(
-    ("parts", "by_ring"),
-    [(2, False), (4, True), *(pytest.param(8, by_ring, marks=pytest.mark.slow) for by_ring in (False, True))],
+    ("parts", "by_ring"), [(2, False), (4, True), *(slow(8, by_ring) for by_ring in (False, True))]
 )
 def test_what_travels_is_what_the_docstring_says(parts, by_ring):
     spread = Spread(context=parts, ring=by_ring)

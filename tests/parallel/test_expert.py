@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import mesh_helpers as helpers
 import numpy as np
 import pytest
+from defaults import slow
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -77,9 +78,7 @@ def choices(who, key, num):
 
 @pytest.mark.parametrize("form", ["slots", "ragged"])
 @pytest.mark.parametrize(
-    ("spread", "num"),
-    [(Spread(data=2, expert=4), 30), pytest.param(Spread(expert=8), 13, marks=pytest.mark.slow)],
-    ids=["2x4", "1x8"],
+    ("spread", "num"), [(Spread(data=2, expert=4), 30), slow(Spread(expert=8), 13)], ids=["2x4", "1x8"]
 )
 def test_equal_to_one_device_whatever_the_router_chose(monkeypatch, form, spread, num):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
@@ -156,11 +155,7 @@ def lowered(spread, num, dim, width, num_experts, form, backward):
 
 @pytest.mark.parametrize(
     ("devices", "num", "dim", "width", "num_experts"),
-    [
-        (8, 1024, 128, 128, 16),
-        pytest.param(2, 500, 128, 128, 8, marks=pytest.mark.slow),
-        pytest.param(4, 500, 128, 32, 8, marks=pytest.mark.slow),
-    ],
+    [(8, 1024, 128, 128, 16), slow(2, 500, 128, 128, 8), slow(4, 500, 128, 32, 8)],
 )
 def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
     """One program serves every load, so its traffic per round and its memory are the same too."""

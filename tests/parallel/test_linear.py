@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import mesh_helpers as helpers
 import numpy as np
 import pytest
+from defaults import slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.linear_attention import linear_attention
@@ -67,8 +68,8 @@ def on_devices(function, size, zigzag, **options):
     return run
 
 
-@pytest.mark.parametrize("zigzag", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zigzag", [True, slow(False)])
+@pytest.mark.parametrize("size", [slow(2), 4, slow(8)])
 def test_equal_to_one_device(size, zigzag):
     q, k, v, d_out = inputs(96)
     segments = documents(96)
@@ -148,7 +149,7 @@ def test_the_states_do_not_wait_for_the_work_within_a_device():
     assert len(seen) > 2 and not any(" while(" in made[name] for name in seen)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["none", slow("attention")])
 def test_linear_layers_of_a_model_gather_states_alone(remat):
     """Besides the halo's traffic, each layer gathers once forward and once backward, repeated or not."""
     settings = helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from defaults import fast_alone
 from mesh_helpers import Run
 
 MESHES = {
@@ -18,7 +19,6 @@ MESHES = {
     "expert, tensor and fsdp": (8, dict(data=2, expert=2, tensor=2, fsdp=True)),
     "tsp": (8, dict(data=2, expert=2, tensor=2, tsp=True)),
 }
-SLOW = pytest.mark.slow
 
 
 @functools.cache
@@ -27,19 +27,7 @@ def reference():
     return run.train(range(4)), run.logical()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("tensor", marks=SLOW),
-        pytest.param("fsdp", marks=SLOW),
-        pytest.param("expert", marks=SLOW),
-        pytest.param("fsdp and tensor", marks=SLOW),
-        pytest.param("data, expert and context", marks=SLOW),
-        "data, expert and tensor",
-        pytest.param("expert, tensor and fsdp", marks=SLOW),
-        pytest.param("tsp", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("name", fast_alone(["data, expert and tensor"], [name for name in MESHES if name != "one"]))
 def test_training_on_a_mesh_is_training_on_one_device(name):
     run = Run(*MESHES[name])
     losses = run.train(range(2))

@@ -6,16 +6,13 @@ import formulas
 import jax
 import mesh_helpers as helpers
 import pytest
+from defaults import slow
 
 from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
 
 DENSE, GROUPED = helpers.DENSE, helpers.GROUPED
-
-
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def compiled(settings, devices, rows=helpers.ROWS, length=helpers.LENGTH, remat="none", **sizes):
