@@ -188,7 +188,7 @@ def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
     environ = ALONE | {"NODES": "2", "NODE": "1", "JAX_COORDINATOR_ADDRESS": address}
     agent = subprocess.Popen(command(tmp_path, 5, 0.01), env=environ, stderr=subprocess.PIPE, text=True)
     status = Path(f"/proc/{agent.pid}/status")
-    while not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGHUP - 1) & 1:
+    while not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
         assert agent.poll() is None, agent.communicate()[1]
         time.sleep(0.05)  # its handlers are not set
     time.sleep(0.3)
