@@ -1,4 +1,4 @@
-"""Attention of a new token to a cache in parts: equal to one device's; traffic, read from the program."""
+"""Attention of a new token to a cache in parts equals one device's; tests/model/test_decode_in_parts.py has its traffic."""
 
 import functools
 
@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rivals
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.attention import decode_attention
-from zaya_jax.hardware import hlo
 from zaya_jax.model.cache import Held
 from zaya_jax.parallel import tree
 
@@ -59,23 +58,3 @@ def test_a_prompt_and_new_columns_go_where_they_belong():
     filled, others = jax.shard_map(fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False)(x)
     np.testing.assert_array_equal(filled, lay_out(x, size))
     np.testing.assert_array_equal(others, -1)  # the layers below and above
-
-
-def lowered(function, size, length):
-    sharding = functools.partial(NamedSharding, mesh_of(size))
-    q = jax.ShapeDtypeStruct((B, 1, H, C), jnp.float32, sharding=sharding(ALL))
-    k = jax.ShapeDtypeStruct((B, length, K, C), jnp.float32, sharding=sharding(PARTS))
-    valid = jax.ShapeDtypeStruct((B, length), bool, sharding=sharding(ALL))
-    return jax.jit(on_devices(function, size)).lower(q, k, k, valid)
-
-
-@pytest.mark.parametrize("length", [64, 64 * 1024])
-def test_three_small_all_reduces_whatever_the_length(length):
-    """The compiler makes one message of the two sums: three arrays are reduced, by two instructions."""
-    program = lowered(rivals.tree_attention, 8, length)
-    assert program.as_text().count("stablehlo.all_reduce") == 3
-    found = hlo.collectives(program.compile())
-    assert {c.kind for c in found} == {"all-reduce"}
-    assert len(found) <= 3
-    reduced = [a.bytes for c in found for a in c.operands]
-    assert sorted(reduced) == [4 * B * H, 4 * B * H, 4 * B * H * C]
