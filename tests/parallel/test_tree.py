@@ -1,4 +1,4 @@
-"""Attention of a new token to a cache in parts equals one device's; tests/model/test_decode_in_parts.py has its traffic."""
+"""Attention of a new token to a cache in parts is that of one device; test_decode_in_parts.py has its traffic."""
 
 import functools
 
