@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
-from defaults import FUSED, slow
+from rows import slow
 
 from benchmarks import absent
 from pallas_kernels import chip
@@ -61,7 +61,7 @@ def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows)
     """A layer's keys and values are laid out for their products, an eighth of each stack; no stack is rewritten."""
     model = model_helpers.small(num_hidden_layers=8, **(DENSE if kinds == "dense" else {"layer_types": kinds * 4}))
     arguments, cache = token(model, EXACT, rows, 8192)
-    compiled = jax.jit(lambda a, c: go_on(a, c, model, EXACT), donate_argnums=1).lower(arguments, cache).compile(FUSED)
+    compiled = jax.jit(lambda a, c: go_on(a, c, model, EXACT), donate_argnums=1).lower(arguments, cache).compile()
     held = {name: x.size * x.dtype.itemsize for name, x in cache.items()}
     taken = compiled.memory_analysis()
     assert taken.alias_size_in_bytes == sum(held.values())
@@ -78,10 +78,10 @@ def test_no_program_has_a_copy_of_a_layers_experts(rows, size):
     model = model_helpers.small(hidden_size=128, moe_intermediate_size=128, num_experts=16)
     a_layer = 16 * 3 * 128 * 128 * 4
     arguments, cache = token(model, EXACT, rows, size)
-    taken = jax.jit(lambda a, c: go_on(a, c, model, EXACT)).lower(arguments, cache).compile(FUSED).memory_analysis()
+    taken = jax.jit(lambda a, c: go_on(a, c, model, EXACT)).lower(arguments, cache).compile().memory_analysis()
     assert taken.temp_size_in_bytes < a_layer / 4
     prompt = decode._first_piece.lower(piece(model, EXACT, rows, size), None, size, model, EXACT, decode.ALONE)
-    assert prompt.compile(FUSED).memory_analysis().temp_size_in_bytes < a_layer / 2
+    assert prompt.compile().memory_analysis().temp_size_in_bytes < a_layer / 2
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_nor_has_a_gpus(name, monkeypatch):
     held = sum(x.size * x.dtype.itemsize for x in cache.values())
     with buffers.uncached(), chip.making(chip.made_for(absent.mesh_of_one(name))):
         program = absent.alone(name, lambda a, c: go_on(a, c, model, precision))
-        taken = jax.jit(program, donate_argnums=1).lower(arguments, cache).compile(FUSED).memory_analysis()
+        taken = jax.jit(program, donate_argnums=1).lower(arguments, cache).compile().memory_analysis()
     assert taken.alias_size_in_bytes == held
     assert taken.temp_size_in_bytes < 1.2 * held  # in the products' layout while tokens come; the head's is not rounded
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
-from defaults import slow
+from rows import slow
 
 from zaya_jax.config import LAYER_KINDS
 from zaya_jax.model import zaya

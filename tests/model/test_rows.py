@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
-from defaults import slow
 from jax.sharding import AxisType
+from rows import slow
 
 from zaya_jax.config import LAYER_KINDS, Model, UserError
 from zaya_jax.model import decode, sampling, zaya

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
-from defaults import slow
+from rows import slow
 
 from pallas_kernels import chip
 from zaya_jax.config import Model, Precision

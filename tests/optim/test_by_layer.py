@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optim_helpers
 import pytest
-from defaults import slow
 from jax.sharding import PartitionSpec
+from rows import slow
 
 from zaya_jax import config
 from zaya_jax.config import Optim

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optim_helpers
 import pytest
-from defaults import fast_alone
 from jax.sharding import PartitionSpec as P
+from rows import fast_alone
 
 from zaya_jax.optim import matrices, zero
 

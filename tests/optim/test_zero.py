@@ -7,8 +7,8 @@ import logical_state
 import numpy as np
 import optim_helpers
 import pytest
-from defaults import slow
 from jax.sharding import PartitionSpec
+from rows import slow
 
 from zaya_jax.config import Optim, Precision, UserError
 from zaya_jax.hardware import hlo

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from defaults import slow
 from kernel_helpers import CPU, documents, normal
+from rows import slow
 
 from pallas_kernels import chip
 from pallas_kernels.attention import attention, attention_gradients, decode_attention

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from defaults import slow
+from rows import slow
 
 from pallas_kernels.cca_mix import convolve, queries_and_keys, reference
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from defaults import fast_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import fast_alone
 
 from pallas_kernels import chip
 from pallas_kernels.cca_mix import mix, reference, triton

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from defaults import fast_alone, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 from kernel_helpers import documents, normal, with_gradients
+from rows import fast_alone, slow
 
 from pallas_kernels import chip
 from pallas_kernels.linear_attention import finish, heads_first, linear_attention, sums, triton

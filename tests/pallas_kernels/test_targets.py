@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from defaults import slow
+from rows import slow
 
 from benchmarks import cases, inner_loop
 from benchmarks import targets as page

@@ -5,7 +5,7 @@ import functools
 
 import mesh_helpers as helpers
 import pytest
-from defaults import slow
+from rows import slow
 
 from pallas_kernels import chip
 from zaya_jax import config

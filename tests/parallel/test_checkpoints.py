@@ -6,8 +6,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from defaults import fast_alone, slow
 from mesh_helpers import Run
+from rows import fast_alone, slow
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from defaults import slow
 from flax import nnx
 from jax.sharding import PartitionSpec
+from rows import slow
 
 from pallas_kernels import chip
 from pallas_kernels.attention import SAVED

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import mesh_helpers as helpers
 import numpy as np
 import pytest
-from defaults import slow
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from rows import slow
 
 from pallas_kernels.chip import Chip
 from zaya_jax import config

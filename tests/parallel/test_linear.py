@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import mesh_helpers as helpers
 import numpy as np
 import pytest
-from defaults import slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from rows import slow
 
 from pallas_kernels.linear_attention import linear_attention
 from zaya_jax import config

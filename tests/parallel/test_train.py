@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from defaults import fast_alone
 from mesh_helpers import Run
+from rows import fast_alone
 
 MESHES = {
     "one": (1, dict()),

@@ -6,7 +6,7 @@ import formulas
 import jax
 import mesh_helpers as helpers
 import pytest
-from defaults import slow
+from rows import slow
 
 from zaya_jax import config
 from zaya_jax.hardware import hlo

@@ -1,11 +1,8 @@
-"""What the default tests leave out: rows of tables that only `make test-all` runs, and the compiler's fusion."""
+"""Rows of a table of cases that only `make test-all` runs."""
 
 from collections.abc import Collection, Iterable
 
 import pytest
-
-# Options of a compiler for programs whose memory or copies are read: conftest.py turns fusion off, which users have.
-FUSED: dict = {"xla_disable_hlo_passes": ""}
 
 
 def slow(*case, id=None):
