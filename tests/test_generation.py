@@ -9,7 +9,7 @@ import pytest
 
 from zaya_jax import generation
 from zaya_jax.config import Model, Precision
-from zaya_jax.data import chat, tokenizers
+from zaya_jax.data import chat, chat_template, tokenizers
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
 
@@ -148,7 +148,6 @@ def test_a_conversation_is_what_fine_tuning_sees():
     assert asked == [256, 259, *b"user\nhi?", 260, *b"\n", 259, *b"assistant\n"]
     talk.answered("yes", b"yes")
     again = talk.ask("no")
-    turns = [("user", "hi?"), ("assistant", "yes"), ("user", "no")]
-    made = chat.Format(BYTES)
-    whole = made.document([made.turn(chat.Message(role, "", text)) for role, text in turns])
+    turns = [chat.Message(*turn) for turn in (("user", "", "hi?"), ("assistant", "", "yes"), ("user", "", "no"))]
+    whole = chat_template.Template(BYTES).document(turns)
     assert [*whole.tokens[:-1].tolist(), 259, *b"assistant\n"] == again  # but for the end of the document

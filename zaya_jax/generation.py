@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from zaya_jax.config import UserError, shown
-from zaya_jax.data import chat, own_template
+from zaya_jax.data import chat, chat_template
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode
 
@@ -134,12 +134,12 @@ def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
     if all(isinstance(text, str) for text in several):
         rows = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in several]
         return Asked("text", one, rows, several, [tokenizer.eos_id], [])
-    form = own_template.form_of(tokenizer)
+    template = chat_template.Template(tokenizer)
     try:
-        rows = [form.prompt([chat.message(turn) for turn in talk]) for talk in several]
+        rows = [template.prompt([chat.message(turn) for turn in talk]) for talk in several]
     except chat.BadChat as error:
         raise UserError(f"a conversation is a list of turns with role and content: {error}") from None
-    return Asked("chat", one, rows, [""] * len(rows), [tokenizer.eos_id, *form.ends], form.stop)
+    return Asked("chat", one, rows, [""] * len(rows), [tokenizer.eos_id, *template.ends], template.stop)
 
 
 def results(
@@ -156,16 +156,16 @@ def results(
 
 
 class Conversation:
-    """Turns in the format that the model was tuned in (`own_template.form_of`), as the ids that its answer continues.
+    """Turns in the format that the model was tuned in (`chat_template`), as the ids that its answer continues.
 
     Where they exceed the room that `ask` is given, the oldest turns are left out, and counted in `left_out`; the system
     text stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str = ""):
-        self._form, self._turns = own_template.form_of(tokenizer), list[chat.Message]()
+        self._template, self._turns = chat_template.Template(tokenizer), list[chat.Message]()
         self._first = [chat.Message("system", "", system)] if system else []
-        self.ends, self.stop = self._form.ends, self._form.stop
+        self.ends, self.stop = self._template.ends, self._template.stop
         self.left_out = 0
 
     def reset(self) -> None:
@@ -175,7 +175,7 @@ class Conversation:
     def ask(self, text: str, room: float = math.inf) -> list[int]:
         """Adds a turn of the user and returns the ids, at most `room` of them, that the model continues."""
         self._turns.append(chat.Message("user", "", text))
-        while len(ids := self._form.prompt(self._all())) > room:
+        while len(ids := self._template.prompt(self._all())) > room:
             if len(self._turns) < 3:
                 del self._turns[-1]
                 raise UserError(f"this turn alone has {len(ids):,} tokens, and there is room for {room:,}")
@@ -185,7 +185,7 @@ class Conversation:
 
     def answered(self, text: str, ids: Sequence[int]) -> None:
         """Adds the model's turn: its text, and the ids that it was."""
-        self._turns.append(self._form.answered(self._all(), text, ids))
+        self._turns.append(self._template.answered(self._all(), text, ids))
 
     def _all(self) -> list[chat.Message]:
         return [*self._first, *self._turns]

@@ -1,8 +1,8 @@
-"""Conversations: their spelling in tokens, and that exactly the model's own words are learnt."""
+"""Conversations: their forms, our template's spelling of them, and that exactly the model's own words are learnt."""
 
 import pytest
 
-from zaya_jax.data import chat, inputs, tokenizers
+from zaya_jax.data import chat, chat_template, inputs, tokenizers
 
 MESSAGES = [
     {"role": "user", "content": "2+2?"},
@@ -12,11 +12,13 @@ MESSAGES = [
 ]
 
 
-@pytest.fixture(params=["bytes", "bpe"])
+BYTES = tokenizers.load("bytes")
+BPE = tokenizers.train_bpe(["user assistant think 2+2? add them again " * 30], 270)
+
+
+@pytest.fixture(params=[BYTES, BPE], ids=["bytes", "bpe"])
 def tok(request):
-    if request.param == "bytes":
-        return tokenizers.load("bytes")
-    return tokenizers.train_bpe(["user assistant think 2+2? add them again " * 30], 270)
+    return request.param
 
 
 def spell(tok, ids):
@@ -25,7 +27,7 @@ def spell(tok, ids):
 
 
 def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
-    document, outcome = chat.Format(tok).prepare(chat.read(MESSAGES), None)
+    document, outcome = chat_template.Template(tok).prepare(chat.read(MESSAGES), None)
     assert outcome == chat.KEPT
     assert spell(tok, document.tokens) == (
         "[turn]user\n2+2?[end_turn]\n"
@@ -33,6 +35,8 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
         "[turn]user\nand 3+3?[end_turn]\n"
         "[turn]assistant\n[think]again[end_think]\n6[end_turn]\n"
     )
+    form = chat_template.Template(tok)
+    assert (form.ends, form.stop) == (tok.chat_token("end_turn"), [])
     assert (document.tokens[0], document.tokens[-1]) == (tok.bos_id, tok.eos_id)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
     assert spell(tok, learnt) == ("[think]add them[end_think]\n4[end_turn][think]again[end_think]\n6[end_turn]")
@@ -89,15 +93,20 @@ def test_the_forms_that_turns_come_in(turn, expected):
     last = {"role": "assistant", "content": "end"}
     assert chat.read([turn, last])[0] == chat.Message(*expected)
 
+    # transformers and servers render the exported template with turns as they come
+    for tok in (BYTES, BPE):
+        template = chat_template.Template(tok)
+        raw = "".join(template._template.generate(messages=[turn, last]))
+        assert raw == template.render(chat.read([turn, last]))
+
 
 @pytest.mark.parametrize("person", ["user", "human", "Human", "prompter"])
 @pytest.mark.parametrize("model", [*chat.MODEL_ROLES, "GPT", "Assistant", " assistant\n"])
 def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
     """Else a model that learnt ShareGPT's "human" and "gpt" would be asked as "user" for "assistant"."""
-    form = chat.Format(tok)
-    question, answer = {"from": person, "value": "2+2?"}, {"from": model, "value": "4"}
-    document, _ = form.prepare(chat.read([question, answer]), None)
-    asked = [tok.bos_id, *form.turn_ids(chat.Message("user", "", "2+2?")), *form.opening("assistant")]
+    template = chat_template.Template(tok)
+    document, _ = template.prepare(chat.read([{"from": person, "value": "2+2?"}, {"from": model, "value": "4"}]), None)
+    asked = template.prompt([chat.Message("user", "", "2+2?")])
     assert document.tokens[: len(asked)].tolist() == asked
     assert document.learn.tolist() == [False] * len(asked) + [True] * 2 + [False, True]
 
@@ -127,7 +136,7 @@ def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
     messages = chat.leading_turns({"system": "be brief", "tools": [{"name": "add"}]})
     messages += [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
-    document, _ = chat.Format(tok).prepare(chat.read(messages), None)
+    document, _ = chat_template.Template(tok).prepare(chat.read(messages), None)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
     assert spell(tok, learnt) == f"{SPELT}[end_turn]"
     assert spell(tok, document.tokens) == (
@@ -143,42 +152,66 @@ def test_a_record_with_text_and_chat_is_the_chat():
         assert sample == chat.read(turns)
 
 
-def user(size):
-    return chat.Turn(head=range(size))
+def talk(*reasonings):
+    """A conversation whose answers have reasoning of these lengths."""
+    return chat.read([turn for size in reasonings for turn in (
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "reasoning": "é" * size, "content": "answer"},
+    )])  # fmt: skip
 
 
-def answer(reasoning, size=4):
-    return chat.Turn(head=[1], opening=[2], reasoning=list(range(reasoning)), closing=[3], tail=[9] * size, answer=True)
-
-
-ONE, TWO = [user(5), answer(10)], [user(5), answer(10), user(3), answer(8)]
+MARKS = 2  # around reasoning
 
 
 @pytest.mark.parametrize(
-    ("turns", "excess", "outcome", "reasoning"),
+    ("reasonings", "excess", "outcome", "left"),
     [
-        (ONE, 0, chat.KEPT, [0, 10]),
-        (ONE, 3, chat.TRIMMED, [0, 7]),  # its end is cut
-        (ONE, 10, chat.TRIMMED, [0, 0]),  # no room for a token of it between its marks, which go too
-        (TWO, 12, chat.REDUCED, [0, 0, 0, 8]),  # earlier reasoning goes before the last is cut
-        (TWO, 15, chat.REDUCED, [0, 0, 0, 5]),
-        (TWO, 12 + 10, chat.REDUCED, [0, 0, 0, 0]),
-        (TWO, 12 + 11, chat.DROPPED, []),
-        ([user(5), answer(0, size=20)], 1, chat.DROPPED, []),
+        ([10], 0, chat.KEPT, [10]),
+        ([10], 6, chat.TRIMMED, [7]),  # its end is cut
+        ([10], 5, chat.TRIMMED, [7]),  # half of a character goes too
+        ([10], 20, chat.TRIMMED, [0]),  # no room for a token of it between its marks, which go too
+        ([10, 8], 20 + MARKS + 1, chat.REDUCED, [0, 8]),  # earlier reasoning goes before the last is cut
+        ([10, 8], 20 + MARKS + 1 + 6, chat.REDUCED, [0, 5]),
+        ([10, 8], 36 + 2 * MARKS + 2, chat.REDUCED, [0, 0]),
+        ([10, 8], 36 + 2 * MARKS + 3, chat.DROPPED, None),
+        ([0], 1, chat.DROPPED, None),
     ],
 )
-def test_reasoning_is_trimmed_from_the_last_answer_s_end(turns, excess, outcome, reasoning):
-    out, found = chat.trim(turns, sum(map(len, turns)) - excess)
-    assert (found, [len(turn.reasoning) for turn in out]) == (outcome, reasoning)
-    assert all(list(turn.reasoning) == list(range(n)) for turn, n in zip(out, reasoning, strict=True))
+def test_reasoning_is_trimmed_from_the_last_answer_s_end(reasonings, excess, outcome, left):
+    template = chat_template.Template(BYTES)
+    whole = template.document(talk(*reasonings))
+    document, found = template.prepare(talk(*reasonings), len(whole.tokens) - excess)
+    assert found == outcome and (document is None) == (left is None)
+    if document is not None:
+        assert document.tokens.tolist() == template.document(talk(*left)).tokens.tolist()
 
 
-@pytest.mark.parametrize("context", range(1, 60))
-def test_no_context_is_exceeded_and_no_answer_lost(context):
-    turns = [user(4), answer(9), user(2), answer(0), user(1), answer(7)]
-    out, outcome = chat.trim(turns, context)
-    assert sum(map(len, out)) <= context
-    if outcome != chat.DROPPED:
-        assert [(t.head, t.tail) for t in out] == [(t.head, t.tail) for t in turns]
-    else:
-        assert sum(len(t.head) + len(t.tail) for t in turns) > context
+def test_no_context_is_exceeded_and_no_answer_lost(tok):
+    template = chat_template.Template(tok)
+    least = len(template.document(talk(0, 0, 0)).tokens)
+    for context in range(1, len(template.document(talk(9, 0, 7)).tokens)):
+        document, outcome = template.prepare(talk(9, 0, 7), context)
+        assert (outcome == chat.DROPPED) == (document is None) == (context < least)
+        if document is not None:
+            assert len(document.tokens) <= context
+            assert spell(tok, document.tokens).count("answer[end_turn]") == 3
+
+
+def test_bytes_as_a_tokenizer_of_the_library():
+    library = BYTES._marked
+    text = "".join(map(chr, range(300))) + "é😀\n\t"
+    assert library.encode(text, add_special_tokens=False).ids == BYTES.encode(text)
+    assert library.decode(BYTES.encode(text)) == text
+    assert library.get_vocab_size() == BYTES.vocab_size
+    for role in tokenizers.CHAT_TOKENS:
+        assert [library.token_to_id(BYTES.chat_mark(role))] == BYTES.chat_token(role)
+
+
+def test_marks_that_a_vocabulary_lacks_are_spelt_out():
+    bare = tokenizers.HuggingFace(BPE.json().replace("turn|>", "x|>").encode(), {}, "here")
+    assert chat_template.has_marks(BPE) and not chat_template.has_marks(bare)
+    template = chat_template.Template(bare)
+    assert (template.ends, template.stop) == ([], ["<|end_turn|>"])
+    assert (
+        bare.decode(template.prompt(chat.read(MESSAGES)[:1])) == "<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"
+    )

@@ -13,7 +13,7 @@ import tokenizers as library
 
 from zaya_jax import generation
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, own_template, tokenizers
+from zaya_jax.data import chat, chat_template, tokenizers
 
 SOURCE = (Path(__file__).parent / "zaya_like.jinja").read_text()
 MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<zyphra_tool_call>", "</zyphra_tool_call>"]
@@ -79,7 +79,7 @@ def messages():
 
 
 def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_learnt(own):
-    form = own_template.form_of(own)
+    form = chat_template.Template(own)
     document, outcome = form.prepare(messages(), None)
     assert outcome == chat.KEPT and own.spell(document.tokens.tolist()) == WHOLE
     assert document.tokens.tolist() == own.spelt(WHOLE)[0] and own.chat_token("think")[0] in document.tokens
@@ -98,7 +98,7 @@ def test_what_stands_in_generation_blocks_is_learnt_where_there_are_such(made):
     source = source.replace(ends, ends.replace("\\n' -}}", "' }}{% endgeneration %}{{- '\\n' -}}"))
     assert source.count("generation %}") == 2
     tok = with_template(made, source)
-    document, _ = own_template.form_of(tok).prepare(messages(), None)
+    document, _ = chat_template.Template(tok).prepare(messages(), None)
     assert tok.spell(document.tokens.tolist()) == WHOLE
     learnt = tok.spell(document.tokens[document.learn].tolist())
     assert learnt == "".join("<think>\n" + answer.removesuffix("\n") for answer in ANSWERS)
@@ -108,13 +108,13 @@ def test_an_answer_that_the_template_rewrites_later_is_not_learnt(made):
     """As Qwen's and others' leave out reasoning before the last question."""
     source = SOURCE.replace("+ think(message)", "+ (think(message) if loop.last else '')")
     tok = with_template(made, source)
-    document, _ = own_template.form_of(tok).prepare(messages(), None)
+    document, _ = chat_template.Template(tok).prepare(messages(), None)
     assert tok.spell(document.tokens[document.learn].tolist()) == ANSWERS[-1]
 
 
 @pytest.mark.parametrize(("room", "outcome"), [(-1, chat.REDUCED), (-30, chat.DROPPED)])
 def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
-    form = own_template.form_of(own)
+    form = chat_template.Template(own)
     whole = len(form.prepare(messages(), None)[0].tokens)
     document, found = form.prepare(messages(), whole + room)
     assert found == outcome
@@ -129,27 +129,26 @@ def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
 
 def test_the_template_is_found_where_transformers_finds_it(made):
     for settings in ({"chat_template": SOURCE}, {"chat_template": [{"name": "default", "template": SOURCE}]}):
-        form = own_template.form_of(with_template(made, "", settings))
-        assert isinstance(form, own_template.Template) and form.render(messages()) == WHOLE
+        assert chat_template.Template(with_template(made, "", settings)).render(messages()) == WHOLE
     named = with_template(made, "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}})
-    assert own_template.form_of(named).render(chat.read(TALK)) == "<B>2+2?"
+    assert chat_template.Template(named).render(chat.read(TALK)) == "<B>2+2?"
     ours = with_template(made, "{#- Written by zaya_jax: -#}")
-    assert isinstance(own_template.form_of(ours), chat.Format) and isinstance(own_template.form_of(made), chat.Format)
+    assert chat_template.source_of(ours) == chat_template.source_of(made) == chat_template.make_template(made)
 
 
 def test_one_that_knows_no_reasoning_finds_it_in_the_text(made):
-    form = own_template.form_of(with_template(made, "{% for m in messages %}{{ m['content'] }}|{% endfor %}"))
+    form = chat_template.Template(with_template(made, "{% for m in messages %}{{ m['content'] }}|{% endfor %}"))
     assert form.render(messages()[1:2] + messages()[5:6]) == "2+2?|<think>\nSo it is.\n</think>\n\nIt is 4.|"
     assert not form.ends and form.stop == ["|"]
 
 
 def test_what_a_template_refuses_is_one_line(made, own):
     odd = chat.read([{"role": "developer", "content": "x"}, TALK[-1]])
-    with pytest.raises(own_template.Refused, match="refuses this conversation: a role that is not known: developer"):
-        own_template.form_of(own).prepare(odd, None)
+    with pytest.raises(chat_template.Refused, match="refuses this conversation: a role that is not known: developer"):
+        chat_template.Template(own).prepare(odd, None)
     for bad in ("{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"):  # and reaches nothing of Python's
         with pytest.raises(UserError, match="the model's chat template"):
-            own_template.form_of(with_template(made, bad)).prompt(chat.read(TALK))
+            chat_template.Template(with_template(made, bad)).prompt(chat.read(TALK))
 
 
 def test_a_talk_sees_what_the_template_makes_of_it(own):

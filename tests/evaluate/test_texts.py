@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, storage, tokenizers
+from zaya_jax.data import chat, chat_template, storage, tokenizers
 from zaya_jax.data.prepare import Options, prepare
 from zaya_jax.evaluate import texts
 from zaya_jax.evaluate.scorer import Scorer
@@ -74,7 +74,7 @@ def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
     own = tokenizers.load("bytes") if kind == "bytes" else tokenizers.train_bpe(["2+2? user " * 30], 265)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     (document,) = texts.documents(str(tmp_path / "a.jsonl"), own)
-    made, _ = chat.Format(own).prepare(chat.read(MESSAGES), None)
+    made, _ = chat_template.Template(own).prepare(chat.read(MESSAGES), None)
     assert document.tokens.tolist() == list(made.tokens)
     learnt = [i for i, predicted in zip(document.tokens.tolist(), document.learn, strict=True) if predicted]
     assert learnt == [i for i, predicted in zip(made.tokens, made.learn, strict=True) if predicted]

@@ -143,7 +143,7 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     tok = tokenizers.Bytes()
     named = windows.named_stores(c, tok)
     found = {name: store.bundle for name, store in named.items()}
-    documents = [chat.Format(tok).prepare(chat.read(ask(i)), None)[0] for i in range(100, 120)]
+    documents = [chat_template.Template(tok).prepare(chat.read(ask(i)), None)[0] for i in range(100, 120)]
     assert found["other"].tokens.tolist() == np.concatenate([one.tokens for one in documents]).tolist()
     assert found["other"].learn.sum() == sum(len(a["content"]) + 2 for _, a in map(ask, range(100, 120)))
     assert found["own"].tokens.tolist() == stores.open_stores(c, own, tok)[1].bundle.tokens.tolist()

@@ -1,26 +1,20 @@
-"""Spells conversations as tokens, marks the tokens to learn, and fits conversations to a context.
+"""Reads conversations: the many forms in which records spell turns, reasoning and calls of tools, as one.
 
-A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between <think> and </think>
-before the answer, and tool calls after it, each as JSON between <tool_call> and </tool_call>. Only the model's own
-output is learnt: reasoning, answer, calls and the end of its turn. The model's role is always spelt "assistant" and
-the person's "user", since generation and servers use these names. Other roles keep their names.
+The model's role is always "assistant" and the person's "user", since generation and servers use these names. Other
+roles keep their names. `chat_template` turns what is read into tokens.
 """
 
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from zaya_jax.data.tokenizers import NotUnicode, utf8
 
-from zaya_jax.data.tokenizers import CHAT_TOKENS, NotUnicode, Tokenizer, utf8
-from zaya_jax.data.tokens import Document
-
-VERSION = 3  # of how chats are spelt: 1 kept the roles' own names, 2 spelt tools after a record's system text
+VERSION = 3  # of how chats are read: 1 kept the roles' own names, 2 had tools after a record's system text
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
@@ -46,7 +40,7 @@ class Message:
     role: str
     reasoning: str
     content: str
-    # For a template of its own (`own_template`): the calls of tools, which `content` spells, and names of results.
+    # For templates: the calls of tools, which `content` spells too, and names of results.
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -85,153 +79,11 @@ def leading_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One turn of a conversation in tokens: the ids before the reasoning, the reasoning, the ids after it.
-
-    `opening` and `closing` are the marks around the reasoning; they go when all of it goes.
-    """
-
-    head: Sequence[int]
-    reasoning: Sequence[int] = ()
-    tail: Sequence[int] = ()
-    opening: Sequence[int] = ()
-    closing: Sequence[int] = ()
-    answer: bool = False  # the model's own turn
-
-    def __len__(self) -> int:
-        marks = len(self.opening) + len(self.closing) if len(self.reasoning) else 0
-        return len(self.head) + marks + len(self.reasoning) + len(self.tail)
-
-
-class Format:
-    """Turns conversations into documents with one tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        marks = {role: tuple(tokenizer.chat_token(role)) for role in ("turn", "end_turn", "think", "end_think")}
-        self._turn, self._end, self._think, self._end_think = marks.values()
-        self._encode = functools.lru_cache(64)(lambda text: tuple(tokenizer.encode(text)))  # roles, and NEWLINE
-        self._newline = self._encode("\n")
-
-    def document(self, turns: Sequence[Turn]) -> Document:
-        """The document of turns, the model's own marked to be learnt."""
-        ids: list[int] = [self._tokenizer.bos_id]
-        learn: list[bool] = [False]
-        for turn in turns:
-            inside = [*turn.opening, *turn.reasoning, *turn.closing] if len(turn.reasoning) else []
-            ids += [*turn.head, *inside, *turn.tail]
-            newline = len(self._newline)
-            own = len(inside) + len(turn.tail) - newline
-            learn += [False] * len(turn.head) + [turn.answer] * own + [False] * newline
-        ids.append(self._tokenizer.eos_id)
-        learn.append(bool(turns) and turns[-1].answer)
-        return Document(np.array(ids, self._tokenizer.dtype), np.array(learn, bool))
-
-    @property
-    def ends(self) -> list[int]:
-        """The id that ends an answer, if there is one."""
-        return [*self._end] if len(self._end) == 1 else []
-
-    @property
-    def stop(self) -> list[str]:
-        """The text that ends an answer, where no id does."""
-        return [] if self.ends else [CHAT_TOKENS["end_turn"][0]]
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids that the model continues with its answer."""
-        turns = (token for message in messages for token in self.turn_ids(message))
-        return [self._tokenizer.bos_id, *turns, *self.opening("assistant")]
-
-    def answered(self, messages: Sequence[Message], text: str, ids: Sequence[int]) -> Message:
-        """The answer to a conversation that is this text, and was these ids."""
-        return Message("assistant", "", text)
-
-    def prepare(self, messages: Sequence[Message], context: int | None) -> tuple[Document | None, str]:
-        """(the document of a chat fitted to a context, KEPT or how it changed); None where it is dropped."""
-        turns = [self.turn(message) for message in messages]
-        if context is None:
-            return self.document(turns), KEPT
-        turns, outcome = trim(turns, context - 2)  # begin and end of document
-        return (self.document(turns) if turns else None), outcome
-
-    def opening(self, role: str) -> tuple[int, ...]:
-        """The ids that open a turn of this role."""
-        return (*self._turn, *self._encode(f"{role}\n"))
-
-    def turn_ids(self, message: Message) -> tuple[int, ...]:
-        """A whole turn, without reasoning, as ids."""
-        turn = self.turn(message)
-        return (*turn.head, *turn.tail)
-
-    def turn(self, message: Message) -> Turn:
-        """A turn in tokens."""
-        opening, tail = self.opening(message.role), (*self._end, *self._newline)
-        if not message.reasoning:
-            head, content = self._together(f"{message.role}\n", message.content)
-            return Turn(head=(*self._turn, *head), tail=(*content, *tail), answer=message.answer)
-        newline, content = self._together("\n", message.content)
-        return Turn(
-            head=opening,
-            opening=self._think,
-            reasoning=self._tokenizer.encode(message.reasoning),
-            closing=(*self._end_think, *newline),
-            tail=(*content, *tail),
-            answer=message.answer,
-        )
-
-    def _together(self, before: str, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """The ids of two adjacent texts, encoded as one text, as a chat template does.
-
-        A tokenizer may join the line's end with white space that the text begins with; such an id is the text's.
-        """
-        alone, both = self._encode(before), self._tokenizer.encode(before + text)
-        same = 0
-        while same < min(len(alone), len(both)) and alone[same] == both[same]:
-            same += 1
-        return both[:same], both[same:]
-
-
-def trim(turns: Sequence[Turn], context: int) -> tuple[list[Turn], str]:
-    """(the turns that fit into `context` tokens, KEPT or how they changed); no turns where the sample is dropped.
-
-    A sample that fits is kept. Otherwise all answers but the last lose their reasoning (reduced); where that is not
-    enough, or there is one answer only, the end of the last reasoning is cut, just before the answer (trimmed). A
-    sample that is too long without any reasoning is dropped. Prompts and answers are never touched.
-    """
-    turns = list(turns)
-    if _length(turns) <= context:
-        return turns, KEPT
-    if _length([_without(turn) for turn in turns]) > context:
-        return [], DROPPED
-    reasoned = [i for i, turn in enumerate(turns) if len(turn.reasoning)]
-    answers = [i for i, turn in enumerate(turns) if turn.answer]
-    last = answers[-1] if answers else -1
-    outcome = TRIMMED
-    if any(i != last for i in reasoned):
-        turns = [turn if i == last else _without(turn) for i, turn in enumerate(turns)]
-        outcome = REDUCED
-    excess = _length(turns) - context
-    if excess > 0:
-        room = len(turns[last].reasoning) - excess
-        cut = turns[last].reasoning[: max(room, 0)]
-        turns[last] = dataclasses.replace(turns[last], reasoning=cut) if len(cut) else _without(turns[last])
-    return turns, outcome
-
-
 class Counts(collections.Counter[str]):
     """How many samples were kept, trimmed, reduced and dropped."""
 
     def __str__(self) -> str:
         return ", ".join(f"{self[name]:,} {name}" for name in (KEPT, TRIMMED, REDUCED, DROPPED))
-
-
-def _length(turns: Sequence[Turn]) -> int:
-    return sum(len(turn) for turn in turns)
-
-
-def _without(turn: Turn) -> Turn:
-    return dataclasses.replace(turn, reasoning=())
 
 
 def message(given: Any) -> Message:

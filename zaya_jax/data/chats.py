@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, chat_template, inputs, own_template, sources
+from zaya_jax.data import chat, chat_template, inputs, sources
 from zaya_jax.data.sources import Bundle
 from zaya_jax.data.storage import Prepared
-from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
+from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import Document
 
 FIELDS = ", ".join(inputs.CHAT_FIELDS)
@@ -59,18 +59,6 @@ def last_held_out(found: Iterable[Chats]) -> bytes:
     return last if last < learnt else max((key for key in fitted if key < learnt), default=b"")
 
 
-def require_marks(tokenizer: Tokenizer, named: str) -> None:
-    """UserError where a vocabulary has no special ids for the marks around turns."""
-    if chat_template.own_source(tokenizer.extra_files):
-        return  # which has its own
-    for role in ("turn", "end_turn"):
-        if len(tokenizer.chat_token(role)) != 1:
-            raise UserError(
-                f"config.data.tokenizer={named!r} has no chat marks: it needs one of {', '.join(CHAT_TOKENS[role])} "
-                "as a token; give unused ids of its tokenizer.json these names, as special tokens"
-            )
-
-
 def require_prepared(path: str, shards: Prepared, context: int) -> None:
     """UserError where a prepared directory holds no chats, or chats for another context."""
     found = shards.manifest.get("trim")
@@ -84,7 +72,7 @@ def require_prepared(path: str, shards: Prepared, context: int) -> None:
 
 def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
     """The chats of a file, directory or glob; UserError where one is none, or none has an answer that fits."""
-    form, counts = own_template.form_of(tokenizer), chat.Counts()
+    form, counts = chat_template.Template(tokenizer), chat.Counts()
     documents: dict[bytes, list[Document]] = {}
     hashes = set()
     for place, messages in _samples(path):

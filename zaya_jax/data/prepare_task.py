@@ -7,6 +7,7 @@ Tasks run in processes of this machine or on a Ray cluster, and both give the sa
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, chat_template, inputs, own_template, sources, tokenizers
+from zaya_jax.data import chat, chat_template, inputs, sources, tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.inputs import InputRange
 from zaya_jax.data.tokenizers import Tokenizer
@@ -106,8 +107,7 @@ def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: T
 
 def _versions(tokenizer: Tokenizer) -> list[Any]:
     """Everything but the plan that decides which ids a text becomes."""
-    template = chat_template.own_source(tokenizer.extra_files)
-    form = hashlib.sha256(template.encode()).hexdigest() if template else chat.VERSION
+    form = hashlib.sha256(f"{chat.VERSION} {chat_template.source_of(tokenizer)}".encode()).hexdigest()
     return [tokenizer.sha256, form, importlib.metadata.version("tokenizers")]
 
 
@@ -166,7 +166,6 @@ class _Writing:
 
     def __init__(self, task: Task, job: Job, tokenizer: Tokenizer) -> None:
         self._task, self._job, self._tokenizer, self._options = task, job, tokenizer, job.options
-        self._chat = own_template.form_of(tokenizer)
         self._writers: dict[str, ShardWriter] = {}
         self._outcomes = chat.Counts()
         self._left_out = LeftOut()
@@ -210,6 +209,10 @@ class _Writing:
         tokens_lib.write_atomically(self._job.record(self._task.number), json.dumps(record).encode())
         return sum(entry["tokens"] for entry in entries)
 
+    @functools.cached_property
+    def _template(self) -> chat_template.Template:
+        return chat_template.Template(self._tokenizer)
+
     def _add_texts(self, texts: list[tuple[str, str]]) -> None:
         tokenizer = self._tokenizer
         filled = [(name, text) for name, text in texts if text.strip()]
@@ -233,8 +236,8 @@ class _Writing:
 
     def _add_chat(self, name: str, messages: list[chat.Message]) -> None:
         try:
-            document, outcome = self._chat.prepare(messages, self._options.context or None)
-        except own_template.Refused as error:
+            document, outcome = self._template.prepare(messages, self._options.context or None)
+        except chat_template.Refused as error:
             self._bad(inputs.BadInput(f"{name}: {error}"))
             return
         self._outcomes[outcome] += 1

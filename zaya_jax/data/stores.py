@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import chats, mix, pack, sources, storage
+from zaya_jax.data import chat_template, chats, mix, pack, sources, storage
 from zaya_jax.data.pack import Piece, Span
 from zaya_jax.data.sources import Bundle
 from zaya_jax.data.tokenizers import Tokenizer
@@ -58,7 +58,7 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
     """(training, held-out) stores of a path; a text corpus is tokenised once a program, and so are chats."""
     data = config.data
     if data.chats:
-        chats.require_marks(tokenizer, data.tokenizer)
+        chat_template.require_marks(tokenizer, f"config.data.tokenizer={data.tokenizer!r}")
     if path != "stdlib" and storage.is_prepared(path):
         shards = storage.Prepared(path, "train", config.data.on_corrupt)
         own = f"config.data.tokenizer={config.data.tokenizer!r}"

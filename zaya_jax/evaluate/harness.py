@@ -22,7 +22,7 @@ from tqdm import tqdm
 from zaya_jax import generation
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields, first_line, shown
-from zaya_jax.data import chat, own_template
+from zaya_jax.data import chat, chat_template
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import TOKENS, Scorer, TokenRow
 from zaya_jax.library import LanguageModel
@@ -99,7 +99,9 @@ class _Answers:
         super().__init__()
         self._model, self._tokenizer, self._tokens, self._seed = model, tokenizer, tokens, seed
         self._add_bos = tokenizer.adds_bos if add_bos is None else add_bos
-        self._template = own_template.template_of(tokenizer) if in_chat else None
+        if in_chat:
+            chat_template.require_marks(tokenizer, f"the tokenizer of {model.source}")
+        self._template = chat_template.Template(tokenizer) if in_chat else None
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids, by default with a begin of document where the tokenizer adds one or `add_bos_token` asks for it."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import inputs, own_template, pipeline, storage, tokenizers
+from zaya_jax.data import chat_template, inputs, pipeline, storage, tokenizers
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
@@ -110,7 +110,7 @@ def held_out(config: Config, path: str, tokenizer: Tokenizer, limit: int | None 
 
 
 def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]) -> Iterator[Document]:
-    form = own_template.form_of(tokenizer)
+    template = chat_template.Template(tokenizer)
     files = [(name, *inputs.stamp(name)) for name in files_of(path)]
     for stretch in itertools.chain.from_iterable(inputs.split(files, PART)):
         for found in inputs.samples(stretch, text_field):
@@ -122,7 +122,7 @@ def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[
             name, sample = found
             where = f"{stretch}, sample {name}"
             if isinstance(sample, list):
-                made, outcome = form.prepare(sample, None)
+                made, outcome = template.prepare(sample, None)
                 if made is None:
                     skipped(f"{where}: {outcome}")
                 else:

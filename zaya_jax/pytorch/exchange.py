@@ -23,7 +23,7 @@ from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
 from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.config import Config, Model, UserError
 from zaya_jax.config.files import write
-from zaya_jax.data import own_template, tokenizers
+from zaya_jax.data import chat_template, tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance
 from zaya_jax.pytorch import any_model, hf, tensor_files, tokenizer_files
@@ -176,7 +176,7 @@ def write_directory(
         tensor_files.write_sharded(part, specs, tensors(), int(shard_gb * 1e9))
         written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype") or "float32"
         chats = tokenizer is not None and trained is not None and trained.data.chats
-        end_turn = next(iter(own_template.form_of(tokenizer).ends), None) if tokenizer and chats else None
+        end_turn = next(iter(chat_template.Template(tokenizer).ends), None) if tokenizer and chats else None
         write_json(part / "config.json", names.model_to_json(model, written, imported["config"], end_turn))
         write_json(
             part / "generation_config.json", names.generation_json(model, imported["generation_config"], end_turn)

@@ -28,10 +28,9 @@ def write(
         return
     if isinstance(tokenizer, tokenizers.Bytes):
         (target / "tokenizer.json").write_text(tokenizer.json(), encoding="utf-8")
-    template = chat_template.make_template(tokenizer)
     settings = _read_config(target)
-    if template and not came_with_template(target):
-        (target / TEMPLATE).write_text(template, encoding="utf-8")
+    if chat_template.has_marks(tokenizer) and not came_with_template(target):
+        (target / TEMPLATE).write_text(chat_template.make_template(tokenizer), encoding="utf-8")
         settings.pop("chat_template", None)  # a reader of both may take either
     if not (target / CONFIG).is_file():
         settings = {
@@ -60,9 +59,7 @@ def describe_template(folder: Path) -> str:
         return "the chat template is the one that the model came with"
     if not (folder / TEMPLATE).is_file():
         return "no chat template: the vocabulary has no marks of turns, or there is no tokenizer"
-    if chat_template.exact(tokenizers.load(folder)):
-        return f"{TEMPLATE} spells conversations as fine-tuning does here"
-    return f"{TEMPLATE} spells conversations as fine-tuning does here, except for ids at the edges of reasoning"
+    return f"{TEMPLATE} spells conversations as fine-tuning does here"
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
