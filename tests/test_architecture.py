@@ -37,7 +37,7 @@ BUDGET = {
 # What takes seconds to import, or not every user has: the only modules that may import it.
 HEAVY = {
     "datasets": ["zaya_jax.data.hub"],
-    "grain": ["zaya_jax.data.pipeline"],
+    "grain": ["zaya_jax.data", "zaya_jax.data.pipeline"],
     "huggingface_hub": ["zaya_jax.pytorch.any_model"],
     "mlflow": ["zaya_jax.training.trackers"],
     "orbax": ["zaya_jax.checkpoint.foreign", "zaya_jax.checkpoint.handler"],

@@ -5,6 +5,7 @@ import os
 import pathlib
 
 import numpy as np
+import pyarrow
 
 from zaya_jax.data import prepare, prepare_task, tokenizers
 from zaya_jax.data.sources import with_targets
@@ -15,6 +16,14 @@ from zaya_jax.data.stores import Memory
 def jsonl(records):
     """Records as the bytes of a JSONL file."""
     return "".join(json.dumps(r) + "\n" for r in records).encode()
+
+
+def zstd(raw):
+    """Bytes as a file of one zstd frame."""
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as file:
+        file.write(raw)
+    return sink.getvalue().to_pybytes()
 
 
 def texts_of(directory, tokenizer=None):

@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
-from data_helpers import here, texts_of
+from data_helpers import here, zstd
 
 from zaya_jax.config import UserError
-from zaya_jax.data import inputs, sources, storage, tokenizers
+from zaya_jax.data import sources, storage, tokenizers
 from zaya_jax.data.prepare import Options
 
 
@@ -24,7 +23,7 @@ def parquet(columns, **options):
     return file.getvalue()
 
 
-PACKED = {"": bytes, ".gz": lambda raw: gzip.compress(raw, 6, mtime=0), ".zst": zstandard.compress}
+PACKED = {"": bytes, ".gz": lambda raw: gzip.compress(raw, 6, mtime=0), ".zst": zstd}
 
 
 def left_out(*patterns, out, **options):
@@ -71,7 +70,7 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
 @pytest.mark.usefixtures("in_process")
 def test_damage_costs_what_cannot_be_read(tmp_path):
     raw = b"".join(json.dumps({"text": f"{i} {random.Random(i).random()}"}).encode() + b"\n" for i in range(20_000))
-    for name, damaged in (("a.jsonl.gz", gzip.compress(raw)), ("b.jsonl.zst", zstandard.compress(raw))):
+    for name, damaged in (("a.jsonl.gz", gzip.compress(raw)), ("b.jsonl.zst", zstd(raw))):
         (tmp_path / name).write_bytes(damaged[: len(damaged) // 2])
         documents, out = left_out(tmp_path / name, out=tmp_path / f"out-{name}")
         assert 5_000 < documents < 15_000 and out["bad"] == 1
@@ -121,20 +120,16 @@ def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_b
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_long_text_is_one_document_or_one_bad_file(tmp_path, monkeypatch):
-    for module in (tokenizers, inputs):
-        monkeypatch.setattr(module, "PIECE", 64)
-    text = "".join(f"line {i} caf\u00e9\n" for i in range(200))
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
-    (tmp_path / "b.txt").write_bytes(text.encode() + b"\xff")
-    (tmp_path / "c.jsonl").write_bytes(json.dumps({"text": text}).encode())
-    documents, out = left_out(tmp_path / "*.*", out=tmp_path / "out")
-    assert documents == 2 and out["bad_examples"] == [
-        f"{tmp_path / 'b.txt'}, line 201: not UTF-8; convert the file, or leave it out"
-    ]
-    assert texts_of(tmp_path / "out") == [text, text]
-    manifest, _ = here(Options([str(tmp_path / "a.txt.gz")], train_bpe=270, held_out=0.0), tmp_path / "bpe")
-    assert manifest["totals"]["train"]["documents"] == 1
+def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST", 1 << 20)
+    (tmp_path / "long.txt.gz").write_bytes(gzip.compress(b"long" * (1 << 18) + b"x", 0))
+    (tmp_path / "picture").write_bytes(b"\0" * (1 << 20) + b"x")
+    (tmp_path / "sound.txt").write_bytes(b"long" * (1 << 18))
+    documents, out = left_out(tmp_path / "*", out=tmp_path / "out")
+    assert (documents, out["bad"], out["not_text"]) == (1, 1, 1)
+    assert "long.txt.gz has more than 256 MiB, too many for one document; split it" in out["bad_examples"][0]
+    with pytest.raises(UserError, match="long.txt.gz has more than"):
+        sources.named_texts(str(tmp_path))
 
 
 @pytest.mark.usefixtures("in_process")

@@ -6,8 +6,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
-from data_helpers import here, jsonl, texts_of
+from data_helpers import here, jsonl, texts_of, zstd
 
 from zaya_jax.config import UserError
 from zaya_jax.data import storage
@@ -26,7 +25,7 @@ def test_every_format_gives_its_documents(tmp_path, part_bytes):
     raw = jsonl({"text": t} for t in TEXTS)
     (source / "a.jsonl").write_bytes(raw)
     (source / "b.jsonl.gz").write_bytes(gzip.compress(raw))
-    (source / "c.jsonl.zst").write_bytes(zstandard.compress(raw[:1000]) + zstandard.compress(raw[1000:]))
+    (source / "c.jsonl.zst").write_bytes(zstd(raw[:1000]) + zstd(raw[1000:]))
     pyarrow.parquet.write_table(
         pyarrow.table({"text": TEXTS, "n": list(range(50))}), source / "d.parquet", row_group_size=7
     )

@@ -1,10 +1,8 @@
 """Text corpora: which files are found, left out and held out."""
 
-import itertools
 import os
 
 import pytest
-import zstandard
 
 from zaya_jax.config import UserError
 from zaya_jax.data import inputs, pipeline, sources, stores, tokenizers, windows
@@ -141,12 +139,3 @@ def test_rewritten_held_out_text_is_other_data(corpus, make_config):
     path.write_text("other text")
     with pytest.raises(UserError, match="the data is not what this run began with"):
         pipeline.train_stream(config, tok).set_state(state)
-
-
-def test_a_wide_zstd_window_is_no_damage(tmp_path):
-    """As `zstd --long=28` writes it."""
-    parameters = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
-    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    (tmp_path / "a.txt.zst").write_bytes(stream.compress(b"text") + stream.flush())
-    (part,) = itertools.chain(*inputs.split([(str(tmp_path / "a.txt.zst"), 1, 1)], 1 << 20))
-    assert [text for _, text in inputs.samples(part, "text")] == ["text"]

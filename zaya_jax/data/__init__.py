@@ -17,6 +17,14 @@ def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
     Map, slice, prefetch and checkpoint it as any other. An iterator's state is one integer, with which any number of
     processes goes on. There are 2**48 elements, epoch after epoch.
     """
-    from zaya_jax.data import pipeline  # not above: data workers import this package to read, without Grain
+    import grain  # not above: data workers import this package to read, without Grain
 
-    return pipeline.dataset(config, process)
+    from zaya_jax import config as config_lib
+    from zaya_jax.config import Config, UserError
+    from zaya_jax.data import pipeline, tokenizers
+
+    index, count = process
+    if not 0 <= index < count:
+        raise UserError(f"process={process} is (index, count); the index must be at least 0 and below the count")
+    checked = config if isinstance(config, Config) else config_lib.check(config)
+    return grain.MapDataset.source(pipeline.Batches(checked, tokenizers.load(checked.data.tokenizer), process))

@@ -6,32 +6,26 @@ that cannot be read comes as a `BadInput` among the samples: a bad record costs 
 its rest, damaged Parquet a row group.
 """
 
-import codecs
 import concurrent.futures
 import contextlib
 import dataclasses
-import gzip
 import io
-import itertools
 import json
 import os
 import pathlib
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, hub, sources
-from zaya_jax.data.tokenizers import PIECE, NotUnicode, utf8
+from zaya_jax.data.tokenizers import NotUnicode, utf8
 
-# A name, and a text, a long one in pieces, or the turns of a chat.
-Sample = tuple[str, str | Iterable[str] | list[chat.Message]]
+Sample = tuple[str, str | list[chat.Message]]  # a name, and a text or the turns of a chat
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 NAME_IT = "; name the text's field with --text_field"  # a preparation's advice
-COMPRESSION = (".gz", ".zst")
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 OPENED_AT_ONCE = 16
 ARROW_EXTRAS = ("dataset_dict.json", "dataset_info.json", "state.json")  # `datasets.save_to_disk` writes them, too
-DAMAGE = (OSError, EOFError, zlib.error)
 
 
 class BadInput(UserError):
@@ -124,10 +118,7 @@ def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool
 
 
 def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    """The samples of a part of an input file, each with its name, and its unreadable parts as BadInput.
-
-    A text above PIECE bytes comes in pieces, to be taken before the next sample; they raise BadInput themselves.
-    """
+    """The samples of a part of an input file, each with its name, and its unreadable parts as BadInput."""
     try:
         if part.kind == "text":
             yield from _text(part)
@@ -141,7 +132,7 @@ def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             yield from _parquet(part, text_field)
     except BadInput as error:
         yield error
-    except DAMAGE as error:
+    except OSError as error:
         yield BadInput(f"cannot read {part}: {one_line(error)}")
 
 
@@ -170,7 +161,7 @@ def _parts(file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[
         for start in range(0, count, each):
             stop = min(start + each, count)
             yield InputRange(path, name, kind, start, stop, size * (stop - start) // count)
-    elif kind == "jsonl" and not path.lower().endswith(COMPRESSION):
+    elif kind == "jsonl" and not path.lower().endswith(tuple(COMPRESSION)):
         for start in range(0, max(size, 1), part_bytes):
             stop = min(start + part_bytes, size)
             yield InputRange(path, name, kind, start, stop, stop - start)
@@ -192,76 +183,34 @@ def kind_of(path: str) -> str:
 
 @contextlib.contextmanager
 def _open(path: str) -> Iterator[io.BufferedIOBase]:
-    with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
-        yield io.BufferedReader(_Zstandard(file)) if path.lower().endswith(".zst") else file
+    with open(path, "rb") as file:
+        compression = COMPRESSION.get(pathlib.Path(path).suffix.lower())
+        if compression:
+            import pyarrow
 
-
-class _Zstandard(io.RawIOBase):
-    """A zstd file as a stream that, unlike the library's own, takes a truncated frame for an error."""
-
-    def __init__(self, file: io.BufferedIOBase) -> None:
-        self._file, self._frame, self._raw, self._ready = file, None, b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        import zstandard
-
-        while not self._ready:
-            self._raw = self._raw or self._file.read(64 << 10)  # damage costs no more than that before it
-            if not self._raw:
-                if self._frame:
-                    raise EOFError("the last zstd frame is truncated")
-                return 0
-            # Windows of `zstd --long=31`: 2 GiB, where the library's own bound is 128 MiB.
-            frame: Any = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                self._ready = memoryview(frame.decompress(self._raw))
-            except zstandard.ZstdError as error:
-                raise OSError(f"damaged zstd data ({error})") from None
-            self._raw, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
-
-
-def _text(part: InputRange) -> Iterator[Sample | BadInput]:
-    with _open(part.path) as file:
-        pieces = _decoded(part, file)
-        try:
-            first, second = next(pieces), next(pieces, "")
-        except BadInput as error:
-            yield error
+            # In blocks of this size: damage costs no more than that before it.
+            yield io.BufferedReader(pyarrow.input_stream(file, compression), 64 << 10)
         else:
-            yield part.name, itertools.chain([first, second], pieces) if second else first
+            yield file
 
 
-def _decoded(part: InputRange, file: io.BufferedIOBase) -> Iterator[str]:
-    """A text file's content in pieces, one at least; BadInput where it cannot be read or is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    line, binary = 1, False
-    while True:
-        try:
-            block = file.read(PIECE)
-            binary = binary or b"\0" in block[: 64 << 10]
-            piece = decoder.decode(block, final=not block)
-        except DAMAGE as error:
-            raise BadInput(f"cannot read {part} after line {line}: {one_line(error)}") from None
-        except UnicodeDecodeError as error:
-            if binary or part.path.startswith(str(sources.stdlib())):  # Python's tests have other encodings
-                raise NotText(str(part)) from None
-            line += error.object[: error.start].count(b"\n")
-            raise BadInput(f"{part}, line {line}: not UTF-8; convert the file, or leave it out") from None
-        if piece or not block:  # none, where all that came is the begin of a character
-            yield piece
-        if not block:
-            return
-        line += block.count(b"\n")
+def _text(part: InputRange) -> Iterator[Sample]:
+    with _open(part.path) as file:
+        raw = file.read(sources.LONGEST + 1)
+    binary = b"\0" in raw[: 64 << 10]
+    if len(raw) > sources.LONGEST:
+        raise NotText(str(part)) if binary else BadInput(f"{part} {sources.TOO_LONG}")
+    try:
+        yield part.name, raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if binary or part.path.startswith(str(sources.stdlib())):  # Python's tests have other encodings
+            raise NotText(str(part)) from None
+        line = 1 + raw[: error.start].count(b"\n")
+        raise BadInput(f"{part}, line {line}: not UTF-8; convert the file, or leave it out") from None
 
 
 def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    compressed = part.path.lower().endswith(COMPRESSION)
+    compressed = part.path.lower().endswith(tuple(COMPRESSION))
     with _open(part.path) as file:
         at = part.start
         if at:  # the line that begins before this part belongs to the one before
@@ -277,7 +226,7 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             number += 1
             try:
                 line = file.readline()
-            except DAMAGE as error:
+            except OSError as error:
                 yield BadInput(f"{place()}: cannot be read, nor what follows it: {one_line(error)}")
                 return
             if not line:
@@ -297,7 +246,7 @@ def _open_parquet(path: str) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
-    except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
+    except (OSError, pyarrow.ArrowException, ValueError) as error:
         raise BadInput(f"{shown(path)} is not a Parquet file: {one_line(error)}") from None
 
 
@@ -337,7 +286,7 @@ def _group(
                 yield BadInput(f"{part}, row {row + 1:,} of row group {group}: {error}")
     except UserError:  # a stream of the hub that broke
         raise
-    except (*DAMAGE, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
+    except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
         # also a value that Python cannot hold, such as a time out of range
         yield BadInput(f"{part}, row group {group} is damaged: {one_line(error)}")
 

@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import mix, order, pack, shuffle, storage, tokenizers, windows, workers
+from zaya_jax.data import mix, order, pack, shuffle, storage, windows, workers
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.stores import TokenStore, check_tokenizer, fill, local_rows, notes_on, open_stores
 from zaya_jax.data.tokenizers import Tokenizer
@@ -357,14 +356,3 @@ def train_stream(config: Config, tokenizer: Tokenizer, process: tuple[int, int] 
     batch.
     """
     return Stream(Batches(config, tokenizer, process), config.data.workers)
-
-
-def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
-    """The training batches as a `grain.MapDataset`: see `zaya_jax.data.dataset`."""
-    import grain
-
-    index, count = process
-    if not 0 <= index < count:
-        raise UserError(f"process={process} is (index, count); the index must be at least 0 and below the count")
-    checked = config if isinstance(config, Config) else config_lib.check(config)
-    return grain.MapDataset.source(train_stream(checked, tokenizers.load(checked.data.tokenizer), process).batches)

@@ -26,6 +26,7 @@ from zaya_jax.data.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
 from zaya_jax.data.tokenizers import Tokenizer
 
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
+BPE_PIECE = 4 << 20  # characters of a long text that are taken or left together
 PLAN = "plan.json"
 GOES_ON = "; finished parts stay, and the same command goes on from there"
 
@@ -153,15 +154,16 @@ def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
     share = min(1.0, BPE_BYTES / max(sum(task.cost for task in tasks), 1))
     for part in (part for task in tasks for part in task.ranges):
         for found in inputs.samples(part, options.text_field):
-            try:
-                if isinstance(found, inputs.BadInput):
+            if isinstance(found, inputs.BadInput):
+                if not options.skip_bad and not isinstance(found, inputs.NotText):
                     raise found
-                name, sample = found
-                texts = [sample] if isinstance(sample, str) else map(str, sample)
-                yield from (text for i, text in enumerate(texts) if sources.held_out(f"bpe {name} {i}", share))
-            except inputs.BadInput as error:
-                if not options.skip_bad and not isinstance(error, inputs.NotText):
-                    raise
+                continue
+            name, sample = found
+            if isinstance(sample, str):
+                texts = [sample[i : i + BPE_PIECE] for i in range(0, len(sample), BPE_PIECE)]
+            else:
+                texts = list(map(str, sample))
+            yield from (text for i, text in enumerate(texts) if sources.held_out(f"bpe {name} {i}", share))
 
 
 def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[str, Any]:

@@ -16,10 +16,8 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, chat_template, inputs, sources, tokenizers
@@ -172,25 +170,13 @@ class _Writing:
 
     def add(self, part: InputRange) -> None:
         """Write a part's samples."""
-        texts: list[tuple[str, str]] = []
-        size = 0
         for found in inputs.samples(part, self._options.text_field):
             if isinstance(found, inputs.BadInput):
                 self._bad(found)
-                continue
-            name, sample = found
-            if isinstance(sample, str) and len(sample) <= tokenizers.PIECE:
-                texts.append((name, sample))
-                size += len(sample)
-                if size < tokenizers.PIECE:
-                    continue
-            self._add_texts(texts)
-            texts, size = [], 0
-            if isinstance(sample, list):
-                self._add_chat(name, sample)
-            elif not isinstance(sample, str) or len(sample) > tokenizers.PIECE:
-                self._add_long(name, [sample] if isinstance(sample, str) else sample)
-        self._add_texts(texts)
+            elif isinstance(found[1], str):
+                self._add_text(*found)
+            else:
+                self._add_chat(*found)
 
     def close(self) -> None:
         """Let go of the files, and delete those that were not committed."""
@@ -213,26 +199,12 @@ class _Writing:
     def _template(self) -> chat_template.Template:
         return chat_template.Template(self._tokenizer)
 
-    def _add_texts(self, texts: list[tuple[str, str]]) -> None:
-        tokenizer = self._tokenizer
-        filled = [(name, text) for name, text in texts if text.strip()]
-        self._left_out["empty"] += len(texts) - len(filled)
-        encoded = tokenizer.encode_many([text for _, text in filled])
-        for (name, _), ids in zip(filled, encoded, strict=True):
-            if not len(ids):
-                self._left_out["empty"] += 1
-                continue
-            tokens: np.ndarray = np.empty(len(ids) + 2, tokenizer.dtype)
-            tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
+    def _add_text(self, name: str, text: str) -> None:
+        tokens = self._tokenizer.document(text) if text.strip() else ()
+        if len(tokens) > 2:
             self._write(name, Document(tokens))
-
-    def _add_long(self, name: str, text: Iterable[str]) -> None:
-        try:
-            tokens = tokenizers.encode_document(self._tokenizer, text)
-        except inputs.BadInput as error:  # found while it was read
-            self._bad(error)
         else:
-            self._write(name, Document(tokens))
+            self._left_out["empty"] += 1
 
     def _add_chat(self, name: str, messages: list[chat.Message]) -> None:
         try:

@@ -24,6 +24,8 @@ from zaya_jax.data.tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
+LONGEST = 256 << 20  # bytes of a file that is one text: while it is encoded, a token takes some 100 bytes
+TOO_LONG = f"has more than {LONGEST >> 20} MiB, too many for one document; split it, or make a JSONL file of it"
 NAMED = 3  # files left out that are named; the others are counted
 SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
 _log = logging.getLogger(__name__)
@@ -219,6 +221,8 @@ def named_texts(path: str) -> list[tuple[str, str]]:
     documents: list[tuple[str, str]] = []
     unreadable: list[str] = []
     for name, file in files_for_memory(path):
+        if file.stat().st_size > LONGEST:
+            raise UserError(f"config.data.path={path!r}: {name} {TOO_LONG}")
         try:
             text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError:

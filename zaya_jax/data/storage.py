@@ -128,13 +128,14 @@ class Prepared:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"counters": Counters()}  # a worker counts its own reads
 
-    def require_tokenizer(self, sha256: str, what: str, other: str, way_out: str) -> None:
-        """UserError where `what` was prepared with another tokenizer than `other`."""
-        made = self.manifest["tokenizer"]
-        if made["sha256"] != sha256:
+    def require_tokenizer(self, tokenizer: tokenizers.Tokenizer, given: str) -> None:
+        """UserError where this was prepared with another tokenizer than the one that is `given`."""
+        made, copied = self.manifest["tokenizer"], "" if is_local(self.name) else "a copy of "
+        if made["sha256"] != tokenizer.sha256:
             raise UserError(
-                f"{what} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than {other}; "
-                f"{way_out}"
+                f"{self.name} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than "
+                f"{given} ({tokenizer.kind}, {tokenizer.vocab_size} ids); give {copied}{join(self.name, 'tokenizer')} "
+                "instead, or prepare the text again"
             )
 
     @property

@@ -61,11 +61,7 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
         chat_template.require_marks(tokenizer, f"config.data.tokenizer={data.tokenizer!r}")
     if path != "stdlib" and storage.is_prepared(path):
         shards = storage.Prepared(path, "train", config.data.on_corrupt)
-        own = f"config.data.tokenizer={config.data.tokenizer!r}"
-        way_out = f"set that to {storage.join(path, 'tokenizer')}"
-        if not storage.is_local(path):  # tokenizers are read from local files alone
-            way_out = f"copy {storage.join(path, 'tokenizer')} to a folder here, and set that to the folder"
-        shards.require_tokenizer(tokenizer.sha256, path, own, way_out)
+        shards.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
         if not shards.num_tokens:
             raise UserError(f"{path} holds no training tokens; prepare it with more input")
         if data.chats:

@@ -12,9 +12,8 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,13 +34,6 @@ CHAT_TOKENS = {
 BOS_NAMES = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[CLS]", "<|endoftext|>")
 EOS_NAMES = ("<|eos|>", "<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[SEP]")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
-
-# Where a long text is tried to be cut: after a single end of line, or before a single space. From its end.
-_CUTS = (re.compile(r"\S\r?\n(?=\S)"), re.compile(r"\S(?= \S)"))
-CUT_REGION, CUT_CONTEXT = 1 << 20, 4096  # characters that are searched, and compared on each side
-CUT_TRIES = 50
-# The tokenizers library holds about 100 bytes per token while it encodes, so a long text is encoded in pieces.
-PIECE = 4 << 20  # characters that are encoded together, of one text or of several
 
 MODEL_IDS = {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
 
@@ -81,16 +73,16 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens give nothing, broken UTF-8 gives replacement characters."""
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of many texts, each as an array of `dtype`: the fast way for whole corpora."""
-        return [np.asarray(self.encode(text), self.dtype) for text in texts]
+    def _ids(self, text: str) -> Sequence[int] | np.ndarray:
+        """The same, in the form that is copied fastest."""
+        return self.encode(text)
 
-    def cut(self, text: str) -> int | None:
-        """A place near a text's end where its ids are those of the part before and of the part after, if one is known.
-
-        It must hold whatever follows the text.
-        """
-        return None
+    def document(self, text: str) -> np.ndarray:
+        """The ids of a text between begin and end of document."""
+        ids = self._ids(text)
+        found: np.ndarray = np.empty(len(ids) + 2, self.dtype)
+        found[0], found[1:-1], found[-1] = self.bos_id, ids, self.eos_id
+        return found
 
     @property
     def dtype(self) -> type:
@@ -184,11 +176,8 @@ class Bytes(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return list(utf8(text))
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(utf8(text), np.uint8).astype(np.uint16) for text in texts]
-
-    def cut(self, text: str) -> int:
-        return len(text)
+    def _ids(self, text: str) -> np.ndarray:
+        return np.frombuffer(utf8(text), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -237,51 +226,17 @@ class HuggingFace(Tokenizer):
         if not vocabulary:
             raise UserError(f"tokenizer {where} has an empty vocabulary; train it first")
         self.vocab_size = max(vocabulary.values()) + 1
-        self._spelt = "\0".join(vocabulary)  # to look for characters that stand together in any token
         self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where, self.vocab_size)
         self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
         self.sha256 = self._hash(content)
 
     def encode(self, text: str) -> list[int]:
-        return self._encoding(text).ids
-
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         try:
-            batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception:
-            for text in texts:  # finds the one that fails
-                self._encoding(text)
-            raise
-        return [np.asarray(item.ids, self.dtype) for item in batch]
-
-    def cut(self, text: str) -> int | None:
-        first = max(0, len(text) - CUT_REGION)
-        for pattern in _CUTS:
-            places = [found.end() for found in pattern.finditer(text, first, len(text) - CUT_CONTEXT)]
-            for place in places[: -CUT_TRIES - 1 : -1]:
-                if self._may_cut(text[max(0, place - CUT_CONTEXT) : place], text[place : place + CUT_CONTEXT]):
-                    return place
-        return None
-
-    def _may_cut(self, left: str, right: str) -> bool:
-        """Whether two stretches give the same ids together and apart, and no token can ever reach over the cut:
-        it ends a word of the pre-tokenizer, or no token of the vocabulary holds the characters on both sides of it.
-        """
-        before, both = self._encoding(left), self._encoding(left + right)
-        at = len(before.ids)
-        if not 0 < at < len(both.ids) or both.ids != before.ids + self.encode(right):
-            return False
-        if both.word_ids[at - 1] != both.word_ids[at]:
-            return True
-        pair = both.tokens[at - 1][-1] + both.tokens[at][0]
-        return pair not in self._spelt
-
-    def _encoding(self, text: str) -> Any:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without places
         except Exception as error:  # the library raises bare Exceptions
             utf8(text)
             raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {_one_line(error)}") from None
+        return found.ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -356,36 +311,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
     return HuggingFace(tokenizer.to_str().encode("utf-8"), {}, "trained here")
 
 
-def encode_document(tokenizer: Tokenizer, text: Iterable[str]) -> np.ndarray:
-    """The ids of a text that comes in pieces, between begin and end of document."""
-    ids: np.ndarray = np.empty(1 << 16, tokenizer.dtype)
-    ids[0], count = tokenizer.bos_id, 1
-    for piece in _pieces(tokenizer, text):
-        new = tokenizer.encode_many([piece])[0]
-        if count + len(new) >= len(ids):
-            ids.resize((count + len(new)) * 9 // 8 + 1, refcheck=False)  # in place: two copies never exist
-        ids[count : count + len(new)] = new
-        count += len(new)
-    ids[count] = tokenizer.eos_id
-    return ids[: count + 1]
-
-
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of texts, each between begin and end of document, encoded by all cores."""
+    """The documents of texts, encoded by all cores."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # the tokenizers library runs in parallel
-        return list(pool.map(lambda text: encode_document(tokenizer, [text]).copy(), texts))
-
-
-def _pieces(tokenizer: Tokenizer, text: Iterable[str]) -> Iterator[str]:
-    """The same text in pieces of about PIECE characters that end where the tokenizer allows it, if need be one."""
-    parts = (part[i : i + PIECE] for part in text for i in range(0, len(part), PIECE))
-    rest = ""
-    for part in parts:
-        if len(rest) >= PIECE and (at := tokenizer.cut(rest)):
-            yield rest[:at]
-            rest = rest[at:]
-        rest += part
-    yield rest
+        return list(pool.map(tokenizer.document, texts))
 
 
 def with_model_ids(config: Config, tokenizer: Tokenizer) -> Config:

@@ -96,8 +96,7 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
     try:
         if path != "stdlib" and storage.is_prepared(path):
             store = storage.Prepared(path, "held_out", config.data.on_corrupt)
-            own = f"config.data.tokenizer={config.data.tokenizer!r}"
-            store.require_tokenizer(tokenizer.sha256, "it", own, "prepare it with that, or give its files")
+            store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
             if config.data.chats and store.manifest.get("trim"):
                 chats.require_prepared(path, store, config.data.seq_len)
         elif _real(path) in trained:

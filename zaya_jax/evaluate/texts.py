@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import chat_template, inputs, pipeline, storage, tokenizers
+from zaya_jax.data import chat_template, inputs, pipeline, storage
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
@@ -129,36 +129,16 @@ def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[
                     assert made.learn is not None  # None only for texts
                     yield _learnt(np.asarray(made.tokens), made.learn, tokenizer)
                 continue
-            if isinstance(sample, str) and len(sample) <= tokenizers.PIECE and not sample.strip():
-                skipped(f"{where}: empty")  # prepare_data leaves it out too
-                continue
-            text = _Counted([sample] if isinstance(sample, str) else sample)
-            tokens = tokenizers.encode_document(tokenizer, text)
+            tokens = tokenizer.document(sample) if sample.strip() else ()
             if len(tokens) < 3:
-                skipped(f"{where}: empty")
+                skipped(f"{where}: empty")  # prepare_data leaves it out too
             else:
-                learn = np.ones(len(tokens), bool)
-                learn[0] = False
-                yield Document(tokens, learn, text.bytes)
-
-
-class _Counted:
-    """Pieces of a text, and their number of bytes."""
-
-    def __init__(self, pieces: Iterable[str]):
-        self._pieces, self.bytes = pieces, 0
-
-    def __iter__(self) -> Iterator[str]:
-        for piece in self._pieces:
-            self.bytes += len(tokenizers.utf8(piece))
-            yield piece
+                yield Document(np.asarray(tokens), np.arange(len(tokens)) > 0, len(sample.encode()))
 
 
 def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
     store = storage.Prepared(path, "held_out")
-    own = f"the model's ({tokenizer.kind}, {tokenizer.vocab_size} ids)"
-    way_out = "give the files that it was prepared from"
-    store.require_tokenizer(tokenizer.sha256, f"--data={path}", own, way_out)
+    store.require_tokenizer(tokenizer, "the model's")
     if not store.num_tokens:
         raise UserError(f"--data={path} has no held-out part; prepare it with --held_out, or give files")
     yield from _of_store(store, tokenizer)
