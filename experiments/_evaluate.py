@@ -4,15 +4,14 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
+from experiments._progress import Progress
 from zaya_jax import cli, library, schedule
 from zaya_jax.checkpoint import source
 from zaya_jax.cluster import multihost
@@ -26,14 +25,12 @@ from zaya_jax.model import zaya
 from zaya_jax.pytorch import any_model
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
-from zaya_jax.report.text import duration
 
 ALL = "all"  # the row of all --data
 
 CHAT_OPTIONS = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")  # of lm-eval
 
 COLORS = 6  # curves in a picture
-MINUTE = 60.0  # seconds between two lines of progress
 
 
 def run(args: argparse.Namespace) -> int:
@@ -193,31 +190,11 @@ def loss_on(
     model: library.LanguageModel, name: str, found: Iterator[texts.Document], context: int, tokens: int
 ) -> texts.Loss:
     """The loss on some documents; process 0 says how far it is."""
-    with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=not _has_bar(), leave=False) as bar:
-        tell = bar.update if _has_bar() or not multihost.is_writer() else lines_of_progress(name)
-        loss = texts.evaluate(scorer.Scorer(model, tokens), found, context, tell)
+    with Progress(desc=name, unit=" tokens", leave=False, disable=not multihost.is_writer()) as bar:
+        loss = texts.evaluate(scorer.Scorer(model, tokens), found, context, bar.update)
     if not loss.tokens:
         raise UserError(f"{name} has no token to predict; give texts, or chats with an answer")
     return loss
-
-
-def _has_bar() -> bool:
-    return sys.stderr.isatty() and multihost.is_writer()
-
-
-def lines_of_progress(name: str) -> Callable[[int], None]:
-    """A function that is told of tokens as they are scored, and prints a line a minute, for logs."""
-    begun = said = time.monotonic()
-    done = 0
-
-    def tell(tokens: int) -> None:
-        nonlocal said, done
-        done += tokens
-        if time.monotonic() - said >= MINUTE:
-            said = time.monotonic()
-            print(f"{name}: {done:,} tokens in {duration(said - begun)}", file=sys.stderr, flush=True)
-
-    return tell
 
 
 def usual_context(config: Config) -> int:

@@ -2,14 +2,10 @@
 
 import argparse
 import time
-from typing import Self
 
-from tqdm import tqdm
-
+from experiments._progress import Progress
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, inputs, prepare, storage, tokens
-
-SAY_EVERY = 60.0  # seconds between lines without a terminal
 
 
 def make(args: argparse.Namespace, part: tuple[int, int] | None) -> int:
@@ -28,10 +24,19 @@ def make(args: argparse.Namespace, part: tuple[int, int] | None) -> int:
         skip_bad=args.skip_bad,
         part_bytes=args.part_mib << 20,
     )
-    with Display("" if part is None else f"part {args.part}: ") as display:
-        manifest, was_complete = prepare.prepare(
-            options, args.out, args.processes or 0, display.tell, args.engine, part
-        )
+    with Progress(desc=None if part is None else f"part {args.part}", unit="B") as bar:
+        began = time.perf_counter()
+
+        def tell(now: prepare.Progress) -> None:
+            if bar.total is None:  # the work of an earlier run says nothing of speed
+                bar.total = now.total
+                bar.initial = bar.n = bar.last_print_n = now.done
+            speed = now.tokens / (time.perf_counter() - began)
+            text = f"{now.tasks:,}/{now.total_tasks:,} tasks, {speed / 1e6:.2f} M tokens/s"
+            bar.set_postfix_str(text, refresh=False)
+            bar.update(now.done - bar.n)
+
+        manifest, was_complete = prepare.prepare(options, args.out, args.processes or 0, tell, args.engine, part)
     if was_complete:
         print(f"{inputs.shown(args.out)} is complete already: nothing to do")
     if manifest is None:
@@ -39,35 +44,6 @@ def make(args: argparse.Namespace, part: tuple[int, int] | None) -> int:
     else:
         summarise(manifest, args.out)
     return 0
-
-
-class Display:
-    """How far it has come: a bar at a terminal, elsewhere a line a minute, since a log keeps all of them."""
-
-    def __init__(self, title: str) -> None:
-        self._title, self._began, self._said = title, time.perf_counter(), time.perf_counter()
-        self._bar = tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc=title.rstrip(": ") or None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def tell(self, now: prepare.Progress) -> None:
-        """Show it, if it is time."""
-        seconds = time.perf_counter() - self._began
-        text = f"{now.tasks:,}/{now.total_tasks:,} tasks, {now.tokens / seconds / 1e6:.2f} M tokens/s"
-        if self._bar.disable:
-            if time.perf_counter() - self._said >= SAY_EVERY:
-                self._said = time.perf_counter()
-                print(f"{self._title}{text}, {now.done / 1e9:,.1f} of {now.total / 1e9:,.1f} GB", flush=True)
-            return
-        self._bar.total = now.total
-        if self._bar.n == 0:  # the work of an earlier run says nothing of speed
-            self._bar.initial = self._bar.n = self._bar.last_print_n = now.done
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(now.done - self._bar.n)
 
 
 def summarise(manifest: dict, out: str) -> None:

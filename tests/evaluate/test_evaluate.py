@@ -10,7 +10,7 @@ import multiprocess_runs
 import numpy as np
 import pytest
 
-from experiments import _evaluate, evaluate
+from experiments import _evaluate, _progress, evaluate
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
 
@@ -139,9 +139,10 @@ def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_pat
 
 
 def test_a_log_has_a_line_of_progress_each_minute(call, folder, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(_evaluate, "MINUTE", 0.0)
+    monkeypatch.setattr(_progress, "EVERY", 0.0)
     code, _, err = call(f"--model={folder}", f"--data={data}", f"--out={tmp_path / 'out'}", "--tokens=128")
-    found = [re.fullmatch(rf"{data}: (\d+) tokens in .*s", line) for line in err.splitlines()]
-    done = [int(line[1]) for line in found]
-    assert code == cli.DONE and len(done) > 2 and done == sorted(set(done))
-    assert done[-1] == json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"][str(data)]["tokens"]
+    found = [re.fullmatch(rf"{data}: ([\d.]+)(k?) tokens \[.*tokens/s\]", line) for line in err.splitlines()]
+    done = [float(line[1]) * (1000 if line[2] else 1) for line in found]
+    assert code == cli.DONE and len(done) > 2 and done == sorted(done)
+    tokens = json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"][str(data)]["tokens"]
+    assert done[-1] == pytest.approx(tokens, rel=0.01)
