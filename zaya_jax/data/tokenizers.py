@@ -54,7 +54,7 @@ def utf8(text: str) -> bytes:
 
 
 class Tokenizer(abc.ABC):
-    """The interface of all tokenizers; a kind adds `encode`, `decode`, `mark`, `_files` and `_id`."""
+    """The interface of all tokenizers; a kind adds `encode`, `decode`, `json` and `_tokenizer`."""
 
     kind: str
     vocab_size: int  # greatest id + 1
@@ -63,6 +63,7 @@ class Tokenizer(abc.ABC):
     pad_id: int
     sha256: str  # of everything that decides which ids a text becomes
     adds_bos = False  # of itself, before each text that it encodes for transformers
+    _tokenizer: Any  # the tokenizers library's
     extra_files: Mapping[str, bytes] = types.MappingProxyType({})  # EXTRA_FILES, which other programs read
 
     @abc.abstractmethod
@@ -101,9 +102,9 @@ class Tokenizer(abc.ABC):
         names = CHAT_TOKENS[role]
         return next((name for name in names if self._id(name) is not None), names[0])
 
-    @abc.abstractmethod
     def mark(self, token: int) -> str:
         """The name of a special id, as a chat template spells it."""
+        return self._tokenizer.id_to_token(token) or ""
 
     def spell(self, ids: Sequence[int]) -> str:
         """The text of ids, special ones by their names."""
@@ -136,7 +137,8 @@ class Tokenizer(abc.ABC):
 
     def _is_special(self, token: int) -> bool:
         """Whether no text is ever encoded with this id."""
-        return True
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        return added is not None and added.special
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
@@ -153,9 +155,9 @@ class Tokenizer(abc.ABC):
     def _files(self) -> dict[str, bytes]:
         return {}
 
-    @abc.abstractmethod
     def _id(self, name: str) -> int | None:
         """The id of a special token."""
+        return self._tokenizer.token_to_id(name)
 
     def _hash(self, content: bytes) -> str:
         ids = f"{self.kind} {self.bos_id} {self.eos_id} {self.pad_id}\n".encode()
@@ -182,11 +184,12 @@ class Bytes(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
-    def mark(self, token: int) -> str:
-        return next(name for name, held in (self._ends | self._specials).items() if held == token)
-
     def json(self) -> str:
-        """The same as the tokenizers library's tokenizer.json: a BPE of bytes that merges nothing."""
+        return self._tokenizer.to_str()
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:  # type: ignore[override]
+        """A BPE of bytes that merges nothing."""
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -200,10 +203,7 @@ class Bytes(Tokenizer):
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
-        return tokenizer.to_str()
-
-    def _id(self, name: str) -> int | None:
-        return self._specials.get(name)
+        return tokenizer
 
 
 class HuggingFace(Tokenizer):
@@ -244,18 +244,8 @@ class HuggingFace(Tokenizer):
     def json(self) -> str:
         return self._content.decode("utf-8")
 
-    def _is_special(self, token: int) -> bool:
-        added = self._tokenizer.get_added_tokens_decoder().get(token)
-        return added is not None and added.special
-
-    def mark(self, token: int) -> str:
-        return self._tokenizer.id_to_token(token) or ""
-
     def _files(self) -> dict[str, bytes]:
         return {"tokenizer.json": self._content}
-
-    def _id(self, name: str) -> int | None:
-        return self._tokenizer.token_to_id(name)
 
 
 def load(spec: str | pathlib.Path) -> Tokenizer:

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,7 +42,7 @@ class Workers:
             # Not with the folder that the program runs in on its path; and the training handles interrupts.
             program = (
                 "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-                f"from zaya_jax.data import workers; workers.work({theirs.fileno()}, {os.getpid()})"
+                f"from zaya_jax.data import workers; workers.work({theirs.fileno()})"
             )
             command = [sys.executable, "-P", "-c", program]
             with theirs:
@@ -92,17 +91,10 @@ class Workers:
             process.wait()
 
 
-def work(descriptor: int, parent: int) -> None:
+def work(descriptor: int) -> None:
     """In a worker: computes its part of each batch, a few ahead of the last one sent, until the reader is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the training decides when it ends, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
-
-    def watch() -> None:  # the pipe tells it too, but only when there is something to send
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
     pipe = Connection(descriptor)
     try:
         batches, step, ahead = pipe.recv()
