@@ -35,11 +35,11 @@ SEQ_LEN, BATCH, AT_ONCE, SAME = 4096, 16, 1000, 40
 KINDS = ("bpe", "bytes")
 NEEDS = {
     "ours": "zaya_jax.data.prepare", "datatrove": "datatrove.pipeline.tokens", "streaming": "streaming",
-    "megatron": "megatron.core.datasets.gpt_dataset", "concat": "grain", "first_fit": "grain", "best_fit": "grain",
+    "megatron": "megatron.core.datasets.gpt_dataset", "concat": "grain", "best_fit": "grain",
     "grain": "grain",
 }  # fmt: skip
 PREPARE = ("ours", "datatrove", "streaming", "megatron")
-READ = {"concat": ("streaming", "megatron"), "first_fit": ("grain",), "best_fit": ()}  # our packing: others with it
+READ = {"concat": ("streaming", "megatron"), "best_fit": ("grain",)}  # our packing: others with it
 
 
 def make_corpus(work: pathlib.Path, size: int, vocabulary: int) -> None:
@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     for packing, others in READ.items():
         if "read" in args.stages:
             compare(args, "read", [packing, *(name for name in others if name in here)])
-    for name in ("concat", "first_fit", "grain", "streaming", "megatron"):
+    for name in ("concat", "best_fit", "grain", "streaming", "megatron"):
         if "same" in args.stages and name in here:
             same(args, name)
     print("load", *os.getloadavg())

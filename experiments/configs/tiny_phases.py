@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
         ),
         config.Phase(
             name="pretrain 2", tokens=60 * 4096, seq_len=64, rope_theta=2e4, global_batch=64, micro_batch=32,
-            mixture=(f"{LIBRARY}/*.py=0.6", f"{LIBRARY}/email=0.4"), packing="first_fit",
+            mixture=(f"{LIBRARY}/*.py=0.6", f"{LIBRARY}/email=0.4"), packing="best_fit",
             mesh=config.Mesh(expert=4, fsdp=True), remat="layer", eval_seq_len=128,
         ),
         config.Phase(

@@ -20,7 +20,6 @@ from zaya_jax.config import StorageError, UserError
 from zaya_jax.data import order, pipeline, storage, tokenizers, tokens, windows
 
 TOK = tokenizers.load("bytes")
-PACKINGS = ("concat", "first_fit", "best_fit")
 SLOW = pytest.mark.slow
 
 
@@ -47,8 +46,8 @@ def joined(config, count, steps, state=None, rounds=order.ROUNDS):
 @pytest.mark.parametrize(
     ("rounds", "packing"),
     [
-        (1, "concat"), (1000, "first_fit"), (1, "best_fit"),
-        *(pytest.param(*case, marks=SLOW) for case in ((1000, "concat"), (1, "first_fit"), (1000, "best_fit"))),
+        (1, "concat"), (1000, "best_fit"),
+        *(pytest.param(*case, marks=SLOW) for case in ((1000, "concat"), (1, "best_fit"))),
     ],
 )  # fmt: skip
 def test_any_number_of_processes_gives_the_same_stream(monkeypatch, make_config, directories, rounds, packing):
@@ -79,7 +78,7 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
     weights = [draw(st.floats(0.1, 1)) for _ in sizes]
     config = make_config(
         mixture=tuple(f"s{k}={w}" for k, w in enumerate(weights)), seq_len=seq_len, global_batch=batch,
-        packing=draw(st.sampled_from(PACKINGS)), run_seed=draw(st.integers(0, 99)), vocab_size=1 << 20,
+        packing=draw(st.sampled_from(["concat", "best_fit"])), run_seed=draw(st.integers(0, 99)), vocab_size=1 << 20,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "open_stores", lambda _, path, __: (stores[path], None))

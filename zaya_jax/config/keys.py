@@ -8,7 +8,7 @@ import dataclasses
 from zaya_jax.config.fields import choice, group, ranged, switch, text
 
 LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
-PACKINGS = ("concat", "first_fit", "best_fit")
+PACKINGS = ("concat", "best_fit")
 FLOATS = ("bfloat16", "float32")
 SCALES = ("match_rms_adamw", "spectral")
 SKIPS = ("never", "nonfinite", "spike")

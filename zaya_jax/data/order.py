@@ -55,8 +55,8 @@ class Packed:
     are planned at the start, to number their rows, at about a million documents per second.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int, packing: str) -> None:
-        self._store, self._seq_len, self._packing = store, seq_len, packing
+    def __init__(self, store: TokenStore, seq_len: int) -> None:
+        self._store, self._seq_len = store, seq_len
         self.unit_tokens = UNIT_ROWS * seq_len
         shards, firsts, counts = (array.array("q") for _ in range(3))
         for shard in range(store.num_shards):
@@ -64,7 +64,7 @@ class Packed:
             for first, stop in itertools.pairwise(cuts.tolist()):
                 shards.append(shard)
                 firsts.append(first)
-                counts.append(len(pack.plan(lengths[first:stop], seq_len, packing)))
+                counts.append(len(pack.plan(lengths[first:stop], seq_len)))
         self._shards, self._firsts = np.array(shards, np.int64), np.array(firsts, np.int64)
         self._ends = np.cumsum(np.array(counts, np.int64))
         self.num_rows = int(self._ends[-1]) if len(counts) else 0
@@ -92,7 +92,7 @@ class Packed:
         lengths = self._store.lengths(shard)
         last = unit + 1 == len(self._shards) or self._shards[unit + 1] != shard
         stop = len(lengths) if last else int(self._firsts[unit + 1])
-        rows = pack.plan(lengths[first:stop], self._seq_len, self._packing)
+        rows = pack.plan(lengths[first:stop], self._seq_len)
         # Best-fit has the longest documents first.
         rows = [rows[p] for p in shuffle.permute(np.arange(len(rows)), len(rows), shuffle.key(unit))]
         begin = int(self._store.first_token[shard] + lengths[:first].sum())

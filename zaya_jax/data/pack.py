@@ -1,8 +1,8 @@
 """Plans which documents share a row, fills the rows of a batch, and labels each token of it.
 
 Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row goes on in another, as a
-segment of its own there. First-fit and best-fit-decreasing keep documents whole where they fit into a row, and leave a
-little padding. Segment ids count documents within a row from 1; 0 is padding.
+segment of its own there. Best-fit-decreasing keeps documents whole where they fit into a row, and leaves a little
+padding. Segment ids count documents within a row from 1; 0 is padding.
 """
 
 import bisect
@@ -14,53 +14,29 @@ from zaya_jax.data.sources import Bundle
 Batch = dict[str, np.ndarray]
 Span = tuple[int, int]  # start, stop on a source's tape of documents
 Piece = tuple[Bundle, int, int]  # start, stop within a bundle: a piece of a span
-FIRST_FIT_OPEN = 1024  # first-fit gives up rows further back than this
 
 
-def plan(lengths: np.ndarray, seq_len: int, packing: str) -> list[list[Span]]:
+def plan(lengths: np.ndarray, seq_len: int) -> list[list[Span]]:
     """Rows of at most S tokens from documents of these lengths, one after another from 0 on.
 
-    "first_fit" takes documents in their order, each into the first row with room; "best_fit" the longest first,
-    each into the row that it fills best. A document longer than S is cut into pieces of S and a rest.
+    The longest come first, each into the row that it fills best. A document longer than S is cut into pieces of S and a
+    rest.
     """
     spans: list[Span] = []
     at = 0
     for size in lengths.tolist():
         spans += [(at + cut, at + min(cut + seq_len, size)) for cut in range(0, size, seq_len)]
         at += size
-    return _first_fit(spans, seq_len) if packing == "first_fit" else _best_fit(spans, seq_len)
-
-
-def _first_fit(spans: list[Span], seq_len: int) -> list[list[Span]]:
-    rows: list[list[Span]] = []
-    room = np.zeros(len(spans), np.int64)
-    open_from = 0  # rows before it are full
-    for span in spans:
-        size = span[1] - span[0]
-        fits = room[open_from : len(rows)] >= size
-        at = open_from + int(fits.argmax()) if fits.any() else len(rows)
-        if at == len(rows):
-            rows.append([])
-            room[at] = seq_len
-        rows[at].append(span)
-        room[at] -= size
-        open_from = max(open_from, len(rows) - FIRST_FIT_OPEN)
-        while open_from < len(rows) and room[open_from] == 0:
-            open_from += 1
-    return rows
-
-
-def _best_fit(spans: list[Span], seq_len: int) -> list[list[Span]]:
     rows: list[list[Span]] = []
     rooms: list[tuple[int, int]] = []  # (room, row), sorted
     for span in sorted(spans, key=lambda s: s[0] - s[1]):
         size = span[1] - span[0]
-        at = bisect.bisect_left(rooms, (size, 0))
-        if at == len(rooms):
+        place = bisect.bisect_left(rooms, (size, 0))
+        if place == len(rooms):
             room, row = seq_len, len(rows)
             rows.append([])
         else:
-            room, row = rooms.pop(at)
+            room, row = rooms.pop(place)
         rows[row].append(span)
         if room > size:
             bisect.insort(rooms, (room - size, row))

@@ -47,7 +47,7 @@ class Source:
         if packing == "concat":
             self.layout: order.Tape | order.Packed = order.Tape(store.num_tokens, seq_len)
         else:
-            self.layout = order.Packed(store, seq_len, packing)
+            self.layout = order.Packed(store, seq_len)
         most, share = rows
         if self.layout.num_rows < most:
             _log.warning(
