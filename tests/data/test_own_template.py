@@ -4,7 +4,6 @@ The template is one with the features of ZAYA1-8B's (a system turn always, tools
 of its own, empty reasoning before plain answers, a generation prompt that begins reasoning), written for this test.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -167,8 +166,3 @@ def test_a_talk_sees_what_the_template_makes_of_it(own):
     assert own.spell(talk.ask("hi", room)) == asked and talk.left_out == 0
     with pytest.raises(UserError, match="this turn alone has"):
         talk.reset(), talk.ask("x" * room, room)
-
-
-def test_messages_without_calls_are_as_before():
-    (turn,) = chat.read(TALK[-1:])
-    assert turn == dataclasses.replace(turn, more={"name": "x"}) and turn.plain == turn.content

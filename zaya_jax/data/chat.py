@@ -40,8 +40,8 @@ class Message:
     role: str
     reasoning: str
     content: str
-    # For templates: the calls of tools, which `content` spells too, and names of results.
-    more: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    # The calls of tools, and names of results, as templates take them.
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         return "\n".join((self.role, self.reasoning, self.content))
@@ -50,12 +50,6 @@ class Message:
     def answer(self) -> bool:
         """Whether the model is to learn to write it."""
         return self.role.lower() in MODEL_ROLES
-
-    @property
-    def plain(self) -> str:
-        """The content without the calls of tools."""
-        calls = "\n".join(_call(call["function"]) for call in self.more.get("tool_calls", ()))
-        return self.content.removesuffix(calls).removesuffix("\n") if calls else self.content
 
 
 def read(messages: Any) -> list[Message]:
@@ -96,8 +90,7 @@ def message(given: Any) -> Message:
         raise BadChat(f"a turn needs a role as text, this one has {_fields(given)}")
     content = given.get("content")
     content = given.get("value") if content is None else content
-    functions = _functions(given)
-    calls = [_call(function) for function in functions]
+    calls = _calls(given)
     field = next((given[key] for key in REASONING_KEYS if given.get(key)), None)
     if content is None and not calls and field is None:
         raise BadChat(f"a turn needs content, this one has {_fields(given)}")
@@ -112,11 +105,11 @@ def message(given: Any) -> Message:
     reasoning = reasoning.strip("\n") if turn.answer else ""
     text = text.lstrip() if reasoning else text  # as where the reasoning stands inside
     more: dict[str, Any] = {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
-    if functions:
-        more["tool_calls"] = [{"type": "function", "function": _arguments(function)} for function in functions]
-    turn = Message(turn.role, reasoning, "\n".join(filter(None, [text, *calls])), more)
+    if calls:
+        more["tool_calls"] = calls
+    turn = Message(turn.role, reasoning, text, more)
     try:
-        utf8(turn.role + turn.reasoning + turn.content)
+        utf8(turn.role + turn.reasoning + turn.content + _json(more))
     except NotUnicode as error:
         raise BadChat(f"a turn of role {role!a}: {error}") from None
     return turn
@@ -149,32 +142,22 @@ def _text(content: Any, role: str) -> tuple[str, str]:
     return reasoning, text
 
 
-def _functions(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of tools in a turn."""
+def _calls(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls of tools in a turn, in OpenAI's form."""
     calls = given.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadChat(f"tool_calls is a list of calls, not {type(calls).__name__}")
-    if given.get("function_call"):
-        calls = [*calls, given["function_call"]]
-    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls if call]
-    for function in functions:
+    found = []
+    for call in filter(None, [*calls, given.get("function_call")]):
+        function = call.get("function", call) if isinstance(call, dict) else call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadChat(f"a call of a tool needs a function with a name, this one has {_fields(function)}")
-    return functions
-
-
-def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """A call's name and arguments."""
-    arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
-    if isinstance(arguments, str):  # JSON within JSON, mostly
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return {"name": function["name"], "arguments": arguments}
-
-
-def _call(function: dict[str, Any]) -> str:
-    """A call as the text that the model writes."""
-    return f"<tool_call>\n{_json(_arguments(function))}\n</tool_call>"
+        arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
+        if isinstance(arguments, str):  # JSON within JSON, mostly
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        found.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return found
 
 
 def _json(value: Any) -> str:

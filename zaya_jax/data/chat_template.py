@@ -295,14 +295,13 @@ class Template:
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """A message as templates take it; one that knows no field of reasoning finds it in the text."""
-        content = message.plain
-        turn = {"role": message.role, "content": content, **message.more}
+        turn = {"role": message.role, "content": message.content, **message.more}
         if not message.reasoning:
             return turn
         keys = [key for key in chat.REASONING_KEYS if f"message.{key}" in self.source or f"'{key}'" in self.source]
         if keys:
             return turn | dict.fromkeys(keys, message.reasoning)
-        return turn | {"content": f"<think>\n{message.reasoning}\n</think>\n\n{content}"}
+        return turn | {"content": f"<think>\n{message.reasoning}\n</think>\n\n{message.content}"}
 
     def _around(self, caller: Any) -> str:
         """The body of a `{% generation %}`, whose place is noted."""

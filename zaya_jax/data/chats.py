@@ -81,7 +81,8 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         counts[outcome] += 1
-        hashes.add(key := hashlib.sha256(repr(messages).encode("utf-8", "surrogatepass")).digest())
+        said = repr(messages) + "".join(repr(calls) for one in messages if (calls := one.more.get("tool_calls")))
+        hashes.add(key := hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest())
         if document is not None:
             documents.setdefault(key, []).append(document)
     if not counts:

@@ -57,20 +57,15 @@ def shown(path: str) -> str:
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
-def stamp(path: str, skip_bad: bool = False) -> tuple[int, int]:
-    """A file's size and time of change; zeros for one that cannot be read where that is no error.
-
-    A shard of the hub has no size, and revisions of its data set look the same.
-    """
+def stamp(path: str) -> tuple[int, int]:
+    """A file's size and time of change. A shard of the hub has no size, and revisions of its data set look the same."""
     if path.startswith(hub.PREFIX):
         return 1, 1
     try:
-        stat = os.stat(path)
+        found = os.stat(path)
     except OSError as error:
-        if not skip_bad:
-            raise UserError(f"cannot read {shown(path)}: {error.strerror}") from None
-        return 0, 0
-    return stat.st_size, stat.st_mtime_ns
+        raise UserError(f"cannot read {shown(path)}: {error.strerror}") from None
+    return found.st_size, found.st_mtime_ns
 
 
 def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
@@ -94,7 +89,7 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
     return [*sorted(map(str, sources.once(found))), *streamed]
 
 
-def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool = False) -> list[list[InputRange]]:
+def split(files: Sequence[tuple[str, int, int]], part_bytes: int) -> list[list[InputRange]]:
     """Tasks of about `part_bytes` of input each: parts of large files, or several small files together.
 
     Files come with their sizes, so that all who share a preparation divide it alike. Those of Parquet are opened, for
@@ -104,7 +99,7 @@ def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool
     root = os.path.commonpath(here) if here else ""
     parquet = [path for path, *_ in files if kind_of(path) == "parquet"]
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
-        groups = dict(zip(parquet, pool.map(lambda path: _row_groups(path, skip_bad), parquet), strict=True))
+        groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
     parts = (part for file in files for part in _parts(file, root, part_bytes, groups))
     tasks: list[list[InputRange]] = []
     size = 0
@@ -124,37 +119,31 @@ def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             yield from _text(part)
         elif part.kind == "jsonl":
             yield from _jsonl(part, text_field)
-        elif part.kind == "arrow":
-            yield from _group(part, _arrow_rows(part.path), 0, text_field)
-        elif part.kind == "hub":
-            yield from _group(part, hub.rows(part.path), 0, text_field)
-        else:
+        elif part.kind == "parquet":
             yield from _parquet(part, text_field)
+        else:
+            yield from _group(part, (hub.rows if part.kind == "hub" else _arrow_rows)(part.path), 0, text_field)
     except BadInput as error:
         yield error
     except OSError as error:
         yield BadInput(f"cannot read {part}: {one_line(error)}")
 
 
-def _row_groups(path: str, skip_bad: bool) -> int:
+def _row_groups(path: str) -> int:
     try:
         with _open_parquet(path) as opened:
             return opened.num_row_groups
     except BadInput:
-        if not skip_bad:
-            raise
-        return 1  # found bad again when it is to be read, and counted there
+        return 1  # found bad again when it is to be read, and named there
 
 
 def _parts(file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]) -> Iterator[InputRange]:
-    path, size, time_ns = file
+    path, size, _ = file
     kind = kind_of(path)
     if kind == "hub":  # a task of its own
         yield InputRange(path, path, kind, 0, 1, part_bytes)
         return
     name = os.path.abspath(path)[len(root) :].lstrip("/")
-    if not size and not time_ns:  # it cannot be read: as above
-        size = 1
     if path in groups:
         count = groups[path]
         each = max(1, count * part_bytes // max(size, 1))

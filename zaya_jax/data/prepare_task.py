@@ -27,7 +27,7 @@ from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import Document, ShardWriter
 
 Plan = dict[str, Any]  # everything that a prepared directory's content depends on
-File = tuple[str, int, int]  # path, bytes, time of change in ns; zeros where it cannot be read
+File = tuple[str, int, int]  # path, bytes, time of change in ns
 WORK = ".work"
 EXAMPLES = 20  # of left-out input, named in the manifest
 AT_ONCE = 16  # records read at a time: each is a wait on a network file system
@@ -64,7 +64,7 @@ class Task:
 
 def make_plan(options: Options, paths: list[str]) -> Plan:
     """The plan of these options and input files; the machines that share a preparation all make the same one."""
-    files = [[path, *inputs.stamp(path, options.skip_bad)] for path in paths]
+    files = [[path, *inputs.stamp(path)] for path in paths]
     tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
     return {**dataclasses.asdict(options), "tokenizer": tokenizer, "files": files, "version": tokens_lib.VERSION}
 
@@ -72,7 +72,7 @@ def make_plan(options: Options, paths: list[str]) -> Plan:
 def tasks_of(plan: Plan) -> list[Task]:
     """The tasks of a plan, in their order."""
     files: dict[str, File] = {path: (path, size, time_ns) for path, size, time_ns in plan["files"]}
-    found = inputs.split(list(files.values()), plan["part_bytes"], plan["skip_bad"])
+    found = inputs.split(list(files.values()), plan["part_bytes"])
     return [
         Task(number, ranges, [files[path] for path in dict.fromkeys(s.path for s in ranges)])
         for number, ranges in enumerate(found)
@@ -122,7 +122,7 @@ def run(task: Task, job: Job) -> int:
         for part in task.ranges:
             writing.add(part)
         for path, *stamp in task.files:
-            if [*inputs.stamp(path, job.options.skip_bad)] != stamp:
+            if [*inputs.stamp(path)] != stamp:
                 raise UserError(f"{inputs.shown(path)} has changed since the preparation began")
         return writing.commit()
     finally:
