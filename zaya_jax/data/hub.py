@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, first_line
 
 PREFIX = "hf:"
 
@@ -29,14 +29,14 @@ def rows(shard: str) -> Iterator[dict[str, Any]]:
     try:
         yield from data.shard(num_shards=count, index=index)
     except (OSError, ValueError, RuntimeError) as error:  # no bad record: --skip_bad must not pass over the rest
-        raise UserError(f"{shard} cannot be read on: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{shard} cannot be read on: {first_line(error)}") from None
 
 
 def _load(given: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"--input={given} needs another package: pip install 'zaya_jax[hf]'") from None
+        raise UserError(f"--input={given} needs another package: pip install datasets") from None
     name, _, split = given.removeprefix(PREFIX).partition(":")
     subset = None
     if not os.path.exists(name) and name.count("/") == 2:
@@ -45,5 +45,5 @@ def _load(given: str) -> Any:
         return datasets.load_dataset(name, subset, split=split or "train", streaming=True)
     except Exception as error:  # the library raises its own, the network's and bare ones
         raise UserError(
-            f"--input={given} cannot be opened: {' '.join(str(error).split())[:200]}; give hf:NAME[/SUBSET][:SPLIT]"
+            f"--input={given} cannot be opened: {first_line(error)}; give hf:NAME[/SUBSET][:SPLIT]"
         ) from None

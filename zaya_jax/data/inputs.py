@@ -16,7 +16,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, first_line
 from zaya_jax.data import chat, hub, sources
 from zaya_jax.data.tokenizers import NotUnicode, utf8
 
@@ -126,7 +126,7 @@ def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
     except BadInput as error:
         yield error
     except OSError as error:
-        yield BadInput(f"cannot read {part}: {one_line(error)}")
+        yield BadInput(f"cannot read {part}: {first_line(error)}")
 
 
 def _row_groups(path: str) -> int:
@@ -216,7 +216,7 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             try:
                 line = file.readline()
             except OSError as error:
-                yield BadInput(f"{place()}: cannot be read, nor what follows it: {one_line(error)}")
+                yield BadInput(f"{place()}: cannot be read, nor what follows it: {first_line(error)}")
                 return
             if not line:
                 return
@@ -226,7 +226,7 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
                 except (BadInput, chat.BadChat) as error:
                     yield BadInput(f"{place()}: {error}")
                 except (ValueError, RecursionError) as error:
-                    yield BadInput(f"{place()}: not a JSON object of its own ({one_line(error)})")
+                    yield BadInput(f"{place()}: not a JSON object of its own ({first_line(error)})")
             at += len(line)
 
 
@@ -236,7 +236,7 @@ def _open_parquet(path: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except (OSError, pyarrow.ArrowException, ValueError) as error:
-        raise BadInput(f"{shown(path)} is not a Parquet file: {one_line(error)}") from None
+        raise BadInput(f"{shown(path)} is not a Parquet file: {first_line(error)}") from None
 
 
 def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
@@ -277,7 +277,7 @@ def _group(
         raise
     except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
         # also a value that Python cannot hold, such as a time out of range
-        yield BadInput(f"{part}, row group {group} is damaged: {one_line(error)}")
+        yield BadInput(f"{part}, row group {group} is damaged: {first_line(error)}")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -308,9 +308,3 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
 
 def _wanted(text_field: str) -> str:
     return f"neither a text under {text_field!r} nor a chat under {', '.join(CHAT_FIELDS)}{NAME_IT}"
-
-
-def one_line(error: BaseException) -> str:
-    """An error's text on one line, of bounded length."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(reason.split())[:200] or type(error).__name__

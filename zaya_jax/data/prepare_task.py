@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, first_line
 from zaya_jax.data import chat, chat_template, inputs, sources, tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.inputs import InputRange
@@ -280,7 +280,7 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task,
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error", ignore_reinit_error=True)
     except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"no Ray cluster at RAY_ADDRESS={address}: {inputs.one_line(error)}") from None
+        raise UserError(f"no Ray cluster at RAY_ADDRESS={address}: {first_line(error)}") from None
     remote, shared = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work), ray.put(job)
     waiting, running = list(reversed(todo)), dict[Any, Task]()
     try:

@@ -21,7 +21,7 @@ import fsspec
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, first_line
 from zaya_jax.data import tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.pack import Piece, Span
@@ -278,7 +278,7 @@ def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lam
         except (UserError, StorageError, ImportError):
             raise
         except Exception as error:  # storage clients raise errors of any type
-            why = " ".join(str(error).split())[:200] or type(error).__name__
+            why = first_line(error)
             final = isinstance(error, FINAL) or getattr(error, "errno", None) in FINAL_NUMBERS
             if attempt > ATTEMPTS or final:
                 raise StorageError(f"cannot read {what}: {why}") from None

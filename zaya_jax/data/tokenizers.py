@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from zaya_jax.config import Config, UserError, files
+from zaya_jax.config import Config, UserError, files, first_line
 
 META_FILE = "zaya_tokenizer.json"
 FILE = "tokenizer.json"
@@ -217,7 +217,7 @@ class HuggingFace(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"tokenizer {where} is not a Hugging Face tokenizer.json: {_one_line(error)}") from None
+            raise UserError(f"tokenizer {where} is not a Hugging Face tokenizer.json: {first_line(error)}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
@@ -235,7 +235,7 @@ class HuggingFace(Tokenizer):
             (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without places
         except Exception as error:  # the library raises bare Exceptions
             utf8(text)
-            raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {_one_line(error)}") from None
+            raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {first_line(error)}") from None
         return found.ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -370,11 +370,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = files.read_json(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON: {_one_line(error)}") from None
+        raise UserError(f"{path} is not readable JSON: {first_line(error)}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")
     return value
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
