@@ -43,14 +43,6 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
     assert document.learn[-1]
 
 
-@pytest.mark.parametrize(
-    "messages", [[], {}, ["hi"], [{"role": "user"}], [{"role": "user", "content": "no answer follows"}]]
-)
-def test_what_is_no_conversation_is_refused(messages):
-    with pytest.raises(chat.BadChat):
-        chat.read(messages)
-
-
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
 CALLED = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
 SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
@@ -130,6 +122,9 @@ def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
     with pytest.raises(chat.BadChat, match=message) as error:
         chat.read([turn, {"role": "assistant", "content": "end"}])
     assert str(error.value).isprintable()
+    for nothing in ([], {}, ["hi"], [{"role": "user", "content": "no answer follows"}]):
+        with pytest.raises(chat.BadChat):
+            chat.read(nothing)
 
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):

@@ -71,6 +71,7 @@ def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, sourc
     out, options = tmp_path / "out put ö", options_for(source)
     order = [*range(count), random.Random(count).randrange(count)]
     random.Random(count).shuffle(order)
+    part(options, out, 0, 5)  # of a machine that counts otherwise
     assert not any(part(options, out, index, count) for index in order)
     manifest, was_there = here(options, out)
     assert contents(out) == whole and not was_there
@@ -79,14 +80,6 @@ def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, sourc
     assert here(options, out) == (manifest, True)
     assert part(options, out, 0, count)  # there already
     assert contents(out) == whole
-
-
-def test_machines_of_other_counts_and_one_alone_share_a_preparation(tmp_path, source, whole):
-    options = options_for(source)
-    part(options, tmp_path / "out", 1, 3)
-    part(options, tmp_path / "out", 0, 5)
-    here(options, tmp_path / "out")
-    assert contents(tmp_path / "out") == whole
 
 
 class Killed(BaseException):
@@ -165,39 +158,40 @@ def test_two_of_the_same_part_at_once_give_the_same(tmp_path, source, whole):
     assert contents(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize(("word", "value"), [("held_out", 0.5), ("tokenizer", "other"), ("part_bytes", 7000)])
-def test_other_options_are_refused_by_name(tmp_path, source, whole, word, value):
-    options, out = options_for(source), tmp_path / "out"
-    tokenizers.train_bpe(["some text"], 263).save(tmp_path / "other")
-    other = options_for(source, **{word: str(tmp_path / value) if word == "tokenizer" else value})
-    part(options, out, 0, 2)
-    doings = (lambda: part(other, out, 1, 2), lambda: here(other, out))
-    for refused in doings:
-        with pytest.raises(UserError, match=f"begun with other {word}; repeat the first command"):
-            refused()
-    part(options, out, 1, 2)
-    here(options, out)
-    assert contents(out) == whole
-    for refused in doings:
-        with pytest.raises(UserError, match="is complete, from other input or options"):
-            refused()
-
-
 def touched(path):
     path.write_bytes(path.read_bytes())
     os.utime(path, ns=(1, 1))
 
 
 @pytest.mark.parametrize(
-    "change", [touched, lambda path: path.unlink(), lambda path: (path.parent / "aa.txt").write_text("x")]
+    ("change", "named"),
+    [
+        ({"held_out": 0.5}, "held_out;"),
+        ({"tokenizer": "other"}, "tokenizer;"),
+        ({"part_bytes": 7000}, "part_bytes;"),
+        (touched, r"input files \(.*b\.jsonl\.gz was"),
+        (pathlib.Path.unlink, r"input files \(.*b\.jsonl\.gz was"),
+        (lambda path: (path.parent / "aa.txt").write_text("x"), r"input files \(.*aa\.txt was"),
+    ],
 )
-def test_input_that_changes_between_parts_is_named(tmp_path, source, change):
-    options, out = options_for(source), tmp_path / "out"
-    part(options, out, 0, 2)
-    change(source / "b.jsonl.gz")
-    for refused in (lambda: part(options, out, 1, 2), lambda: here(options, out)):
-        with pytest.raises(UserError, match=r"begun with other input files \(.*(aa\.txt|b\.jsonl\.gz) was"):
+def test_other_options_and_other_input_are_refused_by_name(tmp_path, source, monkeypatch, change, named):
+    monkeypatch.chdir(tmp_path)
+    options = other = options_for(source)
+    part(options, "out", 0, 2)
+    if isinstance(change, dict):
+        tokenizers.train_bpe(["some text"], 263).save("other")
+        other = options_for(source, **change)
+    else:
+        change(source / "b.jsonl.gz")
+    refusals = (lambda: part(other, "out", 1, 2), lambda: here(other, "out"))
+    for refused in refusals:
+        with pytest.raises(UserError, match=f"begun with other {named}"):
             refused()
+    if other != options:
+        here(options, "out")
+        for refused in refusals:
+            with pytest.raises(UserError, match="is complete, from other input or options"):
+                refused()
 
 
 def test_input_that_changes_while_it_is_read_is_no_part(tmp_path, source, monkeypatch):
