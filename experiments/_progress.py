@@ -15,7 +15,8 @@ class Progress(tqdm):
     def __init__(self, **options: Any) -> None:
         self._in_log = not sys.stderr.isatty()
         if self._in_log:
-            options |= {"file": io.StringIO(), "mininterval": EVERY, "maxinterval": EVERY, "delay": EVERY}
+            every = {"mininterval": EVERY, "maxinterval": EVERY, "delay": EVERY, "miniters": 1}
+            options |= {"file": io.StringIO(), **every}
         super().__init__(unit_scale=True, dynamic_ncols=not self._in_log, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

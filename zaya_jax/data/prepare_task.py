@@ -173,10 +173,12 @@ class _Writing:
         for found in inputs.samples(part, self._options.text_field):
             if isinstance(found, inputs.BadInput):
                 self._bad(found)
-            elif isinstance(found[1], str):
-                self._add_text(*found)
+                continue
+            name, sample = found
+            if isinstance(sample, str):
+                self._add_text(name, sample)
             else:
-                self._add_chat(*found)
+                self._add_chat(name, sample)
 
     def close(self) -> None:
         """Let go of the files, and delete those that were not committed."""
@@ -200,7 +202,7 @@ class _Writing:
         return chat_template.Template(self._tokenizer)
 
     def _add_text(self, name: str, text: str) -> None:
-        tokens = self._tokenizer.document(text) if text.strip() else ()
+        tokens = self._tokenizer.document(text if text.strip() else "")
         if len(tokens) > 2:
             self._write(name, Document(tokens))
         else:

@@ -188,7 +188,7 @@ class Bytes(Tokenizer):
         return self._tokenizer.to_str()
 
     @functools.cached_property
-    def _tokenizer(self) -> Any:  # type: ignore[override]
+    def _tokenizer(self) -> Any:
         """A BPE of bytes that merges nothing."""
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers

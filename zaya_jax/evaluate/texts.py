@@ -129,11 +129,11 @@ def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[
                     assert made.learn is not None  # None only for texts
                     yield _learnt(np.asarray(made.tokens), made.learn, tokenizer)
                 continue
-            tokens = tokenizer.document(sample) if sample.strip() else ()
+            tokens = tokenizer.document(sample if sample.strip() else "")
             if len(tokens) < 3:
                 skipped(f"{where}: empty")  # prepare_data leaves it out too
             else:
-                yield Document(np.asarray(tokens), np.arange(len(tokens)) > 0, len(sample.encode()))
+                yield Document(tokens, np.arange(len(tokens)) > 0, len(sample.encode()))
 
 
 def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
