@@ -104,7 +104,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
     way: start.Way = "fresh"
-    newest = store.bring_newest()  # of any tier, verified; all processes together
+    newest = store.bring_newest()  # here or in the durable place, verified; all processes together
     reached, parent, meta = 0, None, dict[str, Any]()
     if newest:
         way, reached, meta = "resumed", newest, read_meta(folder, newest)

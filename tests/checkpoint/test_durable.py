@@ -288,7 +288,7 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
         assert re.search(f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again", out)
     checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
     checkpoints.bring_newest()
-    checkpoints.tiers.settle()
+    checkpoints.wait()
     assert vault.steps() == [5, 6]
     save(checkpoints, 7)
     assert vault.steps() == [5, 6, 7] and checkpoints.close() == []
@@ -402,8 +402,7 @@ def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
     assert Vault(str(place)).verify(1) == []
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
+def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch):
     """It had: the next save waited for max_wait, counted as failed, and the third one ended the run."""
     alive, messages, copy = threading.Event(), [], Vault.copy
 
@@ -412,8 +411,8 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
         copy(*args)
 
     monkeypatch.setattr(Vault, "copy", waits)
-    copies, fast = tmp_path / "copies", str(tmp_path / "fast") if local else ""
-    settings = Checkpoint(durable=str(copies), local=fast, keep=2, max_wait=0.1, max_failures=1)
+    copies = tmp_path / "copies"
+    settings = Checkpoint(durable=str(copies), keep=2, max_wait=0.1, max_failures=1)
     checkpoints = store.Store(tmp_path / "run", settings, messages.append)
     checkpoints.bring_newest()
     for step in range(1, 6):

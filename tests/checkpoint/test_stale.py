@@ -1,4 +1,4 @@
-"""Checkpoints of a past that a run has given up are gone on from in no tier, however much of that was done already."""
+"""No run goes on from a checkpoint of a past that it has given up, however much of that was done already."""
 
 import shutil
 
@@ -16,11 +16,10 @@ AGAIN = {"kind": "corrupt", "step": 5, "batches": 0, "at": 6, "seen": "a device"
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens the store of a run with all tiers."""
+    """Opens the store of a run that has copies."""
 
     def call(messages=print):
-        settings = Checkpoint(keep=9, local=str(tmp_path / "fast"), durable=str(tmp_path / "safe"))
-        return store.Store(tmp_path / "run", settings, messages)
+        return store.Store(tmp_path / "run", Checkpoint(keep=9, durable=str(tmp_path / "safe")), messages)
 
     return call
 
@@ -35,10 +34,9 @@ def save(checkpoints, steps, *decisions):
     checkpoints.close()
 
 
-def tiers(tmp_path):
-    """The steps of the local folder, of workdir/checkpoints and of the durable place."""
-    parts = sorted(int(p.name) for p in (tmp_path / "fast").glob("*/process-0/*") if p.name.isdigit())
-    return parts, writing.steps_in(tmp_path / "run" / "checkpoints"), Vault(str(tmp_path / "safe")).steps()
+def places(tmp_path):
+    """The steps of workdir/checkpoints and of the durable place."""
+    return writing.steps_in(tmp_path / "run" / "checkpoints"), Vault(str(tmp_path / "safe")).steps()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     checkpoints.drop_stale([BACK])
     assert checkpoints.bring_newest() == 2
     checkpoints.close()
-    assert tiers(tmp_path) == ([], [2], [2])
+    assert places(tmp_path) == ([2], [2])
     if done == "nothing":
         assert "step 4, 6, of a past that was given up" in messages[0]
         assert "went back behind them: .stale-1-4, .stale-1-6" in look.remarks(tmp_path / "run", [], [])[0]
@@ -92,22 +90,19 @@ OTHERS = {  # decisions that the checkpoints know, those in the file, and why th
 }
 
 
-@pytest.mark.parametrize("tier", ["workdir", "durable", "local"])
+@pytest.mark.parametrize("place", ["workdir", "durable"])
 @pytest.mark.parametrize("case", OTHERS)
-def test_another_run_s_decisions_are_refused_before_anything_goes(tmp_path, opened, tier, case):
+def test_another_run_s_decisions_are_refused_before_anything_goes(tmp_path, opened, place, case):
     made, file, why = OTHERS[case]
     save(opened(), (2, 4, 6, 8), *made)
-    root, vault = tmp_path / "run" / "checkpoints", Vault(str(tmp_path / "safe"))
-    for step in (2, 4, 6, 8):  # where one tier is lost, another speaks for it
-        if tier != "workdir":
-            writing.remove(root, step)
-        if tier == "local":
-            vault.remove(step)
-    before = tiers(tmp_path)
+    root = tmp_path / "run" / "checkpoints"
+    for step in (2, 4, 6, 8) if place == "durable" else ():  # where the checkpoints are lost, the copies speak for them
+        writing.remove(root, step)
+    before = places(tmp_path)
     decisions.write(tmp_path / "run", file)
     checkpoints = opened()
     with pytest.raises(UserError, match=rf"{why}.*Nothing was deleted.*move this one away") as refused:
         checkpoints.drop_stale(file)
     checkpoints.close()
     assert str(refused.value).split()[0] == str(tmp_path / "run" / "aegis" / decisions.FILE)
-    assert tiers(tmp_path) == before and not list(root.glob(".stale-*"))
+    assert places(tmp_path) == before and not list(root.glob(".stale-*"))

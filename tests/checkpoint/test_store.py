@@ -1,4 +1,4 @@
-"""The engine of checkpoints: complete or absent, failing storage, damage, retention, the local tier."""
+"""The engine of checkpoints: complete or absent, failing storage, damage, retention."""
 
 import errno
 import gc
@@ -302,9 +302,8 @@ def test_a_list_of_files_that_leads_outside_is_refused():
             seal.parse(seal.Seal({name: [1, 2, 0]}, 1).content())
 
 
-@pytest.mark.parametrize("local", ["", "fast"])
-def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path, monkeypatch, local):
-    run, failed = Run(tmp_path / "run", local=local and str(tmp_path / local)), ["no space", None]
+def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path, monkeypatch):
+    run, failed = Run(tmp_path / "run"), ["no space", None]
     monkeypatch.setattr(multihost, "to_first", lambda name, value: [value, failed, failed])
     run.save(5)
     assert "step 5 is NOT saved: no space (process 1)" in run.messages[0]
@@ -374,50 +373,6 @@ def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_pa
     best.save(5, metrics={"eval/loss": 2.0})
     best.save(6)
     assert visible(tmp_path) == ["4", "6"]
-
-
-def test_a_local_folder_comes_first(tmp_path, monkeypatch):
-    fast, run = tmp_path / "fast", None
-    go = threading.Event()
-    publish = store.tiers.Local._publish
-    monkeypatch.setattr(store.tiers.Local, "_publish", lambda self, *args: go.wait() and publish(self, *args))
-    run = Run(tmp_path / "run", local=str(fast))
-    assert run.store.bring_newest() is None
-    run.store.save(1, state(1), META)
-    run.store._collect(None)
-    assert visible(tmp_path / "run") == [], "the save is over before the slow folder has it"
-    shutil.copytree(fast, tmp_path / "killed here")
-    go.set()
-    run.store.wait()
-    assert visible(tmp_path / "run") == ["1"]
-    same(run.store.restore(1, like(state(1)))[0], state(1))
-    for step in (2, 3, 4, 5):
-        run.save(step)
-    assert visible(tmp_path / "run") == ["3", "4", "5"]
-    assert sorted(p.name for p in fast.glob("*/process-0/*")) == ["5"]
-    for step in (3, 4):
-        writing.remove(tmp_path / "run" / "checkpoints", step)
-    shutil.rmtree(next(fast.glob("*/process-0")) / "5")
-    writing.remove(tmp_path / "run" / "checkpoints", 5)
-    shutil.copytree(tmp_path / "killed here", fast, dirs_exist_ok=True)
-
-    # A run that was killed with its newest step in the local folder alone.
-    again = Run(tmp_path / "run", local=str(fast))
-    assert again.store.bring_newest() == 1 and "only in the local folders" in again.messages[0]
-    same(again.store.restore(1, like(state(1)))[0], state(1))
-
-    # Damaged there, it is not put together.
-    writing.remove(tmp_path / "run" / "checkpoints", 1)
-    victim = next(fast.rglob("c.0.0.0"))
-    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
-    worse = Run(tmp_path / "run", local=str(fast))
-    assert worse.store.bring_newest() is None and "could not be put together" in worse.messages[0]
-
-    # Another run's are not taken.
-    shutil.rmtree(tmp_path / "run")
-    other = Run(tmp_path / "run", local=str(fast))
-    assert other.store.bring_newest() is None and other.messages == []
-    assert not list(fast.rglob("c.0.0.0"))
 
 
 def test_files_are_shared_out_evenly(monkeypatch):

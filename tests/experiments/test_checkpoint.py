@@ -172,7 +172,7 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(called, r
 
 ADDRESS = "s3://bucket/x"
 PROGRAMS = [
-    "pretrain --workdir=ADDRESS", "pretrain --config.checkpoint.local=ADDRESS", "pretrain --config.name=ADDRESS",
+    "pretrain --workdir=ADDRESS", "pretrain --config.name=ADDRESS",
     "prepare_data --input=stdlib --out=ADDRESS", "plan --out=ADDRESS", "compile --out=ADDRESS",
     "characterize collectives --out=ADDRESS", "generate --model=ADDRESS", "report ADDRESS",
     "evaluate --model=. --out=ADDRESS", "evaluate --model=ADDRESS --out=out", "supervise -- --workdir=ADDRESS",

@@ -43,23 +43,23 @@ def complete_steps(workdir):
     return steps
 
 
-TIERS = {"checkpoint.local": "fast", "checkpoint.durable": "safe"}
+COPIES = {"checkpoint.durable": "safe"}
 
 
 @pytest.mark.parametrize(
-    ("kills", "tiers", "processes"),
+    ("kills", "places", "processes"),
     [
         ((1,), {}, 1),
         pytest.param(range(100), {}, 1, marks=pytest.mark.slow),
-        pytest.param(range(20), TIERS, 1, marks=pytest.mark.slow),
-        pytest.param(range(20), TIERS, 2, marks=pytest.mark.slow),
+        pytest.param(range(20), COPIES, 1, marks=pytest.mark.slow),
+        pytest.param(range(20), COPIES, 2, marks=pytest.mark.slow),
     ],
 )
-def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_path, kills, tiers, processes):
+def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_path, kills, places, processes):
     """After each kill the newest step is whole; one of several processes is killed."""
     length = {"run.num_steps": 12 * (max(kills) + 1)}
     data = {"data.path": multiprocess_runs.write_corpus(tmp_path / "corpus")}
-    keys = length | {name: str(tmp_path / value) for name, value in tiers.items()}
+    keys = length | {name: str(tmp_path / value) for name, value in places.items()}
 
     def whole(workdir, keys):
         if processes > 1:
@@ -91,5 +91,5 @@ def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_p
     whole(workdir, keys)
     assert losses(workdir) == losses(tmp_path / "whole")
     tiny_runs.same_state(workdir, tmp_path / "whole")
-    for place in [workdir / "checkpoints", *([tmp_path / "safe"] if tiers else [])]:
+    for place in [workdir / "checkpoints", *([tmp_path / "safe"] if places else [])]:
         assert not [p.name for p in place.iterdir() if p.name.startswith((".saving", ".deleting"))]

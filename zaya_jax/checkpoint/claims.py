@@ -1,7 +1,7 @@
 """Claims folders: one program at a time writes in a workdir, and no place of a run lies inside another.
 
     take(workdir, say)                  claims it for this process; UserError names the process that has it
-    require_apart(own, others)          refuses places inside each other, or inside a checkpoint
+    require_apart(own, place, option)   refuses places inside each other, or inside a checkpoint
     new_folder(path, option)            checks that it can be made
     with whole_or_nothing(target):      a new folder that appears when it is complete
 
@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -121,18 +121,15 @@ def _signature(file: BinaryIO) -> str:
 ########################################################################################################################
 
 
-def require_apart(own: Iterable[Path], others: Mapping[str, Path]) -> None:
-    """UserError where one of a run's other places (by its name) lies in the run's own, in another, or they in it."""
-    own = list(own)
-    for name, place in others.items():
-        for theirs in own:
-            if overlap(place, theirs):
-                raise UserError(
-                    f"{name} and the run's own {theirs} lie in each other: copies would be written over checkpoints, "
-                    "and deleted with them; give a place apart"
-                )
-        require_outside(place, name)
-        own.append(place)
+def require_apart(own: Iterable[Path], place: Path, option: str) -> None:
+    """UserError where another place lies in one of a run's own folders, or one of these in it."""
+    for theirs in own:
+        if overlap(place, theirs):
+            raise UserError(
+                f"{option} and the run's own {theirs} lie in each other: copies would be written over checkpoints, "
+                "and deleted with them; give a place apart"
+            )
+    require_outside(place, option)
 
 
 def overlap(a: Path, b: Path) -> bool:

@@ -1,12 +1,15 @@
 """Copies whole steps to a safe place, a folder or URL, and fetches them from there.
 
-    durable.missing()                  steps here without a whole copy
-    durable.send(step, begun)          copies one; returns an error
     durable.fetch_newest(accept)       makes its newest step whole in workdir/checkpoints, if that is newer
+    durable.make_up()                  begins to copy the steps that it lacks
+    durable.owe([step])                has a step copied
+    durable.close()                    returns the steps without a whole copy
 
-All processes call these together; each sends and fetches its share of the files.
+All processes call these together; each sends and fetches its share of the files. Copies are made by a thread of their
+own. A place that is slow or dead delays no save: steps wait in a set and are copied one at a time, the newest first.
 """
 
+import concurrent.futures
 import contextlib
 import shutil
 import time
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint import claims, writing
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.times import Log
 from zaya_jax.checkpoint.vault import Unreachable, Vault, each, share
@@ -30,12 +33,92 @@ class Durable:
     def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None], log: Log):
         self.root, self._settings, self._say, self._log = root, settings, say, log
         self.vault, self._here = Vault(settings.durable), Vault(root)
+        option = f"config.checkpoint.durable={settings.durable}"
+        if self.vault.folder:
+            claims.require_apart([root.parent, root], self.vault.folder, option)
         if multihost.is_writer():
             self.vault.tell = say
-        self.obsolete: list[int] = []  # steps that were deleted here: their copies are to go
         self.silent: Unreachable | None = None  # it did not answer at this start; of process 0
+        self._copier = concurrent.futures.ThreadPoolExecutor(1, "copy")
+        self._copies: list[concurrent.futures.Future] = []  # one for each step that is owed
+        # In process 0, which chooses the next to copy:
+        self.obsolete: list[int] = []  # steps that were deleted here: their copies are to go
+        self.copying: int | None = None
+        self._owed: set[int] = set()
+        self._failed: dict[int, str] = {}  # steps whose last copy failed, and why
 
-    def missing(self) -> tuple[list[int], str]:
+    ####################################################################################################################
+    # To the place
+    ####################################################################################################################
+
+    def owe(self, steps: list[int]) -> None:
+        """Has steps copied; all processes do so at the same points, since their threads must do as many copies."""
+        self._owed |= {*steps}
+        self._copies = [job for job in self._copies if not job.done()]
+        self._copies += [self._copier.submit(self._copy_newest) for _ in steps]
+
+    def make_up(self) -> None:
+        """Begins to copy steps that the place lacks: their copies failed or were cut short."""
+        for step in writing.numbered(self.root) if multihost.is_writer() else ():
+            try:
+                self._here.seal(step)
+            except StorageError as error:
+                self._say(f"WARNING: {error}; it is neither read nor copied: move it away, or restore it")
+        self.owe(self._missing()[0])
+
+    def settle(self, seconds: float | None = None) -> None:
+        """Waits until nothing is on its way; copies that take longer than that are cut short."""
+        if concurrent.futures.wait(self._copies, seconds).not_done:
+            self.vault.given_up.set()
+        for job in self._copies:
+            job.result()
+
+    def close(self, again: bool = True) -> list[int]:
+        """Finishes copying and retries failures once; returns the steps without a whole copy.
+
+        Without `again` a scheduler waits for the end: copies have as long as a save, the next start makes them up.
+        """
+        self.settle(None if again else self._settings.max_wait)
+        missing, error = self._missing() if again else (self._known_missing(), "")  # a dead place would hold the end up
+        if missing and again and not error:
+            self.owe(missing)
+            self.settle()
+            missing, error = self._missing()
+        self._copier.shutdown()
+        if missing and multihost.is_writer():
+            why = error or next((self._failed[step] for step in missing if step in self._failed), "")
+            self._say(
+                f"error: {self._settings.durable} has no whole copy of step {', '.join(map(str, missing))}"
+                f"{f': {why}' if why else ''}; the same command tries again"
+            )
+        return missing
+
+    def _copy_newest(self) -> None:
+        def choose() -> int | None:
+            # Copied before the look at the folder: another thread adds the step that it has just saved.
+            owed = set(self._owed)
+            here = {*writing.steps_in(self.root)}  # the rules delete some before their turn comes
+            self.copying = max(owed & here, default=None)
+            self._owed -= (owed - here) | {self.copying}
+            return self.copying
+
+        step = multihost.from_first("copy", choose)
+        if step is None:
+            return
+        error = self._send(step, time.time())
+        self.copying = None
+        self._failed.pop(step, None)
+        if error:
+            self._failed[step] = error
+            if multihost.is_writer():
+                self._say(f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on")
+
+    def _known_missing(self) -> list[int]:
+        """Steps here whose copies have failed or were not made, without a look at the place."""
+        known = {*self._failed, *self._owed}
+        return multihost.from_first("failed", lambda: [step for step in writing.steps_in(self.root) if step in known])
+
+    def _missing(self) -> tuple[list[int], str]:
         """Steps here without a whole copy, and the error if that could not be determined."""
 
         def look() -> list:
@@ -65,7 +148,7 @@ class Durable:
         except StorageError:
             return False
 
-    def send(self, step: int, begun: float) -> str | None:
+    def _send(self, step: int, begun: float) -> str | None:
         """Copies a step, unless it is there already or was deleted here meanwhile; returns an error, if any."""
         clock, folder = time.perf_counter(), self.root / str(step)
 
@@ -106,6 +189,10 @@ class Durable:
                 self.obsolete.pop(0)
 
         return writing.together("copy sent", work, end)
+
+    ####################################################################################################################
+    # From the place
+    ####################################################################################################################
 
     def fetch_newest(self, accept: Accept | None) -> None:
         """Fetches the newest whole step, if it is newer than all steps here.

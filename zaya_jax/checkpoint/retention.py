@@ -1,7 +1,7 @@
 """Decides which checkpoints to keep: the newest, every n-th, the best, and token milestones; none of a past given up.
 
-    retention.to_delete(saved, rules)           the steps that no rule keeps
-    retention.drop_stale(tiers, decisions)      in all processes together, before looking for the newest
+    retention.to_delete(saved, rules)                 the steps that no rule keeps
+    retention.drop_stale(root, durable, decisions)    in all processes together, before looking for the newest
 
 A checkpoint that was saved after an update without effect (skipped, or not finite), or among steps that may become a
 spike (`aegis.spikes`), is not sound: it replaces none that was kept before, and while it is the newest nothing is
@@ -22,17 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint.durable import Durable
 from zaya_jax.checkpoint.layout import META
 from zaya_jax.checkpoint.vault import Unreachable, Vault
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, UserError, files
 
-KEY = "decisions"  # in a checkpoint's small file, and in a local part's
+KEY = "decisions"  # in a checkpoint's small file
 FILE = "aegis/decisions.json"  # the run's own, in its workdir
 FIGURES = ("loss", "grad_norm", "skipped")  # by which a step is sound; saved with each checkpoint
 
 Decisions = Sequence[Mapping[str, Any]]
-Known = tuple[Any, int, list]  # a checkpoint's place, its step, and the decisions that it has
+Known = tuple[str, int, list]  # a checkpoint's place, its step, and the decisions that it has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,35 +115,25 @@ def conflict(checkpoints: Iterable[Known], decisions: Decisions) -> str:
     return ""
 
 
-def drop_stale(tiers: Any, decisions: Decisions) -> list[int]:
-    """Cleans all tiers and returns the steps set aside. UserError, before deleting, if these are another run's."""
-    parts = list(tiers.local.known()) if tiers.local else []
-    conflicts = multihost.to_first("stale parts", conflict(parts, decisions))
-
-    def check() -> None:
-        why = conflict(known_in(Vault(tiers.root), decisions), decisions) or next(filter(None, conflicts or []), "")
-        if tiers.durable and not why:
-            try:
-                why = conflict(known_in(tiers.durable.vault, decisions), decisions)
-            except Unreachable as failure:
-                tiers.durable.silent = failure  # nothing is fetched from there; the next start deletes
-        if why:
-            raise UserError(
-                f"{tiers.root.parent / FILE} is not that of these checkpoints: {why}. Nothing was deleted; restore the "
-                "run's own file, or move this one away: then it goes on from its newest checkpoint and its decisions"
-            )
-
-    multihost.from_first("stale checked", check)
-    for path, step, known in parts:  # others may see the same
-        if is_stale(step, len(known), decisions):
-            with contextlib.suppress(OSError):
-                writing.remove(path.parent, step)
+def drop_stale(root: Path, durable: Durable | None, decisions: Decisions) -> list[int]:
+    """Cleans both places and returns the steps set aside. UserError, before deleting, if these are another run's."""
 
     def first() -> list[int]:
-        if tiers.durable and not tiers.durable.silent:  # first, or the rest would be fetched
-            for step in stale_in(tiers.durable.vault, decisions):
-                tiers.durable.vault.remove(step)
-        return set_aside(tiers.root, decisions)
+        why = conflict(known_in(Vault(root), decisions), decisions)
+        if durable and not why:
+            try:
+                why = conflict(known_in(durable.vault, decisions), decisions)
+            except Unreachable as failure:
+                durable.silent = failure  # nothing is fetched from there; the next start deletes
+        if why:
+            raise UserError(
+                f"{root.parent / FILE} is not that of these checkpoints: {why}. Nothing was deleted; restore the "
+                "run's own file, or move this one away: then it goes on from its newest checkpoint and its decisions"
+            )
+        if durable and not durable.silent:  # first, or the rest would be fetched
+            for step in stale_in(durable.vault, decisions):
+                durable.vault.remove(step)
+        return set_aside(root, decisions)
 
     return multihost.from_first("stale", first)
 

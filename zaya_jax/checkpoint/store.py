@@ -13,7 +13,9 @@ before a newer checkpoint is complete.
 """
 
 import concurrent.futures
+import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint import boxes, layout, retention, tiers, writing
+from zaya_jax.checkpoint import boxes, layout, retention, writing
 from zaya_jax.checkpoint.boxes import Holding, Writers
-from zaya_jax.checkpoint.durable import Accept
+from zaya_jax.checkpoint.durable import Accept, Durable
+from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.times import Log
 from zaya_jax.checkpoint.vault import Vault
@@ -38,7 +41,7 @@ RETRY_SECONDS = 5.0  # between attempts at the last save
 
 
 class Store:
-    """The checkpoints below `workdir/checkpoints`, and their copies in faster and safer places."""
+    """The checkpoints below `workdir/checkpoints`, and their copies in a safer place."""
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class Store:
         self.root = Path(workdir).absolute() / "checkpoints"
         self.settings, self._say = settings or Checkpoint(), say
         self._accept, self._log = accept, Log(self.root.parent)
-        self.tiers = tiers.Tiers(self.root, self.settings, say, self._log)
+        self.durable = Durable(self.root, self.settings, say, self._log) if self.settings.durable else None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: concurrent.futures.Future | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
@@ -69,7 +72,6 @@ class Store:
         """
         self._asked = begun = time.perf_counter()
         late = not self._collect(self.settings.max_wait)
-        late |= not self.tiers.room(max(begun + self.settings.max_wait - time.perf_counter(), 0))
         late = bool(multihost.over_processes({"late": float(late)}, {"late": np.max})["late"])
         if late:
             self._failures += 1
@@ -110,10 +112,8 @@ class Store:
     def wait(self, copies: bool = True) -> None:
         """Waits until writing, and copying to the durable place, have ended."""
         self._see_through()
-        if copies:
-            self.tiers.settle()
-        else:
-            self.tiers.publish()
+        if copies and self.durable:
+            self.durable.settle()
 
     def _see_through(self) -> None:
         """Waits for the save in flight, and says so where that takes long."""
@@ -125,7 +125,7 @@ class Store:
         """Finishes writing and copying; returns the steps that lack a durable copy."""
         self.wait(copies=False)
         self._thread.shutdown()
-        return self.tiers.close(again)
+        return self.durable.close(again) if self.durable else []
 
     def figures(self) -> dict[str, float]:
         """Seconds of each stage of the last save that ended, once, for the metrics."""
@@ -170,7 +170,8 @@ class Store:
 
         `waited`: seconds from asking whether a save can begin until the training went on.
         """
-        me, times, folder, written = jax.process_index(), writing.Times(), self.tiers.staging(step), 0.0
+        me, times, written = jax.process_index(), writing.Times(), 0.0
+        folder = self.root / f"{writing.SAVING}{step}"
 
         def work() -> list:
             with times.stage("copy"):
@@ -179,14 +180,14 @@ class Store:
             sums = writing.write_parts(folder, plan, plan.parts.get(me, []), writing.copies_of(state), times)
             if me == 0:
                 sums |= writing.write_files(folder, layout.frame(tuple(plan.arrays.values()), meta))
-            if self.tiers.local:
-                self.tiers.local.written(step, sums, meta.get(retention.KEY, []))
             nonlocal written
             written = time.perf_counter()
             return [sums, times.seconds(), plan.bytes.get(me, 0)]
 
         def end(parts: list) -> None:
-            self.tiers.commit(step, folder, {name: entry for part in parts for name, entry in part[0].items()})
+            sums = {name: entry for part in parts for name, entry in part[0].items()}
+            writing.commit(folder, self.root / str(step), Seal(sums, step, writing.run_of(self.root) or None))
+            self._delete_old()
             commit = {"commit": time.perf_counter() - written}
             self._log.add("save", step, begun, [part[1] | commit for part in parts], [part[2] for part in parts])
 
@@ -194,11 +195,22 @@ class Store:
         if error:
             if me == 0:
                 self._complain(step, error)
-            self.tiers.give_up(step)
+                shutil.rmtree(folder, ignore_errors=True)
             return error
         self._seconds = {"held": waited, **times.seconds(), "commit": time.perf_counter() - written}
-        self.tiers.pass_on(step)
+        if self.durable:
+            self.durable.owe([step])
         return None
+
+    def _delete_old(self) -> None:
+        """Deletes the steps that no rule keeps and that are not being copied; their copies go with the next."""
+        for step in retention.to_delete(retention.saved_in(self.root), self.settings):
+            if self.durable:
+                if step == self.durable.copying:
+                    continue
+                self.durable.obsolete.append(step)
+            with contextlib.suppress(OSError):
+                writing.remove(self.root, step)
 
     def way_back(self) -> str:
         """The newest checkpoint of a sound step, and how a run begins with it; for one that has gone wrong."""
@@ -220,20 +232,38 @@ class Store:
 
     def drop_stale(self, decisions: Sequence[Mapping[str, Any]]) -> None:
         """Sets aside checkpoints of a past that these decisions abandoned. All processes together."""
-        steps = retention.drop_stale(self.tiers, decisions)
+        steps = retention.drop_stale(self.root, self.durable, decisions)
         if steps and multihost.is_writer():
             there = f"{self.root}/{writing.STALE}{len(decisions)}-*"
             self._say(f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was given up")
 
     def bring_newest(self) -> int | None:
-        """Brings the newest checkpoint of any tier here, complete; None if there is none. All processes together.
+        """Brings the newest checkpoint of either place here, complete; None if there is none. All processes together.
 
         A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one before.
         """
-        self.tiers.bring_newest(self._accept)
+        multihost.from_first("tidy", self._tidy)
+        if self.durable:
+            self.durable.fetch_newest(self._accept)
         newest = self._newest_whole()
-        self.tiers.make_up()
+        if self.durable:
+            self.durable.make_up()
         return newest
+
+    def _tidy(self) -> None:
+        """Removes half-written folders, and gives the run its name."""
+        try:
+            writing.clear(self.root)
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not writing.run_of(self.root):  # of a new run, or lost: then its newest checkpoint has it
+                known = ""
+                with contextlib.suppress(OSError, ValueError):
+                    known = writing.read_seal(self.root / str(max(self.steps()))).run or ""
+                writing.begin_run(self.root, known)
+        except OSError as error:
+            raise StorageError(
+                f"{self.root} cannot be used for checkpoints ({writing.reason(error)}); move the file there away"
+            ) from None
 
     def _newest_whole(self) -> int | None:
         while True:

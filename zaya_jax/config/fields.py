@@ -25,7 +25,8 @@ class StorageError(RuntimeError):
 
 
 # Of strings; a path may be an address, a source is "path=weight".
-KINDS = ("name", "folder", "path", "text", "source")
+KINDS = ("name", "path", "text", "source")
+WITHDRAWN = ("checkpoint.local",)  # keys that records of older versions may have, and that are not read
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
 MODEL_FORMS = "a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub"
@@ -87,6 +88,7 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
     if not isinstance(given, dict):
         where = f"config.{prefix}".rstrip(".")
         raise UserError(f"{where} is {shown(given)}; it is a group of keys, see docs/config.md")
+    given = {key: value for key, value in given.items() if f"{prefix}{key}" not in WITHDRAWN}
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in given:
         if key not in fields:

@@ -209,7 +209,6 @@ class Checkpoint:
     keep_every: int = ranged(0, 0, MOST, "also those of every so many steps")
     keep_best: int = ranged(0, 0, MOST, "also the so many of least held-out loss")
     keep_tokens: int = ranged(0, 0, TOKENS, "also the first after every so many tokens")
-    local: str = text("", "folder", "a fast folder, may be each node's own, that saves go to first")
     durable: str = text("", "path", "a folder or URL (s3://, gs://) that gets a copy of each")
     on_corrupt: str = choice("stop", ("stop", "previous"), "newest is damaged: stop, or take an older one")
     max_failures: int = ranged(3, 1, MOST, "saves that may fail in a row before the run stops")
