@@ -2,7 +2,7 @@
 
     python -m experiments.checkpoint inspect --workdir=DIR [--step=N] [--html]
     python -m experiments.checkpoint verify --workdir=DIR|URL [--step=N]
-    python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR|URL [--step=N] [--chunk_mb=32]
+    python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR [--step=N] [--chunk_mb=32]
     python -m experiments.checkpoint export_params --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16]
     python -m experiments.checkpoint from_hf --model=DIR|OWNER/NAME --workdir=DIR
     python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5] [--adapters]
@@ -47,7 +47,7 @@ def _parser() -> cli.Parser:
         help="the run's folder, or the place of its copies",
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default all")
-    add = command("reshard", "write a checkpoint anew in other chunks, or in another place")
+    add = command("reshard", "write a checkpoint anew in other chunks, or in another workdir")
     add.add_argument(
         "--from",
         required=True,
@@ -56,14 +56,7 @@ def _parser() -> cli.Parser:
         metavar="DIR|URL",
         help="a run's folder, or the place of its copies",
     )
-    add.add_argument(
-        "--to",
-        required=True,
-        type=cli.path_or_address,
-        dest="target",
-        metavar="DIR|URL",
-        help="a new folder, or a place for copies",
-    )
+    add.add_argument("--to", required=True, type=cli.path, dest="target", metavar="DIR", help="the workdir to make")
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
     add.add_argument(
         "--chunk_mb", type=float, default=32.0, metavar="MB",

@@ -121,7 +121,6 @@ def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, t
     inside, before = f"{workdir}/checkpoints/4/more", content(tmp_path)
     for write in (
         lambda: rewrite.reshard(workdir, inside),
-        lambda: rewrite.reshard(workdir, f"file://{inside}"),
         lambda: rewrite.export_params(workdir, inside),
         lambda: claims.new_folder(tmp_path / "link" / "4" / "state" / "deep", "--out"),
         lambda: open_workdir(inside, config.Config()),

@@ -70,17 +70,6 @@ def test_other_chunks_hold_the_same(workdir, tmp_path, chunk):
     same(load(tmp_path / "back", 9, params())[0], params(seed=9))
 
 
-def test_to_s3_and_back(workdir, tmp_path, s3_server):
-    import boto3
-
-    boto3.client("s3").create_bucket(Bucket="reshard")
-    rewrite.reshard(workdir, "s3://reshard/run", chunk_mb=0.001)
-    with pytest.raises(UserError, match="step 9 already"):
-        rewrite.reshard(workdir, "s3://reshard/run")
-    rewrite.reshard("s3://reshard/run", tmp_path / "back")
-    same(load(tmp_path / "back", 9, params())[0], params(seed=9))
-
-
 MEASURE = """
 import sys
 from pathlib import Path

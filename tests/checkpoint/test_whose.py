@@ -9,7 +9,6 @@ from checkpoint_helpers import content
 
 from zaya_jax import config
 from zaya_jax.checkpoint import claims, rewrite, store, writing
-from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.pytorch import any_model, exchange
 from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
@@ -106,20 +105,6 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
     shutil.copytree(other / "checkpoints", workdir / "checkpoints")
     with pytest.raises(UserError, match=r"was started with config\.run\.seed=5, now it is 0"):
         open_workdir(workdir, settings())
-
-
-def test_a_step_is_not_resharded_into_another_run(tmp_path):
-    source, other = train(tmp_path / "run"), train(tmp_path / "other", (2,), plus=1)
-    begun = train(tmp_path / "begun", ())  # it has saved nothing: its name tells it
-    for theirs in (other, begun):
-        before = content(theirs)
-        for to in (theirs, f"file://{theirs}/checkpoints"):
-            with pytest.raises(UserError, match=r"give (a new folder|each run a place of its own)"):
-                rewrite.reshard(source, to)
-        assert content(theirs) == before
-    for step in (2, 4):
-        rewrite.reshard(source, f"file://{tmp_path}/copies", step=step)
-    assert Vault(tmp_path / "copies").owner() == writing.run_of(source / "checkpoints")
 
 
 def test_a_failed_reshard_leaves_what_others_made(tmp_path, monkeypatch, then_waits):

@@ -179,6 +179,7 @@ PROGRAMS = [
     "supervise report --workdir=ADDRESS", "checkpoint inspect --workdir=ADDRESS", "checkpoint from_hf --model=ADDRESS "
     "--workdir=out", "checkpoint from_hf --model=. --workdir=ADDRESS", "checkpoint to_hf --model=. --out=ADDRESS",
     "checkpoint export_params --workdir=. --out=ADDRESS", "checkpoint export_params --workdir=ADDRESS --out=out",
+    "checkpoint reshard --from=. --to=ADDRESS",
 ]  # fmt: skip
 IN_FORKS = """
 import importlib, os, sys
