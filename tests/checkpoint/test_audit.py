@@ -18,7 +18,7 @@ from experiments import checkpoint
 from zaya_jax import config
 from zaya_jax.checkpoint import layout, partial, rewrite, seal, store, vault, writing
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import Checkpoint, StorageError, files
+from zaya_jax.config import Checkpoint, StorageError
 from zaya_jax.training.workdir import open_workdir
 
 
@@ -73,14 +73,12 @@ def test_every_chunk_in_the_place_of_another_is_found(runs):
 
 
 def test_a_disk_that_cannot_read_a_file_is_damage_at_once(runs, monkeypatch):
-    opened = files.opened
-
-    def fails(path, *rest):
+    def fails(path, *rest, **options):
         if str(path).endswith("40/state/params.a/c.0.0"):
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return opened(path, *rest)
+        return open(path, *rest, **options)
 
-    monkeypatch.setattr(files, "opened", fails)
+    monkeypatch.setattr(seal, "open", fails, raising=False)
     monkeypatch.setattr(vault, "PAUSES", (1e9,))
     (damage,) = Vault(runs[0]).verify(40)
     assert str(damage) == "state/params.a/c.0.0 (array params.a) is unreadable (Input/output error)"

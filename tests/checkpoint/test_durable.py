@@ -341,7 +341,6 @@ CUT = {
     "cut": lambda step: os.truncate(step / CHUNK, 10),
     "meta is gone": lambda step: os.remove(step / layout.META),
     "more": lambda step: (step / "state" / "more").write_text(""),
-    "a pipe": lambda step: (os.remove(step / CHUNK), os.mkfifo(step / CHUNK)),
 }
 
 

@@ -47,7 +47,7 @@ def reshard(
             if path.is_dir():
                 shutil.copytree(path, part / path.name)
             else:
-                files.write(part / path.name, files.read(path))
+                files.write(part / path.name, path.read_bytes())
     return f"step {source.step} in {target}{source.warning}"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import files, shown
+from zaya_jax.config import shown
 
 FORMAT = 2
 TAIL = 4  # bytes
@@ -86,7 +86,7 @@ def wrong_with(content: bytes, entry: list[int]) -> str | None:
 
 def wrong_with_file(path: str, entry: list[int]) -> str | None:
     """The same of a file on the disk, without the memory of all of it."""
-    with files.opened(path) as file:
+    with open(path, "rb", buffering=0) as file:
         blocks = (memoryview(block) for block in iter(lambda: file.read(1 << 20), b""))
         return _wrong_with(blocks, os.fstat(file.fileno()).st_size, entry)
 

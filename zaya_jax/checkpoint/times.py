@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_jax.config import files
-
 TIMES = "checkpoint_times.jsonl"
 STAGES = ("copy", "serialise", "write", "commit")  # of a save, in their order
 MOST_PROCESSES = 1 << 20  # a greater number is not a process's
@@ -28,7 +26,7 @@ class Log:
 
     def add(self, kind: str, step: int, begun: float, stages: list[dict], sizes: list[int]) -> None:
         """Adds a line for each process; an error stops nothing."""
-        with contextlib.suppress(OSError), files.appending(self._path) as file:
+        with contextlib.suppress(OSError), self._path.open("ab") as file:
             for process, (seconds, size) in enumerate(zip(stages, sizes, strict=True)):
                 line = {"kind": kind, "step": step, "process": process, "stages": seconds, "bytes": size, "time": begun}
                 file.write(f"{json.dumps(line)}\n".encode())
@@ -67,7 +65,7 @@ def read(workdir: Path) -> dict[str, dict[int, Event]]:
     """The newest event of each kind (save, load, copy) and step: a resumed run may have saved a step again."""
     found: dict[str, dict[int, Event]] = defaultdict(dict)
     try:
-        with files.opened(workdir / TIMES, 1 << 20) as file:
+        with (workdir / TIMES).open("rb", 1 << 20) as file:
             for raw in file:
                 _take(raw, found)
     except OSError:

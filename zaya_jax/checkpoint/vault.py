@@ -35,7 +35,7 @@ READ_TIMEOUT = 60  # seconds without a byte of an answer
 # Seconds without a whole answer, after which nothing is tried a second time until there is one.
 PATIENCE = 100.0
 # Errors that tell of the file, not of the place.
-ODD = (FileNotFoundError, NotADirectoryError, IsADirectoryError, files.Irregular)
+ODD = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 Step = int | str  # a checkpoint's number, or the name of a folder outside of a run
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -332,8 +332,9 @@ class Vault:
         return self._files.exists(f"{self._root}/{name}")
 
     def _get(self, name: str) -> bytes:
-        read = files.read if self._local else self._files.cat_file
-        return self._attempt("read", name, read, f"{self._root}/{name}")
+        if self._local:
+            return self._attempt("read", name, Path(self._root, name).read_bytes)
+        return self._attempt("read", name, self._files.cat_file, f"{self._root}/{name}")
 
     def _write(self, name: str, content: bytes) -> None:
         if not self._local:

@@ -171,7 +171,7 @@ def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None
 
 def read_seal(folder: Path) -> Seal:
     """A whole checkpoint's; ValueError where it is damaged itself."""
-    return seal.parse(files.read(folder / MARKER))
+    return seal.parse((folder / MARKER).read_bytes())
 
 
 def commit(folder: Path, target: Path, whole: Seal) -> None:
@@ -227,7 +227,7 @@ def steps_of(names: Iterable[str]) -> list[int]:
 def run_of(root: Path) -> str:
     """The name of the run whose checkpoints lie here, made when it begins; "" before."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return files.read(root / RUN).decode("utf-8").strip()
+        return (root / RUN).read_bytes().decode("utf-8").strip()
     return ""
 
 

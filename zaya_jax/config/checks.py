@@ -10,7 +10,6 @@ def check_config(c: Config) -> None:
     """UserError if two keys contradict each other."""
     check_model(c.model)
     _check_run(c.run)
-    _check_lora(c)
     _check_kernels(c.kernels)
     if c.log.profile and not re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,3})?", c.log.profile):
         raise UserError(f"config.log.profile={shown(c.log.profile)} is not STEP or STEP:STEPS, such as 100:3")
@@ -57,29 +56,10 @@ def _check_run(r: Run) -> None:
             f"config.run.fork_step={r.fork_step} and fork_tokens={r.fork_tokens} are filled in where run.fork names a "
             "run; leave them out"
         )
-
-
-def _check_lora(c: Config) -> None:
-    if c.run.lora is None:
-        return
-    if not c.run.init_from:
+    if r.lora is not None and not r.init_from:
         raise UserError(
-            f"config.run.lora={c.run.lora} is given without config.run.init_from: low-rank updates are of weights that "
-            "are there; name a model, or give --config=experiments/configs/finetune.py:MODEL,lora=RANK"
-        )
-    m = c.model
-    sizes = {"hidden_size": m.hidden_size}
-    if m.model_type == "dense":
-        sizes |= {"num_key_value_heads x head_dim": m.num_key_value_heads * m.head_dim}
-        sizes |= {"intermediate_size": m.intermediate_size}
-    else:
-        sizes |= {"num_key_value_heads x head_dim / 2": m.num_key_value_heads * m.head_dim // 2}
-        sizes |= {"moe_intermediate_size": m.moe_intermediate_size}
-    least = min(sizes, key=lambda name: sizes[name])
-    if c.run.lora > sizes[least]:
-        raise UserError(
-            f"config.run.lora={c.run.lora} is above {sizes[least]}, the smaller side of the narrowest matrix that it "
-            f"updates (config.model.{least}); give at most that"
+            f"config.run.lora={r.lora} is given without config.run.init_from: low-rank updates are of weights that are "
+            "there; name a model, or give --config=experiments/configs/finetune.py:MODEL,lora=RANK"
         )
 
 

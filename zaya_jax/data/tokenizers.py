@@ -266,12 +266,12 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
             f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(FOLDER)"
         )
     ids = {key: meta[key] for key in MODEL_IDS.values() if key in meta} or _config_ids(directory, path)
-    tokenizer = HuggingFace(files.read(path), ids, str(path))
+    tokenizer = HuggingFace(path.read_bytes(), ids, str(path))
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
         raise UserError(f"{path} is not the file that {META_FILE} next to it describes (SHA-256 differs); restore it")
     if path.name == FILE:
         extra = {name: directory / name for name in EXTRA_FILES}
-        tokenizer.extra_files = {name: files.read(file) for name, file in extra.items() if file.is_file()}
+        tokenizer.extra_files = {name: file.read_bytes() for name, file in extra.items() if file.is_file()}
     return tokenizer
 
 

@@ -48,7 +48,7 @@ def came_with_template(folder: Path) -> bool:
     """Whether a tokenizer's folder has a template that is not ours."""
     return bool(
         chat_template.own_source(
-            {name: files.read(folder / name) for name in (CONFIG, TEMPLATE) if (folder / name).is_file()}
+            {name: (folder / name).read_bytes() for name in (CONFIG, TEMPLATE) if (folder / name).is_file()}
         )
     )
 

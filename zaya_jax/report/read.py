@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.config import UserError, files
+from zaya_jax.config import UserError
 from zaya_jax.report.text import counted
 
 MAX_TEXT_BYTES = 1 << 16
@@ -264,7 +264,7 @@ def _read_metrics(path: pathlib.Path, notes: list[str]) -> tuple[np.ndarray, dic
     """
     steps, unreadable, odd = set[int](), 0, set[str]()
     columns: tuple[dict[str, tuple], dict[str, tuple]] = {}, {}
-    with files.opened(path, 1 << 20) as file:
+    with path.open("rb", 1 << 20) as file:
         for line in file:
             record = parse(line)
             if record is not None:
