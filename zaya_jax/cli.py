@@ -49,7 +49,7 @@ def exit_code(main: Callable[[], int]) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process; at once if storage failed, since threads may wait for ever for a disk that hangs."""
-    if code not in (STORAGE, leaving.SIGNALLED + signal.SIGINT) and not leaving.some_left():
+    if code not in (STORAGE, leaving.SIGNALLED + signal.SIGINT):
         sys.exit(code)
     leaving.now(code)
     raise AssertionError("not reached")

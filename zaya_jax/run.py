@@ -322,16 +322,11 @@ class Loop:
         code = final_code(self.kept, self.figures.unsound, last - self.plan.begin)
         code = cli.STORAGE if self.store.close() else code  # it returns the steps without a durable copy
         self.state = None  # frees its memory for the sample
-
-        def write_results() -> None:
-            if multihost.is_writer():
-                own, weights = self.planned.recipe.phase_of_step(last).config, with_base(Source(self.workdir, last))
-                write_sample(self.workdir, own, self.planned.tokenizer, last, weights)
-                write_report(self.workdir)
-
-        written = leaving.unless(lambda: bool(self.stop.asked), write_results)
-        tokens, asked = self.plan.tokens_of_step(last), "" if written else self.stop.asked
-        logs.say(notes.done(last, tokens, self.figures.unsound, self.workdir, asked))
+        if multihost.is_writer():
+            own, weights = self.planned.recipe.phase_of_step(last).config, with_base(Source(self.workdir, last))
+            write_sample(self.workdir, own, self.planned.tokenizer, last, weights)
+            write_report(self.workdir)
+        logs.say(notes.done(last, self.plan.tokens_of_step(last), self.figures.unsound, self.workdir))
         return code
 
     def at_border(self) -> int:

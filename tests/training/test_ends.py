@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import jax.numpy as jnp
@@ -245,25 +244,6 @@ def figures_of(workdir):
     """Held-out losses by step."""
     lines = tiny_runs.lines(workdir)
     return {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
-
-
-def test_a_signal_after_the_last_save_ends_the_run(run, tmp_path, monkeypatch, capsys):
-    held = threading.Event()
-
-    def long(*_):
-        os.kill(os.getpid(), signal.SIGTERM)
-        held.wait(60)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_lib, "write_sample", long)
-        assert run(99, None, run__num_steps=2) == cli.DONE
-    out = capsys.readouterr().out
-    assert "SIGTERM came before sample and report were made: the same command makes the report" in out
-    assert leaving.some_left()
-    held.set()
-    assert source.latest_step(tmp_path / "run") == 2
-    assert run(99, None, run__num_steps=2) == cli.DONE
-    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, capsys):

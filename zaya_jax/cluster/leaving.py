@@ -3,7 +3,6 @@
 code_of(error)             the exit code of a program that an error ends, and a line for a person
 before(function, code)     calls a function on the way out, or only with this exit code
 within(seconds, function)  whether a function ended in time
-unless(asked, function)    whether a function ended before a stop was asked for
 now(code, line)            ends the process
 signals_as_they_were()     gives a caller its handlers back
 at_signal(which, how)      calls a function at the first, or second, SIGTERM or SIGINT, whatever the process is doing
@@ -34,7 +33,6 @@ IN_THE_WAY = frozenset(
     (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 )
 
-_left: list[threading.Thread] = []  # threads left behind
 _functions: list[tuple[Callable[[], None], int | None]] = []
 
 
@@ -54,36 +52,6 @@ def within(seconds: float, function: Callable[[], None]) -> bool:
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
-
-
-def unless(asked: Callable[[], bool], function: Callable[[], None]) -> bool:
-    """Calls a function in a thread; False, with the thread left behind, when a stop is asked for.
-
-    In the main thread a signal handler would wait until the compiler, or a compiled program, has ended.
-    """
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="at the end", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        if asked():
-            _left.append(thread)
-            return False
-        thread.join(0.1)
-    if errors:
-        raise errors[0]
-    return True
-
-
-def some_left() -> bool:
-    """Whether a thread that was left behind still works: an orderly end would free the memory that it computes with."""
-    return any(thread.is_alive() for thread in _left)
 
 
 def now(code: int, line: str = "") -> None:

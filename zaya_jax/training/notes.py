@@ -152,16 +152,10 @@ def without_effect(updates: int) -> str:
     return f"{many} skipped, not finite, or of batches without a target"
 
 
-def done(steps: int, tokens: int, unsound: int, workdir: Path, asked: str) -> str:
-    """The last line of a run; `asked`: the signal that came before sample and report were made."""
+def done(steps: int, tokens: int, unsound: int, workdir: Path) -> str:
+    """The last line of a run."""
     effect = f"Without effect: {without_effect(unsound)}. " if unsound else ""
-    report = f"Report: {workdir / 'report.html'}"
-    if asked:
-        report = (
-            f"{asked} came before sample and report were made: the same command makes the report, "
-            f"python -m experiments.generate --model={workdir} a sample"
-        )
-    return f"done: {steps} steps, {tokens:,} tokens. {effect}{report}"
+    return f"done: {steps} steps, {tokens:,} tokens. {effect}Report: {workdir / 'report.html'}"
 
 
 def complete(run: Recipe, workdir: Path, report: Path) -> str:
