@@ -4,7 +4,6 @@ import dataclasses
 import subprocess
 import sys
 
-import jax
 import multiprocess_runs
 import numpy as np
 import pytest
@@ -55,21 +54,15 @@ SEVERAL = """
 import os, sys, numpy as np, jax
 count, index = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
 jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], count, index)
-from zaya_jax.checkpoint import boxes, partial
 from zaya_jax.checkpoint.foreign import open_source
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 name, whole = "params.embed.embedding", np.load(sys.argv[1])["params.embed.embedding"]
 for layout, axis in ((layout, axis) for layout in sys.argv[3:] for axis in ("data", None)):
     put = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
-    zeros = jax.make_array_from_callback(whole.shape, put, lambda at: 0 * whole[at])
-    fresh = {"params": {"embed": {"embedding": zeros}}}
-    place = f"{sys.argv[2]}/{layout}"
-    for got in (
-        partial.InitialWeights(open_source(place), boxes.of_tree(fresh), False).of(fresh, print),
-        open_source(place).restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=put), fresh)),
-    ):
-        for shard in got["params"]["embed"]["embedding"].addressable_shards:
-            assert (np.asarray(shard.data) == whole[shard.index]).all() and whole.any()
+    like = {"params": {"embed": {"embedding": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=put)}}}
+    got = open_source(f"{sys.argv[2]}/{layout}").restore(like)
+    for shard in got["params"]["embed"]["embedding"].addressable_shards:
+        assert (np.asarray(shard.data) == whole[shard.index]).all() and whole.any()
     print("equal", layout, axis)
 """
 LAYOUTS = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors", "sealed"]  # the last by our `Handler`
@@ -99,13 +92,12 @@ def saved(model, tmp_path_factory):
 
 @pytest.mark.parametrize("layout", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS])
 def test_each_layout_comes_in(model, saved, layout, tmp_path):
-    place = saved / layout
-    fresh = jax.tree.map(np.zeros_like, {"params": model.params, "balance": {"bias": model.balance}})
-    fresh, messages = jax.tree.map(jax.numpy.asarray, fresh), []
-    begun = partial.InitialWeights(open_source(str(place)), boxes.of_tree(fresh), False).of(fresh, messages.append)
-    same(begun, {"params": model.params, "balance": {"bias": model.balance}})
+    place, state = saved / layout, {"params": model.params, "balance": {"bias": model.balance}}
+    source, held = open_source(str(place)), boxes.of_tree(state)
+    partial.require_fit(source, held.weights())
+    same(source.restore(held.leaves, held), trees.flat(state))
     told, resharded = "without checksums" if layout != "sealed" else "", rewrite.reshard(place, tmp_path / "run")
-    assert told in messages[0] and told in resharded
+    assert told in source.warning and told in resharded
     step = 4 if layout in ("steps", "sealed") else 0
     assert Vault(tmp_path / "run" / "checkpoints").verify(step) == []
     for folder in (place, tmp_path / "run"):
@@ -117,12 +109,13 @@ def test_each_layout_comes_in(model, saved, layout, tmp_path):
 def test_integers_become_no_weights(model, saved, tmp_path):
     """They did, silently: those of a quantised model, without their scales."""
     rewrite.reshard(saved / "int8", tmp_path / "run")
+    held = boxes.of_tree({"params": model.params, "balance": {"bias": model.balance}})
     for place in (saved / "int8", tmp_path / "run"):
         assert partial.read(place, dtype="float32")["params"]["final_norm"]["scale"].dtype == np.int8
         with pytest.raises(StorageError, match=r"is of int8, and float32 is needed; multiply .* quantised"):
             zj.load(place, config=model.config)
         with pytest.raises(UserError, match=r"init_from: .* has params\.\S+ as int8, .* multiply quantised"):
-            partial.InitialWeights(open_source(str(place)), boxes.of_tree({"params": model.params}), True)
+            partial.require_fit(open_source(str(place)), held)
 
 
 @pytest.mark.parametrize("layout", ["ocdbt", "tensors"])
@@ -143,4 +136,4 @@ def test_two_processes_each_read_their_parts(saved, tmp_path):
 def test_of_a_tree_with_other_names_the_nearest_are_listed(model, saved):
     fresh = {"params": {"embed": {"embeddings": model.params["embed"]["embedding"]}}}
     with pytest.raises(UserError, match=r"embeddings it has none; the nearest names are params\.embed\.embedding"):
-        partial.InitialWeights(open_source(str(saved / "ocdbt")), boxes.of_tree(fresh), False)
+        partial.require_fit(open_source(str(saved / "ocdbt")), boxes.of_tree(fresh).weights())

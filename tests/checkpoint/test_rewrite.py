@@ -184,35 +184,18 @@ def test_reading_a_part(workdir, tmp_path):
         partial.read(workdir)
 
 
-def test_a_larger_model_takes_what_fits(workdir):
-    fresh, old, messages = params(layers=3, experts=5, seed=77), params(seed=9), []
-    with pytest.raises(UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"):
-        partial.InitialWeights(open_source(str(workdir)), boxes.of_tree(fresh), False).of(fresh, messages.append)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:5]), ("expert",))
-    down = fresh["params"]["layers"]["experts"]["down"]
-    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "expert"))
-    fresh["params"]["layers"]["experts"]["down"] = jax.device_put(down, cut)
-    begun = partial.InitialWeights(open_source(str(workdir)), boxes.of_tree(fresh), True).of(fresh, messages.append)
-    got, taken = begun["params"]["layers"], old["params"]["layers"]
-    assert got["experts"]["down"].sharding == cut
-    np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:2, :3], taken["experts"]["down"])
-    np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[2:], down[2:])
-    np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:, 3:], down[:, 3:])
-    out, fresh_out = (np.asarray(got["router"]["out"]["kernel"]), fresh["params"]["layers"]["router"]["out"]["kernel"])
-    np.testing.assert_array_equal(out[:2, :, :3], taken["router"]["out"]["kernel"][..., :3])
-    np.testing.assert_array_equal(out[:2, :, 5], taken["router"]["out"]["kernel"][..., 3])
-    np.testing.assert_array_equal(out[:, :, 3:5], fresh_out[:, :, 3:5])
-    bias = np.asarray(begun["balance"]["bias"])
-    np.testing.assert_array_equal(bias[:2, [0, 1, 2, 5]], old["balance"]["bias"])
-    np.testing.assert_array_equal(bias[2], fresh["balance"]["bias"][2])
-    np.testing.assert_array_equal(begun["optimizer"]["momentum"], fresh["optimizer"]["momentum"])
-    assert "5 of 5 arrays taken, 4 of them in part" in messages[0] and "taken in part: balance.bias" in messages[1]
-
-    other, messages = params(width=12, seed=77), []
-    begun = partial.InitialWeights(open_source(str(workdir)), boxes.of_tree(other), True).of(other, messages.append)
-    same(begun["params"]["embed"], other["params"]["embed"])
-    assert "left fresh: params.embed.embedding, params.layers.experts.down" in messages[1]
-    assert "not used: params.embed.embedding, params.layers.experts.down" in messages[2]
+def test_weights_of_other_shapes_are_refused(workdir):
+    larger, width = params(layers=3, experts=5), params(width=12)
+    more, fewer = params(), params()
+    more["params"]["more"], fewer["params"]["embed"] = jnp.ones(3), {}
+    for held, says in (
+        (larger, r"of balance.bias it has \(2, 4\), the model needs \(3, 6\) \(4 such arrays\)"),
+        (width, r"of params.embed.embedding it has \(50, 8\), the model needs \(50, 12\)"),
+        (more, r"of params.more it has none; the nearest names are .*, the model needs \(3,\)"),
+        (fewer, r"of params.embed.embedding it has \(50, 8\), the model needs none"),
+    ):
+        with pytest.raises(UserError, match=says):
+            partial.require_fit(open_source(str(workdir)), boxes.of_tree(held).weights())
 
 
 GONE = r"^step 9 of \S*/run is gone meanwhile, its run has deleted it; it has 4$"

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 import zaya_jax as zj
 from experiments import evaluate, generate
 from experiments.configs import finetune
-from zaya_jax import cli, config
+from zaya_jax import cli, config, trees
 from zaya_jax.checkpoint import boxes, partial
 from zaya_jax.config import Model, UserError
 from zaya_jax.pytorch import any_model, exchange
@@ -51,11 +51,10 @@ def test_each_name_works_wherever_a_model_is_asked_for(places, hub, called, tmp_
     jax.tree.map(np.testing.assert_array_equal, zj.load(name).params, model.params)
     settings = finetune.get_config(name)
     assert settings.model.hidden_size == 16 and settings.run.init_from == name and settings.data.seq_len == 64
-    fresh = jax.tree.map(np.zeros_like, {"params": model.params, "balance": {"bias": model.balance}})
-    fresh = jax.device_put(fresh, jax.devices()[0])
-    held = boxes.of_tree(fresh)
-    begun = partial.InitialWeights(any_model.weights_of(name), held, grow=False).of(fresh, say=lambda _: None)
-    jax.tree.map(np.testing.assert_array_equal, begun["params"], model.params)
+    state, source = {"params": model.params, "balance": {"bias": model.balance}}, any_model.weights_of(name)
+    held = boxes.of_tree(state)
+    partial.require_fit(source, held)
+    jax.tree.map(np.testing.assert_array_equal, source.restore(held.leaves, held), trees.flat(state))
     exported = load_file(exchange.to_hf(name, tmp_path / "out") / "model.safetensors")
     theirs = load_file(f"{folders['HF']}/model.safetensors")
     assert all(x.tobytes() == exported[key].tobytes() for key, x in theirs.items())

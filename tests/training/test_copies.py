@@ -11,7 +11,6 @@ from tiny_runs import lines, same_state, settings, train, write_corpus
 
 from zaya_jax import cli, trees
 from zaya_jax.checkpoint import partial
-from zaya_jax.checkpoint.partial import InitialWeights
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.optim import by_layer, matrices
 from zaya_jax.parallel.mesh import make_mesh
@@ -132,17 +131,10 @@ def logical(copies, copy):
 
 
 def test_a_run_begins_with_given_weights(run, keys):
-    """Those of a checkpoint, for a model of the same size and for one with more experts; and an imported model's."""
-    for more in ({}, {"model__num_experts": 8}):
-        config, optimizer, state, copies = on(4, **keys | more)
-        fresh = states.init(config, optimizer, jax.tree.leaves(state)[0].sharding.mesh)
-        check_copies(optimizer, fresh, whole(copies, fresh))
-        found = copies.place(InitialWeights(Source(run), copies.held, bool(more)).of(copies.on_devices(fresh), print))
-        check_copies(optimizer, found, whole(copies, found))
-        for path in EXPERTS:
-            np.testing.assert_array_equal(whole(copies, found)[path][:, :4], saved(run)[path])
-        if not more:
-            check_copies(optimizer, copies.with_weights_of(fresh, Source(run).restore), saved(run))
+    config, optimizer, state, copies = on(4, **keys)
+    fresh = states.init(config, optimizer, jax.tree.leaves(state)[0].sharding.mesh)
+    check_copies(optimizer, fresh, whole(copies, fresh))
+    check_copies(optimizer, copies.with_weights_of(fresh, Source(run).restore), saved(run))
 
 
 def whole(copies, state):

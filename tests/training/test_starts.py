@@ -151,7 +151,7 @@ def test_what_has_saved_nothing_may_be_anything(begin, tmp_path):
         begin({"run.fork": str(tmp_path / "run")}, new=True)
     assert (tmp_path / "new" / "config.json").exists() and (tmp_path / "new" / "lineage.json").exists()
     with pytest.raises(GoesOn):
-        begin({"run.init_from": str(tmp_path / "run"), "run.init_grow": True, "data.seq_len": 64}, new=True)
+        begin({"run.init_from": str(tmp_path / "run"), "data.seq_len": 64}, new=True)
     assert json.loads((tmp_path / "new" / "config.json").read_text())["data"]["seq_len"] == 64
     assert not (tmp_path / "new" / "lineage.json").exists()
 

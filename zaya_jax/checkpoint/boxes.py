@@ -57,9 +57,9 @@ class Holding:
     leaves: dict[str, Any]  # the run's, as ShapeDtypeStructs with their shardings
     parts: list[HeldBox]
 
-    def only(self, names: tuple[str, ...]) -> "Holding":
-        """The holding of some branches of the checkpoint."""
-        arrays = {name: x for name, x in self.arrays.items() if name.split(".")[0] in names}
+    def weights(self) -> "Holding":
+        """The holding of the parameters and balancing biases alone."""
+        arrays = {name: x for name, x in self.arrays.items() if layout.is_weight(name)}
         parts = [part for part in self.parts if part.name in arrays]
         where = {part.leaf for part in parts}
         return Holding(arrays, {leaf: x for leaf, x in self.leaves.items() if leaf in where}, parts)

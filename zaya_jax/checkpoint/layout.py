@@ -141,6 +141,11 @@ def is_real(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(np.dtype(dtype), np.inexact)
 
 
+def is_weight(name: str) -> bool:
+    """Whether an array is a model's: a parameter, or the balancing biases."""
+    return name.startswith("params.") or name == "balance.bias"
+
+
 def by_layer(name: str, shape: tuple[int, ...]) -> bool:
     """Whether an array is stored layer by layer: matrices are, stacked vectors lie together."""
     return "layers" in name.split(".") and len(shape) >= 3

@@ -28,7 +28,7 @@ def mark_of(base: Source) -> str:
     """A hash of a corner of every array: another model's, or another step's, differs."""
     found = hashlib.sha256()
     for name, array in sorted(base.arrays().items()):
-        if name.startswith("params.") or name == "balance.bias":
+        if layout.is_weight(name):
             box = tuple(slice(0, min(n, CORNER if i >= len(array.shape) - 2 else 1)) for i, n in enumerate(array.shape))
             out = np.empty(layout.sizes(box), np.float32)
             base.fill(array, box, out)

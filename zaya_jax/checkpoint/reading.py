@@ -24,20 +24,18 @@ AHEAD_BYTES = 64 << 20  # of chunks that are read before they are asked for
 ReadChunk = Callable[[Array, tuple[int, ...]], np.ndarray]
 
 
-def on_devices(
-    read: ReadChunk, arrays: Mapping[str, Array], held: Holding, fresh: Mapping[str, jax.Array] | None = None
-) -> dict[str, jax.Array]:
-    """The run's arrays by name; `fresh`: arrays that keep their values where no part lies."""
+def on_devices(read: ReadChunk, arrays: Mapping[str, Array], held: Holding) -> dict[str, jax.Array]:
+    """The run's arrays by name."""
     by_leaf: dict[str, list[HeldBox]] = defaultdict(list)
     for part in held.parts:
         if part.device.process_index == jax.process_index():
             by_leaf[part.leaf].append(part)
     with concurrent.futures.ThreadPoolExecutor(THREADS, "load") as pool:
         ahead = lambda *chunk: pool.submit(read, *chunk)  # noqa: E731
-        return {n: _leaf(ahead, x, by_leaf[n], arrays, (fresh or {}).get(n)) for n, x in held.leaves.items()}
+        return {name: _leaf(ahead, x, by_leaf[name], arrays) for name, x in held.leaves.items()}
 
 
-def _leaf(ahead: Any, x: Any, parts: list[HeldBox], arrays: Mapping[str, Array], fresh: jax.Array | None) -> jax.Array:
+def _leaf(ahead: Any, x: Any, parts: list[HeldBox], arrays: Mapping[str, Array]) -> jax.Array:
     """One array of the run."""
     by_device: dict[jax.Device, list[HeldBox]] = {device: [] for device in x.sharding.addressable_devices}
     for part in parts:
@@ -46,9 +44,8 @@ def _leaf(ahead: Any, x: Any, parts: list[HeldBox], arrays: Mapping[str, Array],
     alike: dict[tuple, list[jax.Device]] = defaultdict(list)
     for device, index in x.sharding.addressable_devices_indices_map(tuple(x.shape)).items():
         alike[layout.box_of(index, tuple(x.shape))].append(device)
-    old = {shard.device: shard.data for shard in fresh.addressable_shards} if fresh is not None else {}
     own = x.sharding.shard_shape(tuple(x.shape))
-    filled = [(np.array(old[to[0]]) if old else np.zeros(own, x.dtype), by_device[to[0]], to) for to in alike.values()]
+    filled = [(np.zeros(own, x.dtype), by_device[to[0]], to) for to in alike.values()]
     for target, part, chunk, inside in _chunks(ahead, filled, arrays):
         part.of(target)[layout.within(inside[1], part.box)] = chunk[inside[0]]
     # No other memory stands behind these: a step may take theirs.

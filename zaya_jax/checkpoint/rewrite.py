@@ -82,7 +82,7 @@ def export_params(
                 name, x.shape, dtype if dtype and name.startswith("params.") and layout.is_real(x.dtype) else x.dtype
             )
             for name, x in source.arrays().items()
-            if name.startswith("params.") or name == "balance.bias"
+            if layout.is_weight(name)
         ]
         source.check()
         meta = {name: x for name, x in source.meta().items() if name != "data"}

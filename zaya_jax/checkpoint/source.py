@@ -141,20 +141,17 @@ class Source:
         name = array.file(index)
         return reading.chunk_of(self._vault.get(self._name, name), array, index, self.files[name][1])
 
-    def restore(
-        self, like: Any, held: Holding | None = None, everything: bool = False, fresh: Mapping[str, Any] | None = None
-    ) -> Any:
+    def restore(self, like: Any, held: Holding | None = None, everything: bool = False) -> Any:
         """A tree of arrays laid out as `like`'s ShapeDtypeStructs with shardings say; StorageError for damage.
 
         `held` says where the checkpoint's arrays lie in it, if it is not a tree of them; `everything`: the checkpoint
-        must have no others. `fresh` has arrays by name that keep their values where no array lies.
+        must have no others.
         """
         held = held or boxes.of_tree(like)
         try:
             theirs = self.arrays()
-            if fresh is None:
-                self._require_fit(theirs, held, everything)
-            found = reading.on_devices(self._chunk, theirs, held, fresh)
+            self._require_fit(theirs, held, everything)
+            found = reading.on_devices(self._chunk, theirs, held)
         except UserError:  # of a model directory's numbers
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:

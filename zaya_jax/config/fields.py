@@ -26,7 +26,7 @@ class StorageError(RuntimeError):
 
 # Of strings; a path may be an address, a source is "path=weight".
 KINDS = ("name", "path", "text", "source")
-WITHDRAWN = ("checkpoint.local",)  # keys that records of older versions may have, and that are not read
+WITHDRAWN = ("checkpoint.local", "run.init_grow")  # keys of older versions' records, which are not read
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
 MODEL_FORMS = "a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub"

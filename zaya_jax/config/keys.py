@@ -184,7 +184,6 @@ class Run:
     spike_deviations: float = ranged(6.0, 0, 1e6, 'of the gradient norm above its mean, for "spike"')
     init_from: str = text("", "path", "first weights: any model's name (docs/pytorch.md), or exported parameters")
     lora: int | None = ranged(None, 1, 2**14, "train updates of this rank over init_from's weights; None: all weights")
-    init_grow: bool = switch(False, "let a model of more layers or experts take what fits")
     fork: str = text("", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md")
     fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")
     fork_tokens: int = ranged(0, 0, TOKENS, "tokens that had been seen there; filled in")

@@ -27,7 +27,7 @@ from zaya_jax.schedule import Plan
 from zaya_jax.training.workdir import flat
 
 # Keys that are of each run by itself.
-OWN = ("run.fork", "run.fork_step", "run.fork_tokens", "run.init_from", "run.init_grow")
+OWN = ("run.fork", "run.fork_step", "run.fork_tokens", "run.init_from")
 
 
 def find(config: Config, workdir: Path) -> list | None:

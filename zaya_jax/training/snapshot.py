@@ -88,8 +88,8 @@ class Copies:
         return OnHost(found)
 
     def with_weights_of(self, state: Any, read: Callable[[Any, Holding], Any]) -> Any:
-        """A state with the weights and balancing of a checkpoint that has no optimizer; read(like, held) reads it."""
-        held = self.held.only(("params", "balance"))
+        """A fresh state with the weights and balancing biases of a checkpoint; read(like, held) reads these."""
+        held = self.held.weights()
         found = read({name: x for name, x in trees.flat(self.like).items() if name in held.leaves}, held)
         fresh = trees.flat(arrays_of(self.optimizer, state))
         return self.place(jax.tree.unflatten(jax.tree.structure(self.like), (fresh | found).values()))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 
-from zaya_jax.checkpoint.partial import InitialWeights
+from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import multihost
@@ -131,9 +131,10 @@ def first_state(
     elif parent:  # forked
         state = copies.place(parent.load(copies.like, copies.held))
     elif way == "initial weights" and not run.lora:
-        # Those that do not fit are refused before anything is compiled.
-        weights = InitialWeights(weights_of(run.init_from), copies.held, run.init_grow)
-        state = copies.place(weights.of(copies.on_devices(_fresh(planned)), say))
+        source = weights_of(run.init_from)
+        partial.require_fit(source, copies.held.weights())  # before anything is compiled
+        state = copies.with_weights_of(_fresh(planned), source.restore)
+        say(f"begins from {source.name}{source.warning}")
     elif way == "imported":  # weights and biases, no optimizer yet
         state = copies.with_weights_of(_fresh(planned), lambda like, held: store.restore(0, like, held)[0])
     else:
