@@ -168,3 +168,21 @@ def test_an_impossible_phase_is_refused_with_a_way_out_that_works(phase, message
         advised = re.search(r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", str(error.value))
         mended = dict(micro_batch=int(advised[1]))
     schedule.make_plan(config(Phase(**phase | mended)))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            Data(seq_len=2**20, global_batch=1),
+            r"^config\.data\.seq_len=1048576 is above model\.max_position_embeddings=131072",
+        ),
+        (
+            Data(global_batch=9, micro_batch=2),
+            r"^config\.data .* config\.data\.micro_batch=2; give a .* that divides 9",
+        ),
+    ],
+)
+def test_without_phases_the_data_s_keys_are_named(data, message):
+    with pytest.raises(UserError, match=message):
+        schedule.make_plan(dataclasses.replace(config(), data=data))

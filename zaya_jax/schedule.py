@@ -245,7 +245,7 @@ def key(config: Config, index: int, name: str) -> str:
 
 def _filled(config: Config, phase: Phase, index: int) -> Phase:
     """A phase with a value for everything that it leaves open; UserError where it cannot be."""
-    where = f"config.schedule.phases[{index}]"
+    where = f"config.schedule.phases[{index}]" if config.schedule.phases else "config.data"
     fields.check_fields(phase, f"schedule.phases[{index}].")
     outside: dict[str, Any] = {
         name: functools.reduce(getattr, path.split("."), config) for name, path in ELSEWHERE.items()
@@ -261,7 +261,7 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
     for name in ("seq_len", "eval_seq_len"):
         if getattr(phase, name) > config.model.max_position_embeddings:
             raise UserError(
-                f"{where}.{name}={getattr(phase, name)} is above model.max_position_embeddings="
+                f"{key(config, index, name)}={getattr(phase, name)} is above model.max_position_embeddings="
                 f"{config.model.max_position_embeddings}; raise the latter or shorten the sequences"
             )
     if bool(phase.ramp_from) != bool(phase.ramp_tokens) or phase.ramp_tokens > phase.tokens:

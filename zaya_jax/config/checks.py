@@ -1,4 +1,4 @@
-"""Rules between keys of a config; the rule for each key alone is declared with it, in keys.py."""
+"""Rules between keys of a config; a key's own rule is declared in keys.py, those of batches are the schedule's."""
 
 import re
 
@@ -13,19 +13,8 @@ def check_config(c: Config) -> None:
     _check_kernels(c.kernels)
     if c.log.profile and not re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,3})?", c.log.profile):
         raise UserError(f"config.log.profile={shown(c.log.profile)} is not STEP or STEP:STEPS, such as 100:3")
-    at_once = min(c.data.micro_batch, c.data.global_batch)
-    if at_once and not c.schedule.phases and c.data.global_batch % at_once:  # phases have batches of their own
-        raise UserError(
-            f"config.data.micro_batch={c.data.micro_batch} does not divide data.global_batch={c.data.global_batch}; "
-            "give a divisor, or 0 for the whole batch at once"
-        )
     if c.data.chats:
         _check_chats(c)
-    if c.data.seq_len > c.model.max_position_embeddings:
-        raise UserError(
-            f"config.data.seq_len={c.data.seq_len} is above model.max_position_embeddings="
-            f"{c.model.max_position_embeddings}; raise the latter or shorten the sequences"
-        )
 
 
 def _check_chats(c: Config) -> None:
