@@ -1,7 +1,7 @@
 """Ends a process at once, without waiting for other processes or for a disk, after its last lines are written.
 
 code_of(error)             the exit code of a program that an error ends, and a line for a person
-before(function, code)     calls a function on the way out, or only with this exit code
+before(function)           calls a function on the way out
 within(seconds, function)  whether a function ended in time
 now(code, line)            ends the process
 signals_as_they_were()     gives a caller its handlers back
@@ -33,17 +33,17 @@ IN_THE_WAY = frozenset(
     (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 )
 
-_functions: list[tuple[Callable[[], None], int | None]] = []
+_functions: list[Callable[[], None]] = []
 
 
-def before(function: Callable[[], None], code: int | None = None) -> None:
-    """Has `now` call a function, in any thread; with a code, only if the process ends with it."""
-    _functions.append((function, code))
+def before(function: Callable[[], None]) -> None:
+    """Has `now` call a function, in any thread."""
+    _functions.append(function)
 
 
 def forget(function: Callable[[], None]) -> None:
     """Removes the function given to `before`."""
-    _functions[:] = [item for item in _functions if item[0] != function]
+    _functions[:] = [one for one in _functions if one != function]
 
 
 def within(seconds: float, function: Callable[[], None]) -> bool:
@@ -61,8 +61,7 @@ def now(code: int, line: str = "") -> None:
         if line:
             with contextlib.suppress(OSError, ValueError):
                 print(line, file=sys.stderr)
-        due = [function for function, only in _functions if only in (None, code)]
-        for function in [*due, logging.shutdown, *(f.flush for f in (sys.stdout, sys.stderr) if f)]:
+        for function in [*_functions, logging.shutdown, *(f.flush for f in (sys.stdout, sys.stderr) if f)]:
             with contextlib.suppress(Exception):
                 function()
 

@@ -81,17 +81,8 @@ def all_keys() -> list[str]:
     return [path for path, _ in fields.leaves(Config)]
 
 
-class _Editable(config_dict.ConfigDict):
-    """A ConfigDict whose error for a misspelt key names the nearest one, and not all others."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if self.is_locked and key not in self:
-            raise KeyError(f'Key "{key}" does not exist{fields.nearest(key, self.keys())}')
-        super().__setitem__(key, value)
-
-
 def _to_config_dict(value: Any) -> config_dict.ConfigDict:
-    out = _Editable()
+    out = config_dict.ConfigDict()
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         optional = fields.optional_type(field.type)

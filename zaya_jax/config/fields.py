@@ -179,23 +179,16 @@ def _check(field: dataclasses.Field, value: Any, path: str) -> None:
         if value not in choices:
             words = ", ".join(filter(None, choices))  # "" leaves a phase's key open
             raise UserError(f"{given} is not one of {words}{nearest(value, choices)}")
-    elif "kind" in field.metadata:
-        _check_text(field, value, given)
+    elif field.metadata.get("kind", "text") != "text" and (value or field.default != ""):
+        kind = field.metadata["kind"]
+        check_path(f"config.{path}", value, addresses=kind in ("path", "source"), kind=kind)
 
 
-def _check_text(field: dataclasses.Field, value: str, given: str) -> None:
-    kind = field.metadata["kind"]
-    if kind != "text" and (value or field.default != ""):
-        problem = path_problem(value, addresses=kind in ("path", "source"))
-        if problem:
-            raise UserError(f"{given} {problem}; give a {kind}")
-
-
-def check_path(option: str, value: str, addresses: bool = False) -> None:
-    """UserError if an option of a command line cannot be a path."""
+def check_path(option: str, value: str, addresses: bool = False, kind: str = "path") -> None:
+    """UserError if an option or a key cannot be a path."""
     problem = path_problem(value, addresses)
     if problem:
-        raise UserError(f"{option}={shown(value)} {problem}; give another path")
+        raise UserError(f"{option}={shown(value)} {problem}; give a {kind}")
 
 
 def path_problem(value: str, addresses: bool = False) -> str:
