@@ -6,7 +6,6 @@
 (`params.layers.cca.q.kernel`). Such a state has no checksums: Orbax 0.12.8 loads a changed bit without an error.
 """
 
-import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -49,11 +48,6 @@ class Unsealed(Source):
         self.folder = folder
         self.place, self.workdir, self.files, self.run = str(folder), None, {}, ""
         self.step, self.name, self._kept = 0, str(folder), None
-
-    @contextlib.contextmanager
-    def unless_deleted(self) -> Any:
-        """Nothing deletes such a checkpoint."""
-        yield
 
     def check(self, *_: Any, **__: Any) -> None:
         """There is nothing to compare it with."""

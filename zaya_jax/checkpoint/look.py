@@ -41,9 +41,8 @@ class Seen:
 def see(workdir: str | Path, step: int) -> Seen:
     """Looks at one step; StorageError where its small files are damaged."""
     source = Source(workdir, step)
-    with source.unless_deleted():
-        arrays, meta = list(source.arrays().values()), source.meta()
-        saved = (Path(workdir) / "checkpoints" / str(step) / layout.MARKER).stat().st_mtime
+    arrays, meta = list(source.arrays().values()), source.meta()
+    saved = (Path(workdir) / "checkpoints" / str(step) / layout.MARKER).stat().st_mtime
     sums = source.files
     chunks = Counter(name.split("/")[1] for name in sums if re.search(r"/c[.\d]*$", name))
     size = sum(entry[0] for entry in sums.values())
@@ -59,7 +58,7 @@ def see_all(workdir: str | Path) -> tuple[list[Seen], list[int]]:
     for step in writing.numbered(Path(workdir) / "checkpoints"):
         try:
             seen.append(see(workdir, step))
-        except UserError:
+        except (UserError, FileNotFoundError):
             pass
         except StorageError:
             damaged.append(step)

@@ -5,9 +5,8 @@
 The base is rounded as the run holds it, so the run and everything made of its merged weights compute with the same.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,6 @@ class Merged(Unsealed):
     def meta(self) -> dict[str, Any]:
         """The run's."""
         return self._adapters.meta()
-
-    @contextlib.contextmanager
-    def unless_deleted(self) -> Iterator[None]:
-        """Of both."""
-        with self._adapters.unless_deleted(), self._base.unless_deleted():
-            yield
 
     def check(self, *args: Any, **options: Any) -> None:
         """Of both."""

@@ -38,7 +38,7 @@ def reshard(
     if not 0 < chunk_mb <= MOST_MB:
         raise UserError(f"--chunk_mb={chunk_mb:g} must be above 0 and at most {MOST_MB:g}")
     source = open_source(place, step)
-    with source.unless_deleted(), claims.whole_or_nothing(claims.new_folder(target, "--to")) as part:
+    with claims.whole_or_nothing(claims.new_folder(target, "--to")) as part:
         source.check()
         arrays = [_stored(x.name, x.shape, x.dtype, chunk_mb) for x in source.arrays().values()]
         _write_step(part, source.step, source.run, source, arrays, source.meta(), progress)
@@ -70,25 +70,22 @@ def export_params(
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
     source = Source(workdir, step)
-    with source.unless_deleted():
-        if "base" in source.meta():
-            raise UserError(
-                f"{workdir} holds low-rank updates alone; to_hf writes them merged with their base, and so does "
-                f"zaya_jax.load({str(workdir)!r}).save(DIR)"
-            )
-        target = claims.new_folder(out, "--out")
-        arrays = [
-            _stored(
-                name, x.shape, dtype if dtype and name.startswith("params.") and layout.is_real(x.dtype) else x.dtype
-            )
-            for name, x in source.arrays().items()
-            if layout.is_weight(name)
-        ]
-        source.check()
-        meta = {name: x for name, x in source.meta().items() if name != "data"}
-        with claims.whole_or_nothing(target) as part:
-            sums = _write(part, source, arrays, meta, progress)
-            writing.write_files(part, {layout.MARKER: Seal(sums, source.step, source.run).content()})
+    if "base" in source.meta():
+        raise UserError(
+            f"{workdir} holds low-rank updates alone; to_hf writes them merged with their base, and so does "
+            f"zaya_jax.load({str(workdir)!r}).save(DIR)"
+        )
+    target = claims.new_folder(out, "--out")
+    arrays = [
+        _stored(name, x.shape, dtype if dtype and name.startswith("params.") and layout.is_real(x.dtype) else x.dtype)
+        for name, x in source.arrays().items()
+        if layout.is_weight(name)
+    ]
+    source.check()
+    meta = {name: x for name, x in source.meta().items() if name != "data"}
+    with claims.whole_or_nothing(target) as part:
+        sums = _write(part, source, arrays, meta, progress)
+        writing.write_files(part, {layout.MARKER: Seal(sums, source.step, source.run).content()})
     return target
 
 

@@ -54,13 +54,13 @@ class Source:
             self.workdir = Path(place).absolute()
             vault, name = Vault(self.workdir / "checkpoints"), latest_step(place, step)
         self._vault, self._name = vault, name
-        with self.unless_deleted():
+        with self._unless_deleted():
             found = self._vault.seal(self._name)
         self.files, self.run, self.step = found.files, found.run or "", found.step
         self.name = f"step {self.step} of {place}"
 
     @contextlib.contextmanager
-    def unless_deleted(self) -> Iterator[None]:
+    def _unless_deleted(self) -> Iterator[None]:
         """Turns errors of reading into a UserError if the run has deleted the step meanwhile."""
         try:
             yield
@@ -80,14 +80,16 @@ class Source:
 
     def check_files(self, sums: Sums, progress: Progress | None = None) -> None:
         """StorageError if one of these is damaged."""
-        damages = self._vault.check(self._name, sums, progress)
-        if damages:
-            more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
-            raise StorageError(f"{self.name} is damaged: {damages[0]}{more}")
+        with self._unless_deleted():
+            damages = self._vault.check(self._name, sums, progress)
+            if damages:
+                more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
+                raise StorageError(f"{self.name} is damaged: {damages[0]}{more}")
 
     def json(self, name: str) -> dict[str, Any]:
         """A small file."""
-        return json.loads(self._vault.get(self._name, name))
+        with self._unless_deleted():
+            return json.loads(self._vault.get(self._name, name))
 
     def meta(self) -> dict[str, Any]:
         """Its small file; what Orbax has saved, by `Handler` too, has none: then as much as is known without."""
@@ -139,7 +141,8 @@ class Source:
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
         """One chunk, verified by its own checksum, which is the listed one: so it is not another chunk."""
         name = array.file(index)
-        return reading.chunk_of(self._vault.get(self._name, name), array, index, self.files[name][1])
+        with self._unless_deleted():
+            return reading.chunk_of(self._vault.get(self._name, name), array, index, self.files[name][1])
 
     def restore(self, like: Any, held: Holding | None = None, everything: bool = False) -> Any:
         """A tree of arrays laid out as `like`'s ShapeDtypeStructs with shardings say; StorageError for damage.

@@ -27,22 +27,21 @@ def to_peft(name: str, out: str | os.PathLike) -> Path:
     if not isinstance(found.source, Merged) or found.model.model_type != "zaya":
         raise UserError(f"{found.name} has no low-rank updates of a zaya model (run.lora); leave --adapters out")
     source = found.source
-    with source.unless_deleted():
-        found.check()
-        pairs, moved = source.adapters()
-        if moved:
-            raise UserError(
-                f"{found.name} has moved the balancing biases, for which PEFT has no place; leave --adapters out, or "
-                "train with --config.balance.enabled=False"
-            )
-        target = claims.new_folder(out, "--out")
-        tensors = _tensors(found.model, pairs)
-        rank = next(iter(pairs.values())).shape[-1]
-        with claims.whole_or_nothing(target) as part:
-            specs = [(key, x.shape, x.dtype) for key, x in tensors.items()]
-            tensor_files.write_sharded(part, specs, tensors.values(), 1 << 62)
-            (part / tensor_files.SINGLE).rename(part / "adapter_model.safetensors")
-            write_json(part / "adapter_config.json", _config(found.model, rank, source.base_name))
+    found.check()
+    pairs, moved = source.adapters()
+    if moved:
+        raise UserError(
+            f"{found.name} has moved the balancing biases, for which PEFT has no place; leave --adapters out, or "
+            "train with --config.balance.enabled=False"
+        )
+    target = claims.new_folder(out, "--out")
+    tensors = _tensors(found.model, pairs)
+    rank = next(iter(pairs.values())).shape[-1]
+    with claims.whole_or_nothing(target) as part:
+        specs = [(key, x.shape, x.dtype) for key, x in tensors.items()]
+        tensor_files.write_sharded(part, specs, tensors.values(), 1 << 62)
+        (part / tensor_files.SINGLE).rename(part / "adapter_model.safetensors")
+        write_json(part / "adapter_config.json", _config(found.model, rank, source.base_name))
     return target
 
 

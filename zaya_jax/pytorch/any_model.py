@@ -96,9 +96,8 @@ class AnyModel:
             like = store.abstract_like(wanted, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
         else:
             like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings)
-        with self.source.unless_deleted():
-            self.check()
-            found = self.source.restore(like)
+        self.check()
+        found = self.source.restore(like)
         return found["params"], found["balance"]["bias"]
 
     def check(self) -> None:

@@ -93,14 +93,13 @@ def to_hf(
         raise UserError(f"--shard_gb={shard_gb:g} must be above 0 and at most {MOST_GB:g}")
     found = any_model.find(name)
     check_zaya(found.model, found.name)
-    with found.source.unless_deleted():
-        found.check()
-        target = claims.new_folder(out, "--out")
-        write_directory(
-            target, found.model, found.source.read, found.imported, found.files(), found.tokenizer(), found.trained,
-            dtype, shard_gb, progress,
-        )  # fmt: skip
-        write_card(target, found.name, found.config, read_meta(found.folder, found.step) if found.step else {})
+    found.check()
+    target = claims.new_folder(out, "--out")
+    write_directory(
+        target, found.model, found.source.read, found.imported, found.files(), found.tokenizer(), found.trained,
+        dtype, shard_gb, progress,
+    )  # fmt: skip
+    write_card(target, found.name, found.config, read_meta(found.folder, found.step) if found.step else {})
     return target
 
 

@@ -69,8 +69,7 @@ class Parent:
                 "mean other text; give that run's, which is in its folder as tokenizer/"
             )
         files = self._source.files
-        with self._source.unless_deleted():
-            self._source.check_files({name: files[name] for name in share(files)})
+        self._source.check_files({name: files[name] for name in share(files)})
         self._config = config_lib.check(found["config"])
         before, now = flat(config_lib.to_dict(self._config)), flat(config_lib.to_dict(config))
         self._changed = {
@@ -100,18 +99,17 @@ class Parent:
 
     def load(self, like: Any, held: Holding) -> Any:
         """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with shardings say."""
-        with self._source.unless_deleted():
-            theirs = self._source.arrays()
-            for name, x in held.arrays.items():
-                if name not in theirs or theirs[name].shape != tuple(x.shape):
-                    has = f"has {theirs[name].shape}" if name in theirs else "has none"
-                    changes = "; ".join(x for x in self._changes() if x.startswith(("config.model", "config.optim")))
-                    raise UserError(
-                        f"config.run.fork={self._name} does not fit: of {name} it {has}, the run needs "
-                        f"{tuple(x.shape)} ({changes}); restore what differs, or begin with its weights alone, by "
-                        "config.run.init_from"
-                    )
-            return self._source.restore(like, held)
+        theirs = self._source.arrays()
+        for name, x in held.arrays.items():
+            if name not in theirs or theirs[name].shape != tuple(x.shape):
+                has = f"has {theirs[name].shape}" if name in theirs else "has none"
+                changes = "; ".join(x for x in self._changes() if x.startswith(("config.model", "config.optim")))
+                raise UserError(
+                    f"config.run.fork={self._name} does not fit: of {name} it {has}, the run needs "
+                    f"{tuple(x.shape)} ({changes}); restore what differs, or begin with its weights alone, by "
+                    "config.run.init_from"
+                )
+        return self._source.restore(like, held)
 
     def _changes(self) -> list[str]:
         return [f"config.{key} {was!r} there, {now!r} here" for key, (was, now) in self._changed.items()]
@@ -123,8 +121,7 @@ def _open(place: str) -> tuple[Source, dict[str, Any]]:
         source = Source(place)
     except UserError as error:
         raise UserError(f"config.run.fork={place}: {error}") from None
-    with source.unless_deleted():
-        meta = source.meta()
+    meta = source.meta()
     if not {"step", "tokens", "data", "config", "tokenizer"} <= meta.keys() or not meta["tokens"]:
         raise UserError(
             f"config.run.fork={place} is of a run that has not been trained; begin with its weights by "

@@ -9,11 +9,9 @@ from typing import Any
 
 import jax
 
-from zaya_jax import trees
-from zaya_jax.checkpoint import merged
+from zaya_jax.checkpoint import boxes, merged, partial
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.cluster import multihost
-from zaya_jax.config import UserError
 from zaya_jax.training.logs import say
 
 
@@ -24,19 +22,11 @@ def put_under(state: dict[str, Any], like: Any, base: Source, meta: dict[str, An
     part of the metadata that names the base.
     """
     wanted = {"params": like["frozen"], "balance": {"bias": like["balance"].bias}}
-    with base.unless_deleted():
-        theirs = base.arrays()
-        for name, x in trees.flat(wanted).items():
-            if name not in theirs or theirs[name].shape != x.shape:
-                raise UserError(
-                    f"config.run.init_from: {base.name} does not fit this model: {name} must be {x.shape}; low-rank "
-                    "updates need the base's own model"
-                )
-        if meta:
-            multihost.from_first("base", lambda: merged.check_mark(base, meta, "this run"))
-        multihost.from_first("weights", lambda: base.check(names=("state/params.", "state/balance.")))
-        found = base.restore(wanted)
-        mark = multihost.from_first("mark", lambda: merged.mark_of(base))
+    partial.require_fit(base, boxes.of_tree(wanted))
+    if meta:
+        multihost.from_first("base", lambda: merged.check_mark(base, meta, "this run"))
+    found = base.restore(wanted)
+    mark = multihost.from_first("mark", lambda: merged.mark_of(base))
     state["frozen"] = found["params"]
     if not meta:
         state["balance"] = state["balance"]._replace(bias=found["balance"]["bias"])
