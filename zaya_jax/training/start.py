@@ -136,7 +136,7 @@ def first_state(
         state = copies.with_weights_of(_fresh(planned), source.restore)
         say(f"begins from {source.name}{source.warning}")
     elif way == "imported":  # weights and biases, no optimizer yet
-        state = copies.with_weights_of(_fresh(planned), lambda like, held: store.restore(0, like, held)[0])
+        state = copies.with_weights_of(_fresh(planned), Source(store.root / "0").restore)
     else:
         state = _fresh(planned)
     if not run.lora:
