@@ -93,8 +93,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, tried)
     patience = args.patience if args.patience is not None else PATIENCE * (agents > 1)
     command = [sys.executable, "-m", "experiments.pretrain", *training]
-    variables = machine.time_outs(patience)
-    plan = Plan(rules, workdir, command, variables, args.exclude_stragglers, patience, args.command)
+    plan = Plan(rules, workdir, command, args.exclude_stragglers, patience, args.command)
     return agent.run(plan, rank, multihost.seconds_of(multihost.HEARTBEAT))
 
 

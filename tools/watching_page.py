@@ -41,7 +41,7 @@ HARDWARE = """\
 ## Hardware
 
 The agent reads the hardware every few seconds. A counter is judged by its growth within a window, never by its value
-before the run. A level must hold for several readings in a row, and its end is reported too. A counter that falls
+before the run. A level must hold for several readings in a row, and is reported once. A counter that falls
 starts again. A file without permission or without a number is reported once. Each kind of hardware has its own
 thread, so a driver that hangs is a finding and delays nothing else.
 

@@ -6,7 +6,7 @@
     Watcher(tree).look(judge)                              findings about one kind of hardware
 
 A counter is judged by its growth over a window, never by its value: errors before the run do not count. A counter that
-falls (reset, wrapped) starts again. A state is reported when it begins and, as a note, when it is over.
+falls (reset, wrapped) starts again. A state is reported once, until it is over.
 
 docs/watching.md shows the table, and a test holds that. A fault that only slows a node down, or needs a person some
 day, is a note: a process that ends soon after has not ended for it.
@@ -150,7 +150,7 @@ class Judge:
         self.now = 0.0
         self._counters: dict[tuple[str, str, str], deque[tuple[float, float]]] = {}
         self._reported: dict[tuple[str, str, str], tuple[float, float]] = {}  # when, and how many
-        self._states: dict[tuple[str, str], tuple[int, float, bool]] = {}  # looks in a row, since, reported
+        self._states: dict[tuple[str, str], tuple[int, bool]] = {}  # looks in a row, and whether it is reported
 
     def counter(self, name: str, device: str, source: str, value: float | None) -> Iterator[Finding]:
         """A counter's value now; a finding where it has grown too much within its window."""
@@ -179,23 +179,18 @@ class Judge:
         )  # fmt: skip
 
     def state(self, name: str, device: str, on: bool | None, seen: str) -> Iterator[Finding]:
-        """Whether something is so now (None: not known); a finding when it has been for so many looks, and when not."""
+        """Whether something is so now (None: not known); a finding when it has been for so many looks."""
         if on is None:
             return
         limit, key = BY_NAME[name], (name, device)
-        looks, since, reported = self._states.get(key, (0, self.now, False))
-        if on:
-            looks, since = looks + 1, since if looks else self.now
-            needed = limit.within if limit.within < 60 else 1
-            if looks >= needed and not reported and not self.first:
-                reported = True
-                yield Finding(name, limit.group, limit.action, seen, -1, device)
-            self._states[key] = looks, since, reported
-        else:
-            if reported:
-                words = f"{name} is over, after {_time(self.now - since)}; {seen}"
-                yield Finding(f"{name}: over", "note", "note", words, -1, device)
+        if not on:
             self._states.pop(key, None)
+            return
+        looks, reported = self._states.get(key, (0, False))
+        due = looks + 1 >= (limit.within if limit.within < 60 else 1) and not reported and not self.first
+        self._states[key] = looks + 1, reported or due
+        if due:
+            yield Finding(name, limit.group, limit.action, seen, -1, device)
 
 
 class Watcher(abc.ABC):

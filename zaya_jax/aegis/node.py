@@ -22,7 +22,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ class Plan:
     rules: Rules
     workdir: Path
     command: Sequence[str] = ()
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # unless the environment has them
     exclude_stragglers: bool = False
     patience: float = 0.0  # seconds that all may wait alike for a link that comes back
     hook: str = ""  # a command that is run at each event
@@ -120,7 +119,7 @@ class Node:
                     variables["JAX_LOCAL_DEVICE_IDS"] = str(i)
             popen = subprocess.Popen(
                 [*machine.ends_with_this(), *near, *self._plan.command],
-                env={**self._plan.variables, **os.environ, **variables}, stdin=subprocess.DEVNULL,
+                env={**machine.time_outs(self._plan.patience), **os.environ, **variables}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             process = self.processes[index] = Process(index, popen, time.monotonic())
