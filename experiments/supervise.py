@@ -12,6 +12,7 @@ SIGTERM or SIGINT ends at once. docs/aegis.md lists its responses.
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -58,13 +59,27 @@ def parser() -> cli.Parser:
     add("--coordinator", metavar="HOST:PORT", help="address of node 0's agent")
     add("--agents", type=whole, metavar="N", help="number of agents")
     add("--agent", type=cli.number(int, 0), metavar="I", help="index of this agent, from 0")
-    add("--command", default="", metavar="COMMAND", help="run this at each event, with the event as JSON on stdin")
+    add(
+        "--command",
+        type=command_line,
+        default=(),
+        metavar="COMMAND",
+        help="run this at each event, with the event as JSON on stdin",
+    )
     what = found.add_subparsers(dest="what", metavar="report|check")
     report = what.add_parser("report", help="the history of a run", description="The events of a run, by time.")
     report.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
     checked = what.add_parser("check", help="the faults of this node", description="The check before a start.")
     checked.add_argument("--devices", type=whole, metavar="N", help="expected number of devices")
     return found
+
+
+def command_line(text: str) -> list[str]:
+    """The words of a command."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command line ({error}); mend its quotes") from None
 
 
 def supervise(args: argparse.Namespace, training: list[str]) -> int:

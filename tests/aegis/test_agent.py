@@ -39,7 +39,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
     assert (died.process, died.seen, died.node) == (1, "SIGKILL", socket.gethostname())
     assert died.done == "restart at once" and (later.process, later.seen) == (0, "exit code 9")
     assert run.steps()[:13] == [*range(1, 13), 11] and run.steps()[-1] == STEPS + 2  # from checkpoint 10
-    assert restarted[0].step >= 11 and 0 < restarted[0].seconds < 30 and restarted[1].facts["stop"] < 5
+    assert restarted[0].step >= 11 and 0 < restarted[0].seconds < 30 and later.facts["stop"] < 5
     begun = [(event.facts["start"], event.step) for event in run.events("started")]
     assert begun == [(1, -1), (2, 10), (3, 15), (4, 25)]
     logs = run.workdir / "aegis" / "logs"
@@ -229,6 +229,7 @@ def test_a_refused_start_leaves_nothing(tmp_path):
         (["--", "--config=x"], "--workdir=DIR is missing after --"),
         (["--workdir=x"], "--workdir"),
         (["--processes=0", "--", "--workdir=x"], "--processes"),
+        (["--command=a 'b", "--", "--workdir=x"], "is no command line (No closing quotation)"),
         (["--agents=2", "--", "--workdir=x"], "--coordinator (JAX_COORDINATOR_ADDRESS) and --agent (NODE)"),
         (["report", "--workdir=nowhere"], "has no events"),
     ],

@@ -34,7 +34,6 @@ class Node:
 FAULTS = {
     "uncorrectable": {("gpu uncorrectable memory error", "card2", "exclude")},
     "uncorrectable-gfx": {("gpu uncorrectable error", "card2", "exclude")},
-    "correctable-rate": {("gpu correctable error rate", "card3", "note")},
     "not-retired": {("gpu page not retired", "card5", "exclude")},
     "slow-clock": {("gpu slow clock", "card1", "note")},
     "nic-down": {("nic down", "mlx5_2/1", "warn")},
@@ -64,9 +63,9 @@ def test_the_first_look_only_remembers(node):
 
 def test_the_evidence_has_before_and_after(node):
     node.looks(2)
-    watched.lay(node.root, "correctable-rate")
+    watched.lay(node.root, "nic-symbol")
     (found,) = node.looks(2)
-    assert "umc ce: 7 -> 412 in 10 s; limit 100 in 60 min" in found.seen and found.group == "critical"
+    assert "symbol_error: 0 -> 57 in 10 s; limit 10 in 60 min" in found.seen and found.group == "distributed"
 
 
 def test_a_state_that_comes_again_is_reported_again(node):
@@ -115,7 +114,6 @@ def test_a_healthy_hour_of_mi300x_gives_nothing(node):
 
 H200 = {
     "gpu uncorrectable memory error": lambda card: card["errors"].update({(1, 0): 1}),
-    "gpu correctable error rate": lambda card: card["errors"].update({(0, 0): 300}),
     "gpu page not retired": lambda card: card.update(rows=(0, 0, 0, 1)),
     "gpu slow clock": lambda card: card.update(clock=500),
     "gpu lost": lambda card: card.update(lost=True),

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.aegis import facts
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.aegis.leader import Leader
 from zaya_jax.aegis.node import Node, Plan
@@ -29,6 +30,10 @@ SLEPT = 3.0  # a turn that took so long: this agent stood still
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FAREWELL = 5.0  # seconds for last words
 GONE = "gone: killed, crashed, or the connection is cut"
+
+
+class _AskedToStop(Exception):
+    """A signal came while there was no leader to tell."""
 
 
 class Agent(abc.ABC):
@@ -45,6 +50,7 @@ class Agent(abc.ABC):
         self.door = lines.Door(self.selector, self.digest, agents, differs, self.came, self.hear, self.lost)
         self.end: tuple[int, str] | None = None
         self._signals: list[int] = []
+        self._searches = False  # for its leader: there is nobody to tell of a signal
 
     def run(self) -> int:
         """Runs to the end; from then on signals change nothing."""
@@ -59,8 +65,9 @@ class Agent(abc.ABC):
                 for key, _ in self.selector.select(TURN):
                     key.data()
                 now = time.monotonic()
-                if now - last > SLEPT:
-                    self.slept(now - last)
+                if now - last > SLEPT:  # it stood still, so that no other was silent in that time
+                    self.door.forgive(now)
+                    self.tell(["slept", now - last])
                 last = now
                 while self._signals:
                     self.tell(["asked", signal.Signals(self._signals.pop(0)).name])
@@ -86,6 +93,8 @@ class Agent(abc.ABC):
         self.terminal.show(2, line.encode() + b"\n")
 
     def _signal(self, number: int, frame: Any) -> None:
+        if self._searches:
+            raise _AskedToStop(signal.Signals(number).name)
         self._signals.append(number)
 
     # What differs
@@ -112,11 +121,6 @@ class Agent(abc.ABC):
     @abc.abstractmethod
     def lost(self, line: lines.Line, why: str = GONE) -> None:
         """Another agent is gone."""
-
-    def slept(self, seconds: float) -> None:
-        """This agent stood still, so that no other was silent in that time."""
-        self.door.forgive(time.monotonic())
-        self.tell(["slept", seconds])
 
     def farewell(self) -> None:
         """After the last turn."""
@@ -167,7 +171,8 @@ class Leading(Agent):
         self.door.see_off(FAREWELL)
         super().farewell()
         self.door.shut()
-        self.leader.close()
+        if self.leader.hook:
+            self.leader.hook.close()
 
     def came(self, line: lines.Line, before: lines.Line | None) -> None:
         """Takes its place where it was started again before its old line was seen to be dead."""
@@ -184,7 +189,7 @@ class Leading(Agent):
     def lost(self, line: lines.Line, why: str = GONE) -> None:
         """Passes it on, with the reason."""
         self.door.drop(line)
-        self.leader.lost(line.index or 0, f"its agent is {why}", time.monotonic())
+        self.leader.take(facts.Lost(line.index or 0, f"its agent is {why}"), time.monotonic())
 
     def _order(self, node: int, message: list) -> None:
         line = self.door.known.get(node)
@@ -196,14 +201,8 @@ class Leading(Agent):
             line.say(*message)
 
 
-class _AskedToStop(Exception):
-    """A signal came while there was no leader to tell."""
-
-
 class Member(Agent):
     """The agent of any other node."""
-
-    _searches = False
 
     def begin(self) -> None:
         """Finds the leader; a signal ends the search at once."""
@@ -223,11 +222,6 @@ class Member(Agent):
         self.door.known[0] = line
         self.door.attend(line)
         self.node.ready()
-
-    def _signal(self, number: int, frame: Any) -> None:
-        if self._searches:
-            raise _AskedToStop(signal.Signals(number).name)
-        super()._signal(number, frame)
 
     def tell(self, message: list) -> None:
         """Over the line."""

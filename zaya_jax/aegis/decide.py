@@ -89,7 +89,7 @@ class Decider:
         self._failures, self._newest, self._base, self._step = 0, -1, -1, -1
         self._faults: dict[int, int] = {}  # of a node, since the last progress
         self._tried: set[int] = set()  # codes after which one more start was made, since the last progress
-        self._recovering: tuple[Cause, dict[str, float], int] | None = None  # until the first new step
+        self._recovering: tuple[Cause, int] | None = None  # and the step that was reached; until the first new one
         self._begin()
 
     def _begin(self) -> None:
@@ -98,7 +98,6 @@ class Decider:
         self._findings: list[tuple[float, facts.Found]] = []
         self._cause: Cause | None = None
         self._killed = self._saved = False
-        self._began = self._now
 
     def take(self, fact: facts.Fact, now: float) -> list[facts.Action]:
         """Returns the actions that this fact calls for; none after End."""
@@ -224,12 +223,11 @@ class Decider:
             return
         self._step = step
         if self._recovering:
-            cause, took, was = self._recovering
+            cause, was = self._recovering
             self._recovering = None
-            took["first_step"] = round(self._now - self._began, 3)
             self._say(
                 "restarted", cause.node, cause.process, step=step, seconds=round(self._now - cause.time, 3),
-                concluded=f"after it {cause.kind}", done=f"start {self.number} goes on", was_at=was, **took,
+                concluded=f"after it {cause.kind}", done=f"start {self.number} goes on", was_at=was,
             )  # fmt: skip
 
     def _ask(self, name: str) -> None:
@@ -239,7 +237,7 @@ class Decider:
                 self._cause = self._cause or Cause("asked", self._now, seen=name, concluded="a second signal")
                 self._kill()
             elif self.state != S.STOPPING:
-                self._end(128 + _number(name), f"{name} a second time")
+                self._end(128 + signal.Signals[name], f"{name} a second time")
         elif self.state == S.RUNNING:
             self._out.append(facts.Order.ASK)
             self._say("asked", seen=name, done="all save and stop")
@@ -326,9 +324,6 @@ class Decider:
             self._say_found("check", node, finding, done)
         what = f"{len(self.nodes)} nodes, {len(findings)} findings"
         self._say("checked", seconds=round(seconds, 3), seen=what, places=self.nodes)
-        if self._recovering:
-            took = self._recovering[1]
-            took["check"] = round(took.get("check", 0.0) + seconds, 3)
         if hopeless:
             code = HARDWARE if hopeless.name.endswith(COMPUTES_WRONGLY) else 1
             return self._end(code, f"{hopeless.name}: {hopeless.seen}")
@@ -357,7 +352,7 @@ class Decider:
         if codes == {DONE} and not self._killed:
             return self._end(DONE, "done")
         if len(self._asked) > 1:
-            return self._end(128 + _number(self._asked[-1]), f"{self._asked[-1]}, a second time")
+            return self._end(128 + signal.Signals[self._asked[-1]], f"{self._asked[-1]}, a second time")
         if self._asked:
             # Before its first step there is nothing to save: the training ends as a signal ends a program.
             early = {128 + signal.SIGTERM, -signal.SIGTERM}
@@ -383,7 +378,8 @@ class Decider:
         pause = 0.0
         if not cause.free:
             self._failures += 1
-            pause = _pause(self._failures)
+            if self._failures > 1:  # since progress
+                pause = min(FIRST_PAUSE * 2 ** (self._failures - 2), LONGEST_PAUSE)
             if cause.node >= 0:
                 self._faults[cause.node] = self._faults.get(cause.node, 0) + 1
         if self._failures > self.rules.restarts:
@@ -404,20 +400,15 @@ class Decider:
             else:
                 done += ", with the node: no spare could take its place"
         self._tell(cause, done)
-        took = {"detect": round(cause.seconds, 3), "stop": self._stop_took(cause), "pause": pause}
-        self._recovering = cause, took, self._step
+        self._recovering = cause, self._step
         return self._turn(S.WAITING, pause)
 
     def _tell(self, cause: Cause, done: str) -> None:
         self._say(
             cause.kind, cause.node, cause.process, group=cause.group, seen=cause.seen, concluded=cause.concluded,
             done=done, seconds=round(cause.seconds, 3), step=self._step, start=self.number, failures=self._failures,
-            stop=self._stop_took(cause),
+            stop=round(self._now - cause.time - cause.seconds, 3),  # from when it was noticed to when nothing ran
         )  # fmt: skip
-
-    def _stop_took(self, cause: Cause) -> float:
-        """Seconds from when the fault was noticed to when nothing ran."""
-        return round(self._now - cause.time - cause.seconds, 3)
 
     def _can_exclude(self, node: int) -> bool:
         return len([n for n in self.usable() if n != node]) >= self.rules.min_nodes
@@ -440,12 +431,3 @@ class Decider:
         given = {name: value for name, value in given.items() if name in known}
         where = self._hosts.get(node, "")
         self._out.append(facts.Say(kind, {"node": where, "process": process, **given, "facts": more}))
-
-
-def _pause(failures: int) -> float:
-    """Seconds before the next start: none after the first failure since progress, then growing."""
-    return 0.0 if failures < 2 else min(FIRST_PAUSE * 2 ** (failures - 2), LONGEST_PAUSE)
-
-
-def _number(name: str) -> int:
-    return signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM

@@ -3,7 +3,7 @@
     terminal = Terminal(); terminal.show(1, b"...")         the processes' output
     keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis
     keeper.add(event)                                       the leader's events
-    hook = Hook("page-me --team=training"); hook.tell(event)
+    hook = Hook(["page-me", "--team=training"]); hook.tell(event)
 
 The hook's command gets each event as JSON on its standard input, and as ZAYA_EVENT (kind), ZAYA_NODE, ZAYA_GROUP and
 ZAYA_TEXT. A command that fails never fails the run.
@@ -15,15 +15,14 @@ import json
 import logging
 import os
 import queue
-import shlex
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis import events
-from zaya_jax.config import UserError
 
 MOST = 1 << 24  # bytes that wait for a disk or a terminal; more are counted and dropped
 SECONDS = 20.0  # that the hook's command may take
@@ -142,12 +141,8 @@ class Keeper(_Worker):
 class Hook(_Worker):
     """Runs a command at each event."""
 
-    def __init__(self, command: str, seconds: float = SECONDS):
-        try:
-            self._command = shlex.split(command)
-        except ValueError as error:
-            raise UserError(f"the command {command!r} is no command line ({error}); mend its quotes") from None
-        self._seconds, self.failed = seconds, 0
+    def __init__(self, command: Sequence[str], seconds: float = SECONDS):
+        self._command, self._seconds, self.failed = command, seconds, 0
         super().__init__("hook", WAITING)
 
     def tell(self, event: events.Event) -> None:

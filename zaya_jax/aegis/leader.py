@@ -2,6 +2,7 @@
 
     leader = Leader(plan, keeper, say, order)
     leader.hear(node, message, now)     a message of an agent; `node.Node` lists them
+    leader.take(fact, now)              a fact that is no message
     leader.turn(now)                    called often
     leader.end                          once it is decided: (exit code, words)
 
@@ -51,7 +52,7 @@ class Leader:
         self._checks = 0
         self._stacks: dict[int, list[str]] = {}
         self._spending: Spending | None = None
-        self._hook = Hook(plan.hook) if plan.hook else None
+        self.hook = Hook(plan.hook) if plan.hook else None
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
@@ -63,11 +64,7 @@ class Leader:
     def came(self, node: int, host: str, address: str, now: float) -> None:
         """An agent is there."""
         self._addresses[node] = address
-        self._take(facts.Came(node, host), now)
-
-    def lost(self, node: int, why: str, now: float) -> None:
-        """An agent is gone, or silent."""
-        self._take(facts.Lost(node, why), now)
+        self.take(facts.Came(node, host), now)
 
     def hear(self, node: int, message: list, now: float) -> None:
         """Takes an agent's message; of an earlier start's nothing."""
@@ -75,7 +72,7 @@ class Leader:
         number = self.decider.number
         if kind == "ready":
             (self._ports[node],) = rest
-            self._take(facts.Ready(node), now)
+            self.take(facts.Ready(node), now)
         elif kind == "views" and rest[0] == number:
             self._views(node, [View(*view) for view in rest[1]], now)
         elif kind == "exited" and rest[0] == number:
@@ -84,20 +81,20 @@ class Leader:
                 self._look.set()
                 self._checked.wait(PROGRESS)
                 self._saved(now)
-            self._take(facts.Exited(node, *rest[1:]), now)
+            self.take(facts.Exited(node, *rest[1:]), now)
         elif kind == "finding":
-            self._take(facts.Found(node, Finding(**rest[0])), now)
+            self.take(facts.Found(node, Finding(**rest[0])), now)
         elif kind in ("checked", "linked"):
             if self._checking:
                 self._checking.hear(node, message)
         elif kind == "stacks" and rest[0] == number:
             self._stacks |= {int(process): stack for process, stack in rest[1].items()}
             if len(self._stacks) >= self._collecting:
-                self._take(facts.Collected(self._where()), now)
+                self.take(facts.Collected(self._where()), now)
         elif kind == "asked":
             again = node in self._asked
             if again or not self._asked:  # a scheduler tells all agents at once
-                self._take(facts.Asked(rest[0]), now)
+                self.take(facts.Asked(rest[0]), now)
             self._asked.add(node)
         elif kind == "slept":
             self._hangs.woke(now)
@@ -109,15 +106,15 @@ class Leader:
         self._saved(now)
         if self._checking and (unfit := self._checking.turn(now)) is not None:
             seconds, self._checking = now - self._checking.begun, None
-            self._take(facts.Checked(tuple(unfit), seconds), now)
+            self.take(facts.Checked(tuple(unfit), seconds), now)
         if self.decider.state in ("running", "leaving"):
             found = self._hangs.find(now)
             if not self._wait_out(found) and found:
                 self._stacks, self._first = {}, found.process
-                self._take(found, now)
+                self.take(found, now)
             for slow in self._stragglers.look() if self._stragglers else ():
-                self._take(facts.Found(slow.node, self._finding(slow)), now)
-        self._take(facts.Tick(), now)
+                self.take(facts.Found(slow.node, self._finding(slow)), now)
+        self.take(facts.Tick(), now)
 
     def _wait_out(self, found: facts.Hung | None) -> bool:
         """Whether a hang that all share is given time; reports when that begins, and when it has ended well."""
@@ -129,18 +126,15 @@ class Leader:
         waits = found is not None and found.alike and found.seconds < patience
         self._awaited = found if waits else None
         if found and waits and not before:
-            words = {
-                "seen": found.seen,
-                "concluded": found.concluded,
-                "done": f"waits up to {patience:g} s for the link",
-            }
+            done = f"waits up to {patience:g} s for the link"
+            words = {"seen": found.seen, "concluded": found.concluded, "done": done}
             self._event("waits", words | {"seconds": round(found.seconds, 3)})
         return waits
 
     def _saved(self, now: float) -> None:
         if self._newest != self._told_newest:
             self._told_newest = self._newest
-            self._take(facts.Saved(self._newest), now)
+            self.take(facts.Saved(self._newest), now)
 
     def _views(self, node: int, views: list[View], now: float) -> None:
         self._hangs.heard(node, views, now)
@@ -153,7 +147,7 @@ class Leader:
         step = self._hangs.step()
         if step > self._told_step:
             self._told_step = step
-            self._take(facts.Stepped(step), now)
+            self.take(facts.Stepped(step), now)
 
     def _finding(self, slow: straggle.Straggler) -> Finding:
         return Finding(
@@ -163,7 +157,8 @@ class Leader:
             slow.process,
         )  # fmt: skip
 
-    def _take(self, fact: facts.Fact, now: float) -> None:
+    def take(self, fact: facts.Fact, now: float) -> None:
+        """Has `decide` take a fact, and carries out its actions."""
         actions = self.decider.take(fact, now)
         begins = any(isinstance(action, facts.Start) for action in actions)
         if self._spending and (begins or self.decider.state not in ("running", "leaving")):
@@ -217,19 +212,14 @@ class Leader:
         self._keeper.add(event)
         if kind in ("log", "hardware") and event.group == "note":
             return  # worth neither a call nor a line on the terminal
-        if self._hook:
-            self._hook.tell(event)
+        if self.hook:
+            self.hook.tell(event)
         self._say(f"aegis: {event.text()}")
 
     def _spent(self, given: dict[str, Any] | None) -> None:
         """Writes down how the start's time was spent since the last such event."""
         if given:
             self._keeper.add(events.Event("spent", time.time(), **given))
-
-    def close(self) -> None:
-        """Waits a moment for the events on their way to the command."""
-        if self._hook:
-            self._hook.close()
 
     def _progress(self) -> None:
         """The newest whole checkpoint; a thread's work, since the disk may hang."""

@@ -5,8 +5,8 @@
     judge.state(name, device, on, seen)                    findings, if it is so for too long
     Watcher(tree).look(judge)                              findings about one kind of hardware
 
-A counter is judged by its growth over a window, never by its value: errors before the run do not count. A counter that
-falls (reset, wrapped) starts again. A state is reported once, until it is over.
+A counter is judged by its growth over a window, never by its value: errors before the run do not count. It is reported
+once in a window, and begins anew when it falls (reset, wrapped). A state is reported once, until it is over.
 
 docs/watching.md shows the table, and a test holds that. A fault that only slows a node down, or needs a person some
 day, is a note: a process that ends soon after has not ended for it.
@@ -45,8 +45,6 @@ LIMITS = (
           "the block computed or moved wrong data"),
     Limit("gpu deferred error", 1, HOUR, "critical", "warn", "errors: `de` of any block",
           "poisoned data, not used yet; using it is an uncorrectable error"),
-    Limit("gpu correctable error rate", 100, HOUR, "critical", "note", "`ce` of a block, NVML volatile corrected",
-          "single ones are normal; a hundred in an hour come from one cell or lane that wears out"),
     Limit("gpu page not retired", 1, 1, "critical", "exclude", "pages flagged F, NVML row remapping failed",
           "there is no spare left: the bad memory stays in use"),
     Limit("gpu slow clock", 0.7, 6, "critical", "note", "share of the busy GPUs' median clock, at or below",
@@ -149,7 +147,7 @@ class Judge:
         self.first = True  # the first look only remembers
         self.now = 0.0
         self._counters: dict[tuple[str, str, str], deque[tuple[float, float]]] = {}
-        self._reported: dict[tuple[str, str, str], tuple[float, float]] = {}  # when, and how many
+        self._quiet_until: dict[tuple[str, str, str], float] = {}  # once it is reported
         self._states: dict[tuple[str, str], tuple[int, bool]] = {}  # looks in a row, and whether it is reported
 
     def counter(self, name: str, device: str, source: str, value: float | None) -> Iterator[Finding]:
@@ -160,18 +158,15 @@ class Judge:
         past = self._counters.setdefault(key, deque())
         if past and value < past[-1][1]:
             past.clear()
-            self._reported.pop(key, None)
+            self._quiet_until.pop(key, None)
         if not past or value != past[-1][1]:
             past.append((self.now, value))
         while len(past) > 1 and past[1][0] <= self.now - limit.within:
             past.popleft()
         grown, before = value - past[0][1], past[0]
-        last, reported = self._reported.get(key, (-1e18, 0.0))
-        if grown < limit.at:
+        if grown < limit.at or self.now < self._quiet_until.get(key, -1e18):
             return
-        if self.now - last < limit.within and grown < 10 * reported:
-            return
-        self._reported[key] = self.now, grown
+        self._quiet_until[key] = self.now + limit.within
         yield Finding(
             name, limit.group, limit.action,
             f"{source}: {before[1]:g} -> {value:g} in {_time(min(self.now - before[0], limit.within))}; "
@@ -187,7 +182,7 @@ class Judge:
             self._states.pop(key, None)
             return
         looks, reported = self._states.get(key, (0, False))
-        due = looks + 1 >= (limit.within if limit.within < 60 else 1) and not reported and not self.first
+        due = looks + 1 >= limit.within and not reported and not self.first
         self._states[key] = looks + 1, reported or due
         if due:
             yield Finding(name, limit.group, limit.action, seen, -1, device)

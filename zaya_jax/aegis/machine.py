@@ -6,6 +6,7 @@ ends_with_this()           words before a command, to have it end with this proc
 time_outs(patience)        variables for collectives that outlast a link's absence
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -40,15 +41,10 @@ def gpus(environ: Mapping[str, str]) -> list[int]:
     """The NUMA nodes of the accelerators (-1: none), in the order of their PCI addresses, which is the drivers'."""
     found = []
     for device in sorted(Path(environ.get("PCI_DEVICES", PCI)).glob("*")):
-        try:
-            kind = (device / "class").read_text()
-        except OSError:
-            continue
-        if kind.startswith(ACCELERATORS):
-            try:
-                found.append(int((device / "numa_node").read_text()))
-            except (OSError, ValueError):
-                found.append(-1)
+        with contextlib.suppress(OSError):
+            if (device / "class").read_text().startswith(ACCELERATORS):
+                numa = device / "numa_node"  # where the kernel knows of any
+                found.append(int(numa.read_text()) if numa.exists() else -1)
     return found
 
 

@@ -48,7 +48,7 @@ class Plan:
     command: Sequence[str] = ()
     exclude_stragglers: bool = False
     patience: float = 0.0  # seconds that all may wait alike for a link that comes back
-    hook: str = ""  # a command that is run at each event
+    hook: Sequence[str] = ()  # a command that is run at each event
 
 
 @dataclasses.dataclass

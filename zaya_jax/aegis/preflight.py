@@ -256,19 +256,9 @@ def say(part: str, **given: Any) -> None:
     print(json.dumps({"part": part, **given}), flush=True)
 
 
-def matrices(side: int, turn: int) -> tuple[Any, Any]:
-    """Whole numbers from -3 to 3, other ones each turn: sums of their products are exact in float32 in any order."""
-    import numpy as np  # here and below: an agent, which starts these parts, imports none of it
-
-    assert 9 * side < 2**24
-    i, j = np.meshgrid(np.arange(side), np.arange(side), indexing="ij")
-    a, b = ((i * 7 + j * 3 + i * j + turn) % 7 - 3), ((i * 5 + j * 11 + i * j // 3 + 2 * turn) % 7 - 3)
-    return a, b
-
-
 def products(devices: list, wanted: Callable | None = None) -> list[str]:
     """Multiplies on every device in bfloat16 and float32, and compares with NumPy: the differences in words."""
-    import jax
+    import jax  # here and below: an agent, which starts these parts, imports none of it
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
@@ -286,7 +276,8 @@ def products(devices: list, wanted: Callable | None = None) -> list[str]:
     program = jax.jit(multiply, in_shardings=(own, own), out_shardings=own)
     wrong = []
     for turn in range(ROUNDS):
-        a, b = matrices(side, turn)
+        # Whole numbers from -3 to 3: sums of so few products are exact in float32, in any order.
+        a, b = np.random.default_rng(turn).integers(-3, 4, (2, side, side))
         # NumPy multiplies whole numbers slowly; float64 holds them exactly and goes through BLAS.
         right = (wanted or np.matmul)(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
         for kind in (jnp.bfloat16, jnp.float32):
@@ -313,7 +304,7 @@ def try_devices() -> None:
     say("products", wrong=products(here))
 
 
-def try_link(coordinator: str, index: int, seconds: int) -> None:
+def try_link(coordinator: str, index: str, seconds: str) -> None:
     """One of two nodes: every device sends known numbers to its partner on the other one, and checks its own."""
     import jax
     import numpy as np
@@ -322,7 +313,7 @@ def try_link(coordinator: str, index: int, seconds: int) -> None:
     from jax.sharding import PartitionSpec as P
 
     jax.distributed.initialize(
-        coordinator, 2, index, initialization_timeout=seconds, cluster_detection_method="deactivate",
+        coordinator, 2, int(index), initialization_timeout=int(seconds), cluster_detection_method="deactivate",
         shutdown_timeout_seconds=10,
     )  # fmt: skip
     here, everything = len(jax.local_devices()), jax.devices()
@@ -363,11 +354,8 @@ def try_link(coordinator: str, index: int, seconds: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """The probe."""
-    what, *rest = arguments
-    if what == "devices":
-        try_devices()
-    else:
-        try_link(rest[0], int(rest[1]), int(rest[2]))
+    what, *given = arguments
+    {"devices": try_devices, "link": try_link}[what](*given)
     say("end")
 
 

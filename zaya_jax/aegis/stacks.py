@@ -34,8 +34,8 @@ class Stack(NamedTuple):
     text: str
 
 
-def state(pid: int) -> str:
-    """R, S, D, T, t or Z, as the system has it; "?" where there is no such process."""
+def state(pid: int | str) -> str:
+    """R, S, D, T, t or Z of a process, or PID/task/NUMBER, as the system has it; "?" where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -58,11 +58,10 @@ def _ask(targets: dict[int, Target]) -> dict[int, str]:
     """The output of faulthandler."""
     begun: dict[int, int] = {}
     for process, target in targets.items():
-        if not _listens(target.pid):  # the signal would kill it, or wait
-            continue
         with contextlib.suppress(OSError):
-            begun[process] = target.log.stat().st_size
-            os.kill(target.pid, signal.SIGUSR1)
+            if _listens(target.pid):  # others the signal would kill, or wait for
+                begun[process] = target.log.stat().st_size
+                os.kill(target.pid, signal.SIGUSR1)
     dumps, until = dict[int, str](), time.monotonic() + ANSWER
     while begun and time.monotonic() < until:
         time.sleep(0.05)
@@ -78,27 +77,21 @@ def _ask(targets: dict[int, Target]) -> dict[int, str]:
 
 
 def _listens(pid: int) -> bool:
-    """Whether a process catches SIGUSR1, and would take it now."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
+    """Whether a process catches SIGUSR1, and would take it now; OSError where it is gone."""
+    if state(pid) in "TtZX?":
         return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.M)
-    stopped = re.search(r"^State:\s*[TtZX]", status, re.M)
-    return bool(caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1 and not stopped)
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return bool(caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def _system(pid: int) -> str:
     """The system's word on each thread."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
-        what = [f"thread {task.name}"]
+        what = [f"thread {task.name}", f"state {state(f'{pid}/task/{task.name}')}"]
         for name in ("comm", "wchan", "stack"):
             with contextlib.suppress(OSError):
                 what.append(f"{name} {' '.join((task / name).read_text().split())}")
-        with contextlib.suppress(OSError):
-            found = re.search(r"^State:\s*(.*)$", (task / "status").read_text(), re.M)
-            what.append(f"state {found[1] if found else '?'}")
         lines.append(", ".join(what))
     return "\n".join(lines) or f"process {pid} is not there"
 

@@ -8,6 +8,7 @@ A figure that a card or a driver does not give is missing in its reading, and is
 
 import abc
 import dataclasses
+import functools
 import importlib
 import re
 import statistics
@@ -92,10 +93,10 @@ class Amd(_Gpus):
         return gpu
 
     def _errors(self, gpu: Reading, block: str, text: str) -> None:
-        """`ue: 0`, `ce: 0` and, of newer drivers, `de: 0`."""
-        for kind, value in re.findall(r"^(ue|ce|de): *(\d+)$", text, re.M):
-            name = {"ce": "gpu correctable error rate", "de": "gpu deferred error"}.get(kind)
-            name = name or ("gpu uncorrectable memory error" if block == "umc" else "gpu uncorrectable error")
+        """`ue: 0`, `ce: 0` (corrected, which is usual) and, of newer drivers, `de: 0`."""
+        uncorrectable = "gpu uncorrectable memory error" if block == "umc" else "gpu uncorrectable error"
+        for kind, value in re.findall(r"^(ue|de): *(\d+)$", text, re.M):
+            name = uncorrectable if kind == "ue" else "gpu deferred error"
             gpu.counters.append((name, f"{block} {kind}", float(value)))
 
     def _clock(self, path: str) -> float | None:
@@ -111,21 +112,20 @@ class Nvidia(_Gpus):
 
     def __init__(self, tree: Tree, nvml: Any = None):
         super().__init__(tree)
-        self._nvml, self._begun = nvml, False
+        self._given = nvml
 
-    def _there(self) -> bool:
-        """Whether the library can be asked; tried once."""
-        if not self._begun:
-            self._begun = True
-            try:
-                self._nvml = self._nvml or importlib.import_module("pynvml")
-                self._nvml.nvmlInit()
-            except ImportError:
-                self._nvml = None  # a node without such GPUs has no need of it
-            except Exception as error:
-                self._nvml = None
-                self.tree.note(f"pynvml: {error}")
-        return self._nvml is not None
+    @functools.cached_property
+    def _nvml(self) -> Any:
+        """The library; None where it is not installed, or finds no driver."""
+        try:
+            nvml = self._given or importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            return nvml
+        except ImportError:  # a node without such GPUs has no need of it
+            return None
+        except Exception as error:  # the library has its own
+            self.tree.note(f"pynvml: {error}")
+            return None
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """The answer of a function; None, and a note, where it fails."""
@@ -136,8 +136,8 @@ class Nvidia(_Gpus):
             return None
 
     def read(self) -> list[Reading]:
-        """All that NVML counts; none where it is not installed, or finds no driver."""
-        if not self._there():
+        """All that NVML counts."""
+        if self._nvml is None:
             return []
         count = self._ask("nvmlDeviceGetCount") or 0
         handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
@@ -147,10 +147,8 @@ class Nvidia(_Gpus):
 
     def _card(self, index: int, handle: Any, name: Any) -> Reading:
         gpu = Reading(f"gpu{index}", str(name))
-        # Kinds: 0 corrected, 1 uncorrected; counters: 0 since the driver was loaded.
-        for kind, finding in ((1, "gpu uncorrectable memory error"), (0, "gpu correctable error rate")):
-            errors = self._ask("nvmlDeviceGetTotalEccErrors", handle, kind, 0)
-            gpu.counters.append((finding, ("corrected", "uncorrected")[kind] + " errors", errors))
+        errors = self._ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0)  # uncorrected, since the driver was loaded
+        gpu.counters.append(("gpu uncorrectable memory error", "uncorrected errors", errors))
         rows = self._ask("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
         gpu.failed = float(bool(rows[3])) if rows is not None else None
         use = self._ask("nvmlDeviceGetUtilizationRates", handle)
