@@ -173,10 +173,8 @@ class Judge:
             f"limit {limit.at:g} in {_time(limit.within)}", -1, device,
         )  # fmt: skip
 
-    def state(self, name: str, device: str, on: bool | None, seen: str) -> Iterator[Finding]:
-        """Whether something is so now (None: not known); a finding when it has been for so many looks."""
-        if on is None:
-            return
+    def state(self, name: str, device: str, on: bool, seen: str) -> Iterator[Finding]:
+        """Whether something is so now; a finding when it has been for so many looks."""
         limit, key = BY_NAME[name], (name, device)
         if not on:
             self._states.pop(key, None)

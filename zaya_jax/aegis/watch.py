@@ -82,8 +82,7 @@ class Ports(Watcher):
             for port in tree.names(f"{INFINIBAND}/{card}/ports"):
                 now[f"{card}/{port}"] = f"{INFINIBAND}/{card}/ports/{port}"
         for device in sorted(self._active):
-            words = f"{device} is {'here' if device in now else 'no longer here'}"
-            yield from judge.state("nic gone", device, device not in now, words)
+            yield from judge.state("nic gone", device, device not in now, f"{device} is no longer here")
         for device, place in now.items():
             state = tree.text(f"{place}/state")
             if state is None:

@@ -50,8 +50,7 @@ class _Gpus(Watcher):
         readings = self.read()
         here = {reading.device for reading in readings}
         for device, identity in self._seen.items():
-            words = f"{device} {identity} is {'here' if device in here else 'no longer here'}"
-            yield from judge.state("gpu lost", device, device not in here, words)
+            yield from judge.state("gpu lost", device, device not in here, f"{device} {identity} is no longer here")
         busy = {r.device: r.clock for r in readings if r.clock and r.busy is not None and r.busy >= BUSY}
         usual = statistics.median(busy.values()) if len(busy) > 2 else None
         for gpu in readings:
