@@ -34,10 +34,10 @@ def inspect(args: Any) -> int:
         source.latest_step(args.workdir, args.step)
     seen, damaged = look.see_all(args.workdir)
     if seen:
-        print(steps_table(seen, times.read(args.workdir).get("save", {})).text())
+        print(steps_table(seen, times.read(args.workdir).get("save", {})).markdown())
     if seen or damaged:
         print(*look.remarks(args.workdir, seen, damaged), sep="\n")
-    print(arrays_table(look.see(args.workdir, source.latest_step(args.workdir, args.step))).text())
+    print(arrays_table(look.see(args.workdir, source.latest_step(args.workdir, args.step))).markdown())
     if args.html is not None:
         target = args.workdir / "checkpoints.html" if args.html is True else args.html
         print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")

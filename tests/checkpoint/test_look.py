@@ -48,7 +48,7 @@ def test_inspect_shows_steps_and_arrays(run, workdir):
     (workdir / "checkpoints" / ".saving-12").mkdir()
     code, out, _ = run("inspect", f"--workdir={workdir}", "--step=4", "--html")
     (workdir / "checkpoints" / ".saving-12").rmdir()
-    text = re.sub(" +", " ", out)
+    text = re.sub("[ |]+", " ", out).replace(" \n", "\n")
     assert code == 0
     assert re.search(r"4 4,000 19\d(\.\d)? kB 1 1.3333 20\S+ \S+( [\d.]+ (m|µ)?s){5}\n", text)
     assert "\n 9 9,000 " in text and "was killed): .saving-12." in text

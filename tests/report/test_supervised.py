@@ -85,6 +85,6 @@ def test_tables_are_what_the_account_says(tmp_path):
         assert f'<th scope="row">{row.label}</th><td>{row.group}</td><td>{row.count}</td>' in part
         assert supervised.duration(row.lost) in part and row.label in text
     whole = supervised.duration(account.end - account.begin)
-    assert f"<td>{whole}</td><td>100 %</td>" in part and re.search(f"together +{whole} +100 %", text)
+    assert f"<td>{whole}</td><td>100 %</td>" in part and re.search(rf"together +\| +{whole} \| +100 % \|", text)
     assert supervised.percent(account.goodput) in text.splitlines()[0]
     assert supervised.account_text(None) == "No agent has recorded a start here.\n"

@@ -1,6 +1,6 @@
 """Reports: self-contained pages without scripts, drawn from the files that a run leaves in its workdir.
 
-`document` makes a page, Markdown or plain text of tables; `svg` draws pictures, `style` is how pages look, `text`
+`document` makes a page or Markdown of tables; `svg` draws pictures, `style` is how pages look, `text`
 how values read: the programs hand their rows to these. `run_page` tells of one run, with `curves`, `expert_load` and
 `supervised`, from the files that `read` reads. Live figures are TensorBoard's. Nothing here needs JAX, a plotting
 library or a network.

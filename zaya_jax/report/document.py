@@ -1,7 +1,7 @@
 """A document: a title, and sections with tables and pictures, from which one renderer makes Markdown and a page.
 
     document = Page("A run", sections=[Section("Loss", tables=[Table("By phase", head, rows)])])
-    document.markdown()                for a terminal, and for files next to the page
+    document.markdown()                for a terminal too, and for files next to the page
     write_page(target, document.html)  one HTML file without scripts, for any browser
 
 Callers pass rows of text; `svg` draws the pictures, which only the page has.
@@ -31,22 +31,17 @@ class Table:
     note: str = ""
     folded: bool | None = None  # on a page; None: not foldable
 
-    def text(self) -> str:
-        """Text for a terminal, with aligned columns."""
-        lines = [[printable(str(cell)) for cell in row] for row in (self.head, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        texts = [
-            "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines
-        ]
-        return "\n".join([self.title, *(f"  {line}".rstrip() for line in texts)]) + "\n"
-
     def markdown(self) -> str:
-        """The table in Markdown; a cell ends no cell and no row."""
-        cells = [[" ".join(str(c).replace("|", "\\|").splitlines()) for c in row] for row in (self.head, *self.rows)]
-        lines = ["| " + " | ".join(row) + " |" for row in cells]
-        lines.insert(1, "|" + "---|" * len(self.head))
-        return "\n".join([f"### {self.title}\n", *lines, ""])
+        """The table in Markdown, its columns aligned for a terminal; a cell ends no cell and no row."""
+        lines = [
+            [printable(" ".join(str(cell).splitlines()).replace("|", "\\|")) for cell in row]
+            for row in (self.head, *self.rows)
+        ]
+        widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+        sides = ["<" if self.look == "code" or not place else ">" for place in range(len(widths))]
+        texts = [[f"{cell:{s}{w}}" for cell, s, w in zip(line, sides, widths, strict=True)] for line in lines]
+        texts.insert(1, ["-" * (w - 1) + ("-" if s == "<" else ":") for s, w in zip(sides, widths, strict=True)])
+        return "\n".join([f"### {self.title}\n", *(f"| {' | '.join(row)} |" for row in texts), ""])
 
     def html(self) -> str:
         """The table on a page: a card, or a fold; a wide one scrolls."""

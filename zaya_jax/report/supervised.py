@@ -137,5 +137,5 @@ def account_text(account: Account | None) -> str:
         return "No agent has recorded a start here.\n"
     supervised = duration(account.end - account.begin - account.totals["idle"])
     goodput = percent(account.goodput) if math.isfinite(account.goodput) else "not known"
-    tables = "\n".join(table.text() for table in account_tables(account))
+    tables = "\n".join(table.markdown() for table in account_tables(account))
     return f"Goodput {goodput} of {supervised} supervised.\n\n{tables}"
