@@ -62,7 +62,6 @@ def parser() -> cli.Parser:
     add(
         "--command",
         type=command_line,
-        default=(),
         metavar="COMMAND",
         help="run this at each event, with the event as JSON on stdin",
     )
@@ -108,7 +107,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, tried)
     patience = args.patience if args.patience is not None else PATIENCE * (agents > 1)
     command = [sys.executable, "-m", "experiments.pretrain", *training]
-    plan = Plan(rules, workdir, command, args.exclude_stragglers, patience, args.command)
+    plan = Plan(rules, workdir, command, args.exclude_stragglers, patience, args.command or ())
     return agent.run(plan, rank, multihost.seconds_of(multihost.HEARTBEAT))
 
 

@@ -354,8 +354,9 @@ def try_link(coordinator: str, index: str, seconds: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """The probe."""
+    parts: dict[str, Callable[..., None]] = {"devices": try_devices, "link": try_link}
     what, *given = arguments
-    {"devices": try_devices, "link": try_link}[what](*given)
+    parts[what](*given)
     say("end")
 
 
