@@ -165,9 +165,7 @@ def require_writable(folder: Path, option: str) -> None:
 
 def new_folder(path: str | os.PathLike, option: str) -> Path:
     """A folder that may be made: it does not exist, or is empty; and it can be written. Nothing is made yet."""
-    target = Path(path).absolute()
-    if target.is_symlink():  # no folder can take the name of a link
-        raise UserError(f"{option}={path} is a symbolic link; give a new folder")
+    target = Path(os.path.realpath(path))  # a link is followed: no folder can take its name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{option}={path} exists and is not empty; give a new folder")
     require_writable(target.parent, f"{option}={path}")
