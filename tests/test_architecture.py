@@ -18,7 +18,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
-    ("aegis",): 4057,
+    ("aegis",): 4050,
     ("checkpoint",): 3224,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
     ("cli.py", "library.py", "functions.py", "generation.py"): 1357,  # 1100; few shapes, pytrees, the experts' outputs
     ("config", "cluster"): 2241,  # 2100

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from zaya_jax.aegis import decisions, events, guard
+from zaya_jax.aegis import decisions
 from zaya_jax.aegis.spikes import SETTLE, Spike, Spikes
 from zaya_jax.config import Guard, StorageError, UserError
 
@@ -185,13 +185,3 @@ def test_a_decision_that_is_not_whole_is_refused_where_it_is_read(tmp_path, wron
     decisions.write(tmp_path, [whole, whole | wrong])
     with pytest.raises(StorageError, match=r"cannot be read .*restore it"):
         decisions.read(tmp_path)
-
-
-def test_dead_experts_are_named_by_layer_and_again_when_there_are_more(tmp_path):
-    watching = guard.Guard(Guard(), tmp_path, [], {}, 0)
-    for step, dead in enumerate(([0, 0], [0, 2], [0, 2], [1, 2], [0, 0], [0, 1]), start=1):
-        watching.see(step, 0, {"loss": 1.0, "grad_norm": 1.0, "dead_experts": np.array(dead, np.int32)})
-    written = events.read(tmp_path)
-    assert [(event.kind, event.step) for event in written] == [("dead experts", step) for step in (2, 4, 6)]
-    assert "2 experts" in written[0].seen and written[0].seen.endswith("in layers 1")
-    assert "3 experts" in written[1].seen and written[1].seen.endswith("in layers 0, 1")

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from zaya_jax.aegis import decisions, events
@@ -37,7 +36,7 @@ class Guard:
         self._settings, self._workdir, self.made = settings, workdir, list(made)
         self._spikes = Spikes(settings, meta.get("spikes"))
         self.spike: Spike | None = None
-        self._finite, self._suspect, self._reproducible, self._dead = True, False, True, 0
+        self._finite, self._suspect, self._reproducible = True, False, True
         # The last step that was checked and right; a run that was never checked has no better one.
         self._clean: int = meta.get("clean", reached)
         if multihost.is_writer():
@@ -52,12 +51,6 @@ class Guard:
             done = "the update is left out" if figures.get("skipped") else "the update is made"
             self._tell("not finite", step, f"loss {loss:.4g}, gradient norm {norm:.4g}", done)
         self._finite = finite
-        dead = np.asarray(figures.get("dead_experts", 0)).reshape(-1)
-        if int(dead.sum()) > self._dead:
-            layers = ", ".join(map(str, np.flatnonzero(dead)[:8])) + (" ..." if np.count_nonzero(dead) > 8 else "")
-            seen = f"{int(dead.sum())} experts have had no token for balance.dead_after steps, in layers {layers}"
-            self._tell("dead experts", step, seen, "it goes on; the report draws the load of each layer")
-        self._dead = int(dead.sum())
         if self.spike is None:
             self.spike = self._spikes.add(step, phase, loss, norm)
 
