@@ -1,13 +1,14 @@
 """Attention by each implementation against its definition: windows, segments, offsets, odd lengths, all gradients."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_helpers import CPU, documents, normal
-from rows import slow
+from rows import fast_alone, slow
 
 from pallas_kernels import chip
 from pallas_kernels.attention import attention, attention_gradients, decode_attention
@@ -49,14 +50,17 @@ def assert_equal_to_the_reference(arrays, q_segments=None, k_segments=None, wind
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
-@EACH
-@pytest.mark.parametrize("length", [1, slow(7), 16, 33, slow(50), 80])
+LENGTHS = itertools.product([1, 7, 16, 33, 50, 80], ["cpu", "xla", "triton"])
+FAST = {(33, "cpu"), (33, "xla"), (33, "triton"), (80, "cpu")}
+
+
+@pytest.mark.parametrize(("length", "implementation"), fast_alone(FAST, LENGTHS), indirect=["implementation"])
 def test_odd_lengths(length, implementation):
     """On a CPU four blocks of 16 are written out, and five are a loop."""
     assert_equal_to_the_reference(inputs(length, length))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (3, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [slow(1, 1), (6, 3), slow(3, 1)])
 def test_groups_of_heads(heads, kv_heads):
     assert_equal_to_the_reference(inputs(35, 35, heads, kv_heads))
 
@@ -67,21 +71,21 @@ def test_windows():
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("length", [33, 50])
+@pytest.mark.parametrize("length", [33, slow(50)])
 def test_documents_of_a_packed_row(length):
     segments = documents(np.random.default_rng(length), B, length, 0.15)
     for window in (None, 6):
         assert_equal_to_the_reference(inputs(length, length), segments, segments, window)
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [slow(None), 9])
 def test_queries_that_begin_elsewhere_than_keys(window):
     """A chunk of a longer sequence; with a negative offset the first queries see no key at all."""
     for offset in (0, 5, 24, -7):
         assert_equal_to_the_reference(inputs(19, 43), window=window, offset=offset)
 
 
-@EACH
+@pytest.mark.parametrize("implementation", ["cpu", "xla", slow("triton")], indirect=True)
 def test_a_query_without_a_key_gives_nothing_and_takes_nothing(implementation):
     """Neither by its position nor by its document; its gradients are zero, not NaN."""
     segments = jnp.ones((B, 48), jnp.int32)
@@ -111,7 +115,8 @@ def test_parts_join_by_their_log_sum_exp():
     def whole(q, k, v):
         return reference_attention(q, k, v, offset=24, scale=0.3)[0]
 
-    for a, b in zip(jax.vjp(joined, q, k, v)[1](d_out), jax.vjp(whole, q, k, v)[1](d_out), strict=True):
+    ours, theirs = (jax.jit(lambda *qkv, f=f: jax.vjp(f, *qkv)[1](d_out))(q, k, v) for f in (joined, whole))
+    for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -122,25 +127,33 @@ def test_gradients_of_parts_add_up(window, implementation):
     q, k, v, d_out, _ = inputs(19, 43)
     segments = documents(np.random.default_rng(1), B, 43, 0.15)
     own = segments[:, 24:]
-    (out, lse), pull = jax.vjp(lambda *qkv: reference_attention(*qkv, own, segments, window, 24, scale=0.3), q, k, v)
-    parts = [
-        attention_gradients(
-            (q, k[:, s], v[:, s]), (out, lse, d_out), own, segments[:, s], window, 24 - s.start, scale=0.3, block=16
+
+    @jax.jit
+    def expected(*qkv):
+        outputs, pull = jax.vjp(lambda *qkv: reference_attention(*qkv, own, segments, window, 24, scale=0.3), *qkv)
+        return outputs, pull((d_out, jnp.zeros_like(outputs[1])))
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def part(start, stop, out, lse):
+        s = slice(start, stop)
+        return attention_gradients(
+            (q, k[:, s], v[:, s]), (out, lse, d_out), own, segments[:, s], window, 24 - start, scale=0.3, block=16
         )
-        for s in (slice(0, 20), slice(20, 43))
-    ]
+
+    outputs, theirs = expected(q, k, v)
+    parts = [part(0, 20, *outputs), part(20, 43, *outputs)]
     assert all(x.dtype == jnp.float32 for part in parts for x in part)
     dq = parts[0][0] + parts[1][0]
     dk, dv = (jnp.concatenate([part[i] for part in parts], axis=1) for i in (1, 2))
-    for ours, theirs in zip((dq, dk, dv), pull((d_out, jnp.zeros_like(lse))), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for a, b in zip((dq, dk, dv), theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @EACH
 def test_bfloat16_accumulates_in_float32(implementation):
     q, k, v, _, _ = inputs(50, 50)
-    low = attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), scale=0.3, block=16)
-    exact = reference_attention(q, k, v, scale=0.3)
+    low = jax.jit(functools.partial(attention, scale=0.3, block=16))(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    exact = jax.jit(functools.partial(reference_attention, scale=0.3))(q, k, v)
     assert low[0].dtype == jnp.bfloat16 and low[1].dtype == jnp.float32
     np.testing.assert_allclose(low[0].astype(jnp.float32), exact[0], atol=0.04)
     np.testing.assert_allclose(low[1], exact[1], atol=0.04)

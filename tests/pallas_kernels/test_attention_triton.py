@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import documents, normal
+from rows import fast_alone
 
 from pallas_kernels import chip
 from pallas_kernels.attention import attention, triton
@@ -74,11 +75,16 @@ CASES = {
         {"block": None, "dtype": jnp.bfloat16, "tolerance": 0.06},
     ),
 }
+FAST = {
+    "a group of three heads, 48 channels, a window, documents", "a chunk of a longer sequence of documents",
+    "the first queries see no key, the last keys no query", "97 tokens of 160 channels",
+    "bfloat16 at the table's tiles, gradients too",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", fast_alone(FAST, CASES))
 def test_values_and_gradients(case):
-    args, options = case
+    args, options = CASES[case]
     compare(*args, **options)
 
 
@@ -116,7 +122,7 @@ def blocks_met(sizes, window, offset, q_ranges, k_ranges, packed, windowed):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_blocks_that_are_met_and_blocks_without_a_mask(data):
     """No block is left out that has a pair, none goes unmasked that has a hidden one, and causality wastes none."""
     draw = data.draw

@@ -80,7 +80,7 @@ CASES = {  # batch, tokens, heads, num_kv, channels, values, taps, turned, cut
     "channels in two blocks, and half of them turn": (2, 5, 1, 1, 128, 0, (2, 1), 64, False),
     **{f"{tokens} tokens": (1, tokens, 3, 1, 16, 48, (2, 2), 0, True) for tokens in (95, 96, 97)},
 }
-FAST = {"two groups, two heads of values", "channels in two blocks, and half of them turn", "95 tokens"}
+FAST = {"two groups, two heads of values", "channels in two blocks, and half of them turn"}
 
 
 @pytest.mark.parametrize("case", fast_alone(FAST, CASES))
@@ -141,7 +141,8 @@ def test_what_the_kernels_do_not_take_is_left_to_xla():
     assert not taken(columns, parameters, mean_q=mean_q)
     assert not taken(columns, parameters, dtype=jnp.bfloat16)
     with chip.making(MI300X):
-        ours = mix(columns, before, *parameters, rope, None, None, jnp.float32)
-    theirs = definition(columns, before.reshape(1, 2, 3, 16).transpose(2, 0, 1, 3), *parameters, rope, None, None, None)
+        ours = jax.jit(lambda: mix(columns, before, *parameters, rope, None, None, jnp.float32))()
+    last = before.reshape(1, 2, 3, 16).transpose(2, 0, 1, 3)
+    theirs = jax.jit(lambda: definition(columns, last, *parameters, rope, None, None, None))()
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_helpers import CPU
+from rows import slow
 
 from pallas_kernels import chip
 from pallas_kernels.grouped_mlp import cpu, grouped_mlp, layer_mlp, reference, routed_mlp, stacked_mlp, triton, xla
@@ -65,14 +66,15 @@ def test_tokens_where_they_lie_in_any_shape(case):
 
 
 @pytest.mark.usefixtures("tiles_of_16")
-@pytest.mark.parametrize(("dim", "width"), [(48, 96), (47, 95), (49, 97)])
+@pytest.mark.parametrize(("dim", "width"), [slow(48, 96), (47, 95), slow(49, 97)])
 def test_sides_of_whole_tiles_and_one_more_and_less(dim, width):
     of = {"gated": True, "dtype": "float32", "kind": "gfx942", "seed": 0}
     assert_routed_equals_the_reference([48, 47, 49], 0, dim=dim, width=width, **of)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("gated", "dtype"), [(True, "bfloat16"), (False, "float32"), slow(True, "float32"), slow(False, "bfloat16")]
+)
 def test_tokens_where_they_lie(gated, dtype):
     of = {"dim": 130, "width": 40, "kind": "NVIDIA H200" if gated else "gfx942"}
     assert_routed_equals_the_reference([0, 70, 300, 0], 9, gated=gated, dtype=dtype, seed=0, **of)
@@ -107,7 +109,8 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, ki
 
 
 @pytest.mark.parametrize(
-    ("add", "shares", "gated"), [(False, None, True), (True, None, False), (False, (jnp.negative, jnp.negative), True)]
+    ("add", "shares", "gated"),
+    [slow(False, None, True), (True, None, False), (False, (jnp.negative, jnp.negative), True)],
 )
 def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
     """In a loop over checkpointed layers, whose gradients' stack is not yet filled, or whose sums are added to; or

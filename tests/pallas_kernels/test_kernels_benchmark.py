@@ -18,6 +18,7 @@ def run(out, operator):
     return found, {(r["label"], r["direction"], r["implementation"]): r for r in found["rows"]}
 
 
+@pytest.mark.slow
 def test_three_files_with_the_same_rows(tmp_path):
     found, of = run(tmp_path, "newton_schulz")
     assert found["of_host"] and found["platform"] == "cpu" and found["product"] > 0 and found["copy"] > 0

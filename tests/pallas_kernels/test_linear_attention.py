@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_helpers import documents, with_gradients
+from rows import slow
 
 from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
 from pallas_kernels.linear_attention.reference import linear_attention as reference_linear_attention
@@ -20,7 +21,7 @@ def inputs(length, heads=H, kv_heads=K, seed=0):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("length", "chunk"), [(1, 8), (7, 8), (40, 8), (43, 8), (43, 5), (43, None)])
+@pytest.mark.parametrize(("length", "chunk"), [(1, 8), slow(7, 8), slow(40, 8), (43, 8), slow(43, 5), (43, None)])
 def test_equal_to_the_definition(length, chunk, packed):
     *qkv, d_out = inputs(length)
     segments = documents(np.random.default_rng(0), B, length, 0.12) if packed else None
@@ -30,7 +31,7 @@ def test_equal_to_the_definition(length, chunk, packed):
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (3, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [slow(1, 1), (6, 3), slow(3, 1)])
 def test_groups_of_heads(heads, kv_heads):
     q, k, v, _ = inputs(21, heads, kv_heads)
     ours = jax.jit(lambda: linear_attention(q, k, v, chunk=8))()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rows import slow
 
 from pallas_kernels import chip
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read, reference, triton
@@ -58,26 +59,26 @@ def assert_equal_to_the_reference(target, rows, columns, width, dtype, wide, gat
 
 
 @pytest.mark.parametrize("target", CHIPS.values(), ids=CHIPS)
-@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("gated", [slow(False), True])
 def test_values_and_all_gradients(target, gated):
     assert_equal_to_the_reference(target, (3, 7), 48, 5, jnp.float32, jnp.float32, gated)
 
 
 @pytest.mark.parametrize("target", CHIPS.values(), ids=CHIPS)
-@pytest.mark.parametrize("wide", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("wide", [jnp.float32, slow(jnp.bfloat16)], ids=lambda x: x.__name__)
 def test_a_narrow_norm_and_a_product_that_may_be_wider(target, wide):
     """In float32 the product is float32's, for any dtype of the written norm."""
     # One rounding to bfloat16 may fall on the other side: its step.
     assert_equal_to_the_reference(target, (2, 33), 64, 8, jnp.bfloat16, wide, tolerance=2.0**-8)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 2048), (96, 96), (95, 97), (97, 95)])
+@pytest.mark.parametrize(("rows", "columns"), [slow(1, 1), (5, 2048), slow(96, 96), (95, 97), slow(97, 95)])
 def test_tails_of_rows_and_columns_one_of_either_and_rows_that_fill_a_programs_tile(rows, columns):
     target = CHIPS["kernels for ROCm"]
     assert_equal_to_the_reference(target, (rows,), columns, 3, jnp.float32, jnp.float32, rows in (5, 96))
 
 
-@pytest.mark.parametrize("columns", [24, 128])
+@pytest.mark.parametrize("columns", [24, slow(128)])
 def test_many_programs_of_many_tiles(columns, monkeypatch):
     """Some 40 programs of three tiles each; the last one's reach over the end."""
     monkeypatch.setattr(triton, "PROGRAMS", 40)

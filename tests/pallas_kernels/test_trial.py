@@ -8,6 +8,7 @@ import stat
 from types import SimpleNamespace
 
 import pytest
+from rows import slow
 
 from pallas_kernels import chip, trial
 
@@ -54,6 +55,7 @@ def test_each_planted_fault_costs_its_kernels_verdict_alone(tmp_path):
     assert again == {**record, "tried": False}
 
 
+@pytest.mark.slow  # ten seconds of waiting
 def test_one_that_never_ends_is_ended_and_the_fastest_tile_is_named(tmp_path):
     record = tried(tmp_path, asked("newton_schulz", "cca_mix"), "cca_mix=hangs", "tiles=2", each=10)
     assert faults(record) == {("cca_mix", "ours"): "did not end within 10 s"}  # and its other tile is not tried
@@ -63,7 +65,7 @@ def test_one_that_never_ends_is_ended_and_the_fastest_tile_is_named(tmp_path):
     assert min(("ours", "ours, tile 2"), key=seconds.__getitem__) == {"newton_schulz": "ours"}.get(tile, "ours, tile 2")
 
 
-@pytest.mark.parametrize("kind", ["Tesla V100-SXM2-32GB", "gfx908", "gfx950", "NVIDIA B200"])
+@pytest.mark.parametrize("kind", ["Tesla V100-SXM2-32GB", slow("gfx908"), "gfx950", slow("NVIDIA B200")])
 def test_old_unknown_and_future_cards_end_in_a_verdict(kind, monkeypatch):
     monkeypatch.setattr(trial, "OURS", {"ours": "1"})
     here = chip.Chip("cpu", kind)
@@ -75,6 +77,7 @@ def test_old_unknown_and_future_cards_end_in_a_verdict(kind, monkeypatch):
     assert ("untuned" in trial.words(taken)) == (kind != "gfx950") and "(tile 2)" in trial.words(taken)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_zero_is_not_measured_by_its_rounding(monkeypatch):
     """Queries that see one key have none; no shape is a multiple of a tile."""
     monkeypatch.setattr(trial, "OURS", {"ours": "1"})
