@@ -18,7 +18,7 @@ ALL_DEVICES = jax.devices()
 SMALL = {
     "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
     "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
-    "eval.every": 1000, "eval.windows": 2, "log.sample_tokens": 2, "log.every": 1, "checkpoint.every_steps": 4,
+    "eval.every": 1000, "eval.windows": 2, "log.sample_tokens": 0, "log.every": 1, "checkpoint.every_steps": 4,
     "checkpoint.keep": 2, "precision.compute": "float32", "optim.name": "adamw",
 }  # fmt: skip
 

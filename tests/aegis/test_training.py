@@ -17,6 +17,7 @@ from zaya_jax.aegis import events
 from zaya_jax.checkpoint.writing import steps_in
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
     workdir, output = tmp_path / "run", tmp_path / "said"
     corpus = multiprocess_runs.write_corpus(tmp_path / "corpus")

@@ -122,6 +122,7 @@ def test_a_model_of_nan_is_said_and_the_files_are_read_by_all(score, model, data
     assert "<svg" not in (tmp_path / "out" / "evaluation.html").read_text()
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_path):
     options = [f"--model={folder}", f"--data={data}", "--tokens=64"]
     assert call(*options, f"--out={tmp_path / 'alone'}")[0] == cli.DONE

@@ -35,6 +35,7 @@ def test_there_and_back(run, golden_dir, tmp_path):
     assert all(ours[name].tobytes() == x.tobytes() for name, x in theirs.items())
 
 
+@pytest.mark.slow
 def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeypatch):
     """With a learning rate of zero the weights stay what they were: the run did begin with them."""
     workdir = tmp_path / "run"

@@ -39,6 +39,7 @@ def test_greedy_decoding_is_that_of_one_device(size):
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_a_cache_that_no_device_could_hold_alone():
     """Weights as training has them on a mesh, experts cut; each device has a quarter of all keys and values."""
     model = model_helpers.small(num_experts=4)

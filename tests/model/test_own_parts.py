@@ -76,6 +76,7 @@ def test_the_auxiliary_loss_has_its_gradient_and_leaves_the_gate(config, asked):
     np.testing.assert_allclose(found, jax.grad(written_out)(seen), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_plain_sum_is_what_residual_scaling_begins_with(config):
     ids = np.random.default_rng(0).integers(0, 256, (2, 16))
     usual, plain = zj.create(config, 0), zj.create(config, 0, layer=own_parts.Unscaled)

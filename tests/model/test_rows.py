@@ -103,6 +103,7 @@ def test_numbers_out_of_arrays_are_numbers(weights):
     assert found[0] == found[1] and given[0] == numpy[0]
 
 
+@pytest.mark.slow
 def test_many_rows_are_what_few_are(weights):
     """More rows than experts, ids as arrays; a prompt that fills the context."""
     prompts = [PROMPTS[i % 4] for i in range(33)]
@@ -112,6 +113,7 @@ def test_many_rows_are_what_few_are(weights):
     assert [len(row) for row in run(prompts=[[1] * 61])] == [3]
 
 
+@pytest.mark.slow
 def test_how_many_programs_are_compiled():
     """Two prompts of 1 to 30 tokens, of any temperatures, cuts, seeds and numbers of tokens; once a third prompt."""
     model = model_helpers.small(num_hidden_layers=1, layer_types=(), max_position_embeddings=128)
@@ -133,6 +135,7 @@ def jitted():
     return prompts, decode._first._cache_size(), decode._go_on._cache_size()
 
 
+@pytest.mark.slow
 def test_a_long_prompt_takes_the_cache_and_a_piece():
     """Of 131,072 tokens neither scores (4 GiB of this model's) nor logits, nor those of a whole piece (32 MiB)."""
     model, piece, length = model_helpers.small(vocab_size=4096, layer_types=(FULL, FULL)), 2048, 131_072

@@ -138,7 +138,8 @@ def program(settings, devices=8):
     return optimizer, step.lower(*args).compile(), args
 
 
-@pytest.mark.parametrize("devices", [6, slow(8)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [6, 8])
 def test_a_step_is_the_same(devices, monkeypatch):
     """Bit for bit on a CPU, which sums in the order of the devices; a reduce-scatter in the loop over layers."""
     optimizer, ours, args = program(SETTINGS, devices)

@@ -47,7 +47,7 @@ MESHES = {
     [
         ("odd", False),
         *(slow(name, False) for name in ("sharded matrices", "data and expert", "sharded experts", "prime")),
-        ("sharded matrices", True),
+        slow("sharded matrices", True),
         slow("sharded experts", True),
     ],
 )

@@ -111,7 +111,7 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
         (Spread(context=4), (3, 4), 40, True, None),  # a chunk of 5, as many as the taps look back
         (Spread(context=4, ring=True), (3, 4), 48, True, 7),
         slow(Spread(context=2), (2, 2), 16, False, 3),
-        (Spread(context=8), (1, 1), 16, False, None),  # chunks of one token: only the delayed value looks back
+        slow(Spread(context=8), (1, 1), 16, False, None),  # chunks of one token: only the delayed value looks back
         # Two axes as one; in the default run the whole model has it, in test_axes.py.
         slow(Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5),
         slow(Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None),
@@ -232,6 +232,7 @@ def test_the_projection_does_not_wait_for_the_halo():
     assert all(str(v) in waiting for v in program.outvars)
 
 
+@pytest.mark.slow
 def test_the_ring_needs_no_more_memory_on_more_devices():
     """1024 tokens per device: gathered keys and values grow with the number of devices, a ring's don't."""
 
@@ -293,7 +294,7 @@ def test_the_ring_computes_only_pairs_that_see_each_other(case, expected, monkey
     np.testing.assert_allclose(out, reference_attention(q, k, v, segments, segments, window, scale=0.3)[0], atol=2e-5)
 
 
-@pytest.mark.parametrize("by_ring", [False, True])
+@pytest.mark.parametrize("by_ring", [slow(False), True])
 def test_bfloat16(by_ring):
     spread = Spread(context=4, ring=by_ring)
     rng = np.random.default_rng(0)
@@ -315,8 +316,8 @@ def test_chunks_that_meet():
     np.testing.assert_array_equal(ring.chunks_that_meet(segments, 2), np.array(expected, bool))
 
 
-@pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize("windows", [(None,), (None, 700)])
+@pytest.mark.parametrize("ring", [slow(False), True])
+@pytest.mark.parametrize("windows", [slow((None,)), (None, 700)])
 def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
     """Products of a layer's attention, forward and backward, as if it were any of two kinds; the mean over devices."""
     length, parts, block, heads, channels = 4096, 2, 512, 2, 8

@@ -76,7 +76,7 @@ def choices(who, key, num):
     }[who].astype(jnp.int32)
 
 
-@pytest.mark.parametrize("form", ["slots", "ragged"])
+@pytest.mark.parametrize("form", ["slots", slow("ragged")])
 @pytest.mark.parametrize(
     ("spread", "num"), [(Spread(data=2, expert=4), 30), slow(Spread(expert=8), 13)], ids=["2x4", "1x8"]
 )

@@ -55,6 +55,7 @@ def test_a_prompt_and_new_columns_go_where_they_belong():
             held = cache.write(held, x[:, index : index + 1], jnp.int32(index))
         return held.read(), held.stack[::2]
 
-    filled, others = jax.shard_map(fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False)(x)
+    run = jax.shard_map(fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False)
+    filled, others = jax.jit(run)(x)
     np.testing.assert_array_equal(filled, lay_out(x, size))
     np.testing.assert_array_equal(others, -1)  # the layers below and above

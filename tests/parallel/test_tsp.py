@@ -62,6 +62,7 @@ def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
     assert not [kind for kind, size, _ in found if kind == "all-reduce" and size > 1024], "activations are summed"
 
 
+@pytest.mark.slow
 def test_weights_tokens_and_what_the_backward_pass_keeps_are_parts():
     """Against one device: of weights and of activations each of eight holds an eighth, and nothing of full size."""
     wide = helpers.with_model(

@@ -12,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from rows import slow
 from safetensors.numpy import load_file
 
 import zaya_jax as zj
@@ -22,11 +23,19 @@ from zaya_jax.model.placement import Rows
 from zaya_jax.pytorch import named
 
 # A GPU's algorithm on the cases that differ most from a CPU's by default; on the others among the slow tests.
-CASES = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
-CASES += [("mixed", "gpu"), ("taps", "cuda")]  # NVIDIA's experts are loops of their own
-CASES += [("mixed", "kernels")]  # all of a GPU's own kernels, interpreted
+CPU = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
+GPU = [("mixed", "gpu"), ("taps", "cuda")]  # NVIDIA's experts are loops of their own
+GPU += [("mixed", "kernels")]  # all of a GPU's own kernels, interpreted
 SLOW = [("mixed", "attention"), ("base", "gpu"), ("sliding", "gpu"), ("base", "kernels"), ("sliding", "kernels")]
-CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
+
+
+def cases(fast):
+    """All cases as rows of a test, these in the default run."""
+    rows = [case if case in fast else slow(case) for case in (*CPU, *GPU, *SLOW)]
+    return pytest.mark.parametrize("golden_case", rows, indirect=True, ids=lambda case: "-".join(case))
+
+
+IN_FULL, DECODED = cases(CPU + GPU), cases([*CPU, ("mixed", "kernels")])
 
 # Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16 pairs of channels
 # turn in heads of 16; cross_entropy, since some 70 tokens fill no tile of 128; newton_schulz, which is the optimizer's;
@@ -34,7 +43,7 @@ CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 RUN = {"attention", "grouped_mlp", "residual_norm"}
 
 
-@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+@pytest.fixture
 def golden_case(request, golden_dir):
     """A golden case's folder, and around the test a chip whose algorithm must give it."""
     folder, platform = request.param
@@ -74,6 +83,7 @@ def assert_near(ours, theirs, name):
     assert np.abs(ours - theirs).max() <= bound, name
 
 
+@IN_FULL
 def test_every_residual_stream_router_logit_and_logit(golden_case, loaded, expected):
     model = loaded(golden_case)
     found = functions.jitted["forward"](model.config, model.params, model.balance, expected["input_ids"], trace=True)
@@ -84,6 +94,7 @@ def test_every_residual_stream_router_logit_and_logit(golden_case, loaded, expec
             assert_near(found[kind][layer].reshape(theirs.shape), theirs, f"{kind}.{layer}")
 
 
+@IN_FULL
 def test_the_loss_and_every_gradient(golden_case, loaded, expected, run_as_kernels):
     model = loaded(golden_case)
     loss, grads = model.loss_and_grads(expected["input_ids"], expected["labels"])
@@ -104,6 +115,7 @@ def _padded(config, params, balance, ids, mask):
         return zaya.logits(config.model, params, out.hidden, config.precision)
 
 
+@cases([("taps", "cpu"), ("mixed", "cpu")])
 def test_a_left_padded_batch_at_its_real_positions(golden_case, loaded, expected):
     model = loaded(golden_case)
     arguments = model.params, model.balance, expected["padded_input_ids"], expected["padded_mask"]
@@ -112,12 +124,14 @@ def test_a_left_padded_batch_at_its_real_positions(golden_case, loaded, expected
     assert_near(logits[real], expected["padded_logits"][real], "padded")
 
 
+@DECODED
 def test_greedy_decoding_with_the_cache(golden_case, loaded, expected):
     ids = expected["input_ids"]
     generated = loaded(golden_case).generate(ids, expected["generated"].shape[1] - ids.shape[1])
     np.testing.assert_array_equal(generated, expected["generated"])
 
 
+@cases(CPU)
 def test_greedy_decoding_of_a_left_padded_batch(golden_case, golden_dir, loaded):
     cases = load_file(golden_dir / "padded_generation.safetensors")
     ids, mask, theirs = (cases[f"{golden_case.name}.{name}"] for name in ("ids", "mask", "generated"))

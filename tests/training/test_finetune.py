@@ -25,7 +25,7 @@ SMALL = {
     "mesh.data": 1, "optim.name": "adamw",
 }  # fmt: skip
 TUNED = {
-    "data.global_batch": 8, "run.num_steps": 16, "eval.every": 16, "eval.windows": 8, "log.sample_tokens": 4,
+    "data.global_batch": 8, "run.num_steps": 16, "eval.every": 16, "eval.windows": 8, "log.sample_tokens": 0,
     "optim.lr": 0.02, "mesh.data": 1, "checkpoint.every_steps": 8, "balance.lr": 1e-3,
 }  # fmt: skip
 

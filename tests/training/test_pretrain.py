@@ -95,6 +95,7 @@ def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, 
 def test_a_dense_model_trains_and_samples_but_has_no_form_in_the_port(run, tmp_path):
     """tests/parallel has its numbers on meshes."""
     dense = {"model__model_type": "dense", "model__num_experts": 1, "model__intermediate_size": 32}
+    dense["log__sample_tokens"] = 2
     assert run(tmp_path / "run", run__num_steps=2, **dense) == cli.DONE
     record = tiny_runs.lines(tmp_path / "run")[0]
     assert "load_entropy" not in record and record["grad_norm/mlp"] > 0

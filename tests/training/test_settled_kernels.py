@@ -141,6 +141,7 @@ sys.exit(multihost.together(program))
 """
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_tries_and_both_take_its_verdict_before_jax_starts(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     more = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))}
