@@ -255,13 +255,14 @@ def test_the_attention_that_is_seen_makes_what_the_operator_gives(segments):
         np.testing.assert_allclose(made, out, rtol=1e-5, atol=1e-6)
 
 
-MESHES = [{"data": 2, "expert": 2, "context": 2, "fsdp": True}]
-MORE_MESHES = [
-    {"context": 4, "ring": True}, {"tensor": 2, "tsp": True}, {"context": 2, "tensor": 2, "data": 2, "fsdp": True},
+MESHES = [
+    {"data": 2, "expert": 2, "context": 2, "fsdp": True}, {"context": 4, "ring": True}, {"tensor": 2, "tsp": True},
+    {"context": 2, "tensor": 2, "data": 2, "fsdp": True},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", MESHES + [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES], ids=str)
+@pytest.mark.slow  # tests/parallel has meshes by default
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
     # No mesh divides these rows and columns.
     over = zj.create(settings, mesh=mesh)

@@ -123,6 +123,7 @@ def test_a_pair_exchanges_known_numbers():
     assert preflight.judge([((0, 1), t) for t in out.values()]) == []
 
 
+@pytest.mark.slow
 def test_a_partner_that_does_not_come():
     found = preflight.link(f"localhost:{multiprocess_runs.free_port()}", 0, 7, environ())
     assert found.bandwidth == 0 and found.wrong

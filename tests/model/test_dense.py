@@ -86,6 +86,7 @@ def test_packed_documents_are_documents_alone():
     np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_cached_decoding_is_the_whole_pass():
     model = small(layer_types=("hybrid", "hybrid_sliding"), sliding_window=3)
     params, bias = weights(model)

@@ -28,7 +28,7 @@ SLOW = [((2, 2), BOTH), ((1, 2), BOTH), ((2, 1), BOTH), ((2, 2), (LINEAR, FULL, 
 
 
 @pytest.mark.parametrize(
-    ("taps", "kinds"), [((3, 4), BOTH), ((2, 2), (LINEAR, LINEAR)), *(slow(*case) for case in SLOW)]
+    ("taps", "kinds"), [((3, 4), BOTH), slow((2, 2), (LINEAR, LINEAR)), *(slow(*case) for case in SLOW)]
 )
 def test_packed_documents_equal_lone_ones(taps, kinds):
     changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}

@@ -137,6 +137,7 @@ def test_the_whole_model_at_32k_tokens_has_no_square_array():
     assert compiled.memory_analysis().temp_size_in_bytes < length * length * 4 / 20
 
 
+@pytest.mark.slow
 def test_layers_written_out_are_the_scan(monkeypatch):
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)

@@ -134,8 +134,9 @@ def place(tree, specs, mesh):
 
 def compare(mesh, like, specs, steps):
     """The greatest relative difference of a weight after so many steps, and both final states."""
-    whole = chain.build(Optim(), FLOAT32, like)
-    sharded = chain.build(Optim(), FLOAT32, like, specs=specs, axes=mesh.shape)
+    optim = Optim(newton_schulz_steps=2)  # five compile longer
+    whole = chain.build(optim, FLOAT32, like)
+    sharded = chain.build(optim, FLOAT32, like, specs=specs, axes=mesh.shape)
     one, (many, grad_specs) = whole_step(whole), mesh_step(sharded, mesh, specs)
     start = random_tree(like, 0, 0.3)
     params, state = start, jax.jit(whole.init)()

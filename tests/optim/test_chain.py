@@ -24,6 +24,9 @@ def params(like):
 
 
 def updated(optim, params, grads, lr=0.1, steps=1, **options):
+    optim = dataclasses.replace(
+        optim, newton_schulz_steps=1
+    )  # five compile four times as long; nothing here is of them
     optimizer = chain.build(optim, optim_helpers.FLOAT32, params, **options)
 
     @jax.jit

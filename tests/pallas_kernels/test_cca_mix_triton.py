@@ -118,6 +118,7 @@ def test_bfloat16_errs_as_xlas_does():
     assert errors(ours).max() < 2.0**-7
 
 
+@pytest.mark.slow
 def test_shares_of_several_blocks_of_tokens(monkeypatch):
     """A part of the taps' gradients is of several blocks above 1,024 tokens alone; here of two."""
     monkeypatch.setattr(triton, "SPLITS", 2)

@@ -35,7 +35,7 @@ def cases(fast):
     return pytest.mark.parametrize("golden_case", rows, indirect=True, ids=lambda case: "-".join(case))
 
 
-IN_FULL, DECODED = cases(CPU + GPU), cases([*CPU, ("mixed", "kernels")])
+IN_FULL = cases([*CPU, ("mixed", "kernels")])
 
 # Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16 pairs of channels
 # turn in heads of 16; cross_entropy, since some 70 tokens fill no tile of 128; newton_schulz, which is the optimizer's;
@@ -124,7 +124,7 @@ def test_a_left_padded_batch_at_its_real_positions(golden_case, loaded, expected
     assert_near(logits[real], expected["padded_logits"][real], "padded")
 
 
-@DECODED
+@IN_FULL
 def test_greedy_decoding_with_the_cache(golden_case, loaded, expected):
     ids = expected["input_ids"]
     generated = loaded(golden_case).generate(ids, expected["generated"].shape[1] - ids.shape[1])

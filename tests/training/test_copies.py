@@ -23,6 +23,7 @@ from zaya_jax.training import state as states
 EXPERTS = {"layers/experts/gate_up", "layers/experts/down"}
 KEYS = {
     "optim__name": "muon",
+    "optim__newton_schulz_steps": 1,  # five compile longer
     "precision__compute": "bfloat16",
     "model__moe_intermediate_size": 24,
     "model__num_hidden_layers": 3,
