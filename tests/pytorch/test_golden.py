@@ -22,20 +22,21 @@ from zaya_jax.model import decode, zaya
 from zaya_jax.model.placement import Rows
 from zaya_jax.pytorch import named
 
-# A GPU's algorithm on the cases that differ most from a CPU's by default; on the others among the slow tests.
 CPU = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
-GPU = [("mixed", "gpu"), ("taps", "cuda")]  # NVIDIA's experts are loops of their own
-GPU += [("mixed", "kernels")]  # all of a GPU's own kernels, interpreted
-SLOW = [("mixed", "attention"), ("base", "gpu"), ("sliding", "gpu"), ("base", "kernels"), ("sliding", "kernels")]
+KERNELS = ("mixed", "kernels")  # all of a GPU's own kernels, interpreted, and its algorithm for the rest
+SLOW = [
+    ("mixed", "gpu"), ("taps", "cuda"),  # NVIDIA's experts are loops of their own
+    ("mixed", "attention"), ("base", "gpu"), ("sliding", "gpu"), ("base", "kernels"), ("sliding", "kernels"),
+]  # fmt: skip
 
 
 def cases(fast):
     """All cases as rows of a test, these in the default run."""
-    rows = [case if case in fast else slow(case) for case in (*CPU, *GPU, *SLOW)]
+    rows = [case if case in fast else slow(case) for case in (*CPU, KERNELS, *SLOW)]
     return pytest.mark.parametrize("golden_case", rows, indirect=True, ids=lambda case: "-".join(case))
 
 
-IN_FULL = cases([*CPU, ("mixed", "kernels")])
+IN_FULL = cases([*CPU, KERNELS])
 
 # Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16 pairs of channels
 # turn in heads of 16; cross_entropy, since some 70 tokens fill no tile of 128; newton_schulz, which is the optimizer's;
