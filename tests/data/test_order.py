@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zaya_jax.data import order, shuffle
-from zaya_jax.data.order import Order, Packed, Tape
+from zaya_jax.data.order import Order
 
 
 @settings(max_examples=300, deadline=None)
@@ -79,7 +79,7 @@ def test_layouts_hold_every_token_once(lengths, seq_len, packing, shards):
     lengths = np.array(lengths)
     shards = min(shards, len(lengths))
     store = store_of(lengths, shards)
-    layout = Tape(int(lengths.sum()), seq_len) if packing == "concat" else Packed(store, seq_len)
+    layout = order.layout_of(store, seq_len, packing)
     rows = [layout.spans(r) for r in range(layout.num_rows)]
     assert all(0 < sum(b - a for a, b in row) <= seq_len for row in rows)
     spans = sorted(span for row in rows for span in row)

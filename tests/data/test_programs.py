@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.slow
 def test_storage_is_sized_by_a_prepared_directory(tmp_path, prepare_text):
-    data = prepare_text("web", 6000, bundle_bytes=65536, longest=3000)
+    data = prepare_text("web", 6000, bundle_bytes=65536, longest=3000, shards=1)
     (tmp_path / "s").mkdir()
     before, old = tmp_path / "s" / "storage.json", tmp_path / "old.json"
     before.write_text("before")

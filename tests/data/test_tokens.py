@@ -57,7 +57,6 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens_lib, "BUNDLE_BYTES", bundle * np.dtype(dtype).itemsize)
-        patch.setattr(tokens_lib, "SLICE_TOKENS", 70)
         path = tmp_path_factory.mktemp("shard") / "x"
         entry, raw = write(path, documents, dtype)
     assert entry["bytes"] == len(raw)

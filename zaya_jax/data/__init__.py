@@ -1,7 +1,8 @@
 """Data: from text to the batches of a training run, the same batches for any number of processes.
 
-Preparing: `inputs` finds samples in files, `chat` spells conversations and fits them to a context, `tokenizers` turns
-text into ids, `prepare` and `prepare_task` write token shards in the format of `tokens`, on one machine or many.
+Preparing: `inputs` finds samples in files, `chat` reads conversations, `chat_template` spells them and fits them to a
+context, `tokenizers` turns text into ids, `prepare` and `prepare_task` write token shards in the format of `tokens`, on
+one machine or many.
 
 Reading: `storage` fetches bundles of shards, `sources` and `chats` read files that need no preparing, and `stores`
 opens any of these. `order` and `pack` say which tokens a row holds, `mix` which source it comes from. `pipeline` makes

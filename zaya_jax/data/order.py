@@ -102,6 +102,11 @@ class Packed:
         return planned
 
 
+def layout_of(store: TokenStore, seq_len: int, packing: str) -> Tape | Packed:
+    """The rows that a source is cut into."""
+    return Tape(store.num_tokens, seq_len) if packing == "concat" else Packed(store, seq_len)
+
+
 class Order:
     """The order in which a source's rows come, epoch after epoch: the module's text says how it is made.
 

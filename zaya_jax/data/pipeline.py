@@ -44,10 +44,7 @@ class Source:
         self, store: TokenStore, seq_len: int, packing: str, rows: tuple[int, int], key: int, rounds: int
     ) -> None:
         self.store = store
-        if packing == "concat":
-            self.layout: order.Tape | order.Packed = order.Tape(store.num_tokens, seq_len)
-        else:
-            self.layout = order.Packed(store, seq_len)
+        self.layout = order.layout_of(store, seq_len, packing)
         most, share = rows
         if self.layout.num_rows < most:
             _log.warning(

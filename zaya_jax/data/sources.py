@@ -86,7 +86,8 @@ def find(pattern: str) -> list[pathlib.Path]:
         names = iter([pathlib.Path(pattern)])
     else:
         names = _expand(pathlib.Path(), pathlib.Path(pattern).parts)
-    return once(path for path in names if is_file(path))
+    # A dangling link must not vanish silently from the input: reading it will fail.
+    return once(path for path in names if path.is_file() or (path.is_symlink() and not path.exists()))
 
 
 def once(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
@@ -139,11 +140,6 @@ def _expand(place: pathlib.Path, parts: Sequence[str]) -> Iterator[pathlib.Path]
         for path in _entries(place, hidden=head.startswith(".")):
             if fnmatch.fnmatchcase(path.name, head):
                 yield from _expand(path, rest)
-
-
-def is_file(path: pathlib.Path) -> bool:
-    """Whether a path is a file, or a dangling link, which must not vanish silently from the input."""
-    return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def identity(path: str | os.PathLike) -> object:

@@ -222,10 +222,7 @@ class HuggingFace(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
         self._content = content
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise UserError(f"tokenizer {where} has an empty vocabulary; train it first")
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where, self.vocab_size)
         self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
         self.sha256 = self._hash(content)
@@ -283,8 +280,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     specials = [BOS_NAMES[0], EOS_NAMES[0], PAD_NAMES[0], *(names[0] for names in CHAT_TOKENS.values())]
-    if vocab_size < 256 + len(specials):
-        raise UserError(f"a BPE vocabulary of {vocab_size} is too small; bytes and specials take {256 + len(specials)}")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -293,11 +288,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() < vocab_size:
-        raise UserError(
-            f"the input gives a BPE of only {tokenizer.get_vocab_size()} ids, {vocab_size} were asked for; "
-            "give more text or a smaller vocabulary"
-        )
+    if (made := tokenizer.get_vocab_size()) != vocab_size:
+        advice = "give more text or a smaller vocabulary" if made < vocab_size else "bytes and specials need as many"
+        raise UserError(f"the input gives a BPE of {made} ids, {vocab_size} were asked for; {advice}")
     return HuggingFace(tokenizer.to_str().encode("utf-8"), {}, "trained here")
 
 

@@ -34,7 +34,6 @@ SPLITS = ("train", "held_out")
 SUFFIX = ".tokens"
 BUNDLE_BYTES = 64 << 10  # of tokens: one read for every few sequences
 PAGE_BYTES = 4096
-SLICE_TOKENS = 1 << 20  # of a long document that are copied at once
 
 SHARD_TYPE = np.dtype(
     [
@@ -183,19 +182,15 @@ class ShardWriter:
 
     def add(self, document: Document) -> None:
         """Append one document."""
-        count = len(document.tokens)
-        self._lengths.append(count)
-        for begin in range(0, count, SLICE_TOKENS):
-            tokens = document.tokens[begin : begin + SLICE_TOKENS].astype(self.dtype, copy=False)
-            starts = np.zeros(len(tokens), bool)
-            starts[0] = begin == 0
-            learn = np.ones(len(tokens), bool)
-            if document.learn is not None:
-                learn = document.learn[begin : begin + len(tokens)]
-            self._pending.append((tokens, starts, learn))
-            self._pending_tokens += len(tokens)
-            if self._pending_tokens > self._size:  # one more than it holds, so that what follows it is known
-                self._flush()
+        tokens = document.tokens.astype(self.dtype, copy=False)
+        starts = np.zeros(len(tokens), bool)
+        starts[0] = True
+        learn = np.ones(len(tokens), bool) if document.learn is None else document.learn
+        self._lengths.append(len(tokens))
+        self._pending.append((tokens, starts, learn))
+        self._pending_tokens += len(tokens)
+        if self._pending_tokens > self._size:  # one more than it holds, so that what follows it is known
+            self._flush()
 
     def close(self) -> dict[str, Any]:
         """Finish the file; its entry, with the name it has until then under "partial"."""

@@ -38,9 +38,8 @@ def spread_windows(
     """`eval_batches` of these stores."""
     count, chosen = config.eval.windows, list[tuple[TokenStore, list[Span]]]()
     for k, store in enumerate(stores):
-        layout: order.Tape | order.Packed = order.Tape(store.num_tokens, config.data.seq_len)
-        if config.data.chats:  # an answer is judged with all that it answers
-            layout = order.Packed(store, config.data.seq_len)
+        # An answer is judged with all that it answers.
+        layout = order.layout_of(store, config.data.seq_len, "best_fit" if config.data.chats else "concat")
         share = min(count * (k + 1) // len(stores) - count * k // len(stores), layout.num_rows)
         chosen += [(store, layout.spans(n * layout.num_rows // share)) for n in range(share)]
     mine = local_rows(rows := rows or config.data.global_batch, process)
