@@ -128,8 +128,7 @@ def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
                 )
             for sample in inputs.samples(part, "text"):
                 if isinstance(sample, inputs.BadInput):
-                    reason = str(sample).replace(inputs.NAME_IT, "")  # a text would be none either
-                    raise UserError(f"{reason}; mend it, or let prepare_data --skip_bad leave it out")
+                    raise UserError(f"{sample}; mend it, or let prepare_data --skip_bad leave it out")
                 name, messages = sample
                 at = f"{part}, record {name.removeprefix(part.name + ':')}"
                 if not isinstance(messages, list):

@@ -22,7 +22,6 @@ from zaya_jax.data.tokenizers import NotUnicode, utf8
 
 Sample = tuple[str, str | list[chat.Message]]  # a name, and a text or the turns of a chat
 CHAT_FIELDS = ("messages", "conversations", "conversation")
-NAME_IT = "; name the text's field with --text_field"  # a preparation's advice
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 OPENED_AT_ONCE = 16
 ARROW_EXTRAS = ("dataset_dict.json", "dataset_info.json", "state.json")  # `datasets.save_to_disk` writes them, too
@@ -307,4 +306,4 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
 
 
 def _wanted(text_field: str) -> str:
-    return f"neither a text under {text_field!r} nor a chat under {', '.join(CHAT_FIELDS)}{NAME_IT}"
+    return f"neither a text under {text_field!r} (--text_field) nor a chat under {', '.join(CHAT_FIELDS)}"

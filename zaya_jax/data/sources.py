@@ -41,11 +41,6 @@ class Bundle:
     learn: np.ndarray  # bool: the target is real and is to be learnt
     real: bool = True  # False: the tokens could not be read, padding takes their place
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the arrays take."""
-        return self.tokens.nbytes + self.starts.nbytes + self.learn.nbytes  # targets share their memory
-
     def __len__(self) -> int:
         return len(self.tokens)
 

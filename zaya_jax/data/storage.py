@@ -199,7 +199,8 @@ class Prepared:
         for part in _readers.map(lambda item: self._read_shard(*item), by_shard.items()):
             out.update(part)
             for key, bundle in part.items():
-                self.cache.put(key, bundle, bundle.num_bytes)
+                size = bundle.tokens.nbytes + bundle.starts.nbytes + bundle.learn.nbytes  # targets share tokens' memory
+                self.cache.put(key, bundle, size)
         return out
 
     def _read_shard(self, shard: int, bundles: list[int]) -> dict[tuple[int, int], Bundle]:

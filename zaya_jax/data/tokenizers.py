@@ -131,14 +131,9 @@ class Tokenizer(abc.ABC):
     @property
     def pads_alone(self) -> bool:
         """Whether the padding id stands for nothing else: no text or chat ever has it."""
-        marks = {self._id(name) for names in CHAT_TOKENS.values() for name in names}
-        others = {self.bos_id, self.eos_id, *marks}
-        return self.pad_id not in others and self._is_special(self.pad_id)
-
-    def _is_special(self, token: int) -> bool:
-        """Whether no text is ever encoded with this id."""
-        added = self._tokenizer.get_added_tokens_decoder().get(token)
-        return added is not None and added.special
+        others = {self.bos_id, self.eos_id, *(self._id(name) for names in CHAT_TOKENS.values() for name in names)}
+        added = self._tokenizer.get_added_tokens_decoder().get(self.pad_id)  # no text is encoded with special ones
+        return self.pad_id not in others and added is not None and added.special
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""

@@ -268,13 +268,11 @@ def check_manifest(content: bytes, where: str) -> dict[str, Any]:
     """The manifest in a file's bytes; UserError where it is not one that this version reads."""
     try:
         manifest = json.loads(content)
-        if manifest["format"] != FORMAT:
-            raise KeyError("format")
-        version = manifest["version"]
+        readable = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{where} is not a manifest of prepared tokens; prepare the directory again") from None
-    if version != VERSION:
-        raise UserError(f"{where} has format version {version}, this program reads {VERSION}; prepare it again")
+        readable = False
+    if not readable:
+        raise UserError(f"{where} is not a manifest of {FORMAT} of version {VERSION}; prepare the directory again")
     sealed = {k: v for k, v in manifest.items() if k != "sha256"}
     if manifest.get("sha256") != manifest_hash(sealed):
         raise UserError(f"{where} was changed after it was written (SHA-256 differs); restore it or prepare it again")
