@@ -139,7 +139,8 @@ def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
         rows = [template.prompt([chat.message(turn) for turn in talk]) for talk in several]
     except chat.BadChat as error:
         raise UserError(f"a conversation is a list of turns with role and content: {error}") from None
-    return Asked("chat", one, rows, [""] * len(rows), [tokenizer.eos_id, *template.ends], template.stop)
+    ends, stop = template.ending
+    return Asked("chat", one, rows, [""] * len(rows), [tokenizer.eos_id, *ends], stop)
 
 
 def results(
@@ -165,7 +166,7 @@ class Conversation:
     def __init__(self, tokenizer: Tokenizer, system: str = ""):
         self._template, self._turns = chat_template.Template(tokenizer), list[chat.Message]()
         self._first = [chat.Message("system", "", system)] if system else []
-        self.ends, self.stop = self._template.ends, self._template.stop
+        self.ends, self.stop = self._template.ending
         self.left_out = 0
 
     def reset(self) -> None:

@@ -35,8 +35,7 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
         "[turn]user\nand 3+3?[end_turn]\n"
         "[turn]assistant\n[think]again[end_think]\n6[end_turn]\n"
     )
-    form = chat_template.Template(tok)
-    assert (form.ends, form.stop) == (tok.chat_token("end_turn"), [])
+    assert chat_template.Template(tok).ending == (tok.chat_token("end_turn"), [])
     assert (document.tokens[0], document.tokens[-1]) == (tok.bos_id, tok.eos_id)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
     assert spell(tok, learnt) == ("[think]add them[end_think]\n4[end_turn][think]again[end_think]\n6[end_turn]")
@@ -205,7 +204,7 @@ def test_marks_that_a_vocabulary_lacks_are_spelt_out():
     bare = tokenizers.HuggingFace(BPE.json().replace("turn|>", "x|>").encode(), {}, "here")
     assert chat_template.has_marks(BPE) and not chat_template.has_marks(bare)
     template = chat_template.Template(bare)
-    assert (template.ends, template.stop) == ([], ["<|end_turn|>"])
+    assert template.ending == ([], ["<|end_turn|>"])
     assert (
         bare.decode(template.prompt(chat.read(MESSAGES)[:1])) == "<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"
     )

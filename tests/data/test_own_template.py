@@ -84,7 +84,7 @@ def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_
     assert document.tokens.tolist() == own.spelt(WHOLE)[0] and own.chat_token("think")[0] in document.tokens
     learnt = own.spell(document.tokens[document.learn].tolist())
     assert learnt == "".join(ANSWERS)
-    assert form.ends == own.spelt("<|im_end|>")[0] and not form.stop
+    assert form.ending == (own.spelt("<|im_end|>")[0], [])
     prompt = form.prompt(messages()[:2])
     assert own.spell(prompt) == BETWEEN[0]
 
@@ -138,7 +138,7 @@ def test_the_template_is_found_where_transformers_finds_it(made):
 def test_one_that_knows_no_reasoning_finds_it_in_the_text(made):
     form = chat_template.Template(with_template(made, "{% for m in messages %}{{ m['content'] }}|{% endfor %}"))
     assert form.render(messages()[1:2] + messages()[5:6]) == "2+2?|<think>\nSo it is.\n</think>\n\nIt is 4.|"
-    assert not form.ends and form.stop == ["|"]
+    assert form.ending == ([], ["|"])
 
 
 def test_what_a_template_refuses_is_one_line(made, own):

@@ -192,23 +192,13 @@ class Template:
         self._names |= special_names(tokenizer.extra_files)
 
     @functools.cached_property
-    def _ending(self) -> tuple[list[int], str]:
-        """What the template writes after an answer: (its first special id, the text before that)."""
+    def ending(self) -> tuple[list[int], list[str]]:
+        """(the id that ends an answer, or else the text that does): of these one is there, mostly."""
         text = self.render([Message("user", "", "?"), Message("assistant", "", ANSWER)]).rpartition(ANSWER)[2]
         ids = self._tokenizer.spelt(text)[0]
         special = next((i for i, token in enumerate(ids) if not self._tokenizer.decode([token])), len(ids))
-        return ids[special : special + 1], self._tokenizer.decode(ids[:special]).strip()
-
-    @property
-    def ends(self) -> list[int]:
-        """The id that ends an answer, if there is one."""
-        special, before = self._ending
-        return [] if before else special
-
-    @property
-    def stop(self) -> list[str]:
-        """The text that ends an answer, where no id does."""
-        return [before] if (before := self._ending[1]) else []
+        before = self._tokenizer.decode(ids[:special]).strip()
+        return ([], [before]) if before else (ids[special : special + 1], [])
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """The text of a conversation; `prompt`: with the beginning of an answer."""
@@ -239,8 +229,7 @@ class Template:
 
         Reasoning that the prompt has begun belongs to it.
         """
-        asked = self.render(messages, prompt=True)
-        begun = "<think>" if asked[_alike(asked, self.render(messages)) :].rstrip().endswith("<think>") else ""
+        begun = "<think>" if self.render(messages, prompt=True).rstrip().endswith("<think>") else ""
         spelt = self._tokenizer.spell(ids)
         text = begun + (spelt if spelt != self._tokenizer.decode(ids) else text)
         text += "</think>" if "<think>" in text and "</think>" not in text else ""

@@ -106,17 +106,6 @@ def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
     return sources.concatenate([d.tokens for d in documents], tokenizer, [d.learn for d in documents])  # type: ignore
 
 
-def are_here(path: str) -> bool:
-    """Whether files of records, which are chats, lie at a path; UserError where text lies there too."""
-    records = {inputs.kind_of(str(file)) != "text" for _, file in sources.list_files(path)}
-    if len(records) > 1:
-        raise UserError(
-            f"config.data.path={path!r} has text and also JSON or Parquet, which in a run of chats are chats; "
-            "name one of both by a glob, such as 'DIR/**/*.py'"
-        )
-    return records == {True}
-
-
 def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
     """(a name for messages, turns) of every record."""
     for _, file in sources.files_for_memory(path):

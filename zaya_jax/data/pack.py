@@ -100,8 +100,3 @@ def finish(rows: Rows, cross_documents: bool = False) -> Batch:
         "positions": positions.astype(np.int32, copy=False),
         "loss_mask": rows.learn.astype(np.float32),
     }
-
-
-def efficiency(batch: Batch) -> float:
-    """The share of a batch's places that hold real tokens."""
-    return float((batch["segment_ids"] > 0).mean())

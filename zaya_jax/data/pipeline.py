@@ -322,7 +322,7 @@ class Stream(Iterator[Any]):
             source = self._workers = workers.Workers(self.batches, self._num_workers, first, PREFETCH_BATCHES)
             ahead = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         dataset = grain.MapDataset.source(source)[first:].to_iter_dataset(ahead).map_with_index(
-            lambda i, batch: (put(batch, first + i + 1) if put else batch, pack.efficiency(batch))
+            lambda i, batch: (put(batch, first + i + 1) if put else batch, float((batch["segment_ids"] > 0).mean()))
         )  # fmt: skip
         if put:
             dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=DEVICE_BATCHES)
@@ -349,7 +349,5 @@ def _left_out(eras: list[Era], ranges: Sequence[Sequence[int]]) -> list[Era]:
 
 
 def train_stream(config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1)) -> Stream:
-    """The training batches of a config; `process` is (index, count), and each gets its rows of every global
-    batch.
-    """
+    """The training batches of a config, of each the rows of process (index, count)."""
     return Stream(Batches(config, tokenizer, process), config.data.workers)

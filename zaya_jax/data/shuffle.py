@@ -10,9 +10,7 @@ ROUNDS = 8  # with four, the permutations of a few dozen numbers are biased by u
 
 
 def permute(indices: np.ndarray, size: np.ndarray | int, keys: np.ndarray | int) -> np.ndarray:
-    """The places of `indices` (each below its `size`) in the permutation of range(size) that the key of each
-    names.
-    """
+    """The places of `indices`, each below its `size`, in the permutation of range(size) that the key of each names."""
     out = np.array(indices, np.uint64)
     keys = np.broadcast_to(np.asarray(keys, np.uint64), out.shape)
     size = np.broadcast_to(np.asarray(size, np.uint64), out.shape)

@@ -47,8 +47,6 @@ class Bundle:
 
 def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
     """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the standard library."""
-    if not path:
-        raise UserError("config.data.path is empty; give 'stdlib', a directory (. for this one), a file or a glob")
     found = find(path)
     if path == "stdlib":
         root = stdlib()

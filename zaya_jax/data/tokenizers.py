@@ -91,9 +91,7 @@ class Tokenizer(abc.ABC):
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def chat_token(self, role: str) -> list[int]:
-        """The ids that mark `role` (see CHAT_TOKENS): one special id, or its name spelt out where there is
-        none.
-        """
+        """The ids that mark `role` (see CHAT_TOKENS): one special id, or its name spelt out where there is none."""
         found = self._id(self.chat_mark(role))
         return self.encode(CHAT_TOKENS[role][0]) if found is None else [found]
 
@@ -268,9 +266,7 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
-    """A byte-level BPE of exactly `vocab_size` ids (specials first) trained on `texts`: no text is
-    unencodable.
-    """
+    """A byte-level BPE of exactly `vocab_size` ids, specials first, trained on `texts`: it encodes any text."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

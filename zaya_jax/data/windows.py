@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError, shown
-from zaya_jax.data import chats, mix, order, pack, sources, storage, tokenizers
+from zaya_jax.data import chats, inputs, mix, order, pack, sources, storage, tokenizers
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.stores import Memory, TokenStore, fill, local_rows, open_stores, tokenised
 from zaya_jax.data.tokenizers import Tokenizer
@@ -125,7 +125,8 @@ def _refuse_trained(path: str, trained: list[str]) -> None:
 
 
 def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> Memory:
-    context = config.data.seq_len if config.data.chats and chats.are_here(path) else 0
+    records = any(inputs.kind_of(str(file)) != "text" for _, file in sources.list_files(path))
+    context = config.data.seq_len if config.data.chats and records else 0
 
     def make() -> Memory:
         if context:

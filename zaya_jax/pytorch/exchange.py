@@ -175,7 +175,7 @@ def write_directory(
         tensor_files.write_sharded(part, specs, tensors(), int(shard_gb * 1e9))
         written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype") or "float32"
         chats = tokenizer is not None and trained is not None and trained.data.chats
-        end_turn = next(iter(chat_template.Template(tokenizer).ends), None) if tokenizer and chats else None
+        end_turn = next(iter(chat_template.Template(tokenizer).ending[0]), None) if tokenizer and chats else None
         write_json(part / "config.json", names.model_to_json(model, written, imported["config"], end_turn))
         write_json(
             part / "generation_config.json", names.generation_json(model, imported["generation_config"], end_turn)
