@@ -159,8 +159,7 @@ def results(
 class Conversation:
     """Turns in the format that the model was tuned in (`chat_template`), as the ids that its answer continues.
 
-    Where they exceed the room that `ask` is given, the oldest turns are left out, and counted in `left_out`; the system
-    text stays.
+    Where `ask` has too little room, the oldest turns are left out and counted in `left_out`; the system text stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str = ""):
