@@ -66,9 +66,11 @@ def whole(tmp_path, source):
     return contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 64])  # of 18 tasks and 11 files
-def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, source, whole, count):
-    out, options = tmp_path / "out put ö", options_for(source)
+@pytest.mark.parametrize(("count", "bpe"), [(1, 0), (2, 300), (3, 0), (7, 0), (64, 0)])  # of 18 tasks and 11 files
+def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, source, count, bpe):
+    out, options = tmp_path / "out put ö", options_for(source, train_bpe=bpe)
+    here(options, tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
     order = [*range(count), random.Random(count).randrange(count)]
     random.Random(count).shuffle(order)
     part(options, out, 0, 5)  # of a machine that counts otherwise
@@ -288,12 +290,3 @@ def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
     shard.write_bytes(content)
     found = subprocess.run(verify, capture_output=True, text=True, timeout=100)
     assert found.returncode == 4 and shard.name in found.stdout
-
-
-def test_a_bpe_is_trained_by_the_first_and_the_same_as_one_machine_s(tmp_path, source):
-    options = options_for(source, train_bpe=300)
-    here(options, tmp_path / "whole")
-    for index in (1, 0):
-        part(options, tmp_path / "out", index, 2)
-    here(options, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -63,27 +63,18 @@ def by_ray(options, out, **more):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-class TestOnTwoNodes:
-    def test_the_bytes_are_one_machine_s(self, tmp_path, source, cluster, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        options = Options([source.name], part_bytes=9000, skip_bad=True)
-        manifest, _ = by_ray(options, "ray")
-        with monkeypatch.context() as patch:
-            patch.setattr(prepare_task, "run_processes", run_here)
-            here(options, tmp_path / "whole")
-        assert manifest["left_out"]["bad"] == 3
-        assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
-
-    def test_a_worker_that_is_killed_costs_a_retry(self, tmp_path, source, cluster, monkeypatch):
-        options = Options([str(source)], part_bytes=9000, skip_bad=True)
-        mark = tmp_path / "killed once"
+@pytest.mark.parametrize("killed", [False, True])
+def test_on_two_nodes_the_bytes_are_one_machine_s(tmp_path, source, cluster, monkeypatch, killed):
+    """Also where workers are killed, which costs a retry each."""
+    monkeypatch.chdir(tmp_path)
+    options, mark = Options([source.name], part_bytes=9000, skip_bad=True), tmp_path / "killed once"
+    if killed:
         monkeypatch.setattr(prepare_task, "_ray_work", dying(str(mark)))
-        by_ray(options, tmp_path / "ray")
-        assert len(list(tmp_path.glob("killed once-*"))) == 4
-        with monkeypatch.context() as patch:
-            patch.setattr(prepare_task, "run_processes", run_here)
-            here(options, tmp_path / "whole")
-        assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
+    manifest, _ = by_ray(options, "ray")
+    monkeypatch.setattr(prepare_task, "run_processes", run_here)
+    here(options, tmp_path / "whole")
+    assert manifest["left_out"]["bad"] == 3 and len(list(tmp_path.glob("killed once-*"))) == 4 * killed
+    assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
 
 
 def dying(mark):

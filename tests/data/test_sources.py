@@ -17,18 +17,6 @@ def test_the_standard_library_is_a_corpus():
     assert 0.005 < share < 0.04
 
 
-def test_documents_carry_begin_and_end(corpus):
-    tok = tokenizers.load("bytes")
-    train, held_out = sources.text_corpus(str(corpus), tok)
-    documents = int(train.starts.sum()) + int(held_out.starts.sum())
-    assert documents == 60  # the empty and the undecodable one are left out
-    assert (train.tokens[train.starts] == tok.bos_id).all()
-    ends = train.tokens == tok.eos_id
-    assert ends.sum() == train.starts.sum() and not train.learn[ends].any()
-    assert train.learn[~ends].all()
-    assert (train.targets[:-1][train.learn[:-1]] == train.tokens[1:][train.learn[:-1]]).all()
-
-
 def test_one_file_keeps_its_tail_for_evaluation(tmp_path):
     (tmp_path / "one.txt").write_text("abcdefghij" * 100)
     train, held_out = sources.text_corpus(str(tmp_path / "*.txt"), tokenizers.load("bytes"))

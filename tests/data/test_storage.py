@@ -98,12 +98,8 @@ def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
 def test_a_corrupt_record_stops_the_run_and_is_named(directory, make_config):
     path, offset, _ = place_of(directory, 1, 3)
     damage(path, offset + 100)
-    name = f"corrupt record 3 of shard {path.name}"
-    with pytest.raises(StorageError, match=name):
-        contents(Prepared(str(directory)))
-    assert [p for p in storage.verify(str(directory)) if p.startswith(name)]
     stream = pipeline.train_stream(make_config(path=str(directory), seq_len=512), TOK)
-    with pytest.raises(StorageError, match=name):
+    with pytest.raises(StorageError, match=f"corrupt record 3 of shard {path.name}"):
         collections.deque(stream, maxlen=0)
 
 

@@ -68,6 +68,7 @@ def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, p
 
 def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(bpe._content)
+    assert tokenizers.load(tmp_path / "tokenizer.json").bos_id == bpe.bos_id
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 1], "pad_token_id": -1}))
     tok = tokenizers.load(tmp_path)
     assert (tok.eos_id, tok.pad_id) == (5, bpe.pad_id)

@@ -1,7 +1,5 @@
 """Tokenizers: round trips, storage, and what they refuse."""
 
-import json
-
 import pytest
 
 from zaya_jax.config import UserError
@@ -50,14 +48,6 @@ def test_saved_and_loaded_is_the_same(bpe, tmp_path):
         assert (again.bos_id, again.eos_id, again.pad_id) == (tok.bos_id, tok.eos_id, tok.pad_id)
         assert again.encode(TEXT) == tok.encode(TEXT)
         assert not [p for p in (tmp_path / str(i)).iterdir() if p.suffix in (".pkl", ".pickle")]
-
-
-def test_a_plain_tokenizer_json_finds_its_special_tokens(bpe, tmp_path):
-    bpe.save(tmp_path)
-    assert tokenizers.load(tmp_path / "tokenizer.json").bos_id == bpe.bos_id
-    (tmp_path / tokenizers.META_FILE).unlink()
-    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 7, "eos_token_id": 8}))
-    assert tokenizers.load(tmp_path).bos_id == 7
 
 
 def test_bad_tokenizers_are_one_clear_line(bpe, tmp_path):
