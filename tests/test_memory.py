@@ -35,6 +35,7 @@ print(json.dumps({"faults": [b - a for a, b in zip(counts, counts[1:])], "huge_m
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be set to keep memory")
 def test_steps_take_no_new_pages():
     def run(how):

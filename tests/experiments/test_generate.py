@@ -99,6 +99,7 @@ def test_it_stops_at_the_end_of_the_document(run, workdir):
     assert run(*options)[:2] == (0, "abc\n")
 
 
+@pytest.mark.slow
 def test_several_prompts_are_each_as_alone(run, workdir):
     choice = ("--temperature=3", "--top_k=20", "--top_p=0.9", "--min_p=0.01")
     options = (f"--model={workdir}", "--num_tokens=12", *choice)

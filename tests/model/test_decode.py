@@ -75,6 +75,7 @@ def test_the_stream_is_what_generate_gives(temperature):
     assert decode.generate(decoder, ids, 0) == [[]]
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_seed():
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)

@@ -53,7 +53,7 @@ def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
     slow(ZAYA, 4, dict(context=4)),
     slow(ZAYA, 8, dict(context=8)),
     slow(ZAYA, 2, dict(context=2, ring=True)),
-    (ZAYA, 4, dict(context=4, ring=True)),
+    slow(ZAYA, 4, dict(context=4, ring=True)),
     slow(ZAYA, 8, dict(context=8, ring=True)),
     slow(ZAYA, 4, dict(context=2, tensor=2, ring=True)),
     slow(ZAYA, 8, dict(data=2, context=4, ring=True, fsdp=True)),
@@ -67,12 +67,12 @@ def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
     slow(ZAYA, 8, dict(context=2, tensor=4, tsp=True)),
     slow(ZAYA, 8, dict(context=2, tensor=4, tsp=True, ring=True)),
     slow(ZAYA, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
-    (GROUPED, 8, dict(context=2, tensor=4, tsp=True)),
+    slow(GROUPED, 8, dict(context=2, tensor=4, tsp=True)),
     slow(DENSE, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
     slow(DENSE, 4, dict(tensor=4)),
     slow(GROUPED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
     # Layers of linear attention between others.
-    slow(MIXED, 2, dict(context=2)),  # test_linear.py has the operator, and a model of it alone
+    slow(MIXED, 2, dict(context=2)),  # test_linear.py has the operator
     slow(MIXED, 8, dict(context=8)),
     slow(MIXED, 4, dict(context=4, ring=True)),
     slow(MIXED, 4, dict(context=2, tensor=2, tsp=True)),

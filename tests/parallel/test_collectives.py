@@ -1,6 +1,7 @@
 """The collectives that an axis adds to the compiled program, their bytes, and the memory that it saves."""
 
 import dataclasses
+import functools
 
 import jax
 import mesh_helpers as helpers
@@ -15,6 +16,7 @@ LAYERS, D = MODEL.num_hidden_layers, MODEL.hidden_size
 TOKENS = helpers.ROWS * helpers.LENGTH
 
 
+@functools.cache
 def compiled(num_devices, **sizes):
     """The program of loss and gradients."""
     return helpers.compiled(dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes)), num_devices)

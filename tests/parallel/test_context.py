@@ -108,7 +108,7 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
 @pytest.mark.parametrize(
     ("spread", "taps", "length", "packed", "window"),
     [
-        (Spread(context=4), (3, 4), 40, True, None),  # a chunk of 5, as many as the taps look back
+        slow(Spread(context=4), (3, 4), 40, True, None),  # a chunk of 5, as many as the taps look back
         (Spread(context=4, ring=True), (3, 4), 48, True, 7),
         slow(Spread(context=2), (2, 2), 16, False, 3),
         slow(Spread(context=8), (1, 1), 16, False, None),  # chunks of one token: only the delayed value looks back

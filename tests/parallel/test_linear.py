@@ -149,7 +149,8 @@ def test_the_states_do_not_wait_for_the_work_within_a_device():
     assert len(seen) > 2 and not any(" while(" in made[name] for name in seen)
 
 
-@pytest.mark.parametrize("remat", ["none", slow("attention")])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "attention"])
 def test_linear_layers_of_a_model_gather_states_alone(remat):
     """Besides the halo's traffic, each layer gathers once forward and once backward, repeated or not."""
     settings = helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)

@@ -78,6 +78,7 @@ def test_the_export_is_the_run(folder, tmp_path):
     assert zj.load(model.save(tmp_path / "saved")).loss(IDS, IDS) == model.loss(IDS, IDS)
 
 
+@pytest.mark.slow
 def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
     """By PEFT's own names and order, and, where it is installed, by itself: its model is the merged one."""
     given = {"balance__enabled": False, "optim__name": "muon"}
