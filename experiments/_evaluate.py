@@ -43,10 +43,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--include_path={args.include_path} is not a folder")
     if tasks:
         harness.require()
-        if _is_run(out):
-            raise UserError(
-                f"--out={args.out} is a run's folder, which has its own samples.jsonl; give --out={out / 'evaluation'}"
-            )
     for name in ("include_path", "num_fewshot", "bos", *CHAT_OPTIONS):
         if not tasks and getattr(args, name) is not None:
             raise UserError(f"--{name} applies to tasks; give --tasks or omit it")
@@ -122,16 +118,11 @@ def save(out: Path, result: dict[str, Any], found: dict[str, Any]) -> str:
         **({"samples.jsonl": harness.samples(found)} if found else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
-    if not found and (out / "evaluation.json").is_file() and not _is_run(out):
+    if not found and (out / "evaluation.json").is_file():
         (out / "samples.jsonl").unlink(missing_ok=True)  # of the evaluation that is replaced
     for name, content in files.items():
         write(out / name, content)
     return f"{out}/{', '.join(files)}"
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether a run keeps its samples here."""
-    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir()
 
 
 def check_names(paths: list[str]) -> None:

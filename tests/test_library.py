@@ -1,6 +1,5 @@
 """zaya_jax as a library: the programs' numbers, on any mesh; saving and loading; plain refusals."""
 
-import concurrent.futures
 import copy
 import dataclasses
 import doctest
@@ -18,8 +17,7 @@ from test_public_names import OF_A_MODEL
 from traced_once import traced_once
 
 import zaya_jax as zj
-from experiments import checkpoint, generate
-from zaya_jax import cli, functions, library, schedule
+from zaya_jax import functions, library, schedule
 from zaya_jax.data import tokenizers, windows
 from zaya_jax.model import decode
 from zaya_jax.parallel import tree
@@ -291,14 +289,6 @@ def test_weights_from_other_devices_are_brought_to_the_model_s(settings, model, 
         assert over.loss(ids, ids) == pytest.approx(own, rel=1e-6)
 
 
-def test_a_mesh_of_jax_with_axes_in_any_order_is_taken(run, trained):
-    devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
-    over = zj.load(run, mesh=jax.sharding.Mesh(devices, ("expert", "data")))
-    assert dict(over.mesh.shape) == {"data": 2, "expert": 2, "context": 1, "tensor": 1}
-    assert over.mesh.devices[1, 0, 0, 0] == devices[0, 1]
-    assert same(over.params, trained.params)
-
-
 ########################################################################################################################
 # Writing and reading
 ########################################################################################################################
@@ -313,21 +303,6 @@ def test_what_is_saved_is_loaded_bit_for_bit_on_a_mesh_too(trained, run, folder,
     assert again.config.precision == original.config.precision and again.source == f"{saved}@0"
     np.testing.assert_array_equal(again.logits(ids), original.logits(ids))
     assert again.generate("ab", 4) == original.generate("ab", 4)
-
-
-def test_programs_read_what_is_saved(trained, folder, called):
-    saved = trained.save(folder / "for programs")
-    for program, *options in (
-        (checkpoint, "verify", f"--workdir={saved}"),
-        (checkpoint, "inspect", f"--workdir={saved}"),
-        (checkpoint, "export_params", f"--workdir={saved}", f"--out={folder / 'exported'}"),
-        (checkpoint, "to_hf", f"--model={saved}", f"--out={folder / 'hf of saved'}"),
-        (generate, f"--model={saved}", "--prompt=ab", "--num_tokens=4"),
-    ):
-        code, said, _ = called(program, *options)
-        assert code == cli.DONE, options
-    assert said.endswith(trained.generate("ab", 4) + "\n")
-    assert same(zj.load(folder / "hf of saved").params, trained.params)
 
 
 def test_training_begins_with_what_was_saved(trained, settings, folder):
@@ -498,8 +473,8 @@ def test_it_continues_whatever_it_is_given(model, ids):
     asked = [256, 259, *b"user\nhi", 260, *b"\n", 259, *b"assistant\n"]
     new = model.generate([asked] * 2, 5, ends=[257, 260])[0][len(asked) :]
     assert model.tokenizer.decode(new) == answers[0]
-    for wrong in ([], [None], [{"x": 1}], [["a"]], ["a", [1]]):
-        with pytest.raises(zj.UserError, match=r"prompt=|a conversation is a list of turns"):
+    for wrong in ([], [{"x": 1}], ["a", [1]], [1, 264], [[]]):
+        with pytest.raises(zj.UserError, match=r"prompt=|a conversation is a list of turns|prompt 1 of 1 (has|is)"):
             model.generate(wrong, 2)
 
 
@@ -517,29 +492,27 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
     changed = dataclasses.replace(model, params={**model.params, "final_norm": {"scale": np.zeros(3)}})
     wider = copy.deepcopy(settings)
     wider.model.hidden_size = 24
-    thread = concurrent.futures.ThreadPoolExecutor(1)
     for call, *parts in (
         (partial(load, tmp_path / "none"), "none is not a folder"),
         (partial(load, tmp_path / "empty"), "holds no model", "transformers"),
         (partial(load, f"{run}@3"), "no checkpoint of step 3", "it has 2, 4"),
         (partial(load, run, dtype="float16"), "float32, bfloat16"),
         (partial(load, run, mesh={"data": 3}), "mesh has data", "8 devices"),
-        (partial(load, run, mesh=jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))), "'x'", "data, expert"),
         (partial(create, "tyni"), "'tyni'", "tiny"),
         (partial(create, settings, seed=2**32), "seed="),
-        (partial(model.logits, [[1, 264]]), "ids hold 1 to 264", "vocabulary of 264"),
+        (partial(model.logits, [[1, 264]]), "ids hold 264; expected 0 to 263"),
         (partial(model.logits, np.zeros((1, 65), int)), "max_position_embeddings=64"),
         (partial(model.logits, ids, segments=[[1, 1]]), "segments have shape (1, 2)", "(1, 4)"),
-        (partial(model.logits, ids, segments=ids + 2**32 + 1), f"hold {2**32 + 1} to {2**32 + 1}"),  # 1 in int32
-        (partial(model.loss, ids, ids + 264), "label 264"),
+        (partial(model.logits, ids, segments=ids + 2**32 + 1), f"segments hold {2**32 + 1}"),  # 1 in int32
+        (partial(model.loss, ids, ids + 264), "labels hold 264", "or -100"),
+        (partial(model.loss, ids, ids - 1), "labels hold -1;"),
         (partial(model.loss, ids, ids - 100), "no label counts"),
         (partial(model.generate, ids, 61), "has 4 tokens", "max_position_embeddings=64"),
         (partial(model.save, run), "not empty"),
         (partial(model.to_hf, tmp_path / "hf", dtype="int8"), "dtype='int8'"),
-        (partial(changed.save, tmp_path / "a"), "final_norm", "float64[3]", "float32[16]"),
+        (partial(changed.save, tmp_path / "a"), "final_norm.scale is [3]", "[16] is needed"),
         (partial(load(golden_dir / "taps").generate, "a", 2), "no tokenizer", "ids [B, S]"),
         (partial(zj.train, wider, run), f"{run} was started with config.model.hidden_size=16", "now it is 24"),
-        (thread.submit(zj.train, settings, tmp_path / "run").result, "main thread"),
     ):
         refused(call, *parts)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]

@@ -70,8 +70,7 @@ def _fresh(config: Config, mesh: Mesh | None, target: chip.Chip) -> Callable:
 def shardings(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Where parameters and balancing biases lie on a mesh."""
     specs = sharding.param_specs(config.model, config.precision, spread_of(config.mesh, mesh.shape))
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return {"params": params, "balance": {"bias": NamedSharding(mesh, REPLICATED)}}
 
 

@@ -119,19 +119,17 @@ class Asked:
 
 def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
     """What a caller gives; UserError where it is none of these, or needs a tokenizer that is not there."""
-    several = [given] if isinstance(given, str) else list(given)
-    first = several[0] if several else None
-    one = isinstance(first, int | np.integer | dict) or isinstance(given, str)
-    several = [several] if one and first is not given else several
-    kinds = {type(row[0] if len(row) else None) for row in several} if first is not None else set()
-    if first is not None and not {str, dict} & kinds:
+    one = isinstance(given, str) or isinstance(next(iter(given), None), int | np.integer | dict)
+    several = [given] if one else list(given)
+    forms = {_form(row) for row in several}
+    if forms == {"ids"}:
         return Asked("ids", one, [np.asarray(row).tolist() for row in several], [], [], [])
-    if tokenizer is None or len(kinds) != 1:
+    if tokenizer is None or len(forms) != 1:
         raise UserError(
             f"the model of {source} has no tokenizer; give ids [B, S] instead of a text" if tokenizer is None else
             f"prompt={shown(given)} is no text, no ids and no conversation, nor a list of one of these"
         )  # fmt: skip
-    if all(isinstance(text, str) for text in several):
+    if forms == {"text"}:
         rows = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in several]
         return Asked("text", one, rows, several, [tokenizer.eos_id], [])
     template = chat_template.Template(tokenizer)
@@ -141,6 +139,12 @@ def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
         raise UserError(f"a conversation is a list of turns with role and content: {error}") from None
     ends, stop = template.ending
     return Asked("chat", one, rows, [""] * len(rows), [tokenizer.eos_id, *ends], stop)
+
+
+def _form(row: Any) -> Literal["text", "chat", "ids"]:
+    if isinstance(row, str):
+        return "text"
+    return "chat" if isinstance(next(iter(row), None), dict) else "ids"
 
 
 def results(

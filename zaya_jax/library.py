@@ -13,7 +13,6 @@ Arrays go in and come out as NumPy arrays, except parameters and gradients, whic
 import dataclasses
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from pallas_kernels import chip
-from zaya_jax import cli, functions, generation, run, schedule, trees
+from zaya_jax import cli, functions, generation, run, schedule
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import leaving, multihost
@@ -40,13 +39,13 @@ from zaya_jax.model.router import Router
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import sharding, tree
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.spread import AXES, spread_of
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.pytorch import any_model, exchange, hf
+from zaya_jax.pytorch.any_model import AnyModel
 from zaya_jax.training import kernels
 from zaya_jax.training.workdir import folder_of
 
 type AnyConfig = Config | ConfigDict | Mapping[str, Any] | str | os.PathLike
-type AnyMesh = Mesh | Mapping[str, Any]
 
 
 class TrainingStopped(RuntimeError):
@@ -74,15 +73,6 @@ class Trace:
     values: np.ndarray | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Origin:
-    """Where the weights come from, for exports; compared by identity, so that a model can be a jitted argument."""
-
-    files: Mapping[str, bytes]  # the tokenizer's
-    imported: Mapping[str, Any]  # see `any_model.imported_of`
-    trained: bool = False  # since it was imported
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "balance"],
@@ -98,7 +88,7 @@ class LanguageModel:
     tokenizer: tokenizers.Tokenizer | None
     mesh: Mesh | None
     source: str  # where the weights came from
-    _origin: _Origin
+    _origin: AnyModel  # without its weights
 
     def __repr__(self) -> str:
         counts = zaya.param_counts(self.config.model)
@@ -217,7 +207,8 @@ class LanguageModel:
         >>> len(model.generate("ab", 4, temperature=1.0, samples=3)), len(model.generate([97, 98], 4))
         (3, 6)
         """
-        asked, count = self._asked(prompt), 1 if samples is None else samples
+        asked = generation.asked(prompt, self.tokenizer, self.source)
+        count = 1 if samples is None else samples
         if asked.form == "ids" and stop:
             raise UserError("stop is for texts; ids end at one of ends")
         seeds = [seed] * len(asked.ids) if isinstance(seed, int) else list(seed)
@@ -252,7 +243,7 @@ class LanguageModel:
         >>> "".join(model.stream("ab", 4)) == model.generate("ab", 4)[2:]
         True
         """
-        asked = self._asked(prompt)
+        asked = generation.asked(prompt, self.tokenizer, self.source)
         if asked.form == "ids" or not asked.one:
             raise UserError("stream takes one text or conversation; `continued` gives the ids of several as they come")
         assert self.tokenizer is not None
@@ -261,12 +252,6 @@ class LanguageModel:
             going, self.tokenizer, asked.ids, [*stop, *asked.stop], follows=asked.form == "text"
         ):
             yield new
-
-    def _asked(self, prompt: Any) -> generation.Asked:
-        asked = generation.asked(prompt, self.tokenizer, self.source)
-        for row in asked.ids if asked.form == "ids" else ():
-            self._inputs(np.asarray([row]), None)
-        return asked
 
     def continued(self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> decode.Generation:
         """Continues lists of ids of any lengths piece by piece; options are those of `decode.Generation`.
@@ -295,14 +280,10 @@ class LanguageModel:
         >>> zj.load(model.save(folder / "saved")).loss(ids, ids) == model.loss(ids, ids)
         True
         """
-        self._check_weights()
         check_named(self.config.model)
         target = _new_folder(directory)
-        config = _as_begun(self.config, target / "tokenizer" if self._origin.files else None)
-        weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
-        return exchange.write_workdir(
-            target, config, weights, self.tokenizer, self._origin.files, self._origin.imported
-        )
+        config = _as_begun(self.config, target / "tokenizer" if self._origin.files() else None)
+        return exchange.write_workdir(target, self._found(), config)
 
     def to_hf(self, directory: str | os.PathLike, dtype: str | None = None) -> Path:
         """Writes a directory that transformers' `zaya` loads; `dtype` is by default as imported, otherwise float32.
@@ -310,23 +291,15 @@ class LanguageModel:
         >>> model.to_hf(folder / "hf").name
         'hf'
         """
-        self._check_weights()
-        if dtype not in (None, *exchange.DTYPES):
-            raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(exchange.DTYPES)}")
         check_named(self.config.model)
-        exchange.check_zaya(self.config.model, self.config.name)
-        target = _new_folder(directory)
+        return exchange.to_hf(self._found(), _new_folder(directory), dtype)
+
+    def _found(self) -> AnyModel:
+        """As `any_model.find` would give it, with these weights."""
         weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
-        origin = self._origin
-        trained = self.config if origin.trained or not origin.imported["config"] else None
-        exchange.write_directory(
-            target, self.config.model, weights.read, origin.imported, origin.files, self.tokenizer, trained, dtype
-        )
-        exchange.write_card(target, self.source, self.config, {})
-        return target
+        return dataclasses.replace(self._origin, name=self.source, config=self.config, source=weights)
 
     def _decoder(self) -> decode.Decoder:
-        self._check_weights()
         devices, config = tree.cache_over(self.mesh), self.config
         weights = self.on_one_device() if devices.mesh is None else (self.params, self.balance)
         return decode.Decoder(config.model, *weights, config.precision, devices, config.kernels)
@@ -336,7 +309,6 @@ class LanguageModel:
 
         Rows without segments are padded to one of few shapes: a token sees none after it, and none of another row.
         """
-        self._check_weights()
         rows, columns = ids.shape
         if segments is None:
             room = functools.partial(
@@ -365,54 +337,26 @@ class LanguageModel:
         return jax.device_put((self.params, self.balance), (at["params"], at["balance"]["bias"]))
 
     def _inputs(self, ids: Any, segments: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        ids, model = _integers("ids", ids), self.config.model
-        if ids.min() < 0 or ids.max() >= model.vocab_size:
-            held = f"{ids.min()} to {ids.max()}"
-            raise UserError(f"ids hold {held}, outside the vocabulary of {model.vocab_size}")
+        model = self.config.model
+        ids = _integers("ids", ids, None, model.vocab_size)
         if ids.shape[1] > model.max_position_embeddings:
             raise UserError(
                 f"ids have {ids.shape[1]} columns, above the model's max_position_embeddings="
                 f"{model.max_position_embeddings}; give shorter rows"
             )
-        if segments is not None:
-            segments = _integers("segments", segments, ids.shape)
-            if segments.min() < 0 or segments.max() >= 2**31:  # as int32 it would be another
-                held = f"{segments.min()} to {segments.max()}"
-                raise UserError(f"segments hold {held}; they count from 1, and 0 is padding")
-            segments = segments.astype(np.int32)
-        return ids.astype(np.int32), segments
+        return ids, None if segments is None else _integers("segments", segments, ids.shape, 2**31)
 
     def _labelled(self, ids: Any, labels: Any, segments: Any, shifted: bool) -> tuple[Any, Any, Any]:
         ids, segments = self._inputs(ids, segments)
-        labels = _integers("labels", labels, ids.shape)
-        size = self.config.model.vocab_size
-        wrong = labels[(labels != functions.IGNORED) & ((labels < 0) | (labels >= size))]
-        if wrong.size:
-            raise UserError(
-                f"label {wrong[0]} is outside the vocabulary of {size}; {functions.IGNORED} counts for nothing"
-            )
+        labels = _integers("labels", labels, ids.shape, self.config.model.vocab_size, functions.IGNORED)
         if not (functions.to_targets(labels, segments, shifted, np) >= 0).any():
             raise UserError("no label counts, so there is no loss; the first of a row has no token before it")
-        return ids, labels.astype(np.int32), segments
-
-    def _check_weights(self) -> None:
-        """UserError if `params` or `balance` were replaced by arrays that do not fit this model."""
-        model = self.config.model
-        expected = {"params": zaya.abstract(model), "balance": jax.eval_shape(lambda: zaya.init_balance(model))}
-        held = {"params": self.params, "balance": self.balance}
-        has, needs = (
-            {name: f"{x.dtype}{list(x.shape)}" for name, x in trees.flat(tree).items()} for tree in (held, expected)
-        )
-        if wrong := sorted(name for name in has.keys() | needs if has.get(name) != needs.get(name)):
-            raise UserError(
-                f"{wrong[0]} is {has.get(wrong[0], 'none')}, the model's {needs.get(wrong[0], 'none')}; give params a "
-                "tree like zj.init's"
-            )
+        return ids, labels, segments
 
 
 def create(
-    config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None, layer: type[nnx.Module] | None = None,
-    router: type[Router] | None = None,
+    config: AnyConfig, seed: int = 0, *, mesh: Mapping[str, Any] | None = None,
+    layer: type[nnx.Module] | None = None, router: type[Router] | None = None,
 ) -> LanguageModel:  # fmt: skip
     """A model with fresh weights, the same as a run of this config and seed begins with.
 
@@ -422,7 +366,6 @@ def create(
     >>> zj.create(model.config, seed=1).logits(ids).shape
     (2, 7, 264)
     """
-    _require_one_process()
     host.keep_compiled()
     settings = _config_of(config)
     if not 0 <= seed < 2**32:
@@ -436,19 +379,21 @@ def create(
     kernels.settle(settings, at_once=1)  # before JAX takes the devices
     settings, over = _with_mesh(settings, mesh)
     params, balance = functions.init(settings, seed, over)
-    folder = Path(settings.data.tokenizer)
-    files = any_model.small_files(folder) if tokenizer and folder.is_dir() else {}
-    return LanguageModel(
-        settings, params, balance, tokenizer, over, f"seed {seed}", _Origin(files, any_model.nothing_imported())
-    )
+    name, place = f"seed {seed}", settings.data.tokenizer if tokenizer else None
+    origin = AnyModel(name, Path(), settings, exchange.InMemory({}), place)
+    return LanguageModel(settings, params, balance, tokenizer, over, name, origin)
 
 
 def load(
-    place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | None = None, config: AnyConfig | None = None
+    place: str | os.PathLike,
+    *,
+    mesh: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    config: AnyConfig | None = None,
 ) -> LanguageModel:
     """The model of any name: a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub.
 
-    `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
+    `mesh`: sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
     `dtype`; by default as the run did, and in float32 where the model was imported. Each of several processes gets the
     whole model, on its own devices. A state that Orbax saved has no config: give it, as for `create`.
 
@@ -467,10 +412,8 @@ def load(
     kernels.settle(own, at_once=1)  # before JAX takes the devices
     own, over = _with_mesh(own, mesh)
     params, balance = found.weights(functions.shardings(own, over) if over else None)
-    tokenizer, files = found.tokenizer(), found.files()
-    return LanguageModel(
-        own, params, balance, tokenizer, over, found.name, _Origin(files, found.imported, found.step > 0)
-    )
+    origin = dataclasses.replace(found, source=exchange.InMemory({}))
+    return LanguageModel(own, params, balance, found.tokenizer(), over, found.name, origin)
 
 
 def train(
@@ -485,9 +428,8 @@ def train(
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True
     """
-    _require_one_process()
-    if threading.current_thread() is not threading.main_thread():
-        raise UserError("training listens to signals, so it needs the process's main thread")
+    if multihost.place()[1] > 1:
+        raise UserError("a model object is of one process; several train by experiments.pretrain")
     settings = _config_of(config)
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
@@ -527,23 +469,13 @@ def _config_of(given: AnyConfig) -> Config:
     return config_lib.read_config(str(given))
 
 
-def _with_mesh(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
+def _with_mesh(config: Config, mesh: Mapping[str, Any] | None) -> tuple[Config, Mesh | None]:
     """The config with this mesh, and the mesh of all four axes; UserError if model or devices do not fit it."""
     if mesh is None:
         return config, None
-    if isinstance(mesh, Mesh):
-        unknown = [axis for axis in mesh.axis_names if axis not in AXES]
-        if unknown:
-            raise UserError(f"mesh has an axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
-        sizes: dict[str, Any] = {axis: mesh.shape.get(axis, 1) for axis in AXES}
-        order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
-        devices = list(mesh.devices.transpose(order).flat)
-        given = dataclasses.replace(config.mesh, **sizes)
-    else:
-        given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
-        fields.check_fields(given, "mesh.")
-        devices = jax.local_devices()
-    over = make_mesh(given, devices, "mesh")
+    given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
+    fields.check_fields(given, "mesh.")
+    over = make_mesh(given, jax.local_devices(), "mesh")
     config = dataclasses.replace(config, mesh=given)
     sharding.check(config, spread_of(given, over.shape), where="mesh")
     return config, over
@@ -576,21 +508,18 @@ def _new_folder(directory: str | os.PathLike) -> Path:
     return claims.new_folder(directory, "directory")
 
 
-def _integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """Integers [B, S], or of this shape."""
+def _integers(name: str, given: Any, shape: tuple[int, ...] | None, end: int, also: int | None = None) -> np.ndarray:
+    """Integers [B, S], or of this shape: from 0 to below `end`, and `also`."""
     x = np.asarray(given)
     if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer) or not x.size:
         raise UserError(f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers [B, S]")
     if shape is not None and x.shape != shape:
         raise UserError(f"{name} have shape {x.shape}; expected that of the ids, {shape}")
-    return x
+    wrong = x[((x < 0) | (x >= end)) & (x != also)]
+    if wrong.size:
+        raise UserError(f"{name} hold {wrong[0]}; expected 0 to {end - 1:,}" + (f", or {also}" if also else ""))
+    return x.astype(np.int32)
 
 
 def _padded(x: np.ndarray, value: int, shape: tuple[int, int]) -> np.ndarray:
     return np.pad(x, [(0, to - size) for to, size in zip(shape, x.shape, strict=True)], constant_values=value)
-
-
-def _require_one_process() -> None:
-    """UserError in one of several processes."""
-    if multihost.place()[1] > 1:
-        raise UserError("a model object is of one process; several train by experiments.pretrain")

@@ -122,7 +122,6 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
         # The checkpoint's config (of a fork: its own), since a start that never saved may have written config.json.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
-        planned.notes.append(notes.new_length(meta, config, recipe.last_step))
     planned.notes.extend(kernels.notes(meta, found, reached))
     decided = decisions.agreed(decided, meta.get("decisions", []), folder)
     if decided:
@@ -189,7 +188,7 @@ class Loop:
         # A run that ended as unhealthy resumes one step below the limit, so one more bad step ends it.
         unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
         self.profile = Profile(self.config.log.profile, self.workdir)
-        self.trackers = Trackers(self.config, self.workdir, tracker)
+        self.trackers = Trackers(self.config, self.workdir, planned.reached, tracker)
         self.figures = Figures(begun, unsound, self.pace, self.guard, self.trackers)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
         self.kept: dict[str, float] = {}  # the figures of the last save
@@ -233,11 +232,11 @@ class Loop:
 
     def step(self, now: Step) -> Any:
         """Fetches a batch, dispatches the step, then reads the figures of the step before; gives the batch."""
-        self.pace.fetch(now.number, (now.phase_index, now.sequences))
+        self.pace.begin("step", now.number, (now.phase_index, now.sequences))
         batch = next(self.stream)
         self.pace.dispatch()
         self.state, figures = self.program(now.phase_index)(self.state, batch, np.float32(now.lr))
-        self.pace.called()
+        self.pace.at("step", now.number, "wait")
         self.figures.dispatched(now, figures)
         return batch
 
@@ -283,7 +282,7 @@ class Loop:
         if not self.guard.due(now.number):
             return None
         with self.figures.outside_a_step():
-            self.pace.evaluate(now.number, (now.phase_index, now.sequences, "again"))
+            self.pace.begin("evaluate", now.number, (now.phase_index, now.sequences, "again"))
             params, bias, frozen = self.state["params"], self.state["balance"].bias, self.state.get("frozen")
             finding = self.program(now.phase_index, again=True)(params, bias, batch, frozen)
             return self.guard.checked(now.number, finding, self.mesh, self.saved_steps, self.plan.begin)
@@ -324,7 +323,7 @@ class Loop:
         self.state = None  # frees its memory for the sample
         if multihost.is_writer():
             own, weights = self.planned.recipe.phase_of_step(last).config, with_base(Source(self.workdir, last))
-            write_sample(self.workdir, own, self.planned.tokenizer, last, weights)
+            write_sample(self.workdir, own, self.planned.tokenizer, weights)
             write_report(self.workdir)
         logs.say(notes.done(last, self.plan.tokens_of_step(last), self.figures.unsound, self.workdir))
         return code

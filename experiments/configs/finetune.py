@@ -88,7 +88,7 @@ def _find(weights: str) -> any_model.AnyModel:
     except config.UserError as error:
         raise config.UserError(f"finetune.py:{weights}: {error}") from None
     if found.tokenizer_folder is None:
-        place = found.folder / "tokenizer" if found.is_run else found.folder
+        place = found.folder / "tokenizer" if any_model.is_run(found.folder) else found.folder
         raise config.UserError(f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {place}")
     return found
 

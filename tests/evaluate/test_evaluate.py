@@ -10,7 +10,7 @@ import multiprocess_runs
 import numpy as np
 import pytest
 
-from experiments import _evaluate, _progress, evaluate
+from experiments import _progress, evaluate
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
 
@@ -89,19 +89,12 @@ def test_text_in_two_rows_is_summed_in_none(score, data, monkeypatch):
     assert r"| [a]\|b.txt |         1 |" in out
 
 
-def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(call, folder, data, tmp_path, monkeypatch):
+def test_samples_are_of_the_evaluation_beside_them(call, folder, data, tmp_path):
     out, options = tmp_path / "out", [f"--model={folder}", f"--data={data}/a.txt"]
     out.mkdir()
     (out / "samples.jsonl").write_text("of another user\n")
-    assert call(*options, f"--out={out}")[0] == cli.DONE and (out / "samples.jsonl").exists()
-    assert call(*options, f"--out={out}")[0] == cli.DONE and not (out / "samples.jsonl").exists()
-    (out / "metrics.jsonl").write_text("")
-    (out / "samples.jsonl").write_text("the run's\n")
-    assert call(*options, f"--out={out}")[0] == cli.DONE and (out / "samples.jsonl").exists()
-    monkeypatch.setattr(_evaluate.harness, "require", lambda: None)
-    code, _, err = call(*options, f"--out={out}", "--tasks=any")
-    assert code == cli.BAD_INPUT and err.count("\n") == 1
-    assert f"is a run's folder, which has its own samples.jsonl; give --out={out}/evaluation" in err
+    for kept in (True, False):  # now it is of an evaluation
+        assert call(*options, f"--out={out}")[0] == cli.DONE and (out / "samples.jsonl").exists() == kept
 
 
 def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(score, data):

@@ -82,7 +82,7 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(r
     shutil.copytree(workdir, folder)
     assert run(f"--model={folder}", "--prompt=a", "--num_tokens=2")[0] == 0
     assert len(heard) == 3  # the prompt, its first token, the others
-    sample.write_sample(folder, own, tokenizers.load("bytes"), 5, Source(folder, 5))
+    sample.write_sample(folder, own, tokenizers.load("bytes"), Source(folder, 5))
     assert heard == [("attention",)] * 6
 
 

@@ -75,5 +75,5 @@ def test_a_name_that_nothing_has_is_one_line(places, monkeypatch, tmp_path):
         with pytest.raises(UserError, match=says) as caught:
             any_model.find(name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"config.run.init_from=run@7 holds no checkpoint"):
+    with pytest.raises(UserError, match=r"config.run.init_from=run@7: run has no checkpoint of step 7; it has 0"):
         any_model.weights_of("run@7")

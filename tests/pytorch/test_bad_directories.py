@@ -97,7 +97,7 @@ def test_a_file_that_was_cut_off(source, kept):
 
 
 def test_files_that_are_missing(tmp_path, source):
-    with pytest.raises(UserError, match="nowhere is not a directory"):
+    with pytest.raises(UserError, match=r"nowhere.config\.json is missing"):
         hf.Directory(tmp_path / "nowhere")
     (source / FILE).rename(source / "pytorch_model.bin")
     refused(source, "no safetensors but pytorch_model.bin, which may run code .* safe_serialization=True")

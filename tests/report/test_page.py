@@ -51,20 +51,6 @@ def test_a_sample_is_escaped_and_the_recorded_prompt_marked(tmp_path):
         assert html in source and ("after the marked prompt" in text) == ("<mark>" in html)
 
 
-def test_the_samples_of_earlier_ends_are_below(tmp_path):
-    path = write_run(tmp_path / "run", 5)
-    kept = [{"step": s, "prompt": "def ", "text": f"def <{s}>"} for s in (2, 4, 4, 5)]
-    kept[2]["text"] = "def <four>"
-    (path / "sample.txt").write_text("def <5>")
-    lines = [*map(json.dumps, kept), '{"step": 9, "text": 1, "prompt": ""}', "half"]
-    (path / "samples.jsonl").write_text("\n".join(lines) + "\n")
-    source, text = drawn(path)
-    part = source[source.index("<h2>Sample</h2>") : source.index("<h2>Numbers</h2>")]
-    assert re.findall("<summary>(.*?)</summary>", part) == ["At step 4", "At step 2"]
-    assert "<mark>def </mark>&lt;four&gt;" in part and "&lt;4&gt;" not in part and part.count("&lt;5&gt;") == 1
-    assert "2 lines of samples.jsonl could not be read and are left out." in text
-
-
 def test_what_differs_from_the_defaults_stands_first(tmp_path):
     path = write_run(tmp_path / "run", 5)
     config = json.loads((path / "config.json").read_text())

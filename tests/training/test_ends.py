@@ -18,7 +18,7 @@ from zaya_jax import run as run_lib
 from zaya_jax.checkpoint import source, store, writing
 from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.cluster import leaving
-from zaya_jax.training import metrics
+from zaya_jax.training import figures
 from zaya_jax.training import step as steps
 
 
@@ -113,7 +113,7 @@ def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run
 
 def test_a_disk_that_hangs_holds_up_no_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr(leaving, "PATIENCE", 0.2)
-    monkeypatch.setattr(metrics.Writer, "_write_lines", lambda self: time.sleep(20))
+    monkeypatch.setattr(figures.Writer, "_write_lines", lambda self: time.sleep(20))
     begun = time.monotonic()
     with pytest.raises(config.StorageError):
         run(3, raising(config.StorageError("no shelf")))

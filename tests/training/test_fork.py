@@ -63,19 +63,6 @@ def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(parent, tmp_p
     assert "<h2>Lineage</h2>" in report and str(parent / "run") in report and "256 of them before" in report
 
 
-@pytest.mark.slow
-def test_a_run_begins_with_another_s_weights(parent, tmp_path, capsys):
-    small = tmp_path / "small"
-    assert train(parent, small, run__num_steps=30) == cli.DONE
-    keys = {"run__num_steps": 3, "run__init_from": f"{small}@30", "log__sample_tokens": 0, "eval__windows": 0}
-    with pytest.raises(UserError, match="give a checkpoint of the same shapes"):
-        train(parent, tmp_path / "larger", model__num_hidden_layers=3, **keys)
-    capsys.readouterr()
-    assert train(parent, tmp_path / "new", **keys) == cli.DONE
-    assert f"begins from step 30 of {small}" in capsys.readouterr().out
-    assert tiny_runs.lines(tmp_path / "new")[0]["loss"] < tiny_runs.lines(small)[0]["loss"] - 0.5
-
-
 @pytest.fixture
 def named(parent, tmp_path):
     """A copy of the parent's run that may be damaged."""

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 
 import multiprocess_runs
 import numpy as np
@@ -116,24 +115,3 @@ def test_another_command_or_another_folder_than_the_first_is_refused(tmp_path, m
     with pytest.raises(config.UserError, match=words):
         open_workdir(tmp_path / "run", config.Config())
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "victim", "keys"),
-    [(signal.SIGKILL, 0, {"checkpoint.every_steps": 1}), (signal.SIGSTOP, 1, {"eval.every": 1, "eval.windows": 64})],
-)
-def test_a_lost_process_is_named_and_the_run_can_go_on(pretrain, tmp_path, number, victim, keys):
-    workdir, adamw = tmp_path / "run", {"optim.name": "adamw"}
-    endless = adamw | {"run.num_steps": 100_000} | keys
-    with pretrain(workdir, 2, 1, endless, ZAYA_HEARTBEAT_SECONDS="10") as run:
-        run.wait_for("step      5/")
-        run.processes[victim].send_signal(number)
-        (result,) = run.wait(indices=[1 - victim])
-    assert result.code == 1 and result.err.count("\n") == 1, result
-    log = (workdir / "logs" / f"process-0000{1 - victim}.log").read_text()
-    named = [line for line in log.splitlines() if "error:" in line]
-    assert len(named) == 1 and f"error: process {victim} on {socket.gethostname()} is " in named[0], log
-    reached = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
-    done(pretrain(workdir, 2, 1, adamw | {"run.num_steps": reached + 1}))
-    assert [line["step"] for line in tiny_runs.lines(workdir)] == list(range(1, reached + 2))

@@ -66,7 +66,7 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, ca
 def opened(folder, *names, function=None):
     settings = tiny_runs.settings()
     log = dataclasses.replace(settings.log, trackers=names)
-    return trackers.Trackers(dataclasses.replace(settings, log=log), folder, function)
+    return trackers.Trackers(dataclasses.replace(settings, log=log), folder, 0, function)
 
 
 def test_the_end_tells_whether_a_run_goes_on_and_comes_once(wandb, tmp_path):
@@ -79,6 +79,7 @@ def test_the_end_tells_whether_a_run_goes_on_and_comes_once(wandb, tmp_path):
 
 def test_a_tracker_that_hangs_holds_up_no_step_and_its_end_is_waited_for_only_so_long(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "PATIENCE", 0.1)
+    monkeypatch.setattr(trackers, "_tensorboard", lambda *_: (lambda *_: None, lambda code: None))
     release = threading.Event()
     found = opened(tmp_path, function=lambda step, figures: release.wait())
     for step in range(trackers.WAITING + 5):

@@ -153,7 +153,8 @@ class Source:
         held = held or boxes.of_tree(like)
         try:
             theirs = self.arrays()
-            self._require_fit(theirs, held, everything)
+            if odd := misfit(theirs, held.arrays, everything):
+                raise ValueError(odd)
             found = reading.on_devices(self._chunk, theirs, held)
         except UserError:  # of a model directory's numbers
             raise
@@ -161,21 +162,19 @@ class Source:
             raise StorageError(f"{self.name} cannot be read: {error}") from error
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in trees.flat(like)])
 
-    def _require_fit(self, theirs: Mapping[str, Array], held: Holding, everything: bool) -> None:
-        """ValueError where the run's arrays are not here, or have other shapes."""
-        for name, x in held.arrays.items():
-            if name not in theirs:
-                raise ValueError(f"it has no array {name}")
-            if theirs[name].shape != tuple(x.shape):
-                raise ValueError(f"its array {name} is {list(theirs[name].shape)}, the run's is {list(x.shape)}")
-            if layout.is_real(theirs[name].dtype) != layout.is_real(x.dtype):
-                raise ValueError(
-                    f"its array {name} is of {theirs[name].dtype}, and {np.dtype(x.dtype)} is needed; multiply weights "
-                    "that were quantised by their scales before they are saved"
-                )
-        more = sorted(theirs.keys() - held.arrays.keys())
-        if more and everything:
-            raise ValueError(f"it has {len(more)} arrays that the run has not, such as {more[0]}")
+
+def misfit(theirs: Mapping[str, Array], wanted: Mapping[str, Any], everything: bool = False) -> str:
+    """How the arrays of a checkpoint differ from those that are wanted; "" where they do not."""
+    for name, x in wanted.items():
+        if name not in theirs:
+            return f"it has no array {name}"
+        if theirs[name].shape != tuple(x.shape):
+            return f"its array {name} is {list(theirs[name].shape)}, {list(x.shape)} is needed"
+        if layout.is_real(theirs[name].dtype) != layout.is_real(x.dtype):
+            needed = f"{np.dtype(x.dtype)} is needed; multiply quantised weights by their scales before they are saved"
+            return f"its array {name} is of {theirs[name].dtype}, and {needed}"
+    more = sorted(theirs.keys() - wanted.keys())
+    return f"it has {len(more)} arrays that the run has not, such as {more[0]}" if more and everything else ""
 
 
 def place_and_step(place: str | Path, step: int | None) -> tuple[str | Path, int | None]:

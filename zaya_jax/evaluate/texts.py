@@ -22,7 +22,8 @@ from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
 PART = 64 << 20  # bytes of an input file that are read at a time
-AT_ONCE = 1 << 20  # tokens that are scored at a time
+BUCKETS = 32  # powers of two of places in a document
+AT_ONCE = 1 << 22  # tokens of full windows that are scored at a time: enough for batches of similar lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,25 +37,30 @@ class Document:
 
 @dataclasses.dataclass
 class Loss:
-    """Sums over predicted tokens. `positions` by the powers of two: 1, 2 to 3, 4 to 7, ... tokens before."""
+    """Sums over predicted tokens. Buckets are of 1, 2 to 3, 4 to 7, ... tokens before."""
 
     documents: int = 0
-    tokens: int = 0
     bytes: int = 0  # represented by these tokens
-    nats: float = 0.0
     likeliest: int = 0
-    positions: dict[int, list[float]] = dataclasses.field(default_factory=dict)  # tokens, nats
+    tokens_in: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS, np.int64))
+    nats_in: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
 
     def add(self, at: np.ndarray, log_probs: np.ndarray, likeliest: np.ndarray) -> None:
         """Tokens by their places in a document."""
-        self.tokens += len(at)
-        self.nats -= float(log_probs.sum(dtype=np.float64))
         self.likeliest += int(likeliest.sum())
         buckets = np.frexp(at)[1] - 1
-        for bucket in np.unique(buckets):
-            held, here = self.positions.setdefault(int(bucket), [0.0, 0.0]), buckets == bucket
-            held[0] += int(here.sum())
-            held[1] -= float(log_probs[here].sum(dtype=np.float64))
+        self.tokens_in += np.bincount(buckets, minlength=BUCKETS)
+        self.nats_in -= np.bincount(buckets, log_probs, minlength=BUCKETS)
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return int(self.tokens_in.sum())
+
+    @property
+    def nats(self) -> float:
+        """Of all tokens."""
+        return float(self.nats_in.sum())
 
     @property
     def loss(self) -> float:
@@ -69,8 +75,9 @@ class Loss:
             "bits_per_byte": self.nats / math.log(2) / self.bytes if self.bytes else None,
             "accuracy": self.likeliest / self.tokens if self.tokens else math.nan,
             "by_position": [
-                {"from": 1 << bucket, "to": (2 << bucket) - 1, "tokens": int(tokens), "loss": nats / tokens}
-                for bucket, (tokens, nats) in sorted(self.positions.items())
+                {"from": 1 << bucket, "to": (2 << bucket) - 1, "tokens": int(tokens), "loss": float(nats / tokens)}
+                for bucket, (tokens, nats) in enumerate(zip(self.tokens_in, self.nats_in, strict=True))
+                if tokens
             ],
         }  # fmt: skip
 
@@ -178,7 +185,7 @@ def evaluate(
 ) -> Loss:
     """The loss over documents; `tell` is called with the number of tokens of each batch."""
     loss = Loss()
-    for some in _portions(_rows(found, context, loss)):
+    for some in itertools.batched(_rows(found, context, loss), max(AT_ONCE // context, 1)):
         counts = [len(mask) for *_, mask in some]
         scores = scorer([row for row, *_ in some], lambda done: tell(sum(counts[n] for n in done)))  # noqa: B023
         for (_, first, mask), (log_probs, likeliest) in zip(some, scores, strict=True):
@@ -201,22 +208,6 @@ def together(losses: Iterable[Loss]) -> Loss:
     """The loss over several sets of documents."""
     total = Loss()
     for loss in losses:
-        for name in ("documents", "tokens", "bytes", "nats", "likeliest"):
-            setattr(total, name, getattr(total, name) + getattr(loss, name))
-        for bucket, (tokens, nats) in loss.positions.items():
-            held = total.positions.setdefault(bucket, [0.0, 0.0])
-            held[0], held[1] = held[0] + tokens, held[1] + nats
+        for name, value in vars(loss).items():
+            setattr(total, name, getattr(total, name) + value)
     return total
-
-
-def _portions(found: Iterable[tuple[TokenRow, int, np.ndarray]]) -> Iterator[list[tuple[TokenRow, int, np.ndarray]]]:
-    """Groups of rows, large enough for batches of similar lengths and small enough for memory."""
-    some, tokens = [], 0
-    for one in found:
-        some.append(one)
-        tokens += len(one[0].ids)
-        if tokens >= AT_ONCE:
-            yield some
-            some, tokens = [], 0
-    if some:
-        yield some

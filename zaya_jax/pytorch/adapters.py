@@ -8,6 +8,7 @@ side: A [experts x rank, in], B [out, rank x experts]; PEFT nests the second suc
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from zaya_jax.checkpoint import claims
@@ -23,9 +24,9 @@ INSIDE = {"mlp.experts.gate_up_proj": "mlp.experts.base_layer", "mlp.experts.dow
 def to_peft(name: str, out: str | os.PathLike) -> Path:
     """Writes a run's adapters; UserError where it has none, or where they are not all that it has changed."""
     found = any_model.find(name)
-    names.check_kinds(found.model, found.name)
-    if not isinstance(found.source, Merged) or found.model.model_type != "zaya":
-        raise UserError(f"{found.name} has no low-rank updates of a zaya model (run.lora); leave --adapters out")
+    names.check_zaya(found.model, found.name)
+    if not isinstance(found.source, Merged):
+        raise UserError(f"{found.name} has no low-rank updates (run.lora); leave --adapters out")
     source = found.source
     found.check()
     pairs, moved = source.adapters()
@@ -38,8 +39,8 @@ def to_peft(name: str, out: str | os.PathLike) -> Path:
     tensors = _tensors(found.model, pairs)
     rank = next(iter(pairs.values())).shape[-1]
     with claims.whole_or_nothing(target) as part:
-        specs = [(key, x.shape, x.dtype) for key, x in tensors.items()]
-        tensor_files.write_sharded(part, specs, tensors.values(), 1 << 62)
+        specs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in tensors.items()}
+        tensor_files.write_sharded(part, specs, tensors.__getitem__, 1 << 62)
         (part / tensor_files.SINGLE).rename(part / "adapter_model.safetensors")
         write_json(part / "adapter_config.json", _config(found.model, rank, source.base_name))
     return target

@@ -14,13 +14,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
 from zaya_jax import config as config_lib
-from zaya_jax import schedule
+from zaya_jax import schedule, trees
 from zaya_jax.checkpoint import source as sources
 from zaya_jax.checkpoint import store
 from zaya_jax.checkpoint.foreign import open_source
@@ -37,24 +38,21 @@ WEIGHTS = ("state/params.", "state/balance.")  # a checkpoint's files, apart fro
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 FORMS = fields.MODEL_FORMS
+# Of a model that was made here.
+NOT_IMPORTED: Mapping[str, Any] = MappingProxyType({"config": {}, "generation_config": None, "dtypes": {}})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AnyModel:
-    """A model that was found by its name; nothing of its weights is read yet."""
+    """A model and its origin; nothing of its weights is read yet. Hashed by identity, as part of jitted arguments."""
 
     name: str  # says the step, too
     folder: Path
     config: Config  # as recorded for this step, or made for a directory's model
     source: Source
     tokenizer_folder: str | None  # as `tokenizers.load` takes it
-    imported: Mapping[str, Any]  # see `imported_of`
-    is_run: bool
-
-    @property
-    def step(self) -> int:
-        """The step; 0 outside runs."""
-        return self.source.step if self.is_run else 0
+    imported: Mapping[str, Any] = NOT_IMPORTED  # see `imported_of`
+    step: int = 0  # of a run
 
     @property
     def model(self) -> Model:
@@ -103,13 +101,8 @@ class AnyModel:
     def check(self) -> None:
         """StorageError where the weights are damaged, UserError where they have other shapes than the config says."""
         self.source.check(names=WEIGHTS)
-        for path, x in jax.tree_util.tree_flatten_with_path(zaya.abstract(self.model))[0]:
-            keys = ("params", *(p.key for p in path))
-            if self.source.array(keys).shape != x.shape:
-                raise UserError(
-                    f"{self.folder}: {'/'.join(keys)} has shape {self.source.array(keys).shape}, the config implies "
-                    f"{x.shape}"
-                )
+        if odd := sources.misfit(self.source.arrays(), trees.flat({"params": zaya.abstract(self.model)})):
+            raise UserError(f"{self.folder}: its weights are not those of its config: {odd}")
 
 
 def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
@@ -122,23 +115,22 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
         has = kept == "bytes" or Path(kept).exists()
         with named(folder):
             source = open_source(os.fspath(folder), step)
-        return AnyModel(str(name), folder, config, source, kept if has else None, read_imported(folder), False)
+        return AnyModel(str(name), folder, config, source, kept if has else None)
     if is_run(folder):
         with named(folder):
             step = sources.latest_step(folder, step)
             source = with_base(Source(folder, step))
-            config, imported = config_at(folder, step), read_imported(folder)
-            config = dataclasses.replace(
-                config, run=dataclasses.replace(config.run, lora=None)
-            )  # the weights are whole
+            config = config_at(folder, step)
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, lora=None))  # the weights are whole
         tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
-        return AnyModel(f"{folder}@{step}", folder, config, source, tokenizer, imported, True)
+        imported = {**NOT_IMPORTED, **(hf.read_json(folder / IMPORTED) if (folder / IMPORTED).exists() else {})}
+        return AnyModel(f"{folder}@{step}", folder, config, source, tokenizer, imported, step)
     if step is None and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors*"))):
         directory = hf.Directory(folder)
         has = any((folder / file).is_file() for file in (tokenizers.FILE, "tokenizer.model"))
         tokenizer = str(folder) if has else None
         made = config_of(directory.model, folder if has else None)
-        return AnyModel(str(name), folder, made, directory, tokenizer, imported_of(directory), False)
+        return AnyModel(str(name), folder, made, directory, tokenizer, imported_of(directory))
     raise UserError(f"{name} holds no model; give {FORMS}, or config= with a state that Orbax saved")
 
 
@@ -148,16 +140,10 @@ def weights_of(name: str) -> Source:
         place = _on_hub(name) or name
         if (Path(place) / "config.json").is_file() and any(Path(place).glob("*.safetensors")):
             return hf.Directory(place)
+        return with_base(open_source(place))
     except UserError as error:
-        raise UserError(f"config.run.init_from={name}: {error}") from None
-    try:
-        source = open_source(place)
-    except UserError:
-        raise UserError(
-            f"config.run.init_from={name} holds no checkpoint; give another run's folder, FOLDER@STEP with a step that "
-            "it has, exported parameters, a directory of transformers' zaya, or OWNER/NAME on the hub"
-        ) from None
-    return with_base(source)
+        why = str(error).replace("--workdir=", "")
+        raise UserError(f"config.run.init_from={name}: {why}; or give {FORMS}, or exported parameters") from None
 
 
 def with_base(source: Source) -> Source:
@@ -250,17 +236,6 @@ def imported_of(directory: hf.Directory) -> dict[str, Any]:
     generation = directory.path / "generation_config.json"
     kept = hf.read_json(generation) if generation.exists() else None
     return {"config": directory.config, "generation_config": kept, "dtypes": directory.dtypes()}
-
-
-def read_imported(workdir: Path) -> dict[str, Any]:
-    """The content of `imported.json`; empty for a workdir without one."""
-    path = workdir / IMPORTED
-    return nothing_imported() | (hf.read_json(path) if path.exists() else {})
-
-
-def nothing_imported() -> dict[str, Any]:
-    """The note of a model that was made here."""
-    return {"config": {}, "generation_config": None, "dtypes": {}}
 
 
 def small_files(folder: Path) -> dict[str, bytes]:

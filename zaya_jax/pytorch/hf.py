@@ -12,7 +12,6 @@ from zaya_jax import trees
 from zaya_jax.checkpoint.foreign import Unsealed
 from zaya_jax.checkpoint.layout import Array
 from zaya_jax.config import Model, UserError, files, shown
-from zaya_jax.config.fields import path_problem
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch import older, tensor_files
@@ -28,8 +27,6 @@ class Directory(Unsealed):
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         super().__init__(self.path)
-        if not self.path.is_dir():
-            raise UserError(f"{self.path} is not a directory; give one with config.json and model.safetensors")
         self.config = read_json(self.path / "config.json")
         where = str(self.path / "config.json")
         self._files: dict[str, TensorFile | older.Renamed] = {}
@@ -51,7 +48,7 @@ class Directory(Unsealed):
         if not isinstance(where, dict) or not where:
             raise UserError(f"{index} has no weight_map, a map from tensor names to files; {ANEW}")
         for name, file in where.items():
-            if not isinstance(file, str) or path_problem(file) or Path(file).name != file:
+            if not isinstance(file, str) or Path(file).name != file:
                 raise UserError(f"{index} places {name} in {shown(file)}, which is not a file next to it; {ANEW}")
         files = {file: self._open(file) for file in sorted(set(where.values()))}
         held = [(name, file) for file, opened in files.items() for name in opened.names()]

@@ -154,22 +154,25 @@ def model_from_json(given: dict, where: str) -> Model:
     if given.get("quantization_config"):
         raise UserError(f"{where}: quantization_config is set; only unquantised weights can be read")
     known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in fields}
-    if not isinstance(given.get("layer_types") or [], list):
-        raise UserError(f"{where}: layer_types is {shown(given['layer_types'])}; expected a list of layer kinds")
     known["layer_types"] = tuple(given.get("layer_types") or ())
-    known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"), where)
+    known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"))
     if isinstance(known["eos_token_id"], list):
         known["eos_token_id"] = known["eos_token_id"][0] if known["eos_token_id"] else None
     try:
         model = check_model(known)
     except UserError as error:
         raise UserError(f"{where}: {str(error).replace('config.model.', '')}") from None
-    check_kinds(model, where)
+    check_zaya(model, where)
     return model
 
 
-def check_kinds(model: Model, where: object) -> None:
-    """UserError on a layer kind that the PyTorch implementation does not have."""
+def check_zaya(model: Model, where: object) -> None:
+    """UserError for a model that transformers' `zaya` cannot express."""
+    if model.model_type != "zaya":
+        raise UserError(
+            f"{where} holds a model of model_type={model.model_type!r}; only 'zaya' has a form "
+            "that transformers' `zaya` loads"
+        )
     if "hybrid_linear" in model.kinds:
         raise UserError(
             f"{where}: layer {model.kinds.index('hybrid_linear')} is hybrid_linear, which PyTorch's zaya does not "
@@ -177,22 +180,13 @@ def check_kinds(model: Model, where: object) -> None:
         )
 
 
-def _rope_from_json(given: dict | None, where: str) -> dict:
+def _rope_from_json(given: dict | None) -> dict:
+    """A rotary embedding for each layer kind, with their defaults; `check_model` finds what is unknown."""
     if given is None:
         return dataclasses.asdict(RopeKinds(Rope(rope_theta=5e6), Rope(rope_theta=1e4)))
-    if not isinstance(given, dict):
-        raise UserError(f"{where}: rope_parameters is {given!r}; expected a rotary embedding for each layer kind")
-    out = {}
-    for kind, rope in given.items():
-        if kind == "rope_type":  # some published files have one next to the kinds
-            continue
-        if kind not in ("hybrid", "hybrid_sliding") or not isinstance(rope, dict):
-            raise UserError(f"{where}: rope_parameters.{kind} is unknown; expected hybrid and hybrid_sliding")
-        extra = set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"}
-        if extra:
-            raise UserError(f"{where}: rope_parameters.{kind}.{min(extra)} is unknown to this project")
-        out[kind] = {"rope_type": "default", "partial_rotary_factor": 1.0} | rope
-    return out
+    own = {"rope_type": "default", "partial_rotary_factor": 1.0}
+    kinds = {kind: rope for kind, rope in given.items() if kind != "rope_type"}  # some files have one next to the kinds
+    return {kind: own | rope if isinstance(rope, dict) else rope for kind, rope in kinds.items()}
 
 
 def model_to_json(model: Model, dtype: str, source: dict | None = None, end_turn: int | None = None) -> dict:

@@ -28,7 +28,8 @@ RENAMED = (
     ("self_attn.qkv.conv_qk.0.", "self_attn.qkv_proj.conv_qk_depthwise."),
     ("self_attn.qkv.conv_qk.1.", "self_attn.qkv_proj.conv_qk_grouped."),
     ("self_attn.qkv.temp", "self_attn.qk_norm.temp"),
-    ("self_attn.qkv.linear_", "self_attn.qkv_proj."),
+    ("self_attn.qkv.linear_q.", "self_attn.qkv_proj.q_proj."),
+    ("self_attn.qkv.linear_k.", "self_attn.qkv_proj.k_proj."),
     ("self_attn.qkv.val_proj1.", "self_attn.qkv_proj.v_proj_current."),
     ("self_attn.qkv.val_proj2.", "self_attn.qkv_proj.v_proj_delayed."),
     ("zaya_block.router.rmsnorm_eda.", "mlp.gate.router_mlp.norm."),
@@ -36,9 +37,10 @@ RENAMED = (
     ("zaya_block.router.router_mlp.2.", "mlp.gate.router_mlp.fc2."),
     ("zaya_block.router.router_mlp.4.", "mlp.gate.router_mlp.out_proj."),
     ("zaya_block.router.", "mlp.gate."),
+    ("final_norm.", "norm."),
 )
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-EXPERT = re.compile(r"zaya_block\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+LAYER = re.compile(r"model\.(?:layers\.(\d+)\.)?(.+)")
+EXPERT = re.compile(r"zaya_block\.experts\.local_experts\.\d+\.linear_fc([12])\.weight")
 
 
 def is_older(config: dict[str, Any]) -> bool:
@@ -51,7 +53,7 @@ class Renamed:
 
     def __init__(self, files: dict[str, TensorFile]):
         self._files, self._old = files, dict[str, list[str]]()
-        self.layers = 1 + max((int(name.split(".")[2]) for name in files if LAYER.match(name)), default=1)
+        self.layers = 1 + max((int(old[1]) for name in files if (old := LAYER.match(name)) and old[1]), default=1)
         for name in sorted(files, key=natural):  # expert 10 comes after expert 9
             self._old.setdefault(_present(name, self.layers), []).append(name)
 
@@ -79,35 +81,20 @@ class Renamed:
 
 def _present(name: str, layers: int) -> str:
     """The present name of a tensor, shared by the experts of a layer; the old name where it is unknown."""
-    if name.startswith("model.final_norm."):
-        return name.replace("final_norm", "norm")
-    if name.startswith("model.res_scale."):
-        return _scale(layers, name.removeprefix("model.res_scale."))
     found = LAYER.fullmatch(name)
     if not found:
         return name
-    old, rest = int(found[1]), found[2]
-    if rest.startswith("res_scale."):
-        return _scale(old, rest.removeprefix("res_scale."))
+    old, rest = int(found[1] or layers), found[2]
+    inside = f"model.layers.{old // 2}." if found[1] else "model."
+    if rest.startswith("res_scale."):  # before an old layer: after the half layer before it
+        what, place = rest.removeprefix("res_scale."), "post_attention" if old % 2 else "post_mlp"
+        return f"model.layers.{(old - 1) // 2}.{place}_residual_scale.{what}" if old else f"model.input_{what}"
     if rest.startswith("input_norm."):
-        norm = "post_attention_layernorm" if old % 2 else "input_layernorm"
-        return f"model.layers.{old // 2}.{norm}.{rest.removeprefix('input_norm.')}"
+        return f"{inside}{'post_attention' if old % 2 else 'input'}_layernorm.{rest.removeprefix('input_norm.')}"
     if expert := EXPERT.fullmatch(rest):
-        return f"model.layers.{old // 2}.mlp.experts.{'gate_up_proj' if expert[2] == '1' else 'down_proj'}"
-    for theirs, ours in RENAMED:
-        if rest.startswith(theirs):
-            rest = f"{ours}{rest.removeprefix(theirs)}"
-            rest = re.sub(r"qkv_proj\.([qk])\.", r"qkv_proj.\1_proj.", rest)
-            break
-    return f"model.layers.{old // 2}.{rest}"
-
-
-def _scale(old: int, what: str) -> str:
-    """The present name of the residual scale before an old layer: after the half layer before it."""
-    if old == 0:
-        return f"model.input_{what}"
-    place = "post_attention_residual_scale" if old % 2 else "post_mlp_residual_scale"
-    return f"model.layers.{(old - 1) // 2}.{place}.{what}"
+        return f"{inside}mlp.experts.{'gate_up_proj' if expert[1] == '1' else 'down_proj'}"
+    theirs, ours = next((pair for pair in RENAMED if rest.startswith(pair[0])), ("", ""))
+    return f"{inside}{ours}{rest.removeprefix(theirs)}"
 
 
 def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, Any]:

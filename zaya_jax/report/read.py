@@ -14,7 +14,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from zaya_jax.config import UserError
 from zaya_jax.report.text import counted
 
 MAX_TEXT_BYTES = 1 << 16
-MAX_SAMPLES_BYTES = 1 << 20
 LARGEST = 1e300  # beyond this a sum may overflow: counted as non-finite
 LAST_STEP = 2**53 - 1  # that JSON readers agree on
 LAST_LOSSES = 20  # steps averaged for the headline: one batch's loss is noisy
@@ -133,14 +132,6 @@ class Series:
         return np.ma.masked_invalid(self.good[-many:]).mean(axis=0).filled(np.nan), many
 
 
-class Sample(NamedTuple):
-    """The text that the model wrote at a step, its prompt included."""
-
-    step: int
-    prompt: str
-    text: str
-
-
 @dataclasses.dataclass
 class Workdir:
     """The report's data of a run."""
@@ -156,7 +147,6 @@ class Workdir:
     sample: str = ""
     prompt: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    samples: list[Sample] = dataclasses.field(default_factory=list)
 
     @property
     def first_step(self) -> int:
@@ -208,7 +198,7 @@ class Workdir:
 
 
 def read_workdir(path: pathlib.Path) -> Workdir:
-    """Reads metrics.jsonl, the JSON files and the samples, as far as they are there."""
+    """Reads metrics.jsonl, the JSON files and the sample, as far as they are there."""
     out, notes = Workdir(path), list[str]()
     out.config = _json_object(path / "config.json", notes)
     out.environment = _json_object(path / "environment.json", notes)
@@ -218,7 +208,6 @@ def read_workdir(path: pathlib.Path) -> Workdir:
     out.sample = _text(path / "sample.txt", notes)
     prompt = out.setting("log.sample_prompt")
     out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
-    out.samples = _samples(path / "samples.jsonl", notes)
     metrics_file = path / "metrics.jsonl"
     if metrics_file.is_file():
         out.recorded, out.series, arrays = _read_metrics(metrics_file, notes)
@@ -345,19 +334,3 @@ def _text(path: pathlib.Path, notes: list[str], most: int = MAX_TEXT_BYTES) -> s
     if len(raw) > most:
         notes.append(f"{path.name} is long: its first {most // 1024} KiB are shown.")
     return raw[:most].decode("utf-8", errors="replace")
-
-
-def _samples(path: pathlib.Path, notes: list[str]) -> list[Sample]:
-    """The samples of all ends of a run, by step; of several of one step the last."""
-    found, bad = dict[int, Sample](), 0
-    for line in _text(path, notes, MAX_SAMPLES_BYTES).splitlines():
-        record = parse(line.encode(errors="replace")) or {}
-        text, prompt = record.get("text"), record.get("prompt")
-        if isinstance(text, str) and isinstance(prompt, str):
-            step = int(record["step"])
-            found[step] = Sample(step, prompt if text.startswith(prompt) else "", text[:MAX_TEXT_BYTES])
-        else:
-            bad += 1
-    if bad:
-        notes.append(_left_out(bad, path.name))
-    return [found[step] for step in sorted(found)]

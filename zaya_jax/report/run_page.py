@@ -1,11 +1,11 @@
 """The page of one run, `report.html`: headline figures, curves, expert load, saves, agent, sample, numbers, config.
 
 It reads the workdir: metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is marked where the
-text starts with the config's `log.sample_prompt`), samples.jsonl (those of earlier ends), environment.json (any facts,
-`device` among them), kernels.json (a GPU's trial), a fork's lineage.json, checkpoint_times.jsonl and a supervised run's
-aegis/events*.jsonl. Only `loss`, the step times, the time waiting for data, the expert load and the held-out losses are
-known by name; any other number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one
-picture per prefix, and lists of one number per layer become heat maps.
+text starts with the config's `log.sample_prompt`), environment.json (any facts, `device` among them), kernels.json (a
+GPU's trial), a fork's lineage.json, checkpoint_times.jsonl and a supervised run's aegis/events*.jsonl. Only `loss`, the
+step times, the time waiting for data, the expert load and the held-out losses are known by name; any other number in
+metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one picture per prefix, and lists of one
+number per layer become heat maps.
 """
 
 import json
@@ -18,11 +18,10 @@ import numpy as np
 
 from zaya_jax import config as config_module
 from zaya_jax.report import curves, expert_load, supervised
-from zaya_jax.report.document import OPEN_ROWS, Page, Section, Table, Tile, fold, write_page
+from zaya_jax.report.document import OPEN_ROWS, Page, Section, Table, Tile, write_page
 from zaya_jax.report.read import Workdir, read_workdir
 from zaya_jax.report.text import counted, duration, escape, known, number
 
-MOST_SAMPLES = 20  # of earlier ends
 KERNELS = ("operator", "case", "implementation", "forward, ms", "backward, ms", "error", "verdict")
 
 
@@ -111,18 +110,11 @@ def _lineage(run: Workdir) -> Section:
 
 
 def _sample(run: Workdir) -> Section:
-    """The generated text, its prompt marked; folded below it the texts of earlier ends."""
-    before = [one for one in run.samples if one.text != run.sample]
-    out = f'<div class="card">{_marked(run.prompt, run.sample)}</div>' if run.sample else ""
-    for step, prompt, text in reversed(before[-MOST_SAMPLES:]):
-        out += fold(f"At step {step:,}", _marked(prompt, text), opened=not run.sample)
+    """The generated text, its prompt marked."""
+    mark = f"<mark>{escape(run.prompt)}</mark>" if run.prompt else ""
+    text = f'<div class="card"><pre>{mark}{escape(run.sample[len(run.prompt) :])}</pre></div>' if run.sample else ""
     after = " after the marked prompt" if run.prompt else ""
-    return Section("Sample", f"The trained model’s own text{after}.", below=out)
-
-
-def _marked(prompt: str, text: str) -> str:
-    mark = f"<mark>{escape(prompt)}</mark>" if prompt else ""
-    return f"<pre>{mark}{escape(text[len(prompt) :])}</pre>"
+    return Section("Sample", f"The trained model’s own text{after}.", below=text)
 
 
 def _numbers(run: Workdir) -> Section:

@@ -13,7 +13,7 @@ from zaya_jax.optim.chain import Optimizer
 from zaya_jax.schedule import Step
 from zaya_jax.training import logs, recipe
 from zaya_jax.training import step as steps
-from zaya_jax.training.metrics import Writer
+from zaya_jax.training.figures import Writer
 from zaya_jax.training.pace import Pace
 from zaya_jax.training.recipe import PlacedPhase, Recipe
 
@@ -31,10 +31,10 @@ class Evaluation:
 
     def losses(self, state: Any, now: Step) -> dict[str, float]:
         """Mean losses over the targets of each name's windows, in nats; a name without a target has none."""
-        self._pace.evaluate(now.number, (now.phase_index, "evaluation"))
+        self._pace.begin("evaluate", now.number, (now.phase_index, "evaluation"))
         step, found = self._program(now.phase_index), self.windows(now.phase)
         sums = {name: [step(state, batch) for batch in batches] for name, batches in found.items()}
-        self._pace.evaluating()
+        self._pace.at("evaluate", now.number, "wait")
         losses = {}
         for name, parts in jax.device_get(sums).items():
             loss, count = np.asarray(parts, np.float64).sum(0)
@@ -49,19 +49,19 @@ class Evaluation:
         before = self._recipe.plan.step(reached)
         if self._recipe.phase_of_step(reached).config.mesh != self._here.config.mesh:
             logs.say(f"note: step {reached} stays without a held-out loss: its phase has another mesh now")
-        elif self.windows(before.phase):
-            losses = self.losses(state, before)
-            writer.write(reached, losses)
-            first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all windows are named ones
-            logs.say(f"step {reached} | held-out {first:.4f}, which the stop after that step had put off")
+        else:
+            self._record(state, before, reached, writer, "which the stop after that step had put off")
 
     def before_training(self, state: Any, writer: Writer) -> None:
         """Records the loss of weights that come from elsewhere, before the first step."""
-        first = self._recipe.plan.step(1)
-        if self.windows(first.phase):
-            losses = self.losses(state, first)
-            writer.write(0, losses)
-            logs.say(f"step 0 | held-out {losses.get('eval/loss', np.nan):.4f}, with the weights as they came")
+        self._record(state, self._recipe.plan.step(1), 0, writer, "with the weights as they came")
+
+    def _record(self, state: Any, now: Step, number: int, writer: Writer, why: str) -> None:
+        if self.windows(now.phase):
+            losses = self.losses(state, now)
+            writer.write(number, losses)
+            first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all windows are named ones
+            logs.say(f"step {number} | held-out {first:.4f}, {why}")
 
     def _make(self, phase_index: int) -> Any:
         config = self._recipe.phases[phase_index].config

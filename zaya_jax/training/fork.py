@@ -18,7 +18,7 @@ from typing import Any
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.checkpoint.boxes import Holding
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import Source, misfit
 from zaya_jax.checkpoint.vault import share
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline
@@ -99,16 +99,12 @@ class Parent:
 
     def load(self, like: Any, held: Holding) -> Any:
         """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with shardings say."""
-        theirs = self._source.arrays()
-        for name, x in held.arrays.items():
-            if name not in theirs or theirs[name].shape != tuple(x.shape):
-                has = f"has {theirs[name].shape}" if name in theirs else "has none"
-                changes = "; ".join(x for x in self._changes() if x.startswith(("config.model", "config.optim")))
-                raise UserError(
-                    f"config.run.fork={self._name} does not fit: of {name} it {has}, the run needs "
-                    f"{tuple(x.shape)} ({changes}); restore what differs, or begin with its weights alone, by "
-                    "config.run.init_from"
-                )
+        if odd := misfit(self._source.arrays(), held.arrays):
+            changes = "; ".join(x for x in self._changes() if x.startswith(("config.model", "config.optim")))
+            raise UserError(
+                f"config.run.fork={self._name} does not fit: {odd} ({changes}); restore what differs, or begin with "
+                "its weights alone, by config.run.init_from"
+            )
         return self._source.restore(like, held)
 
     def _changes(self) -> list[str]:

@@ -17,32 +17,27 @@ import jax
 from zaya_jax.cluster import leaving, multihost
 
 _log = logging.getLogger("zaya_jax")
-_handler: logging.FileHandler | None = None
-_terminal: "_Terminal | None" = None
+_file: logging.FileHandler | None = None
 
 
 def open_log(workdir: Path) -> None:
     """Begins or goes on with this process's file; a run that begins in the same process takes over."""
-    global _handler, _terminal
-    if _terminal is None:
-        _terminal = _Terminal(logging.WARNING)
-        _log.addHandler(_terminal)
-    if _handler is not None:
-        for logger in (_log, logging.getLogger()):
-            logger.removeHandler(_handler)
-        faulthandler.unregister(signal.SIGUSR1)
-        _handler.close()
-    folder = workdir / "logs"
+    global _file
+    before, folder = _file, workdir / "logs"
     folder.mkdir(exist_ok=True)
     logging.raiseExceptions = False  # a full disk: lines missing in the file are on the terminal too
-    _handler = logging.FileHandler(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
-    _handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
-    _handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith(_log.name))
-    for logger in (_log, logging.getLogger()):
-        logger.addHandler(_handler)
+    _file = logging.FileHandler(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
+    _file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    _file.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith(_log.name))
+    assert _file.stream is not None  # it opens at once
+    faulthandler.register(signal.SIGUSR1, file=_file.stream.fileno(), all_threads=True)
+    for logger in (_log, logging.getLogger()):  # ours hands no record on to the other
+        logger.addHandler(_file)
+        if before:
+            logger.removeHandler(before)
+            before.close()
+    _log.addHandler(_TERMINAL)
     _log.setLevel(logging.INFO)
-    assert _handler.stream is not None  # it opens at once
-    faulthandler.register(signal.SIGUSR1, file=_handler.stream.fileno(), all_threads=True)
     _log.info(
         "process %d of %d, pid %d on %s, jax %s, devices %s, XLA_FLAGS %s",
         jax.process_index(), jax.process_count(), os.getpid(), socket.gethostname(), jax.__version__,
@@ -71,3 +66,6 @@ class _Terminal(logging.Handler):
         """Prints a warning."""
         if multihost.is_writer():
             _print(f"warning: {record.getMessage()}")
+
+
+_TERMINAL = _Terminal(logging.WARNING)

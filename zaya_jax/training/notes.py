@@ -3,12 +3,11 @@
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 
 import zaya_jax
-from zaya_jax.config import Config, Mesh, Precision
+from zaya_jax.config import Mesh, Precision
 from zaya_jax.data import mix
 from zaya_jax.hardware import sizing_rules
 from zaya_jax.hardware.chips import peak_flops
@@ -52,20 +51,17 @@ def border(recipe: Recipe, end: int) -> str:
 
 def phase_table(recipe: Recipe) -> str:
     """All phases, a column each."""
-    config, plan = recipe.config, recipe.plan
+    config, plan, rows = recipe.config, recipe.plan, list[tuple[str, ...]]()
     columns = [_column(recipe, placed) for placed in recipe.phases.values()]
-    lines = []
-    widths = [max(len(line) for cell in column.values() for line in cell.split("\n")) for column in columns]
-    for title in columns[0]:
-        cells = [column[title].split("\n") for column in columns]
-        for i, parts in enumerate(itertools.zip_longest(*cells, fillvalue="")):
-            row = "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True))
-            lines.append(f"{'' if i else title:<20}  {row}".rstrip())
-    lines.append("")
+    for name in columns[0]:
+        cells = itertools.zip_longest(*(column[name].split("\n") for column in columns), fillvalue="")
+        rows += [("" if i else name, *parts) for i, parts in enumerate(cells)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     end = f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens in all"
     if config.run.num_steps < plan.total_steps:
         end += f"; run.num_steps={config.run.num_steps} ends the run before"
-    return "\n".join([*lines, end])
+    return "\n".join([*lines, "", end])
 
 
 def describe_mesh(mesh: Mesh, devices: int | None = None) -> str:
@@ -87,15 +83,14 @@ def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
     devices = None if placed.misfit or not recipe.devices else len(recipe.devices)
     weights = mix.parse(phase.mixture, f"config.schedule.phases[{placed.index}].mixture")
     weights = weights or mix.parse(config.data.mixture) or {config.data.path: 1.0}
-    steps = [segment.sequences for segment in segments]
     return {
         "phase": phase.name,
         "steps": f"{segments[0].first_step:,} to {last:,}",
         "tokens": f"{_short(tokens)}, until {_short(segments[0].first_token + tokens)}",
         "context": f"{phase.seq_len:,}",
         "RoPE base": f"{phase.rope_theta:,.10g}",
-        "sequences per step": " > ".join(f"{size:,}" for size in steps),
-        "tokens per step": " > ".join(_short(size * phase.seq_len) for size in steps),
+        "sequences per step": " > ".join(f"{s.sequences:,}" for s in segments),
+        "tokens per step": " > ".join(_short(s.tokens_per_step) for s in segments),
         "micro-batches": " > ".join(f"{s.micro_batches} of {s.sequences // s.micro_batches:,}" for s in segments),
         "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if placed.misfit else ""),
         "remat": phase.remat,
@@ -136,14 +131,6 @@ def unknown_peak() -> str:
     if device.platform == "cpu" or peak_flops(device.device_kind, Precision()):
         return ""
     return f"MFU is not shown: peak rate of {device.device_kind} unknown (zaya_jax/hardware/chips.py)"
-
-
-def new_length(meta: dict[str, Any], config: Config, last_step: int) -> str:
-    """A note where another number of steps than before changes the learning rate's course."""
-    before = meta["config"]["run"]["num_steps"]
-    if before == config.run.num_steps or config.schedule.phases:
-        return ""
-    return f"note: run.num_steps was {before}, now it is {last_step}; the learning rate follows the new length"
 
 
 def without_effect(updates: int) -> str:

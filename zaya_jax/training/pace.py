@@ -1,9 +1,9 @@
 """Reports where the loop is (`cluster.beats`), and measures the parts of each step's seconds.
 
-    pace.fetch(number, program)      waits for a batch; the first step of a program counts as "compile"
-    pace.dispatch(), pace.called()  the program is called; the call has come back
-    pace.at(section, number, mark)   any other place; pace.mark(mark): the same section and step go on
-    pace.lap()                       the step has ended
+    pace.begin("step", number, program)   waits for a batch; the first call of a program counts as "compile"
+    pace.dispatch()                       the step's program is called
+    pace.at(section, number, mark)        any other place; pace.mark(mark): the same section and step go on
+    pace.lap()                            the step has ended
 
 A step's own seconds leave out the time that this process waited for data, figures or other processes.
 """
@@ -40,25 +40,17 @@ class Pace:
         """Reports another place within the same section and step."""
         self.at(self._place[0], self._step, mark)
 
-    def fetch(self, step: int, program: Hashable) -> None:
-        """Begins a step; a program that was not called before is compiled in it."""
-        self.at(self._section("step", program), step, "fetch")
+    def begin(self, section: str, step: int, program: Hashable) -> None:
+        """Begins a step or an evaluation; a program that was not called before is compiled in it."""
+        mark = "fetch" if section == "step" else "dispatch"
+        if program not in self._known:
+            self._known.add(program)
+            section, self._compiled = "compile", True
+        self.at(section, step, mark)
 
     def dispatch(self) -> None:
         """The step's batch has come, and its program is called."""
         self.mark("dispatch" if self._place[0] == "compile" else self._calling)
-
-    def called(self) -> None:
-        """The call has come back, so any compiling is done."""
-        self.at("step", self._step, "wait")
-
-    def evaluate(self, step: int, program: Hashable) -> None:
-        """Begins an evaluation."""
-        self.at(self._section("evaluate", program), step, "dispatch")
-
-    def evaluating(self) -> None:
-        """The evaluation's programs have been called."""
-        self.at("evaluate", self._step, "wait")
 
     def lap(self) -> None:
         """Ends a step and reports its times, unless it compiled, which no other step could be compared with."""
@@ -70,10 +62,3 @@ class Pace:
         here = {mark: seconds for (section, mark), seconds in spent.items() if section == "step"}
         own = sum(seconds for mark, seconds in here.items() if mark not in OTHERS)
         beats.lap(self._step, sum(here.values()), own, here.get("fetch", 0.0))
-
-    def _section(self, section: str, program: Hashable) -> str:
-        if program in self._known:
-            return section
-        self._known.add(program)
-        self._compiled = True
-        return "compile"

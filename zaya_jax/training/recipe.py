@@ -16,8 +16,6 @@ from zaya_jax.parallel.mesh import make_mesh, rows_of_process, shape_of
 from zaya_jax.parallel.spread import Spread, spread_of
 from zaya_jax.schedule import Plan, Segment
 
-ROUNDING = 1e-9  # of 1 - warmup_fraction, as a config file computes it
-
 
 @dataclasses.dataclass(frozen=True)
 class PlacedPhase:
@@ -90,7 +88,6 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
     rest of them is checked nevertheless. Without devices all phases are checked like that.
     """
     config, notes = recipe.config, []
-    _check_fractions(config, recipe.plan)
     first = recipe.phase_of_step(reached + 1).index
     for placed in recipe.phases.values():
         if placed.index < first:
@@ -109,21 +106,6 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
             name = key("micro_batch" if micro_batch == whole else "ramp_from")
             sharding.check_batch(placed.spread, sizes, micro_batch, where=key("mesh"), name=name)
     return notes
-
-
-def _check_fractions(config: Config, plan: Plan) -> None:
-    up, down = config.schedule.warmup_fraction, config.schedule.decay_fraction
-    if plan.decay_tokens is not None:
-        if up + plan.decay_tokens / plan.total_tokens > 1 + ROUNDING:
-            raise UserError(
-                f"config.schedule.warmup_fraction={up:g} and decay_steps={config.schedule.decay_steps} of "
-                f"{plan.total_steps:,} steps overlap; give less of one"
-            )
-    elif up + down > 1 + ROUNDING:
-        raise UserError(
-            f"config.schedule.warmup_fraction={up:g} and decay_fraction={down:g} overlap; "
-            "give fractions that add up to at most 1"
-        )
 
 
 def portion(config: Config, segment: Segment, devices: int, at_once: int = 0) -> tuple[Config, Spread, int, int]:

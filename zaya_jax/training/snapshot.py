@@ -15,14 +15,13 @@ on the host, array by array, while the training waits.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels import chip
 from zaya_jax import trees
@@ -112,7 +111,7 @@ def of_run(optimizer: Optimizer, state: Any, heads: int, say: Callable[[str], No
     mesh = jax.tree.leaves(whole)[0].sharding.mesh
     like = whole | {"params": jax.tree.map(_share, whole["params"])}
     held, place = _held(optimizer, mesh, like, heads), _place(optimizer, mesh, state["params"], like["params"])
-    return Copies(optimizer, like, held, place, _program(whole, like), say)
+    return Copies(optimizer, like, held, place, _program(like), say)
 
 
 def _share(x: Any) -> Any:
@@ -132,15 +131,6 @@ def arrays_of(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         "params": trees.nested({path: x for path, x in params.items() if path not in optimizer.layout.copied}, "/"),
         "optimizer": optimizer.arrays(state["optimizer"]),
         "balance": state["balance"]._asdict(),
-    }
-
-
-def with_arrays(optimizer: Optimizer, found: Mapping[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `arrays_of`: a state with these arrays; `figures` are those of no step."""
-    return {
-        "params": found["params"],
-        "optimizer": optimizer.with_arrays(found["optimizer"], figures),
-        "balance": balance.State(**found["balance"]),
     }
 
 
@@ -187,40 +177,17 @@ def _paired(part: HeldBox, shape: tuple[int, ...], heads: int) -> list[HeldBox]:
 ########################################################################################################################
 
 
-def _program(whole: Any, like: Any) -> Any:
-    """The function from arrays to a copy. Each device copies its part or a share of it."""
-
-    def cut(x, dims):
-        for dim, axes in enumerate(dims):
-            if axes:
-                size = x.shape[dim] // math.prod(jax.lax.axis_size(axis) for axis in axes)
-                x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
-        return x if any(dims) else jnp.copy(x)
-
-    mesh, before, after, more = _specs(whole, like)
-    mapped = jax.shard_map(
-        lambda arrays: jax.tree.map(cut, arrays, more), mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False
-    )
-    return jax.jit(mapped, out_shardings=jax.tree.map(lambda x: x.sharding, like))
+def _program(like: Any) -> Any:
+    """The function from arrays to a copy. Each device copies its part, or slices its share out of it."""
+    places = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=places)
 
 
 def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[[Any], Any]:
     """The function from a copy to a state: devices with a share of a parameter gather the rest; all else is there."""
     full, shares = trees.flat(whole, "/"), trees.flat(like, "/")
     cut = [name for name, x in shares.items() if states.bytes_per_device(x) < states.bytes_per_device(full[name])]
-
-    def gather(x, dims):
-        for dim, axes in enumerate(dims):
-            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
-        return x
-
-    def together(found):
-        fine, before, after, more = _specs({n: full[n] for n in cut}, {n: shares[n] for n in cut})
-        mapped = jax.shard_map(
-            lambda arrays: jax.tree.map(gather, arrays, more),
-            mesh=fine, in_specs=(after,), out_specs=before, check_vma=False,
-        )  # fmt: skip
-        return jax.jit(mapped, out_shardings={name: full[name].sharding for name in cut})(found)
+    together = jax.jit(lambda found: found, out_shardings={name: full[name].sharding for name in cut})
 
     def copies(kept):
         mapped = jax.shard_map(
@@ -237,7 +204,11 @@ def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[
         kept = copy["optimizer"]["weights"]
         params |= copies(kept) if kept else {}
         figures = {name: _replicated(mesh, x) for name, x in optimizer.no_figures().items()}
-        return with_arrays(optimizer, {**copy, "params": trees.nested(params, "/")}, figures)
+        return {
+            "params": trees.nested(params, "/"),
+            "optimizer": optimizer.with_arrays(copy["optimizer"], figures),
+            "balance": balance.State(**copy["balance"]),
+        }
 
     return place
 
@@ -250,18 +221,3 @@ def _with_sharding(sharding: NamedSharding, x: jax.Array) -> jax.Array:
 
 def _replicated(mesh: Mesh, x: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, REPLICATED), lambda index: x[index])
-
-
-def _specs(whole: Any, like: Any) -> tuple[Mesh, Any, Any, Any]:
-    """(mesh of prime factors, specs before, specs after, for each dim the axes that the second has more)."""
-    leaves, treedef = jax.tree.flatten(whole)
-    mesh, names = layout.factored(leaves[0].sharding.mesh)
-    before, after, more = [], [], []
-    for x, y in zip(leaves, jax.tree.leaves(like), strict=True):
-        old = layout.in_factors(names, x.sharding.spec, x.ndim)
-        same = y.sharding.mesh == x.sharding.mesh
-        new = old if same else [(dim,) if isinstance(dim, str) else dim or () for dim in y.sharding.spec]
-        more.append(tuple(n[len(o) :] for o, n in zip(old, new, strict=True)))
-        before.append(PartitionSpec(*(dim or None for dim in old)))
-        after.append(PartitionSpec(*(dim or None for dim in new)))
-    return mesh, *(jax.tree.unflatten(treedef, found) for found in (before, after, more))

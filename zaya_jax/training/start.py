@@ -1,10 +1,14 @@
 """Plans a start: its phases, mesh, optimizer, tokenizer and data, all checked before anything is compiled.
 
-The memory checks use a lower bound: a step's batch on the host, weights and optimizer state on the devices. Activations
-and gradients come on top (`experiments.plan`).
+The memory check uses a lower bound, weights and optimizer state: activations and gradients come on top
+(`experiments.plan`).
+
+Under low-rank updates (`run.lora`) frozen weights are read anew at each start. Checkpoints hold adapters alone: they
+name the base, with its step, and have a mark of it, so another base is refused.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +16,7 @@ from typing import Any, Literal
 
 import jax
 
-from zaya_jax.checkpoint import partial
+from zaya_jax.checkpoint import boxes, merged, partial
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import multihost
@@ -20,14 +24,13 @@ from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.training import fork, frozen, recipe
+from zaya_jax.training import fork, recipe
 from zaya_jax.training import state as states
 from zaya_jax.training.logs import say
 from zaya_jax.training.recipe import PlacedPhase, Recipe
 from zaya_jax.training.snapshot import Copies
 
 Way = Literal["resumed", "imported", "forked", "initial weights", "fresh"]  # in which a run begins
-BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,6 @@ def plan_start(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> Pl
     first = min(reached + 1, run.last_step)
     here, end = run.phase_of_step(first), run.last_step_here(first)
     assert here.mesh is not None  # `recipe.check`
-    check_batch_memory(here)
     optimizer = states.build_optimizer(here.config, here.mesh)
     state = states.abstract(here.config, optimizer, here.mesh)
     check_memory(here, state)
@@ -71,45 +73,28 @@ def plan_start(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> Pl
     return PlannedStart(reached, run, here, end, optimizer, state, tokenizer, stream, notes + stream.batches.notes)
 
 
-def check_batch_memory(here: PlacedPhase) -> None:
-    """UserError where this process's part of a step's batch is more than the machine's memory."""
-    largest = max(here.segments, key=lambda segment: segment.tokens_per_step)
-    needed = largest.tokens_per_step * BYTES_A_TOKEN // jax.process_count()
-    if needed > machine_bytes():
-        raise UserError(
-            f"a step of {largest.sequences:,} sequences (global_batch) of {here.phase.seq_len:,} tokens (seq_len) "
-            f"takes {size(needed)} in this process, the machine has {size(machine_bytes())}; give a smaller batch or "
-            "shorter sequences"
-        )
-
-
 def check_memory(here: PlacedPhase, state: Any) -> None:
     """UserError where weights and optimizer state are more than the memory of a device, if that is known."""
     devices = here.mesh.local_devices
-    device = devices[0]
+    device, has = devices[0], bytes_of(devices[0])
     on_host = device.platform == "cpu"  # whose devices share the machine's memory
-    has = machine_bytes() if on_host else (device.memory_stats() or {}).get("bytes_limit")
-    needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(state))
-    needed *= len(devices) if on_host else 1
-    if has is not None and needed > has:
+    needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(state)) * (len(devices) if on_host else 1)
+    if has and needed > has:
         key = here.key("mesh")
         count = zaya.param_counts(here.config.model)["total"]
         where = "the machine" if on_host else f"each {device.device_kind}"
         raise UserError(
-            f"the model of {count:,} parameters needs {size(needed)} for weights and optimizer alone, "
-            f"{where} has {size(has)}; give a smaller config.model, or spread it: more devices, "
+            f"the model of {count:,} parameters needs {needed / 2**30:,.1f} GiB for weights and optimizer alone, "
+            f"{where} has {has / 2**30:,.1f} GiB; give a smaller config.model, or spread it: more devices, "
             f"{key}.fsdp=True, {key}.tensor or expert"
         )
 
 
-def machine_bytes() -> int:
-    """The memory of the machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def size(count: int) -> str:
-    """So many bytes for a person."""
-    return f"{count / 2**30:,.1f} GiB"
+def bytes_of(device: jax.Device) -> int | None:
+    """The memory of a device, of a CPU the machine's; None where it is not known."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def first_state(
@@ -142,8 +127,30 @@ def first_state(
     if not run.lora:
         return state, {}
     base = weights_of(meta["base"]["name"] if meta else run.init_from)
-    return state, frozen.put_under(state, planned.state, base, meta)
+    return state, put_frozen_under(state, planned.state, base, meta)
 
 
 def _fresh(planned: PlannedStart) -> Any:
     return states.init(planned.phase.config, planned.optimizer, planned.phase.mesh)
+
+
+def put_frozen_under(state: dict[str, Any], like: Any, base: Source, meta: dict[str, Any]) -> dict[str, Any]:
+    """Adds the frozen weights to a state, and before its first step the base's balancing biases.
+
+    `like` is the whole state (`state.abstract`), `meta` the checkpoint's that the state comes from, or empty. Gives the
+    part of the metadata that names the base.
+    """
+    wanted = {"params": like["frozen"], "balance": {"bias": like["balance"].bias}}
+    partial.require_fit(base, boxes.of_tree(wanted))
+    if meta:
+        multihost.from_first("base", lambda: merged.check_mark(base, meta, "this run"))
+    found = base.restore(wanted)
+    mark = multihost.from_first("mark", lambda: merged.mark_of(base))
+    state["frozen"] = found["params"]
+    if not meta:
+        state["balance"] = state["balance"]._replace(bias=found["balance"]["bias"])
+    count, of = (sum(math.prod(x.shape) for x in jax.tree.leaves(like[part])) for part in ("params", "frozen"))
+    say(f"trains {count:,} numbers of low-rank updates over {base.name}{base.warning}, {of:,} frozen ones")
+    place = str(base.place) if "://" in str(base.place) else str(Path(base.place).absolute())
+    lasting = f"{place}@{base.step}" if base.workdir else place  # means the same step from any folder
+    return {"base": {"name": lasting, "mark": mark}}

@@ -64,9 +64,8 @@ def frozen_specs(config: Config, spread: Spread) -> dict[str, Any]:
 
 def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """How each part lies on the mesh, as shardings."""
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     prefix = specs(config, optimizer, spread_of(config.mesh, mesh.shape))
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), prefix, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), prefix)
 
 
 def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:

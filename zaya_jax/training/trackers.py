@@ -1,4 +1,4 @@
-"""Hands a run's figures to trackers: W&B, MLflow and trackio by name, and a function of the caller's own.
+"""Hands a run's figures to trackers: TensorBoard, W&B, MLflow and trackio by name, and a function of the caller's own.
 
 Each has its own thread, so a slow server delays no step. A tracker that fails costs a warning and never the run:
 metrics.jsonl has every figure. The package's own environment variables settle where a tracker writes. tracker.id in
@@ -6,6 +6,7 @@ the run's folder is the run's id there, by which a run that goes on finds itself
 """
 
 import contextlib
+import functools
 import os
 import queue
 import threading
@@ -77,21 +78,39 @@ def _trackio(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
     return lambda step, figures: run.log(figures, step=step), lambda code: run.finish()
 
 
+def _tensorboard(folder: Path, reached: int) -> Opened:
+    from tensorboardX import SummaryWriter
+
+    events = SummaryWriter(str(folder), purge_step=reached + 1 if reached else None)
+
+    def log(step: int, figures: dict[str, Any]) -> None:
+        for name, value in figures.items():
+            events.add_scalar(name, value, step)
+        events.flush()
+
+    return log, lambda code: events.close()
+
+
 OPEN = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 
 
 class Trackers:
     """All trackers of one start; only the process that writes the files has any."""
 
-    def __init__(self, config: Config, folder: Path, function: Function | None = None):
+    def __init__(self, config: Config, folder: Path, reached: int, function: Function | None = None):
         self._each: list[_Tracker] = []
-        if is_writer() and (config.log.trackers or function):
+        if not is_writer():
+            return
+        found: dict[str, Callable[[], Opened]] = {"TensorBoard": lambda: _tensorboard(folder, reached)}
+        if function:
+            found["function"] = lambda: (function, lambda code: None)
+        if config.log.trackers:
             if not (path := folder / "tracker.id").exists():
                 files.write(path, uuid.uuid4().hex.encode())
             run = folder, workdir.flat(to_dict(config)), path.read_text()
-            self._each = [_Tracker(name, lambda begin: begin(*run)) for name in config.log.trackers]
-            self._each += [_Tracker("function", lambda _: (function, lambda code: None))] if function else []
-            leaving.before(self.end)
+            found |= {name: functools.partial(OPEN[name], *run) for name in config.log.trackers}
+        self._each = [_Tracker(name, opened) for name, opened in found.items()]
+        leaving.before(self.end)
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
         """Hands on a step's figures, which are single numbers."""
@@ -107,14 +126,14 @@ class Trackers:
 
 
 class _Tracker(threading.Thread):
-    def __init__(self, name: str, opened: Callable[[Any], Opened]):
+    def __init__(self, name: str, opened: Callable[[], Opened]):
         super().__init__(name=name, daemon=True)
         self._opened, self._items = opened, queue.Queue[tuple[int | None, Any]](WAITING)
         self.start()
 
     def run(self) -> None:
         try:
-            log, end = self._opened(OPEN.get(self.name))
+            log, end = self._opened()
             step, figures = self._items.get()
             while step is not None:
                 log(step, figures)

@@ -4,7 +4,7 @@ config.json        the recorded config            tokenizer/         the tokeniz
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
 events.out.*       TensorBoard's                  report.html        the picture of it all
 logs/              one file per process, see `logs`  environment.json   devices, versions
-sample.txt         the model's text at the end       samples.jsonl      the texts of all ends
+sample.txt         the model's text at the end
 lineage.json       a fork's: the runs that it comes from, see `fork`
 tracker.id         the run's id with trackers, see `trackers`
 .lock              the process that writes here now, see `checkpoint.claims`
@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,12 +82,8 @@ def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], N
 
 def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
     claims.require_outside(workdir, f"--workdir={workdir}")
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=workdir):
-            pass
-    except OSError as error:
-        raise UserError(f"--workdir={workdir} cannot be written ({error.strerror}); give a folder that can") from None
+    claims.require_writable(workdir, f"--workdir={workdir}")
+    workdir.mkdir(parents=True, exist_ok=True)
     _check_whose(workdir, config)
     claims.take(workdir, logs.say)
     try:
@@ -144,9 +139,7 @@ class CleanupIfRefused:
             return  # the process ends, and the lock with it
         if kind and issubclass(kind, UserError) and self._new:
             shutil.rmtree(self._workdir, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                for path in self._made:
-                    path.rmdir()  # an empty one
+            claims.remove_empty(self._made)
         claims.release(self._workdir)
 
 
@@ -192,7 +185,7 @@ def write_json(path: Path, content: dict) -> None:
 def check_same(old: Config, new: Config, workdir: Path, reached: int | None = None) -> str:
     """UserError where a run cannot go on from step `reached` (the newest here) with another config than it had.
 
-    Otherwise a note of the differences: rounding, or phases that have not begun.
+    Otherwise a note of the differences: rounding, or steps that have not begun.
     """
     steps = writing.numbered(workdir / "checkpoints")
     if not steps and reached is None:
@@ -206,14 +199,16 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
             "new workdir"
         )
     before, after = _kept(old), _kept(new)
-    changed, later = [], False
+    segments = schedule.make_plan(old).segments
+    begun = max((s.phase_index + 1 for s in segments if s.first_step <= reached), default=0)
+    changed, later = [], old.run.num_steps != new.run.num_steps and not new.schedule.phases
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key), after.get(key)
         free = not key.startswith("model.") or key.endswith("_token_id")
         if was == now or (untrained and free):
             continue
         phase = re.match(r"schedule\.phases\[(\d+)\]\.", key)
-        if phase and int(phase[1]) >= _phases_begun(old, reached) > 0:
+        if phase and int(phase[1]) >= begun > 0:
             later = True
             continue
         general = f"phases.{key[phase.end() :]}" if phase else key
@@ -228,15 +223,8 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
     if changed:
         notes.append(f"{', '.join(changed)}: sums have another order from here on, so the run rounds differently")
     if later:
-        plans = [schedule.make_plan(config) for config in (old, new)]
-        totals = " before, ".join(f"{plan.total_tokens:,} tokens in all" for plan in plans)
-        notes.append(f"phases that have not begun ({totals} now): the learning rate follows the new length")
+        notes.append("steps that have not begun: the learning rate follows the new length")
     return f"note: changed since step {reached}: {'; '.join(notes)}" if notes else ""
-
-
-def _phases_begun(config: Config, reached: int) -> int:
-    segments = schedule.make_plan(config).segments
-    return max((s.phase_index + 1 for s in segments if s.first_step <= reached), default=0)
 
 
 def _among(key: str, names: tuple[str, ...]) -> bool:
