@@ -100,7 +100,7 @@ def test_samples_fill_the_time_and_queue_where_they_may():
 def test_memory_is_copied(monkeypatch):
     monkeypatch.setattr(device_rates, "room", lambda device: 8 << 22)
     found = device_rates.measure_copies(jax.devices()[0], 0.001, lambda text: None)
-    assert {s.bytes for s in found} <= {1 << 20, 1 << 21, 1 << 22}
+    assert found and [s.bytes for s in found] == [1 << 20, 1 << 21, 1 << 22][: len(found)]
 
 
 def test_products_of_a_model_and_its_experts(monkeypatch):
