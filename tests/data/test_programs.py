@@ -16,7 +16,7 @@ def test_storage_is_sized_by_a_prepared_directory(tmp_path, prepare_text):
     old.hardlink_to(before)  # a file that is written in place changes under its other name too
     command = [
         sys.executable, "-m", "experiments.characterize", "storage", f"--data={data}", f"--out={tmp_path / 's'}",
-        "--iops_budget=70000", "--seconds=0.3", "--rows=2", "--seq_len=512",
+        "--iops_budget=70000", "--seconds=4", "--rows=2", "--seq_len=512",
     ]  # fmt: skip
     sized = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert sized.returncode == 0, sized.stderr
