@@ -159,26 +159,6 @@ def test_an_imported_config_may_change_in_all_but_the_model(tmp_path):
         open_workdir(tmp_path / "work", config.check(settings))
 
 
-def test_a_failure_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
-    source, _ = write_model(tmp_path / "in")
-    exchange.from_hf(source, tmp_path / "work")
-    calls = []
-
-    def fail(done, total):
-        calls.append(done)
-        if len(calls) > 5:
-            raise KeyboardInterrupt
-
-    for make in (
-        lambda: exchange.from_hf(source, tmp_path / "w2", fail),
-        lambda: exchange.to_hf(tmp_path / "work", tmp_path / "o2", progress=fail),
-    ):
-        calls.clear()
-        with pytest.raises(KeyboardInterrupt):
-            make()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "work"]
-
-
 PEAK = """
 import resource, sys
 from zaya_jax.pytorch import exchange

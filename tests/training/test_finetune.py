@@ -81,14 +81,6 @@ def test_held_out_answers_are_learnt(folder):
     assert "held-out at step 0: " in (folder / "tuned" / "report.html").read_text()
 
 
-def test_what_was_learnt_goes_on_and_is_held(folder, tmp_path):
-    path = str(folder / "chats.jsonl")
-    assert train(settings(folder / "base", path), folder / "tuned") == cli.DONE  # complete
-    other = write(tmp_path / "other.jsonl", [ask(i, "Is {} odd?") for i in range(80)])
-    with pytest.raises(UserError, match="the data is not what this run began with"):
-        train(settings(folder / "base", other, run__num_steps=20), folder / "tuned")
-
-
 @pytest.mark.parametrize("form", ["prepared", pytest.param("jsonl", marks=pytest.mark.slow)])
 def test_one_that_lost_its_last_steps_ends_in_the_same_bits(folder, tmp_path, form):
     """As after a kill between two saves, of chats read directly and of a prepared directory, a whole run of it."""

@@ -197,15 +197,3 @@ def test_the_full_size_recipe_is_the_published_one():
         spread = spread_of(phase.mesh, shape_of(phase.mesh, 1024))
         rows = phase.global_batch // (spread.data * spread.expert)
         assert rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch  # all of a step at once
-
-
-def test_what_no_number_of_devices_can_train_is_refused_without_them():
-    raw = config.default()
-    raw.data.seq_len, raw.data.global_batch, raw.mesh.expert = 64, 8, 4
-    raw.data.micro_batch = 2
-    given = config.check(raw)
-    with pytest.raises(config.UserError, match=r"micro-batch of 2 sequences .* set config.data.micro_batch=4"):
-        recipe.check(recipe.place(given))
-    raw.data.micro_batch = 4
-    given = config.check(raw)
-    recipe.check(recipe.place(given))

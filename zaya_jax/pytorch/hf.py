@@ -29,7 +29,7 @@ class Directory(Unsealed):
         super().__init__(self.path)
         self.config = read_json(self.path / "config.json")
         where = str(self.path / "config.json")
-        self._files: dict[str, TensorFile | older.Renamed] = {}
+        self._files: dict[str, TensorFile] = {}
         if older.is_older(self.config):
             renamed = older.Renamed(self._locate())
             self._files |= dict.fromkeys(renamed.names(), renamed)

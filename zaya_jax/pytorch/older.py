@@ -48,28 +48,20 @@ def is_older(config: dict[str, Any]) -> bool:
     return any(key in config for key in SIGNS)
 
 
-class Renamed:
-    """Tensors under their present names, with the interface of a TensorFile; experts are stacked as they are read."""
+class Renamed(TensorFile):
+    """The tensors of several files under their present names; experts are stacked as they are read."""
 
     def __init__(self, files: dict[str, TensorFile]):
         self._files, self._old = files, dict[str, list[str]]()
         self.layers = 1 + max((int(old[1]) for name in files if (old := LAYER.match(name)) and old[1]), default=1)
         for name in sorted(files, key=natural):  # expert 10 comes after expert 9
             self._old.setdefault(_present(name, self.layers), []).append(name)
+        self._tensors = {name: self._about(old) for name, old in self._old.items()}
 
-    def names(self) -> set[str]:
-        """The tensors it holds."""
-        return set(self._old)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
-        old = self._old[name]
-        one = self._files[old[0]].shape(old[0])
-        return (len(old), *one) if EXPERT.search(old[0]) else one
-
-    def dtype_name(self, name: str) -> str:
-        """A tensor's dtype as safetensors writes it."""
-        return self._files[self._old[name][0]].dtype_name(self._old[name][0])
+    def _about(self, old: list[str]) -> tuple[tuple[int, ...], str]:
+        file, name = self._files[old[0]], old[0]
+        shape = (len(old), *file.shape(name)) if EXPERT.search(name) else file.shape(name)
+        return shape, file.dtype_name(name)
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
