@@ -76,10 +76,6 @@ class Parser(argparse.ArgumentParser):
         changes = [arg for arg in given if self._has_config and arg.startswith("--config.")]
         found = super().parse_args([arg for arg in given if arg not in changes], namespace)
         if self._has_config:
-            for change in changes:
-                if (key := change.removeprefix("--config.").partition("=")[0]) not in config_lib.all_keys():
-                    near = fields.nearest(key, config_lib.all_keys())
-                    raise UserError(f"unknown config key config.{key}{near}")
             config = config_lib.read_config_dict(found.config)
             for change in changes:
                 _change(config, change)
@@ -99,8 +95,8 @@ def _change(config: ConfigDict, change: str) -> None:
         for group in groups:
             config = config[group]
         kind = config.get_type(last)
-    except (AttributeError, KeyError):
-        raise UserError(f"{change}: get_config() returns no such key; begin with config.default()") from None
+    except (AttributeError, KeyError, TypeError):
+        raise UserError(f"unknown config key config.{key}{fields.nearest(key, config_lib.all_keys())}") from None
     try:
         if kind is tuple:  # one string may stand alone: --config.kernels=none
             config[last] = tuple(literal_eval(value)) if value.startswith(("(", "[")) else (value,)
