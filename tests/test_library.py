@@ -367,6 +367,7 @@ class LinearRouter(zj.Router):
         return choice, jnp.take_along_axis(p, choice[:, None], axis=-1)[:, 0], logits, stream
 
 
+@pytest.mark.slow
 def test_a_router_of_one_s_own_is_trained_decoded_and_kept_from_configs(settings, ids, folder):
     model = zj.create(settings, router=LinearRouter)
     assert "mine" in model.params["layers"]["router"] and type(model.layer(0).router) is LinearRouter

@@ -200,6 +200,7 @@ def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
     assert agent.returncode == cli.PREEMPTED and "while it looked for its leader" in err, err
 
 
+@pytest.mark.slow
 def test_a_second_agent_leaves_a_run_s_events_alone(tmp_path):
     """Its training was refused, but "ended: exit code 2" stood in the midst of the events of a run that went on."""
     claims.take(tmp_path)

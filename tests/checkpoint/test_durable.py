@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_helpers import content, save, train
+from rows import slow
 
 from zaya_jax.checkpoint import layout, rewrite, seal, store, times, writing
 from zaya_jax.checkpoint import vault as vault_lib
@@ -244,6 +245,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     assert Vault(place.url).steps() == [7]
 
 
+@pytest.mark.parametrize("place", ["folder", slow("s3")], indirect=True)
 def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsys):
     """At the next start and at each end, whatever kept them away: a store that failed, a kill, another hand."""
     root = train(tmp_path / "run", 5, 6)  # saved before there was a durable place

@@ -1,4 +1,4 @@
-"""Rows of a batch: each equals itself alone, for any batch, padding and pieces; few programs."""
+"""Rows of a batch: each equals itself alone, for any batch, padding and pieces."""
 
 import functools
 
@@ -112,28 +112,6 @@ def test_many_rows_are_what_few_are(weights):
     few, many = run(prompts=PROMPTS), run(prompts=[np.asarray(p) for p in prompts])
     assert many == [few[i % 4] for i in range(len(prompts))]
     assert [len(row) for row in run(prompts=[[1] * 61])] == [3]
-
-
-@pytest.mark.slow
-def test_how_many_programs_are_compiled():
-    """Two prompts of 1 to 30 tokens, of any temperatures, cuts, seeds and numbers of tokens; once a third prompt."""
-    model = model_helpers.small(num_hidden_layers=1, layer_types=(), max_position_embeddings=128)
-    params, bias = model_helpers.weights(model)
-    rng, before = np.random.default_rng(0), jitted()
-    for turn in range(20):
-        prompts = [rng.integers(0, 32, rng.integers(1, 31)).tolist() for _ in range(2 + (turn == 7))]
-        options = Sampling(0.5 + turn / 10, top_p=1 - turn / 50, min_p=0.001 * turn, top_k=turn + 1)
-        num = int(rng.integers(1, 16))
-        decode.generate(Decoder(model, params, bias, EXACT), prompts, num, sampling=options, seeds=turn)
-    pieces, first, steps = (b - a for a, b in zip(before, jitted(), strict=True))
-    assert first == 2  # one for each size of the batch
-    assert 2 <= steps <= 3 + 1  # caches of 16, 32 and 48 tokens
-    assert 2 <= pieces <= 4 + 2  # pieces of 16 tokens in the first two, of 32 in the others
-
-
-def jitted():
-    prompts = decode._first_piece._cache_size() + decode._piece._cache_size()
-    return prompts, decode._first._cache_size(), decode._go_on._cache_size()
 
 
 @pytest.mark.slow

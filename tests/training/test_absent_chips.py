@@ -27,12 +27,9 @@ MODELS = {
     "linear": {"layer_types": ("hybrid", "hybrid_linear")},
     "dense": {"model_type": "dense", "num_experts": 1, "intermediate_size": 32, "attention_bias": False},
 }
-MESHES = {
-    "one device": ("zaya", 1, {}),
-    "linear": ("linear", 1, {}),
-    "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True}),
-}
+MESHES = {"one device": ("zaya", 1, {}), "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True})}
 MORE_MESHES = {
+    "linear": ("linear", 1, {}),
     "context and tensor": ("zaya", 4, {"context": 2, "tensor": 2}),
     "ring": ("zaya", 2, {"context": 2, "ring": True}),
     "linear over context": ("linear", 2, {"context": 2}),

@@ -31,6 +31,7 @@ def on_a_gpu(monkeypatch, tmp_path):
     return faults
 
 
+@pytest.mark.slow
 def test_a_run_tries_says_keeps_and_goes_on_with_its_verdict(on_a_gpu, tmp_path, capsys):
     keys = {"data__path": tiny_runs.write_corpus(tmp_path / "corpus"), "checkpoint__every_steps": 1}
     run = tmp_path / "run"
