@@ -14,7 +14,7 @@ from zaya_jax.checkpoint import look, rewrite, source, times
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import adapters, exchange, tokenizer_files
-from zaya_jax.report.document import Table, check_target, write_page
+from zaya_jax.report.document import Table, write_page
 from zaya_jax.report.text import byte_size
 from zaya_jax.training.workdir import check_same, read_config
 
@@ -28,8 +28,6 @@ def run(args: Any) -> int:
 def inspect(args: Any) -> int:
     """Prints tables, and draws the page if asked to."""
     read_config(args.workdir)  # or it is no run's folder
-    if isinstance(args.html, Path):
-        check_target(args.html, "--html")
     if args.step is not None:
         source.latest_step(args.workdir, args.step)
     seen, damaged = look.see_all(args.workdir)
@@ -38,8 +36,8 @@ def inspect(args: Any) -> int:
     if seen or damaged:
         print(*look.remarks(args.workdir, seen, damaged), sep="\n")
     print(arrays_table(look.see(args.workdir, source.latest_step(args.workdir, args.step))).markdown())
-    if args.html is not None:
-        target = args.workdir / "checkpoints.html" if args.html is True else args.html
+    if args.html:
+        target = args.workdir / "checkpoints.html"
         print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")
     return cli.DONE
 

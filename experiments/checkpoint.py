@@ -30,14 +30,7 @@ def _parser() -> cli.Parser:
     add = command("inspect", "list the checkpoints of a run, their contents and times")
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
     add.add_argument("--step", type=int, metavar="N", help="step whose arrays are listed; by default the newest")
-    add.add_argument(
-        "--html",
-        nargs="?",
-        const=True,  # a text would be checked like a given one
-        type=cli.path,
-        metavar="FILE",
-        help="also write a page, by default DIR/checkpoints.html",
-    )
+    add.add_argument("--html", action="store_true", help="also write a page, DIR/checkpoints.html")
     add = command("verify", "find every changed, truncated or missing file")
     add.add_argument(
         "--workdir",

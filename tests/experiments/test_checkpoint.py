@@ -101,7 +101,6 @@ REFUSED = {
     "reshard --from=RUN --to=NEW --step=3": "no checkpoint of step 3",
     "reshard --from=TMP --to=NEW": "has no checkpoint",
     "reshard --from=RUN --to=GOLDEN": "is not empty",
-    **{f"inspect --workdir=RUN --html={odd}": "--html=" for odd in ("RUN/config.json", "/dev/null", "TMP")},
     "inspect --workdir=RUN --step=9": "no checkpoint of step 9",
     "inspect --workdir=TMP": "has no config.json",
     "verify --workdir=RUN --step=9": "no checkpoint of step 9; it has 0",

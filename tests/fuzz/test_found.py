@@ -66,7 +66,7 @@ def test_it_is_refused_in_a_line_and_nothing_is_changed(sandbox, program, option
     assert call(program, options, sandbox).check().code == (4 if unreachable else 2)
 
 
-INSPECT = ["inspect", "--workdir=run", "--html=a.html"]
+INSPECT = ["inspect", "--workdir=run", "--html"]
 NOISE = b"\xff"
 
 

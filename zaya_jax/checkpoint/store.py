@@ -107,7 +107,6 @@ class Store:
             if not self._failures:
                 return
         self._stop_after_too_many()
-        raise StorageError(f"the state of step {step} could not be saved: {self._last_error}")
 
     def wait(self, copies: bool = True) -> None:
         """Waits until writing, and copying to the durable place, have ended."""
