@@ -200,12 +200,12 @@ class _Ahead:
             return wish
         if wish and not self._known:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
-                _client().key_value_set(self._key, json.dumps([step + 2, wish]))
-        found = _try_get(self._key)
-        if found is None:
+                _client().key_value_set(f"{self._key}/wish", json.dumps([step + 2, wish]))
+        found = _client().key_value_dir_get(self._key)
+        if not found:
             return ""
         self._known = True
-        last, wish = json.loads(found)
+        last, wish = json.loads(found[0][1])
         return wish if step >= last else ""
 
 
@@ -304,15 +304,6 @@ def _wait_for(key: str, process: int, name: str) -> Any:
         return json.loads(_client().blocking_key_value_get(key, 1000 * seconds_of(WAIT)))
     except jax.errors.JaxRuntimeError as error:
         raise LostProcess(f"process {process} did not come to {name!r} within {seconds_of(WAIT)} s") from error
-
-
-def _try_get(key: str) -> str | None:
-    try:
-        return _client().key_value_try_get(key)
-    except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" in str(error):
-            return None
-        raise
 
 
 def _turn(name: str) -> int:
