@@ -19,7 +19,7 @@ from typing import Any
 
 from zaya_jax.checkpoint import claims, writing
 from zaya_jax.checkpoint.seal import Seal
-from zaya_jax.checkpoint.times import Log
+from zaya_jax.checkpoint.times import record
 from zaya_jax.checkpoint.vault import Unreachable, Vault, each, share
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, UserError
@@ -30,8 +30,8 @@ Accept = Callable[[dict[str, Any]], object]  # raises UserError for the meta of 
 class Durable:
     """A run's copies; `root` is workdir/checkpoints."""
 
-    def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None], log: Log):
-        self.root, self._settings, self._say, self._log = root, settings, say, log
+    def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None]):
+        self.root, self._settings, self._say = root, settings, say
         self.vault, self._here = Vault(settings.durable), Vault(root)
         option = f"config.checkpoint.durable={settings.durable}"
         if self.vault.folder:
@@ -183,7 +183,7 @@ class Durable:
             clock = time.perf_counter()
             self.vault.complete(step, self._here.seal(step))
             commit = {"commit": time.perf_counter() - clock}
-            self._log.add("copy", step, begun, [part[0] | commit for part in parts], [part[1] for part in parts])
+            record(self.root.parent, "copy", step, begun, [(seconds | commit, size) for seconds, size in parts])
             while self.obsolete:
                 self.vault.remove(self.obsolete[0])
                 self.obsolete.pop(0)

@@ -30,7 +30,7 @@ from zaya_jax.checkpoint.boxes import Holding, Writers
 from zaya_jax.checkpoint.durable import Accept, Durable
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.source import Source
-from zaya_jax.checkpoint.times import Log
+from zaya_jax.checkpoint.times import record
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
@@ -53,8 +53,8 @@ class Store:
         """`accept` raises UserError for the meta of another run, which a new workdir must not adopt."""
         self.root = Path(workdir).absolute() / "checkpoints"
         self.settings, self._say = settings or Checkpoint(), say
-        self._accept, self._log = accept, Log(self.root.parent)
-        self.durable = Durable(self.root, self.settings, say, self._log) if self.settings.durable else None
+        self._accept = accept
+        self.durable = Durable(self.root, self.settings, say) if self.settings.durable else None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: concurrent.futures.Future | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
@@ -188,7 +188,7 @@ class Store:
             writing.commit(folder, self.root / str(step), Seal(sums, step, writing.run_of(self.root) or None))
             self._delete_old()
             commit = {"commit": time.perf_counter() - written}
-            self._log.add("save", step, begun, [part[1] | commit for part in parts], [part[2] for part in parts])
+            record(self.root.parent, "save", step, begun, [(part[1] | commit, part[2]) for part in parts])
 
         error = writing.together("save", work, end)
         if error:
@@ -311,7 +311,7 @@ class Store:
             stages["place"] = time.perf_counter() - clock
             parts = multihost.to_first("loaded", [stages, size])
             if parts is not None:
-                self._log.add("load", step, began, [part[0] for part in parts], [part[1] for part in parts])
+                record(self.root.parent, "load", step, began, parts)
         return state, files.read_json(self.root / str(step) / layout.META)
 
 

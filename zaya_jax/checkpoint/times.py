@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +18,12 @@ TIMES = "checkpoint_times.jsonl"
 STAGES = ("copy", "serialise", "write", "commit")  # of a save, in their order
 
 
-class Log:
-    """The file of times of a run, as its first process writes it."""
-
-    def __init__(self, workdir: Path):
-        self._path = workdir / TIMES
-
-    def add(self, kind: str, step: int, begun: float, stages: list[dict], sizes: list[int]) -> None:
-        """Adds a line for each process; an error stops nothing."""
-        with contextlib.suppress(OSError), self._path.open("ab") as file:
-            for process, (seconds, size) in enumerate(zip(stages, sizes, strict=True)):
-                line = {"kind": kind, "step": step, "process": process, "stages": seconds, "bytes": size, "time": begun}
-                file.write(f"{json.dumps(line)}\n".encode())
+def record(workdir: Path, kind: str, step: int, begun: float, parts: Iterable) -> None:
+    """Adds a line for each process's (seconds by stage, bytes), in process 0; an error stops nothing."""
+    with contextlib.suppress(OSError), (workdir / TIMES).open("ab") as file:
+        for process, (seconds, size) in enumerate(parts):
+            line = {"kind": kind, "step": step, "process": process, "stages": seconds, "bytes": size, "time": begun}
+            file.write(f"{json.dumps(line)}\n".encode())
 
 
 @dataclasses.dataclass
