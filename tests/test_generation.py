@@ -1,6 +1,5 @@
 """Texts as they come: parts of characters, stop strings wherever tokens cut them, and conversations."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -123,22 +122,6 @@ def test_rows_stop_each_by_itself(weights):
     assert stopped == [text.split(stop)[0] for text in free]
     assert len(stopped[1]) <= 9
     assert generate(ends=BYTES.encode(free[0][0]))[0] == ""
-
-
-def test_texts_follow_their_prompts_or_are_their_own(weights):
-    """The tokenizer's word for 'a' has its space, and the model writes 'a' after 'hello'."""
-    tokenizer = spelt_as_llama()
-    a, hello = tokenizer.encode("a")[0], tokenizer.encode("hello")[0]
-    model, params, bias = weights
-    model = dataclasses.replace(model, vocab_size=max(264, tokenizer.vocab_size))
-    more = model.vocab_size - 264
-    table = np.pad(params["embed"]["embedding"], ((0, more), (0, 0)))
-    always = np.where(np.arange(model.vocab_size) == a, 1000.0, 0).astype(np.float32)
-    params = params | {"embed": params["embed"] | {"embedding": table}, "head": {"bias": always}}
-    prompts = [[tokenizer.bos_id, hello], [tokenizer.bos_id]]
-    for follows, made in ((True, [" a a", "a a"]), (False, ["a a", "a a"])):
-        rows = decode.Generation(decode.Decoder(model, params, bias, EXACT), prompts, 2)
-        assert generation.generate(rows, tokenizer, prompts, follows=follows) == made
 
 
 def test_a_conversation_is_what_fine_tuning_sees():

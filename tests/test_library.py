@@ -181,20 +181,6 @@ def test_a_run_that_is_not_done_is_an_exception_with_the_exit_code(settings, fol
     assert stopped.value.code == code and stopped.value.workdir == folder / "stopped"
 
 
-def test_the_gradient_is_of_the_value_whatever_the_z_loss(model, ids):
-    """By central differences of the value along the gradient, which grows by the gradient's squared norm."""
-    loss, grads = model.loss_and_grads(ids, ids)
-    assert model.config.optim.z_loss == 0.1 and loss == pytest.approx(model.loss(ids, ids), rel=1e-6)
-    norm = np.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in jax.tree.leaves(grads)))
-    along, width = jax.tree.map(lambda g: g / norm, grads), 1e-3
-    around = [
-        dataclasses.replace(model, params=jax.tree.map(lambda x, d, s=s: x + s * d, model.params, along))
-        for s in (-width, width)
-    ]
-    before, after = (near.loss(ids, ids) for near in around)
-    assert (after - before) / (2 * width) == pytest.approx(norm, rel=1e-3)
-
-
 ########################################################################################################################
 # The tokens that it sees, and any mesh
 ########################################################################################################################

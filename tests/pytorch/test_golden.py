@@ -140,16 +140,3 @@ def test_greedy_decoding_of_a_left_padded_batch(golden_case, golden_dir, loaded)
     decoder = decode.Decoder(model.config.model, model.params, model.balance, model.config.precision)
     new = decode.generate(decoder, ids, num, mask=mask)
     np.testing.assert_array_equal(new, theirs[:, ids.shape[1] :])
-
-
-def test_ignored_labels_count_for_nothing(golden_dir, loaded):
-    model, rng = loaded(golden_dir / "base"), np.random.default_rng(0)
-    ids = rng.integers(3, 320, (2, 33))
-    labels = np.where(rng.random(ids.shape) < 0.5, -100, ids)
-    loss, _ = model.loss_and_grads(ids, labels)
-    logits = model.logits(ids).astype(np.float64)[:, :-1]
-    log_p = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
-    log_p -= logits.max(-1, keepdims=True)
-    real = labels[:, 1:] >= 0
-    at_target = np.take_along_axis(log_p, np.maximum(labels[:, 1:], 0)[..., None], -1)[..., 0]
-    assert abs(loss + at_target[real].mean()) < 1e-5

@@ -14,7 +14,6 @@ from experiments.configs import tiny
 from zaya_jax import cli, config
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
-from zaya_jax.data import sources, tokenizers, windows
 from zaya_jax.run import train
 
 __all__ = ["run"]
@@ -95,14 +94,3 @@ def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(keys,
     with pytest.raises(UserError, match=message):
         train(config.check(settings), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_source_of_the_run_gives_what_it_holds_out_and_other_text_all_of_it(keys, tmp_path):
-    settings = tiny.get_config()
-    settings.data.path = keys["data__path"]
-    settings.eval.named = (f"own={tmp_path}/../{tmp_path.name}/trained", f"all={tmp_path}/one")
-    tok = tokenizers.load("bytes")
-    found = windows.named_stores(config.check(settings), tok)
-    held_out = sources.text_corpus(keys["data__path"], tok)[1]
-    assert found["own"].bundle.tokens.tolist() == held_out.tokens.tolist()
-    assert found["all"].num_tokens == 5 * (CONTENT + 2)
