@@ -32,7 +32,7 @@ class Directory(Unsealed):
         self._files: dict[str, TensorFile] = {}
         if older.is_older(self.config):
             renamed = older.Renamed(self._locate())
-            self._files |= dict.fromkeys(renamed.names(), renamed)
+            self._files |= dict.fromkeys(renamed.tensors, renamed)
             self.config = older.config_of(self.config, renamed, where)
         self.model = names.model_from_json(self.config, where)
         self._files = self._files or {**self._locate()}
@@ -43,7 +43,7 @@ class Directory(Unsealed):
         index = self.path / tensor_files.INDEX
         if (self.path / tensor_files.SINGLE).exists() or not index.exists():
             single = self._open(tensor_files.SINGLE)
-            return dict.fromkeys(single.names(), single)
+            return dict.fromkeys(single.tensors, single)
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise UserError(f"{index} has no weight_map, a map from tensor names to files; {ANEW}")
@@ -51,7 +51,7 @@ class Directory(Unsealed):
             if not isinstance(file, str) or Path(file).name != file:
                 raise UserError(f"{index} places {name} in {shown(file)}, which is not a file next to it; {ANEW}")
         files = {file: self._open(file) for file in sorted(set(where.values()))}
-        held = [(name, file) for file, opened in files.items() for name in opened.names()]
+        held = [(name, file) for file, opened in files.items() for name in opened.tensors]
         if odd := sorted({*held} ^ {*where.items()}):
             raise UserError(f"{index} and {odd[0][1]} disagree about {odd[0][0]}; {ANEW}")
         return {name: files[file] for name, file in where.items()}
@@ -81,11 +81,11 @@ class Directory(Unsealed):
         if names.HEAD in self._files:
             expected[names.HEAD] = expected[names.EMBEDDING]
         for name, shape in expected.items():
-            file = self._files[name]
-            if file.shape(name) != shape:
-                raise UserError(f"{self.path}: {name} has shape {file.shape(name)}, expected {shape}; {ANEW}")
-            if file.dtype_name(name) not in tensor_files.DTYPES:
-                raise UserError(f"{self.path}: {name} is {file.dtype_name(name)}, not F32, F16 or BF16; convert it")
+            has = self._files[name].tensors[name]
+            if has.shape != shape:
+                raise UserError(f"{self.path}: {name} has shape {has.shape}, expected {shape}; {ANEW}")
+            if has.dtype not in tensor_files.DTYPES:
+                raise UserError(f"{self.path}: {name} is {has.dtype}, not F32, F16 or BF16; convert it")
         if names.HEAD in self._files and not np.array_equal(
             self.tensor(names.HEAD).view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
         ):
@@ -95,7 +95,7 @@ class Directory(Unsealed):
 
     def dtypes(self) -> dict[str, str]:
         """The stored dtype of every tensor: float32, float16 or bfloat16."""
-        return {n: tensor_files.DTYPES[f.dtype_name(n)].name for n, f in self._files.items()}
+        return {n: tensor_files.DTYPES[f.tensors[n].dtype].name for n, f in self._files.items()}
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor as stored; UserError if it has a NaN or an infinity, because no run could begin with it."""

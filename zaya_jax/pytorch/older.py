@@ -56,12 +56,10 @@ class Renamed(TensorFile):
         self.layers = 1 + max((int(old[1]) for name in files if (old := LAYER.match(name)) and old[1]), default=1)
         for name in sorted(files, key=natural):  # expert 10 comes after expert 9
             self._old.setdefault(_present(name, self.layers), []).append(name)
-        self._tensors = {name: self._about(old) for name, old in self._old.items()}
-
-    def _about(self, old: list[str]) -> tuple[tuple[int, ...], str]:
-        file, name = self._files[old[0]], old[0]
-        shape = (len(old), *file.shape(name)) if EXPERT.search(name) else file.shape(name)
-        return shape, file.dtype_name(name)
+        self.tensors = {}
+        for name, old in self._old.items():
+            has = files[old[0]].tensors[old[0]]
+            self.tensors[name] = has._replace(shape=(len(old), *has.shape)) if EXPERT.search(old[0]) else has
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
@@ -95,7 +93,8 @@ def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, 
         if key in given and given[key] != value:
             raise UserError(f"{where}: {key}={shown(given[key])} in the older layout; only {value!r} can be read")
     first, window = "model.layers.0.", given.get("sliding_window")
-    size = lambda name, dim: tensors.shape(first + name)[dim] if first + name in tensors.names() else 0  # noqa: E731
+    has = tensors.tensors
+    size = lambda name, dim: has[first + name].shape[dim] if first + name in has else 0  # noqa: E731
     head = given.get("head_dim") or given.get("kv_channels") or 128
     windows = [int(one) for one in given.get("swa_layers") or [0] * tensors.layers]
     windows = windows[::2] if len(windows) == tensors.layers else windows

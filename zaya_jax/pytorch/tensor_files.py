@@ -5,11 +5,13 @@ process's memory while the file is open, so the file is opened again for each te
 a whole file's tensors at once, 10 GB for a shard of 5 GB, so shards are written here.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
@@ -29,36 +31,30 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            with safe_open(path, framework="numpy") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                self._tensors = {n: (tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path, error) from None
-
-    def names(self) -> set[str]:
-        """The tensors it holds."""
-        return set(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
-        return self._tensors[name][0]
-
-    def dtype_name(self, name: str) -> str:
-        """A tensor's dtype as safetensors writes it: F32, BF16, I64 .."""
-        return self._tensors[name][1]
+        with _opened(path) as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            self.tensors = {n: About(tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
-        try:
-            with safe_open(self.path, framework="numpy") as file:
-                return file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise _damaged(self.path, error) from None
+        with _opened(self.path) as file:
+            return file.get_tensor(name)
 
 
-def _damaged(path: Path, why: object) -> UserError:
-    return UserError(f"{path} cannot be read, it is truncated or damaged ({why}); copy it anew")
+class About(NamedTuple):
+    """A tensor's shape, and its dtype as safetensors writes it: F32, BF16, I64 .."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read, it is truncated or damaged ({error}); copy it anew") from None
 
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]

@@ -80,7 +80,7 @@ def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
     config, here, phase, segments = recipe.config, placed.config, placed.phase, placed.segments
     last = segments[-1].first_step + segments[-1].num_steps - 1
     tokens = sum(segment.num_steps * segment.tokens_per_step for segment in segments)
-    devices = None if placed.misfit or not recipe.devices else len(recipe.devices)
+    devices = placed.mesh.size if placed.mesh else None
     weights = mix.parse(phase.mixture, f"config.schedule.phases[{placed.index}].mixture")
     weights = weights or mix.parse(config.data.mixture) or {config.data.path: 1.0}
     return {

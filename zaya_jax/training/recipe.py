@@ -42,7 +42,6 @@ class Recipe:
 
     config: Config
     plan: Plan
-    devices: list | None
     phases: dict[int, PlacedPhase]  # by their index, in their order; of a fork those that are left
 
     @property
@@ -78,7 +77,7 @@ def place(config: Config, devices: list | None = None) -> Recipe:
                 misfit = error
         spread = spread_of(here.mesh, shape)
         phases[index] = PlacedPhase(index, segments, here, key, spread, mesh, rows, misfit)
-    return Recipe(config, plan, devices, phases)
+    return Recipe(config, plan, phases)
 
 
 def check(recipe: Recipe, reached: int = 0) -> list[str]:
