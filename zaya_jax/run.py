@@ -167,7 +167,7 @@ class Loop:
         self.config, self.plan = planned.recipe.config, planned.recipe.plan
         self.store, self.workdir, self.mesh = begun.store, begun.workdir, here.mesh
         self.pace = Pace(jax.devices()[0])  # reported to the agent, if one watches this process
-        self.evaluation = Evaluation(planned.recipe, here, planned.tokenizer, planned.optimizer, self.pace)
+        self.evaluation = Evaluation(planned, self.pace)
         record_start(self.workdir, self.config, planned.tokenizer, begun.meta.get("lineage", []), begun.kernels)
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)

@@ -8,23 +8,21 @@ import numpy as np
 
 from zaya_jax.config import Phase
 from zaya_jax.data import stores, windows
-from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.optim.chain import Optimizer
 from zaya_jax.schedule import Step
 from zaya_jax.training import logs, recipe
 from zaya_jax.training import step as steps
 from zaya_jax.training.figures import Writer
 from zaya_jax.training.pace import Pace
-from zaya_jax.training.recipe import PlacedPhase, Recipe
+from zaya_jax.training.start import PlannedStart
 
 
 class Evaluation:
     """The evaluations of one start. A phase's windows and program are made when they are first needed."""
 
-    def __init__(self, run: Recipe, here: PlacedPhase, tokenizer: Tokenizer, optimizer: Optimizer, pace: Pace):
-        self._recipe, self._here, self._tokenizer, self._pace = run, here, tokenizer, pace
-        self._optimizer = optimizer
-        self._named = windows.named_stores(run.config, tokenizer)
+    def __init__(self, planned: PlannedStart, pace: Pace):
+        self._recipe, self._here, self._pace = planned.recipe, planned.phase, pace
+        self._tokenizer, self._optimizer = planned.tokenizer, planned.optimizer
+        self._named = windows.named_stores(self._recipe.config, self._tokenizer)
         self.notes = stores.notes_on(self._named.values())
         self.windows = functools.lru_cache(1)(self._windows)
         self._program = functools.cache(self._make)

@@ -192,20 +192,14 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
         return ""  # nothing is there that could go on
     reached = max(steps) if reached is None else reached
     untrained = (workdir / IMPORTED).exists() and reached == 0
-    if untrained and (new.run.fork or new.run.lora):
-        key = f"fork={new.run.fork}" if new.run.fork else f"lora={new.run.lora}"
-        raise UserError(
-            f"--workdir={workdir} holds an imported model, but config.run.{key} begins with another folder's; give a "
-            "new workdir"
-        )
     before, after = _kept(old), _kept(new)
     segments = schedule.make_plan(old).segments
     begun = max((s.phase_index + 1 for s in segments if s.first_step <= reached), default=0)
     changed, later = [], old.run.num_steps != new.run.num_steps and not new.schedule.phases
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key), after.get(key)
-        free = not key.startswith("model.") or key.endswith("_token_id")
-        if was == now or (untrained and free):
+        model = key.startswith("model.") and not key.endswith("_token_id")
+        if was == now or (untrained and not model and key not in ("run.fork", "run.lora")):
             continue
         phase = re.match(r"schedule\.phases\[(\d+)\]\.", key)
         if phase and int(phase[1]) >= begun > 0:
