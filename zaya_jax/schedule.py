@@ -118,7 +118,7 @@ class Plan:
 def lr_factor(schedule: Schedule, tokens: int, total: int, decay_tokens: float | None = None) -> float:
     """The learning rate over its peak when `tokens` of `total` have been seen: up, constant, down over the last ones.
 
-    `decay_tokens`: how many these are, if not `decay_fraction` of all.
+    `decay_tokens`: how many these are, if not `decay_fraction` of all; they begin behind the rise in any case.
     """
     warmup = schedule.warmup_fraction * total
     if tokens < warmup:
