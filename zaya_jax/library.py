@@ -385,12 +385,9 @@ def create(
 
 
 def load(
-    place: str | os.PathLike,
-    *,
-    mesh: Mapping[str, Any] | None = None,
-    dtype: str | None = None,
+    place: str | os.PathLike, *, mesh: Mapping[str, Any] | None = None, dtype: str | None = None,
     config: AnyConfig | None = None,
-) -> LanguageModel:
+) -> LanguageModel:  # fmt: skip
     """The model of any name: a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub.
 
     `mesh`: sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
