@@ -12,18 +12,18 @@ def small(number):
     return {"params": {"w": jnp.arange(1000.0) + number, "v": jnp.ones(7) * number}}
 
 
-def save(checkpoints, *steps, plus=0, state=small):
+def save(checkpoints, *steps, plus=0, state=small, **meta):
     """Steps whose states are state(step + plus)."""
     for step in steps:
-        checkpoints.save(step, state(step + plus), {"step": step, "tokens": step})
+        checkpoints.save(step, state(step + plus), {"step": step, "tokens": step, **meta})
         checkpoints.wait()
 
 
-def train(workdir, *steps, plus=0, state=small, say=print, **settings):
+def train(workdir, *steps, plus=0, state=small, say=print, meta=(), **settings):
     """A run's folder of checkpoints, with these steps."""
     checkpoints = store.Store(workdir, Checkpoint(**{"keep": 9, **settings}), say)
     checkpoints.bring_newest()
-    save(checkpoints, *steps, plus=plus, state=state)
+    save(checkpoints, *steps, plus=plus, state=state, **dict(meta))
     checkpoints.close()
     return workdir / "checkpoints"
 

@@ -17,16 +17,13 @@ from zaya_jax.checkpoint import layout, partial
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import StorageError
 
-COMMON = """
-import sys, numpy as np, jax
+SEVERAL = """
+import os, resource, sys, numpy as np, jax
 from pathlib import Path
 from orbax.checkpoint import v1 as ocp
 import zaya_jax as zj
 root = Path(sys.argv[1])
 rows = lambda seed: np.random.default_rng(seed).normal(size=(64, 512)).astype("float32")
-"""
-SEVERAL = """
-import os, resource
 count, index = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
 jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], count, index)
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -121,7 +118,7 @@ def test_each_flipped_bit_and_exchange_is_found(tmp_path):
 
 
 def test_a_disk_that_fails_in_one_process_leaves_no_step(tmp_path):
-    arguments = ["-c", COMMON + SEVERAL, tmp_path / "steps"]
+    arguments = ["-c", SEVERAL, tmp_path / "steps"]
     with multiprocess_runs.start(arguments, 2, tmp_path) as run:
         for result in run.wait(120):
             assert result.code == 0, result.err

@@ -3,7 +3,7 @@
 import json
 import shutil
 
-import jax.numpy as jnp
+import checkpoint_helpers
 import pytest
 from checkpoint_helpers import content
 
@@ -23,13 +23,7 @@ def settings(**keys):
 def train(folder, steps=(2, 4), plus=0, **keys):
     """A run's folder with a config and some steps."""
     workdir = open_workdir(folder, settings(**keys))
-    checkpoints = store.Store(workdir, Checkpoint(keep=9), print)
-    checkpoints.bring_newest()
-    for step in steps:
-        meta = {"step": step, "tokens": step, "config": config.to_dict(settings(**keys))}
-        checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step + plus}}, meta)
-        checkpoints.wait()
-    checkpoints.close()
+    checkpoint_helpers.train(workdir, *steps, plus=plus, meta={"config": config.to_dict(settings(**keys))})
     claims.release(workdir)
     return workdir
 

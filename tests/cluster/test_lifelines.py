@@ -1,9 +1,7 @@
 """The lines between processes, with threads and bare sockets for processes: who is silent, whose end counts."""
 
 import contextlib
-import json
 import logging
-import selectors
 import socket
 import threading
 import time
@@ -157,20 +155,3 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
         logging.getLogger("zaya_jax").removeHandler(caplog.handler)
     assert "stood still" in caplog.text and not run.ends
     run.hang_up()
-
-
-def test_a_caller_that_is_gone_before_it_is_welcomed_is_no_error_of_the_storage():
-    selector, came, lost = selectors.DefaultSelector(), [], []
-    door = lines.Door(selector, "d", 2, "", lambda line, _: came.append((line.index, line.name)), print, lost.append)
-    door.open(0, "the test's", "")
-    with socket.create_connection(door._server.getsockname()[:2]) as caller:
-        for key, _ in selector.select(10):
-            key.data()
-        nonce = json.loads(caller.makefile("rb").readline())[1]
-        proof = lines._proof(lines.key(), "caller", nonce, 1, "h", "d")
-        caller.sendall(json.dumps(["here", 1, "h", "d", "n", proof]).encode() + b"\n")
-    while not lost:
-        for key, _ in selector.select(10):
-            key.data()
-    assert came == [(1, "h")] and lost[0].address and not door.known
-    door.shut()

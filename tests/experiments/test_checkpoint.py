@@ -24,18 +24,6 @@ def run(called):
     return functools.partial(called, checkpoint)
 
 
-def test_there_and_back(run, golden_dir, tmp_path):
-    source = golden_dir / "mixed"
-    assert run("from_hf", f"--model={source}", f"--workdir={tmp_path / 'run'}")[0] == 0
-    code, out, err = run("to_hf", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
-    note = "note: no chat template: the vocabulary has no marks of turns, or there is no tokenizer"
-    assert (code, out, err) == (0, f"{note}\nwritten: {tmp_path / 'out'}\n", "")
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", source))
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].tobytes() == x.tobytes() for name, x in theirs.items())
-
-
-@pytest.mark.slow
 def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeypatch):
     """With a learning rate of zero the weights stay what they were: the run did begin with them."""
     workdir = tmp_path / "run"

@@ -50,11 +50,7 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _bears(file, path):
-                break
-            # A run that was refused has taken its new folder away, and this file with it: it locks nothing any more.
-            file.close()
-            file = _opened(path)
+            break
         except OSError as error:
             if error.errno in WITHOUT:
                 say(f"note: {workdir} lies where files cannot be locked; another run that writes there is not seen")
@@ -98,14 +94,6 @@ def release(workdir: Path) -> None:
 def _opened(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb+", buffering=0)
-
-
-def _bears(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file is the one that bears the name."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except OSError:
-        return False
 
 
 def _signature(file: BinaryIO) -> str:
