@@ -91,19 +91,6 @@ def test_a_row_ends_and_the_others_go_on(weights):
     assert new[2] == [] and [new[i] for i in (0, 1, 3)] == [free[i][1:17] for i in (0, 1, 3)]
 
 
-def test_numbers_out_of_arrays_are_numbers(weights):
-    given = [Sampling(1.0, top_k=5, top_p=0.9), 3, 8, 16, [1, 2]]
-    numpy = [
-        Sampling(np.float32(1), np.int64(5), np.float64(0.9)), np.int64(3), np.uint8(8), np.int64(16),
-        iter(np.asarray([1, 2])),
-    ]  # fmt: skip
-    found = [
-        decode.generate(Decoder(*weights, EXACT), PROMPTS, num, sampling=sampling, seeds=seed, piece=piece, ends=ends)
-        for sampling, seed, num, piece, ends in (given, numpy)
-    ]
-    assert found[0] == found[1] and given[0] == numpy[0]
-
-
 @pytest.mark.slow
 def test_many_rows_are_what_few_are(weights):
     """More rows than experts, ids as arrays; a prompt that fills the context."""

@@ -11,6 +11,8 @@ from pallas_kernels import chip
 from zaya_jax import config
 
 ZAYA, DENSE, GROUPED, MIXED = helpers.SETTINGS, helpers.DENSE, helpers.GROUPED, helpers.MIXED
+LONG_TAPS = helpers.with_model(cca_time0=3, cca_time1=4)
+ONE_TAP = helpers.with_model(cca_time0=1, cca_time1=1)  # only the delayed value looks back
 
 
 @functools.cache
@@ -57,6 +59,10 @@ def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
     slow(ZAYA, 8, dict(context=8, ring=True)),
     slow(ZAYA, 4, dict(context=2, tensor=2, ring=True)),
     slow(ZAYA, 8, dict(data=2, context=4, ring=True, fsdp=True)),
+    (LONG_TAPS, 2, dict(context=2)),
+    slow(LONG_TAPS, 2, dict(context=2, ring=True)),
+    slow(LONG_TAPS, 2, dict(tensor=2, tsp=True)),
+    slow(ONE_TAP, 8, dict(context=8)),
     # TSP.
     slow(GROUPED, 2, dict(tensor=2, tsp=True)),
     slow(DENSE, 4, dict(tensor=4, tsp=True)),

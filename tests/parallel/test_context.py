@@ -1,4 +1,4 @@
-"""Sequences cut over devices: same loss and gradients, the halo, traffic, skipped blocks, balance of work."""
+"""Sequences cut over devices: traffic, skipped blocks, balance of work; test_axes.py has loss and gradients."""
 
 import functools
 
@@ -20,19 +20,9 @@ from zaya_jax.hardware import buffers, hlo, kernels
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context, ring
-from zaya_jax.parallel.devices import Over
-from zaya_jax.parallel.spread import ALONE, Spread
+from zaya_jax.parallel.spread import Spread
 
 BATCH, LENGTH = 2, 64
-
-
-def documents(length=LENGTH, batch=BATCH):
-    """Segment ids: a document over most of the row, very short ones, padding; in another row one of all tokens."""
-    row = np.repeat(
-        [1, 2, 3, 4, 5, 0],
-        np.diff([0, length // 8 + 1, length // 8 + 2, length // 4, length * 7 // 8, length - 3, length]),
-    )
-    return np.stack([row, *([np.ones(length, int)] * (batch - 1))]).astype(np.int32)
 
 
 def on_sequence(spread, body, out_specs, replicated=0):
@@ -56,77 +46,6 @@ def attend(q, k, v, window, place):
     """Attention of a device's tokens, which are contiguous."""
     rows = (place.split(x) for x in (q, k, v))
     return place.join(context.attention_over_chunks(*rows, window, place, scale=0.3))
-
-
-# CCA: the halo, with other tap counts
-
-
-def cca_of(taps, bias=True):
-    model = config.Model(
-        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, cca_time0=taps[0], cca_time1=taps[1],
-        attention_bias=bias,
-    )  # fmt: skip
-    exact = config.Precision(compute="float32", matmul="highest")
-    graph, state = nnx.split(CCA(nnx.Rngs(0), model, exact), nnx.Param)
-    leaves, treedef = jax.tree.flatten(state)
-    rng = np.random.default_rng(1)  # on the host: a program for each shape would take longer to compile
-    noisy = [jnp.asarray(x + np.float32(0.3) * rng.standard_normal(x.shape, np.float32)) for x in leaves]
-    return graph, jax.tree.unflatten(treedef, noisy)
-
-
-def run_cca(spread, taps, x, weight, segments, window, bias=True):
-    """(out, (dx, gradients of the weights)) of one block, the sequence cut as `spread` says."""
-    graph, state = cca_of(taps, bias)
-    parts = spread.sequence_parts
-    order = context.zigzag(x.shape[1], parts)
-
-    def body(state, window, x, weight, *segments):
-        segments = segments[0] if segments else None
-        # Weights are whole here, on any mesh: the block needs only its tokens' places from the spread.
-        here = Over(spread).sequences(x.shape[1], segments, None, Weights()).of_layer(window, False, None)
-        rope = [(None, rope_table(here.positions(*here.rows(x).shape[:2]), 1e4, 4))]
-
-        def loss(state, x):
-            out = here.joined(nnx.merge(graph, state)(here.rows(x), rope, here)[0])
-            return jnp.sum(out * weight), out
-
-        (dstate, dx), out = jax.grad(loss, argnums=(0, 1), has_aux=True)(state, x)
-        if parts > 1:
-            dstate = jax.lax.psum(dstate, spread.sequence_axes)
-        return out, dx, dstate
-
-    given = (x, weight) if segments is None else (x, weight, segments)
-    if parts == 1:
-        with jax.default_matmul_precision("highest"):
-            return jax.jit(body)(state, window, *given)
-    run = on_sequence(spread, body, (cut(spread), cut(spread), PartitionSpec()), replicated=2)
-    out, dx, dstate = run(state, window, *(y[:, order] for y in given))
-    back = context.natural(x.shape[1], parts)
-    return out[:, back], dx[:, back], dstate
-
-
-@pytest.mark.parametrize(
-    ("spread", "taps", "length", "packed", "window"),
-    [
-        slow(Spread(context=4), (3, 4), 40, True, None),  # a chunk of 5, as many as the taps look back
-        (Spread(context=4, ring=True), (3, 4), 48, True, 7),
-        slow(Spread(context=2), (2, 2), 16, False, 3),
-        slow(Spread(context=8), (1, 1), 16, False, None),  # chunks of one token: only the delayed value looks back
-        # Two axes as one; in the default run the whole model has it, in test_axes.py.
-        slow(Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5),
-        slow(Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None),
-    ],
-)
-def test_attention_of_a_cut_sequence(spread, taps, length, packed, window):
-    rng = np.random.default_rng(length)
-    x, weight = rng.standard_normal((2, BATCH, length, 16)).astype(np.float32)
-    segments = documents(length) if packed else None
-    window = None if window is None else np.int32(window)
-    ours = run_cca(spread, taps, x, weight, segments, window)
-    theirs = run_cca(ALONE, taps, x, weight, segments, window)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
-        error = np.linalg.norm(np.asarray(a) - b)
-        assert error <= 1e-5 * np.linalg.norm(b) + 1e-6, (jax.tree_util.keystr(path), error)
 
 
 # The host's order, and errors
@@ -202,8 +121,9 @@ def test_what_travels_is_what_the_docstring_says(parts, by_ring):
 
 def test_the_projection_does_not_wait_for_the_halo():
     """What depends on the exchange, followed through the traced block: not the projection, but its result."""
-    spread, taps = Spread(context=4), (2, 2)
-    graph, state = cca_of(taps)
+    spread = Spread(context=4)
+    model = config.Model(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_bias=True)
+    graph, state = nnx.split(CCA(nnx.Rngs(0), model, config.Precision(compute="float32", matmul="highest")), nnx.Param)
 
     def body(state, x):
         here = context.cut(spread, x.shape[1], None, None, Weights())

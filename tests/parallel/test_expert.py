@@ -1,12 +1,10 @@
 """Experts spread over devices: equal to all of them on one; traffic and memory of the exchange."""
 
-import dataclasses
 import functools
 
 import formulas
 import jax
 import jax.numpy as jnp
-import mesh_helpers as helpers
 import numpy as np
 import pytest
 from jax import lax
@@ -14,9 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rows import slow
 
 from pallas_kernels.chip import Chip
-from zaya_jax import config
 from zaya_jax.hardware import hlo
-from zaya_jax.model import experts, zaya
+from zaya_jax.model import experts
 from zaya_jax.parallel import dispatch
 from zaya_jax.parallel.spread import Spread
 
@@ -180,41 +177,3 @@ def test_the_ragged_form_lowers_for_gpus():
     for platform in ("cuda", "rocm"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert text.count("@ragged_all_to_all") == 9
-
-
-SETTINGS = helpers.with_model(initializer_range=0.2)  # wide enough for the router to use most experts
-
-
-def biases(who):
-    """Balancing biases that leave the router its choice, or send every token to one expert."""
-    bias = np.array(zaya.init_balance(SETTINGS.model))
-    if who == "all one":
-        bias[:, 5] += 100
-    return bias
-
-
-@functools.cache
-def alone(who):
-    return helpers.loss_and_gradients(SETTINGS, 1, helpers.batch(), biases(who))
-
-
-@pytest.mark.slow  # in the default run test_axes.py and test_train.py have whole models with experts over devices
-@pytest.mark.parametrize(
-    ("sizes", "who"),
-    [
-        (dict(data=2, expert=4), "as chosen"),
-        (dict(expert=8), "as chosen"),
-        (dict(data=8), "as chosen"),
-        (dict(expert=8), "all one"),
-        (dict(data=2, expert=4), "all one"),
-        (dict(data=2, expert=2, tensor=2, fsdp=True), "as chosen"),
-        (dict(expert=4, context=2), "as chosen"),
-    ],
-    ids=str,
-)
-def test_the_model_is_that_of_one_device(sizes, who):
-    theirs = alone(who)
-    used = np.count_nonzero(theirs[1], axis=1)
-    assert (used == 1).all() if who == "all one" else (used >= 7).all()
-    settings = dataclasses.replace(SETTINGS, mesh=config.Mesh(**sizes))
-    helpers.assert_same(helpers.loss_and_gradients(settings, 8, helpers.batch(), biases(who)), theirs)
