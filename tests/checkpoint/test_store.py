@@ -14,7 +14,7 @@ from checkpoint_helpers import same
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.checkpoint import boxes, layout, look, retention, seal, store, times, vault, writing
+from zaya_jax.checkpoint import boxes, layout, look, retention, seal, store, times, writing
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError
@@ -358,18 +358,6 @@ def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_pa
     best.save(5, metrics={"eval/loss": 2.0})
     best.save(6)
     assert visible(tmp_path) == ["4", "6"]
-
-
-def test_files_are_shared_out_evenly(monkeypatch):
-    files = {f"f{i}": [i * 37 % 101, 0] for i in range(200)}
-    shares = []
-    monkeypatch.setattr(jax, "process_count", lambda: 7)
-    for process in range(7):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        shares.append(vault.share(files))
-    assert sorted(name for share in shares for name in share) == sorted(files)
-    sizes = [sum(files[name][0] for name in share) for share in shares]
-    assert max(sizes) - min(sizes) <= 101
 
 
 def test_times_are_written_down(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_helpers import content
 
 from zaya_jax import config
-from zaya_jax.checkpoint import claims, rewrite, store, writing
+from zaya_jax.checkpoint import claims, rewrite, store
 from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.pytorch import any_model, exchange
 from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
@@ -101,13 +101,9 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
         open_workdir(workdir, settings())
 
 
-def test_a_failed_reshard_leaves_what_others_made(tmp_path, monkeypatch, then_waits):
+def test_a_failed_reshard_leaves_what_others_made(tmp_path, then_waits):
     source, target = train(tmp_path / "run"), tmp_path / "target"
     then_waits(target, plus=1)
     with pytest.raises(UserError, match="exists and is not empty"):
         rewrite.reshard(source, target)
     assert store.Store(target, Checkpoint(), print).bring_newest() == 4
-    monkeypatch.setattr(writing, "commit", lambda *args: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        rewrite.reshard(source, tmp_path / "new")
-    assert not (tmp_path / "new").exists()

@@ -70,13 +70,6 @@ def test_never_reads_half_of_it(talker, tmp_path):
     process.communicate()
 
 
-def test_nobody_who_listens_is_no_error(monkeypatch):
-    monkeypatch.delenv(beats.VARIABLE, raising=False)
-    beats.begin(0)
-    beats.at("step", 1)
-    beats.lap(1, 1.0, 1.0, 1.0)
-
-
 def test_a_process_that_has_said_nothing_has_no_beat(tmp_path):
     (tmp_path / "beats").write_bytes(bytes(2 * beats.SIZE))
     beats.Beats(tmp_path / "beats", 1)
