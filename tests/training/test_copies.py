@@ -87,6 +87,7 @@ def check_same(ours, theirs):
     assert {x.dtype for x in saved(ours).values()} == {np.dtype(np.float32)}
 
 
+@pytest.mark.slow
 def test_a_run_with_copies_is_the_run_without(run, keys, tmp_path):
     """From its beginning, and from the other's checkpoint."""
     theirs = tmp_path / "theirs"

@@ -109,6 +109,7 @@ def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
     np.testing.assert_allclose(theirs, zj.load(tmp_path / "run").logits(IDS), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"mesh__expert": 2, "mesh__fsdp": True}])
 def test_a_mesh_trains_as_one_device(folder, tmp_path, mesh):
     assert train(folder, tmp_path / "mesh", 4, **mesh) == cli.DONE
