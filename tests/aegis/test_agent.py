@@ -167,6 +167,7 @@ def test_an_agent_of_another_job_is_refused(tmp_path):
         assert not run.events("lost")
 
 
+@pytest.mark.slow
 def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
     """Agents without processes are heard, and hear, for as long as they wait."""
     short = {"ZAYA_HEARTBEAT_SECONDS": "2"}

@@ -53,15 +53,6 @@ def test_without_a_skip_class_the_gate_is_of_the_experts_alone(config, asked):
     np.testing.assert_allclose(gate, p[np.arange(TOKENS), choice], rtol=1e-5)
 
 
-def test_a_linear_router_is_one_product(config, asked):
-    model = dataclasses.replace(config.model, router_hidden_size=9)
-    linear = own_parts.Linear(nnx.Rngs(0), model, config.precision)
-    linear.down.bias[...] = jnp.arange(9.0)
-    _, _, logits, stream = linear(asked[0][:, :9], asked[1][:, :9], asked[2])
-    np.testing.assert_array_equal(logits, asked[0][:, :9] + np.arange(9.0))
-    assert [*nnx.to_pure_dict(nnx.state(linear))] == ["down"] and stream.shape == (TOKENS, 9)
-
-
 def test_the_auxiliary_loss_has_its_gradient_and_leaves_the_gate(config, asked):
     seen, stream, balance = asked
     usual, auxiliary = router(config, zj.Router), router(config, own_parts.Auxiliary)

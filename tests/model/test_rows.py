@@ -92,16 +92,6 @@ def test_a_row_ends_and_the_others_go_on(weights):
 
 
 @pytest.mark.slow
-def test_many_rows_are_what_few_are(weights):
-    """More rows than experts, ids as arrays; a prompt that fills the context."""
-    prompts = [PROMPTS[i % 4] for i in range(33)]
-    run = functools.partial(decode.generate, Decoder(*weights, EXACT), num_tokens=3)
-    few, many = run(prompts=PROMPTS), run(prompts=[np.asarray(p) for p in prompts])
-    assert many == [few[i % 4] for i in range(len(prompts))]
-    assert [len(row) for row in run(prompts=[[1] * 61])] == [3]
-
-
-@pytest.mark.slow
 def test_a_long_prompt_takes_the_cache_and_a_piece():
     """Of 131,072 tokens neither scores (4 GiB of this model's) nor logits, nor those of a whole piece (32 MiB)."""
     model, piece, length = model_helpers.small(vocab_size=4096, layer_types=(FULL, FULL)), 2048, 131_072

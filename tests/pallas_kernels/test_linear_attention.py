@@ -13,10 +13,10 @@ from pallas_kernels.linear_attention.reference import linear_attention as refere
 B, H, K, C = 2, 4, 2, 8
 
 
-def inputs(length, heads=H, kv_heads=K, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 4)
-    q = jax.random.normal(keys[0], (B, length, heads, C))
-    k, v = (jax.random.normal(key, (B, length, kv_heads, C)) for key in keys[1:3])
+def inputs(length):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (B, length, H, C))
+    k, v = (jax.random.normal(key, (B, length, K, C)) for key in keys[1:3])
     return q, k, v, jax.random.normal(keys[3], q.shape)
 
 
@@ -29,13 +29,6 @@ def test_equal_to_the_definition(length, chunk, packed):
     theirs = with_gradients(lambda *a: reference_linear_attention(*a, segments), *qkv, d_out)
     for name, a, b in zip(("out", "dq", "dk", "dv"), ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [slow(1, 1), (6, 3), slow(3, 1)])
-def test_groups_of_heads(heads, kv_heads):
-    q, k, v, _ = inputs(21, heads, kv_heads)
-    ours = jax.jit(lambda: linear_attention(q, k, v, chunk=8))()
-    np.testing.assert_allclose(ours, reference_linear_attention(q, k, v), atol=1e-5)
 
 
 def test_bfloat16_is_as_exact_as_its_operands():

@@ -5,10 +5,12 @@ import runpy
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.slow
 def test_thirty_steps_follow_pytorch(golden_dir):
     parity = runpy.run_path(str(ROOT / "benchmarks" / "torch_parity.py"))
     stored = json.loads((golden_dir / "torch_parity.json").read_text())
