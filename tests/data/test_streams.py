@@ -214,7 +214,7 @@ def test_workers_change_nothing_but_speed(make_config, directories, workers):
     shared.close()
 
 
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("packing", [pytest.param("concat", marks=SLOW), "best_fit"])
 def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packing):
     """Shares that are no whole number of rows: over parts and processes each block stays in few hands."""
     sources = [str(prepare_text(name, 1500, seed=k, bundle_bytes=1024)) for k, name in enumerate("ab")]

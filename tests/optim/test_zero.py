@@ -42,14 +42,9 @@ MESHES = {
 }
 
 
+@pytest.mark.slow  # tests/parallel/test_train.py has the whole step on a mesh
 @pytest.mark.parametrize(
-    ("name", "together"),
-    [
-        ("odd", False),
-        *(slow(name, False) for name in ("sharded matrices", "data and expert", "sharded experts", "prime")),
-        slow("sharded matrices", True),
-        slow("sharded experts", True),
-    ],
+    ("name", "together"), [*((name, False) for name in MESHES), ("sharded matrices", True), ("sharded experts", True)]
 )
 def test_fifty_steps_give_the_unsharded_parameters(name, together, monkeypatch):
     if not together:

@@ -125,7 +125,7 @@ def test_a_left_padded_batch_at_its_real_positions(golden_case, loaded, expected
     assert_near(logits[real], expected["padded_logits"][real], "padded")
 
 
-@IN_FULL
+@cases(CPU)
 def test_greedy_decoding_with_the_cache(golden_case, loaded, expected):
     ids = expected["input_ids"]
     generated = loaded(golden_case).generate(ids, expected["generated"].shape[1] - ids.shape[1])
