@@ -24,6 +24,7 @@ def run(called):
     return functools.partial(called, checkpoint)
 
 
+@pytest.mark.slow
 def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeypatch):
     """With a learning rate of zero the weights stay what they were: the run did begin with them."""
     workdir = tmp_path / "run"
