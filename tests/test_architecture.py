@@ -19,7 +19,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4050,
-    ("checkpoint",): 3205,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
+    ("checkpoint",): 3208,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
     ("cli.py", "library.py", "functions.py", "generation.py"): 1282,  # 1100; few shapes, pytrees, the experts' outputs
     ("config", "cluster"): 2232,  # 2100
     ("data",): 4148,  # 320 of these spell chats by templates

@@ -90,7 +90,9 @@ def test_there_and_back(place, tmp_path):
     place.put(f"5/{names[0]}", b"half")
     with pytest.raises(StorageError, match=f"lacks 2 of {len(sums)} files, such as {names[0]}"):
         vault.complete(5, here.seal(5))
-    assert vault.steps() == [] and vault.clear() == [5] and place.names() == []
+    if vault.folder:  # as a kill before a folder's first file leaves it
+        (vault.folder / "5" / "state" / "empty").mkdir()
+    assert vault.steps() == [] and vault.clear() == [5] and place.names() == [] and vault.numbered() == []
     here.copy(5, names, vault)
     vault.complete(5, here.seal(5))
     assert vault.clear() == [] and vault.steps() == [5] and vault.seal(5) == here.seal(5)

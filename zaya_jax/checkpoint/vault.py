@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -348,8 +349,10 @@ class Vault:
         each(lambda name: self._attempt("delete", name, self._unlink, f"{step}/{name}"), names)
 
     def _unlink(self, name: str) -> None:
+        path = f"{self._root}/{name}"
         with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._root}/{name}")
+            empty = self._local and os.path.isdir(path) and not os.path.islink(path)  # a folder, as a kill leaves it
+            (os.rmdir if empty else self._files.rm_file)(path)
 
     def _attempt(self, verb: str, name: str, function: Callable[..., T], *args: Any) -> T:
         where = f"{self.url}/{name}" if name else self.url
