@@ -200,6 +200,13 @@ def test_bytes_as_a_tokenizer_of_the_library():
         assert [library.token_to_id(BYTES.chat_mark(role))] == BYTES.chat_token(role)
 
 
+def test_a_token_of_the_line_s_end_and_the_answer_s_first_spaces_is_learnt():
+    """As by transformers' return_assistant_tokens_mask."""
+    joins = tokenizers.train_bpe(["a\n  b " * 30], 265)
+    document = chat_template.Template(joins).document(chat.read([{"role": "assistant", "content": "  b"}]))
+    assert spell(joins, document.tokens[document.learn]) == "\n  b[end_turn]"
+
+
 def test_marks_that_a_vocabulary_lacks_are_spelt_out():
     bare = tokenizers.HuggingFace(BPE.json().replace("turn|>", "x|>").encode(), {}, "here")
     assert chat_template.has_marks(BPE) and not chat_template.has_marks(bare)

@@ -266,10 +266,10 @@ class Template:
         text = self.render(messages)
         spans = self._generations or self._answers(messages, text)
         ids, places = self._tokenizer.spelt(text)
-        firsts = np.array([first for first, _ in places], np.int64)
+        firsts, lasts = np.array(places, np.int64).reshape(-1, 2).T
         begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-        # As many answers have begun as have ended by then, but for the one that a token stands in.
-        learn = np.searchsorted(begins, firsts, side="right") > np.searchsorted(ends, firsts, side="right")
+        # As transformers' mask has it, also where a token joins an answer's first space with the line's end before it.
+        learn = np.searchsorted(begins, lasts) > np.searchsorted(ends, firsts, side="right")
         return Document(np.array(ids, self._tokenizer.dtype), learn)
 
     def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
