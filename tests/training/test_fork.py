@@ -145,7 +145,7 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(parent,
             train(parent, tmp_path / "killed", **keys)
     assert train(parent, tmp_path / "whole", **keys) == cli.DONE
     shutil.rmtree(named)
-    with pytest.raises(UserError, match="has no complete checkpoint"):
+    with pytest.raises(UserError, match="has no checkpoint"):
         train(parent, tmp_path / "another", **keys)
     assert not (tmp_path / "another").exists()
     for given in (keys, keys | {"run__fork": str(named)}):
