@@ -57,9 +57,9 @@ class Renamed(TensorFile):
         for name in sorted(files, key=natural):  # expert 10 comes after expert 9
             self._old.setdefault(_present(name, self.layers), []).append(name)
         self.tensors = {}
-        for name, old in self._old.items():
-            has = files[old[0]].tensors[old[0]]
-            self.tensors[name] = has._replace(shape=(len(old), *has.shape)) if EXPERT.search(old[0]) else has
+        for name, parts in self._old.items():
+            has = files[parts[0]].tensors[parts[0]]
+            self.tensors[name] = has._replace(shape=(len(parts), *has.shape)) if EXPERT.search(parts[0]) else has
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
