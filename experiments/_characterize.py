@@ -15,7 +15,6 @@ import jax
 
 from experiments import _collectives as collectives
 from experiments import _device_rates as device_rates
-from experiments.characterize import DEVICES, PARTS
 from pallas_kernels import trial
 from pallas_kernels.timing import Timing
 from zaya_jax import cli
@@ -91,7 +90,7 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
     devices = jax.devices()
     first, nodes, host_only = devices[0], collectives.nodes_of(devices), devices[0].platform == "cpu"
     chip = args.chip or chips.named(first.device_kind) or "mi300x"
-    count = args.devices or (DEVICES if host_only else len(devices))
+    count = args.devices or (args.devices_on_cpu if host_only else len(devices))
     sizing_rules.advise(config, chip, count)  # a mesh that does not fit is refused now
     writes = multihost.is_writer()
     with made(pathlib.Path(args.out)) if writes else contextlib.nullcontext():
@@ -121,7 +120,7 @@ def measure_parts(
 ) -> tuple[Measured, list[str]]:
     """The figures asked for, and remarks on omissions. Products and memory are of the first device alone."""
     devices, remarks = jax.devices(), []
-    first, wanted = devices[0], tuple(PARTS) if args.what == "all" else (args.what,)
+    first, wanted = devices[0], args.parts
     found = Measured(
         first.device_kind, first.platform, len(devices), max(nodes) + 1, jax.process_count(), jax.__version__,
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

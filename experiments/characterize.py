@@ -37,7 +37,9 @@ def main() -> int:
     what = parser.add_subparsers(dest="what", required=True, metavar="|".join((*PARTS, "kernels", "storage", "all")))
     whole = "all of these; storage where --data is given"
     for name, about in (*PARTS.items(), ("kernels", TRIAL), ("all", whole)):
-        add = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md").add_argument
+        part = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md")
+        part.set_defaults(parts=tuple(PARTS) if name == "all" else (name,), devices_on_cpu=DEVICES)
+        add = part.add_argument
         add("--out", required=True, metavar="DIR", help=f"folder for {name}.json and .html")
         add("--config", default=CONFIG, metavar="FILE", help="config with the model and batch to size; zaya1_base")
         add("--chip", choices=chips.CHIPS, help="chip for the rules; this one, on a CPU mi300x")
