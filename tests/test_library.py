@@ -453,7 +453,7 @@ def test_it_continues_whatever_it_is_given(model, ids):
     assert likeliest[0, 2:].all() and len(scored[0]) == 5
     assert model.generate(rows, 5, ends=[found[0][4]])[0] == found[0][: found[0].index(found[0][4], 2)]
     several = model.generate("ab", 4, temperature=1.0, samples=2, seed=7)
-    assert several == model.generate(["ab"] * 2, 4, temperature=1.0, seed=[7, 8])
+    assert several == model.generate(iter(["ab", "ab"]), 4, temperature=1.0, seed=[7, 8])
     talk = [{"role": "user", "content": "hi"}]
     answers = model.generate([talk, talk], 5)
     assert answers == ["".join(model.stream(talk, 5))] * 2

@@ -119,8 +119,9 @@ class Asked:
 
 def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
     """What a caller gives; UserError where it is none of these, or needs a tokenizer that is not there."""
+    given = given if isinstance(given, str) else list(given)
     one = isinstance(given, str) or isinstance(next(iter(given), None), int | np.integer | dict)
-    several = [given] if one else list(given)
+    several = [given] if one else given
     forms = {_form(row) for row in several}
     if forms == {"ids"}:
         return Asked("ids", one, [np.asarray(row).tolist() for row in several], [], [], [])
