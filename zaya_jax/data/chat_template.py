@@ -184,7 +184,7 @@ class Template:
         self._tokenizer, self.source = tokenizer, source_of(tokenizer)
         self._generations, self._blocks = list[tuple[int, int]](), list[str]()
         try:
-            self._template = _environment(self._around).from_string(self.source)
+            self._template = _environment(self._around, OWN in self.source[:200]).from_string(self.source)
         except Exception as error:  # Jinja's own classes, and Python's for what it cannot compile
             raise UserError(f"the model's chat template cannot be read: {first_line(error)}") from None
         names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
@@ -304,8 +304,8 @@ def _alike(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _environment(around: Any) -> Any:
-    """Jinja's sandbox with transformers' settings."""
+def _environment(around: Any, ours: bool) -> Any:
+    """Jinja's sandbox with transformers' settings; our own template takes a third of the time outside it."""
     import jinja2.ext
     import jinja2.sandbox
 
@@ -326,9 +326,8 @@ def _environment(around: Any) -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, default=str, **options)  # Parquet has types of its own
 
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    kind = jinja2.Environment if ours else jinja2.sandbox.ImmutableSandboxedEnvironment
+    made = kind(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = raise_exception
     made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
