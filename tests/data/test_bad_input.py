@@ -110,8 +110,10 @@ def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_b
     assert out["not_text_examples"] == [str(folder / "d.png")]
     (folder / "c.txt").unlink()
     (folder / "link.txt").symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"cannot read .*link\.txt: No such file"):
-        left_out(folder, out=tmp_path / "out1")
+    with pytest.raises(UserError, match=r"cannot read .*link\.txt: .*No such file"):
+        here(Options([str(folder)]), tmp_path / "strict1")
+    documents, out = left_out(folder, out=tmp_path / "out1")
+    assert documents == 1 and out["bad_examples"][0].startswith(f"cannot read {folder / 'link.txt'}: ")
     (folder / "link.txt").unlink()
     manifest, _ = here(Options([str(folder)], held_out=0.0), tmp_path / "out2")
     assert manifest["left_out"]["not_text"] == 1
