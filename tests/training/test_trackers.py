@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import tiny_runs
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from zaya_jax import cli
 from zaya_jax.training import trackers
@@ -36,6 +37,21 @@ def wandb(monkeypatch):
     module.init, module.Settings = init, dict
     monkeypatch.setitem(sys.modules, "wandb", module)
     return told
+
+
+@pytest.mark.parametrize(("reached", "dropped_from"), [(0, 0), (3, 4)])
+def test_tensorboard_drops_the_steps_that_come_again(reached, dropped_from, tmp_path):
+    log, end = trackers._tensorboard(tmp_path, reached)
+    log(reached + 1, FIGURES)
+    end(0)
+    content, found = next(tmp_path.glob("events.out.*")).read_bytes(), []
+    while content:  # records of TFRecord: length, its checksum, the event, its checksum
+        size = int.from_bytes(content[:8], "little")
+        found.append(Event.FromString(content[12 : 12 + size]))
+        content = content[16 + size :]
+    (start,) = [event.step for event in found if event.session_log.status == SessionLog.START]
+    assert start == dropped_from  # also of a run that was killed before it had saved anything
+    assert [event.step for event in found if event.HasField("summary")] == [reached + 1] * len(FIGURES)
 
 
 def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, capsys, monkeypatch):

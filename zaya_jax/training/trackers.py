@@ -81,7 +81,7 @@ def _trackio(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
 def _tensorboard(folder: Path, reached: int) -> Opened:
     from tensorboardX import SummaryWriter
 
-    events = SummaryWriter(str(folder), purge_step=reached + 1 if reached else None)
+    events = SummaryWriter(str(folder), purge_step=reached + 1 if reached else 0)
 
     def log(step: int, figures: dict[str, Any]) -> None:
         for name, value in figures.items():
