@@ -87,7 +87,9 @@ def dying(mark):
                 os.close(os.open(f"{mark}-{task.number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 return work(task, job, folder)
-            (job.directory / ".work" / f"train-{task.number:05d}.tokens.partial-1").write_bytes(b"half")
+            (pathlib.Path(folder) / job.directory / ".work" / f"train-{task.number:05d}.tokens.partial-1").write_bytes(
+                b"half"
+            )
             os.kill(os.getpid(), signal.SIGKILL)
         return work(task, job, folder)
 
