@@ -1,4 +1,4 @@
-"""Trains a model from a config to a report; zaya_jax/run.py is the run itself.
+"""Trains a model as a config says, and writes a report; the run itself is in zaya_jax/run.py.
 
     python -m experiments.pretrain [--config=experiments/configs/tiny.py] [--workdir=runs/tiny] [--config.KEY=VALUE ...]
         [--coordinator=HOST:PORT --num_processes=N --process_id=I]     (or from Slurm or variables: docs/clusters.md)
@@ -9,8 +9,8 @@ checkpoint as if it had never stopped, bit for bit on CPUs (for GPUs see docs/ch
 Exit codes: 0 done, 2 bad input, 3 unhealthy (no update took effect for many steps in a row or in the whole run, the
 last loss or gradient was not finite, or the loss jumped again and again: docs/guard.md), 4 storage that fails or is
 damaged, 5 a device computes wrongly, 75 start the same command again (after a signal, or because the next phase has
-another mesh), 130 and 143 stopped at once: by a second signal, or by the first
-before the first step.
+another mesh), 130 and 143 stopped at once: by a second signal, or by the first one during the set-up. 1 is an
+unexpected error.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def main() -> int:
     rank.add_options(parser)
     args = parser.parse_args()
 
-    # Importing JAX takes 2 s, for which --help should not wait.
+    # Importing JAX takes 2 s, and --help should not wait for it.
     from zaya_jax.cluster import multihost
     from zaya_jax.hardware import host
     from zaya_jax.run import train

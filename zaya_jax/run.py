@@ -1,7 +1,7 @@
 """A training run, from a config to a report; read it from top to bottom.
 
 `begin` finds out how the run begins; a `Loop` trains from there to one of its ends. After a loss spike it may go back:
-`Loop.run` then returns None, and `train` begins again from an earlier checkpoint.
+`Loop.run` then returns None, and `train` begins again from an earlier checkpoint, or without one from the beginning.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ def train(
 ) -> int:
     """Trains a run from its beginning or from where it stopped; returns the exit code.
 
-    Once the loop has begun, every end but going back writes the figures. `tracker` is called
-    with each step and its figures. `faults` are for tests: `tools.faults.Faults`.
+    Once the loop has begun, every end but going back writes the last figures to metrics.jsonl.
+    `tracker` is called with each step and its figures. `faults` are for tests: `tools.faults.Faults`.
     """
     host.require_x32()
     host.keep_compiled()
@@ -57,7 +57,7 @@ def train(
             if begun.planned.reached == begun.planned.recipe.last_step:
                 return already_complete(begun)
             loop = Loop(begun, faults, tracker)
-            stop = stop or multihost.StopSignal()  # from here on there is something to save
+            stop = stop or multihost.StopSignal()  # from here on a first signal saves, then stops
             at_end.push(loop.failed)
             at_end.callback(loop.profile.stop)
             code = loop.run(stop)
@@ -75,11 +75,11 @@ class Beginning:
     """How a run begins."""
 
     way: start.Way
-    planned: start.PlannedStart  # after step `planned.reached`; `planned.state` has shapes alone
+    planned: start.PlannedStart  # after step `planned.reached`; `planned.state` holds only shapes
     parent: fork.Parent | None  # of a fork
-    meta: dict[str, Any]  # metadata of the checkpoint that it starts from
+    meta: dict[str, Any]  # of the checkpoint that it resumes or forks from; otherwise empty
     decided: list[decisions.Decision]  # its earlier rollbacks
-    kernels: dict[str, Any] | None  # the trial's record; None where none of ours is open to choice
+    kernels: dict[str, Any] | None  # the record of the kernels' trial; None where there is no choice
     workdir: Path
     cleanup: CleanupIfRefused
     store: Store
@@ -119,7 +119,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     if parent:
         planned.notes.append(parent.note(recipe.plan))
     if 0 < reached < recipe.last_step:
-        # The checkpoint's config (of a fork: its own), since a start that never saved may have written config.json.
+        # The checkpoint's config, since a start that never saved may have written config.json. A fork's is its own.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
     planned.notes.extend(kernels.notes(meta, found, reached))
@@ -135,8 +135,8 @@ def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
     folder = open_workdir(folder, config, cleanup.locked)
     at_end.push(cleanup)
     decided = multihost.from_first("decisions", functools.partial(decisions.read, folder))
-    is_ours = lambda m: check_same(config_lib.check(m.get("config")), config, folder, m["step"])  # noqa: E731
-    store = Store(folder, config.checkpoint, logs.say, is_ours)
+    accept = lambda m: check_same(config_lib.check(m.get("config")), config, folder, m["step"])  # noqa: E731
+    store = Store(folder, config.checkpoint, logs.say, accept)
     if decided:  # a start before this one may have been killed while it went back
         store.drop_stale(decided)
     return folder, cleanup, store, decided
@@ -159,7 +159,7 @@ def already_complete(begun: Beginning) -> int:
 
 
 class Loop:
-    """The steps of one start. Each is dispatched before the previous one's figures are read: no accelerator waits."""
+    """The steps of one start. Each is dispatched before the figures of the last one are read: no accelerator waits."""
 
     def __init__(self, begun: Beginning, faults: Any, tracker: Function | None):
         planned, here = begun.planned, begun.planned.phase
@@ -172,9 +172,10 @@ class Loop:
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
         multihost.barrier("set-up")
-        # like: a copy's shapes; held: where a checkpoint's arrays lie in it; place: from a copy to a state.
+        # `copies.take` makes the copy from which a checkpoint is written; `held` says where its arrays lie in that.
         self.copies = snapshot.of_run(planned.optimizer, planned.state, here.spread.heads, logs.say)
         way, meta, store = begun.way, begun.meta, begun.store
+        # `named`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
         self.state, self.named = start.first_state(way, planned, begun.parent, meta, store, self.copies, weights_of)
         self.program = functools.cache(self._program)
         self.stream = planned.stream
@@ -185,7 +186,7 @@ class Loop:
         begun.cleanup.keep()
         own = {} if begun.parent else begun.meta  # a fork starts its own counts
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, planned.reached)
-        # A run that ended as unhealthy resumes one step below the limit, so one more bad step ends it.
+        # A run that ended as unhealthy resumes with its count one below the limit: one more bad step ends it.
         unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
         self.profile = Profile(self.config.log.profile, self.workdir)
         self.trackers = Trackers(self.config, self.workdir, planned.reached, tracker)
@@ -256,7 +257,7 @@ class Loop:
             with self.figures.outside_a_step():
                 more |= self.evaluation.losses(self.state, now)
         judged = self.figures.read(more)
-        if (due_save or last) and not self.guard.spike:
+        if (due_save or last) and not self.guard.spike:  # after a spike the run goes back
             self.kept = judged | more | self.guard.doubt()
             self.save(number, now.tokens_after, self.kept, last, owed)
         return owed
@@ -278,7 +279,10 @@ class Loop:
         save(number, self.copies.take(self.state), meta, self.copies.held)
 
     def compute_again(self, now: Step, batch: Any) -> dict | None:
-        """If due, computes the gradients again, here and elsewhere; the decision to go back if a device is wrong."""
+        """If due, computes gradients with the new weights repeatedly, on the same and on other devices, and compares.
+
+        Returns the decision to go back if a device is wrong.
+        """
         if not self.guard.due(now.number):
             return None
         with self.figures.outside_a_step():
@@ -293,8 +297,8 @@ class Loop:
         return self.store.steps()
 
     def _put(self, batch: dict, number: int) -> Any:
-        """A fetched batch of a step on the devices."""
-        if number > self.planned.end:  # fetched ahead of need, for the next phase's mesh, and never given out
+        """Puts a step's batch on the devices; called ahead of the step, in a thread."""
+        if number > self.planned.end:  # read ahead beyond this mesh's last step, and never used
             return batch
         if self.faults:
             batch = self.faults.batch(batch, number, decisions.left_out(self.begun.decided))
@@ -302,7 +306,7 @@ class Loop:
         return steps.put_batch(self.mesh, batch, micro_batches, self.planned.phase.spread)
 
     def _program(self, phase_index: int, again: bool = False) -> Any:
-        """A phase's training step, or the check that computes its gradients again."""
+        """A phase's training step, or the check that computes gradients repeatedly."""
         own = self.planned.recipe.phases[phase_index].config
         hook = self.faults and self.faults.gradients(self.mesh, again)
         if again:
@@ -336,7 +340,7 @@ class Loop:
     def stopped(self, number: int, owed: bool) -> int:
         """A signal came, and the step is saved."""
         more = f", first with the evaluation of step {number}" if owed else ""
-        line = f"stopped by {self.stop.asked} after step {number}; saved. The same command goes on{more}."
+        line = f"stopped by {self.stop.asked} after step {number}; saved. The same command continues{more}."
         return self._end(number, cli.PREEMPTED, line)
 
     def unhealthy(self, number: int) -> int:
@@ -351,7 +355,10 @@ class Loop:
         return self._end(wrong["at"], cli.HARDWARE, line)
 
     def go_back(self, number: int) -> int | None:
-        """After a spike: records the step to go back to. None to begin again there; a code if the run must end."""
+        """After a spike: records the step to go back to. None to begin again there; a code if the run ends.
+
+        After a signal that code is 75, and nothing is saved: the next start goes back.
+        """
         self.pace.at("end", number)
         decision = self.guard.go_back(self.saved_steps(), self.plan.begin)
         if decision is None:
@@ -360,7 +367,7 @@ class Loop:
             return self._end(number, cli.UNHEALTHY, line, way_back=True)
         self.store.close(again=False)
         batches = f"the {decision['batches']} batches since"
-        logs.say(f"{self.guard.spike}: back to step {decision['step']}, and on without {batches}")
+        logs.say(f"{self.guard.spike}: back to step {decision['step']}, continuing without {batches}")
         self.state = None  # frees its memory for the next state
         self.stream.close()
         self.figures.drop()
@@ -375,7 +382,7 @@ class Loop:
     def _end(self, number: int, code: int, line: str, again: bool = False, way_back: bool = False) -> int:
         """Ends after a step with this last line; `again`: tries failed durable copies once more.
 
-        A copy that fails is no error here: the next start makes it up.
+        A failed copy is no error here: the next start tries it again.
         """
         self.pace.at("end", number)
         self.store.close(again=again)

@@ -13,7 +13,7 @@ Expected: 2.5 s a step of 16.8M tokens on that cluster (published), 8T + 4T + 1.
 Phases, contexts, RoPE bases, context parallelism, SFT's packing, the batch of pre-training, and the shares of 86% and
 75% are the published ones. This project's choice: the batches after it (as many tokens), the ramp, the other shares,
 the learning rate and its schedule. A run ends where the mesh changes, after pretraining and after midtraining, and the
-same command goes on.
+same command continues.
 """
 
 from ml_collections import ConfigDict

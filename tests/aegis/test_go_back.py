@@ -26,7 +26,7 @@ MOMENTS = {  # where a process may be killed: before or after it has called a fu
 def went_back(workdir, out):
     """Checks the output and the files of a run that went back for the noise."""
     assert "in 5 steps in a row, from step 73 on" in out
-    assert "back to step 60, and on without the 17 batches since" in out
+    assert "back to step 60, continuing without the 17 batches since" in out
     assert "-*: step 75, of a past that was given up" in out
     (made,) = decisions.read(workdir)
     assert {key: made[key] for key in ("kind", "step", "batches", "at", "began")} == {

@@ -224,7 +224,7 @@ def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, sourc
 
 def test_what_is_skipped_needs_leave_each_time(tmp_path, source, whole):
     strict, lenient, out = options_for(source, skip_bad=False), options_for(source), tmp_path / "out"
-    with pytest.raises(UserError, match=r"not a JSON object.*the same command goes on from there, also"):
+    with pytest.raises(UserError, match=r"not a JSON object.*the same command continues from there, also"):
         part(strict, out, 0, 1)
     part(lenient, out, 0, 1)
     with pytest.raises(UserError, match="not a JSON object"):

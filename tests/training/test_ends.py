@@ -231,7 +231,7 @@ def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, caps
     stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
     assert run(4, stop, eval__every=4, run__num_steps=6) == cli.PREEMPTED
     assert evaluated == []
-    assert "The same command goes on, first with the evaluation of step 4." in capsys.readouterr().out
+    assert "The same command continues, first with the evaluation of step 4." in capsys.readouterr().out
     assert run(99, None, reached=4, eval__every=4, run__num_steps=6) == cli.DONE
     assert "step 4 | held-out" in capsys.readouterr().out
     found = figures_of(tmp_path / "run")

@@ -95,7 +95,7 @@ def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(
     assert [end[:2] for end in ends] == [(cli.PREEMPTED, n) for n in BORDERS] + [(cli.DONE, LAST)]
     outputs = [out for *_, out in ends]
     for step, out, phase in zip(BORDERS, outputs[:-1], PHASES, strict=True):
-        assert f"saved after step {step}; {phase}: the same command goes on." in out
+        assert f"saved after step {step}; {phase}: the same command continues." in out
     assert all("micro-batches" in out and "best_fit" in out for out in outputs)  # the table of phases
     found = tiny_runs.lines(workdir)
     plan = schedule.make_plan(settings())
@@ -125,7 +125,7 @@ def test_two_processes_go_through_all_borders(tmp_path, unbroken):
         with multiprocess_runs.start(program, 2, tmp_path / "out", devices=4) as run:
             results = run.wait()
         assert [result.code for result in results] == [code] * 2, results
-        assert ("the same command goes on" in results[0].out) == (code == cli.PREEMPTED)
+        assert ("the same command continues" in results[0].out) == (code == cli.PREEMPTED)
     ours, theirs = tiny_runs.lines(tmp_path / "run"), tiny_runs.lines(unbroken[0])
     assert [line["step"] for line in ours] == list(range(1, LAST + 1))
     np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-4)

@@ -28,7 +28,7 @@ from zaya_jax.data.tokenizers import Tokenizer
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
 BPE_PIECE = 4 << 20  # characters of a long text that are taken or left together
 PLAN = "plan.json"
-GOES_ON = "; finished parts stay, and the same command goes on from there"
+GOES_ON = "; finished parts stay, and the same command continues from there"
 
 
 @dataclasses.dataclass

@@ -4,14 +4,15 @@ Weights are of three kinds, by where their gradients are stored:
 
     plain     ordinary arrays. Over several micro-batches they are added in place, in one set of references, so that
               there is no second buffer as large as the weights.
-    leaving   each device's share. A layer's gradient is reduced over devices as it leaves the backward pass, while that
-              goes on. Several micro-batches would take a reduction each, so theirs are plain, and reduced at the end;
-              those of bfloat16 copies leave too, whole: as the copies' own they would be rounded.
-    experts   written by kernels into one buffer for all layers, from which they also read the weights; or into shares,
-              if the gradients of both products can leave.
+    leaving   each device's share. A layer's gradient is reduced over devices as soon as it is computed, while the
+              backward pass goes on. Several micro-batches would each take a reduction, so theirs are plain, and the
+              optimizer reduces their sums. Gradients of bfloat16 copies leave even then, in float32 and unreduced
+              (`Unreduced`): as gradients of the copies themselves they would be rounded.
+    experts   kernels read the weights in the stack of all layers, and write their gradients into a second such stack;
+              or into shares, if the gradients of both weights (EXPERTS) can leave.
 
-A gradient leaves by a slot, an array of zeros as large as a device's share, which the loss takes as an argument. In the
-backward pass the layer gives its reduced gradient as the slot's (`model.stored`), and none for the weight itself.
+A gradient leaves through a slot: an argument of the loss, zeros in the shape of a device's share. In the backward pass
+the layer returns its reduced gradient as the slot's gradient (`model.stored`), and none for the weight itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
     """(gradients, the loss function's other results), both summed over the micro-batches.
 
     loss_of(params, micro-batch, stored) → (loss, other results). Gradients lie like the parameters, or as shares.
-    `in_place`: kernels read and write the experts where all layers' lie.
+    `in_place`: kernels read the experts, and write their gradients, in the stacks of all layers.
     """
     single = batch["tokens"].shape[0] == 1
     plain = trees.flat(params, "/")

@@ -46,7 +46,7 @@ def border(recipe: Recipe, end: int) -> str:
     """The last line of a program that ends after step `end`, where another mesh is due."""
     placed = recipe.phase_of_step(end + 1)
     mesh = describe_mesh(placed.config.mesh)
-    return f"saved after step {end}; phase {placed.phase.name!r} begins with mesh {mesh}: the same command goes on."
+    return f"saved after step {end}; phase {placed.phase.name!r} begins with mesh {mesh}: the same command continues."
 
 
 def phase_table(recipe: Recipe) -> str:

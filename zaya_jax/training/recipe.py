@@ -1,7 +1,7 @@
 """Places a run's phases on the devices, and checks that each can be trained there.
 
 Phases may differ in their mesh. A program has one mesh from start to end: at the border to a phase with another it
-saves and ends, and the same command goes on there (`Recipe.last_step_here`).
+saves and ends, and the same command continues there (`Recipe.last_step_here`).
 """
 
 import dataclasses

@@ -37,9 +37,9 @@ from zaya_jax.training.state import REPLICATED
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
     """loss(params, bias, micro-batch, total, stored, frozen) → (loss, (cross entropy, log² Z, tokens per expert)).
 
-    `total`, the number of real targets, divides all but the tokens; the loss alone includes the z-loss; `stored` says
-    how weights are stored (`model.stored`). With `frozen` weights, params are their adapters (`model.lora`). On a
-    mesh each device returns its part of the loss, and counts its tokens.
+    All but the counts of tokens are divided by `total`, the number of real targets; only the loss includes the z-loss;
+    `stored` says where layers find weights and where gradients go (`model.stored`). With `frozen` weights, params are
+    their adapters (`model.lora`). On a mesh each device returns its part of the loss, and counts its tokens.
     """
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
@@ -88,7 +88,8 @@ def make_train_step(
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
-        # Triton's kernels (`routes`) index the stacked experts of all layers: each device must have all experts, whole.
+        # Triton's kernels (`routes`) index the stacked experts of all layers: each device must hold every expert, at
+        # its full embedding width. (The tensor axis may split the inner width.)
         params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
         elsewhere = spread.fsdp or spread.tsp or spread.expert_axes or frozen
         in_place = routes() and model.model_type == "zaya" and not elsewhere
