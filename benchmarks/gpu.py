@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.hardware import flags
 from zaya_jax.report.document import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,6 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.child:  # a part; its result is the last line
+        flags.set_for_platform()  # as a run has them
         print(json.dumps({"found": PARTS[options.child](options.out, options.tiny)}))
         return 0
     about, tiny = here()

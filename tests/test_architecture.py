@@ -18,18 +18,18 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
-    ("aegis",): 4050,
-    ("checkpoint",): 3208,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
-    ("cli.py", "library.py", "functions.py", "generation.py"): 1283,  # 1100; few shapes, pytrees, the experts' outputs
+    ("aegis",): 4061,
+    ("checkpoint",): 3219,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
+    ("cli.py", "library.py", "functions.py", "generation.py"): 1286,  # 1100; few shapes, pytrees, the experts' outputs
     ("config", "cluster"): 2232,  # 2100
-    ("data",): 4148,  # 320 of these spell chats by templates
+    ("data",): 4156,  # 320 of these spell chats by templates
     ("model", "parallel", "optim"): 5886,  # 5650; sums in two levels; with low-rank updates; 61 for bfloat16 copies
     ("plan", "hardware"): 2531,  # the links of sums in two levels; copies
     ("pytorch", "evaluate"): 1762,  # one name for a model, the older layout, tasks in a chat template
     ("report",): 1746,  # the page of a run, and what all pages share: programs word their own
     ("run.py",): 398,
     ("schedule.py", "trees.py", "__init__.py"): 390,
-    ("training",): 2306,  # 2000; 30 divide copies from owners' weights, 128 settle kernels, 145 are trackers
+    ("training",): 2318,  # 2000; 30 divide copies from owners' weights, 128 settle kernels, 145 are trackers
     ("",): 30000,
     ("../tests",): 24000,
 }

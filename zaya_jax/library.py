@@ -13,6 +13,7 @@ Arrays go in and come out as NumPy arrays, except parameters and gradients, whic
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -427,6 +428,8 @@ def train(
     """
     if multihost.place()[1] > 1:
         raise UserError("a model object is of one process; several train by experiments.pretrain")
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("training listens to signals, so it needs the process's main thread")
     settings = _config_of(config)
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))

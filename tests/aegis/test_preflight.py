@@ -48,6 +48,8 @@ def test_a_check_that_hangs_says_where(tmp_path, monkeypatch):
 def test_a_check_that_dies_says_how(tmp_path):
     found = preflight.check(root=tmp_path, environ=environ() | {"JAX_PLATFORMS": "nonsense"})
     assert [f.name for f in found] == ["check of devices failed"] and "nonsense" in found[0].seen
+    found = preflight.check(root=tmp_path, environ=environ() | {"TOO_LONG": "x" * (1 << 20)})
+    assert [(f.name, f.action) for f in found] == [("check of devices could not begin", "warn")]
 
 
 def test_products_are_exact_and_a_wrong_one_is_named():

@@ -65,6 +65,23 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
     claims.release(workdir)
 
 
+def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypatch):
+    """A run that is refused takes its new folder away, while another waits for it."""
+    opened, times = claims._opened, [2]
+
+    def then_deleted(path):
+        file = opened(path)
+        if times[0]:
+            times[0] -= 1
+            path.unlink()
+        return file
+
+    monkeypatch.setattr(claims, "_opened", then_deleted)
+    claims.take(tmp_path)
+    assert claims._bears(claims._taken[tmp_path.resolve() / claims.LOCK], tmp_path / claims.LOCK)
+    claims.release(tmp_path)
+
+
 ########################################################################################################################
 # Folders
 ########################################################################################################################

@@ -7,10 +7,12 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import tiny_runs
+from tensorboardX import event_file_writer
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from zaya_jax import cli
@@ -144,3 +146,20 @@ def test_the_packages_themselves_have_the_run_once(name, tmp_path, monkeypatch):
         (run,) = client.search_runs([client.get_experiment_by_name("zaya_jax").experiment_id])
         assert run.info.status == "FINISHED" and run.data.params["data.seq_len"] == "16"
         assert [x.step for x in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::ResourceWarning")
+def test_a_full_disk_ends_tensorboard_and_blocks_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def write():
+        for step in range(1000):
+            log(step, FIGURES)
+            time.sleep(0.01)
+
+    log, end = trackers._tensorboard(tmp_path, 0)
+    monkeypatch.setattr(event_file_writer.EventsWriter, "write_event", full)
+    with pytest.raises(OSError, match="its thread has ended"):
+        write()
+    end(0)

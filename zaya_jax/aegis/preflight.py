@@ -42,13 +42,14 @@ ROUNDS = 4  # of products, with other numbers each
 SENT = {"cpu": 1 << 22}  # bytes that each device sends its partner
 SENT_ELSEWHERE = 1 << 26
 SENDS = 8
+LAST_WORDS = 2.0  # seconds for those of a killed probe
 
 Environ = Mapping[str, str] | None  # of a probe; None: this process's
 Pair = tuple[int, int]  # of nodes
 
 
 class Probed(NamedTuple):
-    """The parts of its work that a probe has reported; and how it failed ("hangs", "failed", or ""), with the words."""
+    """The parts of its work that a probe has reported; and how it failed ("" where it did not), with the words."""
 
     parts: dict[str, Any]
     failed: str = ""
@@ -71,7 +72,8 @@ def check(
     probed = _probe("devices", seconds=seconds, environ=environ)
     found = judge_devices(probed.parts, expected)
     if probed.failed:
-        found.append(Finding(f"check of devices {probed.failed}", "critical", "exclude", probed.seen))
+        action = "warn" if probed.failed == "could not begin" else "exclude"
+        found.append(Finding(f"check of devices {probed.failed}", "critical", action, probed.seen))
     return found + [one for one in watchers.look() if one.group != "note"]
 
 
@@ -161,13 +163,22 @@ def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
     variables = {**(os.environ if environ is None else environ), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [*machine.ends_with_this(), sys.executable, "-m", "zaya_jax.aegis.preflight", *arguments]
     try:
-        done = subprocess.run(
-            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=seconds,
+        probe = subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-        code, out, err = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as late:
-        code, out, err = None, late.stdout or b"", late.stderr or b""
+    except OSError as error:
+        return Probed({}, "could not begin", f"{type(error).__name__}: {error}")
+    code: int | None = None
+    try:
+        out, err = probe.communicate(timeout=seconds)
+        code = probe.returncode
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        try:
+            out, err = probe.communicate(timeout=LAST_WORDS)
+        except subprocess.TimeoutExpired as late:  # in a driver it may outlive the kill
+            out, err = late.stdout or b"", late.stderr or b""
     parts = dict[str, Any]()
     for line in out.decode(errors="replace").splitlines():
         # A library prints lines too, and a kill leaves half of one.

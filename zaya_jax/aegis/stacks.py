@@ -105,7 +105,7 @@ def _where_in_kernel(pid: int) -> str:
 
 def _line(text: str) -> str:
     """The innermost line of the main thread, and the innermost that is this project's."""
-    frames = FRAME.findall(text[text.rfind("hread 0x") :])  # faulthandler puts the main thread last
+    frames = FRAME.findall(text[text.rfind("hread 0x") :])  # the main one, "Thread 0x" or "Current thread 0x", is last
     if not frames:
         return ""
     first = frames[0]

@@ -6,8 +6,7 @@
     with whole_or_nothing(target):      a new folder that appears when it is complete
 
 The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it across nodes, forked
-workers do not inherit it, and a killed process leaves nothing to clean up. The first process
-of a run takes it.
+workers do not inherit it, and a killed process leaves nothing to clean up. The first process of a run takes it.
 """
 
 import contextlib
@@ -50,7 +49,11 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if _bears(file, path):
+                break
+            # A run that was refused has taken its new folder away, and this file with it: it locks nothing any more.
+            file.close()
+            file = _opened(path)
         except OSError as error:
             if error.errno in WITHOUT:
                 say(f"note: {workdir} lies where files cannot be locked; another run that writes there is not seen")
@@ -94,6 +97,14 @@ def release(workdir: Path) -> None:
 def _opened(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb+", buffering=0)
+
+
+def _bears(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file is the one that bears the name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
 
 
 def _signature(file: BinaryIO) -> str:

@@ -45,7 +45,7 @@ def require_fit(source: Source, held: Holding) -> None:
     """UserError where a run that holds these weights cannot begin with a checkpoint's; StorageError for damage."""
     theirs = {name: x for name, x in source.arrays().items() if layout.is_weight(name)}
     wrong = [n for n, x in held.arrays.items() if n not in theirs or theirs[n].shape != tuple(x.shape)]
-    wrong += theirs.keys() - held.arrays.keys()
+    wrong += sorted(theirs.keys() - held.arrays.keys())
     if wrong:
         name = wrong[0]
         has = f"has {theirs[name].shape}" if name in theirs else f"has none{source.nearest(name)}"

@@ -294,6 +294,8 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
             return name, chat.read(chat.leading_turns(record) + record[field])
     text = record.get(text_field)
     if isinstance(text, str):
+        if len(text) > sources.LONGEST:
+            raise BadInput(f"a text that {sources.TOO_LONG}")
         try:
             utf8(text)
         except NotUnicode as error:

@@ -1,13 +1,12 @@
 """Reads a run's folder for its report and for notebooks: metrics.jsonl as series, and the small files next to it.
 
-Every number of a run is kept, 8 bytes each; pictures are of neighbouring steps in bins. Files may be missing, cut short
-or hold NaN: unusable parts are counted and reported, never fatal.
+Every number of a run is kept, 8 bytes each and 8 for its step; pictures are of neighbouring steps in bins. Files may be
+missing, cut short or hold NaN: unusable parts are counted and reported, never fatal.
 """
 
 import array
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -55,7 +54,7 @@ class Series:
         rising, place = np.unique(np.asarray(steps, np.int64)[::-1], return_index=True)
         return cls(rising, np.asarray(values, float)[::-1][place])
 
-    @functools.cached_property
+    @property
     def good(self) -> np.ndarray:
         """The values; NaN in place of those that are not finite."""
         return np.where(np.abs(self.values) < LARGEST, self.values, np.nan)
@@ -102,8 +101,10 @@ class Series:
         return self._first(np.nanargmax)
 
     def _first(self, place: Any) -> tuple[float, int]:
-        at = place(self.good) if self.finite.size else -1
-        return (float(self.good[at]), int(self.steps[at])) if at >= 0 else (math.nan, -1)
+        if not self.finite.size:
+            return math.nan, -1
+        at = place(self.good)
+        return float(self.values[at]), int(self.steps[at])
 
     def width_for(self, most: int) -> int:
         """The least width in steps, a power of two, of at most `most` bins."""
@@ -269,8 +270,12 @@ def _read_metrics(path: pathlib.Path, notes: list[str]) -> tuple[np.ndarray, dic
     if odd:
         keys = ", ".join(sorted(odd)[:8])
         notes.append(f"Left out of {keys}: lists that are not numbers, or have another shape than the first one.")
-    numbers, arrays = ({key: Series.of(*column) for key, column in found.items()} for found in columns)
+    numbers, arrays = ({key: _series(*found.pop(key)) for key in list(found)} for found in columns)
     return np.array(sorted(steps), int), numbers, arrays
+
+
+def _series(steps: array.array, values: array.array, shape: tuple[int, ...]) -> Series:
+    return Series.of(steps, np.asarray(values).reshape(-1, *shape))
 
 
 def _left_out(lines: int, name: str) -> str:
@@ -281,18 +286,18 @@ def _take(step: int, record: dict, numbers: dict[str, tuple], arrays: dict[str, 
     """Takes in one step; adds the keys whose lists are of no use to `odd`."""
     for key, value in record.items():
         if isinstance(value, list):
-            row: Any = _row(value)
-            if row is None or (key in arrays and arrays[key][1][0].shape != row.shape):
+            row = _row(value)
+            if row is None or (key in arrays and arrays[key][2] != row.shape):
                 odd.add(key)
                 continue
-            at, values = arrays.setdefault(key, (array.array("q"), []))
+            at, values, _ = arrays.setdefault(key, (array.array("q"), array.array("d"), row.shape))
+            values.extend(row.ravel())
         elif isinstance(value, int | float) or (value is None and key == "loss"):
-            row = math.nan if value is None else float(value)  # null is how strict JSON writers put NaN
-            at, values = numbers.setdefault(key, (array.array("q"), array.array("d")))
+            at, values, _ = numbers.setdefault(key, (array.array("q"), array.array("d"), ()))
+            values.append(math.nan if value is None else float(value))  # null is how strict JSON writers put NaN
         else:
             continue
         at.append(step)
-        values.append(row)
 
 
 def _row(value: list) -> np.ndarray | None:

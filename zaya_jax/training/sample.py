@@ -30,11 +30,11 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: So
     path = workdir / "sample.txt"
     path.unlink(missing_ok=True)
     device, model = jax.local_devices()[0], config.model
-    needed, has = BYTES * zaya.param_counts(model)["total"], start.bytes_of(device)
+    needed, has = BYTES * zaya.param_counts(model)["total"], start.free_bytes_of(device)
     if has and needed > has:
         say(
             f"no sample: with these weights it needs {needed / 2**30:,.1f} GiB on one device, {has / 2**30:,.1f} are "
-            f"there; python -m experiments.generate --model={workdir} makes one where there is room"
+            f"free; python -m experiments.generate --model={workdir} makes one where there is room"
         )
         return
     with jax.default_device(device), jax.default_matmul_precision(config.precision.matmul):

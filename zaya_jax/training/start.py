@@ -97,6 +97,14 @@ def bytes_of(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
+def free_bytes_of(device: jax.Device) -> int | None:
+    """The memory of a device that is not in use, of a CPU half of the machine's; None where it is not known."""
+    has = bytes_of(device)
+    if has is None or device.platform == "cpu":
+        return has and has // 2
+    return has - device.memory_stats()["bytes_in_use"]
+
+
 def first_state(
     way: Way,
     planned: PlannedStart,

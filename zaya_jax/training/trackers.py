@@ -81,9 +81,13 @@ def _trackio(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
 def _tensorboard(folder: Path, reached: int) -> Opened:
     from tensorboardX import SummaryWriter
 
-    events = SummaryWriter(str(folder), purge_step=reached + 1 if reached else 0)
+    # Its own thread ends at its first error. A queue that nothing empties would then block this one, and the exit.
+    purge = reached + 1 if reached else 0
+    events = SummaryWriter(str(folder), purge_step=purge, max_queue=20_000)
 
     def log(step: int, figures: dict[str, Any]) -> None:
+        if not events.file_writer.event_writer._worker.is_alive():
+            raise OSError("its thread has ended, as on a full disk")
         for name, value in figures.items():
             events.add_scalar(name, value, step)
         events.flush()
