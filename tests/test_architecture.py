@@ -20,7 +20,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 BUDGET = {
     ("aegis",): 4061,
     ("checkpoint",): 3219,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
-    ("cli.py", "library.py", "functions.py", "generation.py"): 1286,  # 1100; few shapes, pytrees, the experts' outputs
+    ("cli.py", "library.py", "functions.py", "generation.py"): 1288,  # 1100; few shapes, pytrees, the experts' outputs
     ("config", "cluster"): 2232,  # 2100
     ("data",): 4156,  # 320 of these spell chats by templates
     ("model", "parallel", "optim"): 5886,  # 5650; sums in two levels; with low-rank updates; 61 for bfloat16 copies

@@ -498,6 +498,8 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
         (partial(model.save, run), "not empty"),
         (partial(model.to_hf, tmp_path / "hf", dtype="int8"), "dtype='int8'"),
         (partial(changed.save, tmp_path / "a"), "final_norm.scale is [3]", "[16] is needed"),
+        (partial(changed.logits, ids), "array params.final_norm.scale is [3]"),
+        (partial(changed.generate, ids, 2), "array params.final_norm.scale is [3]"),
         (partial(load(golden_dir / "taps").generate, "a", 2), "no tokenizer", "ids [B, S]"),
         (partial(zj.train, wider, run), f"{run} was started with config.model.hidden_size=16", "now it is 24"),
     ):

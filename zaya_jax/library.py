@@ -301,6 +301,7 @@ class LanguageModel:
         return dataclasses.replace(self._origin, name=self.source, config=self.config, source=weights)
 
     def _decoder(self) -> decode.Decoder:
+        self._found().check()  # they may have been replaced
         devices, config = tree.cache_over(self.mesh), self.config
         weights = self.on_one_device() if devices.mesh is None else (self.params, self.balance)
         return decode.Decoder(config.model, *weights, config.precision, devices, config.kernels)
@@ -310,6 +311,7 @@ class LanguageModel:
 
         Rows without segments are padded to one of few shapes: a token sees none after it, and none of another row.
         """
+        self._found().check()  # the weights may have been replaced
         rows, columns = ids.shape
         if segments is None:
             room = functools.partial(

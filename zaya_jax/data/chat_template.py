@@ -33,7 +33,7 @@ TRIES = 4  # to cut a reasoning to a length
 # A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between <think> and </think>
 # before the answer, and tool calls after it, each as JSON between <tool_call> and </tool_call>.
 TEMPLATE = r"""
-{#- Written by zaya_jax: what zaya_jax/data/chat.py spells. -#}
+{#- Written by zaya_jax: zaya_jax/data/chat_template.py, for tuning, talking and export. -#}
 {%- set turn, end_turn = TURN, END_TURN -%}
 {%- set think, end_think = THINK, END_THINK -%}
 {%- macro parts(given, kinds) -%}

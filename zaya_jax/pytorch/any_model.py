@@ -102,7 +102,7 @@ class AnyModel:
         """StorageError where the weights are damaged, UserError where they have other shapes than the config says."""
         self.source.check(names=WEIGHTS)
         if odd := sources.misfit(self.source.arrays(), trees.flat({"params": zaya.abstract(self.model)})):
-            raise UserError(f"{self.folder}: its weights are not those of its config: {odd}")
+            raise UserError(f"{self.name}: its weights are not those of its config: {odd}")
 
 
 def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
