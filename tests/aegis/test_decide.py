@@ -435,7 +435,7 @@ def test_one_of_several_devices_excludes_nobody():
 
 def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():
     world = World(nodes=1, each=4)
-    line = Finding("save failed", "storage", "warn", "error: 3 saves failed in a row (process 2; 1 of 4)", 2)
+    line = Finding("save failed", "storage", "warn", "error: 3 saves failed in a row (process 2)", 2)
     world.take(Found(0, line))
     world.take(*[Exited(0, process, 4) for process in range(4)], Ready(0))
     (died,) = world.events("died")

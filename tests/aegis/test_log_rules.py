@@ -66,7 +66,7 @@ def test_no_line_of_a_process_ends_a_run_but_of_a_broken_device():
 def test_a_line_may_be_of_another_process_than_prints_it():
     matcher = log_rules.Matcher()
     wrong = matcher.feed(0, "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias).")
-    full = matcher.feed(0, "error: 3 saves failed in a row, the last with: No space (process 2; 1 of 4 failed). The ..")
+    full = matcher.feed(0, "error: 3 saves failed in a row, the last with: No space (process 2); E (process 3). The")
     assert [(f.name, f.process) for f in wrong + full] == [("device computes wrongly", 3), ("save failed", 2)]
     plain = matcher.feed(1, "error: 3 saves failed in a row, the last with: No space left on device. The newest ..")
     assert [(f.name, f.process) for f in plain] == [("save failed", 1)]
