@@ -78,7 +78,7 @@ def trained(folder: Path, steps: int) -> Path:
 
 def exported(run: Path, out: Path) -> Path:
     """The run's newest weights as transformers reads them."""
-    command = [sys.executable, "-m", "experiments.checkpoint", "to_hf", f"--workdir={run}", f"--out={out}"]
+    command = [sys.executable, "-m", "experiments.checkpoint", "to_hf", f"--model={run}", f"--out={out}"]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return out
 
