@@ -1,4 +1,5 @@
-"""A function compiled for one chip that is not here (`zaya_jax.hardware.targets`), as one of its devices runs it."""
+"""A function compiled for one chip that is not here (`zaya_jax.hardware.targets`), as one of its
+devices runs it."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +15,11 @@ from zaya_jax.hardware import buffers, targets
 def alone(name: str, f: Callable) -> Callable:
     """The function with whole arguments and results on one device of a kind."""
     return jax.shard_map(
-        f, mesh=mesh_of_one(name), in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        f,
+        mesh=mesh_of_one(name),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
     )
 
 
@@ -23,7 +28,8 @@ def compiled(name: str, f: Callable, *like: Any) -> jax.stages.Compiled:
     whole = NamedSharding(mesh_of_one(name), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), like)
     with buffers.uncached():
-        # XLA's default, which the tests' XLA_FLAGS turn down: at 0 a kernel of 76 registers takes 168 and spills 98.
+        # XLA's default, which the tests' XLA_FLAGS turn down: at 0 a kernel of 76 registers takes
+        # 168 and spills 98.
         options: Any = {"xla_backend_optimization_level": 3}
         return jax.jit(alone(name, f)).lower(*placed).compile(compiler_options=options)
 

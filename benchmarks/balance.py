@@ -1,4 +1,5 @@
-"""Loss-free balancing on the embedded tiny run: with and without it, over a shift of the data, and at the start.
+"""Loss-free balancing on the embedded tiny run: with and without it, over a shift of the data, and
+at the start.
 
     python benchmarks/balance.py corpora --out=DIR     prose/ and code/, from Python's own library
     python benchmarks/balance.py train --out=DIR       the seven runs (those that are complete are not repeated)
@@ -47,7 +48,8 @@ HERE = pathlib.Path(__file__).parent
 
 
 def corpora(out: pathlib.Path) -> None:
-    """Writes prose/ (docstrings, Python's manual, licences, lists of words) and code/ (no docstring, no comment)."""
+    """Writes prose/ (docstrings, Python's manual, licences, lists of words) and code/ (no
+    docstring, no comment)."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     texts = {"manual.txt": "\n\n".join(pydoc_data.topics.topics.values())}
     for path in sorted(root.rglob("*.py")):
@@ -69,7 +71,8 @@ def corpora(out: pathlib.Path) -> None:
 
 
 def split(path: pathlib.Path) -> tuple[str, str] | None:
-    """(the docstrings, the rest without comments) of a Python file, or None for one that cannot be parsed."""
+    """(the docstrings, the rest without comments) of a Python file, or None for one that cannot be
+    parsed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -97,7 +100,11 @@ def settings(name: str, out: pathlib.Path) -> ConfigDict:
         c.data.path = str(out / "prose")
         kinds = ("prose", "code")
         c.schedule.phases = tuple(
-            {"name": kind, "tokens": steps * c.data.global_batch * c.data.seq_len, "mixture": (f"{out / kind}=1",)}
+            {
+                "name": kind,
+                "tokens": steps * c.data.global_batch * c.data.seq_len,
+                "mixture": (f"{out / kind}=1",),
+            }
             for kind, steps in zip(kinds, SHIFT, strict=True)
         )
         c.schedule.decay_fraction = 0.0
@@ -125,7 +132,9 @@ def read(run: pathlib.Path) -> dict[str, np.ndarray]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "load_entropy", "greatest_share", "dead_experts")
     figures = {name: np.array([line[name] for line in lines]) for name in names}
-    return figures | {"eval": np.array([line["eval/loss"] for line in lines if "eval/loss" in line])}
+    return figures | {
+        "eval": np.array([line["eval/loss"] for line in lines if "eval/loss" in line])
+    }
 
 
 def draw(out: pathlib.Path) -> None:
@@ -135,17 +144,32 @@ def draw(out: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    print("| run | steps | load entropy, mean / worst layer | greatest share | dead experts | held-out loss |")
+    print(
+        "| run | steps | load entropy, mean / worst layer | greatest share | dead experts |"
+        " held-out loss |"
+    )
     print("|---|---|---|---|---|---|")
-    rows = {"tiny": ("tiny", "tiny_off"), f"prose, after step {SHIFT[0]} code": ("shift", "shift_off")}
+    rows = {
+        "tiny": ("tiny", "tiny_off"),
+        f"prose, after step {SHIFT[0]} code": ("shift", "shift_off"),
+    }
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), layout="constrained")
     for panels, (title, names) in zip(axes, rows.items(), strict=True):
-        for name, color, label in zip(names, ("tab:blue", "tab:red"), ("balancing", "no balancing"), strict=True):
+        for name, color, label in zip(
+            names, ("tab:blue", "tab:red"), ("balancing", "no balancing"), strict=True
+        ):
             f = read(out / name)
             steps = np.arange(1, len(f["loss"]) + 1)
-            panels[0].plot(steps, f["load_entropy"].mean(1), color=color, label=f"{label}, mean over layers")
             panels[0].plot(
-                steps, f["load_entropy"].min(1), color=color, lw=0.7, alpha=0.7, label=f"{label}, worst layer"
+                steps, f["load_entropy"].mean(1), color=color, label=f"{label}, mean over layers"
+            )
+            panels[0].plot(
+                steps,
+                f["load_entropy"].min(1),
+                color=color,
+                lw=0.7,
+                alpha=0.7,
+                label=f"{label}, worst layer",
             )
             panels[1].plot(steps, f["greatest_share"].mean(1), color=color)
             panels[1].plot(steps, f["greatest_share"].max(1), color=color, lw=0.7, alpha=0.7)
@@ -170,14 +194,17 @@ def draw(out: pathlib.Path) -> None:
         panel.plot(np.arange(1, len(entropy) + 1), entropy, label=label)
         if name in STARTS:
             table_rows(name, read(out / name))
-    panel.set(title="The start of tiny: load entropy, mean over layers", xlabel="step", ylim=(-0.02, 1.02))
+    panel.set(
+        title="The start of tiny: load entropy, mean over layers", xlabel="step", ylim=(-0.02, 1.02)
+    )
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)
     figure.savefig(HERE / "balance_start.png", dpi=100)
 
 
 def table_rows(name: str, f: dict[str, np.ndarray]) -> None:
-    """A line for each stretch of steps that the page speaks of; figures are means over the stretch."""
+    """A line for each stretch of steps that the page speaks of; figures are means over the
+    stretch."""
     count = len(f["loss"])
     at = SHIFT[0]
     ends = [(1, 20), (21, min(60, count)), (count - 19, count)]
@@ -194,7 +221,8 @@ def table_rows(name: str, f: dict[str, np.ndarray]) -> None:
 
 
 def spread() -> None:
-    """Prints how far a fresh router's probabilities differ between tokens, for tiny's shape and the full model's."""
+    """Prints how far a fresh router's probabilities differ between tokens, for tiny's shape and the
+    full model's."""
     print("| model | initializer_range | sd of p over tokens | between experts' means |")
     print("|---|---|---|---|")
     small: Config = config_lib.check(tiny.get_config())
@@ -205,8 +233,11 @@ def spread() -> None:
 
 
 def fresh_probabilities(model: Model, std: float) -> np.ndarray:
-    """[tokens, experts] of a router with weights of this spread, on inputs as an RMSNorm leaves them."""
-    model = config_lib.check_model({**config_lib.to_dict(Config(model=model))["model"], "initializer_range": std})
+    """[tokens, experts] of a router with weights of this spread, on inputs as an RMSNorm leaves
+    them."""
+    model = config_lib.check_model(
+        {**config_lib.to_dict(Config(model=model))["model"], "initializer_range": std}
+    )
     router = Router(nnx.Rngs(0), model, Precision(router="float32"))
     x = jax.random.normal(jax.random.key(1), (2048, model.hidden_size))
     stream = jnp.zeros((2048, model.router_hidden_size))
@@ -224,7 +255,9 @@ def main() -> int:
         spread()
         return cli.DONE
     if options.out is None:
-        raise config_lib.UserError(f"{options.command} needs --out, the directory of corpora and runs")
+        raise config_lib.UserError(
+            f"{options.command} needs --out, the directory of corpora and runs"
+        )
     host.keep_memory()
     {"corpora": corpora, "train": train, "draw": draw}[options.command](options.out)
     return cli.DONE

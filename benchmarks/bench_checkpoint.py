@@ -1,16 +1,17 @@
-"""The cost of saving and loading: the step's wait, several processes on a slow store, and reading once or everywhere.
+"""The cost of saving and loading: the step's wait, several processes on a slow store, and reading
+once or everywhere.
 
     python benchmarks/bench_checkpoint.py stall     [--gb=2] [--folder=DIR]     one process
     python benchmarks/bench_checkpoint.py processes [--gb=2] [--count=8] [--rate=50]
     python benchmarks/bench_checkpoint.py load      [--gb=2] [--count=4]
     python benchmarks/bench_checkpoint.py model     [--model=1M|100M|1B] [--folder=DIR]
 
-`stall` compares with one copy of the state into memory that was touched before, with saving while the step waits, and
-with Orbax's own asynchronous save. `processes` gives each process a store of RATE MB/s and compares
-with gathering everything in process 0, which writes. `load` reads a state that all devices hold: each process its part,
-handed on between devices, against each process all of it. `model` saves and loads the state of a whole model on one
-device, as the training does, each in a process of its own: seconds, files and peak memory. Prints Markdown; timings in
-one run, in turns.
+`stall` compares with one copy of the state into memory that was touched before, with saving while
+the step waits, and with Orbax's own asynchronous save. `processes` gives each process a store of
+RATE MB/s and compares with gathering everything in process 0, which writes. `load` reads a state
+that all devices hold: each process its part, handed on between devices, against each process all of
+it. `model` saves and loads the state of a whole model on one device, as the training does, each in
+a process of its own: seconds, files and peak memory. Prints Markdown; timings in one run, in turns.
 """
 
 import argparse
@@ -48,26 +49,50 @@ from zaya_jax.training import state as states
 # Of about so many parameters, with the default precision and Muon.
 MODELS = {
     "1M": dict(
-        hidden_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
-        moe_intermediate_size=96, num_experts=4, router_hidden_size=32, vocab_size=4096,
+        hidden_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        moe_intermediate_size=96,
+        num_experts=4,
+        router_hidden_size=32,
+        vocab_size=4096,
     ),
     "100M": dict(
-        hidden_size=512, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-        moe_intermediate_size=512, num_experts=10, router_hidden_size=64, vocab_size=32768,
+        hidden_size=512,
+        num_hidden_layers=10,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        moe_intermediate_size=512,
+        num_experts=10,
+        router_hidden_size=64,
+        vocab_size=32768,
     ),
     "1B": dict(
-        hidden_size=1024, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
-        moe_intermediate_size=1024, num_experts=18, router_hidden_size=128, vocab_size=65536,
+        hidden_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        moe_intermediate_size=1024,
+        num_experts=18,
+        router_hidden_size=128,
+        vocab_size=65536,
     ),
-}  # fmt: skip
+}
 ARRAYS = 24  # of one size, as a model's stacked matrices
 
 
 def make_state(gb: float, mesh: jax.sharding.Mesh, whole: bool = False) -> dict:
-    """ARRAYS float32 arrays [layers, rows, 1024] of so many GB together, cut over the mesh or on all devices."""
+    """ARRAYS float32 arrays [layers, rows, 1024] of so many GB together, cut over the mesh or on
+    all devices."""
     rows = int(gb * 1e9 / ARRAYS / 16 / 1024 / 4) // 64 * 64
     put = NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec("data"))
-    make = jax.jit(lambda i: jax.random.normal(jax.random.key(i), (16, rows, 1024)), out_shardings=put)
+    make = jax.jit(
+        lambda i: jax.random.normal(jax.random.key(i), (16, rows, 1024)), out_shardings=put
+    )
     return {"params": {"layers": {f"w{i:02d}": make(i) for i in range(ARRAYS)}}}
 
 
@@ -132,7 +157,10 @@ def stall(args: argparse.Namespace) -> None:
         shutil.rmtree(folder / f"orbax{step}")
     shutil.rmtree(folder)
     copy_time, hold = statistics.median(copies), statistics.median(holds[1:])
-    print(f"\n{size / 1e9:.2f} GB in {ARRAYS} arrays, {len(holds)} saves; medians, the first save apart\n")
+    print(
+        f"\n{size / 1e9:.2f} GB in {ARRAYS} arrays, {len(holds)} saves; medians, the first save"
+        " apart\n"
+    )
     print("| | seconds | GB/s |\n|---|---|---|")
     rows = [
         ("one copy into touched memory", copy_time),
@@ -146,7 +174,10 @@ def stall(args: argparse.Namespace) -> None:
     ]
     for name, seconds in rows:
         print(f"| {name} | {seconds:.3f} | {size / 1e9 / seconds:.2f} |")
-    print(f"\nwait / copy = {hold / copy_time:.2f}; synchronous / wait = {statistics.median(syncs) / hold:.1f}")
+    print(
+        f"\nwait / copy = {hold / copy_time:.2f}; synchronous / wait ="
+        f" {statistics.median(syncs) / hold:.1f}"
+    )
 
 
 def processes(args: argparse.Namespace) -> None:
@@ -180,9 +211,15 @@ def processes(args: argparse.Namespace) -> None:
         gathers.append(time.perf_counter() - begun)
     if multihost.is_writer():
         a, b = statistics.median(ours), statistics.median(gathers)
-        print(f"\n{size / 1e9:.2f} GB on {jax.process_count()} processes, {args.rate:g} MB/s of store each\n")
+        print(
+            f"\n{size / 1e9:.2f} GB on {jax.process_count()} processes, {args.rate:g} MB/s of store"
+            " each\n"
+        )
         print("| | seconds |\n|---|---|")
-        print(f"| each process writes its own | {a:.2f} |\n| gather in process 0, which writes | {b:.2f} |")
+        print(
+            f"| each process writes its own | {a:.2f} |\n| gather in process 0, which writes |"
+            f" {b:.2f} |"
+        )
         print(f"\n{b / a:.2f} times faster")
 
 
@@ -197,7 +234,9 @@ def gather_and_write(state: dict, folder: Path) -> None:
         gathered = whole(x)
         if multihost.is_writer():
             raw = np.asarray(gathered.addressable_data(0)).reshape(-1).view(np.uint8)
-            chunks = [raw[i : i + layout.CHUNK_BYTES] for i in range(0, len(raw), layout.CHUNK_BYTES)]
+            chunks = [
+                raw[i : i + layout.CHUNK_BYTES] for i in range(0, len(raw), layout.CHUNK_BYTES)
+            ]
             for i, chunk in enumerate(chunks):
                 writing.write_file(folder / f"{name}.{i}", [chunk])
 
@@ -207,7 +246,9 @@ def load(args: argparse.Namespace) -> None:
     mesh = mesh_of_all()
     state = make_state(args.gb, mesh, whole=True)
     size = sum(x.nbytes for x in jax.tree.leaves(state))
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     copy = copier(state)(state)
     once = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), copy)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(), print)
@@ -215,8 +256,13 @@ def load(args: argparse.Namespace) -> None:
     checkpoints.save(1, copy, {"step": 1, "tokens": 1})
     checkpoints.wait()
     del state, copy
-    hand_on = jax.jit(lambda x: x, out_shardings=jax.tree.map(lambda x: x.sharding, like), donate_argnums=0)
-    times: dict[str, list[float]] = {"each byte read by all": [], "each byte read once, handed on": []}
+    hand_on = jax.jit(
+        lambda x: x, out_shardings=jax.tree.map(lambda x: x.sharding, like), donate_argnums=0
+    )
+    times: dict[str, list[float]] = {
+        "each byte read by all": [],
+        "each byte read once, handed on": [],
+    }
     for _ in range(3):
         for name, wanted, place in (
             ("each byte read by all", like, lambda x: x),
@@ -228,7 +274,10 @@ def load(args: argparse.Namespace) -> None:
             multihost.barrier(f"{name} done")
             times[name].append(seconds)
     if multihost.is_writer():
-        print(f"\n{size / 1e9:.2f} GB, held by all of {jax.process_count()} processes; from the page cache\n")
+        print(
+            f"\n{size / 1e9:.2f} GB, held by all of {jax.process_count()} processes; from the page"
+            " cache\n"
+        )
         print("| | seconds |\n|---|---|")
         for name, seconds in times.items():
             print(f"| {name} | {statistics.median(seconds):.2f} |")
@@ -239,7 +288,12 @@ def model_run(name: str) -> tuple:
     settings = config.check({"model": MODELS[name]})
     mesh = make_mesh(settings.mesh, jax.devices()[:1])
     optimizer = states.build_optimizer(settings, mesh)
-    return settings, optimizer, mesh, snapshot.of_run(optimizer, states.abstract(settings, optimizer, mesh), heads=1)
+    return (
+        settings,
+        optimizer,
+        mesh,
+        snapshot.of_run(optimizer, states.abstract(settings, optimizer, mesh), heads=1),
+    )
 
 
 def model_save(args: argparse.Namespace) -> dict:
@@ -260,11 +314,17 @@ def model_save(args: argparse.Namespace) -> dict:
         checkpoints.wait()
         measured.append((held, time.perf_counter() - begin))
     checkpoints.close()
-    written = [p for p in (Path(args.folder) / "run" / "checkpoints" / "2").rglob("*") if p.is_file()]
+    written = [
+        p for p in (Path(args.folder) / "run" / "checkpoints" / "2").rglob("*") if p.is_file()
+    ]
     return {
-        "parameters": zaya.param_counts(settings.model)["total"], "bytes": size, "files": len(written),
-        "copy": measured[1][0], "save": measured[1][1], "peak": (peak() - begun) / size,
-    }  # fmt: skip
+        "parameters": zaya.param_counts(settings.model)["total"],
+        "bytes": size,
+        "files": len(written),
+        "copy": measured[1][0],
+        "save": measured[1][1],
+        "peak": (peak() - begun) / size,
+    }
 
 
 def model_load(args: argparse.Namespace) -> dict:
@@ -296,17 +356,33 @@ def model(args: argparse.Namespace) -> int:
     row: dict = {}
     try:
         for part in ("model_save", "model_load"):
-            command = [sys.executable, __file__, "model", f"--model={args.model}", f"--folder={folder}"]
+            command = [
+                sys.executable,
+                __file__,
+                "model",
+                f"--model={args.model}",
+                f"--folder={folder}",
+            ]
             environ = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_WORKER": part}
-            row |= json.loads(subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE).stdout)
+            row |= json.loads(
+                subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE).stdout
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     cells = [
-        f"{row['parameters'] / 1e6:,.0f} M", f"{row['bytes'] / 1e9:.3f} GB", row["files"], f"{row['copy']:.3f} s",
-        f"{row['save']:.2f} s", f"{row['peak']:.2f} states", f"{row['verify']:.2f} s", f"{row['load']:.2f} s",
+        f"{row['parameters'] / 1e6:,.0f} M",
+        f"{row['bytes'] / 1e9:.3f} GB",
+        row["files"],
+        f"{row['copy']:.3f} s",
+        f"{row['save']:.2f} s",
+        f"{row['peak']:.2f} states",
+        f"{row['verify']:.2f} s",
+        f"{row['load']:.2f} s",
         f"{row['load peak']:.2f} states",
-    ]  # fmt: skip
-    print("| parameters | state | files | the copy | whole save | peak | checking | loading | peak |")
+    ]
+    print(
+        "| parameters | state | files | the copy | whole save | peak | checking | loading | peak |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     print(f"| {' | '.join(map(str, cells))} |")
     return 0
@@ -318,13 +394,16 @@ def start(args: argparse.Namespace) -> int:
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
     environ = os.environ | {
-        "JAX_PLATFORMS": "cpu", "BENCH_WORKER": "1", "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_PLATFORMS": "cpu",
+        "BENCH_WORKER": "1",
+        "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(args.count),
-    }  # fmt: skip
+    }
     command = [sys.executable, __file__, *sys.argv[1:], f"--folder={folder}"]
     try:
         started = [
-            subprocess.Popen(command, env=environ | {"JAX_PROCESS_ID": str(index)}) for index in range(args.count)
+            subprocess.Popen(command, env=environ | {"JAX_PROCESS_ID": str(index)})
+            for index in range(args.count)
         ]
         return max(process.wait() for process in started)
     finally:
@@ -333,14 +412,18 @@ def start(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("stall", "processes", "load", "model"))
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--model", choices=MODELS, default="100M")
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--rate", type=float, default=50.0, help="MB/s of each process's store")
-    parser.add_argument("--folder", default=None, help="where to write; by default the system's temporary folder")
+    parser.add_argument(
+        "--folder", default=None, help="where to write; by default the system's temporary folder"
+    )
     args = parser.parse_args()
     if args.what == "stall":
         host.keep_memory()
@@ -348,7 +431,9 @@ def main() -> int:
         return 0
     if args.what == "model" and "BENCH_WORKER" in os.environ:
         host.keep_memory()
-        found = {"model_save": model_save, "model_load": model_load}[os.environ["BENCH_WORKER"]](args)
+        found = {"model_save": model_save, "model_load": model_load}[os.environ["BENCH_WORKER"]](
+            args
+        )
         print(json.dumps(found))
         return 0
     if args.what == "model":
@@ -356,9 +441,11 @@ def main() -> int:
     if "BENCH_WORKER" not in os.environ:
         return start(args)
     jax.distributed.initialize(
-        os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]),
-        int(os.environ["JAX_PROCESS_ID"]), cluster_detection_method="deactivate",
-    )  # fmt: skip
+        os.environ["JAX_COORDINATOR_ADDRESS"],
+        int(os.environ["JAX_NUM_PROCESSES"]),
+        int(os.environ["JAX_PROCESS_ID"]),
+        cluster_detection_method="deactivate",
+    )
     {"processes": processes, "load": load}[args.what](args)
     multihost.barrier("end")
     jax.distributed.shutdown()

@@ -1,11 +1,13 @@
-"""Traffic of linear attention between devices, compared with softmax attention's: read from compiled programs.
+"""Traffic of linear attention between devices, compared with softmax attention's: read from
+compiled programs.
 
     python benchmarks/bench_lasp.py [--lengths 8192 65536 524288]
 
-One layer's attention alone (queries, keys and values given) on 8 devices of one CPU, forward and backward, for shapes:
-nothing is allocated or run. Linear attention by LASP-2 and by LASP-1's ring; softmax attention with gathered keys and
-values and in a ring. Of each, per device: the collectives (no two overlap: each waits for the one before),
-their bytes, the memory for temporaries, the multiplications. Float32, because a CPU's collectives have no bfloat16.
+One layer's attention alone (queries, keys and values given) on 8 devices of one CPU, forward and
+backward, for shapes: nothing is allocated or run. Linear attention by LASP-2 and by LASP-1's ring;
+softmax attention with gathered keys and values and in a ring. Of each, per device: the collectives
+(no two overlap: each waits for the one before), their bytes, the memory for temporaries, the
+multiplications. Float32, because a CPU's collectives have no bfloat16.
 """
 
 import argparse
@@ -41,7 +43,9 @@ def softmax(ring: bool) -> Callable:
     def run(q, k, v):
         at = context.chunks_of(Spread(context=DEVICES, ring=ring), q.shape[1], None)
         rows = (at.split(x) for x in (q, k, v))
-        return at.join(context.attention_over_chunks(*rows, None, at, scale=softmax_scale(CHANNELS)))
+        return at.join(
+            context.attention_over_chunks(*rows, None, at, scale=softmax_scale(CHANNELS))
+        )
 
     return run
 
@@ -64,7 +68,9 @@ def compile_for(run: Callable, length: int) -> Any:
         return out, backward(d_out)
 
     def shape(heads):
-        return jax.ShapeDtypeStruct((1, length, heads, CHANNELS), jnp.float32, sharding=NamedSharding(mesh, SPEC))
+        return jax.ShapeDtypeStruct(
+            (1, length, heads, CHANNELS), jnp.float32, sharding=NamedSharding(mesh, SPEC)
+        )
 
     q, k = shape(HEADS), shape(KV)
     return jax.jit(both).lower(q, k, k, q).compile()
@@ -81,11 +87,15 @@ def row(name: str, length: int) -> str:
     names = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     memory = compiled.memory_analysis().temp_size_in_bytes
     work = multiplications(length, "softmax" in name)
-    return f"| {length:,} | {name} | {names} | {sent / MIB:,.1f} | {memory / MIB:,.0f} | {work / 1e9:,.1f} |"
+    return (
+        f"| {length:,} | {name} | {names} | {sent / MIB:,.1f} | {memory / MIB:,.0f} |"
+        f" {work / 1e9:,.1f} |"
+    )
 
 
 def multiplications(length: int, of_softmax: bool) -> float:
-    """Those of a device forward: half of the scores twice, or half a chunk's scores twice and a state's use."""
+    """Those of a device forward: half of the scores twice, or half a chunk's scores twice and a
+    state's use."""
     tokens = length / DEVICES
     if of_softmax:
         return tokens * HEADS * length * CHANNELS
@@ -98,7 +108,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 65536, 524288])
     options = parser.parse_args()
-    print(f"jax {jax.__version__}, {DEVICES} devices, H {HEADS}, K {KV}, C {CHANNELS}, batch 1, float32\n")
+    print(
+        f"jax {jax.__version__}, {DEVICES} devices, H {HEADS}, K {KV}, C {CHANNELS}, batch 1,"
+        " float32\n"
+    )
     print("| tokens | scheme | collectives | MiB sent | MiB needed | GMul forward |")
     print("|---|---|---|---|---|---|")
     for length in options.lengths:

@@ -3,16 +3,16 @@
     python benchmarks/bench_muon.py --torch-python=PATH [--formats bfloat16 float32] [--rounds=7]
     python benchmarks/bench_muon.py --formula
 
-PATH is a Python that has PyTorch 2.13 or later; it runs as a process of its own that waits while ours steps. Both
-make the whole update (momentum, Newton-Schulz, decay, the new weights), once with the iteration in bfloat16, as
-torch's always is, and once in float32: for that the torch process turns the one conversion to bfloat16 that torch's
-Muon makes into none. Printed are medians over the rounds; "share" is the rate of our whole update, counted by the
-iteration's products alone, over that of one batched product of JAX's own of the same shapes and format, measured in
-the same rounds.
+PATH is a Python that has PyTorch 2.13 or later; it runs as a process of its own that waits while
+ours steps. Both make the whole update (momentum, Newton-Schulz, decay, the new weights), once with
+the iteration in bfloat16, as torch's always is, and once in float32: for that the torch process
+turns the one conversion to bfloat16 that torch's Muon makes into none. Printed are medians over the
+rounds; "share" is the rate of our whole update, counted by the iteration's products alone, over
+that of one batched product of JAX's own of the same shapes and format, measured in the same rounds.
 
-With --formula nothing runs: it prints Muon's FLOPs against the model's, for the full-size model, by tokens a
-step and by devices. A device has ceil(n / devices) of the n matrices of each shape, each of steps · (4 m² n +
-2 m³) FLOPs.
+With --formula nothing runs: it prints Muon's FLOPs against the model's, for the full-size model, by
+tokens a step and by devices. A device has ceil(n / devices) of the n matrices of each shape, each
+of steps · (4 m² n + 2 m³) FLOPs.
 """
 
 import argparse
@@ -63,10 +63,18 @@ for line in sys.stdin:
 def ours(shapes: tuple[tuple[int, ...], ...], dtype: str) -> Callable[[], float]:
     """A function that makes one update and returns its seconds."""
     random = np.random.default_rng(0)
-    draw = lambda: {f"w{i}": jnp.asarray(random.standard_normal(s, np.float32)) for i, s in enumerate(shapes)}  # noqa: E731
+
+    def draw():
+        return {
+            f"w{i}": jnp.asarray(random.standard_normal(s, np.float32))
+            for i, s in enumerate(shapes)
+        }
+
     params, grads = draw(), draw()
     table = (chain.Row(".*", "matrices", "muon", True, "a benchmark"),)
-    optimizer = chain.build(Optim(clip_norm=0.0), Precision(newton_schulz=dtype), params, table=table)
+    optimizer = chain.build(
+        Optim(clip_norm=0.0), Precision(newton_schulz=dtype), params, table=table
+    )
 
     def update(params, state, grads):
         updates, state = optimizer.update(grads, state, params, lr=0.01)
@@ -83,9 +91,12 @@ def ours(shapes: tuple[tuple[int, ...], ...], dtype: str) -> Callable[[], float]
 
 
 def products(shapes: tuple[tuple[int, ...], ...], dtype: str) -> Callable[[], float]:
-    """A function that makes one batched product a shape, as the iteration has them, and returns FLOP/s."""
+    """A function that makes one batched product a shape, as the iteration has them, and returns
+    FLOP/s."""
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
-    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32))
+    product = jax.jit(
+        lambda a, b: jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
+    )
     pairs, flops = [], 0
     for n, *sides in shapes:
         small, large = sorted(sides)
@@ -135,10 +146,15 @@ def main() -> None:
     backend = jax.default_backend()
     device = "cpu" if backend == "cpu" else "cuda"
     command = [options.torch_python, "-c", TORCH, device]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as torch:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as torch:
         assert torch.stdin is not None and torch.stdout is not None
         version, threads = torch.stdout.readline().split()
-        print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, torch {version} ({threads} threads)")
+        print(
+            f"jax {jax.__version__} on {jax.devices()[0].device_kind}, torch {version} ({threads}"
+            " threads)"
+        )
         print("| matrices | format | ours, ms | torch, ms | ours / torch | ours, GFLOP/s | share |")
         print("|---|---|---|---|---|---|---|")
         for dtype, (name, shapes) in itertools.product(options.formats, SETS.items()):
@@ -152,11 +168,13 @@ def main() -> None:
                 time.sleep(0.3)  # threads of a pool that still spin would slow the other down
                 times["ours"].append(update())
                 times["products"].append(rate_of_products())
-            a, b, best = (statistics.median(times[what][1:]) for what in ("ours", "torch", "products"))
+            a, b, best = (
+                statistics.median(times[what][1:]) for what in ("ours", "torch", "products")
+            )
             rate = sum(muon.newton_schulz_flops(s) for s in shapes) / a
             print(
-                f"| {name} | {dtype} | {a * 1e3:.0f} | {b * 1e3:.0f} | {a / b:.2f} | {rate / 1e9:.0f} | "
-                f"{rate / best:.0%} |",
+                f"| {name} | {dtype} | {a * 1e3:.0f} | {b * 1e3:.0f} | {a / b:.2f} |"
+                f" {rate / 1e9:.0f} | {rate / best:.0%} |",
                 flush=True,
             )
         torch.stdin.close()

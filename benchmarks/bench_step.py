@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/bench_step.py --torch-python=ORACLE/bin/python [--shape=other] [--rounds=8]
 
-ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0 (tools/golden/make_golden.py says how to
-make one). Both sides train the same shape with AdamW (PyTorch's fused) on two threads; they take turns, a few steps
-each, so that a machine whose speed drifts slows both. Medians over rounds; the ratio is of neighbouring turns.
+ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0
+(tools/golden/make_golden.py says how to make one). Both sides train the same shape with AdamW
+(PyTorch's fused) on two threads; they take turns, a few steps each, so that a machine whose speed
+drifts slows both. Medians over rounds; the ratio is of neighbouring turns.
 """
 
 import argparse
@@ -16,15 +17,39 @@ import time
 
 # Batch, length, model: the one that was tuned for, and one that was not.
 SHAPES = {
-    "small": (8, 256, dict(
-        vocab_size=4096, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, moe_intermediate_size=256, num_experts=8, router_hidden_size=64, max_position_embeddings=256,
-    )),
-    "other": (2, 1024, dict(
-        vocab_size=8192, hidden_size=384, num_hidden_layers=12, num_attention_heads=6, num_key_value_heads=2,
-        head_dim=64, moe_intermediate_size=512, num_experts=16, router_hidden_size=64, max_position_embeddings=1024,
-    )),
-}  # fmt: skip
+    "small": (
+        8,
+        256,
+        dict(
+            vocab_size=4096,
+            hidden_size=256,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            moe_intermediate_size=256,
+            num_experts=8,
+            router_hidden_size=64,
+            max_position_embeddings=256,
+        ),
+    ),
+    "other": (
+        2,
+        1024,
+        dict(
+            vocab_size=8192,
+            hidden_size=384,
+            num_hidden_layers=12,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=64,
+            moe_intermediate_size=512,
+            num_experts=16,
+            router_hidden_size=64,
+            max_position_embeddings=1024,
+        ),
+    ),
+}
 
 TORCH = """
 import sys, time, torch
@@ -62,20 +87,32 @@ def serve(batch_size: int, length: int, shape: dict) -> None:
     from zaya_jax.training import state as states
     from zaya_jax.training import step as steps
 
-    ids = np.random.default_rng(0).integers(3, shape["vocab_size"], (batch_size, length + 1)).astype(np.int32)
+    ids = (
+        np.random.default_rng(0)
+        .integers(3, shape["vocab_size"], (batch_size, length + 1))
+        .astype(np.int32)
+    )
     given = {
-        "tokens": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": np.ones((batch_size, length), np.int32),
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "segment_ids": np.ones((batch_size, length), np.int32),
         "positions": np.tile(np.arange(length, dtype=np.int32), (batch_size, 1)),
         "loss_mask": np.ones((batch_size, length), np.float32),
-    }  # fmt: skip
+    }
 
     def program(dtype):
         settings = config.check(
-            {"model": shape, "optim": {"name": "adamw", "clip_norm": 0.0}, "data": {"seq_len": length},
-             "precision": {"compute": dtype, "router": dtype}}
-        )  # fmt: skip
+            {
+                "model": shape,
+                "optim": {"name": "adamw", "clip_norm": 0.0},
+                "data": {"seq_len": length},
+                "precision": {"compute": dtype, "router": dtype},
+            }
+        )
         mesh = make_mesh(settings.mesh)
-        optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model), axes=mesh.shape)
+        optimizer = chain.build(
+            settings.optim, settings.precision, zaya.abstract(settings.model), axes=mesh.shape
+        )
         state = states.init(settings, optimizer, mesh)
         return [
             steps.make_train_step(settings, settings.model, optimizer, mesh),
@@ -98,7 +135,9 @@ def serve(batch_size: int, length: int, shape: dict) -> None:
 
 def main() -> None:
     """Both sides in turns, and the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch-python")
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--rounds", type=int, default=8)
@@ -111,10 +150,18 @@ def main() -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
     def start(command):
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     ours = start([sys.executable, __file__, "--serve", f"--shape={args.shape}"])
-    theirs = start([args.torch_python, "-c", f"SHAPE, BATCH, LENGTH = {shape!r}, {batch_size}, {length}\n{TORCH}"])
+    theirs = start(
+        [
+            args.torch_python,
+            "-c",
+            f"SHAPE, BATCH, LENGTH = {shape!r}, {batch_size}, {length}\n{TORCH}",
+        ]
+    )
 
     def turn(side, dtype, steps):
         side.stdin.write(f"{dtype} {steps}\n")
@@ -122,11 +169,17 @@ def main() -> None:
         return float(side.stdout.readline().split()[0])
 
     tokens = batch_size * length
-    print("| | zaya_jax tok/s | PyTorch tok/s | ratio (median, least to greatest) |\n|---|---|---|---|")
+    print(
+        "| | zaya_jax tok/s | PyTorch tok/s | ratio (median, least to greatest)"
+        " |\n|---|---|---|---|"
+    )
     for dtype in ("float32", "bfloat16"):
         for side in (ours, theirs):
             turn(side, dtype, 2)
-        pairs = [(turn(ours, dtype, args.steps), turn(theirs, dtype, args.steps)) for _ in range(args.rounds)]
+        pairs = [
+            (turn(ours, dtype, args.steps), turn(theirs, dtype, args.steps))
+            for _ in range(args.rounds)
+        ]
         ratios = [b / a for a, b in pairs]
         mine, yours = (tokens / statistics.median(x) for x in zip(*pairs, strict=True))
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

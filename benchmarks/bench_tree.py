@@ -1,10 +1,12 @@
-"""Traffic of decoding over a cache in parts: tree attention and two rings, read from compiled programs.
+"""Traffic of decoding over a cache in parts: tree attention and two rings, read from compiled
+programs.
 
     python benchmarks/bench_tree.py [--lengths 8192 1048576] [--batch 1]
 
-One layer and one new token per row, on 2 to 8 devices of one CPU, for shapes: nothing is allocated or run. What counts
-of messages that follow each other: a ring's are N - 1 hops; an all-reduce is counted once, though it takes about
-2 log2 N hops. A cache is compiled as float32, because a CPU's collectives widen bfloat16; printed bytes are bfloat16's.
+One layer and one new token per row, on 2 to 8 devices of one CPU, for shapes: nothing is allocated
+or run. What counts of messages that follow each other: a ring's are N - 1 hops; an all-reduce is
+counted once, though it takes about 2 log2 N hops. A cache is compiled as float32, because a CPU's
+collectives widen bfloat16; printed bytes are bfloat16's.
 """
 
 import argparse
@@ -35,7 +37,9 @@ SCHEMES = {
 
 def sent(function: Callable, devices: int, batch: int, length: int) -> tuple[float, str]:
     """KiB that a device sends for one layer and token, and the messages."""
-    mesh = jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh(
+        (devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
     everywhere, parts = PartitionSpec(), PartitionSpec(None, "context")
 
     def shape(spec, *dims, dtype=jnp.float32):
@@ -43,15 +47,20 @@ def sent(function: Callable, devices: int, batch: int, length: int) -> tuple[flo
 
     mapped = jax.shard_map(
         functools.partial(function, scale=softmax_scale(CHANNELS), axis="context"),
-        mesh=mesh, in_specs=(everywhere, parts, parts, everywhere), out_specs=everywhere, check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(everywhere, parts, parts, everywhere),
+        out_specs=everywhere,
+        check_vma=False,
+    )
     kv = shape(parts, length, KV, CHANNELS)
     args = shape(everywhere, 1, HEADS, CHANNELS), kv, kv, shape(everywhere, length, dtype=bool)
     found = hlo.collectives(jax.jit(mapped).lower(*args).compile())
     in_bfloat16 = 2 if function is rivals.ring_of_keys else 1
     kinds = sorted({c.kind for c in found})
     arrays = sum(len(c.operands) for c in found)
-    what = f"{len(found)} {', '.join(kinds)}" + (f" of {arrays} arrays" if arrays > len(found) else "")
+    what = f"{len(found)} {', '.join(kinds)}" + (
+        f" of {arrays} arrays" if arrays > len(found) else ""
+    )
     return sum(c.wire_bytes for c in found) / in_bfloat16 / 1024, what
 
 
@@ -62,7 +71,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     options = parser.parse_args()
     print(f"jax {jax.__version__}, H {HEADS}, K {KV}, C {CHANNELS}, batch {options.batch}\n")
-    print("| devices | tokens in the cache | scheme | messages, one by one | KiB per layer | MiB per token |")
+    print(
+        "| devices | tokens in the cache | scheme | messages, one by one | KiB per layer | MiB per"
+        " token |"
+    )
     print("|---|---|---|---|---|---|")
     for devices in (2, 4, 8):
         for length in options.lengths:

@@ -1,8 +1,9 @@
-"""The operators that have kernels of their own, at ZAYA1's sizes: one row each for all that judges them.
+"""The operators that have kernels of their own, at ZAYA1's sizes: one row each for all that judges
+them.
 
-`benchmarks.targets` compiles them for chips that are not here, tests/pallas_kernels/test_targets.py holds what must be
-true of that, and `benchmarks.kernels` times them on a chip. A new kernel needs one more row of FLOPS, and of
-`pallas_kernels.cases`.
+`benchmarks.targets` compiles them for chips that are not here, tests/pallas_kernels/test_targets.py
+holds what must be true of that, and `benchmarks.kernels` times them on a chip. A new kernel needs
+one more row of FLOPS, and of `pallas_kernels.cases`.
 """
 
 import dataclasses
@@ -23,13 +24,26 @@ from zaya_jax.optim.muon import newton_schulz_flops
 
 ZAYA = Model()
 TINY = Model(
-    vocab_size=300, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    moe_intermediate_size=64, num_experts=4, num_hidden_layers=1,
-)  # fmt: skip
+    vocab_size=300,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=64,
+    num_experts=4,
+    num_hidden_layers=1,
+)
 
-# As a device of `zaya1_base` has them: four sequences in pretraining, one in midtraining and SFT, whose context two and
-# eight devices share; here each has all of it.
-SIZES = {s.label: s for s in (Size("4K", 4, 4096, ZAYA), Size("32K", 1, 32_768, ZAYA), Size("131K", 1, 131_072, ZAYA))}
+# As a device of `zaya1_base` has them: four sequences in pretraining, one in midtraining and SFT,
+# whose context two and eight devices share; here each has all of it.
+SIZES = {
+    s.label: s
+    for s in (
+        Size("4K", 4, 4096, ZAYA),
+        Size("32K", 1, 32_768, ZAYA),
+        Size("131K", 1, 131_072, ZAYA),
+    )
+}
 SMALL = Size("tiny", 2, 64, TINY)
 
 
@@ -47,10 +61,12 @@ def loads(size: Size) -> Array:
 class Case(cases.Case):
     """A case with its work."""
 
-    # Of use, by direction: "forward" and "backward" are judged apart, "gradients" are both in one, "alone" has none. 0
-    # where memory counts.
+    # Of use, by direction: "forward" and "backward" are judged apart, "gradients" are both in one,
+    # "alone" has none. 0 where memory counts.
     flops: Callable[[Size], dict[str, float]]
-    sizes: tuple[str, ...] = ("4K",)  # at which TARGETS.md has it: more where the tiles meet other work
+    sizes: tuple[str, ...] = (
+        "4K",
+    )  # at which TARGETS.md has it: more where the tiles meet other work
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -59,7 +75,8 @@ class Case(cases.Case):
 
 
 def function(case: Case, direction: str, dtype: Any = jnp.bfloat16) -> Callable:
-    """The function of a direction: of the arguments, or for "backward" of `linearized`'s results and the cotangent."""
+    """The function of a direction: of the arguments, or for "backward" of `linearized`'s results
+    and the cotangent."""
     plain = case.call(dtype)
     if direction == "alone":
         return plain
@@ -82,7 +99,11 @@ def function(case: Case, direction: str, dtype: Any = jnp.bfloat16) -> Callable:
 
 
 def program(
-    case: Case, direction: str, size: Size, dtype: Any = jnp.bfloat16, placed: Callable = lambda f: f
+    case: Case,
+    direction: str,
+    size: Size,
+    dtype: Any = jnp.bfloat16,
+    placed: Callable = lambda f: f,
 ) -> tuple[Callable, tuple[Any, ...]]:
     """The same for the chip of `chip.making`: the values that a forward pass keeps depend on it.
 
@@ -102,11 +123,18 @@ def _attention_flops(size: Size) -> dict[str, float]:
 
 
 def _linear_flops(size: Size) -> dict[str, float]:
-    """In chunks; products with states are one of queries and one of keys forward, two of each backward."""
+    """In chunks; products with states are one of queries and one of keys forward, two of each
+    backward."""
     m, c = size.model, size.model.head_dim
-    of_keys, of_state = ((CHUNK + 1) / 2 * m.num_attention_heads, c * (m.num_attention_heads + m.num_key_value_heads))
+    of_keys, of_state = (
+        (CHUNK + 1) / 2 * m.num_attention_heads,
+        c * (m.num_attention_heads + m.num_key_value_heads),
+    )
     token = 2.0 * size.tokens * c
-    return {"forward": token * (2 * of_keys + of_state), "backward": token * (5 * of_keys + 2 * of_state)}
+    return {
+        "forward": token * (2 * of_keys + of_state),
+        "backward": token * (5 * of_keys + 2 * of_state),
+    }
 
 
 def _experts_flops(size: Size) -> dict[str, float]:
@@ -133,22 +161,38 @@ def _newton_schulz_flops(size: Size) -> float:
 FLOPS: dict[str, Callable[[Size], dict[str, float]]] = {
     "cca_mix": _mixing_flops,
     "grouped_mlp": _experts_flops,
-    "cross_entropy": lambda s: {"gradients": 6.0 * s.tokens * s.model.hidden_size * s.model.vocab_size},
+    "cross_entropy": lambda s: {
+        "gradients": 6.0 * s.tokens * s.model.hidden_size * s.model.vocab_size
+    },
     "newton_schulz": lambda s: {"alone": _newton_schulz_flops(s)},
 }
 WITHOUT_DOCUMENTS = {"attention": _attention_flops, "linear_attention": _linear_flops}
 
 
 def _rows() -> tuple[Case, ...]:
-    """The model's cases with their work, and those that other libraries have too: without documents, sorted rows."""
+    """The model's cases with their work, and those that other libraries have too: without
+    documents, sorted rows."""
     found = []
     for c in cases.CASES:
         if c.operator in WITHOUT_DOCUMENTS:
-            found.append(Case(c.operator, "causal", c.call, cases.qkv, WITHOUT_DOCUMENTS[c.operator], ("4K", "32K")))
-        found.append(Case(c.operator, c.label, c.call, c.arguments, FLOPS.get(c.operator, _moves_alone)))
+            found.append(
+                Case(
+                    c.operator,
+                    "causal",
+                    c.call,
+                    cases.qkv,
+                    WITHOUT_DOCUMENTS[c.operator],
+                    ("4K", "32K"),
+                )
+            )
+        found.append(
+            Case(c.operator, c.label, c.call, c.arguments, FLOPS.get(c.operator, _moves_alone))
+        )
         if c.operator == "grouped_mlp":
             rows = lambda s: (normal(s.tokens, s.model.hidden_size), loads(s), *cases.experts(s))  # noqa: E731
-            found.append(Case(c.operator, "sorted rows", lambda dtype: grouped_mlp, rows, _experts_flops))
+            found.append(
+                Case(c.operator, "sorted rows", lambda dtype: grouped_mlp, rows, _experts_flops)
+            )
     return tuple(found)
 
 

@@ -1,12 +1,14 @@
-"""The compiler's cost of a sequence cut over devices: gathered keys and values or a ring, and the balance.
+"""The compiler's cost of a sequence cut over devices: gathered keys and values or a ring, and the
+balance.
 
     .venv/bin/python benchmarks/context.py [--lengths=32768,131072] [--parts=2,8] [--drawing=docs/context_balance.svg]
         [--target=h200]
 
-Compiles the gradient of one of ZAYA1's attention blocks (one sequence, remat "attention"); nothing is allocated or
-run. Bytes are those of the collectives in the program, next to the formula of `context.traffic`; temporaries are the
-compiler's own analysis. On virtual CPU devices it is the float32 program: XLA's CPU backend has no bfloat16
-collectives. With --target it is the bfloat16 program for eight such GPUs, which need not be there: make setup-targets.
+Compiles the gradient of one of ZAYA1's attention blocks (one sequence, remat "attention"); nothing
+is allocated or run. Bytes are those of the collectives in the program, next to the formula of
+`context.traffic`; temporaries are the compiler's own analysis. On virtual CPU devices it is the
+float32 program: XLA's CPU backend has no bfloat16 collectives. With --target it is the bfloat16
+program for eight such GPUs, which need not be there: make setup-targets.
 """
 
 import argparse
@@ -39,11 +41,17 @@ MIB = 1 << 20
 SIDE = 16  # of a chunk's square in the drawing
 
 
-def compiled_block(length: int, parts: int, ring: bool, compute: str, devices: list) -> jax.stages.Compiled:
+def compiled_block(
+    length: int, parts: int, ring: bool, compute: str, devices: list
+) -> jax.stages.Compiled:
     """The gradient of a sum over one attention block's output, for x and the weights."""
     spread = Spread(context=parts, ring=ring)
-    mesh = jax.make_mesh((parts,), ("context",), axis_types=(AxisType.Auto,), devices=devices[:parts])
-    graph, state = nnx.split(nnx.eval_shape(lambda: CCA(nnx.Rngs(0), MODEL, Precision(compute=compute))), nnx.Param)
+    mesh = jax.make_mesh(
+        (parts,), ("context",), axis_types=(AxisType.Auto,), devices=devices[:parts]
+    )
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: CCA(nnx.Rngs(0), MODEL, Precision(compute=compute))), nnx.Param
+    )
 
     def body(state, x, segments):
         here = context.cut(spread, x.shape[1], segments, None, Weights())
@@ -53,11 +61,17 @@ def compiled_block(length: int, parts: int, ring: bool, compute: str, devices: l
             return here.joined(nnx.merge(graph, state)(here.rows(x), rope, here)[0])
 
         block = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
-        return jax.grad(lambda *args: jnp.sum(block(*args).astype(jnp.float32)), argnums=(0, 1))(state, x)
+        return jax.grad(lambda *args: jnp.sum(block(*args).astype(jnp.float32)), argnums=(0, 1))(
+            state, x
+        )
 
     cut = PartitionSpec(None, "context")
     run = jax.shard_map(
-        body, mesh=mesh, in_specs=(PartitionSpec(), cut, cut), out_specs=(PartitionSpec(), cut), check_vma=False
+        body,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), cut, cut),
+        out_specs=(PartitionSpec(), cut),
+        check_vma=False,
     )
     x = jax.ShapeDtypeStruct((1, length, MODEL.hidden_size), jnp.float32)
     segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -67,15 +81,24 @@ def compiled_block(length: int, parts: int, ring: bool, compute: str, devices: l
 
 def traffic_table(lengths: list[int], all_parts: list[int], compute: str, devices: list) -> None:
     """Prints a row for each length, number of devices and method."""
-    print("| tokens | devices | keys and values | sent, compiled (MiB) | formula (MiB) | temporaries (MiB) |")
+    print(
+        "| tokens | devices | keys and values | sent, compiled (MiB) | formula (MiB) | temporaries"
+        " (MiB) |"
+    )
     print("|---|---|---|---|---|---|")
     size = jnp.dtype(compute).itemsize
     for length, parts, ring in itertools.product(lengths, all_parts, (False, True)):
         compiled = compiled_block(length, parts, ring, compute, devices)
-        found = [c for c in hlo.collectives(compiled) if not any(a.dtype == "s32" for a in c.operands)]
+        found = [
+            c for c in hlo.collectives(compiled) if not any(a.dtype == "s32" for a in c.operands)
+        ]
         sent = sum(c.wire_bytes * (c.times or 1) for c in found)
         kv = (MODEL.num_key_value_heads, MODEL.head_dim)
-        formula = sum(formulas.of_context(1, length, parts, *kv, MODEL.hidden_size, REACH, size, ring).values())
+        formula = sum(
+            formulas.of_context(
+                1, length, parts, *kv, MODEL.hidden_size, REACH, size, ring
+            ).values()
+        )
         peak = compiled.memory_analysis().temp_size_in_bytes
         print(
             f"| {length:,} | {parts} | {'ring' if ring else 'gathered'} | {sent / MIB:,.2f} | "
@@ -85,7 +108,8 @@ def traffic_table(lengths: list[int], all_parts: list[int], compute: str, device
 
 
 def balance_table(lengths: list[int], all_parts: list[int]) -> None:
-    """Prints the busiest and the least busy device's work over the mean, counted in blocks of 512 x 512 scores."""
+    """Prints the busiest and the least busy device's work over the mean, counted in blocks of 512 x
+    512 scores."""
     print("| tokens | devices | window | plain cut: most, least | zig-zag: most, least |")
     print("|---|---|---|---|---|")
     for length, parts, window in itertools.product(lengths, all_parts, (None, 4096)):
@@ -108,13 +132,17 @@ def drawing(parts: int = 8, length: int = 131_072) -> str:
 
     def box(x, y, width, height, device):
         color = f"hsl({device * 360 // parts} 60% 55%)"
-        shapes.append(f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{height}" fill="{color}"/>')
+        shapes.append(
+            f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{height}" fill="{color}"/>'
+        )
 
     for zigzagged in (False, True):
         top = 40 + panel * zigzagged
         order = context.zigzag(2 * parts, parts) if zigzagged else np.arange(2 * parts)
         owners = np.argsort(order) // 2
-        text(left, top - 12, f"{'zig-zag' if zigzagged else 'plain'} cut: who computes which scores")
+        text(
+            left, top - 12, f"{'zig-zag' if zigzagged else 'plain'} cut: who computes which scores"
+        )
         text(bars, top - 12, "work over the mean")
         for i, owner in enumerate(owners):
             text(left - 8, top + i * SIDE + 12, f"device {owner}", "end")
@@ -127,14 +155,21 @@ def drawing(parts: int = 8, length: int = 131_072) -> str:
             box(bars, at + 4, share * 90, 2 * SIDE - 8, device)
             text(bars + share * 90 + 6, at + 20, f"{share:.2f}")
     width, height = bars + 240, 2 * panel + 20
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12">',
-        f"<title>Causal work of {parts} devices under a plain and a zig-zag cut of the sequence</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        *shapes,
-        "</svg>\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+                ' font-family="sans-serif" font-size="12">'
+            ),
+            (
+                f"<title>Causal work of {parts} devices under a plain and a zig-zag cut of the"
+                " sequence</title>"
+            ),
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            *shapes,
+            "</svg>\n",
+        ]
+    )
 
 
 def devices_of(target: str | None) -> list:
@@ -149,7 +184,9 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     """Prints the tables, and draws the balance where a file is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=numbers, default=[32_768, 131_072])
     parser.add_argument("--parts", type=numbers, default=[2, 8])
     parser.add_argument("--drawing")

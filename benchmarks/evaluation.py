@@ -1,11 +1,13 @@
-"""Evaluation parity: each request of some lm-eval tasks here, and by lm-eval's own `hf` model on the exported weights.
+"""Evaluation parity: each request of some lm-eval tasks here, and by lm-eval's own `hf` model on
+the exported weights.
 
     python -m benchmarks.evaluation --torch-python=ORACLE/bin/python [--steps=200] [--work=DIR]
 
-Here lm-eval-harness must be installed (the extra `eval`). ORACLE is a Python 3.11 environment with torch 2.13.0,
-transformers 5.23.0 and lm-eval 0.4.13. A small model with a context of 64 tokens is trained, exported by
-`experiments.checkpoint to_hf`, and both sides compute in float32. The tasks are those of tests/evaluate/tasks: choices
-of one token and of several, empty contexts, contexts above the model's, generation with stop strings, rolling windows.
+Here lm-eval-harness must be installed (the extra `eval`). ORACLE is a Python 3.11 environment with
+torch 2.13.0, transformers 5.23.0 and lm-eval 0.4.13. A small model with a context of 64 tokens is
+trained, exported by `experiments.checkpoint to_hf`, and both sides compute in float32. The tasks
+are those of tests/evaluate/tasks: choices of one token and of several, empty contexts, contexts
+above the model's, generation with stop strings, rolling windows.
 """
 
 import argparse
@@ -21,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TASKS = ROOT / "tests" / "evaluate" / "tasks"
 NAMES = ("zaya_choice", "zaya_nothing", "zaya_go_on", "zaya_rolling")
 
-# from_pretrained resets the skip experts' biases, so the model is made first, and lm-eval's class gets it as it is.
+# from_pretrained resets the skip experts' biases, so the model is made first, and lm-eval's class
+# gets it as it is.
 TORCH = """
 import json, sys, torch, lm_eval
 from pathlib import Path
@@ -48,19 +51,32 @@ Path(out).write_text(json.dumps({"samples": samples, "results": found["results"]
 
 
 def trained(folder: Path, steps: int) -> Path:
-    """The folder of a small run: a tokenizer of its own, full and sliding layers, the project's own pages."""
+    """The folder of a small run: a tokenizer of its own, full and sliding layers, the project's own
+    pages."""
     import zaya_jax as zj
     from zaya_jax.data import tokenizers
 
     pages = sorted((ROOT / "docs").glob("*.md"))
-    tokenizers.train_bpe([page.read_text(encoding="utf-8") for page in pages], 400).save(folder / "tokenizer")
+    tokenizers.train_bpe([page.read_text(encoding="utf-8") for page in pages], 400).save(
+        folder / "tokenizer"
+    )
     config = zj.config.default()
     config.name = "evaluated"
     sizes = dict(
-        vocab_size=400, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        moe_intermediate_size=64, num_experts=4, router_hidden_size=24, max_position_embeddings=64,
-        initializer_range=0.05, layer_types=("hybrid", "hybrid_sliding", "hybrid"), sliding_window=16,
-    )  # fmt: skip
+        vocab_size=400,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=64,
+        num_experts=4,
+        router_hidden_size=24,
+        max_position_embeddings=64,
+        initializer_range=0.05,
+        layer_types=("hybrid", "hybrid_sliding", "hybrid"),
+        sliding_window=16,
+    )
     for key, value in sizes.items():
         config.model[key] = value
     config.precision.compute, config.precision.newton_schulz, config.precision.matmul = (
@@ -78,7 +94,14 @@ def trained(folder: Path, steps: int) -> Path:
 
 def exported(run: Path, out: Path) -> Path:
     """The run's newest weights as transformers reads them."""
-    command = [sys.executable, "-m", "experiments.checkpoint", "to_hf", f"--model={run}", f"--out={out}"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.checkpoint",
+        "to_hf",
+        f"--model={run}",
+        f"--out={out}",
+    ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return out
 
@@ -88,7 +111,9 @@ def theirs(python: str, model: Path, work: Path) -> dict[str, Any]:
     out = work / "theirs.json"
     command = [python, "-c", TORCH, str(model), str(TASKS), ",".join(NAMES), str(out)]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 
@@ -97,11 +122,18 @@ def ours(model: Path, work: Path) -> dict[str, Any]:
     """The results of experiments.evaluate."""
     out = work / "ours"
     command = [
-        sys.executable, "-m", "experiments.evaluate", f"--model={model}", f"--tasks={','.join(NAMES)}",
-        f"--include_path={TASKS}", f"--out={out}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.evaluate",
+        f"--model={model}",
+        f"--tasks={','.join(NAMES)}",
+        f"--include_path={TASKS}",
+        f"--out={out}",
+    ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf")}
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (out / "samples.jsonl").read_text().splitlines()
     return {
@@ -111,14 +143,16 @@ def ours(model: Path, work: Path) -> dict[str, Any]:
 
 
 def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By task: requests, the greatest distance of log-likelihoods, how many other answers were not equal, and which
-    texts there were: a model that says nothing would compare nothing."""
+    """By task: requests, the greatest distance of log-likelihoods, how many other answers were not
+    equal, and which texts there were: a model that says nothing would compare nothing."""
     table: dict[str, dict[str, Any]] = {}
     key = lambda sample: (sample["task"], sample["doc_id"])  # noqa: E731
     answers = {key(sample): sample["resps"] for sample in theirs["samples"]}
     assert sorted(answers) == sorted(key(sample) for sample in ours["samples"])
     for sample in ours["samples"]:
-        row = table.setdefault(sample["task"], {"requests": 0, "distance": 0.0, "other": 0, "texts": set()})
+        row = table.setdefault(
+            sample["task"], {"requests": 0, "distance": 0.0, "other": 0, "texts": set()}
+        )
         for mine, other in zip(sample["resps"], answers[key(sample)], strict=True):
             (a,), (b,) = mine, other
             row["requests"] += 1
@@ -134,20 +168,30 @@ def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, dict[str
 
 def main() -> None:
     """Both sides, and a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--work", help="a folder for the run and both sides' answers; by default one that goes away")
+    parser.add_argument(
+        "--work", help="a folder for the run and both sides' answers; by default one that goes away"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(args.work or folder)
         work.mkdir(parents=True, exist_ok=True)
         model = exported(trained(work, args.steps), work / "hf_model")
         here, there = ours(model, work), theirs(args.torch_python, model, work)
-    print("| task | requests | log-likelihoods differ by at most | other answers that differ | texts |")
+    print(
+        "| task | requests | log-likelihoods differ by at most | other answers that differ |"
+        " texts |"
+    )
     print("|---|---|---|---|---|")
     for task, row in compared(here, there).items():
-        print(f"| {task} | {row['requests']} | {row['distance']:.1e} | {row['other']} | {len(row['texts'])} |")
+        print(
+            f"| {task} | {row['requests']} | {row['distance']:.1e} | {row['other']} |"
+            f" {len(row['texts'])} |"
+        )
     for task, figures in here["results"].items():
         print(task, {name: value for name, (value, _) in figures.items()}, there["results"][task])
 

@@ -1,12 +1,14 @@
-"""Bytes that spread experts send and keep, by the compiler: bounded slots, the ragged exchange, and gathered tokens.
+"""Bytes that spread experts send and keep, by the compiler: bounded slots, the ragged exchange, and
+gathered tokens.
 
     .venv/bin/python benchmarks/dispatch.py [--tokens=8192] [--devices=2,4,8,16] [--target=h200]
 
-Compiles values and gradients of one of ZAYA1's expert layers; nothing is allocated or run. Bytes are those of the
-collectives in the program, times the rounds that a load takes; temporaries are the compiler's own analysis. On virtual
-CPU devices it is the float32 program: XLA's CPU backend has no bfloat16 collectives, and no ragged one. With --target
-it is the bfloat16 program for such GPUs, eight a host, which need not be there: make setup-targets. Experts are
-multiplied block by block there too, as on a CPU, so that temporaries are the exchange's and not those of a dense
+Compiles values and gradients of one of ZAYA1's expert layers; nothing is allocated or run. Bytes
+are those of the collectives in the program, times the rounds that a load takes; temporaries are the
+compiler's own analysis. On virtual CPU devices it is the float32 program: XLA's CPU backend has no
+bfloat16 collectives, and no ragged one. With --target it is the bfloat16 program for such GPUs,
+eight a host, which need not be there: make setup-targets. Experts are multiplied block by block
+there too, as on a CPU, so that temporaries are the exchange's and not those of a dense
 `ragged_dot`.
 """
 
@@ -36,7 +38,8 @@ PARTS = PartitionSpec("expert")
 
 
 def gathered(x, choice, gate, gate_up, down, *, dtype, spread) -> jax.Array:
-    """Every device gets all tokens and computes those of its experts; the results are summed and scattered."""
+    """Every device gets all tokens and computes those of its experts; the results are summed and
+    scattered."""
     own = gate_up.shape[0]
     rows, of_all = (lax.all_gather(a, "expert", tiled=True) for a in (x.astype(dtype), choice))
     here = of_all - lax.axis_index("expert") * own
@@ -63,24 +66,34 @@ def compiled(form: str, num: int, size: int, devices: list, dtype) -> jax.stages
 
     tokens = num * size
     args = (
-        shape(tokens, D, dtype=dtype), shape(tokens, dtype=jnp.int32), shape(tokens), shape(E, D, 2 * F),
-        shape(E, F, D), shape(tokens, D),
-    )  # fmt: skip
+        shape(tokens, D, dtype=dtype),
+        shape(tokens, dtype=jnp.int32),
+        shape(tokens),
+        shape(E, D, 2 * F),
+        shape(E, F, D),
+        shape(tokens, D),
+    )
     out = (PARTS, (PARTS,) * 4)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(PARTS,) * 6, out_specs=out, check_vma=False)
     return jax.jit(mapped).lower(*args).compile()
 
 
 def moved(program: jax.stages.Compiled, rounds: int) -> float:
-    """Bytes that each device sends, and gets, where the program's loop over further rounds runs rounds - 1 times."""
-    return sum(c.wire_bytes * (rounds - 1 if c.times is None else c.times) for c in hlo.collectives(program))
+    """Bytes that each device sends, and gets, where the program's loop over further rounds runs
+    rounds - 1 times."""
+    return sum(
+        c.wire_bytes * (rounds - 1 if c.times is None else c.times)
+        for c in hlo.collectives(program)
+    )
 
 
 def moved_ragged(num: int, size: int, worst: bool, itemsize: int) -> float:
-    """The same of the ragged form, whose program does not tell: rows that exist, four times where the load is even.
+    """The same of the ragged form, whose program does not tell: rows that exist, four times where
+    the load is even.
 
-    At the worst load, bytes that reach the device that computes all: tokens of the others forward, their cotangents
-    backward, and once more the tokens that did not come in the first round, which has room for those of two devices.
+    At the worst load, bytes that reach the device that computes all: tokens of the others forward,
+    their cotangents backward, and once more the tokens that did not come in the first round, which
+    has room for those of two devices.
     """
     rows = 2 * (size - 1) + max(size - 3, 0) if worst else 4 * (size - 1) / size
     return rows * num * D * itemsize
@@ -105,7 +118,8 @@ def table(num: int, sizes: list[int], devices: list, forms: tuple[str, ...], dty
             used = program.memory_analysis().temp_size_in_bytes / MIB
             last = "" if form == "gathered" else f"{bound:,.0f}"
             print(
-                f"| {size} | {form} | {even / MIB:,.0f} | {rounds} | {worst / MIB:,.0f} | {used:,.0f} | {last} |",
+                f"| {size} | {form} | {even / MIB:,.0f} | {rounds} | {worst / MIB:,.0f} |"
+                f" {used:,.0f} | {last} |",
                 flush=True,
             )
 
@@ -122,7 +136,9 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--devices", type=numbers, default=[2, 4, 8, 16])
     parser.add_argument("--target", choices=[*targets.TARGETS, "cpu"])

@@ -1,4 +1,5 @@
-"""Bytes that `zaya_jax.parallel` sends and holds, by formulas: tests and benchmarks compare programs with them."""
+"""Bytes that `zaya_jax.parallel` sends and holds, by formulas: tests and benchmarks compare
+programs with them."""
 
 import numpy as np
 
@@ -9,20 +10,30 @@ from zaya_jax.parallel.dispatch import most_rounds, round_rows
 
 
 def of_context(
-    batch: int, length: int, parts: int, num_kv: int, channels: int, width: int, reach: int, size: int, ring: bool
+    batch: int,
+    length: int,
+    parts: int,
+    num_kv: int,
+    channels: int,
+    width: int,
+    reach: int,
+    size: int,
+    ring: bool,
 ) -> dict[str, int]:
     """Bytes that a device sends for one layer's attention, of numbers of `size` bytes.
 
-    kv = 2 B (S / N) K C size are the device's own keys and values, halo = 2 B reach D size; gradients of kv are in
-    the same format where they are reduced and scattered, in float32 where they go round the ring.
+    kv = 2 B (S / N) K C size are the device's own keys and values, halo = 2 B reach D size;
+    gradients of kv are in the same format where they are reduced and scattered, in float32 where
+    they go round the ring.
 
                   gathered                ring
         forward   halo + (N - 1) kv       halo + (N - 1) kv
         backward  halo + (N - 1) kv       halo + (N - 1) kv + N kv 4 / size
         again     halo + (N - 1) kv       halo
 
-    "again" comes on top where the backward pass computes the layer again but for the attention's output (remat
-    "attention"). With "layer", which does not keep that either, the ring sends (N - 1) kv again as well.
+    "again" comes on top where the backward pass computes the layer again but for the attention's
+    output (remat "attention"). With "layer", which does not keep that either, the ring sends (N -
+    1) kv again as well.
     """
     if parts == 1:
         return {"forward": 0, "backward": 0, "again": 0}
@@ -34,8 +45,11 @@ def of_context(
     return {"forward": once, "backward": once, "again": once}
 
 
-def blocks_visited(length: int, parts: int, block: int, window: int | None = None, zigzagged: bool = True) -> list[int]:
-    """Blocks of scores that each device computes in one layer: its work, under the zig-zag or a plain cut."""
+def blocks_visited(
+    length: int, parts: int, block: int, window: int | None = None, zigzagged: bool = True
+) -> list[int]:
+    """Blocks of scores that each device computes in one layer: its work, under the zig-zag or a
+    plain cut."""
     if zigzagged:
         starts = zigzag(length, parts).reshape(parts, 2, -1)[:, :, 0]
     else:
@@ -51,7 +65,9 @@ def blocks_visited(length: int, parts: int, block: int, window: int | None = Non
     return [sum(visited(int(start)) for start in own) for own in starts]
 
 
-def gathered_bytes(devices: int, batch: int, num_kv: int, channels: int, zigzag: bool = True) -> tuple[int, int]:
+def gathered_bytes(
+    devices: int, batch: int, num_kv: int, channels: int, zigzag: bool = True
+) -> tuple[int, int]:
     """The result of a device's all-gather in `lasp2`, forward and backward."""
     states, numbers = devices * (2 if zigzag else 1) * batch, num_kv * channels * (channels + 1)
     return states * (numbers + 2) * 4, states * numbers * 4
@@ -60,10 +76,12 @@ def gathered_bytes(devices: int, batch: int, num_kv: int, channels: int, zigzag:
 def most_temporaries(
     num_tokens: int, devices: int, dim: int, width: int, experts: int, itemsize: int, backward: bool
 ) -> int:
-    """Bytes that no load needs more of: rows of a round, of the device's tokens, and of its experts the gradient.
+    """Bytes that no load needs more of: rows of a round, of the device's tokens, and of its experts
+    the gradient.
 
-    That is float32, and there twice where a second round may add to the first's. On CUDA XLA masks the rows once for
-    each expert to get the gradient, which this does not count (benchmarks/expert.md).
+    That is float32, and there twice where a second round may add to the first's. On CUDA XLA masks
+    the rows once for each expert to get the gradient, which this does not count
+    (benchmarks/expert.md).
     """
     rows = round_rows(num_tokens, devices) * itemsize
     if not backward:
@@ -73,10 +91,11 @@ def most_temporaries(
 
 
 def of_tsp(model: Model, batch: int, length: int, parts: int, size: int) -> dict[str, float]:
-    """Bytes that come in at a device for one dense layer, numbers of the compute format having `size` bytes.
+    """Bytes that come in at a device for one dense layer, numbers of the compute format having
+    `size` bytes.
 
-    `length` is the whole sequence's. Where the layer is computed again in the backward pass, attention's part of the
-    forward (the MLP's output is not needed) comes in once more.
+    `length` is the whole sequence's. Where the layer is computed again in the backward pass,
+    attention's part of the forward (the MLP's output is not needed) comes in once more.
     """
     d, c = model.hidden_size, model.head_dim
     attention = 2 * d * (model.num_attention_heads + model.num_key_value_heads) * c

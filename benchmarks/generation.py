@@ -1,11 +1,13 @@
-"""Generation here and in transformers: the same exported model, prompts and machine, greedy, in one run.
+"""Generation here and in transformers: the same exported model, prompts and machine, greedy, in one
+run.
 
     .venv/bin/python benchmarks/generation.py --torch-python=ORACLE/bin/python [--sizes small wide] [--rounds=3]
 
-ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0. A model of random weights is written as
-a model directory, which both read. Each side runs in a process of its own on the same single core, by
-turns, and the result is the least CPU time of the rounds, which on a shared machine is reproducible,
-while wall time depends on the other users. Both continue greedily in float32, and the ids are compared.
+ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0. A model of random
+weights is written as a model directory, which both read. Each side runs in a process of its own on
+the same single core, by turns, and the result is the least CPU time of the rounds, which on a
+shared machine is reproducible, while wall time depends on the other users. Both continue greedily
+in float32, and the ids are compared.
 """
 
 import argparse
@@ -21,18 +23,31 @@ from pathlib import Path
 import numpy as np
 
 SIZES = {
-    # Programs that a few megabytes of weights hardly fill, and one whose weights a token must read from memory.
+    # Programs that a few megabytes of weights hardly fill, and one whose weights a token must read
+    # from memory.
     "small": {
-        "vocab_size": 8192, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,
-        "num_key_value_heads": 1, "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 8,
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "moe_intermediate_size": 256,
+        "num_experts": 8,
         "router_hidden_size": 64,
     },
     "wide": {
-        "vocab_size": 32768, "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 1024, "num_experts": 8,
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "moe_intermediate_size": 1024,
+        "num_experts": 8,
         "router_hidden_size": 128,
     },
-}  # fmt: skip
+}
 CASES = ((1, 128, 64), (16, 128, 64), (1, 2048, 32))  # rows, tokens of each prompt, new tokens
 SEED = 0
 
@@ -65,7 +80,9 @@ def ours(folder: str, cases: list[dict]) -> list[dict]:
     from zaya_jax.model import decode
 
     model, found = zj.load(folder), []
-    decoder = decode.Decoder(model.config.model, model.params, model.balance, model.config.precision)
+    decoder = decode.Decoder(
+        model.config.model, model.params, model.balance, model.config.precision
+    )
     for case in cases:
 
         def run(num, case=case):
@@ -107,18 +124,25 @@ def write_model(folder: Path, keys: dict) -> int:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ours", nargs=2, help=argparse.SUPPRESS)  # this program as the process of our side
+    parser.add_argument(
+        "--ours", nargs=2, help=argparse.SUPPRESS
+    )  # this program as the process of our side
     args = parser.parse_args()
     if args.ours:
         print(json.dumps(ours(args.ours[0], json.loads(Path(args.ours[1]).read_text()))))
         return
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # those that are started have it too
     print(f"one core, Python {platform.python_version()}, {args.rounds} rounds\n")
-    print("| model | rows | prompt | | zaya_jax | transformers | ratio | same ids |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| model | rows | prompt | | zaya_jax | transformers | ratio | same ids"
+        " |\n|---|---|---|---|---|---|---|---|"
+    )
     for size in args.sizes:
         keys = SIZES[size]
         with tempfile.TemporaryDirectory() as made:
@@ -142,12 +166,18 @@ def main() -> None:
                         raise SystemExit(done.stderr)
                     found.append(json.loads(done.stdout.splitlines()[-1]))
             for i, (rows, length, num) in enumerate(CASES):
-                same = np.mean([a == b for a, b in zip(rounds[0][0][i]["ids"], rounds[1][0][i]["ids"], strict=True)])
+                same = np.mean(
+                    [
+                        a == b
+                        for a, b in zip(rounds[0][0][i]["ids"], rounds[1][0][i]["ids"], strict=True)
+                    ]
+                )
                 for what, unit in (("prefill", "ms"), ("token", "ms a token")):
                     a, b = (min(found[i][what] for found in side) * 1e3 for side in rounds)
                     print(
-                        f"| {size}, {weights / 1e6:,.0f}M | {rows} | {length} | {what} "
-                        f"| {a:,.1f} {unit} | {b:,.1f} {unit} | {b / a:.2f} | {same:.0%} of rows, {num} tokens |",
+                        f"| {size}, {weights / 1e6:,.0f}M | {rows} | {length} | {what} | {a:,.1f}"
+                        f" {unit} | {b:,.1f} {unit} | {b / a:.2f} | {same:.0%} of rows, {num}"
+                        " tokens |",
                         flush=True,
                     )
 

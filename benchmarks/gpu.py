@@ -1,10 +1,11 @@
-"""A first hour on a GPU: what is right there, how fast it is, and what the plan and the compiler had said.
+"""A first hour on a GPU: what is right there, how fast it is, and what the plan and the compiler
+had said.
 
     python -m benchmarks.gpu --out=DIR [--minutes=20] [--parts NAME ...]
 
-Each part is a process with its own time, and the next begins whatever became of it. After each, DIR/gpu.json and
-DIR/gpu.md hold all that is known, and DIR/PART.log all that the part printed as errors. On a CPU all parts run at tiny
-sizes: that shows that they run, and measures no chip.
+Each part is a process with its own time, and the next begins whatever became of it. After each,
+DIR/gpu.json and DIR/gpu.md hold all that is known, and DIR/PART.log all that the part printed as
+errors. On a CPU all parts run at tiny sizes: that shows that they run, and measures no chip.
 """
 
 import argparse
@@ -25,12 +26,22 @@ from zaya_jax.report.document import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = (sys.executable, "-m")
-LEAST = 150.0  # seconds of a part, however late it is: kernels are tried for a minute, and it compiles (H100)
-SIZES = {"1M": (8, 256), "100M": (4, 2048), "1B": (2, 4096)}  # of bench_checkpoint.MODELS: sequences, tokens
+# seconds of a part, however late it is: kernels are tried for a minute, and it compiles (H100)
+LEAST = 150.0
+SIZES = {
+    "1M": (8, 256),
+    "100M": (4, 2048),
+    "1B": (2, 4096),
+}  # of bench_checkpoint.MODELS: sequences, tokens
 RESUME = (
-    "run.num_steps=4", "checkpoint.every_steps=2", "data.global_batch=8", "data.seq_len=64", "eval.every=1000",
-    "eval.windows=1", "log.sample_tokens=2",
-)  # fmt: skip
+    "run.num_steps=4",
+    "checkpoint.every_steps=2",
+    "data.global_batch=8",
+    "data.seq_len=64",
+    "eval.every=1000",
+    "eval.windows=1",
+    "log.sample_tokens=2",
+)
 
 Part = Callable[[Path, bool], dict[str, Any]]
 
@@ -45,7 +56,8 @@ def run(*command: str | Path) -> str:
 
 
 def golden(out: Path, tiny: bool) -> dict[str, Any]:
-    """The greatest difference of logits, and of the loss, from the public implementation's, in float32."""
+    """The greatest difference of logits, and of the loss, from the public implementation's, in
+    float32."""
     import numpy as np
     from safetensors.numpy import load_file
 
@@ -59,7 +71,9 @@ def golden(out: Path, tiny: bool) -> dict[str, Any]:
             bound = 2e-5 * max(1, np.abs(expected["logits"]).max())
             loss = abs(model.loss(expected["input_ids"], expected["labels"]) - expected["loss"])
             right = "right" if off <= bound and loss <= 2e-5 else "WRONG"
-            found[folder.name] = f"{right}: logits by {off:.1e} of {bound:.1e}, the loss by {float(loss):.1e}"
+            found[folder.name] = (
+                f"{right}: logits by {off:.1e} of {bound:.1e}, the loss by {float(loss):.1e}"
+            )
     return found
 
 
@@ -69,7 +83,10 @@ def trial(out: Path, tiny: bool) -> dict[str, Any]:
     if not tiny:
         run("experiments.characterize", "kernels", f"--out={out}")
         record = json.loads((out / "kernels.json").read_text())
-        found = {"verdict": record["said"], **{" ".join(row[:3]): " | ".join(row[3:]) for row in record["table"]}}
+        found = {
+            "verdict": record["said"],
+            **{" ".join(row[:3]): " | ".join(row[3:]) for row in record["table"]},
+        }
     chosen = ("--operators", "newton_schulz", "--seconds", "1e-3") if tiny else ("--sizes", "4K")
     run("benchmarks.kernels", "--out", out / "operators", *chosen)
     return {**found, "by operator": f"{out}/operators/kernels.md"}
@@ -86,7 +103,8 @@ def settings_of(name: str, tiny: bool) -> Any:
 
 
 def training_step(name: str, out: Path, tiny: bool) -> dict[str, Any]:
-    """Tokens a second, MFU of useful FLOPs, peak memory: measured, compiled, planned; the profile by scope."""
+    """Tokens a second, MFU of useful FLOPs, peak memory: measured, compiled, planned; the profile
+    by scope."""
     import jax
     import numpy as np
 
@@ -117,25 +135,34 @@ def training_step(name: str, out: Path, tiny: bool) -> dict[str, Any]:
     seconds = timing.time_call(call, 1.0 if tiny else 10.0, queue=False).median
     peak = chips.peak_flops(device.device_kind, settings.precision)
     case = Case(
-        settings, spread_of(settings.mesh, mesh.shape), chips.named(device.device_kind) or "mi300x", sequences, 1
+        settings,
+        spread_of(settings.mesh, mesh.shape),
+        chips.named(device.device_kind) or "mi300x",
+        sequences,
+        1,
     )
     statistics = device.memory_stats() or {}
     useful = chips.model_flops(settings.model, settings.data.seq_len) * tokens / seconds
-    scopes = {kernel.name: kernel.scope for kernel in kernels.read_program(program.as_text()).kernels}
+    scopes = {
+        kernel.name: kernel.scope for kernel in kernels.read_program(program.as_text()).kernels
+    }
     return {
-        "tokens a second": round(tokens / seconds), "ms a step": round(1e3 * seconds, 2),
-        "useful TFLOP/s": round(useful / 1e12, 3), "MFU": peak and round(useful / peak, 4),
+        "tokens a second": round(tokens / seconds),
+        "ms a step": round(1e3 * seconds, 2),
+        "useful TFLOP/s": round(useful / 1e12, 3),
+        "MFU": peak and round(useful / peak, 4),
         "peak GB, measured": round(statistics.get("peak_bytes_in_use", 0) / 1e9, 3) or None,
         "peak GB, compiled": round(memory.peak / 1e9, 3),
         "peak GB, planned": round(footprint.estimate(case).peak / 1e9, 3),
         **profiled(call, out / f"profile-{name}", scopes),
-    }  # fmt: skip
+    }
 
 
 def profiled(call: Callable[[], Any], folder: Path, scopes: dict[str, str]) -> dict[str, Any]:
     """Shares of the time of the device's operations by the scope that made them, of three calls.
 
-    "unknown" are those that the program's text does not have by name: a GPU may launch many as one graph.
+    "unknown" are those that the program's text does not have by name: a GPU may launch many as one
+    graph.
     """
     import jax
 
@@ -166,14 +193,25 @@ def decoding(out: Path, tiny: bool) -> dict[str, Any]:
         model.generate(ids, count)
         begun = time.perf_counter()
         model.generate(ids, count)
-        found[f"tokens a second, {rows} rows"] = round(rows * count / (time.perf_counter() - begun), 1)
+        found[f"tokens a second, {rows} rows"] = round(
+            rows * count / (time.perf_counter() - begun), 1
+        )
     return found
 
 
 def checkpoint(out: Path, tiny: bool) -> dict[str, Any]:
     """The step's wait for a save, against a plain copy and Orbax's."""
-    text = run("benchmarks.bench_checkpoint", "stall", "--gb=0.2" if tiny else "--gb=4", f"--saves={2 if tiny else 6}")
-    rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|") and "---" not in line]
+    text = run(
+        "benchmarks.bench_checkpoint",
+        "stall",
+        "--gb=0.2" if tiny else "--gb=4",
+        f"--saves={2 if tiny else 6}",
+    )
+    rows = [
+        line.strip("| ").split("|")
+        for line in text.splitlines()
+        if line.startswith("|") and "---" not in line
+    ]
     return {row[0].strip(): " | ".join(cell.strip() for cell in row[1:]) for row in rows}
 
 
@@ -190,15 +228,25 @@ def resume(out: Path, tiny: bool) -> dict[str, Any]:
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "4")
     run("experiments.pretrain", f"--workdir={again}", *keys)
-    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), *(partial.read(one, "*") for one in (whole, again)))
-    return {"equal bit for bit": f"{sum(jax.tree.leaves(same))} of {len(jax.tree.leaves(same))} arrays"}
+    same = jax.tree.map(
+        lambda a, b: bool(np.array_equal(a, b)), *(partial.read(one, "*") for one in (whole, again))
+    )
+    return {
+        "equal bit for bit": f"{sum(jax.tree.leaves(same))} of {len(jax.tree.leaves(same))} arrays"
+    }
 
 
 def characterize(out: Path, tiny: bool) -> dict[str, Any]:
     """Products, memory and collectives of this machine."""
     options = ("--config=experiments/configs/tiny.py", "--devices=1") if tiny else ()
     part = "memory" if tiny else "all"
-    run("experiments.characterize", part, f"--out={out}", f"--seconds={0.001 if tiny else 0.1}", *options)
+    run(
+        "experiments.characterize",
+        part,
+        f"--out={out}",
+        f"--seconds={0.001 if tiny else 0.1}",
+        *options,
+    )
     return {"page": f"{out}/{part}.html"}
 
 
@@ -212,7 +260,7 @@ PARTS: dict[str, Part] = {
     "checkpoint": checkpoint,
     "resume": resume,
     "characterize": characterize,
-}  # fmt: skip
+}
 
 
 HERE = """import jax; of = jax.devices()[0]
@@ -220,7 +268,8 @@ print(f"{jax.device_count()} x {of.device_kind}, jax {jax.__version__}", of.plat
 
 
 def here() -> tuple[str, bool]:
-    """The devices in words, and whether they are a CPU's; asked by a process that ends, since one takes the memory."""
+    """The devices in words, and whether they are a CPU's; asked by a process that ends, since one
+    takes the memory."""
     done = subprocess.run([sys.executable, "-c", HERE], capture_output=True, text=True)
     words = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no device "
     return words.rpartition(" ")[0], words.endswith(" cpu")
@@ -231,7 +280,12 @@ def in_a_process(name: str, out: Path, tiny: bool, seconds: float) -> dict[str, 
     begun = time.monotonic()
     command = [*PYTHON, "benchmarks.gpu", f"--out={out}", f"--child={name}", *["--tiny"] * tiny]
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             text, errors = process.communicate(timeout=seconds)
@@ -254,8 +308,13 @@ def page(results: dict[str, dict[str, Any]], about: str) -> str:
     """All parts as Markdown."""
     words = f"# First hour on {about}, {time.strftime('%Y-%m-%d')}\n\n"
     for name, result in results.items():
-        rows = [[key, str(value)] for key, value in result.get("found", {"failed": result.get("fault")}).items()]
-        words += Table(f"{name}, {result['seconds']:g} s", ("what", "found"), rows).markdown() + "\n"
+        rows = [
+            [key, str(value)]
+            for key, value in result.get("found", {"failed": result.get("fault")}).items()
+        ]
+        words += (
+            Table(f"{name}, {result['seconds']:g} s", ("what", "found"), rows).markdown() + "\n"
+        )
     return words
 
 
@@ -278,9 +337,14 @@ def main(arguments: list[str] | None = None) -> int:
     for number, name in enumerate(options.parts):
         left = max((until - time.monotonic()) / (len(options.parts) - number) * 2, LEAST)
         results[name] = in_a_process(name, options.out, tiny, left)
-        (options.out / "gpu.json").write_text(json.dumps({"device": about, **results}, indent=1) + "\n")
+        (options.out / "gpu.json").write_text(
+            json.dumps({"device": about, **results}, indent=1) + "\n"
+        )
         (options.out / "gpu.md").write_text(page(results, about))
-        print(f"{name}: {results[name].get('fault', 'done')} ({results[name]['seconds']:g} s)", flush=True)
+        print(
+            f"{name}: {results[name].get('fault', 'done')} ({results[name]['seconds']:g} s)",
+            flush=True,
+        )
     print(f"written: {options.out}/gpu.md, gpu.json")
     return 1 if any("fault" in result for result in results.values()) else 0
 

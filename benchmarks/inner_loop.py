@@ -1,17 +1,20 @@
-"""A kernel's inner loop as machine code: its matrix instructions, and a model of how fast it can turn.
+"""A kernel's inner loop as machine code: its matrix instructions, and a model of how fast it can
+turn.
 
     loop = inner_loop.read_loop(code)           # `machine_code.Code`; None where the kernel has no loop with products
     loop.matrix, loop.share, loop.bound         # 16, 0.67, "shared memory"
 
-Disassembled by the vendors' own tools: LLVM's for AMD (llvm-objdump and llvm-mca, 19 or later; 20 or later for gfx950),
-NVIDIA's nvdisasm. The inner loop is the innermost one with matrix instructions, of several the one with most.
+Disassembled by the vendors' own tools: LLVM's for AMD (llvm-objdump and llvm-mca, 19 or later; 20
+or later for gfx950), NVIDIA's nvdisasm. The inner loop is the innermost one with matrix
+instructions, of several the one with most.
 
-The model covers one scheduler and counts the clocks that a turn of one warp takes on each unit; the longest is the
-bound, and the share is its products' time at the published peak over that. It is calibrated on the data sheet:
-a loop of nothing but bfloat16 matrix instructions has a share of 1. On AMD the units are llvm-mca's, which counts in
-passes of four clocks, like AMD's manuals; a lone warp's time, with its waits, is divided by the warps that fit.
-Added by hand are the rates of shared memory (128 bytes a clock for all schedulers of a core) and of exponentials and
-roots (a quarter of the rest). For NVIDIA there is no such tool: an instruction takes one clock to issue, and waits are
+The model covers one scheduler and counts the clocks that a turn of one warp takes on each unit; the
+longest is the bound, and the share is its products' time at the published peak over that. It is
+calibrated on the data sheet: a loop of nothing but bfloat16 matrix instructions has a share of 1.
+On AMD the units are llvm-mca's, which counts in passes of four clocks, like AMD's manuals; a lone
+warp's time, with its waits, is divided by the warps that fit. Added by hand are the rates of shared
+memory (128 bytes a clock for all schedulers of a core) and of exponentials and roots (a quarter of
+the rest). For NVIDIA there is no such tool: an instruction takes one clock to issue, and waits are
 not thought of. Memory beyond the core, caches too, is in no model here.
 """
 
@@ -29,7 +32,9 @@ from zaya_jax.hardware import targets
 PASS = 4  # clocks of a scheduler of AMD in which it issues one instruction of 64 threads
 SHARED = 128  # bytes a clock that a core's shared memory gives, AMD and NVIDIA
 _LEAST_LLVM = {"gfx942": 19, "gfx950": 20}
-_AMD_LINE = re.compile(r"^\t(\S.*?)\s*// ([0-9A-F]+): [0-9A-F ]+(?:<\S+\+0x([0-9a-f]+)>)?$", re.MULTILINE)
+_AMD_LINE = re.compile(
+    r"^\t(\S.*?)\s*// ([0-9A-F]+): [0-9A-F ]+(?:<\S+\+0x([0-9a-f]+)>)?$", re.MULTILINE
+)
 _AMD_START = re.compile(r"^([0-9a-f]+) <\w+>:$", re.MULTILINE)
 _NVIDIA_LINE = re.compile(r"^(\.L_x_\d+):|^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 _MFMA = re.compile(r"^v_s?mfmac?_\w+?_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
@@ -71,11 +76,16 @@ def missing(arch: str) -> str:
     if arch.startswith("sm_"):
         return "" if _nvdisasm() else "nvdisasm (make setup-targets installs it)"
     least = _LEAST_LLVM[arch]
-    return "" if _llvm("objdump", least) and _llvm("mca", least) else f"LLVM {least} or later (Debian: llvm-{least})"
+    return (
+        ""
+        if _llvm("objdump", least) and _llvm("mca", least)
+        else f"LLVM {least} or later (Debian: llvm-{least})"
+    )
 
 
 def read_loop(code: Code) -> Loop | None:
-    """The inner loop of a kernel; None where it has none with matrix instructions. See `missing`."""
+    """The inner loop of a kernel; None where it has none with matrix instructions. See
+    `missing`."""
     body = body_of(instructions(code))
     if body is None:
         return None
@@ -99,9 +109,10 @@ def body_of(program: list[Instruction]) -> list[Instruction] | None:
     held = {loop: sum(loop[0] <= n <= loop[1] for n in matrix) for loop in loops}
     held = {loop: n for loop, n in held.items() if n}
     inner = [
-        loop for loop in held
+        loop
+        for loop in held
         if not any(loop != other and loop[0] <= other[0] and other[1] <= loop[1] for other in held)
-    ]  # fmt: skip
+    ]
     if not inner:
         return None
     begin, end = max(inner, key=lambda loop: (held[loop], loop[0] - loop[1]))
@@ -116,7 +127,9 @@ def instructions(code: Code) -> list[Instruction]:
         if code.arch.startswith("sm_"):
             return _read_nvidia(_run(_nvdisasm(), "-ndf", "-c", str(file)))
         tool = _llvm("objdump", _LEAST_LLVM[code.arch])
-        return _read_amd(_run(tool, "-d", f"--mcpu={code.arch}", "--triple=amdgcn-amd-amdhsa", str(file)))
+        return _read_amd(
+            _run(tool, "-d", f"--mcpu={code.arch}", "--triple=amdgcn-amd-amdhsa", str(file))
+        )
 
 
 def _read_amd(text: str) -> list[Instruction]:
@@ -126,7 +139,9 @@ def _read_amd(text: str) -> list[Instruction]:
     found = []
     for words, address, offset in _AMD_LINE.findall(text):
         jumps = offset and words.startswith(("s_branch", "s_cbranch"))
-        found.append(Instruction(int(address, 16), words, base + int(offset, 16) if jumps else None))
+        found.append(
+            Instruction(int(address, 16), words, base + int(offset, 16) if jumps else None)
+        )
     return found
 
 
@@ -164,10 +179,14 @@ def _on_amd(code: Code, body: list[Instruction]) -> Loop:
     tool = _llvm("mca", _LEAST_LLVM[code.arch])
     report = json.loads(
         _run(
-            tool, "-mtriple=amdgcn-amd-amdhsa", f"-mcpu={code.arch}", f"-iterations={turns}", "-json",
+            tool,
+            "-mtriple=amdgcn-amd-amdhsa",
+            f"-mcpu={code.arch}",
+            f"-iterations={turns}",
+            "-json",
             given="\n".join(texts) + "\n",
         )
-    )  # fmt: skip
+    )
     (region,) = report["CodeRegions"]
     names = report["TargetInfo"]["Resources"]
     taken = {
@@ -188,11 +207,18 @@ def _on_amd(code: Code, body: list[Instruction]) -> Loop:
     }
     clocks = {unit: PASS * float(n) for unit, n in passes.items()}
     clocks["shared memory"] = sum(map(_lds_bytes, texts)) * core.warp * core.schedulers / SHARED
-    return Loop(len(body), len(matrix), "mfma", clocks, sum(map(_flops, texts)) / core.flops * core.schedulers)
+    return Loop(
+        len(body),
+        len(matrix),
+        "mfma",
+        clocks,
+        sum(map(_flops, texts)) / core.flops * core.schedulers,
+    )
 
 
 def _for_mca(text: str) -> str:
-    """LLVM 19's llvm-mca crashes on loads and stores through a buffer's descriptor; those by address cost as much."""
+    """LLVM 19's llvm-mca crashes on loads and stores through a buffer's descriptor; those by
+    address cost as much."""
     found = re.match(r"buffer_(load|store)_(\w+) (v\S+), (v\d+|off), s\[(\d+):\d+\]", text)
     if not found:
         return text
@@ -205,7 +231,8 @@ def _for_mca(text: str) -> str:
 def _lds_bytes(text: str) -> int:
     """That an instruction moves for one thread to or from LDS."""
     found = re.match(
-        r"ds_(?:read|write|bpermute|permute|swizzle|add|max)\w*?(2(?:st64)?)?_\w*?b?(8|16|32|64|96|128)\b", text
+        r"ds_(?:read|write|bpermute|permute|swizzle|add|max)\w*?(2(?:st64)?)?_\w*?b?(8|16|32|64|96|128)\b",
+        text,
     )
     return max(int(found[2]) // 8, 4) * (2 if found[1] else 1) if found else 0
 
@@ -226,10 +253,13 @@ def _on_nvidia(code: Code, body: list[Instruction]) -> Loop:
 
 
 def _shared_bytes(text: str, warp: int) -> float:
-    """That an instruction moves for one warp to or from shared memory, or its frame in L1; of a wgmma its quarter."""
+    """That an instruction moves for one warp to or from shared memory, or its frame in L1; of a
+    wgmma its quarter."""
     if found := _WGMMA.search(text):
         m, n, k = (int(found[i]) for i in (1, 2, 3))
-        of_left = 0 if re.search(r"R\d+, R\d+, gdesc", found[4]) else m  # its left operand may be in registers
+        of_left = (
+            0 if re.search(r"R\d+, R\d+, gdesc", found[4]) else m
+        )  # its left operand may be in registers
         return 2 * (of_left + n) * k / 4
     found = re.search(r"\b(?:(LD|ST)SM|LDS|STS|LDL|STL|ATOMS)\b(\S*)", text)
     if not found:
@@ -256,7 +286,9 @@ def _nvdisasm() -> str:
 
 
 def _run(tool: str, *options: str, given: str | None = None) -> str:
-    done: Any = subprocess.run([tool, *options], input=given, capture_output=True, text=True, timeout=300)
+    done: Any = subprocess.run(
+        [tool, *options], input=given, capture_output=True, text=True, timeout=300
+    )
     if done.returncode:
         raise RuntimeError(f"{Path(tool).name} failed: {done.stderr.strip()[:300]}")
     return done.stdout

@@ -1,11 +1,13 @@
-"""Times every kernel on this machine's chip, with XLA's implementation and the other choices of users.
+"""Times every kernel on this machine's chip, with XLA's implementation and the other choices of
+users.
 
     python -m benchmarks.kernels --out DIR [--sizes 4K 32K 131K] [--operators NAME ...] [--seconds 1]
 
-Forward and backward passes apart, in bfloat16, at ZAYA1's sizes (`benchmarks.cases`). Each is first compared with XLA
-in float32, and a wrong one is not timed. Rates are compared with those of one large product and one copy in the same
-run. Written are kernels.json, kernels.csv and kernels.md. On a CPU kernels are interpreted at a size of a few hundred
-numbers, which shows that the program runs and says nothing of any chip.
+Forward and backward passes apart, in bfloat16, at ZAYA1's sizes (`benchmarks.cases`). Each is first
+compared with XLA in float32, and a wrong one is not timed. Rates are compared with those of one
+large product and one copy in the same run. Written are kernels.json, kernels.csv and kernels.md. On
+a CPU kernels are interpreted at a size of a few hundred numbers, which shows that the program runs
+and says nothing of any chip.
 """
 
 import argparse
@@ -36,7 +38,17 @@ CHECKED = cases.Size("1K", 1, 1024, cases.ZAYA)  # tokens at which values and gr
 # Of a norm, by which all may differ; beyond that an error is held against XLA's in the same format.
 NOISE = 1e-3
 OTHERS = 0.1  # and the error of XLA and others, which is shown
-HEAD = ("operator", "direction", "implementation", "ms", "10% to 90%", "rate", "share", "temporaries", "note")
+HEAD = (
+    "operator",
+    "direction",
+    "implementation",
+    "ms",
+    "10% to 90%",
+    "rate",
+    "share",
+    "temporaries",
+    "note",
+)
 
 
 @dataclasses.dataclass
@@ -48,7 +60,9 @@ class Row:
     size: str
     direction: str
     implementation: str
-    error: float | None = None  # relative to a norm of XLA's float32 results; the largest of all results
+    error: float | None = (
+        None  # relative to a norm of XLA's float32 results; the largest of all results
+    )
     seconds: Timing | None = None
     flops: float = 0.0  # of use; 0 where bytes count
     bytes: int = 0  # arguments and results, each once
@@ -67,12 +81,17 @@ def rivals(case: cases.Case, here: Chip) -> dict[str, Callable[[Any], Callable]]
     if (case.operator, case.label) == ("attention", "causal"):
         how: Any = "cudnn" if here.maker == "cuda" and not here.is_host else "xla"
         found[f"jax.nn, {how}"] = lambda dtype: (
-            lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
+            lambda q, k, v: jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, implementation=how
+            )
         )
         if tokamax := _installed("tokamax", here, "cuda"):
-            found["tokamax"] = lambda dtype: lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=True)
+            found["tokamax"] = lambda dtype: (
+                lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=True)
+            )
         if aiter := _installed("jax_aiter.mha", here, "rocm"):
-            # A tuple, of the output alone. Its assembly kernels for the gradients are not for `deterministic`.
+            # A tuple, of the output alone. Its assembly kernels for the gradients are not for
+            # `deterministic`.
             found["AITER"] = lambda dtype: (
                 lambda q, k, v: aiter.flash_attn_func(q, k, v, causal=True, deterministic=False)[0]
             )
@@ -89,7 +108,9 @@ def rivals(case: cases.Case, here: Chip) -> dict[str, Callable[[Any], Callable]]
 
 def _installed(module: str, here: Chip, maker: str) -> Any:
     """The module, if this chip is of its maker and a user has installed it."""
-    there = here.maker == maker and not here.is_host and importlib.util.find_spec(module.split(".")[0])
+    there = (
+        here.maker == maker and not here.is_host and importlib.util.find_spec(module.split(".")[0])
+    )
     return importlib.import_module(module) if there else None
 
 
@@ -133,7 +154,11 @@ def measure(case: cases.Case, size: cases.Size, here: Chip, seconds: float) -> I
             row.flops = case.flops(size)[direction]
             row.error = None if isinstance(error, str) else error
             if wrong:
-                row.note = error if isinstance(error, str) else f"wrong by {error:.2g} of the norm; not timed"
+                row.note = (
+                    error
+                    if isinstance(error, str)
+                    else f"wrong by {error:.2g} of the norm; not timed"
+                )
             else:
                 _time(row, own, size, target, seconds)
             yield row
@@ -147,11 +172,16 @@ def _number(error: float | str) -> float:
     return np.inf if isinstance(error, str) else error
 
 
-def _errors(case: cases.Case, size: cases.Size, offered: dict, none: Chip) -> dict[str, float | str]:
-    """The largest error of each implementation's results and gradients, over a norm; or the reason for none."""
+def _errors(
+    case: cases.Case, size: cases.Size, offered: dict, none: Chip
+) -> dict[str, float | str]:
+    """The largest error of each implementation's results and gradients, over a norm; or the reason
+    for none."""
     direction = "alone" if "alone" in case.directions else "gradients"
     with chip.making(none), jax.default_matmul_precision("highest"):
-        exact = _results(cases.function(case, direction, jnp.float32), case.values(size, jnp.float32))
+        exact = _results(
+            cases.function(case, direction, jnp.float32), case.values(size, jnp.float32)
+        )
     found: dict[str, float | str] = {}
     for name, (own, target) in offered.items():
         try:
@@ -161,7 +191,9 @@ def _errors(case: cases.Case, size: cases.Size, offered: dict, none: Chip) -> di
             found[name] = f"failed: {_line(error)}"
             continue
         both = zip(got, exact, strict=True)
-        found[name] = max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in both)
+        found[name] = max(
+            float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in both
+        )
     return found
 
 
@@ -181,7 +213,9 @@ def _time(row: Row, case: cases.Case, size: cases.Size, target: Chip, seconds: f
             row.bytes = cases.bytes_of(arguments, program.out_info)
             analysis = program.memory_analysis()
             row.temporaries = analysis.temp_size_in_bytes if analysis else None
-            row.seconds = timing.time_call(lambda: program(*arguments), seconds, queue=not target.is_host)
+            row.seconds = timing.time_call(
+                lambda: program(*arguments), seconds, queue=not target.is_host
+            )
     except jax.errors.JaxRuntimeError as error:
         out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
         row.note = "does not fit the chip's memory" if out_of_memory else f"failed: {_line(error)}"
@@ -210,7 +244,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sizes", nargs="+", choices=cases.SIZES, default=list(cases.SIZES))
-    parser.add_argument("--operators", nargs="+", choices=chip.OPERATORS, default=list(chip.OPERATORS))
+    parser.add_argument(
+        "--operators", nargs="+", choices=chip.OPERATORS, default=list(chip.OPERATORS)
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for which each is repeated")
     options = parser.parse_args(arguments)
     device = jax.devices()[0]
@@ -218,11 +254,18 @@ def main(arguments: list[str] | None = None) -> int:
     here = Chip("cpu", "gfx942") if host else chip.chip_of(device)
     sizes = [cases.SMALL] if host else [cases.SIZES[label] for label in options.sizes]
     if host:
-        print("no GPU is here: kernels are interpreted at a tiny size, and figures are of this host", flush=True)
+        print(
+            "no GPU is here: kernels are interpreted at a tiny size, and figures are of this host",
+            flush=True,
+        )
     about = {
-        "device": device.device_kind, "platform": device.platform, "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"), "of_host": host, **yardsticks(here, options.seconds),
-    }  # fmt: skip
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "of_host": host,
+        **yardsticks(here, options.seconds),
+    }
     rows: list[Row] = []
     for case in cases.CASES:
         if case.operator not in options.operators:
@@ -237,7 +280,11 @@ def main(arguments: list[str] | None = None) -> int:
                 print(" | ".join(_cells(row, about)), flush=True)
                 _write(options.out, about, rows)  # earlier results are kept if a later case fails
     print(f"written: {options.out}/kernels.json, kernels.csv, kernels.md")
-    return 1 if any("wrong" in row.note for row in rows if row.implementation in ("ours", "XLA")) else 0
+    return (
+        1
+        if any("wrong" in row.note for row in rows if row.implementation in ("ours", "XLA"))
+        else 0
+    )
 
 
 def _cells(row: Row, about: dict[str, Any]) -> list[str]:
@@ -261,15 +308,23 @@ def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     flat = []
     for row in rows:
-        timed = dict(zip(("seconds", "low", "high", "samples"), row.seconds or [None] * 4, strict=True))
+        timed = dict(
+            zip(("seconds", "low", "high", "samples"), row.seconds or [None] * 4, strict=True)
+        )
         flat.append({**dataclasses.asdict(row), "rate": row.rate, **timed})
     (out / "kernels.json").write_text(json.dumps({**about, "rows": flat}, indent=1) + "\n")
     sheet = io.StringIO()
-    writer = csv.DictWriter(sheet, fieldnames=list(dict.fromkeys(key for row in flat for key in row)))
+    writer = csv.DictWriter(
+        sheet, fieldnames=list(dict.fromkeys(key for row in flat for key in row))
+    )
     writer.writeheader()
     writer.writerows(flat)
     (out / "kernels.csv").write_text(sheet.getvalue())
-    note = "\nFigures are of this host, where kernels are interpreted: of no GPU.\n" if about["of_host"] else ""
+    note = (
+        "\nFigures are of this host, where kernels are interpreted: of no GPU.\n"
+        if about["of_host"]
+        else ""
+    )
     title = f"Kernels on {about['device']}, jax {about['jax']}, {about['date']}"
     yard = (
         f"One product of 8,192² reaches {about['product'] / 1e12:,.1f} TFLOP/s in bfloat16, a copy "

@@ -1,13 +1,16 @@
-"""The machine code of a compiled program's Pallas kernels: registers, spills, shared memory, how many run at once.
+"""The machine code of a compiled program's Pallas kernels: registers, spills, shared memory, how
+many run at once.
 
     for code in machine_code.read_kernels(compiled):    # one for each that differs from the others
         code.name, code.registers, code.spills, code.shared, code.occupancy
 
-A program that is compiled for a GPU, here or not, serializes to a file that holds each kernel as the ELF file which the
-GPU's driver would load. What that says of itself is read here; `inner_loop` reads the instructions.
+A program that is compiled for a GPU, here or not, serializes to a file that holds each kernel as
+the ELF file which the GPU's driver would load. What that says of itself is read here; `inner_loop`
+reads the instructions.
 
-The serialized program is XLA's own: a Riegeli file whose records are protocol buffers. Neither is promised to stay, so
-whatever is not found where JAX 0.11 and 0.12 have it is an error, never a guess.
+The serialized program is XLA's own: a Riegeli file whose records are protocol buffers. Neither is
+promised to stay, so whatever is not found where JAX 0.11 and 0.12 have it is an error, never a
+guess.
 """
 
 import dataclasses
@@ -28,7 +31,10 @@ _CODECS = {ord("s"): "snappy", ord("z"): "zstd", ord("b"): "brotli"}
 _AMD, _NVIDIA = 224, 190  # of an ELF file, its machine
 _NO_BITS = 8  # of a section, that the file has no bytes for it
 _SIZED = 4  # of an attribute, that a length stands before it
-_REGISTERS, _FRAME = (0x2F, 0x11)  # attributes of a kernel in a cubin's .nv.info: registers, bytes of its local frame
+_REGISTERS, _FRAME = (
+    0x2F,
+    0x11,
+)  # attributes of a kernel in a cubin's .nv.info: registers, bytes of its local frame
 
 
 class Core(NamedTuple):
@@ -46,8 +52,8 @@ class Core(NamedTuple):
     flops: int  # of bfloat16 products a clock, as the data sheets' peaks count them
 
 
-# The vendors' ISA and tuning guides. MI300X: 304 x 2,048 x 2.1 GHz = 1,307 TFLOP/s; MI355X: 256 x 4,096 x 2.4 GHz =
-# 2,517 TFLOP/s; H100 and H200: 132 x 4,096 x 1.83 GHz = 989 TFLOP/s.
+# The vendors' ISA and tuning guides. MI300X: 304 x 2,048 x 2.1 GHz = 1,307 TFLOP/s; MI355X: 256 x
+# 4,096 x 2.4 GHz = 2,517 TFLOP/s; H100 and H200: 132 x 4,096 x 1.83 GHz = 989 TFLOP/s.
 _CDNA3 = Core(64, 4, 512, 512, 8, 8, 64 << 10, 64 << 10, 0, 2048)
 CORES = {
     "gfx942": _CDNA3,
@@ -65,7 +71,9 @@ class Code:
     grid: tuple[int, ...]
     threads: int  # of a block
     registers: int  # of a thread; AMD's vector registers, those for matrices counted
-    spills: int  # registers for which there was no room; of NVIDIA, which does not say, the 4-byte words of the frame
+    # registers for which there was no room; of NVIDIA, which does not say, the 4-byte words of the
+    # frame
+    spills: int
     private: int  # bytes of HBM that each thread has for values in no register
     scalar_spills: int  # AMD's scalar registers, which go to lanes of a vector register
     shared: int  # bytes of LDS, or shared memory, of a block
@@ -84,7 +92,8 @@ class Code:
 
     @property
     def blocks(self) -> int:
-        """Blocks on a core at once, by registers, shared memory and scheduler; 0 where it cannot run."""
+        """Blocks on a core at once, by registers, shared memory and scheduler; 0 where it cannot
+        run."""
         core = self.core
         registers = -(-max(self.registers, 1) // core.granule) * core.granule
         of_scheduler = min(core.registers // registers, core.warps)
@@ -100,7 +109,8 @@ class Code:
 
 
 def read_kernels(compiled: Any) -> list[Code]:
-    """The Pallas kernels of a program that was compiled for a GPU, in the order in which they run, each code once."""
+    """The Pallas kernels of a program that was compiled for a GPU, in the order in which they run,
+    each code once."""
     called = set(_CALL.findall(compiled.as_text()))
     found: dict[tuple, Code] = {}
     for record in _records(compiled.runtime_executable().serialize()):
@@ -111,9 +121,13 @@ def read_kernels(compiled: Any) -> list[Code]:
             if code.name not in called:  # XLA's own
                 continue
             known = found.get(key := (code.name, code.grid, elf))
-            found[key] = code if known is None else dataclasses.replace(known, times=known.times + 1)
+            found[key] = (
+                code if known is None else dataclasses.replace(known, times=known.times + 1)
+            )
     if missing := called - {code.name for code in found.values()}:
-        raise ValueError(f"no machine code of {', '.join(sorted(missing))} was found in the serialized program")
+        raise ValueError(
+            f"no machine code of {', '.join(sorted(missing))} was found in the serialized program"
+        )
     return list(found.values())
 
 
@@ -193,16 +207,19 @@ def _nvidia_attributes(info: bytes) -> dict[int, int]:
     return found
 
 
-########################################################################################################################
-# The file: Riegeli (github.com/google/riegeli, doc/riegeli_records_file_format.md) and protocol buffers
-########################################################################################################################
+# ################################################################################################
+# The file: Riegeli (github.com/google/riegeli, doc/riegeli_records_file_format.md) and protocol
+# buffers
+# ##################################################################################################
 
 
 def _records(data: bytes) -> Iterator[bytes]:
     """The records of the Riegeli file in these bytes, which another file may be one of."""
     begin = data.find(_FILE)
     if begin < 0:
-        raise ValueError("XLA's serialized program is no Riegeli file any more; machine_code.py reads no other")
+        raise ValueError(
+            "XLA's serialized program is no Riegeli file any more; machine_code.py reads no other"
+        )
     data = data[begin:]
     data = b"".join(data[i + _BLOCK_HEADER : i + _BLOCK] for i in range(0, len(data), _BLOCK))
     at = 0
@@ -230,7 +247,9 @@ def _unpacked(codec: int, data: bytes) -> bytes:
     if codec == 0:
         return data
     size, start = _number(data, 0)
-    return pyarrow.Codec(_CODECS[codec]).decompress(data[start:], decompressed_size=size, asbytes=True)
+    return pyarrow.Codec(_CODECS[codec]).decompress(
+        data[start:], decompressed_size=size, asbytes=True
+    )
 
 
 def _elves(message: bytes, parents: tuple[bytes, ...] = ()) -> Iterator[tuple[list[bytes], bytes]]:

@@ -1,12 +1,14 @@
-"""Muon against AdamW with a tuned learning rate: 200 steps of the embedded tiny run, same data and seed for all.
+"""Muon against AdamW with a tuned learning rate: 200 steps of the embedded tiny run, same data and
+seed for all.
 
     python benchmarks/muon_adamw.py train --out=DIR    the grid (runs that are complete are not repeated)
     python benchmarks/muon_adamw.py draw --out=DIR     the table, and benchmarks/muon_adamw.png
     python benchmarks/muon_adamw.py time               seconds per step and an update of each, in turns
 
-Every run is `experiments.pretrain` on experiments/configs/tiny.py with 8 sequences a step in place of 16, 200 steps
-and a warm-up of 20 (short warm-ups are Muon's advantage). Muon's rows of the optimizer's table go to AdamW in
-AdamW's runs; all else is equal. `time` has tiny's own 16 sequences.
+Every run is `experiments.pretrain` on experiments/configs/tiny.py with 8 sequences a step in place
+of 16, 200 steps and a warm-up of 20 (short warm-ups are Muon's advantage). Muon's rows of the
+optimizer's table go to AdamW in AdamW's runs; all else is equal. `time` has tiny's own 16
+sequences.
 """
 
 import json
@@ -58,7 +60,9 @@ def train(out: pathlib.Path) -> None:
     for name, rates in GRID.items():
         for lr in rates:
             config = config_lib.check(settings(name, lr))
-            if not (out / config.name / "report.html").exists() and train_run(config, out / config.name):
+            if not (out / config.name / "report.html").exists() and train_run(
+                config, out / config.name
+            ):
                 sys.exit(f"{config.name} did not end well")
 
 
@@ -69,7 +73,10 @@ def draw(out: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    print("| optimizer | peak lr | train loss, last 20 steps | held-out after 50 / 100 / 150 / 200 steps |")
+    print(
+        "| optimizer | peak lr | train loss, last 20 steps | held-out after 50 / 100 / 150 / 200"
+        " steps |"
+    )
     print("|---|---|---|---|")
     curves, final = {}, {}
     for name, rates in GRID.items():
@@ -81,15 +88,23 @@ def draw(out: pathlib.Path) -> None:
             curves[name, lr], final[name, lr] = loss, held_out[-1]
             shown = " / ".join(f"{x:.3f}" for x in held_out)
             print(f"| {name} | {lr:g} | {loss[-20:].mean():.3f} | {shown} |")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", width_ratios=(2, 1))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 4), layout="constrained", width_ratios=(2, 1)
+    )
     for name, rates in GRID.items():
         best = min(rates, key=lambda lr: final[name, lr])
         for lr in rates:
             smooth = np.convolve(curves[name, lr], np.ones(9) / 9, "valid")
-            look = dict(lw=2, label=f"{name}, lr {lr:g} (its best)") if lr == best else dict(lw=0.8, alpha=0.5)
+            look = (
+                dict(lw=2, label=f"{name}, lr {lr:g} (its best)")
+                if lr == best
+                else dict(lw=0.8, alpha=0.5)
+            )
             left.plot(np.arange(5, 5 + len(smooth)), smooth, color=COLORS[name], **look)
         right.plot(rates, [final[name, lr] for lr in rates], "o-", color=COLORS[name], label=name)
-    left.set(title="Train loss (mean of 9 steps)", xlabel="step", ylabel="nats per byte", ylim=(None, 4))
+    left.set(
+        title="Train loss (mean of 9 steps)", xlabel="step", ylabel="nats per byte", ylim=(None, 4)
+    )
     right.set(title="Held-out loss after 200 steps", xlabel="peak learning rate", xscale="log")
     right.set_xticks((1e-3, 2e-3, 4e-3, 8e-3), ("0.001", "0.002", "0.004", "0.008"))
     right.minorticks_off()
@@ -100,7 +115,8 @@ def draw(out: pathlib.Path) -> None:
 
 
 def time_both() -> None:
-    """Prints seconds per step and per update of each, and the formula's estimate of the difference."""
+    """Prints seconds per step and per update of each, and the formula's estimate of the
+    difference."""
     programs = {name: program(name) for name in GRID}
     seconds: dict[tuple[str, str], list[float]] = {}
     for round_ in range(ROUNDS + 1):  # the first compiles
@@ -110,25 +126,30 @@ def time_both() -> None:
                 for _ in range(TURN):
                     run()
                 if round_:
-                    seconds.setdefault((name, part), []).append((time.perf_counter() - begun) / TURN)
+                    seconds.setdefault((name, part), []).append(
+                        (time.perf_counter() - begun) / TURN
+                    )
     print("| optimizer | step, ms | update alone, ms |")
     print("|---|---|---|")
     for name in programs:
         step, update = (1e3 * statistics.median(seconds[name, part]) for part in ("step", "update"))
         print(f"| {name} | {step:.0f} | {update:.1f} |")
     config = config_lib.check(tiny.get_config())
-    weights = chain.build(config.optim, config.precision, zaya.abstract(config.model)).layout.weights
+    weights = chain.build(
+        config.optim, config.precision, zaya.abstract(config.model)
+    ).layout.weights
     newton_schulz = sum(muon.newton_schulz_flops(w.shape) for w in weights if w.method == "muon")
     tokens = config.data.global_batch * config.data.seq_len
     model = model_flops(config.model, config.data.seq_len) * tokens
     print(
-        f"\nBy formula: Newton-Schulz {newton_schulz / 1e9:.1f} GFLOP per step, the model {model / 1e9:.1f} GFLOP"
-        f" ({newton_schulz / model:.0%})"
+        f"\nBy formula: Newton-Schulz {newton_schulz / 1e9:.1f} GFLOP per step, the model"
+        f" {model / 1e9:.1f} GFLOP ({newton_schulz / model:.0%})"
     )
 
 
 def program(name: str) -> dict[str, Callable[[], None]]:
-    """One training step, and one update alone, of tiny with this optimizer; each carries its own state."""
+    """One training step, and one update alone, of tiny with this optimizer; each carries its own
+    state."""
     raw = tiny.get_config()
     raw.optim.name = name
     config = config_lib.check(raw)

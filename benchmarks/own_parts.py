@@ -28,7 +28,11 @@ class Sum(nnx.Module):
         """The stream after it, its norm, and that norm's product with a kernel."""
         h = h + y
         x = norm(h)
-        return h, x.astype(dtype), jnp.matmul(x.astype(into_dtype), into.kernel[...], precision="highest")
+        return (
+            h,
+            x.astype(dtype),
+            jnp.matmul(x.astype(into_dtype), into.kernel[...], precision="highest"),
+        )
 
 
 class Unscaled(zj.Layer):
@@ -63,7 +67,8 @@ class NoSkip(zj.Router):
 
 
 class Linear(zj.Router):
-    """One product of the norm, as is usual elsewhere; the config's router width is the number of classes."""
+    """One product of the norm, as is usual elsewhere; the config's router width is the number of
+    classes."""
 
     def __init__(self, rngs, model, precision):
         super().__init__(rngs, model, precision)
@@ -84,7 +89,8 @@ carrying.defvjp(lambda x, loss: (x, None), lambda _, g: (g, jnp.ones(())))
 
 
 class Auxiliary(zj.Router):
-    """Switch Transformer's loss: ALPHA E times the sum over experts of a share of tokens times a mean probability."""
+    """Switch Transformer's loss: ALPHA E times the sum over experts of a share of tokens times a
+    mean probability."""
 
     def __call__(self, seen, stream, balance):
         choice, gate, logits, stream = super().__call__(seen, stream, balance)

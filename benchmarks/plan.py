@@ -1,9 +1,10 @@
-"""The plan's formulas against compiled programs: memory, HBM traffic and launches of a dozen small configs.
+"""The plan's formulas against compiled programs: memory, HBM traffic and launches of a dozen small
+configs.
 
     python benchmarks/plan.py --out=FOLDER [--only=NAME ...]
 
-Each config is compiled for absent MI300X (make setup-targets), half a minute of one core each; FOLDER keeps
-the results, which are not compiled again. It prints the table of benchmarks/plan.md.
+Each config is compiled for absent MI300X (make setup-targets), half a minute of one core each;
+FOLDER keeps the results, which are not compiled again. It prints the table of benchmarks/plan.md.
 """
 
 import argparse
@@ -26,43 +27,85 @@ from zaya_jax.plan.case import Case
 
 BASE = {"remat": "attention", "precision.weights": "float32"}
 COPIES = {"precision.weights": "compute"}  # the default
-# name: devices, sequences at once on a row of data x expert, micro-batches, differences from ZAYA1-base of four layers
+# name: devices, sequences at once on a row of data x expert, micro-batches, differences from
+# ZAYA1-base of four layers
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
-    "ZAYA1-base, all 40 layers": (1024, 4, 1, COPIES | {"model.num_hidden_layers": 40, "remat": "elementwise"}),
+    "ZAYA1-base, all 40 layers": (
+        1024,
+        4,
+        1,
+        COPIES | {"model.num_hidden_layers": 40, "remat": "elementwise"},
+    ),
     "all 40 layers, remat attention": (1024, 4, 1, COPIES | {"model.num_hidden_layers": 40}),
     "alone": (1, 4, 1, {}),
     "8 devices": (8, 4, 1, COPIES),
     "12 devices": (12, 4, 1, COPIES),
     "1,024 devices, 2 micro-batches": (1024, 2, 2, COPIES),
-    "8 layers, remat elementwise": (64, 4, 1, COPIES | {"remat": "elementwise", "model.num_hidden_layers": 8}),
+    "8 layers, remat elementwise": (
+        64,
+        4,
+        1,
+        COPIES | {"remat": "elementwise", "model.num_hidden_layers": 8},
+    ),
     "64 devices, nothing recomputed": (64, 1, 1, COPIES | {"remat": "none"}),
     "layers recomputed, 4 micro-batches": (8, 2, 4, COPIES | {"remat": "layer"}),
-    "dense": (8, 4, 1, COPIES | {"model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 8192}),
+    "dense": (
+        8,
+        4,
+        1,
+        COPIES
+        | {"model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 8192},
+    ),
     "8 layers, 6 of them linear": (
-        8, 2, 1,
-        COPIES | {"model.layer_types": (("hybrid_linear",) * 3 + ("hybrid",)) * 2, "model.num_hidden_layers": 8},
+        8,
+        2,
+        1,
+        COPIES
+        | {
+            "model.layer_types": (("hybrid_linear",) * 3 + ("hybrid",)) * 2,
+            "model.num_hidden_layers": 8,
+        },
     ),
     "sliding window of 1,024": (
-        8, 2, 1,
-        COPIES | {"model.layer_types": ("hybrid_sliding",) * 3 + ("hybrid",), "model.sliding_window": 1024},
+        8,
+        2,
+        1,
+        COPIES
+        | {
+            "model.layer_types": ("hybrid_sliding",) * 3 + ("hybrid",),
+            "model.sliding_window": 1024,
+        },
     ),
     "fsdp": (8, 4, 1, {"mesh.fsdp": True}),
     "experts over 8": (8, 4, 1, {"mesh.expert": 8}),
-    "context over 2": (16, 1, 1, COPIES | {"mesh.context": 2, "data.seq_len": 32768, "model.num_hidden_layers": 2}),
+    "context over 2": (
+        16,
+        1,
+        1,
+        COPIES | {"mesh.context": 2, "data.seq_len": 32768, "model.num_hidden_layers": 2},
+    ),
     "half the width, 32 experts, 8 layers": (
-        64, 4, 1,
+        64,
+        4,
+        1,
         {
-            "model.hidden_size": 1024, "model.num_experts": 32, "model.moe_intermediate_size": 1024,
-            "model.num_hidden_layers": 8, "model.vocab_size": 65536,
+            "model.hidden_size": 1024,
+            "model.num_experts": 32,
+            "model.moe_intermediate_size": 1024,
+            "model.num_hidden_layers": 8,
+            "model.vocab_size": 65536,
         },
     ),
     # Of these nothing was looked at before the formulas stood.
     "context over 8, 131,072 tokens": (
-        64, 1, 1, {"mesh.context": 8, "data.seq_len": 131072, "model.num_hidden_layers": 2},
+        64,
+        1,
+        1,
+        {"mesh.context": 8, "data.seq_len": 131072, "model.num_hidden_layers": 2},
     ),
     "tensor over 2, 3 micro-batches": (16, 2, 3, {"mesh.tensor": 2}),
     "fsdp, 2 micro-batches, layers recomputed": (32, 2, 2, {"mesh.fsdp": True, "remat": "layer"}),
-}  # fmt: skip
+}
 
 
 def config_of(changes: dict[str, Any]) -> Config:
@@ -96,7 +139,12 @@ def compiled(name: str, folder: Path) -> dict[str, Any]:
     sequences = at_once * micro_batches * mesh.shape["data"] * mesh.shape["expert"]
     begun = time.perf_counter()
     row = compiling.measure(
-        here, mesh, sequences, micro_batches, clusters.of_chip("mi300x"), targets.memory_for_jax("mi300x")
+        here,
+        mesh,
+        sequences,
+        micro_batches,
+        clusters.of_chip("mi300x"),
+        targets.memory_for_jax("mi300x"),
     )
     print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     path.write_text(json.dumps(row))
@@ -114,8 +162,10 @@ def planned(devices: int, at_once: int, micro_batches: int, changes: dict[str, A
 def table(folder: Path, names: list[str]) -> str:
     """Planned and compiled side by side, as Markdown."""
     lines = [
-        "| config | memory, GB | compiled | ratio | traffic, GB | compiled | ratio | launches | compiled | TFLOP "
-        "| compiled |",
+        (
+            "| config | memory, GB | compiled | ratio | traffic, GB | compiled | ratio | launches |"
+            " compiled | TFLOP | compiled |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
@@ -125,7 +175,10 @@ def table(folder: Path, names: list[str]) -> str:
         found = (peak, row["memory"]["peak"]), (moved, row["hbm_bytes"])
         cells = [f"{a / 1e9:,.1f} | {b / 1e9:,.1f} | {a / b:.3f}" for a, b in found]
         launches, flops = sum(p.launches for p in parts), sum(p.flops for p in parts)
-        cells += [f"{launches:,.0f} | {row['launches']:,.0f}", f"{flops / 1e12:,.1f} | {row['flops'] / 1e12:,.1f}"]
+        cells += [
+            f"{launches:,.0f} | {row['launches']:,.0f}",
+            f"{flops / 1e12:,.1f} | {row['flops'] / 1e12:,.1f}",
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -134,7 +187,9 @@ def main() -> None:
     """The table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True, help="a folder for the compiled figures")
-    parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES), help="some of the cases")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(CASES), default=list(CASES), help="some of the cases"
+    )
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     options.out.mkdir(parents=True, exist_ok=True)

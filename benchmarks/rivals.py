@@ -1,13 +1,14 @@
 """Algorithms that ours are compared with, by the benchmarks and in the tests; no program runs them.
 
-For one new token in each of B rows of a cache over N devices, H heads of C channels, T columns in all, K
-key-value heads (compare `tree_attention`, which is `zaya_jax.parallel.tree.Parts`'s), a layer sends
+For one new token in each of B rows of a cache over N devices, H heads of C channels, T columns in
+all, K key-value heads (compare `tree_attention`, which is `zaya_jax.parallel.tree.Parts`'s), a
+layer sends
 
     ring_of_parts    N - 1 collective-permutes one after the other, of outputs and log-sum-exps: 4 B H (C + 1) each
     ring_of_keys     N - 1 of the keys and values: 2 B T / N K C numbers each, in the cache's own format
 
-For linear attention over pieces of a sequence, P a device, X = K C (C + 1) numbers per state (the rival of
-`zaya_jax.parallel.linear.lasp2`):
+For linear attention over pieces of a sequence, P a device, X = K C (C + 1) numbers per state (the
+rival of `zaya_jax.parallel.linear.lasp2`):
 
     lasp1            P (N - 1) collective-permutes one after the other, B (X + 1) 4 bytes each, and as many backward
 
@@ -72,9 +73,13 @@ def _round(axis: str) -> list[tuple[int, int]]:
     return [(i, (i + 1) % devices) for i in range(devices)]
 
 
-def lasp1(q, k, v, segments=None, *, axis, zigzag: bool = True, chunk: int | None = None) -> jax.Array:
+def lasp1(
+    q, k, v, segments=None, *, axis, zigzag: bool = True, chunk: int | None = None
+) -> jax.Array:
     """The same by states that go from device to device, each waiting for the one before."""
-    return linear.lasp2(q, k, v, segments, axis=axis, zigzag=zigzag, chunk=chunk, exchange=_passed_on)
+    return linear.lasp2(
+        q, k, v, segments, axis=axis, zigzag=zigzag, chunk=chunk, exchange=_passed_on
+    )
 
 
 def passed_bytes(batch: int, num_kv: int, channels: int) -> int:
@@ -83,7 +88,8 @@ def passed_bytes(batch: int, num_kv: int, channels: int) -> int:
 
 
 def _passed_on(states, first, last, axis):
-    """As `_gathered`, by states that travel: up the devices through their first pieces, down through the second."""
+    """As `_gathered`, by states that travel: up the devices through their first pieces, down
+    through the second."""
     size, me = lax.axis_size(axis), lax.axis_index(axis)
 
     def leave(piece, entering):
@@ -101,7 +107,9 @@ def _passed_on(states, first, last, axis):
         entering = jnp.where(is_first, begin, 0)
         for _ in range(size - 1):
             ended = last[piece].astype(jnp.float32)[:, None]
-            packed = jnp.concatenate([leave(piece, entering).reshape(ended.shape[0], -1), ended], axis=-1)
+            packed = jnp.concatenate(
+                [leave(piece, entering).reshape(ended.shape[0], -1), ended], axis=-1
+            )
             packed = lax.ppermute(packed, axis, hops)
             received = admitted(piece, packed[:, :-1].reshape(begin.shape), packed[:, -1])
             entering = jnp.where(is_first, begin, received)

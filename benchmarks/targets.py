@@ -1,11 +1,12 @@
-"""Reports the compilers' code of each kernel for chips that are not here: pallas_kernels/TARGETS.md.
+"""Reports the compilers' code of each kernel for chips that are not here:
+pallas_kernels/TARGETS.md.
 
     make setup-targets                          # once
     python -m benchmarks.targets [--chips mi300x mi355x h200] [--operators NAME ...] [--out FILE]
 
-Each case of `benchmarks.cases` is compiled twice, with the operator's own kernels and without any, so that the page has
-side by side. Some ten minutes of one core, most of them XLA's. With --operators it prints these alone and
-writes nothing unless --out is given.
+Each case of `benchmarks.cases` is compiled twice, with the operator's own kernels and without any,
+so that the page has side by side. Some ten minutes of one core, most of them XLA's. With
+--operators it prints these alone and writes nothing unless --out is given.
 """
 
 import argparse
@@ -79,13 +80,19 @@ class Made(NamedTuple):
         return sum(k.times * k.bytes for k in calls) / sum(k.times for k in calls)
 
 
-def compiled(name: str, case: cases.Case, direction: str, size: cases.Size, own: tuple[str, ...] = ("all",)) -> Made:
+def compiled(
+    name: str, case: cases.Case, direction: str, size: cases.Size, own: tuple[str, ...] = ("all",)
+) -> Made:
     """Compiles one for an absent chip, with these operators' own kernels."""
     target = chip.chip_of(targets.devices(name, 1)[0]).taking(own)
     with chip.making(target):
-        function, like = cases.program(case, direction, size, placed=lambda f: absent.alone(name, f))
+        function, like = cases.program(
+            case, direction, size, placed=lambda f: absent.alone(name, f)
+        )
         found = absent.compiled(name, function, *like)
-    least = cases.bytes_of(like, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.out_info))
+    least = cases.bytes_of(
+        like, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.out_info)
+    )
     return Made(kernels.read_program(found), machine_code.read_kernels(found), least)
 
 
@@ -121,7 +128,9 @@ def main() -> int:
 
 def _head(names: list[str]) -> str:
     chips = ", ".join(f"{CHIPS[name]} ({name.upper()})" for name in names)
-    most = ", ".join(f"{machine_code.CORES[CHIPS[name]].most_registers} ({CHIPS[name]})" for name in names)
+    most = ", ".join(
+        f"{machine_code.CORES[CHIPS[name]].most_registers} ({CHIPS[name]})" for name in names
+    )
     return HEAD.format(date=time.strftime("%-d %B %Y"), jax=jax.__version__, chips=chips, most=most)
 
 
@@ -139,7 +148,18 @@ def _of_chip(name: str, chosen: list[cases.Case]) -> str:
     tables = [
         Table(
             f"{name.upper()}: each kernel",
-            ("kernel", "in", "warps", "registers", "spills", "shared", "occupancy", "matrix", "modelled", "moves"),
+            (
+                "kernel",
+                "in",
+                "warps",
+                "registers",
+                "spills",
+                "shared",
+                "occupancy",
+                "matrix",
+                "modelled",
+                "moves",
+            ),
             codes,
         ).markdown(),
         Table(
@@ -149,7 +169,9 @@ def _of_chip(name: str, chosen: list[cases.Case]) -> str:
         ).markdown(),
     ]
     note = inner_loop.missing(CHIPS[name])
-    return "\n".join([*tables, *([f"Its loops are not read: {note} is not installed.\n"] if note else [])])
+    return "\n".join(
+        [*tables, *([f"Its loops are not read: {note} is not installed.\n"] if note else [])]
+    )
 
 
 def _rows(chosen: list[cases.Case]) -> Iterator[tuple[str, cases.Case, str, cases.Size]]:
@@ -157,7 +179,12 @@ def _rows(chosen: list[cases.Case]) -> Iterator[tuple[str, cases.Case, str, case
         for label in case.sizes:
             for direction in case.directions:
                 words = [case.operator, *([] if direction == "alone" else [direction])]
-                yield f"{' '.join(words)}: {case.label}, {label}", case, direction, cases.SIZES[label]
+                yield (
+                    f"{' '.join(words)}: {case.label}, {label}",
+                    case,
+                    direction,
+                    cases.SIZES[label],
+                )
 
 
 def _code(code: Code) -> list[str]:
@@ -170,7 +197,11 @@ def _code(code: Code) -> list[str]:
         f"{code.shared / 1024:g} KB",
         f"{code.occupancy:g} of {code.core.warps}",
         f"{loop.matrix} {loop.kind}" if loop else _without_loop(code),
-        f"{'at most ' if loop.kind != 'mfma' else ''}{loop.share:.0%}, {loop.bound}" if loop else "–",
+        (
+            f"{'at most ' if loop.kind != 'mfma' else ''}{loop.share:.0%}, {loop.bound}"
+            if loop
+            else "–"
+        ),
     ]
 
 
@@ -186,7 +217,9 @@ def _program(own: Made, xla: Made) -> list[str]:
     else:
         work = own.program.flops / xla.program.flops if xla.program.flops else 1.0
         words = [f"{less:.0%} of the bytes", f"{fewer:.0%} of the launches"]
-        used = "ours: " + ", ".join([*words, *([f"{work:.0%} of the FLOPs"] if abs(work - 1) > 0.02 else [])])
+        used = "ours: " + ", ".join(
+            [*words, *([f"{work:.0%} of the FLOPs"] if abs(work - 1) > 0.02 else [])]
+        )
     return [
         _bytes(own.least),
         _bytes(own.program.bytes),

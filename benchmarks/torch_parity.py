@@ -1,13 +1,15 @@
-"""Training parity: the same weights, data and optimizer here and in the public PyTorch implementation, loss by loss.
+"""Training parity: the same weights, data and optimizer here and in the public PyTorch
+implementation, loss by loss.
 
     python -m benchmarks.torch_parity --torch-python=ORACLE/bin/python [--case=tests/golden/base] [--steps=30]
     python -m benchmarks.torch_parity --torch-python=ORACLE/bin/python --curve=DIR     200 steps of 21M parameters
 
-ORACLE is an environment with torch 2.14.1 and transformers 5.24.0 (or 2.13.0 and 5.23.0 without --curve). Both start
-from the case's weights, train in float32 on the same tokens, without clipping, z-loss or balancing, and decay the same
-weights. The first command has AdamW and random tokens, and stores PyTorch's losses for a test; the second draws
-benchmarks/torch_parity.svg: torch's AdamW and torch's Muon beside ours, on the standard library's sources, with two
-more of our runs from other weights. What DIR has is not run again.
+ORACLE is an environment with torch 2.14.1 and transformers 5.24.0 (or 2.13.0 and 5.23.0 without
+--curve). Both start from the case's weights, train in float32 on the same tokens, without clipping,
+z-loss or balancing, and decay the same weights. The first command has AdamW and random tokens, and
+stores PyTorch's losses for a test; the second draws benchmarks/torch_parity.svg: torch's AdamW and
+torch's Muon beside ours, on the standard library's sources, with two more of our runs from other
+weights. What DIR has is not run again.
 """
 
 import argparse
@@ -92,7 +94,9 @@ def settings_for(case: str | Path, name: str = "adamw", lr: float = LR) -> Confi
         optim=Optim(name=name, lr=lr, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY, clip_norm=0.0),
         balance=Balance(enabled=False),
         # torch's Muon iterates in bfloat16
-        precision=Precision(compute="float32", router="float32", matmul="highest", newton_schulz="bfloat16"),
+        precision=Precision(
+            compute="float32", router="float32", matmul="highest", newton_schulz="bfloat16"
+        ),
     )
 
 
@@ -101,27 +105,37 @@ def tokens(vocab: int, num_steps: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     follow, ids = rng.permutation(vocab), rng.integers(3, vocab, (num_steps, BATCH, LENGTH))
     for i in range(1, LENGTH):
-        ids[..., i] = np.where(rng.random((num_steps, BATCH)) < 0.8, follow[ids[..., i - 1]], ids[..., i])
+        ids[..., i] = np.where(
+            rng.random((num_steps, BATCH)) < 0.8, follow[ids[..., i - 1]], ids[..., i]
+        )
     return ids
 
 
-def our_losses(case: str | Path, ids: np.ndarray, name: str = "adamw", lr: float = LR) -> list[float]:
+def our_losses(
+    case: str | Path, ids: np.ndarray, name: str = "adamw", lr: float = LR
+) -> list[float]:
     """Each step's loss here."""
     settings, (params, bias) = settings_for(case, name, lr), any_model.find(case).weights()
     mesh = make_mesh(dataclasses.replace(settings.mesh, data=1), jax.devices()[:1])
-    optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape))
+    optimizer = chain.build(
+        settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape)
+    )
     state = states.init(settings, optimizer, mesh)
     start = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
     state |= {"params": params, "balance": start._replace(bias=bias)}
-    state = jax.device_put(jax.tree.map(np.array, state), states.shardings(settings, optimizer, mesh))
+    state = jax.device_put(
+        jax.tree.map(np.array, state), states.shardings(settings, optimizer, mesh)
+    )
     step, losses = steps.make_train_step(settings, settings.model, optimizer, mesh), []
     for rows in ids.astype(np.int32):
         shape = (BATCH, LENGTH - 1)
         batch = {
-            "tokens": rows[:, :-1], "targets": rows[:, 1:], "segment_ids": np.ones(shape, np.int32),
+            "tokens": rows[:, :-1],
+            "targets": rows[:, 1:],
+            "segment_ids": np.ones(shape, np.int32),
             "positions": np.tile(np.arange(LENGTH - 1, dtype=np.int32), (BATCH, 1)),
             "loss_mask": np.ones(shape, np.float32),
-        }  # fmt: skip
+        }
         state, figures = step(state, steps.put_batch(mesh, batch, 1), np.float32(lr))
         losses.append(float(figures["loss"]))
     return losses
@@ -132,11 +146,16 @@ def table_rows(case: str | Path, name: str) -> dict[str, tuple[str, bool]]:
     settings = settings_for(case, name)
     optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model))
     path = lambda row, layer: "/".join(row.path if layer is None else ("layers", *row.path))  # noqa: E731
-    named = [(key, optimizer.claims[path(row, layer)]) for key, row, layer in hf_names.all_rows(settings.model)]
+    named = [
+        (key, optimizer.claims[path(row, layer)])
+        for key, row, layer in hf_names.all_rows(settings.model)
+    ]
     return {key: (row.method, row.decay) for key, row in named}
 
 
-def their_losses(python: str, case: str | Path, ids: np.ndarray, name: str = "adamw", lr: float = LR) -> dict[str, Any]:
+def their_losses(
+    python: str, case: str | Path, ids: np.ndarray, name: str = "adamw", lr: float = LR
+) -> dict[str, Any]:
     """PyTorch's losses, its seconds and its version."""
     from safetensors.numpy import save_file
 
@@ -161,9 +180,17 @@ def curves(python: str, out: Path) -> None:
     """Both optimizers: PyTorch's curve, ours from the same weights, ours from others."""
     c = zj.config.default()
     c.model = dict(
-        vocab_size=264, hidden_size=96, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, moe_intermediate_size=384, num_experts=16, router_hidden_size=24, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=264,
+        hidden_size=96,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=384,
+        num_experts=16,
+        router_hidden_size=24,
+        max_position_embeddings=256,
+    )
     c.data.seq_len = LENGTH
     out.mkdir(parents=True, exist_ok=True)
     for seed in SEEDS:
@@ -176,7 +203,10 @@ def curves(python: str, out: Path) -> None:
     found = {}
     for name, lr in RATES.items():
         ours = [
-            once(out / f"{name}{seed}.json", functools.partial(our_losses, out / f"weights{seed}", ids, name, lr))
+            once(
+                out / f"{name}{seed}.json",
+                functools.partial(our_losses, out / f"weights{seed}", ids, name, lr),
+            )
             for seed in SEEDS
         ]
         ask = functools.partial(their_losses, python, (out / "weights0").resolve(), ids, name, lr)
@@ -188,8 +218,8 @@ def curves(python: str, out: Path) -> None:
 def compare(found: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     """Prints how far apart the curves are, and draws them.
 
-    Noise is the deviation between our seeds, root mean square over 21 steps around each. Two runs of unrelated weights
-    are apart by more than 1.96 √2 times that in one step of twenty.
+    Noise is the deviation between our seeds, root mean square over 21 steps around each. Two runs
+    of unrelated weights are apart by more than 1.96 √2 times that in one step of twenty.
     """
     import matplotlib
 
@@ -197,19 +227,32 @@ def compare(found: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "torch_parity"}
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(2, len(found), figsize=(11, 6), layout="constrained", sharex=True, squeeze=False)
+    figure, panels = plt.subplots(
+        2, len(found), figsize=(11, 6), layout="constrained", sharex=True, squeeze=False
+    )
     last = f"last {LAST} steps:"
-    print(f"| optimizer | apart, steps 1 to 10 | to 20 | to 200 | noise | steps beyond it | {last} ours | PyTorch |")
+    print(
+        f"| optimizer | apart, steps 1 to 10 | to 20 | to 200 | noise | steps beyond it | {last}"
+        " ours | PyTorch |"
+    )
     print("|---" * 8 + "|")
     for (name, (ours, theirs)), (upper, lower) in zip(found.items(), panels.T, strict=True):
         x, apart = np.arange(1, len(theirs) + 1), np.abs(ours[0] - theirs)
-        around = np.lib.stride_tricks.sliding_window_view(np.pad(ours.var(axis=0, ddof=1), 10, "reflect"), 21)
+        around = np.lib.stride_tricks.sliding_window_view(
+            np.pad(ours.var(axis=0, ddof=1), 10, "reflect"), 21
+        )
         noise = np.sqrt(around.mean(axis=1))
         beyond = int((apart > 1.96 * np.sqrt(2) * noise).sum())
-        figures = " | ".join(f"{v:.1e}" for v in (apart[:10].max(), apart[:20].max(), apart.max(), noise.mean()))
+        figures = " | ".join(
+            f"{v:.1e}" for v in (apart[:10].max(), apart[:20].max(), apart.max(), noise.mean())
+        )
         ends = " / ".join(f"{v:.3f}" for v in ours[:, -LAST:].mean(axis=1))
-        print(f"| {name} | {figures} | {beyond} of {len(x)} | {ends} | {theirs[-LAST:].mean():.3f} |")
-        upper.fill_between(x, ours.min(axis=0), ours.max(axis=0), alpha=0.3, label=f"ours, {len(ours)} seeds")
+        print(
+            f"| {name} | {figures} | {beyond} of {len(x)} | {ends} | {theirs[-LAST:].mean():.3f} |"
+        )
+        upper.fill_between(
+            x, ours.min(axis=0), ours.max(axis=0), alpha=0.3, label=f"ours, {len(ours)} seeds"
+        )
         upper.plot(x, ours[0], lw=1.2, label="ours, seed 0")
         upper.plot(x, theirs, "--", lw=1.2, label="PyTorch, the same weights")
         upper.set(title=f"{name}, lr {RATES[name]:g}", ylabel="nats per byte")
@@ -224,7 +267,9 @@ def compare(found: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
 
 def main() -> None:
     """Losses on both sides, and the greatest distance between them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--case", default="tests/golden/base")
     parser.add_argument("--steps", type=int, default=30)
@@ -246,7 +291,9 @@ def main() -> None:
     worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     print(f"\nGreatest difference over {args.steps} steps: {worst:.1e}")
     if args.out:
-        Path(args.out).write_text(json.dumps({"steps": args.steps, "losses": theirs}, indent=1) + "\n")
+        Path(args.out).write_text(
+            json.dumps({"steps": args.steps, "losses": theirs}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Memory and traffic of one training step of a dense 7B model under TP, SP, TP+SP and TSP, read from compiled programs.
+"""Memory and traffic of one training step of a dense 7B model under TP, SP, TP+SP and TSP, read
+from compiled programs.
 
     .venv/bin/python benchmarks/tsp.py [--target=h200] [--schemes=tsp,tp,...] [--tokens=16384,...] [--out=FILE.json]
     .venv/bin/python benchmarks/tsp.py --tables --out=FILE.json   (what FILE.json holds, as tables)
 
-Nothing is allocated: each program is compiled from shapes for eight devices, in a process of its own with a time limit.
-`--target=cpu` (the default) compiles for eight virtual CPU devices; `--target=h200` for eight H200 that need not be
-there (make setup-targets). The step is the same everywhere: batch 1, the loss, gradients in float32, AdamW with
-float32 weights and moments on a device's part of a weight (no ZeRO: all keep replicated weights),
-each layer recomputed in the backward pass.
+Nothing is allocated: each program is compiled from shapes for eight devices, in a process of its
+own with a time limit. `--target=cpu` (the default) compiles for eight virtual CPU devices;
+`--target=h200` for eight H200 that need not be there (make setup-targets). The step is the same
+everywhere: batch 1, the loss, gradients in float32, AdamW with float32 weights and moments on a
+device's part of a weight (no ZeRO: all keep replicated weights), each layer recomputed in the
+backward pass.
 """
 
 import argparse
@@ -26,7 +28,9 @@ SCHEMES = {
     "tsp": dict(tensor=8, tsp=True),
     "tsp kept": dict(tensor=8, tsp=True),
 }
-REMAT = {"tsp kept": "attention"}  # keeps the attention's output of every layer; all others recompute all
+REMAT = {
+    "tsp kept": "attention"
+}  # keeps the attention's output of every layer; all others recompute all
 TOKENS = (16_384, 32_768, 65_536, 131_072)
 LIMIT = 900  # seconds a compilation may take
 
@@ -91,7 +95,11 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     params = zaya.abstract(settings.model, settings.precision)
     moments = jax.eval_shape(optimizer.init, params)
     by_moment = optax.tree.map_params(
-        optimizer, lambda _, spec: spec, moments, specs, transform_non_params=lambda _: PartitionSpec()
+        optimizer,
+        lambda _, spec: spec,
+        moments,
+        specs,
+        transform_non_params=lambda _: PartitionSpec(),
     )
     bias = jax.ShapeDtypeStruct((settings.model.num_hidden_layers, 2), jnp.float32)
     batch = {
@@ -101,10 +109,18 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     rows = PartitionSpec(None, *batch_spec(spread)[2:])
     in_specs = (specs, by_moment, PartitionSpec(), jax.tree.map(lambda _: rows, batch))
     args = [
-        placed(tree, spec) for tree, spec in zip((params, moments, batch), (specs, by_moment, in_specs[3]), strict=True)
+        placed(tree, spec)
+        for tree, spec in zip(
+            (params, moments, batch), (specs, by_moment, in_specs[3]), strict=True
+        )
     ]
-    args.insert(2, jax.ShapeDtypeStruct(bias.shape, bias.dtype, sharding=NamedSharding(mesh, PartitionSpec())))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=in_specs[:2], check_vma=False)
+    args.insert(
+        2,
+        jax.ShapeDtypeStruct(bias.shape, bias.dtype, sharding=NamedSharding(mesh, PartitionSpec())),
+    )
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=in_specs, out_specs=in_specs[:2], check_vma=False
+    )
     begun = time.perf_counter()
     compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*args).compile()
     memory = compiled.memory_analysis()
@@ -112,20 +128,28 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     moved: dict[str, float] = {}
     for c in collectives:
         where = "layers" if c.in_loop else "once"
-        moved[f"{where} {c.kind}"] = moved.get(f"{where} {c.kind}", 0) + c.wire_bytes * (c.times or 1)
+        moved[f"{where} {c.kind}"] = moved.get(f"{where} {c.kind}", 0) + c.wire_bytes * (
+            c.times or 1
+        )
     return {
-        "scheme": scheme, "tokens": tokens, "target": target, "jax": jax.__version__,
-        "arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
-        "traffic": moved, "unknown_loops": sum(c.times is None for c in collectives),
+        "scheme": scheme,
+        "tokens": tokens,
+        "target": target,
+        "jax": jax.__version__,
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "traffic": moved,
+        "unknown_loops": sum(c.times is None for c in collectives),
         "compile_seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+    }
 
 
 def folded_layer() -> type:
-    """The dense layer under tensor and sequence parallelism on one axis, weights at rest: for the comparison only.
+    """The dense layer under tensor and sequence parallelism on one axis, weights at rest: for the
+    comparison only.
 
-    Between blocks tokens are split over the devices; each block gathers them, computes its heads or channels for all of
-    them and scatters the sum.
+    Between blocks tokens are split over the devices; each block gathers them, computes its heads or
+    channels for all of them and scatters the sum.
     """
     import jax
     import jax.numpy as jnp
@@ -147,7 +171,9 @@ def folded_layer() -> type:
 
             def heads(x):
                 kernels = tuple(w.kernel[...] for w in (part.q, part.k, part.v, part.o))
-                return dense.self_attention(x.astype(part.dtype), kernels, part.channels, rope, whole)[0]
+                return dense.self_attention(
+                    x.astype(part.dtype), kernels, part.channels, rope, whole
+                )[0]
 
             def mlp(x):
                 weights = tuple(w.kernel[...] for w in (self.mlp.gate, self.mlp.up, self.mlp.down))
@@ -172,18 +198,27 @@ def tables(path: str) -> str:
         ("memory, GB, compiled for H200", memory, "h200"),
         ("traffic, GB, compiled for H200", traffic, "h200"),
     ):
-        lines += [f"| {title} | " + " | ".join(f"{n // 1024}K" for n in TOKENS) + " |", "|---|" + "---|" * len(TOKENS)]
+        lines += [
+            f"| {title} | " + " | ".join(f"{n // 1024}K" for n in TOKENS) + " |",
+            "|---|" + "---|" * len(TOKENS),
+        ]
         for scheme in SCHEMES:
             row = [values.get((target, scheme, n)) for n in TOKENS]
             if any(row):
-                lines.append(f"| {scheme} | " + " | ".join("" if x is None else f"{x:.1f}" for x in row) + " |")
+                lines.append(
+                    f"| {scheme} | "
+                    + " | ".join("" if x is None else f"{x:.1f}" for x in row)
+                    + " |"
+                )
         lines.append("")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Compiles the requested rows and writes them down, or makes the page from the written ones."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", choices=["cpu", "h200"], default="cpu")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
@@ -199,24 +234,42 @@ def main() -> None:
         print(tables(args.out))
         return
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    environment["XLA_FLAGS"] = (
+        environment.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
     for scheme in schemes:
         for number in tokens:
-            command = [sys.executable, __file__, "--one", f"--schemes={scheme}", f"--tokens={number}"]
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                f"--schemes={scheme}",
+                f"--tokens={number}",
+            ]
             command.append(f"--target={args.target}")
             try:
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=LIMIT
+                )
             except subprocess.TimeoutExpired:
                 print(f"{scheme} at {number} tokens did not compile in {LIMIT} s", flush=True)
                 continue
             if done.returncode:
-                print(f"{scheme} at {number} tokens: {done.stderr.strip().splitlines()[-1]}", flush=True)
+                print(
+                    f"{scheme} at {number} tokens: {done.stderr.strip().splitlines()[-1]}",
+                    flush=True,
+                )
                 continue
             line = done.stdout.strip().splitlines()[-1]
             with open(args.out, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
             found = json.loads(line)
-            print(scheme, number, f"{(found['arguments'] + found['temporaries']) / 1e9:.1f} GB", flush=True)
+            print(
+                scheme,
+                number,
+                f"{(found['arguments'] + found['temporaries']) / 1e9:.1f} GB",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ import os
 import signal
 import sys
 
-# While `python -m experiments.NAME` or `zaya-NAME` imports, Ctrl-C ends it without a traceback. After that
-# `zaya_jax.cli.exit_code` handles it.
+# While `python -m experiments.NAME` or `zaya-NAME` imports, Ctrl-C ends it without a traceback.
+# After that `zaya_jax.cli.exit_code` handles it.
 _started_as = os.path.basename((sys.argv or [""])[0])
 if (_started_as == "-m" or _started_as.startswith("zaya-")) and (
     signal.getsignal(signal.SIGINT) is signal.default_int_handler

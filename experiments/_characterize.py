@@ -35,10 +35,12 @@ from zaya_jax.report.text import duration, number
 from zaya_jax.training import kernels
 
 HOST = (
-    "These figures are of this host's CPU, whose virtual devices share its cores and memory. They say nothing of an "
-    "accelerator, a network or a cluster."
+    "These figures are of this host's CPU, whose virtual devices share its cores and memory. They"
+    " say nothing of an accelerator, a network or a cluster."
 )
-Point = tuple[float, float, float, float]  # a size, the median rate there, the 10th and the 90th of 100
+Point = tuple[
+    float, float, float, float
+]  # a size, the median rate there, the 10th and the 90th of 100
 
 
 def run(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
@@ -49,7 +51,8 @@ def run(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
 
 
 def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
-    """Measures as the options ask. Of several processes the first reads and writes files, and checks that it can."""
+    """Measures as the options ask. Of several processes the first reads and writes files, and
+    checks that it can."""
     if multihost.is_writer():
         cli.out_folder(args.out, "figures")
         if reading is not None:
@@ -66,36 +69,59 @@ def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int
 
 
 def try_kernels(args: argparse.Namespace, config: Config) -> None:
-    """Tries the kernels and writes kernels.json and .html; UserError without a GPU, if nothing else is measured."""
+    """Tries the kernels and writes kernels.json and .html; UserError without a GPU, if nothing else
+    is measured."""
     config = dataclasses.replace(config, kernels=("try",))
-    record = kernels.settle(config) or kernels.settle(config, at_once=1)  # its batch may be another machine's
+    record = kernels.settle(config) or kernels.settle(
+        config, at_once=1
+    )  # its batch may be another machine's
     if record is None and args.what == "kernels":
         raise UserError(
-            "no GPU is here, or the config does not fit it: kernels are tried on one; python -m benchmarks.kernels "
-            "interprets them"
+            "no GPU is here, or the config does not fit it: kernels are tried on one; python -m"
+            " benchmarks.kernels interprets them"
         )
     if record and multihost.is_writer():
         name = pathlib.Path(args.out) / "kernels"
-        rows = [Section("Implementations", tables=[Table("Seconds of one call", trial.HEAD, trial.table(record))])]
+        rows = [
+            Section(
+                "Implementations",
+                tables=[Table("Seconds of one call", trial.HEAD, trial.table(record))],
+            )
+        ]
         about = f"{record.get('date', '')}, jax {jax.__version__}, {record.get('driver', '')}"
-        page = Page(trial.words(record), "kernels", about, rows, footer="docs/compiling.md says how they are tried.")
+        page = Page(
+            trial.words(record),
+            "kernels",
+            about,
+            rows,
+            footer="docs/compiling.md says how they are tried.",
+        )
         with made(name.parent):
             files.write(name.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode())
             files.write(name.with_suffix(".html"), page.html().encode())
         print(f"{trial.words(record)}\nwritten: {name}.json, .html", flush=True)
 
 
-def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.Namespace | None) -> None:
+def measure_devices(
+    args: argparse.Namespace, config: Config, reading: argparse.Namespace | None
+) -> None:
     """Measures in all processes, then writes NAME.json and .html into --out from the first."""
     devices = jax.devices()
-    first, nodes, host_only = devices[0], collectives.nodes_of(devices), devices[0].platform == "cpu"
+    first, nodes, host_only = (
+        devices[0],
+        collectives.nodes_of(devices),
+        devices[0].platform == "cpu",
+    )
     chip = args.chip or chips.named(first.device_kind) or "mi300x"
     count = args.devices or (args.devices_on_cpu if host_only else len(devices))
     sizing_rules.advise(config, chip, count)  # a mesh that does not fit is refused now
     writes = multihost.is_writer()
     with made(pathlib.Path(args.out)) if writes else contextlib.nullcontext():
         say = functools.partial(print, flush=True) if writes else lambda text: None
-        say(f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of {jax.process_count()} process(es)")
+        say(
+            f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of"
+            f" {jax.process_count()} process(es)"
+        )
         if host_only:
             say(f"note: {HOST}")
         found, remarks = measure_parts(args, config, nodes, say)
@@ -106,8 +132,15 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
             rules_for = f"{config.name} on {count:,} {chip}"
             name = pathlib.Path(args.out) / args.what
             files.write(name.with_suffix(".json"), measured.to_json(found).encode())
-            files.write(name.with_suffix(".html"), document(found, advice, rules_for, remarks).html().encode())
-            say(f"sizing rules for {rules_for}:" if advice else f"no sizing rule is broken by {rules_for}")
+            files.write(
+                name.with_suffix(".html"),
+                document(found, advice, rules_for, remarks).html().encode(),
+            )
+            say(
+                f"sizing rules for {rules_for}:"
+                if advice
+                else f"no sizing rule is broken by {rules_for}"
+            )
             for line in (*advice, *(f"note: {remark}" for remark in remarks)):
                 say(str(line))
             say(f"written: {name}.json, .html")
@@ -118,33 +151,44 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
 def measure_parts(
     args: argparse.Namespace, config: Config, nodes: list[int], say: Callable[[str], None]
 ) -> tuple[Measured, list[str]]:
-    """The figures asked for, and remarks on omissions. Products and memory are of the first device alone."""
+    """The figures asked for, and remarks on omissions. Products and memory are of the first device
+    alone."""
     devices, remarks = jax.devices(), []
     first, wanted = devices[0], args.parts
     found = Measured(
-        first.device_kind, first.platform, len(devices), max(nodes) + 1, jax.process_count(), jax.__version__,
+        first.device_kind,
+        first.platform,
+        len(devices),
+        max(nodes) + 1,
+        jax.process_count(),
+        jax.__version__,
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
-    )  # fmt: skip
+    )
     if "collectives" in wanted:
-        room = device_rates.room(first, sum(d.process_index == first.process_index for d in devices))
+        room = device_rates.room(
+            first, sum(d.process_index == first.process_index for d in devices)
+        )
         room = multihost.from_first("room", lambda: room // collectives.SHARE)
         found = dataclasses.replace(
-            found, collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say)
+            found,
+            collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say),
         )
         if not found.collectives:
             remarks.append("no collectives: there is one device")
     if not multihost.is_writer():
         return found, remarks
     if "memory" in wanted:
-        found = dataclasses.replace(found, copies=device_rates.measure_copies(first, args.seconds, say))
+        found = dataclasses.replace(
+            found, copies=device_rates.measure_copies(first, args.seconds, say)
+        )
     if "matmul" in wanted:
         products, left_out = device_rates.measure_products(first, config.model, args.seconds, say)
         found = dataclasses.replace(found, products=products)
         if left_out:
             remarks.append(
-                f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s (three times "
-                "--seconds)"
+                f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s"
+                " (three times --seconds)"
             )
     return found, remarks
 
@@ -153,7 +197,10 @@ def check_storage(args: argparse.Namespace) -> None:
     """UserError if `storage` cannot use its directory."""
     fields.check_path("--data", args.data, addresses=True)
     if not storage.is_prepared(args.data) or not storage.is_local(args.data):
-        raise UserError(f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data")
+        raise UserError(
+            f"--data={args.data} is not a local prepared directory; make one with"
+            " experiments.prepare_data"
+        )
 
 
 def measure_storage(args: argparse.Namespace) -> None:
@@ -166,7 +213,8 @@ def measure_storage(args: argparse.Namespace) -> None:
     config = config_lib.check(raw)
     readings = [measure_reading(config, args.data, args.seconds, cold) for cold in (True, False)]
 
-    # A small directory's bundles come round again while they are still in memory, which a large one's never do.
+    # A small directory's bundles come round again while they are still in memory, which a large
+    # one's never do.
     sigma = max(readings[0].sigma, manifest["storage_factor"])
     need = Need(sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds)
     budget = args.iops_budget or readings[0].pages_per_second
@@ -194,7 +242,9 @@ def made(out: pathlib.Path) -> Iterator[None]:
             pass
     except OSError as error:
         claims.remove_empty(new)
-        raise UserError(f"--out={out} cannot be written ({error.strerror}); give a folder that can") from None
+        raise UserError(
+            f"--out={out} cannot be written ({error.strerror}); give a folder that can"
+        ) from None
     try:
         yield
     finally:
@@ -220,14 +270,18 @@ class Reading:
 
     @property
     def sigma(self) -> float:
-        """Pages asked for over pages that the tokens fill; each call touches one page more than it fills."""
+        """Pages asked for over pages that the tokens fill; each call touches one page more than it
+        fills."""
         return (self.bytes_read / PAGE_BYTES + self.reads) / (self.bytes_ideal / PAGE_BYTES)
 
 
 def measure_reading(config: Config, directory: str, seconds: float, cold: bool) -> Reading:
-    """Read batches for some seconds, each bundle from its file, after emptying or filling the page cache."""
+    """Read batches for some seconds, each bundle from its file, after emptying or filling the page
+    cache."""
     data = dataclasses.replace(config.data, path=directory, mixture=())
-    config = dataclasses.replace(config, data=data, schedule=dataclasses.replace(config.schedule, phases=()))
+    config = dataclasses.replace(
+        config, data=data, schedule=dataclasses.replace(config.schedule, phases=())
+    )
     tokenizer = tokenizers.load(pathlib.Path(directory) / "tokenizer")
     if tokenizer.vocab_size > config.model.vocab_size:
         model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
@@ -241,7 +295,9 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
     epoch = batches.source(batches.eras[0], 0).layout.num_rows // data.global_batch
     turns = min(TURNS, epoch)
     begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch
-    for step in range(begin_step, begin_step + turns):  # opens shards, and the bundles of the moment
+    for step in range(
+        begin_step, begin_step + turns
+    ):  # opens shards, and the bundles of the moment
         batches[step]
     io, begin, tokens, step = _io(), time.perf_counter(), 0, begin_step + turns
     until = begin_step + epoch if cold else 1 << 40  # a second epoch is warm
@@ -251,7 +307,8 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
     elapsed = time.perf_counter() - begin
     if not tokens:
         raise UserError(
-            f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask for less"
+            f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask"
+            " for less"
         )
     now = _io()
     calls, read, from_device = (now[name] - io[name] for name in ("syscr", "rchar", "read_bytes"))
@@ -271,8 +328,11 @@ def _io() -> dict[str, int]:
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
-def storage_document(readings: list[Reading], manifest: dict, need: Need, budget: float, whose: str) -> Page:
-    """The measurements by the state of the page cache, and the formula's figures for the run that is sized."""
+def storage_document(
+    readings: list[Reading], manifest: dict, need: Need, budget: float, whose: str
+) -> Page:
+    """The measurements by the state of the page cache, and the formula's figures for the run that
+    is sized."""
     rows = [
         ["tokens/s", *(f"{r.tokens / r.seconds:,.0f}" for r in readings)],
         [f"page reads/s ({PAGE_BYTES} B)", *(f"{r.pages_per_second:,.0f}" for r in readings)],
@@ -280,22 +340,32 @@ def storage_document(readings: list[Reading], manifest: dict, need: Need, budget
         ["bytes a read call", *(f"{r.bytes_read / max(r.reads, 1):,.0f}" for r in readings)],
         ["sigma, pages asked for over pages of tokens", *(f"{r.sigma:.3f}" for r in readings)],
         ["read from the device, MiB", *(f"{r.bytes_device / 2**20:,.1f}" for r in readings)],
-        ["measured over, s / M tokens", *(f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings)],
+        [
+            "measured over, s / M tokens",
+            *(f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings),
+        ],
     ]
     notes = [
-        f"Sigma of the files' layout, all bundles once: {manifest['storage_factor']:.3f}; {manifest['token_bytes']} "
-        "bytes per token."
+        f"Sigma of the files' layout, all bundles once: {manifest['storage_factor']:.3f};"
+        f" {manifest['token_bytes']} bytes per token."
     ]
     if readings[0].bytes_device < readings[0].bytes_read / 2:
-        notes.append("The device gave less than half of the cold reading: this system would not empty its page cache.")
+        notes.append(
+            "The device gave less than half of the cold reading: this system would not empty its"
+            " page cache."
+        )
     share, step = need.pages_per_second / budget, need.step_seconds
-    judged = "storage is not the limit" if share <= 1 else "storage IS the limit: steps take the break-even time"
+    judged = (
+        "storage is not the limit"
+        if share <= 1
+        else "storage IS the limit: steps take the break-even time"
+    )
     text = (
-        f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads "
-        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N = {need.pages:,.0f} pages (sigma "
-        f"{need.sigma:.3f}); every {step:g} s that is {need.pages_per_second:,.0f} page reads/s. Budget "
-        f"{budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time "
-        f"{need.pages / budget:.3f} s; {judged}."
+        f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads"
+        f" {need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N ="
+        f" {need.pages:,.0f} pages (sigma {need.sigma:.3f}); every {step:g} s that is"
+        f" {need.pages_per_second:,.0f} page reads/s. Budget {budget:,.0f} page reads/s ({whose}):"
+        f" {share:.1%} of it, break-even step time {need.pages / budget:.3f} s; {judged}."
     )
     times = [step * 2 ** (i / 4 - 4) for i in range(33)]
     values = [need.pages / t for t in times]
@@ -305,38 +375,68 @@ def storage_document(readings: list[Reading], manifest: dict, need: Need, budget
         Curve("budget", [(times[0], budget), (times[-1], budget)], 1, dash=1),
     ]
     chart = Chart(
-        "Page reads a second by step time", lines, (times[0], times[-1]),
-        (min(*values, budget) / 1.5, max(*values, budget) * 1.5), True, True, over="s",
+        "Page reads a second by step time",
+        lines,
+        (times[0], times[-1]),
+        (min(*values, budget) / 1.5, max(*values, budget) * 1.5),
+        True,
+        True,
+        over="s",
         named=[(t, f"{t:.3g}") for t in times[::4]],
-    )  # fmt: skip
+    )
     head = ("", *(f"{r.cache} page cache" for r in readings))
     read = Section("Reading", "", [Table("By the state of the page cache", head, rows)], notes)
     return Page("Storage", sections=[read, Section("A run", text, pictures=chart.draw())])
 
 
-def document(figures: Measured, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()) -> Page:
-    """All of it; `rules_for` says which model, chip and number of devices the sizing rules are for."""
+def document(
+    figures: Measured, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()
+) -> Page:
+    """All of it; `rules_for` says which model, chip and number of devices the sizing rules are
+    for."""
     nodes = "one node" if figures.num_nodes == 1 else f"{figures.num_nodes} nodes"
     processes = "" if figures.num_processes == 1 else f" · {figures.num_processes} processes"
-    about = f"{figures.num_devices} x {figures.device} in {nodes}{processes} · jax {figures.jax} · {figures.date}"
+    about = (
+        f"{figures.num_devices} x {figures.device} in {nodes}{processes} · jax {figures.jax} ·"
+        f" {figures.date}"
+    )
     warnings = [HOST] if figures.platform == "cpu" else []
     if figures.num_nodes == 1 and figures.collectives:
         warnings.append("All devices are in one node: nothing was measured across nodes.")
-    sections = [_rules(advice, rules_for), _collectives(figures), _products(figures), _memory(figures)]
-    footer = "Lines are medians, bands the 10th to 90th of 100 samples. docs/hardware.md says how it was measured."
-    return Page(figures.device, "measured figures", about, sections, (), [*warnings, *remarks], footer)
+    sections = [
+        _rules(advice, rules_for),
+        _collectives(figures),
+        _products(figures),
+        _memory(figures),
+    ]
+    footer = (
+        "Lines are medians, bands the 10th to 90th of 100 samples. docs/hardware.md says how it was"
+        " measured."
+    )
+    return Page(
+        figures.device, "measured figures", about, sections, (), [*warnings, *remarks], footer
+    )
 
 
 def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
     rows = [
         [
-            f.rule, f"{f.key}={f.value:,}", f.reason, "–" if f.better is None else f"{f.better:,}", f.source,
+            f.rule,
+            f"{f.key}={f.value:,}",
+            f.reason,
+            "–" if f.better is None else f"{f.better:,}",
+            f.source,
         ]
         for f in advice
-    ]  # fmt: skip
+    ]
     head = ("rule", "key", "reason", "better", "by")
     tables = [Table("Advice", head, rows, "code")] if rows else []
-    return Section("Sizing rules", f"Dimensions off the fast path: {rules_for}.", tables, [] if rows else ["None."])
+    return Section(
+        "Sizing rules",
+        f"Dimensions off the fast path: {rules_for}.",
+        tables,
+        [] if rows else ["None."],
+    )
 
 
 def _collectives(figures: Measured) -> Section:
@@ -345,7 +445,10 @@ def _collectives(figures: Measured) -> Section:
     pictures, rows = "", []
     groups = sorted({(c.num_nodes, c.num_devices) for c in figures.collectives})
     for name in BUS:
-        lines, series = [], sorted((c for c in figures.collectives if c.name == name), key=lambda c: c.bytes)
+        lines, series = (
+            [],
+            sorted((c for c in figures.collectives if c.name == name), key=lambda c: c.bytes),
+        )
         for color, group in enumerate(groups):
             points = [c for c in series if (c.num_nodes, c.num_devices) == group]
             if not points:
@@ -353,12 +456,23 @@ def _collectives(figures: Measured) -> Section:
             rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
             lines.append(_line(_devices(points[0]), color, rates))
             best = max(points, key=lambda c: c.bus_bandwidth)
-            rows.append([
-                name, _devices(best), duration(points[0].seconds.median),
-                number(best.bus_bandwidth / 1e9), binary_size(best.bytes),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    name,
+                    _devices(best),
+                    duration(points[0].seconds.median),
+                    number(best.bus_bandwidth / 1e9),
+                    binary_size(best.bytes),
+                ]
+            )
         pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size)
-    head = ("collective", "devices", f"{figures.collectives[0].bytes:,} B take", "best bus GB/s", "there")
+    head = (
+        "collective",
+        "devices",
+        f"{figures.collectives[0].bytes:,} B take",
+        "best bus GB/s",
+        "there",
+    )
     text = "Over the size of the message, by the definitions of nccl-tests."
     return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
 
@@ -376,24 +490,47 @@ def _products(figures: Measured) -> Section:
 
     dense = [p for p in figures.products if p.groups == 1]
     labels = dict.fromkeys(p.label for p in dense)
-    lines = [_line(label, i, rates([p for p in dense if p.label == label])) for i, label in enumerate(labels)]
+    lines = [
+        _line(label, i, rates([p for p in dense if p.label == label]))
+        for i, label in enumerate(labels)
+    ]
     pictures = _chart("Dense products over rows M", lines, "TFLOP/s", lambda m: f"{m:,.0f}")
     grouped = [
         _line(name, i, rates([p for p in figures.products if p.name == name]))
         for i, name in enumerate(("grouped forward", "grouped backward"))
     ]
     knee = figures.rows_knee()
-    note = "" if knee is None else f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens."
-    pictures += _chart("Experts: over tokens an expert", grouped, "TFLOP/s", lambda m: f"{m:,.0f}", note)
-    head = ["product", "M", "K", "N", "experts", "a call", "TFLOP/s", *(["of the peak"] if figures.peak else [])]
+    note = (
+        ""
+        if knee is None
+        else f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens."
+    )
+    pictures += _chart(
+        "Experts: over tokens an expert", grouped, "TFLOP/s", lambda m: f"{m:,.0f}", note
+    )
+    head = [
+        "product",
+        "M",
+        "K",
+        "N",
+        "experts",
+        "a call",
+        "TFLOP/s",
+        *(["of the peak"] if figures.peak else []),
+    ]
     rows = [
         [
-            f"{p.label} ({p.name}, {p.dtype})", f"{p.m:,}", f"{p.k:,}", f"{p.n:,}", f"{p.groups}",
-            duration(p.seconds.median), number(p.rate / 1e12),
+            f"{p.label} ({p.name}, {p.dtype})",
+            f"{p.m:,}",
+            f"{p.k:,}",
+            f"{p.n:,}",
+            f"{p.groups}",
+            duration(p.seconds.median),
+            number(p.rate / 1e12),
             *([f"{p.rate / figures.peak:.1%}"] if figures.peak else []),
         ]
         for p in [*dense, *(p for p in figures.products if p.groups > 1)]
-    ]  # fmt: skip
+    ]
     text = "On one device, the model's own shapes; M are the tokens at once."
     return Section("Matrix products", text, [Table("Rates", head, rows)], pictures=pictures)
 
@@ -406,10 +543,13 @@ def _memory(figures: Measured) -> Section:
     picture = _chart("Bandwidth over the size of an array", [line], "GB/s", binary_size)
     best = max(points, key=lambda copy: copy.bandwidth)
     rows = [
-        [what, number(c.bandwidth / 1e9), binary_size(c.bytes)] for what, c in (("best", best), ("largest", points[-1]))
+        [what, number(c.bandwidth / 1e9), binary_size(c.bytes)]
+        for what, c in (("best", best), ("largest", points[-1]))
     ]
     text = "Copying on one device; bytes read and bytes written count alike."
-    return Section("Memory", text, [Table("Bandwidths", ("array", "GB/s", "of"), rows)], pictures=picture)
+    return Section(
+        "Memory", text, [Table("Bandwidths", ("array", "GB/s", "of"), rows)], pictures=picture
+    )
 
 
 def binary_size(count: float) -> str:
@@ -421,7 +561,12 @@ def binary_size(count: float) -> str:
 
 
 def _point(size: float, median: float, seconds: Timing) -> Point:
-    return size, median, median * seconds.median / seconds.high, median * seconds.median / seconds.low
+    return (
+        size,
+        median,
+        median * seconds.median / seconds.high,
+        median * seconds.median / seconds.low,
+    )
 
 
 def _line(label: str, color: int, points: Sequence[Point]) -> Curve:
@@ -429,7 +574,9 @@ def _line(label: str, color: int, points: Sequence[Point]) -> Curve:
     return Curve(label, [(size, median) for size, median, *_ in points], color, band=band)
 
 
-def _chart(title: str, lines: Sequence[Curve], unit: str, text: Callable[[float], str], note: str = "") -> str:
+def _chart(
+    title: str, lines: Sequence[Curve], unit: str, text: Callable[[float], str], note: str = ""
+) -> str:
     """Rates over a size, both axes logarithmic."""
     lines = [line for line in lines if line.points]
     if not lines:
@@ -437,6 +584,13 @@ def _chart(title: str, lines: Sequence[Curve], unit: str, text: Callable[[float]
     sizes = sorted({size for line in lines for size, _ in line.points})
     rates = [rate for line in lines for _, rate in line.points]
     return Chart(
-        f"{title}, {unit}", lines, (sizes[0], sizes[-1]), (min(rates) / 1.3, max(rates) * 1.3), True, True,
-        over="size", named=[(size, text(size)) for size in sizes], note=note,
-    ).draw()  # fmt: skip
+        f"{title}, {unit}",
+        lines,
+        (sizes[0], sizes[-1]),
+        (min(rates) / 1.3, max(rates) * 1.3),
+        True,
+        True,
+        over="size",
+        named=[(size, text(size)) for size in sizes],
+        note=note,
+    ).draw()

@@ -35,7 +35,9 @@ def inspect(args: Any) -> int:
         print(steps_table(seen, times.read(args.workdir).get("save", {})).markdown())
     if seen or damaged:
         print(*look.remarks(args.workdir, seen, damaged), sep="\n")
-    print(arrays_table(look.see(args.workdir, source.latest_step(args.workdir, args.step))).markdown())
+    print(
+        arrays_table(look.see(args.workdir, source.latest_step(args.workdir, args.step))).markdown()
+    )
     if args.html:
         target = args.workdir / "checkpoints.html"
         print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")
@@ -48,12 +50,22 @@ def arrays_table(seen: look.Seen) -> Table:
     rows = []
     for part, size in seen.part_bytes().items():
         rows += [
-            (a.name, shape(a.shape), a.dtype, byte_size(a.bytes), shape(a.chunk), str(seen.chunks[a.name]))
+            (
+                a.name,
+                shape(a.shape),
+                a.dtype,
+                byte_size(a.bytes),
+                shape(a.chunk),
+                str(seen.chunks[a.name]),
+            )
             for a in seen.arrays
             if a.name.split(".")[0] == part
         ]
         rows.append((f"= {part}", "", "", byte_size(size), "", ""))
-    title = f"Step {seen.step}, by {seen.meta.get('processes', 1)} process(es), version {seen.meta.get('version')}"
+    title = (
+        f"Step {seen.step}, by {seen.meta.get('processes', 1)} process(es), version"
+        f" {seen.meta.get('version')}"
+    )
     return Table(title, ("array", "shape", "type", "size", "chunk", "chunks"), rows)
 
 
@@ -65,7 +77,10 @@ def verify(args: Any) -> int:
     listed = vault.steps if copies else vault.numbered
     steps = listed()
     if not steps:
-        raise UserError(f"--workdir={args.workdir} has no checkpoint; give a run's folder, or the place of its copies")
+        raise UserError(
+            f"--workdir={args.workdir} has no checkpoint; give a run's folder, or the place of its"
+            " copies"
+        )
     if args.step is not None:
         if args.step not in steps:
             raise UserError(
@@ -140,7 +155,10 @@ def from_hf(args: Any) -> int:
     with _progress() as progress:
         made = exchange.from_hf(args.model, args.workdir, progress)
     if not (made / "tokenizer").is_dir():
-        print(f"note: {args.model} has no tokenizer; to generate, put tokenizer.json into {made / 'tokenizer'}")
+        print(
+            f"note: {args.model} has no tokenizer; to generate, put tokenizer.json into"
+            f" {made / 'tokenizer'}"
+        )
     print(f"written: {made}")
     return cli.DONE
 

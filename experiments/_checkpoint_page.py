@@ -1,7 +1,8 @@
-"""The page of checkpoint times: per stage a heat map of processes over saves, the last load, and each step's figures.
+"""The page of checkpoint times: per stage a heat map of processes over saves, the last load, and
+each step's figures.
 
-A slow host is a dark row, a slow moment of the storage a dark column. Many processes or saves are drawn in groups by
-their slowest member.
+A slow host is a dark row, a slow moment of the storage a dark column. Many processes or saves are
+drawn in groups by their slowest member.
 """
 
 import datetime
@@ -27,7 +28,10 @@ TITLES = {
     "write": "Write",
     "commit": "Commit (wait for all, then the name)",
 }
-DARK = "Seconds by process and save. A dark row is a slow host, a dark column a slow moment of the storage."
+DARK = (
+    "Seconds by process and save. A dark row is a slow host, a dark column a slow moment of the"
+    " storage."
+)
 TYPICAL = 3  # times the median: where a scale may end although there is worse
 SLOW = 1.5  # times the others' median: a process that is named as slow
 FEWEST_SAVES, FEWEST_PROCESSES = 3, 3  # to name one
@@ -43,43 +47,68 @@ def checkpoints_document(workdir: Path) -> Page:
     load = max(loads, key=lambda event: event.time, default=None)
     sections = [
         Section("Over the run", WAITS, pictures=save_curves(saves)),
-        Section("Where the time goes", DARK, pictures="".join(_stage_map(saves, s) for s in times.STAGES if saves)),
+        Section(
+            "Where the time goes",
+            DARK,
+            pictures="".join(_stage_map(saves, s) for s in times.STAGES if saves),
+        ),
         Section("The last load", pictures=_load_map(load)),
-        Section("Complete checkpoints", tables=[steps_table(seen, found.get("save", {}))] if seen else []),
+        Section(
+            "Complete checkpoints",
+            tables=[steps_table(seen, found.get("save", {}))] if seen else [],
+        ),
     ]
     return Page(
-        workdir.resolve().name, "checkpoints", "", sections, _tiles(seen, saves), slow_processes(saves),
+        workdir.resolve().name,
+        "checkpoints",
+        "",
+        sections,
+        _tiles(seen, saves),
+        slow_processes(saves),
         "Drawn from checkpoint_times.jsonl and the checkpoints of the workdir.",
-    )  # fmt: skip
+    )
 
 
 def _tiles(seen: Sequence[look.Seen], saves: Sequence[Event]) -> list[Tile]:
     tiles = []
     if seen:
         newest = seen[-1]
-        tiles.append(("Newest complete step", f"{newest.step:,}", f"{newest.meta.get('tokens', 0):,} tokens"))
+        tiles.append(
+            ("Newest complete step", f"{newest.step:,}", f"{newest.meta.get('tokens', 0):,} tokens")
+        )
         parts = ", ".join(f"{name} {byte_size(size)}" for name, size in newest.part_bytes().items())
         tiles.append(("Size", byte_size(newest.bytes), parts))
     if saves:
-        tiles.append(("Saves", f"{len(saves):,}", f"by {counted(saves[-1].processes, 'process', 'es')}"))
+        tiles.append(
+            ("Saves", f"{len(saves):,}", f"by {counted(saves[-1].processes, 'process', 'es')}")
+        )
         for title, _, _, seconds in SAVE_FIGURES:
             if good := [s for s in map(seconds, saves) if math.isfinite(s)]:
-                tiles.append((title, duration(statistics.median(good)), f"median; longest {duration(max(good))}"))
+                tiles.append(
+                    (
+                        title,
+                        duration(statistics.median(good)),
+                        f"median; longest {duration(max(good))}",
+                    )
+                )
     return tiles
 
 
 def slow_processes(saves: Sequence[Event]) -> list[str]:
-    """Sentences on processes whose stages took much longer than the others', by medians over the saves."""
+    """Sentences on processes whose stages took much longer than the others', by medians over the
+    saves."""
     if len(saves) < FEWEST_SAVES or saves[-1].processes < FEWEST_PROCESSES:
         return []
     sentences = []
     for stage in ("copy", "serialise", "write"):  # the commit waits for others
         cells = np.stack([save.of(stage) for save in saves], axis=1)
-        own = np.array([statistics.median(row[np.isfinite(row)].tolist() or [math.nan]) for row in cells])
+        own = np.array(
+            [statistics.median(row[np.isfinite(row)].tolist() or [math.nan]) for row in cells]
+        )
         usual = float(np.nanmedian(own)) if np.isfinite(own).any() else math.nan
         sentences += [
-            f"Process {i} is slow: its {stage} takes {duration(own[i])}, the others' {duration(usual)} "
-            f"(medians of {counted(len(saves), 'save')})."
+            f"Process {i} is slow: its {stage} takes {duration(own[i])}, the others'"
+            f" {duration(usual)} (medians of {counted(len(saves), 'save')})."
             for i in np.argsort(-np.nan_to_num(own))[:3]
             if own[i] > SLOW * usual and own[i] - usual > 0.05
         ]
@@ -99,13 +128,23 @@ def _stage_map(saves: Sequence[Event], stage: str) -> str:
     # Cells reach half-way to their neighbours, the outer ones as far outwards.
     first, last = (steps[1] - steps[0], steps[-1] - steps[-2]) if len(steps) > 1 else (0.8, 0.8)
     return HeatMap(
-        TITLES[stage], steps, cells, Scale(0.0, high or 1.0), (steps[0] - first / 2, steps[-1] + last / 2), "process",
-        ("0 s", ("≥ " if high < longest else "") + duration(high)), " ".join(notes), names,
-    ).draw()  # fmt: skip
+        TITLES[stage],
+        steps,
+        cells,
+        Scale(0.0, high or 1.0),
+        (steps[0] - first / 2, steps[-1] + last / 2),
+        "process",
+        ("0 s", ("≥ " if high < longest else "") + duration(high)),
+        " ".join(notes),
+        names,
+    ).draw()
 
 
-def stage_rows(saves: Sequence[Event], stage: str) -> tuple[list[str], list[float], np.ndarray, list[str]]:
-    """(names of rows, steps, seconds [rows, columns], notes): in groups where there are many, the slowest of each."""
+def stage_rows(
+    saves: Sequence[Event], stage: str
+) -> tuple[list[str], list[float], np.ndarray, list[str]]:
+    """(names of rows, steps, seconds [rows, columns], notes): in groups where there are many, the
+    slowest of each."""
     cells = np.full((max(save.processes for save in saves), len(saves)), np.nan)
     for column, save in enumerate(saves):
         cells[: save.processes, column] = save.of(stage)
@@ -131,13 +170,24 @@ def _load_map(load: Event | None) -> str:
     starts, _ = grouped(load.processes)
     cells = np.stack([np.fmax.reduceat(load.of(stage), starts) for stage in load.stages])
     longest = float(np.nanmax(np.append(cells, 0.0)))
-    many = f"Each column is the slowest of {starts[1]} processes. " if len(starts) < load.processes else ""
+    many = (
+        f"Each column is the slowest of {starts[1]} processes. "
+        if len(starts) < load.processes
+        else ""
+    )
     size = byte_size(sum(load.sizes.values()))
     return HeatMap(
-        f"Step {load.step:,} by process", [float(s) for s in starts], cells, Scale(0.0, longest or 1.0),
-        (-0.5, load.processes - 0.5), "stage", ("0 s", duration(longest)), f"{many}{size} onto all processes.",
-        list(load.stages), "process",
-    ).draw()  # fmt: skip
+        f"Step {load.step:,} by process",
+        [float(s) for s in starts],
+        cells,
+        Scale(0.0, longest or 1.0),
+        (-0.5, load.processes - 0.5),
+        "stage",
+        ("0 s", duration(longest)),
+        f"{many}{size} onto all processes.",
+        list(load.stages),
+        "process",
+    ).draw()
 
 
 def steps_table(seen: Sequence[look.Seen], saves: dict[int, Event]) -> Table:
@@ -146,10 +196,17 @@ def steps_table(seen: Sequence[look.Seen], saves: dict[int, Event]) -> Table:
     for one in seen:
         save = saves.get(one.step)
         stages = [duration(save.slowest(stage)) if save else "–" for stage in times.STAGES]
-        rows.append([
-            f"{one.step:,}", f"{one.meta.get('tokens', 0):,}", byte_size(one.bytes), str(one.meta.get("processes", 1)),
-            look.loss_text(one) or "–", f"{datetime.datetime.fromtimestamp(one.saved):%Y-%m-%d %H:%M:%S}",
-            *stages, duration(save.whole()) if save else "–",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{one.step:,}",
+                f"{one.meta.get('tokens', 0):,}",
+                byte_size(one.bytes),
+                str(one.meta.get("processes", 1)),
+                look.loss_text(one) or "–",
+                f"{datetime.datetime.fromtimestamp(one.saved):%Y-%m-%d %H:%M:%S}",
+                *stages,
+                duration(save.whole()) if save else "–",
+            ]
+        )
     head = ("step", "tokens", "size", "processes", "held-out", "saved at", *times.STAGES, "whole")
     return Table("By step", head, rows, note="Each stage has the slowest process's time.")

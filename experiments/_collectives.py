@@ -1,7 +1,9 @@
-"""Measures collectives over the devices of this run: each alone in a program, over messages of 1 KiB to GiBs.
+"""Measures collectives over the devices of this run: each alone in a program, over messages of 1
+KiB to GiBs.
 
-Sizes and bandwidths are those of nccl-tests and rccl-tests (`measured.BUS`). Devices are taken in sets: in one node 2,
-4, ... and all of it; across nodes 2, 4, ... and all of these, with one device of each and with all. A node is a host.
+Sizes and bandwidths are those of nccl-tests and rccl-tests (`measured.BUS`). Devices are taken in
+sets: in one node 2, 4, ... and all of it; across nodes 2, 4, ... and all of these, with one device
+of each and with all. A node is a host.
 """
 
 import socket
@@ -35,7 +37,8 @@ class Group(NamedTuple):
 
 
 class CollectiveKind(NamedTuple):
-    """A collective: XLA's name for it, and one device's program; a device puts in all `bytes`, or one n-th."""
+    """A collective: XLA's name for it, and one device's program; a device puts in all `bytes`, or
+    one n-th."""
 
     hlo: str
     call: Callable[[jax.Array, int], jax.Array]
@@ -48,10 +51,15 @@ KINDS = {
     "reduce-scatter": CollectiveKind(
         "reduce-scatter", lambda x, n: lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
     ),
-    "all-gather": CollectiveKind("all-gather", lambda x, n: lax.all_gather(x, AXIS, tiled=True), puts_in_all=False),
-    "all-to-all": CollectiveKind("all-to-all", lambda x, n: lax.all_to_all(x, AXIS, 0, 0, tiled=True)),
+    "all-gather": CollectiveKind(
+        "all-gather", lambda x, n: lax.all_gather(x, AXIS, tiled=True), puts_in_all=False
+    ),
+    "all-to-all": CollectiveKind(
+        "all-to-all", lambda x, n: lax.all_to_all(x, AXIS, 0, 0, tiled=True)
+    ),
     "neighbour": CollectiveKind(
-        "collective-permute", lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)])
+        "collective-permute",
+        lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]),
     ),
 }
 assert KINDS.keys() == BUS.keys()
@@ -68,7 +76,10 @@ def nodes_of(devices: Sequence[Any]) -> list[int]:
 
 def groups(devices: Sequence[Any], nodes: Sequence[int]) -> list[Group]:
     """The sets that are measured, smallest first; the first node's devices alone, then across."""
-    of_node = [[d for d, n in zip(devices, nodes, strict=True) if n == node] for node in range(max(nodes) + 1)]
+    of_node = [
+        [d for d, n in zip(devices, nodes, strict=True) if n == node]
+        for node in range(max(nodes) + 1)
+    ]
     found = [Group(tuple(of_node[0][:n]), 1) for n in _counts(len(of_node[0]))]
     for count in _counts(len(of_node)):
         for per_node in sorted({1, min(len(own) for own in of_node)}):
@@ -79,11 +90,14 @@ def groups(devices: Sequence[Any], nodes: Sequence[int]) -> list[Group]:
 
 def _counts(most: int) -> list[int]:
     """2, 4, 8, ... and the last."""
-    return sorted({1 << i for i in range(1, most.bit_length()) if 1 << i <= most} | ({most} - {0, 1}))
+    return sorted(
+        {1 << i for i in range(1, most.bit_length()) if 1 << i <= most} | ({most} - {0, 1})
+    )
 
 
 def sizes(num_devices: int, room: int) -> Iterator[int]:
-    """Bytes of messages that divide into one number for each device at least, and fit `room` with the results."""
+    """Bytes of messages that divide into one number for each device at least, and fit `room` with
+    the results."""
     size = LEAST
     while size <= MOST and 2 * size <= room:
         whole = size - size % (num_devices * NUMBER.itemsize)
@@ -93,9 +107,14 @@ def sizes(num_devices: int, room: int) -> Iterator[int]:
 
 
 def measure_collectives(
-    devices: Sequence[Any], nodes: Sequence[int], room: int, seconds: float, say: Callable[[str], None]
+    devices: Sequence[Any],
+    nodes: Sequence[int],
+    room: int,
+    seconds: float,
+    say: Callable[[str], None],
 ) -> tuple[CollectiveTiming, ...]:
-    """Every collective on every set of devices, in all processes together; each counts the slowest one's time.
+    """Every collective on every set of devices, in all processes together; each counts the slowest
+    one's time.
 
     A series ends where a call takes longer than `seconds`, or messages no longer fit.
     """
@@ -115,8 +134,8 @@ def measure_collectives(
 
 
 def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[CollectiveTiming]:
-    """One collective by size. A process without a device of the set takes part in decisions alone, which process 0
-    takes: it has a device in every set."""
+    """One collective by size. A process without a device of the set takes part in decisions alone,
+    which process 0 takes: it has a device in every set."""
     queue = group.devices[0].platform != "cpu"
     mine = any(d.process_index == jax.process_index() for d in group.devices)
     n = len(group.devices)
@@ -141,25 +160,36 @@ def _program(name: str, group: Group, size: int) -> Callable[[], jax.Array]:
     def call() -> jax.Array:
         nonlocal x
         out = compiled(x)
-        x = out if kind.in_place else x  # sums of sums, infinite in the end: an addition takes as long
+        x = (
+            out if kind.in_place else x
+        )  # sums of sums, infinite in the end: an addition takes as long
         return out
 
     return call
 
 
-def compile_one(name: str, kind: CollectiveKind, devices: Sequence[Any], size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
-    """A collective alone in a program, and its argument; RuntimeError where the compiler made anything else of it."""
+def compile_one(
+    name: str, kind: CollectiveKind, devices: Sequence[Any], size: int
+) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """A collective alone in a program, and its argument; RuntimeError where the compiler made
+    anything else of it."""
     n, numbers = len(devices), size // NUMBER.itemsize
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     like = jax.ShapeDtypeStruct(
-        (numbers * n if kind.puts_in_all else numbers,), NUMBER, sharding=NamedSharding(mesh, P(AXIS))
+        (numbers * n if kind.puts_in_all else numbers,),
+        NUMBER,
+        sharding=NamedSharding(mesh, P(AXIS)),
     )
-    over = jax.shard_map(lambda x: kind.call(x, n), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    over = jax.shard_map(
+        lambda x: kind.call(x, n), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+    )
     compiled = jax.jit(over, donate_argnums=(0,) if kind.in_place else ()).lower(like).compile()
     found = hlo.collectives(compiled)
     # A permute's text names pairs, no groups.
     made = [(c.kind, n if c.kind == "collective-permute" else c.group_size, c.bytes) for c in found]
     if made != [(kind.hlo, n, size)]:
         words = ", ".join(f"{k} of {b} bytes over {g}" for k, g, b in made) or "no collective"
-        raise RuntimeError(f"{name} of {size} bytes over {n} devices became {words}, expected one {kind.hlo}")
+        raise RuntimeError(
+            f"{name} of {size} bytes over {n} devices became {words}, expected one {kind.hlo}"
+        )
     return compiled, like

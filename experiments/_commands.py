@@ -1,4 +1,5 @@
-"""The programs as commands of an installed package: `zaya-pretrain` is `python -m experiments.pretrain`, and so on."""
+"""The programs as commands of an installed package: `zaya-pretrain` is `python -m
+experiments.pretrain`, and so on."""
 
 import runpy
 import sys

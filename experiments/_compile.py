@@ -26,12 +26,22 @@ from zaya_jax.schedule import Segment
 from zaya_jax.training import recipe
 
 KINDS = (
-    "weights", "optimizer", "batch and figures", "gradients", "activations", "exchange", "other temporaries", "gaps",
-)  # fmt: skip
+    "weights",
+    "optimizer",
+    "batch and figures",
+    "gradients",
+    "activations",
+    "exchange",
+    "other temporaries",
+    "gaps",
+)
 BOUNDS = {
-    "compute": "products at the peak of their format", "memory": "HBM at its bandwidth",
-    "launches": "kernels too short for either", "links": "links, exposed", "hidden": "(links, under kernels)",
-}  # fmt: skip
+    "compute": "products at the peak of their format",
+    "memory": "HBM at its bandwidth",
+    "launches": "kernels too short for either",
+    "links": "links, exposed",
+    "hidden": "(links, under kernels)",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
             continue
         print(f"{name}: compiling for {len(devices)} {args.target} ...", flush=True)
         begun = time.perf_counter()
-        row = {"phase": name, **compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity)}
+        row = {
+            "phase": name,
+            **compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity),
+        }
         print(f"{name}: {headline(row)} ({time.perf_counter() - begun:.0f} s)", flush=True)
         if capacity and row["memory"]["peak"] > capacity:
             row["fits_with"] = _what_fits(here, mesh, sequences, micro_batches, cluster, capacity)
@@ -79,15 +92,21 @@ def run(args: argparse.Namespace) -> int:
         found.append(row)
 
     result = {
-        "config": config.name, "target": args.target, "devices": len(devices), "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"), "kernels": assumed, "phases": found,
-    }  # fmt: skip
+        "config": config.name,
+        "target": args.target,
+        "devices": len(devices),
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "kernels": assumed,
+        "phases": found,
+    }
     write_results(out, "compile", result, document(result))
     return cli.DONE
 
 
 def _with_ids(config: Config) -> Config:
-    """The config with its tokenizer's ids, as `pretrain` has it: with a padding id the embedding is another program."""
+    """The config with its tokenizer's ids, as `pretrain` has it: with a padding id the embedding is
+    another program."""
     try:
         tokenizer = tokenizers.load(config.data.tokenizer)
     except UserError as error:  # of a run elsewhere
@@ -98,7 +117,8 @@ def _with_ids(config: Config) -> Config:
 
 
 def _with_kernels(config: Config, record: Path | None, device: Any) -> tuple[Config, str]:
-    """The config with the kernels of a trial's record, or without one all that it leaves open, and a line that says so.
+    """The config with the kernels of a trial's record, or without one all that it leaves open, and
+    a line that says so.
 
     UserError where the record is another chip's.
     """
@@ -106,9 +126,19 @@ def _with_kernels(config: Config, record: Path | None, device: Any) -> tuple[Con
     if record:
         found = trial.read(record)
         if found is None or found["kind"] != here.kind:
-            was = f"of {found['kind']}, the target is {here.kind}" if found else "no record of a trial"
-            raise UserError(f"--kernels={record} is {was}; give kernels.json of a run on such a chip, or leave it out")
-        config, why = dataclasses.replace(config, kernels=tuple(found["kernels"]) or ("none",)), f"tried, {record}"
+            was = (
+                f"of {found['kind']}, the target is {here.kind}"
+                if found
+                else "no record of a trial"
+            )
+            raise UserError(
+                f"--kernels={record} is {was}; give kernels.json of a run on such a chip, or leave"
+                " it out"
+            )
+        config, why = (
+            dataclasses.replace(config, kernels=tuple(found["kernels"]) or ("none",)),
+            f"tried, {record}",
+        )
     else:
         open_ = config.kernels[0] in chip.OPEN
         why = "assumed: not tried on this chip" if open_ else "as --config.kernels says"
@@ -118,8 +148,11 @@ def _with_kernels(config: Config, record: Path | None, device: Any) -> tuple[Con
     return config, f"kernels: ours for {own or 'nothing'}, otherwise XLA's ({why})"
 
 
-def _program(config: Config, segment: Segment, devices: list, at_once: int) -> tuple[Config, Any, int, int]:
-    """A phase's config, mesh, sequences per step and micro-batches; UserError where these do not go together."""
+def _program(
+    config: Config, segment: Segment, devices: list, at_once: int
+) -> tuple[Config, Any, int, int]:
+    """A phase's config, mesh, sequences per step and micro-batches; UserError where these do not go
+    together."""
     here, _, sequences, micro_batches = recipe.portion(config, segment, len(devices), at_once)
     mesh = make_mesh(here.mesh, devices, schedule.key(config, segment.phase_index, "mesh"))
     return here, mesh, sequences, micro_batches
@@ -128,7 +161,8 @@ def _program(config: Config, segment: Segment, devices: list, at_once: int) -> t
 def _what_fits(
     here: Config, mesh: Any, sequences: int, micro_batches: int, cluster: Any, capacity: int
 ) -> dict[str, Any] | None:
-    """Changes, one after another on top of each other, until the step fits: their names, and the costs of that step."""
+    """Changes, one after another on top of each other, until the step fits: their names, and the
+    costs of that step."""
     devices, changes = list(mesh.devices.flat), []
     rows = mesh.shape["data"] * mesh.shape["expert"]
 
@@ -154,7 +188,9 @@ def _what_fits(
         if row := tried("remat=layer"):
             return row
     if here.precision.momentum == "float32" and here.optim.name == "muon":
-        here = dataclasses.replace(here, precision=dataclasses.replace(here.precision, momentum="bfloat16"))
+        here = dataclasses.replace(
+            here, precision=dataclasses.replace(here.precision, momentum="bfloat16")
+        )
         if row := tried("precision.momentum=bfloat16"):
             return row
     if mesh.shape["data"] > 1 and not here.mesh.fsdp:
@@ -178,7 +214,11 @@ def _what_fits(
 def document(result: dict[str, Any]) -> Page:
     """A section a phase."""
     title = f"{result['config']} compiled for {result['devices']:,} {result['target']}"
-    host = " (the CPU's program: its own algorithms, no account of kernels)" if result["target"] == "cpu" else ""
+    host = (
+        " (the CPU's program: its own algorithms, no account of kernels)"
+        if result["target"] == "cpu"
+        else ""
+    )
     about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
     footer = "Read from the compiled program; docs/compiling.md says how."
     about += f"; {result['kernels']}"
@@ -191,8 +231,9 @@ def headline(row: dict[str, Any]) -> str:
     of = f" of {byte_size(memory['capacity'])}" if memory["capacity"] else ""
     time = f", at least {duration(bound['seconds'])} ({bound['binds']} most)" if bound else ""
     return (
-        f"peak {byte_size(memory['peak'])}{of}, {byte_size(row['hbm_bytes'])} of traffic, {row['launches']:,.0f} "
-        f"launches, {number(row['flops'], 3)} FLOPs, {_of_use(row):.0%} of use{time}"
+        f"peak {byte_size(memory['peak'])}{of}, {byte_size(row['hbm_bytes'])} of traffic,"
+        f" {row['launches']:,.0f} launches, {number(row['flops'], 3)} FLOPs, {_of_use(row):.0%} of"
+        f" use{time}"
     )
 
 
@@ -200,7 +241,9 @@ def _phase(row: dict[str, Any]) -> Section:
     title = f"{row['phase']}: {_verdict(row)}"
     if "same_as" in row:
         return Section(title, notes=[f"The same program as {row['same_as']!r}."])
-    text = f"{shape_of_step(row)}. {headline(row)}. Compiled in {row['seconds']['compiling']:.0f} s."
+    text = (
+        f"{shape_of_step(row)}. {headline(row)}. Compiled in {row['seconds']['compiling']:.0f} s."
+    )
     notes = []
     if row["unknown_loops"]:
         loops = ", ".join(row["unknown_loops"])
@@ -219,44 +262,84 @@ def _verdict(row: dict[str, Any]) -> str:
         return f"fits, {used}"
     if not fits:
         return f"does NOT fit, {used}; nor did any change tried"
-    return f"does NOT fit, {used}; with {', '.join(fits['changes'])} it takes {byte_size(fits['memory']['peak'])}"
+    return (
+        f"does NOT fit, {used}; with {', '.join(fits['changes'])} it takes"
+        f" {byte_size(fits['memory']['peak'])}"
+    )
 
 
 def _tables(row: dict[str, Any]) -> Iterable[Table]:
     memory, traffic = row["memory"], row["traffic"]
-    kinds = [[kind, byte_size(memory[kind]), f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS]
+    kinds = [
+        [kind, byte_size(memory[kind]), f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS
+    ]
     yield Table("Memory where it is highest", ("kind", "size", "share"), kinds)
-    largest = [[byte_size(b["bytes"]), b["shape"], b["kind"], b["scope"], b["op_name"]] for b in memory["largest"]]
-    yield Table("Largest temporaries there", ("size", "array", "kind", "scope", "made by"), largest, "code")
+    largest = [
+        [byte_size(b["bytes"]), b["shape"], b["kind"], b["scope"], b["op_name"]]
+        for b in memory["largest"]
+    ]
+    yield Table(
+        "Largest temporaries there", ("size", "array", "kind", "scope", "made by"), largest, "code"
+    )
     scopes = [
         [
-            r["scope"], f"{r['launches']:,.0f}", byte_size(r["reads"]), byte_size(r["writes"]),
-            number(r["flops"], 3), f"{r['flops_of_use'] / r['flops']:.0%}" if r["flops"] else "",
+            r["scope"],
+            f"{r['launches']:,.0f}",
+            byte_size(r["reads"]),
+            byte_size(r["writes"]),
+            number(r["flops"], 3),
+            f"{r['flops_of_use'] / r['flops']:.0%}" if r["flops"] else "",
         ]
         for r in traffic
-    ]  # fmt: skip
-    scopes.append([
-        "all", f"{row['launches']:,.0f}", *(byte_size(sum(r[x] for r in traffic)) for x in ("reads", "writes")),
-        number(row["flops"], 3), f"{_of_use(row):.0%}",
-    ])  # fmt: skip
-    yield Table("Traffic and work by scope", ("scope", "launches", "read", "written", "FLOPs", "of use"), scopes)
+    ]
+    scopes.append(
+        [
+            "all",
+            f"{row['launches']:,.0f}",
+            *(byte_size(sum(r[x] for r in traffic)) for x in ("reads", "writes")),
+            number(row["flops"], 3),
+            f"{_of_use(row):.0%}",
+        ]
+    )
+    yield Table(
+        "Traffic and work by scope",
+        ("scope", "launches", "read", "written", "FLOPs", "of use"),
+        scopes,
+    )
     kernels = [
         [
-            byte_size(k["times"] * (k["reads"] + k["writes"])), f"{k['times']:,.0f}", k["scope"], k["stage"],
-            k["op_name"], k["name"],
+            byte_size(k["times"] * (k["reads"] + k["writes"])),
+            f"{k['times']:,.0f}",
+            k["scope"],
+            k["stage"],
+            k["op_name"],
+            k["name"],
         ]
         for k in row["largest"]
-    ]  # fmt: skip
-    yield Table("Kernels that move most", ("moved", "times", "scope", "stage", "made by", "kernel"), kernels, "code")
+    ]
+    yield Table(
+        "Kernels that move most",
+        ("moved", "times", "scope", "stage", "made by", "kernel"),
+        kernels,
+        "code",
+    )
     collectives = [
         [
-            c["kind"], c["scope"], f"{c['bytes'] / 1e6:,.2f}", f"{c['group']:,}",
-            "?" if c["times"] is None else str(c["times"]), str(c["kernels_beside"]),
+            c["kind"],
+            c["scope"],
+            f"{c['bytes'] / 1e6:,.2f}",
+            f"{c['group']:,}",
+            "?" if c["times"] is None else str(c["times"]),
+            str(c["kernels_beside"]),
         ]
         for c in row["collectives"]
-    ]  # fmt: skip
+    ]
     if collectives:
-        yield Table("Collectives", ("kind", "scope", "MB", "devices", "times", "kernels overlapping it"), collectives)
+        yield Table(
+            "Collectives",
+            ("kind", "scope", "MB", "devices", "times", "kernels overlapping it"),
+            collectives,
+        )
     if bound := row["bound"]:
         rows = [[words, f"{1e3 * bound[name]:,.1f}"] for name, words in BOUNDS.items()]
         rows.append(["all", f"{1e3 * bound['seconds']:,.1f}"])
@@ -272,7 +355,11 @@ def _tiles(row: dict[str, Any]) -> list[Tile]:
         ("Launches", number(row["launches"]), ""),
         ("FLOPs", number(row["flops"], 3), f"{_of_use(row):.0%} of use"),
     ]
-    return [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")] if bound else tiles
+    return (
+        [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")]
+        if bound
+        else tiles
+    )
 
 
 def _of_use(row: dict[str, Any]) -> float:

@@ -1,7 +1,8 @@
-"""Compiles the training step from shapes alone and measures the program, for devices that may not be here.
+"""Compiles the training step from shapes alone and measures the program, for devices that may not
+be here.
 
-It is the very program that `pretrain` runs, made by the same functions, for arrays that have a shape, a number format
-and a place on the mesh, but no content.
+It is the very program that `pretrain` runs, made by the same functions, for arrays that have a
+shape, a number format and a place on the mesh, but no content.
 """
 
 import dataclasses
@@ -43,16 +44,26 @@ def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax
     """The step of a phase (`schedule.phase_config`) for so many sequences over all devices."""
     optimizer = states.build_optimizer(config, mesh)
     step: Any = steps.make_train_step(config, config.model, optimizer, mesh)
-    rate = jax.ShapeDtypeStruct((), jnp.float32)  # a number that lies nowhere yet, as `pretrain` gives it
+    rate = jax.ShapeDtypeStruct(
+        (), jnp.float32
+    )  # a number that lies nowhere yet, as `pretrain` gives it
     return step.lower(
-        states.abstract(config, optimizer, mesh), batch_like(config, mesh, sequences, micro_batches), rate
+        states.abstract(config, optimizer, mesh),
+        batch_like(config, mesh, sequences, micro_batches),
+        rate,
     )
 
 
 def measure(
-    config: Config, mesh: Mesh, sequences: int, micro_batches: int, cluster: Cluster | None, capacity: int | None = None
+    config: Config,
+    mesh: Mesh,
+    sequences: int,
+    micro_batches: int,
+    cluster: Cluster | None,
+    capacity: int | None = None,
 ) -> dict[str, Any]:
-    """Compiles the step and returns its costs: memory, traffic, launches, FLOPs, collectives, a bound on its time.
+    """Compiles the step and returns its costs: memory, traffic, launches, FLOPs, collectives, a
+    bound on its time.
 
     All of one device and one step, in bytes and seconds, as plain numbers for JSON.
     """
@@ -75,25 +86,38 @@ def measure(
         "tokens_per_device": tokens,
         "remat": config.remat,
         "kernels": list(config.kernels),
-        "mesh": {**dict(mesh.shape), **{x: True for x in ("fsdp", "tsp", "ring") if getattr(config.mesh, x)}},
+        "mesh": {
+            **dict(mesh.shape),
+            **{x: True for x in ("fsdp", "tsp", "ring") if getattr(config.mesh, x)},
+        },
         "seconds": seconds,
         "memory": {"capacity": capacity, **_memory(memory, state, program)},
         "launches": program.launches,
         "hbm_bytes": program.bytes,
         "flops": program.flops,
         "traffic": _by_scope(program, config, tokens),
-        "largest": [_kernel(k) for k in sorted(program.kernels, key=lambda k: -k.times * k.bytes)[:LARGEST] if k.bytes],
+        "largest": [
+            _kernel(k)
+            for k in sorted(program.kernels, key=lambda k: -k.times * k.bytes)[:LARGEST]
+            if k.bytes
+        ],
         "unknown_loops": program.unknown,
         "collectives": [_collective(c, program) for c in collectives if not c.scalar],
-        "bound": limit and {**dataclasses.asdict(limit), "seconds": limit.seconds, "binds": limit.binds},
+        "bound": (
+            limit and {**dataclasses.asdict(limit), "seconds": limit.seconds, "binds": limit.binds}
+        ),
     }
 
 
-def _memory(memory: buffers.ProgramMemory, state: dict[str, Any], program: kernels.Program) -> dict[str, Any]:
-    """Bytes by kind where most are in use. Outside the state, shape and scope decide: as large as a weight, with its
-    dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for the backward pass."""
+def _memory(
+    memory: buffers.ProgramMemory, state: dict[str, Any], program: kernels.Program
+) -> dict[str, Any]:
+    """Bytes by kind where most are in use. Outside the state, shape and scope decide: as large as a
+    weight, with its dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for
+    the backward pass."""
     weights, optimizer = (
-        sum(map(states.bytes_per_device, jax.tree.leaves(state[part]))) for part in ("params", "optimizer")
+        sum(map(states.bytes_per_device, jax.tree.leaves(state[part])))
+        for part in ("params", "optimizer")
     )
     of_weights = set()
     for x in jax.tree.leaves(state["params"]):
@@ -118,8 +142,19 @@ def _memory(memory: buffers.ProgramMemory, state: dict[str, Any], program: kerne
             kind = "other temporaries"
         kinds[kind] += b.size
         if len(largest) < LARGEST and b.size:
-            about = {"scope": maker.scope, "op_name": maker.op_name} if maker else {"scope": "", "op_name": ""}
-            largest.append({"bytes": b.size, "shape": f"{array.dtype}{list(array.shape)}", "kind": kind, **about})
+            about = (
+                {"scope": maker.scope, "op_name": maker.op_name}
+                if maker
+                else {"scope": "", "op_name": ""}
+            )
+            largest.append(
+                {
+                    "bytes": b.size,
+                    "shape": f"{array.dtype}{list(array.shape)}",
+                    "kind": kind,
+                    **about,
+                }
+            )
     kinds["gaps"] = memory.temporaries - sum(kinds.values())
     return {
         "peak": memory.peak,
@@ -132,12 +167,19 @@ def _memory(memory: buffers.ProgramMemory, state: dict[str, Any], program: kerne
 
 
 def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[dict[str, Any]]:
-    """A row a scope: launches, bytes and FLOPs, and the FLOPs that the model needs by its formula (`chips`)."""
-    needed = {s: f * tokens for s, f in chips.flops_by_scope(config.model, config.data.seq_len).items()}
+    """A row a scope: launches, bytes and FLOPs, and the FLOPs that the model needs by its formula
+    (`chips`)."""
+    needed = {
+        s: f * tokens for s, f in chips.flops_by_scope(config.model, config.data.seq_len).items()
+    }
     by_stage = kernels.table(program)
     rows = []
     for scope, row in kernels.table(program, lambda k: k.scope).items():
-        stages = {stage: part["flops"] for (of, stage), part in by_stage.items() if of == scope and part["flops"]}
+        stages = {
+            stage: part["flops"]
+            for (of, stage), part in by_stage.items()
+            if of == scope and part["flops"]
+        }
         around = scope.split("/")[0]  # its need counts once, whatever scopes lie in it
         of_use = min(needed.get(around, row["flops"]), row["flops"])
         if around in needed:
@@ -148,17 +190,28 @@ def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[d
 
 def _kernel(k: kernels.GpuKernel) -> dict[str, Any]:
     return {
-        "name": k.name, "scope": k.scope, "stage": k.stage, "op_name": k.op_name, "times": k.times, "reads": k.reads,
+        "name": k.name,
+        "scope": k.scope,
+        "stage": k.stage,
+        "op_name": k.op_name,
+        "times": k.times,
+        "reads": k.reads,
         "writes": k.writes,
-    }  # fmt: skip
+    }
 
 
 def _collective(c: hlo.Collective, program: kernels.Program) -> dict[str, Any]:
     begin, end = program.under.get(c.name, (0, 0))
     return {
-        "kind": c.kind, "scope": hlo.scope_of(c.op_name), "bytes": c.bytes, "wire_bytes": c.wire_bytes,
-        "group": c.group_size, "times": c.times, "in_loop": c.in_loop, "kernels_beside": end - begin,
-    }  # fmt: skip
+        "kind": c.kind,
+        "scope": hlo.scope_of(c.op_name),
+        "bytes": c.bytes,
+        "wire_bytes": c.wire_bytes,
+        "group": c.group_size,
+        "times": c.times,
+        "in_loop": c.in_loop,
+        "kernels_beside": end - begin,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +232,12 @@ class Bound:
     @property
     def binds(self) -> str:
         """The largest part."""
-        parts = {"compute": self.compute, "HBM": self.memory, "launches": self.launches, "links": self.links}
+        parts = {
+            "compute": self.compute,
+            "HBM": self.memory,
+            "launches": self.launches,
+            "links": self.links,
+        }
         return max(parts, key=lambda name: parts[name])
 
 
@@ -190,11 +248,13 @@ def bound_of(
     cluster: Cluster | None,
     matmul: str = "default",
 ) -> Bound | None:
-    """The bound on a chip of this kind (JAX's device_kind) in a cluster; None where its rates are not known.
+    """The bound on a chip of this kind (JAX's device_kind) in a cluster; None where its rates are
+    not known.
 
-    Caches aside, no such chip runs these kernels one by one any faster. A kernel takes the longest of its products at
-    the peak for their format, its bytes at the HBM's bandwidth, and LAUNCH. A collective takes the time to send its
-    bytes over the links of its group; the part that the kernels between its start and its end do not cover is exposed.
+    Caches aside, no such chip runs these kernels one by one any faster. A kernel takes the longest
+    of its products at the peak for their format, its bytes at the HBM's bandwidth, and LAUNCH. A
+    collective takes the time to send its bytes over the links of its group; the part that the
+    kernels between its start and its end do not cover is exposed.
     """
     name = chips.named(kind)
     if name is None or cluster is None:
@@ -205,7 +265,9 @@ def bound_of(
 
     def seconds(k: kernels.GpuKernel) -> tuple[str, float]:
         computing, moving = k.flops / (wide if k.wide else peaks["bfloat16"]), k.bytes / bandwidth
-        return max(("compute", computing), ("memory", moving), ("launches", LAUNCH), key=lambda one: one[1])
+        return max(
+            ("compute", computing), ("memory", moving), ("launches", LAUNCH), key=lambda one: one[1]
+        )
 
     for k in program.kernels:
         if not k.collective:

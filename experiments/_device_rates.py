@@ -1,8 +1,10 @@
-"""Measures one device: matrix products over their rows, and how fast it copies its memory, over the size of an array.
+"""Measures one device: matrix products over their rows, and how fast it copies its memory, over the
+size of an array.
 
 Products have a model's own shapes, the experts' grouped one among them. They are the project's:
-`pallas_kernels.products.dot`, and of the operator `grouped_mlp` the implementation that the chip uses, whose values
-`benchmarks.kernels` checks. On accelerators operands are bfloat16, on a CPU float32.
+`pallas_kernels.products.dot`, and of the operator `grouped_mlp` the implementation that the chip
+uses, whose values `benchmarks.kernels` checks. On accelerators operands are bfloat16, on a CPU
+float32.
 """
 
 import dataclasses
@@ -18,8 +20,14 @@ from pallas_kernels.timing import Timing
 from zaya_jax.config import Model
 from zaya_jax.hardware.measured import MemoryCopy, Product, ProductShape
 
-ROWS = {True: (64, 256, 1024), False: (256, 1024, 4096, 16384)}  # tokens at once, on a host and on an accelerator
-ROWS_OF_EXPERTS = {True: tuple(1 << i for i in range(4, 10)), False: tuple(1 << i for i in range(4, 13))}  # of each
+ROWS = {
+    True: (64, 256, 1024),
+    False: (256, 1024, 4096, 16384),
+}  # tokens at once, on a host and on an accelerator
+ROWS_OF_EXPERTS = {
+    True: tuple(1 << i for i in range(4, 10)),
+    False: tuple(1 << i for i in range(4, 13)),
+}  # of each
 MODEST = 1e9  # FLOP/s that a chip reaches in any case, until something has been measured
 
 
@@ -36,18 +44,27 @@ def weights(model: Model) -> dict[str, tuple[int, int]]:
 
 def shapes(model: Model, host: bool) -> list[ProductShape]:
     """All measured products, small ones first, so that the rate is known before the large ones."""
-    found = [ProductShape("dense", name, m, n, k, 1) for m in ROWS[host] for name, (k, n) in weights(model).items()]
+    found = [
+        ProductShape("dense", name, m, n, k, 1)
+        for m in ROWS[host]
+        for name, (k, n) in weights(model).items()
+    ]
     if model.model_type != "dense":
         d, f, e = model.hidden_size, model.moe_intermediate_size, model.num_experts
         names = ("grouped forward", "grouped backward")
-        found += [ProductShape(name, "experts", m, f, d, e) for m in ROWS_OF_EXPERTS[host] for name in names]
+        found += [
+            ProductShape(name, "experts", m, f, d, e)
+            for m in ROWS_OF_EXPERTS[host]
+            for name in names
+        ]
     return sorted(found, key=lambda shape: (shape.flops, shape))
 
 
 def measure_products(
     device: Any, model: Model, seconds: float, say: Callable[[str], None]
 ) -> tuple[tuple[Product, ...], int]:
-    """The products on one device, and how many were left out, since a call would take three times `seconds`."""
+    """The products on one device, and how many were left out, since a call would take three times
+    `seconds`."""
     host = device.platform == "cpu"
     dtype = jnp.float32 if host else jnp.bfloat16
     best, found, left_out = MODEST, [], 0
@@ -57,7 +74,9 @@ def measure_products(
             continue
         with jax.default_device(device), chip.making(chip.chip_of(device)):
             taken = _time(shape, dtype, seconds, not host)
-        found.append(Product(**dataclasses.asdict(shape), dtype=jnp.dtype(dtype).name, seconds=taken))
+        found.append(
+            Product(**dataclasses.asdict(shape), dtype=jnp.dtype(dtype).name, seconds=taken)
+        )
         best = max(best, found[-1].rate)
         of = f"{shape.groups} x " if shape.groups > 1 else ""
         what = f"{shape.label} {of}[{shape.m}, {shape.k}] x [{shape.k}, {shape.n}]"
@@ -75,9 +94,15 @@ def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timin
     call: Any = lambda x, w: products.dot(x, w, dtype)  # noqa: E731
     if shape.groups > 1:
         operator = chip.choose(grouped_mlp.IMPLEMENTATIONS)
-        rows, sizes = numbers(shape.m * shape.groups, shape.k), jnp.full(shape.groups, shape.m, jnp.int32)
+        rows, sizes = (
+            numbers(shape.m * shape.groups, shape.k),
+            jnp.full(shape.groups, shape.m, jnp.int32),
+        )
         gate_up = numbers(shape.groups, shape.k, 2 * shape.n)
-        given, call = (rows, sizes, gate_up, numbers(shape.groups, shape.n, shape.k)), operator.forward
+        given, call = (
+            (rows, sizes, gate_up, numbers(shape.groups, shape.n, shape.k)),
+            operator.forward,
+        )
         if shape.name == "grouped backward":
             out, hidden = jax.jit(operator.forward)(*given)
             given, call = (*given, hidden, out), operator.backward
@@ -86,15 +111,19 @@ def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timin
 
 
 def room(device: Any, sharing: int = 1) -> int:
-    """Bytes of a device's memory that are free, or of the machine's for a CPU, which so many devices share."""
+    """Bytes of a device's memory that are free, or of the machine's for a CPU, which so many
+    devices share."""
     if device.platform == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit", 1 << 30) - stats.get("bytes_in_use", 0)
 
 
-def measure_copies(device: Any, seconds: float, say: Callable[[str], None]) -> tuple[MemoryCopy, ...]:
-    """Copies of 1 MiB to 4 GiB on one device, up to the first whose call takes longer than `seconds`.
+def measure_copies(
+    device: Any, seconds: float, say: Callable[[str], None]
+) -> tuple[MemoryCopy, ...]:
+    """Copies of 1 MiB to 4 GiB on one device, up to the first whose call takes longer than
+    `seconds`.
 
     Two arrays take a quarter of the free memory at most.
     """

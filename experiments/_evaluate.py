@@ -28,7 +28,12 @@ from zaya_jax.report.svg import Chart, Curve
 
 ALL = "all"  # the row of all --data
 
-CHAT_OPTIONS = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")  # of lm-eval
+CHAT_OPTIONS = (
+    "apply_chat_template",
+    "system_instruction",
+    "fewshot_as_multiturn",
+    "gen_kwargs",
+)  # of lm-eval
 
 COLORS = 6  # curves in a picture
 
@@ -49,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     check_names(args.data or [])
     folder, _ = any_model.place_of(args.model)
     if not args.data and not tasks and not any_model.is_run(folder):
-        raise UserError(f"--model={args.model} is not a run and has no held-out text; give --data or --tasks")
+        raise UserError(
+            f"--model={args.model} is not a run and has no held-out text; give --data or --tasks"
+        )
     return multihost.together(lambda: evaluate(args, out, tasks))
 
 
@@ -65,18 +72,23 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     context = min(args.context or usual_context(model.config), most)
     notes = [f"Tasks: {', '.join(tasks)}."] if tasks else []
     if args.context and args.context > most:
-        notes.append(f"--context={args.context} is above the model's {most} tokens: {most} are used.")
+        notes.append(
+            f"--context={args.context} is above the model's {most} tokens: {most} are used."
+        )
     if args.limit:
         notes.append(f"--limit={args.limit}: only this many documents of each are scored.")
     if args.num_fewshot is not None:
         notes.append(f"--num_fewshot={args.num_fewshot}")
     if tasks and (model.tokenizer.adds_bos if args.bos is None else args.bos):
         notes.append("Tasks' texts begin with the begin of document.")
-    chat_options = {name: value for name in CHAT_OPTIONS if (value := getattr(args, name)) is not None}
+    chat_options = {
+        name: value for name in CHAT_OPTIONS if (value := getattr(args, name)) is not None
+    }
     notes += [f"--{name}={value}" for name, value in chat_options.items()]
     skipped: list[str] = []
     data = {
-        name: loss_on(model, name, found, context, args.tokens) for name, found in sources(model, args, tasks, skipped)
+        name: loss_on(model, name, found, context, args.tokens)
+        for name, found in sources(model, args, tasks, skipped)
     }
     if both:
         notes.append(f"No row of all: {both}.")
@@ -89,20 +101,35 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         few = "; ".join(skipped[:3]) + ("; ..." if len(skipped) > 3 else "")
         notes.append(f"{len(skipped):,} samples were left out: {few}")
     if data:
-        notes.append(f"Loss in windows of {context:,} tokens; longer documents in steps of half of that.")
+        notes.append(
+            f"Loss in windows of {context:,} tokens; longer documents in steps of half of that."
+        )
     found = {}
     if tasks:
         found = harness.run(
-            model, tasks, include_path=args.include_path, limit=args.limit, num_fewshot=args.num_fewshot,
-            add_bos_token=args.bos, tokens=args.tokens, seed=args.seed, **chat_options,
-        )  # fmt: skip
+            model,
+            tasks,
+            include_path=args.include_path,
+            limit=args.limit,
+            num_fewshot=args.num_fewshot,
+            add_bos_token=args.bos,
+            tokens=args.tokens,
+            seed=args.seed,
+            **chat_options,
+        )
     result = {
-        "model": model.source, "parameters": zaya.param_counts(model.config.model), "date": time.strftime("%Y-%m-%d"),
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}", "jax": jax.__version__,
-        "compute": model.config.precision.compute, "seconds": time.perf_counter() - began, "context": context,
-        "data": {name: loss.figures() for name, loss in data.items()}, "tasks": harness.figures(found),
+        "model": model.source,
+        "parameters": zaya.param_counts(model.config.model),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+        "compute": model.config.precision.compute,
+        "seconds": time.perf_counter() - began,
+        "context": context,
+        "data": {name: loss.figures() for name, loss in data.items()},
+        "tasks": harness.figures(found),
         "notes": notes,
-    }  # fmt: skip
+    }
     if multihost.is_writer():
         print(document(result).markdown())
         print(f"written: {save(out, result, found)}")
@@ -113,7 +140,9 @@ def save(out: Path, result: dict[str, Any], found: dict[str, Any]) -> str:
     """Writes the files, and says where they are."""
     files = {
         "evaluation.md": document(result).markdown().encode(),
-        "evaluation.json": (json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n").encode(),
+        "evaluation.json": (
+            (json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n").encode()
+        ),
         "evaluation.html": document(result).html().encode(),
         **({"samples.jsonl": harness.samples(found)} if found else {}),
     }
@@ -151,19 +180,26 @@ def shared_file(paths: list[str]) -> str:
 def sources(
     model: library.LanguageModel, args: argparse.Namespace, tasks: list[str], skipped: list[str]
 ) -> Iterator[tuple[str, Iterator[texts.Document]]]:
-    """The rows of the table: each --data; without --data and tasks the held-out part of each source of the run."""
+    """The rows of the table: each --data; without --data and tasks the held-out part of each source
+    of the run."""
     assert model.tokenizer is not None
     for path in args.data or []:
-        yield path, texts.documents(path, model.tokenizer, args.text_field, args.limit, skipped.append)
+        yield (
+            path,
+            texts.documents(path, model.tokenizer, args.text_field, args.limit, skipped.append),
+        )
     if not args.data and not tasks:
         _require_its_data(model)
         for path in mix.plan_sources(model.config)[0]:
-            yield f"{path}, held out", texts.held_out(model.config, path, model.tokenizer, args.limit)
+            yield (
+                f"{path}, held out",
+                texts.held_out(model.config, path, model.tokenizer, args.limit),
+            )
 
 
 def _require_its_data(model: library.LanguageModel) -> None:
-    """UserError if a run's sources differ from those its checkpoint was trained on: its held-out text is then
-    unknown."""
+    """UserError if a run's sources differ from those its checkpoint was trained on: its held-out
+    text is then unknown."""
     assert model.tokenizer is not None
     folder, step = any_model.place_of(model.source)
     meta = source.read_meta(folder, step or 0)
@@ -172,13 +208,17 @@ def _require_its_data(model: library.LanguageModel) -> None:
             pipeline.train_stream(model.config, model.tokenizer).set_state(meta["data"])
     except UserError:
         raise UserError(
-            f"--model={model.source} was trained on other data than its sources now have, so its held-out text is "
-            "unknown; restore them, or give --data"
+            f"--model={model.source} was trained on other data than its sources now have, so its"
+            " held-out text is unknown; restore them, or give --data"
         ) from None
 
 
 def loss_on(
-    model: library.LanguageModel, name: str, found: Iterator[texts.Document], context: int, tokens: int
+    model: library.LanguageModel,
+    name: str,
+    found: Iterator[texts.Document],
+    context: int,
+    tokens: int,
 ) -> texts.Loss:
     """The loss on some documents; process 0 says how far it is."""
     with Progress(desc=name, unit=" tokens", leave=False, disable=not multihost.is_writer()) as bar:
@@ -202,26 +242,52 @@ def document(result: dict[str, Any]) -> Page:
         for name, (value, error) in figures.items()
     ]
     losses = [_loss(name, found) for name, found in result["data"].items()]
-    head = ("data", "documents", "tokens", "loss", "perplexity", "bits per byte", "likeliest token is right")
+    head = (
+        "data",
+        "documents",
+        "tokens",
+        "loss",
+        "perplexity",
+        "bits per byte",
+        "likeliest token is right",
+    )
     tables = [Table("Loss on text", head, losses)] if losses else []
-    tables += [Table("Tasks", ("task", "metric", "value", "standard error"), tasks)] if tasks else []
+    tables += (
+        [Table("Tasks", ("task", "metric", "value", "standard error"), tasks)] if tasks else []
+    )
     sections = [Section("Figures", "", tables), _by_place(result["data"])]
     footer = "docs/evaluation.md says which tokens count."
-    return Page(f"Evaluation of {result['model']}", "", about, sections, warnings=result["notes"], footer=footer)
+    return Page(
+        f"Evaluation of {result['model']}",
+        "",
+        about,
+        sections,
+        warnings=result["notes"],
+        footer=footer,
+    )
 
 
 def _loss(name: str, found: dict[str, Any]) -> list[str]:
-    bits = found["bits_per_byte"]  # None: the tokens stand for no byte, as of answers that are empty
+    bits = found[
+        "bits_per_byte"
+    ]  # None: the tokens stand for no byte, as of answers that are empty
     return [
-        name, f"{found['documents']:,}", f"{found['tokens']:,}", f"{found['loss']:.4f}", f"{found['perplexity']:,.3f}",
-        "–" if bits is None else f"{bits:.4f}", f"{found['accuracy']:.1%}",
-    ]  # fmt: skip
+        name,
+        f"{found['documents']:,}",
+        f"{found['tokens']:,}",
+        f"{found['loss']:.4f}",
+        f"{found['perplexity']:,.3f}",
+        "–" if bits is None else f"{bits:.4f}",
+        f"{found['accuracy']:.1%}",
+    ]
 
 
 def _by_place(data: dict[str, Any]) -> Section:
     """The loss by the number of tokens before, by source; each bucket stands where it begins."""
     points = {
-        name: [(one["from"], one["loss"]) for one in found["by_position"] if math.isfinite(one["loss"])]
+        name: [
+            (one["from"], one["loss"]) for one in found["by_position"] if math.isfinite(one["loss"])
+        ]
         for name, found in list(data.items())[:COLORS]
     }
     lines = [
@@ -235,9 +301,21 @@ def _by_place(data: dict[str, Any]) -> Section:
     room = 0.06 * (max(ys) - min(ys))
     note = "Place 4 is of tokens with 4 to 7 before them, place 8 of those with 8 to 15, and so on."
     if left_out := len(data) - len(lines):
-        note += f" In the table alone: {left_out} with one place, without a finite loss, or after the first {COLORS}."
+        note += (
+            f" In the table alone: {left_out} with one place, without a finite loss, or after the"
+            f" first {COLORS}."
+        )
     picture = Chart(
-        "Loss by place in the document, nats", lines, (min(xs), max(xs)), (min(ys) - room, max(ys) + room), log_x=True,
-        over="place", note=note,
-    )  # fmt: skip
-    return Section("By place", "How much the model gains from the text before a token.", pictures=picture.draw())
+        "Loss by place in the document, nats",
+        lines,
+        (min(xs), max(xs)),
+        (min(ys) - room, max(ys) + room),
+        log_x=True,
+        over="place",
+        note=note,
+    )
+    return Section(
+        "By place",
+        "How much the model gains from the text before a token.",
+        pictures=picture.draw(),
+    )

@@ -32,17 +32,24 @@ def run(args: argparse.Namespace) -> int:
 
     def rows(prompts: list[list[int]], ends: list[int]) -> decode.Generation:
         return model.continued(
-            prompts, args.num_tokens, sampling=sampling, seeds=args.seed, ends=[tokenizer.eos_id, *ends]
+            prompts,
+            args.num_tokens,
+            sampling=sampling,
+            seeds=args.seed,
+            ends=[tokenizer.eos_id, *ends],
         )
 
     def say_cache(rows: decode.Generation, count: int) -> None:
         own, precision = model.config.model, model.config.precision
-        a_token, a_row, here = decode.cache_bytes(own, precision, rows.rows, rows.columns, tree.cache_over(model.mesh))
+        a_token, a_row, here = decode.cache_bytes(
+            own, precision, rows.rows, rows.columns, tree.cache_over(model.mesh)
+        )
         print(
-            f"cache: {a_token:,} bytes a token and {a_row:,} a row, {here / 2**20:,.1f} MiB on a device for {count} of "
-            f"up to {rows.columns:,} tokens",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"cache: {a_token:,} bytes a token and {a_row:,} a row, {here / 2**20:,.1f} MiB on a"
+            f" device for {count} of up to {rows.columns:,} tokens",
+            file=sys.stderr,
+            flush=True,
+        )
 
     if args.chat:
         return talk(model, args, rows, say_cache)
@@ -55,13 +62,21 @@ def run(args: argparse.Namespace) -> int:
             print(new, end="", flush=True)
         print()
         return cli.DONE
-    for text, new in zip(texts, generation.generate(going, tokenizer, prompts, args.stop), strict=True):
+    for text, new in zip(
+        texts, generation.generate(going, tokenizer, prompts, args.stop), strict=True
+    ):
         print(text + new, flush=True)
     return cli.DONE
 
 
-def talk(model: library.LanguageModel, args: argparse.Namespace, rows: Callable, say_cache: Callable[..., None]) -> int:
-    """Answers the lines of the input until it ends, and ignores empty lines; /reset begins a new conversation."""
+def talk(
+    model: library.LanguageModel,
+    args: argparse.Namespace,
+    rows: Callable,
+    say_cache: Callable[..., None],
+) -> int:
+    """Answers the lines of the input until it ends, and ignores empty lines; /reset begins a new
+    conversation."""
     assert model.tokenizer is not None
     conversation = generation.Conversation(model.tokenizer, args.system)
     room, shown, left_out = model.config.model.max_position_embeddings - args.num_tokens, False, 0
@@ -75,10 +90,16 @@ def talk(model: library.LanguageModel, args: argparse.Namespace, rows: Callable,
         try:
             asked = conversation.ask(line, room)
         except UserError as error:
-            raise UserError(f"line {number} of the input: {error} beside --num_tokens={args.num_tokens}") from None
+            raise UserError(
+                f"line {number} of the input: {error} beside --num_tokens={args.num_tokens}"
+            ) from None
         if conversation.left_out > left_out:
             left_out = conversation.left_out
-            print(f"note: the model does not see the {left_out} oldest turns any more", file=sys.stderr, flush=True)
+            print(
+                f"note: the model does not see the {left_out} oldest turns any more",
+                file=sys.stderr,
+                flush=True,
+            )
         going, answer = rows([asked], conversation.ends), ""
         if not shown:
             say_cache(going, 1)
@@ -104,4 +125,6 @@ def text_of(raw: bytes, name: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 (byte {raw[error.start]:#04x} at {error.start}); convert it") from None
+        raise UserError(
+            f"{name} is not UTF-8 (byte {raw[error.start]:#04x} at {error.start}); convert it"
+        ) from None

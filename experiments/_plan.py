@@ -26,7 +26,12 @@ from zaya_jax.plan.rates import Rates
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.text import byte_size, duration
 
-SIZES = (1, 2, 4, 8)  # of expert, context and tensor that a search tries: they should stay within a node
+SIZES = (
+    1,
+    2,
+    4,
+    8,
+)  # of expert, context and tensor that a search tries: they should stay within a node
 REMATS = ("none", "elementwise", "attention", "layer")
 BEST = 10  # ways that a search gives
 
@@ -36,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     out, config = cli.out_folder(args.out, "the plan"), args.config
     if config.run.lora:
         raise UserError(
-            "a plan does not know low-rank updates (config.run.lora); experiments.compile measures their step"
+            "a plan does not know low-rank updates (config.run.lora); experiments.compile measures"
+            " their step"
         )
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = clusters.CLUSTERS[args.cluster]
@@ -44,11 +50,15 @@ def run(args: argparse.Namespace) -> int:
     rates = rates_lib.for_cluster(cluster, args.figures)
     phases, notes = planned_phases.phases(config, args.devices, cluster, rates, args.at_once, hours)
     result = {
-        "config": config.name, "cluster": args.cluster, "source": cluster.source, "devices": args.devices,
-        "date": time.strftime("%Y-%m-%d"), "notes": notes,
+        "config": config.name,
+        "cluster": args.cluster,
+        "source": cluster.source,
+        "devices": args.devices,
+        "date": time.strftime("%Y-%m-%d"),
+        "notes": notes,
         "phases": [_phase(p, cluster, rates, args.search) for p in phases],
         "assumed": _assumed(rates, hours),
-    }  # fmt: skip
+    }
     write_results(out, "plan", result, document(result))
     return cli.DONE
 
@@ -57,27 +67,43 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
     case, step = p.case, p.step
     mesh = {**case.axes, **{x: True for x in ("fsdp", "tsp", "ring") if getattr(case.spread, x)}}
     return {
-        "name": p.name, "mesh": mesh, "remat": case.here.remat, "sequences": case.sequences,
-        "micro_batches": case.micro_batches, "seq_len": case.here.data.seq_len,
-        "tokens_per_device": case.tokens_per_device, "tokens": p.tokens, "steps": p.steps,
-        "tokens_per_second": p.tokens_per_second, "days": p.days, "gpu_hours": p.gpu_hours,
+        "name": p.name,
+        "mesh": mesh,
+        "remat": case.here.remat,
+        "sequences": case.sequences,
+        "micro_batches": case.micro_batches,
+        "seq_len": case.here.data.seq_len,
+        "tokens_per_device": case.tokens_per_device,
+        "tokens": p.tokens,
+        "steps": p.steps,
+        "tokens_per_second": p.tokens_per_second,
+        "days": p.days,
+        "gpu_hours": p.gpu_hours,
         "memory": {
-            "peak": p.memory.peak, "capacity": p.capacity, "place": p.memory.place, "at_peak": p.memory.at_peak,
+            "peak": p.memory.peak,
+            "capacity": p.capacity,
+            "place": p.memory.place,
+            "at_peak": p.memory.at_peak,
             "places": p.memory.phases,
         },
         "step": {
-            "seconds": step.seconds, "between": step_time.seconds_between(case, cluster, rates),
-            "mfu": step.mfu, "by_scope": step.by_scope, "by_kind": step.by_kind,
-            "links": step.links, "exposed": step.exposed,
+            "seconds": step.seconds,
+            "between": step_time.seconds_between(case, cluster, rates),
+            "mfu": step.mfu,
+            "by_scope": step.by_scope,
+            "by_kind": step.by_kind,
+            "links": step.links,
+            "exposed": step.exposed,
         },
         "work": _work(p),
         "flows": [
-            {**dataclasses.asdict(flow), "seconds": flow.seconds(case, cluster, rates)} for flow in network.flows(case)
+            {**dataclasses.asdict(flow), "seconds": flow.seconds(case, cluster, rates)}
+            for flow in network.flows(case)
         ],
         "saving": {**dataclasses.asdict(p.saving), "steps": p.saving.interval / step.seconds},
         "data": {**dataclasses.asdict(p.data), "pages_per_second": p.data.pages_per_second},
         "search": _search(p, cluster, rates) if searched else [],
-    }  # fmt: skip
+    }
 
 
 def _work(p: PlannedPhase) -> list[dict[str, Any]]:
@@ -89,10 +115,13 @@ def _work(p: PlannedPhase) -> list[dict[str, Any]]:
         row = rows.setdefault(
             part.scope,
             {
-                "scope": part.scope, "launches": 0.0, "bytes": 0.0, "flops": 0.0,
+                "scope": part.scope,
+                "launches": 0.0,
+                "bytes": 0.0,
+                "flops": 0.0,
                 "useful": useful.get(part.scope, 0.0) * case.tokens_per_device,
             },
-        )  # fmt: skip
+        )
         row["launches"] += part.launches
         row["bytes"] += part.bytes
         row["flops"] += part.flops
@@ -107,8 +136,11 @@ class Way(NamedTuple):
     memory: footprint.Footprint
 
 
-def fastest(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates) -> list[Way]:
-    """The fastest ways to run a phase that fit the chip's memory, fastest first; [] where nothing fits."""
+def fastest(
+    here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates
+) -> list[Way]:
+    """The fastest ways to run a phase that fit the chip's memory, fastest first; [] where nothing
+    fits."""
     capacity = targets.memory_for_jax(cluster.chip)
     found = [
         Way(case, step_time.estimate(case, cluster, rates), memory)
@@ -126,7 +158,10 @@ def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterato
         if rest or not data or (fsdp and data == 1) or sequences % rows:
             continue
         mesh = Mesh(data=data, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
-        mine, spread = dataclasses.replace(here, mesh=mesh), spread_of(mesh, shape_of(mesh, devices))
+        mine, spread = (
+            dataclasses.replace(here, mesh=mesh),
+            spread_of(mesh, shape_of(mesh, devices)),
+        )
         try:
             sharding.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len})
         except UserError:
@@ -134,21 +169,28 @@ def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterato
         each = sequences // rows
         for at_once in (n for n in range(1, each + 1) if each % n == 0):
             for remat in REMATS:
-                yield Case(dataclasses.replace(mine, remat=remat), spread, chip, sequences, each // at_once)
+                yield Case(
+                    dataclasses.replace(mine, remat=remat), spread, chip, sequences, each // at_once
+                )
 
 
 def _search(p: PlannedPhase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
     found = fastest(p.case.here, p.case.devices, p.case.sequences, cluster, rates)
     return [
         {
-            "mesh": " x ".join(f"{axis} {n}" for axis, n in c.case.axes.items() if n > 1) + (
-                ", fsdp" if c.case.spread.fsdp else ""
+            "mesh": (
+                " x ".join(f"{axis} {n}" for axis, n in c.case.axes.items() if n > 1)
+                + (", fsdp" if c.case.spread.fsdp else "")
             ),
-            "micro_batches": c.case.micro_batches, "remat": c.case.here.remat, "seconds": c.step.seconds,
-            "mfu": c.step.mfu, "peak": c.memory.peak, "links": sum(c.step.exposed.values()),
+            "micro_batches": c.case.micro_batches,
+            "remat": c.case.here.remat,
+            "seconds": c.step.seconds,
+            "mfu": c.step.mfu,
+            "peak": c.memory.peak,
+            "links": sum(c.step.exposed.values()),
         }
         for c in found
-    ]  # fmt: skip
+    ]
 
 
 def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
@@ -156,14 +198,22 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
     failures = goodput.MTBF_HOURS.source if mtbf_hours == goodput.MTBF_HOURS.value else "given"
     return [
         *(
-            (name, r.value, r.source + (f"; fast {r.ends[0]:.3g}, slow {r.ends[1]:.3g}" if r.ends else ""))
+            (
+                name,
+                r.value,
+                r.source + (f"; fast {r.ends[0]:.3g}, slow {r.ends[1]:.3g}" if r.ends else ""),
+            )
             for name, r in vars(rates).items()
         ),
         ("hours between failures of a device", mtbf_hours, failures),
         ("seconds of a restart", goodput.RESTART.value, goodput.RESTART.source),
         ("seconds of any save", goodput.SAVE.value, goodput.SAVE.source),
         ("bytes/s to a device's host", goodput.HOST_LINK.value, goodput.HOST_LINK.source),
-        ("page reads for one that tokens fill", planned_phases.SIGMA, "the most of well-packed shards: docs/data.md"),
+        (
+            "page reads for one that tokens fill",
+            planned_phases.SIGMA,
+            "the most of well-packed shards: docs/data.md",
+        ),
     ]
 
 
@@ -174,7 +224,11 @@ def document(result: dict[str, Any]) -> Page:
     sections = [
         Section("Phases", "", [_summary(result)], result["notes"]),
         *(
-            Section(f"{phase['name']}: {headline(phase)}", f"{shape_of_step(phase)}.", list(_tables(phase)))
+            Section(
+                f"{phase['name']}: {headline(phase)}",
+                f"{shape_of_step(phase)}.",
+                list(_tables(phase)),
+            )
             for phase in result["phases"]
         ),
         Section("Assumptions", "", [_assumptions(result)]),
@@ -188,28 +242,41 @@ def headline(phase: dict[str, Any]) -> str:
     memory = phase["memory"]
     fits = "fits" if memory["peak"] <= memory["capacity"] else "does NOT fit"
     return (
-        f"{_with_range(phase['step'])} a step, {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s, MFU "
-        f"{phase['step']['mfu']:.1%}, {byte_size(memory['peak'])} of {byte_size(memory['capacity'])} ({fits}), "
-        f"{phase['days']:,.1f} days"
+        f"{_with_range(phase['step'])} a step, {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s,"
+        f" MFU {phase['step']['mfu']:.1%}, {byte_size(memory['peak'])} of"
+        f" {byte_size(memory['capacity'])} ({fits}), {phase['days']:,.1f} days"
     )
 
 
 def _summary(result: dict[str, Any]) -> Table:
     """A column for each phase: a phone has room for four."""
     names = (
-        "step", "step, low", "step, high", "tokens/s", "MFU", "memory", "days", "GPU-hours", "page reads/s",
-        "save every", "goodput",
-    )  # fmt: skip
+        "step",
+        "step, low",
+        "step, high",
+        "tokens/s",
+        "MFU",
+        "memory",
+        "days",
+        "GPU-hours",
+        "page reads/s",
+        "save every",
+        "goodput",
+    )
     columns = [
         [
             *map(duration, (p["step"]["seconds"], *p["step"]["between"]["all"])),
-            f"{p['tokens_per_second'] / 1e6:,.2f}M", f"{p['step']['mfu']:.1%}", byte_size(p["memory"]["peak"]),
-            f"{p['days']:,.1f}", f"{p['gpu_hours']:,.0f}",
-            f"{p['data']['pages_per_second']:,.0f}", duration(p["saving"]["interval"]),
+            f"{p['tokens_per_second'] / 1e6:,.2f}M",
+            f"{p['step']['mfu']:.1%}",
+            byte_size(p["memory"]["peak"]),
+            f"{p['days']:,.1f}",
+            f"{p['gpu_hours']:,.0f}",
+            f"{p['data']['pages_per_second']:,.0f}",
+            duration(p["saving"]["interval"]),
             f"{p['saving']['goodput']:.2%}",
         ]
         for p in result["phases"]
-    ]  # fmt: skip
+    ]
     rows = [list(row) for row in zip(names, *columns, strict=True)]
     return Table("Phase by phase", ["", *(p["name"] for p in result["phases"])], rows)
 
@@ -231,27 +298,38 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
     ):
         rows = [[part, _ms(s), f"{s / step['seconds']:.1%}"] for part, s in parts.items()]
         yield Table(title, (name, "ms", "share"), [*rows, ["all", _ms(step["seconds"]), ""]])
-    rows = [[name, _ms(low), _ms(step["seconds"]), _ms(high)] for name, (low, high) in step["between"].items()]
+    rows = [
+        [name, _ms(low), _ms(step["seconds"]), _ms(high)]
+        for name, (low, high) in step["between"].items()
+    ]
     yield Table("The step by assumption", ("rate at its ends", "low, ms", "likely", "high"), rows)
-    kinds = [[n, f"{x / 1e9:,.2f}", f"{x / memory['peak']:.1%}"] for n, x in memory["at_peak"].items()]
+    kinds = [
+        [n, f"{x / 1e9:,.2f}", f"{x / memory['peak']:.1%}"] for n, x in memory["at_peak"].items()
+    ]
     yield Table(f"Memory where it is highest: {memory['place']}", ("kind", "GB", "share"), kinds)
     work = [
         [
-            w["scope"], f"{w['launches']:,.0f}", f"{w['bytes'] / 1e9:,.1f}",
-            f"{w['flops'] / 1e12:,.2f}", f"{w['useful'] / w['flops']:.0%}" if w["flops"] and w["useful"] else "",
+            w["scope"],
+            f"{w['launches']:,.0f}",
+            f"{w['bytes'] / 1e9:,.1f}",
+            f"{w['flops'] / 1e12:,.2f}",
+            f"{w['useful'] / w['flops']:.0%}" if w["flops"] and w["useful"] else "",
         ]
         for w in phase["work"]
-    ]  # fmt: skip
+    ]
     yield Table("Work by scope", ("scope", "launches", "GB", "TFLOP", "of use"), work)
     if step["links"]:
         flows = [
             [
-                f["what"], f["kind"], f"{f['wire'] / 1e9:,.3f}",
+                f["what"],
+                f["kind"],
+                f"{f['wire'] / 1e9:,.3f}",
                 " x ".join(f["axes"]) + (f", {len(f['group'])} together" if f["group"] else ""),
-                f"{f['times']:,.0f}", f"{1e3 * f['seconds']:,.2f}",
+                f"{f['times']:,.0f}",
+                f"{1e3 * f['seconds']:,.2f}",
             ]
             for f in phase["flows"]
-        ]  # fmt: skip
+        ]
         yield Table("Network", ("for", "kind", "GB sent", "over", "times", "ms"), flows)
         links = [[n, _ms(s), _ms(step["exposed"][n])] for n, s in step["links"].items()]
         yield Table("Communication", ("for", "ms on the links", "exposed"), links)
@@ -266,11 +344,16 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
     yield Table("Checkpoints", ("what", "value"), rows)
     ways = [
         [
-            s["mesh"], str(s["micro_batches"]), s["remat"], duration(s["seconds"]), f"{s['mfu']:.1%}",
-            byte_size(s["peak"]), duration(s["links"]),
+            s["mesh"],
+            str(s["micro_batches"]),
+            s["remat"],
+            duration(s["seconds"]),
+            f"{s['mfu']:.1%}",
+            byte_size(s["peak"]),
+            duration(s["links"]),
         ]
         for s in phase["search"]
-    ]  # fmt: skip
+    ]
     if ways:
         head = ("mesh", "micro-batches", "remat", "step", "MFU", "memory", "exposed")
         yield Table("The fastest ways that fit", head, ways)

@@ -36,11 +36,15 @@ def make(args: argparse.Namespace, part: tuple[int, int] | None) -> int:
             bar.set_postfix_str(text, refresh=False)
             bar.update(now.done - bar.n)
 
-        manifest, was_complete = prepare.prepare(options, args.out, args.processes or 0, tell, args.engine, part)
+        manifest, was_complete = prepare.prepare(
+            options, args.out, args.processes or 0, tell, args.engine, part
+        )
     if was_complete:
         print(f"{inputs.shown(args.out)} is complete already: nothing to do")
     if manifest is None:
-        print(f"part {args.part} is done: next the other parts, then the same command without --part")
+        print(
+            f"part {args.part} is done: next the other parts, then the same command without --part"
+        )
     else:
         summarise(manifest, args.out)
     return 0
@@ -54,14 +58,23 @@ def summarise(manifest: dict, out: str) -> None:
             f"{total['bundles']:>9,} bundles  {total['bytes'] / 2**20:>10,.1f} MiB"
         )
     made = manifest["tokenizer"]
-    print(f"tokenizer {made['kind']}, {made['vocab_size']:,} ids, {manifest['token_bytes']} bytes per token")
-    print(f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens, {tokens.PAGE_BYTES} B)")
+    print(
+        f"tokenizer {made['kind']}, {made['vocab_size']:,} ids, {manifest['token_bytes']} bytes per"
+        " token"
+    )
+    print(
+        f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens,"
+        f" {tokens.PAGE_BYTES} B)"
+    )
     if manifest["trim"]:
-        print(f"chats     {chat.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
+        print(
+            "chats    "
+            f" {chat.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}"
+        )
     left_out = manifest["left_out"]
     print(
-        f"left out  {left_out['bad']:,} bad records and files, {left_out['not_text']:,} files that are not text, "
-        f"{left_out['empty']:,} empty texts"
+        f"left out  {left_out['bad']:,} bad records and files, {left_out['not_text']:,} files that"
+        f" are not text, {left_out['empty']:,} empty texts"
     )
     for kind, word in (("bad", "skipped"), ("not_text", "not text")):
         for example in left_out[f"{kind}_examples"]:

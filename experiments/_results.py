@@ -20,11 +20,13 @@ def write_results(out: Path, name: str, result: dict[str, Any], page: Page) -> N
 
 
 def shape_of_step(row: dict[str, Any]) -> str:
-    """The batch and the mesh of a phase, in words, from the plain numbers of a plan or a compiled program."""
+    """The batch and the mesh of a phase, in words, from the plain numbers of a plan or a compiled
+    program."""
     mesh = " x ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n is not True and n > 1)
     switches = "".join(f", {name}" for name, size in row["mesh"].items() if size is True)
     return (
-        f"{row['sequences']:,} sequences of {row['seq_len']:,} tokens per step in "
-        f"{counted(row['micro_batches'], 'micro-batch', 'es')} on {mesh or 'one device'}{switches}: "
-        f"{row['tokens_per_device']:,.0f} tokens a device; remat {row['remat']}"
+        f"{row['sequences']:,} sequences of {row['seq_len']:,} tokens per step in"
+        f" {counted(row['micro_batches'], 'micro-batch', 'es')} on"
+        f" {mesh or 'one device'}{switches}: {row['tokens_per_device']:,.0f} tokens a device; remat"
+        f" {row['remat']}"
     )

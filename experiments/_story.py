@@ -1,4 +1,5 @@
-"""A story of programs: each is run as a user would, promises are noted as kept or broken, a page tells it all."""
+"""A story of programs: each is run as a user would, promises are noted as kept or broken, a page
+tells it all."""
 
 import json
 import os
@@ -34,7 +35,9 @@ class Story:
     def __init__(self, out: Path):
         self.out, self.failed = out, ""
         self._sections: list[Section] = []
-        self._promises: list[tuple[str, bool, str]] = []  # the promise, whether it was kept, the figures
+        self._promises: list[
+            tuple[str, bool, str]
+        ] = []  # the promise, whether it was kept, the figures
         self._spent: list[tuple[str, str]] = []
         (out / "log").mkdir(parents=True)
 
@@ -42,13 +45,23 @@ class Story:
         """Starts `python -m NAME OPTIONS`, or `-c` with a text, with its output in the log."""
         self._log = self.out / "log" / f"{len(list(self.out.glob('log/*'))):02d}.txt"
         command = [sys.executable, *([] if name == "-c" else ["-m"]), name, *map(str, options)]
-        variables = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+        variables = {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PLATFORMS": "cpu",
+        }
         with self._log.open("w") as log:
             print("$", shlex.join(command), file=log, flush=True)
             pipes: dict[str, Any] = {"stdout": log, "stderr": log, "text": True} | more
             return subprocess.Popen(command, env=os.environ | variables, **pipes)
 
-    def program(self, name: str, *options: object, ok: Sequence[int] = (0,), given: str = "", devices: int = 1) -> str:
+    def program(
+        self,
+        name: str,
+        *options: object,
+        ok: Sequence[int] = (0,),
+        given: str = "",
+        devices: int = 1,
+    ) -> str:
         """Runs it to its end, and returns what it printed."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         running = self.start(name, *options, devices=devices, **pipes)
@@ -90,12 +103,21 @@ class Story:
     def written(self, title: str, about: str) -> bool:
         """Writes the page; whether all promises were kept."""
         broken = [what for what, kept, _ in self._promises if not kept]
-        rows = [(what, "kept" if kept else "BROKEN", figures) for what, kept, figures in self._promises]
-        promises = Section("Promises", tables=[Table("Each promise", ("promise", "", "figures"), rows, "code")])
+        rows = [
+            (what, "kept" if kept else "BROKEN", figures) for what, kept, figures in self._promises
+        ]
+        promises = Section(
+            "Promises", tables=[Table("Each promise", ("promise", "", "figures"), rows, "code")]
+        )
         times = Section("Time", tables=[Table("Stations", ("station", "time"), self._spent)])
-        warnings = [*([self.failed] if self.failed else []), *(f"broken: {what}" for what in broken)]
+        warnings = [
+            *([self.failed] if self.failed else []),
+            *(f"broken: {what}" for what in broken),
+        ]
         footer = "The commands and their output are in log/."
-        page = Page(title, "", about, [promises, *self._sections, times], warnings=warnings, footer=footer)
+        page = Page(
+            title, "", about, [promises, *self._sections, times], warnings=warnings, footer=footer
+        )
         (self.out / "rehearsal.md").write_text(page.markdown(), encoding="utf-8")
         place = write_page(self.out / "rehearsal.html", page.html)
         print(f"{len(rows) - len(broken)} of {len(rows)} promises kept. Page: {place}")

@@ -5,13 +5,15 @@
     python -m experiments.characterize storage --data=DIR --out=DIR [--iops_budget=70000]
     python -m experiments.characterize all --out=DIR [--data=DIR]
 
-`collectives` sends messages of 1 KiB to GiBs over every power of two of the devices, in a node and across; `matmul` and
-`memory` measure one device. Each writes DIR/NAME.json and .html: figures, and sizing rules for the config's model;
-docs/hardware.md explains them. Several processes, started as for pretrain, measure together. `kernels` tries our
-kernels on this GPU at the config's sizes, as a run does at its start, and writes the record that it would keep.
+`collectives` sends messages of 1 KiB to GiBs over every power of two of the devices, in a node and
+across; `matmul` and `memory` measure one device. Each writes DIR/NAME.json and .html: figures, and
+sizing rules for the config's model; docs/hardware.md explains them. Several processes, started as
+for pretrain, measure together. `kernels` tries our kernels on this GPU at the config's sizes, as a
+run does at its start, and writes the record that it would keep.
 
-`storage` reads a prepared directory as training would, with a cold and with a warm page cache, and computes the page
-reads that a run needs: by default for ZAYA1's batch of 4096 sequences of 4096 tokens every 2.5 seconds.
+`storage` reads a prepared directory as training would, with a cold and with a warm page cache, and
+computes the page reads that a run needs: by default for ZAYA1's batch of 4096 sequences of 4096
+tokens every 2.5 seconds.
 """
 
 import argparse
@@ -34,22 +36,35 @@ TRIAL = "our kernels, XLA's and cuDNN's on this GPU: which are right, and their 
 def main() -> int:
     """Runs the measurement that the first argument names."""
     parser = cli.Parser(prog="python -m experiments.characterize", description=__doc__)
-    what = parser.add_subparsers(dest="what", required=True, metavar="|".join((*PARTS, "kernels", "storage", "all")))
+    what = parser.add_subparsers(
+        dest="what", required=True, metavar="|".join((*PARTS, "kernels", "storage", "all"))
+    )
     whole = "all of these; storage where --data is given"
     for name, about in (*PARTS.items(), ("kernels", TRIAL), ("all", whole)):
         part = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md")
         part.set_defaults(parts=tuple(PARTS) if name == "all" else (name,), devices_on_cpu=DEVICES)
         add = part.add_argument
         add("--out", required=True, metavar="DIR", help=f"folder for {name}.json and .html")
-        add("--config", default=CONFIG, metavar="FILE", help="config with the model and batch to size; zaya1_base")
+        add(
+            "--config",
+            default=CONFIG,
+            metavar="FILE",
+            help="config with the model and batch to size; zaya1_base",
+        )
         add("--chip", choices=chips.CHIPS, help="chip for the rules; this one, on a CPU mi300x")
         # fmt: off
         add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=f"devices to use; these, on a CPU {DEVICES}")
         add("--seconds", type=cli.number(float, 0.001), default=0.1, metavar="X", help="longest time per size; 0.1")
         # fmt: on
         if name == "all":
-            add("--data", metavar="DIR", help="prepared directory for storage, which is skipped without one")
-    storage_options(what.add_parser("storage", help="a run's load on storage, and this storage's speed"))
+            add(
+                "--data",
+                metavar="DIR",
+                help="prepared directory for storage, which is skipped without one",
+            )
+    storage_options(
+        what.add_parser("storage", help="a run's load on storage, and this storage's speed")
+    )
     args = parser.parse_args()
     reading = args if args.what == "storage" else None
     if args.what == "all" and args.data is not None:

@@ -7,9 +7,10 @@
     python -m experiments.checkpoint from_hf --model=DIR|OWNER/NAME --workdir=DIR
     python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5] [--adapters]
 
-A model directory is transformers' `zaya`: config.json and safetensors. from_hf makes a workdir of one, with the weights
-as step 0, to train on in place; every other program takes the directory as it is. URL is a place as in
-`checkpoint.durable`. Exit codes: 0 done, 2 bad input, 4 damaged. See docs/checkpoints.md and docs/pytorch.md.
+A model directory is transformers' `zaya`: config.json and safetensors. from_hf makes a workdir of
+one, with the weights as step 0, to train on in place; every other program takes the directory as it
+is. URL is a place as in `checkpoint.durable`. Exit codes: 0 done, 2 bad input, 4 damaged. See
+docs/checkpoints.md and docs/pytorch.md.
 """
 
 import sys
@@ -25,11 +26,17 @@ def _parser() -> cli.Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, about: str) -> Any:
-        return commands.add_parser(name, help=about, description=f"{about}; see docs/checkpoints.md")
+        return commands.add_parser(
+            name, help=about, description=f"{about}; see docs/checkpoints.md"
+        )
 
     add = command("inspect", "list the checkpoints of a run, their contents and times")
-    add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
-    add.add_argument("--step", type=int, metavar="N", help="step whose arrays are listed; by default the newest")
+    add.add_argument(
+        "--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder"
+    )
+    add.add_argument(
+        "--step", type=int, metavar="N", help="step whose arrays are listed; by default the newest"
+    )
     add.add_argument("--html", action="store_true", help="also write a page, DIR/checkpoints.html")
     add = command("verify", "find every changed, truncated or missing file")
     add.add_argument(
@@ -49,26 +56,60 @@ def _parser() -> cli.Parser:
         metavar="DIR|URL",
         help="a run's folder, or the place of its copies",
     )
-    add.add_argument("--to", required=True, type=cli.path, dest="target", metavar="DIR", help="the workdir to make")
+    add.add_argument(
+        "--to",
+        required=True,
+        type=cli.path,
+        dest="target",
+        metavar="DIR",
+        help="the workdir to make",
+    )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
     add.add_argument(
-        "--chunk_mb", type=float, default=32.0, metavar="MB",
+        "--chunk_mb",
+        type=float,
+        default=32.0,
+        metavar="MB",
         help="greatest size of a file in MiB; memory holds two of them",
-    )  # fmt: skip
+    )
     add = command("export_params", "write the parameters alone, for Orbax to load anywhere")
-    add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read")
+    add.add_argument(
+        "--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read"
+    )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
-    add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the folder to make")
+    add.add_argument(
+        "--out", required=True, type=cli.path, metavar="DIR", help="the folder to make"
+    )
     add.add_argument("--dtype", choices=DTYPES, help="by default float32")
     add = command("from_hf", "make a workdir of a model directory")
-    add.add_argument("--model", required=True, metavar="MODEL", help="the directory to read, or OWNER/NAME on the hub")
-    add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to make")
+    add.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="the directory to read, or OWNER/NAME on the hub",
+    )
+    add.add_argument(
+        "--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to make"
+    )
     add = command("to_hf", "write any model as a model directory")
-    add.add_argument("--model", required=True, metavar="MODEL", help="a run's folder, FOLDER@STEP, or as for from_hf")
-    add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the directory to make")
+    add.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="a run's folder, FOLDER@STEP, or as for from_hf",
+    )
+    add.add_argument(
+        "--out", required=True, type=cli.path, metavar="DIR", help="the directory to make"
+    )
     add.add_argument("--dtype", choices=DTYPES, help="by default as imported, otherwise float32")
-    add.add_argument("--shard_gb", type=float, default=5.0, metavar="GB", help="greatest size of a file")
-    add.add_argument("--adapters", action="store_true", help="write a run's low-rank updates alone, in PEFT's format")
+    add.add_argument(
+        "--shard_gb", type=float, default=5.0, metavar="GB", help="greatest size of a file"
+    )
+    add.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write a run's low-rank updates alone, in PEFT's format",
+    )
     return parser
 
 

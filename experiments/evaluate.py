@@ -2,11 +2,16 @@
 
     python -m experiments.evaluate --model=runs/tiny --out=DIR [--data=FILES_OR_PREPARED ...] [--tasks=NAME,NAME]
 
---model is a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub. Without --data and
---tasks the run's held-out text is scored. --data takes files, quoted globs and directories as prepare_data does, or its
-output (then the held-out part is used), and may be repeated: each is a row of the table. The program writes
-evaluation.md, evaluation.json, evaluation.html and, with tasks, samples.jsonl. Several processes, started as for
-pretrain (docs/clusters.md), share the work; each loads the whole model. docs/evaluation.md says which tokens count.
+--model is a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub.
+Without --data and
+--tasks the run's held-out text is scored. --data takes files, quoted globs and directories as
+prepare_data does, or its
+output (then the held-out part is used), and may be repeated: each is a row of the table. The
+program writes
+evaluation.md, evaluation.json, evaluation.html and, with tasks, samples.jsonl. Several processes,
+started as for
+pretrain (docs/clusters.md), share the work; each loads the whole model. docs/evaluation.md says
+which tokens count.
 """
 
 from zaya_jax import cli
@@ -23,19 +28,69 @@ def parser() -> cli.Parser:
     add("--tasks", metavar="NAMES", help="lm-eval-harness tasks, separated by commas")
     add("--include_path", metavar="DIR", help="a folder with tasks of your own")
     add("--limit", type=whole, metavar="N", help="maximum of documents of each --data and task")
-    add("--num_fewshot", type=cli.number(int, 0, 1000), metavar="N", help="examples before each question of a task")
+    add(
+        "--num_fewshot",
+        type=cli.number(int, 0, 1000),
+        metavar="N",
+        help="examples before each question of a task",
+    )
     add("--context", type=whole, metavar="N", help="tokens of a window; by default the run's own")
-    add("--text_field", default="text", metavar="NAME", help="field with the text in JSONL and Parquet; text")
-    add("--bos", action="store_true", default=None, help="start tasks' texts with the begin of document")
-    add("--no_bos", dest="bos", action="store_false", default=None, help="or without; by default as the tokenizer does")
-    add("--apply_chat_template", action="store_true", default=None, help="ask tasks in the model's chat template")
+    add(
+        "--text_field",
+        default="text",
+        metavar="NAME",
+        help="field with the text in JSONL and Parquet; text",
+    )
+    add(
+        "--bos",
+        action="store_true",
+        default=None,
+        help="start tasks' texts with the begin of document",
+    )
+    add(
+        "--no_bos",
+        dest="bos",
+        action="store_false",
+        default=None,
+        help="or without; by default as the tokenizer does",
+    )
+    add(
+        "--apply_chat_template",
+        action="store_true",
+        default=None,
+        help="ask tasks in the model's chat template",
+    )
     add("--system_instruction", metavar="TEXT", help="tasks' system text")
-    add("--fewshot_as_multiturn", action="store_true", default=None, help="examples are turns of the chat")
-    add("--gen_kwargs", metavar="K=V,...", help="generation options over the tasks' own, such as temperature=0.5")
-    add("--dtype", choices=("float32", "bfloat16"), help="of products; by default the run's, float32 if imported")
+    add(
+        "--fewshot_as_multiturn",
+        action="store_true",
+        default=None,
+        help="examples are turns of the chat",
+    )
+    add(
+        "--gen_kwargs",
+        metavar="K=V,...",
+        help="generation options over the tasks' own, such as temperature=0.5",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of products; by default the run's, float32 if imported",
+    )
     add("--tokens", type=whole, default=8192, metavar="N", help="tokens per batch; 8192")
-    add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help="such as data=2,expert=4; by default one device")
-    add("--seed", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="N", help="for tasks that sample; 0")
+    add(
+        "--mesh",
+        type=cli.mesh,
+        metavar="AXIS=N,...",
+        help="such as data=2,expert=4; by default one device",
+    )
+    add(
+        "--seed",
+        type=cli.number(int, 0, 2**31 - 1),
+        default=0,
+        metavar="N",
+        help="for tasks that sample; 0",
+    )
     return found
 
 

@@ -5,10 +5,10 @@
     python -m experiments.prepare_data --input=chats.jsonl --tokenizer=bytes --context=4096 --out=data/chats
     python -m experiments.prepare_data --verify=data/web          # or --verify --out=data/web
 
-Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and contents),
-text and JSONL also as .gz or .zst. Killed at any moment and started again with the same command, it continues.
-Many machines share the work by --part=0/N to --part=N-1/N, and then the command without --part, or by --engine=ray.
-See docs/data.md.
+Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and
+contents), text and JSONL also as .gz or .zst. Killed at any moment and started again with the same
+command, it continues. Many machines share the work by --part=0/N to --part=N-1/N, and then the
+command without --part, or by --engine=ray. See docs/data.md.
 """
 
 import argparse
@@ -45,7 +45,8 @@ def parse() -> argparse.Namespace:
         help="files, directories or globs, stdlib, or hf:NAME[/SUBSET][:SPLIT] of the hub; may be repeated",
     )
     add("--tokenizer", help="bytes (the default), a tokenizer.json, or a directory with one")
-    # The upper bound catches typos: without memory for its table (66 bytes an id) the BPE trainer ends the process.
+    # The upper bound catches typos: without memory for its table (66 bytes an id) the BPE trainer
+    # ends the process.
     add(
         "--train_bpe", type=cli.number(int, 263, 2**22), default=0, metavar="N",
         help="train a byte-level BPE of this many ids on the input and use it",

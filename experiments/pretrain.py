@@ -4,13 +4,14 @@
         [--coordinator=HOST:PORT --num_processes=N --process_id=I]     (or from Slurm or variables: docs/clusters.md)
     python -m experiments.pretrain --config=FILE --describe            the run's phases, and nothing else
 
-Without options it trains `tiny`. All files of a run are in its workdir; the same command continues from the newest
-checkpoint as if it had never stopped, bit for bit on CPUs (for GPUs see docs/checkpoints.md).
-Exit codes: 0 done, 2 bad input, 3 unhealthy (no update took effect for many steps in a row or in the whole run, the
-last loss or gradient was not finite, or the loss jumped again and again: docs/guard.md), 4 storage that fails or is
-damaged, 5 a device computes wrongly, 75 start the same command again (after a signal, or because the next phase has
-another mesh), 130 and 143 stopped at once: by a second signal, or by the first one during the set-up. 1 is an
-unexpected error.
+Without options it trains `tiny`. All files of a run are in its workdir; the same command continues
+from the newest checkpoint as if it had never stopped, bit for bit on CPUs (for GPUs see
+docs/checkpoints.md). Exit codes: 0 done, 2 bad input, 3 unhealthy (no update took effect for many
+steps in a row or in the whole run, the last loss or gradient was not finite, or the loss jumped
+again and again: docs/guard.md), 4 storage that fails or is damaged, 5 a device computes wrongly, 75
+start the same command again (after a signal, or because the next phase has another mesh), 130 and
+143 stopped at once: by a second signal, or by the first one during the set-up. 1 is an unexpected
+error.
 """
 
 import importlib
@@ -22,11 +23,16 @@ from zaya_jax.cluster import rank
 
 
 def main() -> int:
-    """The program: its options are --config, the config's keys, --workdir, and this process's place among several."""
+    """The program: its options are --config, the config's keys, --workdir, and this process's place
+    among several."""
     parser = cli.Parser(prog="python -m experiments.pretrain", description=__doc__)
     parser.add_config("tiny.py")
-    parser.add_argument("--workdir", metavar="DIR", help="the run's folder; by default runs/<config name>")
-    parser.add_argument("--describe", action="store_true", help="print the phases of the run and exit")
+    parser.add_argument(
+        "--workdir", metavar="DIR", help="the run's folder; by default runs/<config name>"
+    )
+    parser.add_argument(
+        "--describe", action="store_true", help="print the phases of the run and exit"
+    )
     rank.add_options(parser)
     args = parser.parse_args()
 
@@ -38,17 +44,22 @@ def main() -> int:
     from zaya_jax.training.workdir import folder_of
 
     if args.describe:
-        found = recipe.place(fork.settle(args.config, fork.find(args.config, folder_of(args.config, args.workdir))))
+        found = recipe.place(
+            fork.settle(args.config, fork.find(args.config, folder_of(args.config, args.workdir)))
+        )
         recipe.check(found, found.config.run.fork_step)
         print(notes.phase_table(found))
         return cli.DONE
-    host.keep_memory()  # on CPUs: freed memory stays with the process, steps are dispatched one by one
+    # on CPUs: freed memory stays with the process, steps are dispatched one by one
+    host.keep_memory()
     return multihost.together(lambda: train(args.config, args.workdir, _faults()), args)
 
 
 def _faults() -> Any:
     """Injected faults, where tests ask for them; not part of the library."""
-    return importlib.import_module("tools.faults").given() if os.environ.get("ZAYA_FAULTS") else None
+    return (
+        importlib.import_module("tools.faults").given() if os.environ.get("ZAYA_FAULTS") else None
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python -m experiments.rehearse --out=DIR [--minutes=40] [--seed=0]
 
-Seven stations, each by the public programs, whose commands and output are in DIR/log: a corpus from what this machine
-has, sizing, four phases with accidents and again without, a lost node, fine-tuning and a cool-down, evaluation
-after each phase, ways out. DIR/rehearsal.html tells the story; the program ends with 1 if a promise was not kept.
-`--minutes` sets the length of training; 6, the shortest, took 9 minutes of two CPU cores in all. The recipe is
+Seven stations, each by the public programs, whose commands and output are in DIR/log: a corpus from
+what this machine has, sizing, four phases with accidents and again without, a lost node,
+fine-tuning and a cool-down, evaluation after each phase, ways out. DIR/rehearsal.html tells the
+story; the program ends with 1 if a promise was not kept. `--minutes` sets the length of training;
+6, the shortest, took 9 minutes of two CPU cores in all. The recipe is
 experiments/configs/rehearsal/recipe.py, from which a model of your own can start.
 """
 
@@ -30,8 +31,9 @@ RECIPE = "experiments/configs/rehearsal/recipe.py"
 PROCESSES, DEVICES = 2, 4  # of the run, and of each of them
 SHORTEST = 6.0  # minutes
 TEXTS = ("web", "code", "math", "chat", f"reasoning_{recipe.CONTEXTS[2]}")
-# The promises: (phase, figure, least improvement over the phase before it), in nats of held-out loss. Said before
-# training, for the shortest length; the first phase is compared with a guess among all ids.
+# The promises: (phase, figure, least improvement over the phase before it), in nats of held-out
+# loss. Said before training, for the shortest length; the first phase is compared with a guess
+# among all ids.
 PROMISES = (
     ("pretrain 1", "web", 1.0),
     ("pretrain 2", "math", 0.02),
@@ -72,17 +74,26 @@ class Rehearsal(Story):
         length = f"{minutes / 10:g}"
         self.training = [f"--config={RECIPE}:{length}", f"--config.data.path={self.data}"]
         plan = schedule.make_plan(config.check(recipe.get_config(length)))
-        self.ends = {segment.phase.name: segment.first_step + segment.num_steps - 1 for segment in plan.segments}
+        self.ends = {
+            segment.phase.name: segment.first_step + segment.num_steps - 1
+            for segment in plan.segments
+        }
         self.last = plan.total_steps
 
 
 def corpus(story: Rehearsal) -> None:
-    """Text from this machine, a tokenizer, shards for each context; one record is damaged on purpose."""
+    """Text from this machine, a tokenizer, shards for each context; one record is damaged on
+    purpose."""
     from tools import hurt
 
     texts = story.out / "texts"
     contexts = ",".join(map(str, recipe.CONTEXTS))
-    story.program("tools.rehearsal_corpus", texts, f"--mib={min(8.0, 1 + story.minutes / 5)}", f"--needle={contexts}")
+    story.program(
+        "tools.rehearsal_corpus",
+        texts,
+        f"--mib={min(8.0, 1 + story.minutes / 5)}",
+        f"--needle={contexts}",
+    )
     prepare = "experiments.prepare_data"
     every = [f"--input={path}" for path in sorted(texts.glob("*.jsonl"))]
     story.program(prepare, *every, "--train_bpe=1024", f"--out={story.out / 'sample'}")
@@ -90,40 +101,67 @@ def corpus(story: Rehearsal) -> None:
     (story.out / "sample" / "tokenizer").rename(story.data / "tokenizer")
     tokenizer = f"--tokenizer={story.data / 'tokenizer'}"
     for name in ("web", "code", "math"):
-        story.program(prepare, f"--input={texts / name}.jsonl", tokenizer, f"--out={story.data / name}")
+        story.program(
+            prepare, f"--input={texts / name}.jsonl", tokenizer, f"--out={story.data / name}"
+        )
     chats = [("reasoning", context, f"reasoning_{context}") for context in recipe.CONTEXTS]
     for name, context, folder in [*chats, ("chat", recipe.CONTEXTS[2], "chat")]:
-        options = [f"--input={texts / name}.jsonl", f"--context={context}", f"--out={story.data / folder}"]
+        options = [
+            f"--input={texts / name}.jsonl",
+            f"--context={context}",
+            f"--out={story.data / folder}",
+        ]
         story.program(prepare, tokenizer, *options)
     story.program(
-        "experiments.characterize", "storage", f"--data={story.data / 'web'}", f"--out={story.out / 'storage'}",
+        "experiments.characterize",
+        "storage",
+        f"--data={story.data / 'web'}",
+        f"--out={story.out / 'storage'}",
         "--seconds=1",
-    )  # fmt: skip
+    )
     rows = []
     for made in sorted(story.data.iterdir()):
         if (made / "manifest.json").is_file():
             manifest = json.loads((made / "manifest.json").read_text())
             train, held = manifest["totals"]["train"], manifest["totals"]["held_out"]
-            fitted = ", ".join(f"{n:,} {word}" for word, n in (manifest["trim"] or {}).items() if word != "context")
+            fitted = ", ".join(
+                f"{n:,} {word}" for word, n in (manifest["trim"] or {}).items() if word != "context"
+            )
             rows.append([made.name, f"{train['tokens']:,}", f"{held['tokens']:,}", fitted or "–"])
     hurt.flip(min((story.data / "web").glob("train-*.tokens")))
     found = story.program("experiments.prepare_data", f"--verify={story.data / 'web'}", ok=(4,))
-    story.promise("a flipped bit in the prepared data is found", "damaged" in found, found.splitlines()[0])
+    story.promise(
+        "a flipped bit in the prepared data is found", "damaged" in found, found.splitlines()[0]
+    )
     head = ("data", "training tokens", "held-out tokens", "chats")
-    story.tell("Corpus", "Made from this machine's texts, and generated.", tables=[Table("Prepared", head, rows)])
+    story.tell(
+        "Corpus",
+        "Made from this machine's texts, and generated.",
+        tables=[Table("Prepared", head, rows)],
+    )
 
 
 def sizing(story: Rehearsal) -> None:
     """This host is measured; the plan of the real cluster, the program of this one."""
-    story.program("experiments.characterize", "matmul", f"--out={story.out / 'host'}", "--seconds=0.02")
+    story.program(
+        "experiments.characterize", "matmul", f"--out={story.out / 'host'}", "--seconds=0.02"
+    )
     planned = story.program("experiments.plan", f"--out={story.out / 'plan'}")
     story.program(
-        "experiments.compile", *story.training, "--devices=8", "--phase=midtrain", f"--out={story.out / 'compile'}"
+        "experiments.compile",
+        *story.training,
+        "--devices=8",
+        "--phase=midtrain",
+        f"--out={story.out / 'compile'}",
     )
     first = planned[planned.index("\n|") + 1 :].split("\n\n")[0].splitlines()  # the first table
     head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first]
     tables = [Table("ZAYA1 on 1,024 MI300X, planned", head, rows)]
-    story.tell("Sizing", "plan/plan.html, compile/compile.html and host/matmul.html have all figures.", tables=tables)
+    story.tell(
+        "Sizing",
+        "plan/plan.html, compile/compile.html and host/matmul.html have all figures.",
+        tables=tables,
+    )
 
 
 def phases(story: Rehearsal) -> None:
@@ -131,15 +169,28 @@ def phases(story: Rehearsal) -> None:
     from tools import chaos
 
     by_name = {fault.name: fault for fault in chaos.FAULTS}
-    wanted = ["a process is killed", "a process is stopped (SIGSTOP)", "a dead remote store", "a full disk"]
-    accidents = [chaos.DAMAGED, *(by_name[name] for name in wanted[: 2 if story.minutes < 20 else 4])]
+    wanted = [
+        "a process is killed",
+        "a process is stopped (SIGSTOP)",
+        "a dead remote store",
+        "a full disk",
+    ]
+    accidents = [
+        chaos.DAMAGED,
+        *(by_name[name] for name in wanted[: 2 if story.minutes < 20 else 4]),
+    ]
     last = story.last
     story.random.shuffle(accidents)
-    if story.minutes >= 20:  # second: the first phase is long enough then, and a spike is one after 64 steps of a phase
+    if (
+        story.minutes >= 20
+    ):  # second: the first phase is long enough then, and a spike is one after 64 steps of a phase
         accidents.insert(1, by_name["corrupt data"])
     first = 25  # two checkpoints: one to damage, one to go back to
     between = (last - first) / len(accidents)
-    plan = [(first + round(between * (i + story.random.uniform(0, 0.5))), one) for i, one in enumerate(accidents)]
+    plan = [
+        (first + round(between * (i + story.random.uniform(0, 0.5))), one)
+        for i, one in enumerate(accidents)
+    ]
     run = chaos.Chaos(story.out / "phases", 0, story.say, PROCESSES, story.training, DEVICES)
     code = run.through(plan)
     if code:
@@ -147,17 +198,34 @@ def phases(story: Rehearsal) -> None:
     code = run.calm()
     same = code == 0 and chaos.bits(run.workdir, last) == chaos.bits(run.folder / "calm", last)
     for one in run.outcomes:
-        story.promise(f"{one.fault}: found, and the run went on", one.found >= 0 and one.recovered >= 0, one.cause)
-    story.promise("the last checkpoint has the bits of the run without accidents", same, f"step {last}")
+        story.promise(
+            f"{one.fault}: found, and the run went on",
+            one.found >= 0 and one.recovered >= 0,
+            one.cause,
+        )
+    story.promise(
+        "the last checkpoint has the bits of the run without accidents", same, f"step {last}"
+    )
     losses = {name: figures(run.folder / name, "loss") for name in ("hurt", "calm")}
     lines = [Curve("with accidents", losses["hurt"], 0), Curve("without", losses["calm"], 1)]
     values = [value for line in lines for _, value in line.points]
     marks = [one.step for one in run.outcomes]
-    picture = Chart("Training loss", lines, (0, last), (0, max(values)), bad_steps=marks, bad="an accident")
-    rows = [[o.fault, o.step, f"{o.found:.1f} s", f"{o.recovered:.1f} s", o.cause] for o in run.outcomes]
+    picture = Chart(
+        "Training loss", lines, (0, last), (0, max(values)), bad_steps=marks, bad="an accident"
+    )
+    rows = [
+        [o.fault, o.step, f"{o.found:.1f} s", f"{o.recovered:.1f} s", o.cause] for o in run.outcomes
+    ]
     head = ("accident", "step", "found after", "went on after", "the agent's words")
-    text = f"Phases end at steps {', '.join(f'{step} ({name})' for name, step in story.ends.items())}."
-    story.tell("Four phases", text, tables=[Table("Accidents", head, rows, "code")], pictures=picture.draw())
+    text = (
+        f"Phases end at steps {', '.join(f'{step} ({name})' for name, step in story.ends.items())}."
+    )
+    story.tell(
+        "Four phases",
+        text,
+        tables=[Table("Accidents", head, rows, "code")],
+        pictures=picture.draw(),
+    )
     story.program("experiments.supervise", "report", f"--workdir={run.workdir}")
 
 
@@ -165,9 +233,23 @@ def node(story: Rehearsal) -> None:
     """Two agents; one is killed with its process, and the other goes on alone."""
     from tools import hurt
 
-    workdir, steps, address = story.out / "node", 40, f"localhost:{random.randrange(20_000, 30_000)}"
-    keys = ["--config.checkpoint.every_steps=5", f"--config.run.num_steps={steps}", "--config.eval.windows=0"]
-    options = ["--agents=2", "--nodes=2", "--min_nodes=1", "--patience=5", f"--coordinator={address}"]
+    workdir, steps, address = (
+        story.out / "node",
+        40,
+        f"localhost:{random.randrange(20_000, 30_000)}",
+    )
+    keys = [
+        "--config.checkpoint.every_steps=5",
+        f"--config.run.num_steps={steps}",
+        "--config.eval.windows=0",
+    ]
+    options = [
+        "--agents=2",
+        "--nodes=2",
+        "--min_nodes=1",
+        "--patience=5",
+        f"--coordinator={address}",
+    ]
     end = ["--", *story.training, f"--workdir={workdir}", *keys]
     start = functools.partial(story.start, "experiments.supervise", devices=DEVICES)
     agents = [start(*options, f"--agent={i}", *end) for i in range(2)]
@@ -175,7 +257,10 @@ def node(story: Rehearsal) -> None:
         until = time.monotonic() + 300
         while not (workdir / "checkpoints" / "5").exists() and time.monotonic() < until:
             time.sleep(0.2)
-        for pid in [agents[1].pid, *(victim.pid for victim in hurt.processes_of(agents[1].pid).values())]:
+        for pid in [
+            agents[1].pid,
+            *(victim.pid for victim in hurt.processes_of(agents[1].pid).values()),
+        ]:
             os.kill(pid, signal.SIGKILL)
         code = agents[0].wait(400)
     finally:
@@ -183,7 +268,11 @@ def node(story: Rehearsal) -> None:
             agent.kill()
     story.program("experiments.supervise", "report", f"--workdir={workdir}")
     reached = max((step for step, _ in figures(workdir, "loss")), default=0)
-    story.promise("a lost node: the other goes on to the end", code == 0 and reached == steps, f"step {reached}")
+    story.promise(
+        "a lost node: the other goes on to the end",
+        code == 0 and reached == steps,
+        f"step {reached}",
+    )
     story.tell("A lost node", "", notes=["node/report.html accounts for every second of it."])
 
 
@@ -192,31 +281,55 @@ def tuning(story: Rehearsal) -> None:
     steps = max(10, round(story.minutes * 2))
     tuned = story.out / "tuned"
     story.program(
-        "experiments.pretrain", f"--config=experiments/configs/finetune.py:{story.run}", f"--workdir={tuned}",
-        f"--config.data.path={story.data / f'reasoning_{recipe.CONTEXTS[2]}'}", "--config.data.global_batch=4",
-        f"--config.run.num_steps={steps}", f"--config.eval.every={steps // 4}", "--config.log.sample_tokens=0",
-    )  # fmt: skip
+        "experiments.pretrain",
+        f"--config=experiments/configs/finetune.py:{story.run}",
+        f"--workdir={tuned}",
+        f"--config.data.path={story.data / f'reasoning_{recipe.CONTEXTS[2]}'}",
+        "--config.data.global_batch=4",
+        f"--config.run.num_steps={steps}",
+        f"--config.eval.every={steps // 4}",
+        "--config.log.sample_tokens=0",
+    )
     losses = figures(tuned, "eval/loss")
-    story.promise("fine-tuning improves its held-out loss", losses[-1][1] < losses[0][1], arrow(losses))
+    story.promise(
+        "fine-tuning improves its held-out loss", losses[-1][1] < losses[0][1], arrow(losses)
+    )
     end = story.ends["pretrain 1"]
     stable, cooled = (end - 5) // 10 * 10, story.out / "cooled"
     story.program(
-        "experiments.pretrain", f"{story.training[0]},1", *story.training[1:], f"--workdir={cooled}",
-        f"--config.run.fork={story.run}@{stable}", f"--config.schedule.decay_steps={end - stable}",
-        "--config.log.sample_tokens=0", devices=PROCESSES * DEVICES,
-    )  # fmt: skip
+        "experiments.pretrain",
+        f"{story.training[0]},1",
+        *story.training[1:],
+        f"--workdir={cooled}",
+        f"--config.run.fork={story.run}@{stable}",
+        f"--config.schedule.decay_steps={end - stable}",
+        "--config.log.sample_tokens=0",
+        devices=PROCESSES * DEVICES,
+    )
     rates = figures(cooled, "lr")
-    story.promise("a cool-down from the stable part ends at rate 0", rates[-1][1] < 0.1 * rates[0][1], arrow(rates))
-    story.tell("Fine-tuning and cool-down", "tuned/report.html and cooled/report.html are their reports.", notes=[
-        f"Fine-tuning, {steps} steps: held-out loss {arrow(losses)}.",
-        f"Cool-down from step {stable}: learning rate {arrow(rates)}.",
-    ])  # fmt: skip
+    story.promise(
+        "a cool-down from the stable part ends at rate 0",
+        rates[-1][1] < 0.1 * rates[0][1],
+        arrow(rates),
+    )
+    story.tell(
+        "Fine-tuning and cool-down",
+        "tuned/report.html and cooled/report.html are their reports.",
+        notes=[
+            f"Fine-tuning, {steps} steps: held-out loss {arrow(losses)}.",
+            f"Cool-down from step {stable}: learning rate {arrow(rates)}.",
+        ],
+    )
 
 
 def evaluation(story: Rehearsal) -> None:
     """Each phase's end on every text and task."""
     tasks = story.out / "texts" / "tasks"
-    names = sorted(path.stem for path in tasks.glob("*.yaml")) if importlib.util.find_spec("lm_eval") else []
+    names = (
+        sorted(path.stem for path in tasks.glob("*.yaml"))
+        if importlib.util.find_spec("lm_eval")
+        else []
+    )
     found: dict[str, dict[str, float]] = {}
     for phase, step in story.ends.items():
         out = story.out / "evaluation" / phase.replace(" ", "_")
@@ -236,9 +349,13 @@ def evaluation(story: Rehearsal) -> None:
     columns = [*TEXTS, *names]
     rows = [[name, *(f"{found[phase][name]:.3f}" for phase in found)] for name in columns]
     ticks = [(i, phase) for i, phase in enumerate(found)]
-    lines = [Curve(n, [(i, found[p][n]) for i, p in enumerate(found)], i) for i, n in enumerate(TEXTS)]
+    lines = [
+        Curve(n, [(i, found[p][n]) for i, p in enumerate(found)], i) for i, n in enumerate(TEXTS)
+    ]
     top = max(found[phase][name] for phase in found for name in TEXTS)
-    picture = Chart("Held-out loss after each phase", lines, (0, 3), (0, top), over="phase", named=ticks)
+    picture = Chart(
+        "Held-out loss after each phase", lines, (0, 3), (0, top), over="phase", named=ticks
+    )
     text = "Losses in nats per token; tasks as shares of right answers among four."
     notes = [] if names else ["No tasks: lm-eval is not installed (make setup EXTRAS=eval)."]
     table = Table("After each phase", ("figure", *found), rows)
@@ -252,20 +369,45 @@ def ways_out(story: Rehearsal) -> None:
     notes = []
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         apart = float(story.program("-c", EQUAL, export).split()[-1])
-        story.promise("transformers computes the export's logits", apart < 1e-3, f"{apart:.1e} apart")
+        story.promise(
+            "transformers computes the export's logits", apart < 1e-3, f"{apart:.1e} apart"
+        )
     else:
-        notes.append("Not loaded by transformers: it is not installed (make setup EXTRAS=hf, and torch).")
+        notes.append(
+            "Not loaded by transformers: it is not installed (make setup EXTRAS=hf, and torch)."
+        )
     plain = story.program("-c", PLAIN, story.run / "checkpoints" / str(story.last)).split()
-    story.promise("plain Orbax reads the last step", int(plain[1]) > 0, f"{plain[0]} arrays, {int(plain[1]):,} numbers")
-    generate = ["experiments.generate", f"--model={story.run}", "--num_tokens=24", "--prompt=The function returns"]
-    alone, together = story.program(*generate), story.program(*generate, "--mesh=context=8", devices=8)
-    story.promise("eight devices decode the text of one", alone == together, shlex.quote(alone.strip()[:60]))
+    story.promise(
+        "plain Orbax reads the last step",
+        int(plain[1]) > 0,
+        f"{plain[0]} arrays, {int(plain[1]):,} numbers",
+    )
+    generate = [
+        "experiments.generate",
+        f"--model={story.run}",
+        "--num_tokens=24",
+        "--prompt=The function returns",
+    ]
+    alone, together = (
+        story.program(*generate),
+        story.program(*generate, "--mesh=context=8", devices=8),
+    )
+    story.promise(
+        "eight devices decode the text of one", alone == together, shlex.quote(alone.strip()[:60])
+    )
     tuned = story.program(
-        "experiments.generate", f"--model={story.out / 'tuned'}", "--chat", "--num_tokens=40",
+        "experiments.generate",
+        f"--model={story.out / 'tuned'}",
+        "--chat",
+        "--num_tokens=40",
         given="What is 3 + 5?\nHow warm is it in Oslo?\n",
-    )  # fmt: skip
+    )
     story.promise("a chat answers", bool(tuned.strip()), shlex.quote(tuned.strip()[:80]))
-    story.tell("Ways out", "", notes=[*notes, f"It continues: {alone.strip()}", f"It answers: {tuned.strip()}"])
+    story.tell(
+        "Ways out",
+        "",
+        notes=[*notes, f"It continues: {alone.strip()}", f"It answers: {tuned.strip()}"],
+    )
 
 
 STATIONS = (corpus, sizing, phases, node, tuning, evaluation, ways_out)
@@ -275,12 +417,24 @@ def main() -> int:
     """Visits the stations; the page is written even where one failed."""
     parser = cli.Parser(prog="python -m experiments.rehearse", description=__doc__)
     parser.add_argument("--out", type=cli.path, required=True, metavar="DIR", help="a new folder")
-    parser.add_argument("--minutes", type=cli.number(float, SHORTEST), default=40.0, metavar="N", help="length; 40")
-    parser.add_argument("--seed", type=cli.number(int, 0), default=0, metavar="N", help="of the accidents; 0")
-    parser.add_argument("--stations", type=cli.number(int, 1), default=len(STATIONS), metavar="N", help="the first N")
+    parser.add_argument(
+        "--minutes", type=cli.number(float, SHORTEST), default=40.0, metavar="N", help="length; 40"
+    )
+    parser.add_argument(
+        "--seed", type=cli.number(int, 0), default=0, metavar="N", help="of the accidents; 0"
+    )
+    parser.add_argument(
+        "--stations",
+        type=cli.number(int, 1),
+        default=len(STATIONS),
+        metavar="N",
+        help="the first N",
+    )
     args = parser.parse_args()
     if importlib.util.find_spec("tools") is None:
-        raise config.UserError("the rehearsal needs the project's tools; start it in the folder of a clone")
+        raise config.UserError(
+            "the rehearsal needs the project's tools; start it in the folder of a clone"
+        )
     out = Path(args.out).absolute()
     if out.exists() and any(out.iterdir()):
         raise config.UserError(f"--out={args.out} is not empty; give a new folder")

@@ -3,8 +3,8 @@
     python -m experiments.report RUN [--out=FILE]          one run: its page, RUN/report.html
     python -m experiments.report RUN RUN ... [--out=FILE]  several in common pictures: comparison.html
 
-A RUN is the folder of a run, which may still go on; TensorBoard follows it live (`tensorboard --logdir=RUN`). Pages
-need only a browser. docs/report.md describes them.
+A RUN is the folder of a run, which may still go on; TensorBoard follows it live (`tensorboard
+--logdir=RUN`). Pages need only a browser. docs/report.md describes them.
 """
 
 import sys
@@ -55,15 +55,19 @@ def check_runs(runs: list[Path]) -> None:
     seen: dict[Path, Path] = {}
     for run in runs:
         if not run.is_dir():
-            raise UserError(f"RUN {str(run)!r} is not a folder; give a run's folder (its --workdir)")
+            raise UserError(
+                f"RUN {str(run)!r} is not a folder; give a run's folder (its --workdir)"
+            )
         if not any((run / name).is_file() for name in ("config.json", "metrics.jsonl")):
             raise UserError(
-                f"RUN {str(run)!r} has neither config.json nor metrics.jsonl, so it is not a run's folder; "
-                "give a run's --workdir"
+                f"RUN {str(run)!r} has neither config.json nor metrics.jsonl, so it is not a run's"
+                " folder; give a run's --workdir"
             )
         same = seen.setdefault(run.resolve(), run)
         if same is not run:
-            raise UserError(f"RUN {str(run)!r} is the same run as {str(same)!r}; give each run once")
+            raise UserError(
+                f"RUN {str(run)!r} is the same run as {str(same)!r}; give each run once"
+            )
     if len(runs) > MOST_RUNS:
         raise UserError(f"{len(runs)} runs are too many for one page; give at most {MOST_RUNS}")
 
@@ -75,7 +79,8 @@ def with_metrics(path: Path) -> "Workdir":
     run = read_workdir(path)
     if not run.recorded.size:
         raise UserError(
-            f"RUN {str(path)!r} has no metrics yet (no whole line in {path / 'metrics.jsonl'}); try again later"
+            f"RUN {str(path)!r} has no metrics yet (no whole line in {path / 'metrics.jsonl'}); try"
+            " again later"
         )
     return run
 

@@ -1,13 +1,15 @@
-"""Supervises a training run: a node's agent starts its processes, names the cause of each end or hang, and goes on.
+"""Supervises a training run: a node's agent starts its processes, names the cause of each end or
+hang, and goes on.
 
     python -m experiments.supervise [options] -- --config=FILE --workdir=DIR [...]      what follows -- is pretrain's
     python -m experiments.supervise report --workdir=DIR                               the history of a run
     python -m experiments.supervise check [--devices=N]                                the faults of this node
 
-Start one agent per node. Several agents learn their ranks from --coordinator, --agents and --agent, from
-JAX_COORDINATOR_ADDRESS, NODES and NODE, or from Slurm with one task a node. The agent of node 0 leads. Exit codes are
-pretrain's: 0 done; 2, 3 and 4 need a person; 75 saved as asked; others mean that it could not continue. A second
-SIGTERM or SIGINT ends at once. docs/aegis.md lists its responses.
+Start one agent per node. Several agents learn their ranks from --coordinator, --agents and --agent,
+from JAX_COORDINATOR_ADDRESS, NODES and NODE, or from Slurm with one task a node. The agent of node
+0 leads. Exit codes are pretrain's: 0 done; 2, 3 and 4 need a person; 75 saved as asked; others mean
+that it could not continue. A second SIGTERM or SIGINT ends at once. docs/aegis.md lists its
+responses.
 """
 
 import argparse
@@ -42,9 +44,24 @@ def parser() -> cli.Parser:
     whole = cli.number(int, 1, 2**20)
     add("--processes", type=whole, metavar="N", help="processes on this node; one per GPU, or 1")
     add("--nodes", type=whole, metavar="N", help="nodes that train; further agents are spares")
-    add("--min_nodes", type=whole, metavar="N", help="fewest nodes that may train after losses; --nodes")
-    add("--restarts", type=cli.number(int, 0), default=5, metavar="N", help="restarts without a newer checkpoint; 5")
-    add("--exclude_stragglers", action="store_true", help="replace a node that is slow for long by a spare")
+    add(
+        "--min_nodes",
+        type=whole,
+        metavar="N",
+        help="fewest nodes that may train after losses; --nodes",
+    )
+    add(
+        "--restarts",
+        type=cli.number(int, 0),
+        default=5,
+        metavar="N",
+        help="restarts without a newer checkpoint; 5",
+    )
+    add(
+        "--exclude_stragglers",
+        action="store_true",
+        help="replace a node that is slow for long by a spare",
+    )
     add(
         "--check",
         choices=("always", "never"),
@@ -66,9 +83,15 @@ def parser() -> cli.Parser:
         help="run this at each event, with the event as JSON on stdin",
     )
     what = found.add_subparsers(dest="what", metavar="report|check")
-    report = what.add_parser("report", help="the history of a run", description="The events of a run, by time.")
-    report.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
-    checked = what.add_parser("check", help="the faults of this node", description="The check before a start.")
+    report = what.add_parser(
+        "report", help="the history of a run", description="The events of a run, by time."
+    )
+    report.add_argument(
+        "--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder"
+    )
+    checked = what.add_parser(
+        "check", help="the faults of this node", description="The check before a start."
+    )
     checked.add_argument("--devices", type=whole, metavar="N", help="expected number of devices")
     return found
 
@@ -78,7 +101,9 @@ def command_line(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no command line ({error}); mend its quotes") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no command line ({error}); mend its quotes"
+        ) from None
 
 
 def supervise(args: argparse.Namespace, training: list[str]) -> int:
@@ -94,7 +119,9 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     agents = rank.count if rank else 1
     nodes = args.nodes or agents
     if nodes > agents:
-        raise UserError(f"--nodes={nodes} exceeds the number of agents ({agents}); start one on each node")
+        raise UserError(
+            f"--nodes={nodes} exceeds the number of agents ({agents}); start one on each node"
+        )
     if (args.min_nodes or nodes) > nodes:
         raise UserError(f"--min_nodes={args.min_nodes} is more than --nodes={nodes}")
     gpus = machine.gpus(os.environ)
@@ -120,7 +147,10 @@ def workdir_of(training: list[str]) -> Path:
             found = value or "".join(training[i + 1 : i + 2])
             fields.check_path("--workdir", found)
     if found is None:
-        raise UserError("--workdir=DIR is missing after --; give the training's options there, its folder among them")
+        raise UserError(
+            "--workdir=DIR is missing after --; give the training's options there, its folder among"
+            " them"
+        )
     return Path(found)
 
 
@@ -132,7 +162,9 @@ def report(workdir: Path) -> int:
 
     found = events.read(workdir)
     if not found:
-        raise UserError(f"--workdir={workdir} has no events; give the folder of a run that was supervised")
+        raise UserError(
+            f"--workdir={workdir} has no events; give the folder of a run that was supervised"
+        )
     for event in found:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         who = f"process {event.process}" if event.process >= 0 else ""

@@ -1,7 +1,9 @@
-"""Operators as the model calls them, with arguments of a model's sizes: for all that compares and times them.
+"""Operators as the model calls them, with arguments of a model's sizes: for all that compares and
+times them.
 
-A case runs whichever implementation the chip takes. Its backward pass is the work that `jax.vjp` leaves once the
-forward pass has run. Numbers are drawn in the format of the products, so float32 can have the very same.
+A case runs whichever implementation the chip takes. Its backward pass is the work that `jax.vjp`
+leaves once the forward pass has run. Numbers are drawn in the format of the products, so float32
+can have the very same.
 """
 
 import dataclasses
@@ -82,7 +84,8 @@ def documents(size: Size) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An operator and its arguments; `call(dtype)` is the function, with products in that number format."""
+    """An operator and its arguments; `call(dtype)` is the function, with products in that number
+    format."""
 
     operator: str  # of pallas_kernels.chip.OPERATORS
     label: str
@@ -92,10 +95,15 @@ class Case:
     def like(self, size: Size, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arguments' shapes; those in bfloat16 have `dtype`."""
         found = (a.like for a in self.arguments(size))
-        return tuple(jax.ShapeDtypeStruct(x.shape, dtype) if x.dtype == jnp.bfloat16 else x for x in found)
+        return tuple(
+            jax.ShapeDtypeStruct(x.shape, dtype) if x.dtype == jnp.bfloat16 else x for x in found
+        )
 
-    def values(self, size: Size, dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None) -> tuple[jax.Array, ...]:
-        """Arguments with numbers: those of bfloat16 drawn in that format, or in `drawn`, for any `dtype`."""
+    def values(
+        self, size: Size, dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None
+    ) -> tuple[jax.Array, ...]:
+        """Arguments with numbers: those of bfloat16 drawn in that format, or in `drawn`, for any
+        `dtype`."""
         rng = np.random.default_rng(seed)
 
         def value(a: Array) -> jax.Array:
@@ -107,7 +115,8 @@ class Case:
 
 
 def linearized(case: Case, dtype: Any = jnp.bfloat16) -> Callable:
-    """(arguments) → (the operator's result, its backward pass as a function that JAX takes for arrays)."""
+    """(arguments) → (the operator's result, its backward pass as a function that JAX takes for
+    arrays)."""
     return functools.partial(_vjp, case.call(dtype))
 
 
@@ -123,13 +132,16 @@ def _vjp(plain: Callable, *arguments: Any) -> tuple[Any, Callable]:
 
 
 def attending(window: int | None = None) -> Callable[[Any], Callable]:
-    """Attention of the last tokens of a sequence, of documents if ids are given; (output,) alone."""
+    """Attention of the last tokens of a sequence, of documents if ids are given; (output,)
+    alone."""
 
     def call(dtype):
         def attend(q, k, v, *ids):
             before = k.shape[1] - q.shape[1]
             own, every = (ids[0][:, before:], ids[0]) if ids else (None, None)
-            return attention(q, k, v, own, every, window, before, scale=softmax_scale(q.shape[-1]))[0]
+            return attention(q, k, v, own, every, window, before, scale=softmax_scale(q.shape[-1]))[
+                0
+            ]
 
         return attend
 
@@ -139,7 +151,10 @@ def attending(window: int | None = None) -> Callable[[Any], Callable]:
 def qkv(size: Size) -> tuple[Array, ...]:
     """Queries, keys and values."""
     m = size.model
-    heads = {m.num_attention_heads: size.length}, *[{m.num_key_value_heads: size.whole or size.length}] * 2
+    heads = (
+        {m.num_attention_heads: size.length},
+        *[{m.num_key_value_heads: size.whole or size.length}] * 2,
+    )
     return tuple(normal(size.batch, n, h, m.head_dim) for of in heads for h, n in of.items())
 
 
@@ -151,7 +166,9 @@ def experts(size: Size) -> tuple[Array, ...]:
     """Both weights of the experts."""
     m = size.model
     d, f, e = m.hidden_size, m.moe_intermediate_size, m.num_experts
-    return normal(e, d, 2 * f, dtype=jnp.float32, scale=0.02), normal(e, f, d, dtype=jnp.float32, scale=0.02)
+    return normal(e, d, 2 * f, dtype=jnp.float32, scale=0.02), normal(
+        e, f, d, dtype=jnp.float32, scale=0.02
+    )
 
 
 def _tokens(size: Size) -> tuple[Array, ...]:
@@ -189,7 +206,8 @@ def _gated_join(dtype):
 
 
 def _mixing(size: Size) -> tuple[Array, ...]:
-    """The columns of queries, keys and values; both convolutions, their bias, the temperature; documents, positions."""
+    """The columns of queries, keys and values; both convolutions, their bias, the temperature;
+    documents, positions."""
     m = size.model
     heads, c = m.num_attention_heads + m.num_key_value_heads, m.head_dim
     columns = normal(size.batch, size.length, (heads + m.num_key_value_heads) * c)
@@ -197,7 +215,9 @@ def _mixing(size: Size) -> tuple[Array, ...]:
     by_head = normal(m.cca_time1, heads, c, c, dtype=jnp.float32, scale=c**-0.5)
     more = normal(heads, c, dtype=jnp.float32), normal(m.num_key_value_heads, dtype=jnp.float32)
     counted = Array(
-        (size.batch, size.length), jnp.int32, lambda rng, shape: np.broadcast_to(np.arange(shape[1]), shape)
+        (size.batch, size.length),
+        jnp.int32,
+        lambda rng, shape: np.broadcast_to(np.arange(shape[1]), shape),
     )
     return columns, by_channel, by_head, *more, documents(size), counted
 
@@ -207,7 +227,9 @@ def _mix(dtype):
         earlier = len(by_channel) + len(by_head) - 2
         segments = jnp.pad(segments, ((0, 0), (earlier, 0)), constant_values=-1)
         rope = [(True, rope_table(positions, ROPE_BASE, by_head.shape[-1] // 2))]
-        return mix(columns, None, by_channel, by_head, bias, temperature, rope, segments, None, dtype)
+        return mix(
+            columns, None, by_channel, by_head, bias, temperature, rope, segments, None, dtype
+        )
 
     return mixed
 
@@ -232,16 +254,39 @@ def _loss(dtype):
 CAUSAL, SORTED, MUON = "causal", "sorted rows", "gate and up of four experts"
 CASES = (
     Case("attention", "causal, documents", attending(), lambda s: (*qkv(s), documents(s))),
-    Case("linear_attention", "causal, documents", _linear_attention, lambda s: (*qkv(s), documents(s))),
+    Case(
+        "linear_attention",
+        "causal, documents",
+        _linear_attention,
+        lambda s: (*qkv(s), documents(s)),
+    ),
     Case("cca_mix", "documents", _mix, _mixing),
     Case("grouped_mlp", "tokens where they lie", _own_expert, _tokens),
     Case("cross_entropy", "tied head", _loss, _head),
-    Case("residual_norm", "attention's join, the experts' norm", _join_and_read,
-         lambda s: (*_stream(s), *_norm_and_router(s))),
-    Case("residual_norm", "experts' join", _gated_join,
-         lambda s: (*_stream(s), normal(s.batch, s.length, dtype=jnp.float32))),
-    Case("residual_norm", "attention's norm", lambda dtype: lambda h, scale: read(h, scale, EPS, dtype),
-         lambda s: (_stream(s)[1], _norm_and_router(s)[0])),
-    Case("newton_schulz", MUON, lambda dtype: lambda x: orthogonalize(x, (KELLER_JORDAN,) * 5, dtype),
-         lambda s: (normal(4, s.model.hidden_size, 2 * s.model.moe_intermediate_size, dtype=jnp.float32),)),
-)  # fmt: skip
+    Case(
+        "residual_norm",
+        "attention's join, the experts' norm",
+        _join_and_read,
+        lambda s: (*_stream(s), *_norm_and_router(s)),
+    ),
+    Case(
+        "residual_norm",
+        "experts' join",
+        _gated_join,
+        lambda s: (*_stream(s), normal(s.batch, s.length, dtype=jnp.float32)),
+    ),
+    Case(
+        "residual_norm",
+        "attention's norm",
+        lambda dtype: lambda h, scale: read(h, scale, EPS, dtype),
+        lambda s: (_stream(s)[1], _norm_and_router(s)[0]),
+    ),
+    Case(
+        "newton_schulz",
+        MUON,
+        lambda dtype: lambda x: orthogonalize(x, (KELLER_JORDAN,) * 5, dtype),
+        lambda s: (
+            normal(4, s.model.hidden_size, 2 * s.model.moe_intermediate_size, dtype=jnp.float32),
+        ),
+    ),
+)

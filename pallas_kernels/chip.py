@@ -1,18 +1,21 @@
 """The chip that a program is being made for, and the implementation of an operator for it.
 
-A program is made *for* a chip, often by another one: compiled ahead of time, lowered in a test, on a machine whose GPU
-does not take part. So nothing asks the machine while it traces. The builder of a program names the chip:
+A program is made *for* a chip, often by another one: compiled ahead of time, lowered in a test, on
+a machine whose GPU does not take part. So nothing asks the machine while it traces. The builder of
+a program names the chip:
 
     target = chip.made_for(mesh)
     with chip.making(target):
         ...                                     # inside the traced function, or around the call of one
 
-The name is a part of `jax.jit`'s cache key, so a function is traced again for another chip; it reaches the backward
-passes of `custom_vjp`, and the bodies of loops, of `jax.checkpoint` and of `shard_map`. If no chip is named it is
-that of the mesh around, and otherwise the device on which JAX puts arrays by default.
+The name is a part of `jax.jit`'s cache key, so a function is traced again for another chip; it
+reaches the backward passes of `custom_vjp`, and the bodies of loops, of `jax.checkpoint` and of
+`shard_map`. If no chip is named it is that of the mesh around, and otherwise the device on which
+JAX puts arrays by default.
 
-Whether a kernel of ours runs on a GPU is found on one (`pallas_kernels.trial`): `settle` takes the verdict, and every
-program made afterwards in this process follows it. Without a verdict, as for absent chips, all are assumed to run.
+Whether a kernel of ours runs on a GPU is found on one (`pallas_kernels.trial`): `settle` takes the
+verdict, and every program made afterwards in this process follows it. Without a verdict, as for
+absent chips, all are assumed to run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,21 +40,56 @@ OPERATORS: tuple[str, ...] = (
 TILES = ("1", "2", "3")
 OPEN = ("auto", "try")  # as a config's kernels: those of the verdict
 
-# Architectures by parts of their chips' names, the first that fits: for devices that do not say theirs (an abstract
-# mesh's, absent ones), and NVIDIA's, which say their names.
+# Architectures by parts of their chips' names, the first that fits: for devices that do not say
+# theirs (an abstract mesh's, absent ones), and NVIDIA's, which say their names.
 ARCHITECTURES = {
-    "MI100": "gfx908", "MI2": "gfx90a", "MI300": "gfx942", "MI308": "gfx942", "MI325": "gfx942", "MI35": "gfx950",
-    "V100": "sm_70", "T4": "sm_75", "RTX 20": "sm_75", "A100": "sm_80", "A800": "sm_80", "A30": "sm_80",
-    "RTX 40": "sm_89", "L40": "sm_89", "L4": "sm_89", "Ada": "sm_89", "A40": "sm_86", "A10": "sm_86", "RTX 30": "sm_86",
-    "RTX A": "sm_86", "H100": "sm_90", "H200": "sm_90", "H800": "sm_90", "H20": "sm_90", "B200": "sm_100",
-    "B300": "sm_103", "RTX 50": "sm_120", "RTX PRO": "sm_120",
-}  # fmt: skip
-TUNED = ("gfx942", "gfx950", "sm_90")  # for which tiles were chosen; by models of machine code, not by measurement
-# KiB of shared memory that a program may have (the vendors' guides); of unnamed chips as much as every newer one has.
+    "MI100": "gfx908",
+    "MI2": "gfx90a",
+    "MI300": "gfx942",
+    "MI308": "gfx942",
+    "MI325": "gfx942",
+    "MI35": "gfx950",
+    "V100": "sm_70",
+    "T4": "sm_75",
+    "RTX 20": "sm_75",
+    "A100": "sm_80",
+    "A800": "sm_80",
+    "A30": "sm_80",
+    "RTX 40": "sm_89",
+    "L40": "sm_89",
+    "L4": "sm_89",
+    "Ada": "sm_89",
+    "A40": "sm_86",
+    "A10": "sm_86",
+    "RTX 30": "sm_86",
+    "RTX A": "sm_86",
+    "H100": "sm_90",
+    "H200": "sm_90",
+    "H800": "sm_90",
+    "H20": "sm_90",
+    "B200": "sm_100",
+    "B300": "sm_103",
+    "RTX 50": "sm_120",
+    "RTX PRO": "sm_120",
+}
+TUNED = (
+    "gfx942",
+    "gfx950",
+    "sm_90",
+)  # for which tiles were chosen; by models of machine code, not by measurement
+# KiB of shared memory that a program may have (the vendors' guides); of unnamed chips as much as
+# every newer one has.
 SHARED = {
-    "gfx950": 160, "gfx": 64, "sm_70": 96, "sm_75": 64, "sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227,
+    "gfx950": 160,
+    "gfx": 64,
+    "sm_70": 96,
+    "sm_75": 64,
+    "sm_80": 163,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_103": 227,
     "sm": 99,
-}  # fmt: skip
+}
 
 
 class Chip(NamedTuple):
@@ -65,7 +103,8 @@ class Chip(NamedTuple):
     def maker(self) -> str:
         """ "cpu", "cuda", "rocm": JAX calls the devices of both kinds of GPU "gpu".
 
-        Chip("cpu", "gfx942") is a CPU that runs programs made for that GPU, their kernels interpreted.
+        Chip("cpu", "gfx942") is a CPU that runs programs made for that GPU, their kernels
+        interpreted.
         """
         kind = self.kind.lower()
         if any(word in kind for word in ("nvidia", "tesla", "geforce", "quadro")):
@@ -83,7 +122,11 @@ class Chip(NamedTuple):
         if self.kind.startswith("gfx"):
             return self.kind
         own = "gfx" if self.maker == "rocm" else "sm"
-        found = (name for part, name in ARCHITECTURES.items() if part in self.kind and name.startswith(own))
+        found = (
+            name
+            for part, name in ARCHITECTURES.items()
+            if part in self.kind and name.startswith(own)
+        )
         return next(found, own) if self.maker in ("cuda", "rocm") else ""
 
     @property
@@ -106,13 +149,16 @@ class Chip(NamedTuple):
     def formats(self) -> tuple[str, ...]:
         """Number formats of its matrix units, whole: NVIDIA's take float32 as TF32."""
         if self.maker == "cuda":
-            return ("float16",) if self.architecture in ("sm_70", "sm_75") else ("bfloat16", "float16")
+            return (
+                ("float16",) if self.architecture in ("sm_70", "sm_75") else ("bfloat16", "float16")
+            )
         return "bfloat16", "float16", "float32"
 
     def taking(self, operators: tuple[str, ...]) -> "Chip":
         """The same chip with own kernels for these operators at most.
 
-        ("all",) takes none away, ("none",) all; ("auto",) and ("try",) take what `settle` was given, without that all.
+        ("all",) takes none away, ("none",) all; ("auto",) and ("try",) take what `settle` was
+        given, without that all.
         """
         if operators in tuple((name,) for name in OPEN):
             operators = _verdicts[-1]
@@ -129,8 +175,9 @@ class Chip(NamedTuple):
     def unrolls(self, repeats: int, numbers: int) -> bool:
         """Whether a loop over layers, with streams of this many numbers, is faster written out.
 
-        A CPU runs a loop's body on one core, but for matrix products. That costs a tenth of a step where arrays are
-        large enough to be split; compiling the layers written out costs twice as much.
+        A CPU runs a loop's body on one core, but for matrix products. That costs a tenth of a step
+        where arrays are large enough to be split; compiling the layers written out costs twice as
+        much.
         """
         return self.platform == "cpu" and repeats <= 8 and numbers >= 1 << 18
 
@@ -149,7 +196,8 @@ _verdicts: list[tuple[str, ...]] = [("all",)]
 
 
 def settle(kernels: Iterable[str]) -> None:
-    """From now on the programs of this process have these kernels of ours, where a config leaves it open."""
+    """From now on the programs of this process have these kernels of ours, where a config leaves it
+    open."""
     _verdicts.append(tuple(kernels))
 
 
@@ -165,16 +213,20 @@ def making(chip: Chip) -> AbstractContextManager[None]:
 
 
 def made_for(where: Mesh | AbstractMesh | Any) -> Chip:
-    """The chip that the code around has named, otherwise that of a mesh, or of the arrays of a tree."""
+    """The chip that the code around has named, otherwise that of a mesh, or of the arrays of a
+    tree."""
     if _named.value is not None:
         return _named.value
-    if isinstance(where, Mesh):  # its devices know more of themselves than the abstract mesh inside a program
+    if isinstance(
+        where, Mesh
+    ):  # its devices know more of themselves than the abstract mesh inside a program
         return chip_of(where.devices.flat[0])
     return (_of_mesh(where) or current()) if isinstance(where, AbstractMesh) else holding(where)
 
 
 def holding(tree: Any) -> Chip:
-    """The chip that holds the arrays of a tree; `current` if they are on no chip, or not yet, while tracing."""
+    """The chip that holds the arrays of a tree; `current` if they are on no chip, or not yet, while
+    tracing."""
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             return chip_of(next(iter(x.devices())))
@@ -189,18 +241,24 @@ def current() -> Chip:
 def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementation:
     """The chip's own implementation of an operator, otherwise XLA's.
 
-    They are named by `Chip.maker`; "triton" are the kernels for both kinds of GPU, where the chip lets them run.
+    They are named by `Chip.maker`; "triton" are the kernels for both kinds of GPU, where the chip
+    lets them run.
     """
     made_for = current()
     kernel: Any = offered.get("triton")
-    if kernel and made_for.maker in ("cuda", "rocm") and made_for.tile(kernel.__name__.split(".")[-2]):
+    if (
+        kernel
+        and made_for.maker in ("cuda", "rocm")
+        and made_for.tile(kernel.__name__.split(".")[-2])
+    ):
         return kernel
     return offered.get(made_for.maker, offered["xla"])
 
 
 def chip_of(device: Any) -> Chip:
     """The chip that a device is, also one of an abstract mesh."""
-    # ROCm's devices have product names ("AMD Instinct MI300X"); their abilities follow from the architecture.
+    # ROCm's devices have product names ("AMD Instinct MI300X"); their abilities follow from the
+    # architecture.
     kind = device.device_kind
     capability = str(getattr(device, "compute_capability", "")).split(":")[0]
     if capability.startswith("gfx"):

@@ -9,7 +9,8 @@ from pallas_kernels import chip
 
 
 def apart(x: Any) -> Any:
-    """x, which the compiler must compute separately: a fusion is not always faster than its parts."""
+    """x, which the compiler must compute separately: a fusion is not always faster than its
+    parts."""
     return jax.lax.optimization_barrier(x)
 
 
@@ -21,7 +22,8 @@ def apart_on_cpus(x: Any) -> Any:
 def written(x: jax.Array) -> jax.Array:
     """A transposed x, written out in its new order before it goes into a product.
 
-    Left alone, XLA's CPU backend transposes the layout and copies that back: eight times slower (0.66 ms against 0.08
-    for 2048 rows of 256 in bfloat16), and it then has no fast bfloat16 product over rows (5.4 ms against 2.6).
+    Left alone, XLA's CPU backend transposes the layout and copies that back: eight times slower
+    (0.66 ms against 0.08 for 2048 rows of 256 in bfloat16), and it then has no fast bfloat16
+    product over rows (5.4 ms against 2.6).
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -7,15 +7,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def rope_table(positions: Int[Array, "B S"], base: float, rotary_dim: int) -> Float[Array, "B S half2"]:
-    """cos and sin (side by side) of each position's angles, float32; `rotary_dim` channels turn in pairs."""
+def rope_table(
+    positions: Int[Array, "B S"], base: float, rotary_dim: int
+) -> Float[Array, "B S half2"]:
+    """cos and sin (side by side) of each position's angles, float32; `rotary_dim` channels turn in
+    pairs."""
     inverse = 1.0 / base ** (jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim)
     angles = positions[..., None].astype(jnp.float32) * inverse
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 def apply_rope(x: jax.Array, table: jax.Array) -> jax.Array:
-    """Rotates channel i with channel i + rotary_dim / 2; the channels past rotary_dim pass through."""
+    """Rotates channel i with channel i + rotary_dim / 2; the channels past rotary_dim pass
+    through."""
     rotary_dim = table.shape[-1]
     cos, sin = jnp.split(table, 2, axis=-1)
     first, second, rest = jnp.split(x, (rotary_dim // 2, rotary_dim), axis=-1)

@@ -1,4 +1,5 @@
-"""The rows of a tile in both attentions' kernels for GPUs: some tokens, times those of a group's heads that fit."""
+"""The rows of a tile in both attentions' kernels for GPUs: some tokens, times those of a group's
+heads that fit."""
 
 import math
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ class Tile(NamedTuple):
         """See `tiles.suited`: what stays, and two arrays that pass by."""
 
         def numbers(tile: Tile) -> int:
-            stay, pass_by = (2 * tile.keys, tile.rows) if kernel.endswith("keys") else (tile.rows, tile.keys)
+            stay, pass_by = (
+                (2 * tile.keys, tile.rows) if kernel.endswith("keys") else (tile.rows, tile.keys)
+            )
             return (stay + 2 * pass_by * tile.stages) * channels
 
         return tiles.suited(operator, self, ("rows", "keys"), numbers, dtype)
@@ -50,7 +53,8 @@ def masked(place: Any, mask: jax.Array | None, other: float = 0) -> jax.Array:
 
 
 class Rows:
-    """Access to these tokens' rows, of this head or these heads, in arrays of [B, tokens times heads, C], or without C.
+    """Access to these tokens' rows, of this head or these heads, in arrays of [B, tokens times
+    heads, C], or without C.
 
     `real` says which tokens there are; None: all of them.
     """
@@ -60,9 +64,11 @@ class Rows:
         self.index = tokens * num_heads + head
 
     def load(self, ref, columns=None, *, inner: bool = False, other: float = 0) -> jax.Array:
-        """All channels, or `columns` = (first, how many); zeros behind them and behind the sequence.
+        """All channels, or `columns` = (first, how many); zeros behind them and behind the
+        sequence.
 
-        An `inner` block does not reach past the sequence's end. `other` is the value there in arrays without channels.
+        An `inner` block does not reach past the sequence's end. `other` is the value there in
+        arrays without channels.
         """
         real = None if inner else self.real
         if len(ref.shape) < 3:

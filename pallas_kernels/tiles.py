@@ -2,12 +2,13 @@
 
     tiles.call(body, x, y, name="add", grid=(n,), out_shapes=like, work=tiles.Work(flops))
 
-One source serves CUDA (sm_90) and ROCm (gfx942, gfx950). JAX calls this backend deprecated and has no other one for
-AMD, so bodies use only the operations of any tiled language: loads and stores of tiles, products, reductions, loops. A
-program made for a CPU interprets them (`chip.Chip("cpu", "gfx942")`): as right, some 20 times slower than XLA.
+One source serves CUDA (sm_90) and ROCm (gfx942, gfx950). JAX calls this backend deprecated and has
+no other one for AMD, so bodies use only the operations of any tiled language: loads and stores of
+tiles, products, reductions, loops. A program made for a CPU interprets them (`chip.Chip("cpu",
+"gfx942")`): as right, some 20 times slower than XLA.
 
-Who reads a compiled program (`zaya_jax.hardware.kernels`) cannot look into a kernel. So each call says its FLOPs, and
-the bytes that it moves where these are not its operands and results, each once.
+Who reads a compiled program (`zaya_jax.hardware.kernels`) cannot look into a kernel. So each call
+says its FLOPs, and the bytes that it moves where these are not its operands and results, each once.
 """
 
 import functools
@@ -26,9 +27,14 @@ block = pl.BlockSpec
 program_id = pl.program_id
 slice_of = pl.ds
 when = pl.when
-load, store = backend.load, backend.store  # with `mask` and `other`, for tiles that reach over an array's end
+load, store = (
+    backend.load,
+    backend.store,
+)  # with `mask` and `other`, for tiles that reach over an array's end
 atomic_add = backend.atomic_add
-Masks = tuple[jax.Array | None, jax.Array | None]  # of a matrix' rows and columns; None: all are there
+Masks = tuple[
+    jax.Array | None, jax.Array | None
+]  # of a matrix' rows and columns; None: all are there
 WHOLE = pl.BlockSpec()  # of an operand that the body indexes by itself
 
 
@@ -37,12 +43,18 @@ class Work(NamedTuple):
 
     flops: float = 0.0
     most: float | None = None  # where a caller may know better than `flops` (`loops.visiting`)
-    moved: tuple[float, float] | None = None  # bytes read and written; None: operands and results, each once
+    moved: tuple[float, float] | None = (
+        None  # bytes read and written; None: operands and results, each once
+    )
 
     @property
     def scope(self) -> str:
         words = f"flops={self.flops:g}" + (f"of{self.most:g}" if self.most else "")
-        return words if self.moved is None else f"{words},reads={self.moved[0]:g},writes={self.moved[1]:g}"
+        return (
+            words
+            if self.moved is None
+            else f"{words},reads={self.moved[0]:g},writes={self.moved[1]:g}"
+        )
 
 
 NOTHING_SAID = Work()
@@ -51,10 +63,12 @@ NOTHING_SAID = Work()
 def suited[Tile: Any](
     operator: str, tile: Tile, sides: Sequence[str], numbers: Callable[[Tile], int], dtype: Any
 ) -> Tile:
-    """The tile that a verdict asks for (`chip.TILES`): this one, one of half its widest side, one with a stage more.
+    """The tile that a verdict asks for (`chip.TILES`): this one, one of half its widest side, one
+    with a stage more.
 
-    On a chip that tiles were not chosen for, it shrinks until its operands, so many `numbers`, fit the shared memory.
-    No tile's sums take more than 128 registers of a thread, which every chip has.
+    On a chip that tiles were not chosen for, it shrinks until its operands, so many `numbers`, fit
+    the shared memory. No tile's sums take more than 128 registers of a thread, which every chip
+    has.
     """
 
     def smaller(tile: Tile) -> Tile:
@@ -96,10 +110,11 @@ def call(
     aliases: Mapping[int, int] | None = None,
     blocks: tuple[Sequence[Any], Any] | None = None,
 ) -> Any:
-    """Runs `body` for each point of the grid, of at most three dims; see `jax.experimental.pallas.pallas_call`.
+    """Runs `body` for each point of the grid, of at most three dims; see
+    `jax.experimental.pallas.pallas_call`.
 
-    `aliases` are the operands whose place results take. A body indexes operands and results itself, unless `blocks`
-    cut them up.
+    `aliases` are the operands whose place results take. A body indexes operands and results itself,
+    unless `blocks` cut them up.
     """
     outs = WHOLE if hasattr(out_shapes, "shape") else [WHOLE] * len(out_shapes)
     ins, outs = blocks or ([WHOLE] * len(arrays), outs)
@@ -136,55 +151,88 @@ def steps(number: int) -> jax.Array:
 def within(start: jax.Array, size: int, length: int) -> tuple[jax.Array, jax.Array | None]:
     """The places of a stretch that begins within a dim of this length, and which of them exist.
 
-    None: all of them, since stretches of this size divide the dim. One that begins behind the end would go unmasked:
-    grids and loops stop there, at `-(-length // size)`.
+    None: all of them, since stretches of this size divide the dim. One that begins behind the end
+    would go unmasked: grids and loops stop there, at `-(-length // size)`.
     """
     places = start + jnp.arange(size, dtype=jnp.int32)
     return places, None if length % size == 0 else places < length
 
 
 def take(
-    ref: Any, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None), dtype: Any = None
+    ref: Any,
+    *lead: Any,
+    rows: jax.Array,
+    columns: jax.Array,
+    own: Masks = (None, None),
+    dtype: Any = None,
 ) -> jax.Array:
-    """A matrix of any rows and columns of what `lead` leaves of an array; zeros where a row or column is not `own`."""
+    """A matrix of any rows and columns of what `lead` leaves of an array; zeros where a row or
+    column is not `own`."""
     place, mask = _matrix(ref, lead, rows, columns, own)
     x = load(place) if mask is None else load(place, mask=mask, other=0)
     return x if dtype is None else narrow(x, dtype)
 
 
-def put(ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)) -> None:
+def put(
+    ref: Any,
+    x: jax.Array,
+    *lead: Any,
+    rows: jax.Array,
+    columns: jax.Array,
+    own: Masks = (None, None),
+) -> None:
     """Writes a matrix in the same way; of rows and columns that are not `own`, nothing.
 
-    When interpreted, unselected rows must be past the array's end: their old numbers would overwrite new ones.
+    When interpreted, unselected rows must be past the array's end: their old numbers would
+    overwrite new ones.
     """
     place, mask = _matrix(ref, lead, rows, columns, own)
     store(place, x.astype(ref.dtype), mask=mask)
 
 
-def _matrix(ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, own: Masks) -> tuple[Any, jax.Array | None]:
+def _matrix(
+    ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, own: Masks
+) -> tuple[Any, jax.Array | None]:
     shape = rows.size, columns.size
-    place = ref.at[(*lead, jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape))]
+    place = ref.at[
+        (*lead, jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape))
+    ]
     masks = [jnp.expand_dims(m, 1 - side) for side, m in enumerate(own) if m is not None]
-    return place, functools.reduce(operator.and_, (jnp.broadcast_to(m, shape) for m in masks)) if masks else None
+    return place, (
+        functools.reduce(operator.and_, (jnp.broadcast_to(m, shape) for m in masks))
+        if masks
+        else None
+    )
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in the format of a product, rounded to the nearest, of ties to the even one. A NaN has to be one that
-    arithmetic makes: one whose upper fraction is all ones, as in memory full of 0xFF, becomes a zero.
+    """x in the format of a product, rounded to the nearest, of ties to the even one. A NaN has to
+    be one that arithmetic makes: one whose upper fraction is all ones, as in memory full of 0xFF,
+    becomes a zero.
 
-    CDNA3 has no instruction for float32 to bfloat16. LLVM's own takes twice as long as this, since it looks
-    for NaNs: in a product of 128 x 128 tiles longer than the matrix instructions do.
+    CDNA3 has no instruction for float32 to bfloat16. LLVM's own takes twice as long as this, since
+    it looks for NaNs: in a product of 128 x 128 tiles longer than the matrix instructions do.
     """
-    if x.dtype != jnp.float32 or dtype != jnp.bfloat16 or not chip.current().kind.startswith("gfx94"):
+    if (
+        x.dtype != jnp.float32
+        or dtype != jnp.bfloat16
+        or not chip.current().kind.startswith("gfx94")
+    ):
         return x.astype(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     odd = (bits >> 16) & 1
-    return jax.lax.bitcast_convert_type(((bits + (odd + 0x7FFF)) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(
+        ((bits + (odd + 0x7FFF)) >> 16).astype(jnp.uint16), jnp.bfloat16
+    )
 
 
-def dot(x: jax.Array, y: jax.Array, *, transpose_x: bool = False, transpose_y: bool = False) -> jax.Array:
+def dot(
+    x: jax.Array, y: jax.Array, *, transpose_x: bool = False, transpose_y: bool = False
+) -> jax.Array:
     """The product of two tiles in float32; float32 tiles keep all their bits."""
     wide = x.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if wide else None
     sides = (0 if transpose_x else 1,), (1 if transpose_y else 0,)
-    return jax.lax.dot_general(x, y, (sides, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        x, y, (sides, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )

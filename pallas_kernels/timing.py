@@ -1,8 +1,8 @@
 """Times a program: warmed up, repeated, the median with its spread.
 
-On an accelerator a sample is several calls in a row, and only the last is awaited, as in a training loop. A short
-program then takes as long as the host needs to start it. On a CPU every
-call is waited for: its devices are threads that would get in each other's way.
+On an accelerator a sample is several calls in a row, and only the last is awaited, as in a training
+loop. A short program then takes as long as the host needs to start it. On a CPU every call is
+waited for: its devices are threads that would get in each other's way.
 """
 
 import math
@@ -68,7 +68,8 @@ def time_call(call: Callable[[], Any], seconds: float, queue: bool) -> Timing:
 
 
 def knee(points: Iterable[tuple[int, float]], share: float = 0.8) -> int | None:
-    """Of (size, rate): the least size whose rate is at least `share` of the best; None without points."""
+    """Of (size, rate): the least size whose rate is at least `share` of the best; None without
+    points."""
     found = list(points)
     best = max((rate for _, rate in found), default=0.0)
     return min((size for size, rate in found if rate >= share * best), default=None)

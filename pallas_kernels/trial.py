@@ -3,16 +3,18 @@
     record = find(ask)                  a dict for JSON; record["kernels"] is for `chip.settle`
     python -m pallas_kernels.trial      the child that tries: a JSON request in, a line of JSON for each result out
 
-Each operator, at the sizes and in the number format that a run asks for, with packed documents: our kernels with each
-tile of `chip.TILES`, XLA's, on NVIDIA's chips cuDNN's attention. XLA's is `lax.ragged_dot` where that exists. Results
-and gradients are compared with XLA's in float32 with all its bits; what is right is timed, forward and backward. Ours
-must be faster than XLA's by GAIN, otherwise the simpler stays. cuDNN's is shown and cannot be taken: it has no
-documents but by an [S, S] mask, and its log-sum-exp in bfloat16.
+Each operator, at the sizes and in the number format that a run asks for, with packed documents: our
+kernels with each tile of `chip.TILES`, XLA's, on NVIDIA's chips cuDNN's attention. XLA's is
+`lax.ragged_dot` where that exists. Results and gradients are compared with XLA's in float32 with
+all its bits; what is right is timed, forward and backward. Ours must be faster than XLA's by GAIN,
+otherwise the simpler stays. cuDNN's is shown and cannot be taken: it has no documents but by an [S,
+S] mask, and its log-sum-exp in bfloat16.
 
-Children try, so a compiler that crashes, a fault of the GPU or a kernel that never ends costs that implementation's
-verdict: the child announces each implementation before it begins it, and a new one goes on behind it. They come before
-the caller's own backend where it can wait (`zaya_jax.training.kernels`), because that takes most of the GPU's memory,
-or all of an exclusive one; a child takes memory as it needs it, so that it also finds room beside others.
+Children try, so a compiler that crashes, a fault of the GPU or a kernel that never ends costs that
+implementation's verdict: the child announces each implementation before it begins it, and a new one
+goes on behind it. They come before the caller's own backend where it can wait
+(`zaya_jax.training.kernels`), because that takes most of the GPU's memory, or all of an exclusive
+one; a child takes memory as it needs it, so that it also finds room beside others.
 """
 
 import contextlib
@@ -45,13 +47,13 @@ SECONDS = 60.0  # of a trial, after which no implementation is begun
 EACH = 45.0  # of one implementation: a compiler may take that long
 START = 180.0  # of a child's start, from a slow disk
 SAMPLES = 0.03  # seconds of a timing
-# Of errors relative to a norm, and of the worst number in units of its row: below that all are right, above it an error
-# is held against XLA's in the same format.
+# Of errors relative to a norm, and of the worst number in units of its row: below that all are
+# right, above it an error is held against XLA's in the same format.
 NORM, WORST = 1e-3, 1e-2
 TIMES_NORM, TIMES_WORST = 2.0, 4.0
 XLAS_OWN = 0.1, 10.0  # by which results may be wrong that there is no other to hold against
-# Of the largest result's norm, or gradient's: below that one is the rounding of a zero, as the gradient of queries that
-# see one key, and is measured in this unit.
+# Of the largest result's norm, or gradient's: below that one is the rounding of a zero, as the
+# gradient of queries that see one key, and is measured in this unit.
 ZERO = 1e-3
 MASK = 1 << 30  # bytes of an [S, S] mask at most
 OURS = {"ours": "1", "ours, tile 2": "2", "ours, tile 3": "3"}
@@ -63,9 +65,9 @@ HEAD = (*NAMES, "forward, ms", "backward, ms", "error", "verdict")
 Row = dict[str, Any]
 
 
-########################################################################################################################
+# ################################################################################################
 # In the child
-########################################################################################################################
+# ##################################################################################################
 
 
 def main() -> int:
@@ -73,10 +75,16 @@ def main() -> int:
     send = _sender()
     device = jax.devices()[0]
     here = chip.chip_of(device)
-    send({
-        "platform": here.platform, "kind": here.kind, "devices": jax.device_count(), "name": device.device_kind,
-        "driver": " ".join([driver(), *device.client.platform_version.split()]), "jax": jax.__version__,
-    })  # fmt: skip
+    send(
+        {
+            "platform": here.platform,
+            "kind": here.kind,
+            "devices": jax.device_count(),
+            "name": device.device_kind,
+            "driver": " ".join([driver(), *device.client.platform_version.split()]),
+            "jax": jax.__version__,
+        }
+    )
     request = json.loads(sys.stdin.readline() or "null")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if request:
@@ -110,15 +118,20 @@ def _sound() -> bool:
 
 
 def tried(asked: dict, here: Chip, rows: Sequence[Row], seconds: float) -> Iterator[dict]:
-    """{"begin": [operator, case, implementation]} and {"row": ..} of each that `rows` does not have.
+    """{"begin": [operator, case, implementation]} and {"row": ..} of each that `rows` does not
+    have.
 
-    XLA's and our first tile are tried in any case, others as long as the case's share of the seconds lasts, but no more
-    of ours after one that took the process with it.
+    XLA's and our first tile are tried in any case, others as long as the case's share of the
+    seconds lasts, but no more of ours after one that took the process with it.
     """
     until, todo = time.monotonic() + seconds, of_request(asked)
     for number, (case, size) in enumerate(todo):
         share = time.monotonic() + max(until - time.monotonic(), 0) / (len(todo) - number)
-        before = {row["implementation"]: row for row in rows if (row["operator"], row["case"]) == _name(case)}
+        before = {
+            row["implementation"]: row
+            for row in rows
+            if (row["operator"], row["case"]) == _name(case)
+        }
         lost = any(row.get("lost") for row in before.values())
         reference, dtype = None, asked.get("dtypes", {}).get(case.operator, asked["dtype"])
         for name, (call, target) in offered(case, here).items():
@@ -130,7 +143,11 @@ def tried(asked: dict, here: Chip, rows: Sequence[Row], seconds: float) -> Itera
             except Exception as error:
                 yield {"row": _row(case, name) | {"fault": f"failed, in float32: {_line(error)}"}}
                 continue
-            yield {"row": reference.judge(name, Case(case.operator, case.label, call, case.arguments), target)}
+            yield {
+                "row": reference.judge(
+                    name, Case(case.operator, case.label, call, case.arguments), target
+                )
+            }
 
 
 def _name(case: Case) -> tuple[str, str]:
@@ -152,12 +169,20 @@ def of_request(asked: dict) -> list[tuple[Case, Size]]:
     found = [case for case in cases.CASES if case.operator in asked["operators"]]
     for window in asked.get("windows", ()):
         base = next(case for case in cases.CASES if case.operator == "attention")
-        found.append(Case("attention", f"window of {window}, documents", cases.attending(window), base.arguments))
+        found.append(
+            Case(
+                "attention",
+                f"window of {window}, documents",
+                cases.attending(window),
+                base.arguments,
+            )
+        )
     return [(case, size) for case in found]
 
 
 def offered(case: Case, here: Chip) -> dict[str, tuple[Callable, Chip]]:
-    """Implementations by name: the case's function, and the chip that it is made for. XLA's comes first."""
+    """Implementations by name: the case's function, and the chip that it is made for. XLA's comes
+    first."""
     found: dict[str, tuple[Callable, Chip]] = {"XLA": (case.call, here.taking(("none",)))}
     for name, tile in OURS.items():
         found[name] = (case.call, here._replace(kernels=(f"{case.operator}:{tile}",)))
@@ -172,7 +197,9 @@ def _cudnn(label: str, dtype: Any) -> Callable:
     def attend(q, k, v, ids):
         before, length = k.shape[1] - q.shape[1], k.shape[1]
         if q.shape[0] * q.shape[1] * length * q.dtype.itemsize > MASK:
-            raise ValueError(f"its mask of {q.shape[1]:,} x {length:,} takes more than {MASK >> 30} GiB")
+            raise ValueError(
+                f"its mask of {q.shape[1]:,} x {length:,} takes more than {MASK >> 30} GiB"
+            )
         back = (jnp.arange(q.shape[1]) + before)[:, None] - jnp.arange(length)
         seen = (back >= 0) & (back < (window or length))
         mask = (seen & (ids[:, before:, None] == ids[:, None, :]))[:, None]
@@ -190,13 +217,19 @@ class Reference:
         with chip.making(here.taking(("none",))), jax.default_matmul_precision("highest"):
             exact = case.values(size, jnp.float32, drawn=self.dtype)
             groups = self._run(case, exact, jnp.float32, None)
-        norms = [[float(jnp.sqrt(jnp.mean(x * x))) if x.size else 0.0 for x in group] for group in groups]
+        norms = [
+            [float(jnp.sqrt(jnp.mean(x * x))) if x.size else 0.0 for x in group] for group in groups
+        ]
         self.exact = [x for group in groups for x in group]
         self.units = [max(n, ZERO * max(group)) for group in norms for n in group]
-        self.alone = [XLAS_OWN if n >= ZERO * max(group) else (1e30, 1e30) for group in norms for n in group]
+        self.alone = [
+            XLAS_OWN if n >= ZERO * max(group) else (1e30, 1e30) for group in norms for n in group
+        ]
         self.limits = self._limits(xlas)
 
-    def _run(self, case: Case, arguments: tuple, dtype: Any, timed: dict | None) -> list[list[jax.Array]]:
+    def _run(
+        self, case: Case, arguments: tuple, dtype: Any, timed: dict | None
+    ) -> list[list[jax.Array]]:
         """All results, and all gradients; with `timed` the calls of both directions."""
         if case.operator == "newton_schulz":  # no gradient
             program = jax.jit(case.call(dtype)).lower(*arguments).compile()
@@ -208,7 +241,10 @@ class Reference:
             d_out = jax.tree.map(_cotangent, out)
             backward = jax.jit(lambda pull, d: pull(d)).lower(pull, d_out).compile()
             gradients = backward(pull, d_out)
-            self_timed = {"forward": lambda: forward(*arguments), "backward": lambda: backward(pull, d_out)}
+            self_timed = {
+                "forward": lambda: forward(*arguments),
+                "backward": lambda: backward(pull, d_out),
+            }
         if timed is not None:
             timed |= self_timed
         return [[x.astype(jnp.float32) for x in jax.tree.leaves(both)] for both in (out, gradients)]
@@ -227,10 +263,14 @@ class Reference:
             row |= {"norm": min(norm, 1e99), "worst": min(worst, 1e99)}
             limits = self.alone if name == "XLA" else self.limits
             if not all(
-                e <= most for pair, own in zip(errors, limits, strict=True) for e, most in zip(pair, own, strict=True)
+                e <= most
+                for pair, own in zip(errors, limits, strict=True)
+                for e, most in zip(pair, own, strict=True)
             ):
                 how = (
-                    f"by {norm:.2g} of the norm, in one place by {worst:.2g}" if norm + worst < np.inf else "not finite"
+                    f"by {norm:.2g} of the norm, in one place by {worst:.2g}"
+                    if norm + worst < np.inf
+                    else "not finite"
                 )
                 return row | {"fault": f"wrong: {how}"}
             if name == "XLA":
@@ -243,18 +283,24 @@ class Reference:
         return row
 
     def _errors(self, found: list[jax.Array]) -> list[tuple[float, float]]:
-        """Of each result and gradient: over its norm, and in the worst place; infinite where it is not finite."""
+        """Of each result and gradient: over its norm, and in the worst place; infinite where it is
+        not finite."""
         if [x.shape for x in found] != [x.shape for x in self.exact]:
             return [(np.inf, np.inf)] * len(self.exact)
         pairs = [_distance(*given) for given in zip(found, self.exact, self.units, strict=True)]
-        norms, worst = np.nan_to_num(np.array(jax.device_get(pairs), np.float64).reshape(-1, 2), nan=np.inf).T.tolist()
+        norms, worst = np.nan_to_num(
+            np.array(jax.device_get(pairs), np.float64).reshape(-1, 2), nan=np.inf
+        ).T.tolist()
         return list(zip(norms, worst, strict=True))
 
     def _limits(self, xlas: Row) -> list[tuple[float, float]]:
         """Of the errors, by XLA's own."""
         if "errors" not in xlas or "fault" in xlas:
             return self.alone
-        return [(max(TIMES_NORM * norm, NORM), max(TIMES_WORST * worst, WORST)) for norm, worst in xlas["errors"]]
+        return [
+            (max(TIMES_NORM * norm, NORM), max(TIMES_WORST * worst, WORST))
+            for norm, worst in xlas["errors"]
+        ]
 
 
 def _cotangent(x: jax.Array) -> jax.Array:
@@ -263,7 +309,8 @@ def _cotangent(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def _distance(a: jax.Array, b: jax.Array, unit: float) -> tuple[jax.Array, jax.Array]:
-    """Of a norm, and the farthest number in units of its row, where a row counts at least a tenth of them all."""
+    """Of a norm, and the farthest number in units of its row, where a row counts at least a tenth
+    of them all."""
     if not a.size:
         return jnp.zeros(()), jnp.zeros(())
     difference, least = jnp.abs(a - b), jnp.maximum(unit, jnp.finfo(jnp.float32).tiny)
@@ -271,9 +318,9 @@ def _distance(a: jax.Array, b: jax.Array, unit: float) -> tuple[jax.Array, jax.A
     return jnp.sqrt(jnp.mean(difference**2)) / least, jnp.max(difference / (row + 0.1 * least))
 
 
-########################################################################################################################
+# ################################################################################################
 # In the parent
-########################################################################################################################
+# ##################################################################################################
 
 
 def may_be_here() -> bool:
@@ -287,7 +334,11 @@ def cards() -> str:
     found = set()
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         with contextlib.suppress(OSError):
-            found |= {line.split(":", 1)[1].strip() for line in path.read_text().splitlines() if "Model" in line}
+            found |= {
+                line.split(":", 1)[1].strip()
+                for line in path.read_text().splitlines()
+                if "Model" in line
+            }
     for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         with contextlib.suppress(OSError):
             found |= {
@@ -321,16 +372,26 @@ class Child:
         root = str(Path(__file__).parents[1])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {"PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):  # as `jax.distributed` has set them
+        for name in (
+            "jax_cuda_visible_devices",
+            "jax_rocm_visible_devices",
+        ):  # as `jax.distributed` has set them
             if getattr(jax.config, name, "all") != "all":
                 ours[name.upper()] = str(getattr(jax.config, name))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env=os.environ | ours, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | ours,
+            start_new_session=True,
+        )
         self.lines: queue.Queue[dict | None] = queue.Queue()
         self.last = ""  # of what it prints as an error
-        self.readers = [threading.Thread(target=one, daemon=True) for one in (self._read, self._read_errors)]
+        self.readers = [
+            threading.Thread(target=one, daemon=True) for one in (self._read, self._read_errors)
+        ]
         for reader in self.readers:
             reader.start()
 
@@ -370,7 +431,9 @@ class Child:
         for reader in self.readers:
             reader.join(5)
         self.process.wait()
-        if not any(reader.is_alive() for reader in self.readers):  # no process that left the group has its pipes
+        if not any(
+            reader.is_alive() for reader in self.readers
+        ):  # no process that left the group has its pipes
             with contextlib.suppress(BrokenPipeError), self.process:  # closes them
                 pass
 
@@ -389,47 +452,87 @@ PROGRAM = ("pallas_kernels.trial",)
 
 
 def find(
-    ask: Callable[[dict], dict | None], *, again: bool = False, known: Sequence[dict] = (), folder: Path | None = None,
-    program: Sequence[str] = PROGRAM, pretend: Chip | None = None, seconds: float = SECONDS, each: float = EACH,
-) -> dict | None:  # fmt: skip
-    """The record for this machine's first device: of `known` ones, of the cache, or of a trial; None on a CPU.
+    ask: Callable[[dict], dict | None],
+    *,
+    again: bool = False,
+    known: Sequence[dict] = (),
+    folder: Path | None = None,
+    program: Sequence[str] = PROGRAM,
+    pretend: Chip | None = None,
+    seconds: float = SECONDS,
+    each: float = EACH,
+) -> dict | None:
+    """The record for this machine's first device: of `known` ones, of the cache, or of a trial;
+    None on a CPU.
 
-    `ask(what is here)` gives the request, None for none. `again` tries whatever is known. For tests: other programs, a
-    chip to pretend, shorter times.
+    `ask(what is here)` gives the request, None for none. `again` tries whatever is known. For
+    tests: other programs, a chip to pretend, shorter times.
     """
     rows: list[Row] = []
     folder = cache_folder() if folder is None else folder
     with child(program) as first:
         here = first.next(START)
         if isinstance(here, str) or "kind" not in here:
-            return {"kernels": [], "rows": [], "kind": "this device", "note": f"the trial's process {here}"}
+            return {
+                "kernels": [],
+                "rows": [],
+                "kind": "this device",
+                "note": f"the trial's process {here}",
+            }
         here = here | ({"platform": pretend.platform, "kind": pretend.kind} if pretend else {})
         target = Chip(here["platform"], here["kind"])
         asked = ask(here) if target.maker in ("cuda", "rocm") else None
         if asked is None:
             return None
         asked = json.loads(json.dumps(asked))
-        key = {"kind": here["kind"], "driver": here["driver"], "jax": here["jax"], "code": code(), "asked": asked}
-        path = folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
+        key = {
+            "kind": here["kind"],
+            "driver": here["driver"],
+            "jax": here["jax"],
+            "code": code(),
+            "asked": asked,
+        }
+        path = (
+            folder
+            / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
+        )
         if not again:
             for record in (*known, read(path)):
                 if record and all(record.get(name) == value for name, value in key.items()):
                     return record | {"tried": False}
-        print(f"trying kernels on {here['kind']} at these sizes, once: a minute or two", file=sys.stderr, flush=True)
+        print(
+            f"trying kernels on {here['kind']} at these sizes, once: a minute or two",
+            file=sys.stderr,
+            flush=True,
+        )
         begun = time.monotonic()
         notes = _try(first, program, asked, pretend, rows, begun + seconds, each)
-    record = {**key, "name": here["name"], "rows": rows, "kernels": decided(rows), "date": time.strftime("%Y-%m-%d")}
+    record = {
+        **key,
+        "name": here["name"],
+        "rows": rows,
+        "kernels": decided(rows),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     record |= {"seconds": round(time.monotonic() - begun, 1), "tuned": target.is_tuned}
     record |= {"said": words(record), "table": table(record)}
     try:
         write(path, record)
     except OSError as error:
-        notes.append(f"{path.parent} cannot be written ({error.strerror}), so the next start tries again")
+        notes.append(
+            f"{path.parent} cannot be written ({error.strerror}), so the next start tries again"
+        )
     return {**record, "tried": True, **({"note": "; ".join(notes)} if notes else {})}
 
 
 def _try(
-    first: Child, program: Sequence[str], asked: dict, pretend: Chip | None, rows: list[Row], until: float, each: float
+    first: Child,
+    program: Sequence[str],
+    asked: dict,
+    pretend: Chip | None,
+    rows: list[Row],
+    until: float,
+    each: float,
 ) -> list[str]:
     """Fills `rows`, with a new child after each that is lost; gives notes."""
     current, as_chip = first, pretend and list(pretend[:2])
@@ -451,8 +554,11 @@ def _try(
             current.next(START)  # what is here
 
 
-def _rows_of(current: Child, rows: list[Row], until: float, each: float) -> tuple[list[str] | None, str | None]:
-    """Appends what a child finds; the implementation at which it was lost, and how. (None, None) at its end."""
+def _rows_of(
+    current: Child, rows: list[Row], until: float, each: float
+) -> tuple[list[str] | None, str | None]:
+    """Appends what a child finds; the implementation at which it was lost, and how. (None, None) at
+    its end."""
     began = None
     while True:
         line = current.next(each)
@@ -470,7 +576,8 @@ def _rows_of(current: Child, rows: list[Row], until: float, each: float) -> tupl
 
 
 def decided(rows: Sequence[Row]) -> list[str]:
-    """The operators whose own kernels are right and faster than XLA's, each with its fastest tile."""
+    """The operators whose own kernels are right and faster than XLA's, each with its fastest
+    tile."""
     found = []
     for operator in dict.fromkeys(row["operator"] for row in rows):
         seconds = totals(rows, operator)
@@ -483,12 +590,17 @@ def decided(rows: Sequence[Row]) -> list[str]:
 
 
 def totals(rows: Sequence[Row], operator: str) -> dict[str, float]:
-    """Seconds of the implementations that were right in all cases of an operator, forward and backward."""
+    """Seconds of the implementations that were right in all cases of an operator, forward and
+    backward."""
     own = [row for row in rows if row["operator"] == operator]
     needed = {row["case"] for row in own}
     found = {}
     for name in dict.fromkeys(row["implementation"] for row in own):
-        mine = [row for row in own if row["implementation"] == name and "forward" in row and "fault" not in row]
+        mine = [
+            row
+            for row in own
+            if row["implementation"] == name and "forward" in row and "fault" not in row
+        ]
         if {row["case"] for row in mine} == needed:
             found[name] = sum(row["forward"] + row.get("backward", 0.0) for row in mine)
     return found
@@ -498,19 +610,24 @@ def table(record: dict) -> list[list[str]]:
     """A row of text for each implementation, under HEAD."""
     best = {}
     for operator in dict.fromkeys(row["operator"] for row in record["rows"]):
-        word = next((word for word in record["kernels"] if word.partition(":")[0] == operator), None)
+        word = next(
+            (word for word in record["kernels"] if word.partition(":")[0] == operator), None
+        )
         best[operator] = _OF_TILE[word.partition(":")[2] or chip.TILES[0]] if word else "XLA"
     found = []
     for row in record["rows"]:
         taken = "taken" if best[row["operator"]] == row["implementation"] else ""
-        times = [f"{1e3 * row[name]:,.3f}" if name in row else "–" for name in ("forward", "backward")]
+        times = [
+            f"{1e3 * row[name]:,.3f}" if name in row else "–" for name in ("forward", "backward")
+        ]
         error = f"{row['norm']:.1e}" if row.get("norm", 1e99) < 1e9 else "–"
         found.append([*(row[name] for name in NAMES), *times, error, row.get("fault") or taken])
     return found
 
 
 def words(record: dict) -> str:
-    """The record in a line: `kernels on gfx942: attention 2.1x, newton_schulz: XLA's (ours 0.9x)`."""
+    """The record in a line: `kernels on gfx942: attention 2.1x, newton_schulz: XLA's (ours
+    0.9x)`."""
     rows, parts = record["rows"], []
     taken = {word.partition(":")[0]: word.partition(":")[2] for word in record["kernels"]}
     for operator in dict.fromkeys(row["operator"] for row in rows):
@@ -518,7 +635,9 @@ def words(record: dict) -> str:
         ours = min((seconds[name] for name in OURS if name in seconds), default=None)
         gain = f"{seconds['XLA'] / ours:.2g}x" if ours and "XLA" in seconds else "(XLA's failed)"
         if operator in taken:
-            parts.append(f"{operator} {gain}" + (f" (tile {taken[operator]})" if taken[operator] else ""))
+            parts.append(
+                f"{operator} {gain}" + (f" (tile {taken[operator]})" if taken[operator] else "")
+            )
         elif ours:
             parts.append(f"{operator}: XLA's (ours {gain})")
         else:
@@ -537,9 +656,9 @@ def words(record: dict) -> str:
     return found + (f"; note: {record['note']}" if record.get("note") else "")
 
 
-########################################################################################################################
+# ################################################################################################
 # Records
-########################################################################################################################
+# ##################################################################################################
 
 
 def cache_folder() -> Path:
@@ -551,7 +670,11 @@ def read(path: Path) -> dict | None:
     """A record; None where there is none, or a damaged one, which the next trial replaces."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(found["rows"], list) and all(map(chip.is_word, found["kernels"])) and found["kind"]
+        assert (
+            isinstance(found["rows"], list)
+            and all(map(chip.is_word, found["kernels"]))
+            and found["kind"]
+        )
     except (OSError, ValueError, KeyError, TypeError, AssertionError, AttributeError):
         return None
     return found

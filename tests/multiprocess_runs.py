@@ -1,4 +1,5 @@
-"""Programs as several processes of one run on this machine, over JAX's distributed runtime and gloo.
+"""Programs as several processes of one run on this machine, over JAX's distributed runtime and
+gloo.
 
 with multiprocess_runs.start(["-m", "experiments.pretrain", ...], count=2, devices=2) as run:
     results = run.wait()          [Result(code, out, err), ...]
@@ -18,11 +19,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Bytes of strangers, for a port on which processes or agents call.
 STRANGE = (
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"[" * 100_000 + b"\n", b'{"a":' * 100_000, os.urandom(1 << 16),
-    b"x" * 20_000_000, b"null\n[]\n{}\n", b'"here"\n', b'["here", 1, 99, "x"]\n', b'["ready", 5]\n',
-    b'["here", 1, 2, 3, 4, 5]\n', b'["here", "1", "h", "d", "n", "p"]\n', b'["here", 1, "h", "99", "n", "p"]\n',
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"[" * 100_000 + b"\n",
+    b'{"a":' * 100_000,
+    os.urandom(1 << 16),
+    b"x" * 20_000_000,
+    b"null\n[]\n{}\n",
+    b'"here"\n',
+    b'["here", 1, 99, "x"]\n',
+    b'["ready", 5]\n',
+    b'["here", 1, 2, 3, 4, 5]\n',
+    b'["here", "1", "h", "d", "n", "p"]\n',
+    b'["here", 1, "h", "99", "n", "p"]\n',
     b'["end", 2, 0, "h", "no"]\n',
-)  # fmt: skip
+)
 GLOO = re.compile(r"^\[Gloo\].*\n", re.M)  # says on stdout that it is connected
 
 
@@ -55,7 +65,9 @@ class Run:
         while text not in self.out(index) + self.err(index):
             ended = self.processes[index].poll()
             assert ended is None, f"ended with {ended} before {text!r}:\n{self._output(index)}"
-            assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self._output(index)}"
+            assert time.monotonic() < deadline, (
+                f"no {text!r} within {seconds} s:\n{self._output(index)}"
+            )
             time.sleep(0.05)
 
     def wait(self, seconds: float = 600, indices: Sequence[int] | None = None) -> list[Result]:
@@ -68,7 +80,9 @@ class Run:
                 code = process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 outputs = "\n".join(self._output(i) for i in range(len(self.processes)))
-                raise AssertionError(f"process {index} still runs after {seconds} s:\n{outputs}") from None
+                raise AssertionError(
+                    f"process {index} still runs after {seconds} s:\n{outputs}"
+                ) from None
             results.append(Result(code, self.out(index), self.err(index)))
         return results
 
@@ -78,9 +92,14 @@ class Run:
 
 @contextmanager
 def start(
-    arguments: Sequence[str | Path], count: int, folder: Path, devices: int = 1, variables: dict[str, str] | None = None
+    arguments: Sequence[str | Path],
+    count: int,
+    folder: Path,
+    devices: int = 1,
+    variables: dict[str, str] | None = None,
 ) -> Iterator[Run]:
-    """`python ARGUMENTS` as `count` processes of `devices` virtual CPU devices each; their output goes to `folder`.
+    """`python ARGUMENTS` as `count` processes of `devices` virtual CPU devices each; their output
+    goes to `folder`.
 
     One process gets no coordinator. Whatever still runs at the end is killed.
     """
@@ -93,7 +112,9 @@ def start(
             "XLA_FLAGS": flags(devices),
             "ZAYA_JOIN_SECONDS": "120",
             "ZAYA_WAIT_SECONDS": "120",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         }
         if count > 1:
             environ |= {
@@ -104,7 +125,9 @@ def start(
         with (folder / f"{index}.out").open("w") as out, (folder / f"{index}.err").open("w") as err:
             command = [sys.executable, *map(str, arguments)]
             processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=environ | (variables or {}), stdout=out, stderr=err)
+                subprocess.Popen(
+                    command, cwd=ROOT, env=environ | (variables or {}), stdout=out, stderr=err
+                )
             )
     try:
         yield Run(processes, folder)
@@ -119,7 +142,9 @@ def write_corpus(folder: Path, files: int = 40) -> str:
     """A folder of small texts, each its own."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(files):
-        (folder / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(30)))
+        (folder / f"{i}.txt").write_text(
+            "".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(30))
+        )
     return str(folder)
 
 
@@ -139,7 +164,8 @@ def pretrain(
 
 
 def flags(devices: int) -> str:
-    """XLA_FLAGS of a program on so many virtual CPU devices; the tests' own otherwise, so that it compiles as fast."""
+    """XLA_FLAGS of a program on so many virtual CPU devices; the tests' own otherwise, so that it
+    compiles as fast."""
     return re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
 
 

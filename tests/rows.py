@@ -12,4 +12,6 @@ def slow(*case, id=None):
 
 def fast_alone(fast: Collection, rows: Iterable) -> list:
     """All rows, those that are not among the fast ones marked as slow."""
-    return [row if row in fast else slow(*(row if isinstance(row, tuple) else (row,))) for row in rows]
+    return [
+        row if row in fast else slow(*(row if isinstance(row, tuple) else (row,))) for row in rows
+    ]

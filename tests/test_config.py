@@ -101,13 +101,25 @@ def test_every_string_refuses_what_is_none_of_its_kind(case):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("optim.lr", math.inf, "optim.lr=inf is out of range; it must be at least 0 and at most 1000"),
+        (
+            "optim.lr",
+            math.inf,
+            "optim.lr=inf is out of range; it must be at least 0 and at most 1000",
+        ),
         ("data.path", "", "data.path='' is empty; give a path"),
-        ("model.eos_token_id", 262_272, "the vocabulary of model.vocab_size=262272; give an id from 0 to 262271"),
+        (
+            "model.eos_token_id",
+            262_272,
+            "the vocabulary of model.vocab_size=262272; give an id from 0 to 262271",
+        ),
         ("model.attention_dropout", 0.1, "is not supported; it must be 0"),
         ("schedule.phases[0].mesh", {"expert": 0}, "phases[0].mesh.expert=0 is out of range"),
         ("schedule.phases[0].remat", "all", "'all' is not one of none, elementwise"),
-        ("schedule.phases[0].mesh", 3, "phases[0].mesh is 3; it is a group of keys, see docs/config.md"),
+        (
+            "schedule.phases[0].mesh",
+            3,
+            "phases[0].mesh is 3; it is a group of keys, see docs/config.md",
+        ),
         ("data.mixture", ["a=1", ""], "mixture[1]='' is empty; give a source"),
     ],
 )
@@ -119,7 +131,9 @@ def test_what_the_refusal_says(path, value, says):
 
 def test_defaults_and_records_pass():
     checked = config.check(config.default())
-    assert checked == config.Config() == config.check(config.to_dict(checked)) == config.check(checked)
+    assert (
+        checked == config.Config() == config.check(config.to_dict(checked)) == config.check(checked)
+    )
     assert config.check({}) == checked  # an older version's record has fewer keys
     assert config.check({"checkpoint": {"local": "/fast"}}) == checked  # or one that was withdrawn
     assert isinstance(config.editable(checked), config_dict.ConfigDict)
@@ -137,4 +151,6 @@ def test_kernels_are_named_by_their_operators():
     assert "kernels[0]='newton_shulz' is not one of" in refusal("kernels", ["newton_shulz"])
     assert "did you mean newton_schulz?" in refusal("kernels", ["newton_shulz"])
     assert "'all' and 'none' stand alone" in refusal("kernels", ["newton_schulz", "all"])
-    assert "several are --config.kernels=\"('" in refusal("kernels", ["cross_entropy,newton_schulz"])
+    assert "several are --config.kernels=\"('" in refusal(
+        "kernels", ["cross_entropy,newton_schulz"]
+    )

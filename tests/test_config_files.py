@@ -1,4 +1,5 @@
-"""A config file that gives no config ends in one line in any case; changed keys are read as their types."""
+"""A config file that gives no config ends in one line in any case; changed keys are read as their
+types."""
 
 from pathlib import Path
 
@@ -20,7 +21,10 @@ def parsed(file, *changes):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("def get_config():\n    raise RuntimeError('boom\\nmore')\n", "RuntimeError in line 2: boom)"),
+        (
+            "def get_config():\n    raise RuntimeError('boom\\nmore')\n",
+            "RuntimeError in line 2: boom)",
+        ),
         ("def get_config():\n    return {'name': 'x'}\n", "returns dict, not a ConfigDict"),
         ("def get_config(:\n", "SyntaxError in line 1"),
         (START + "    c.optim.lrr = 1\n", "unknown config key 'lrr' in line 4; did you mean lr?"),
@@ -38,12 +42,27 @@ def test_it_is_one_line(tmp_path, content, says):
 
 def test_keys_are_changed_by_their_types():
     changed = parsed(
-        "experiments/configs/tiny.py", "--config.data.path=1", "--config.optim.lr=1e-2", "--config.run.num_steps=7",
-        "--config.eval.every=3", "--config.mesh.fsdp=true", "--config.kernels=none", "--config.eval.every=4",
+        "experiments/configs/tiny.py",
+        "--config.data.path=1",
+        "--config.optim.lr=1e-2",
+        "--config.run.num_steps=7",
+        "--config.eval.every=3",
+        "--config.mesh.fsdp=true",
+        "--config.kernels=none",
+        "--config.eval.every=4",
         "--config.data.mixture=('a=1', 'b=2')",
-    )  # fmt: skip
-    assert (changed.data.path, changed.optim.lr, changed.run.num_steps, changed.mesh.fsdp) == ("1", 0.01, 7, True)
-    assert changed.kernels == ("none",) and changed.eval.every == 4 and changed.data.mixture == ("a=1", "b=2")
+    )
+    assert (changed.data.path, changed.optim.lr, changed.run.num_steps, changed.mesh.fsdp) == (
+        "1",
+        0.01,
+        7,
+        True,
+    )
+    assert (
+        changed.kernels == ("none",)
+        and changed.eval.every == 4
+        and changed.data.mixture == ("a=1", "b=2")
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +81,8 @@ def test_a_change_that_will_not_do_names_its_key(change, says):
 
 
 def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
-    """An installed package's pages say --config=experiments/configs/NAME.py too. A file that is there comes first."""
+    """An installed package's pages say --config=experiments/configs/NAME.py too. A file that is
+    there comes first."""
     monkeypatch.chdir(tmp_path)
     assert read_config("experiments/configs/tiny.py").name == "tiny"
     with pytest.raises(UserError, match="needs the weights"):

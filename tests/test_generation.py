@@ -1,4 +1,5 @@
-"""Texts as they come: parts of characters, stop strings wherever tokens cut them, and conversations."""
+"""Texts as they come: parts of characters, stop strings wherever tokens cut them, and
+conversations."""
 
 import itertools
 
@@ -14,9 +15,18 @@ from zaya_jax.model.sampling import Sampling
 
 EXACT = Precision(compute="float32", router="float32", matmul="highest")
 MODEL = Model(
-    vocab_size=264, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
-    moe_intermediate_size=4, num_experts=2, router_hidden_size=4, max_position_embeddings=64, lm_head_bias=True,
-)  # fmt: skip
+    vocab_size=264,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    moe_intermediate_size=4,
+    num_experts=2,
+    router_hidden_size=4,
+    max_position_embeddings=64,
+    lm_head_bias=True,
+)
 BYTES = tokenizers.load("bytes")
 
 
@@ -54,16 +64,26 @@ WORDS = "hello world this is a line of many words ; it's line twenty"
 
 
 def spelt_as_llama():
-    """A tokenizer.json of its kind: a word has its space before it, and a text's first word loses it again."""
+    """A tokenizer.json of its kind: a word has its space before it, and a text's first word loses
+    it again."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     words += [f"\u2581{word}" for word in dict.fromkeys(WORDS.split())]
-    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, ignore_merges=True))
+    made = Tokenizer(
+        models.BPE(
+            {word: i for i, word in enumerate(words)}, [], byte_fallback=True, ignore_merges=True
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.add_special_tokens(["<s>", "</s>"])
     made.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizers.HuggingFace(made.to_str().encode(), {}, "made here")
 
@@ -73,7 +93,9 @@ def test_a_text_goes_on_from_its_prompt_with_its_space():
     written = "hello world \u20ac of many \U0001f600 words"
     ids = tokenizer.encode(written)
     first = len(tokenizer.encode("hello"))
-    assert tokenizer.decode(ids) == written and tokenizer.decode(ids[first:]) == written[6:]  # no space
+    assert (
+        tokenizer.decode(ids) == written and tokenizer.decode(ids[first:]) == written[6:]
+    )  # no space
     for cut in range(len(ids)):
         prompt = tokenizer.decode(ids[:cut])
         if "\N{REPLACEMENT CHARACTER}" in prompt:
@@ -81,7 +103,8 @@ def test_a_text_goes_on_from_its_prompt_with_its_space():
         text = generation.Text(tokenizer, before=[tokenizer.bos_id, *ids[:cut]])
         parts = [text.add([token]) for token in ids[cut:]]
         assert prompt + "".join(parts) + text.rest() == written, cut
-    # A separate text, like an answer, has no such space, and bytes of an incomplete character are not text yet.
+    # A separate text, like an answer, has no such space, and bytes of an incomplete character are
+    # not text yet.
     assert generation.Text(tokenizer).add(tokenizer.encode("words")) == "words"
     euro = tokenizer.encode("\u20ac")
     assert generation.Text(tokenizer, before=euro[-2:]).add(tokenizer.encode("words")) == "words"
@@ -93,7 +116,11 @@ def test_ids_that_the_tokenizer_has_not_give_nothing(make):
     tokenizer = make()
     ids = tokenizer.encode("world hello")
     text = generation.Text(tokenizer)
-    parts = [text.add([token]) for i in ids for token in (tokenizer.vocab_size, i, tokenizer.vocab_size + 63)]
+    parts = [
+        text.add([token])
+        for i in ids
+        for token in (tokenizer.vocab_size, i, tokenizer.vocab_size + 63)
+    ]
     assert "".join(parts) + text.rest() == "world hello"
 
 
@@ -103,7 +130,9 @@ def weights():
     params = zaya.abstract(MODEL)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), params)
-    params["head"]["bias"] = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0).astype(np.float32)
+    params["head"]["bias"] = np.where(
+        (np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0
+    ).astype(np.float32)
     return MODEL, params, zaya.init_balance(MODEL)
 
 
@@ -112,7 +141,9 @@ def test_rows_stop_each_by_itself(weights):
 
     def generate(stop=(), ends=()):
         decoder, ends = decode.Decoder(*weights, EXACT), [BYTES.eos_id, *ends]
-        rows = decode.Generation(decoder, prompts, 20, seeds=[1, 2, 3], sampling=Sampling(5.0), ends=ends)
+        rows = decode.Generation(
+            decoder, prompts, 20, seeds=[1, 2, 3], sampling=Sampling(5.0), ends=ends
+        )
         return generation.generate(rows, BYTES, prompts, stop)
 
     free = generate()
@@ -131,6 +162,13 @@ def test_a_conversation_is_what_fine_tuning_sees():
     assert asked == [256, 259, *b"user\nhi?", 260, *b"\n", 259, *b"assistant\n"]
     talk.answered("yes", b"yes")
     again = talk.ask("no")
-    turns = [chat.Message(*turn) for turn in (("user", "", "hi?"), ("assistant", "", "yes"), ("user", "", "no"))]
+    turns = [
+        chat.Message(*turn)
+        for turn in (("user", "", "hi?"), ("assistant", "", "yes"), ("user", "", "no"))
+    ]
     whole = chat_template.Template(BYTES).document(turns)
-    assert [*whole.tokens[:-1].tolist(), 259, *b"assistant\n"] == again  # but for the end of the document
+    assert [
+        *whole.tokens[:-1].tolist(),
+        259,
+        *b"assistant\n",
+    ] == again  # but for the end of the document

@@ -1,4 +1,5 @@
-"""Every program describes its purpose and options; the page of the config's keys agrees with them."""
+"""Every program describes its purpose and options; the page of the config's keys agrees with
+them."""
 
 import subprocess
 import sys
@@ -26,12 +27,22 @@ def test_page_and_help_have_every_key():
 
 
 def test_no_program_imports_jax_to_print_its_help():
-    code = "import sys; from tools import reference as r; [r.parser_of(name).format_help() for name in r.names()]; "
-    subprocess.run([sys.executable, "-c", code + "assert 'jax' not in sys.modules"], cwd=ROOT, check=True, timeout=60)
+    code = (
+        "import sys; from tools import reference as r; [r.parser_of(name).format_help() for name in"
+        " r.names()]; "
+    )
+    subprocess.run(
+        [sys.executable, "-c", code + "assert 'jax' not in sys.modules"],
+        cwd=ROOT,
+        check=True,
+        timeout=60,
+    )
 
 
 def test_options_are_whole_words_with_underscores():
-    names = {name for own in reference.options().values() for options in own.values() for name in options}
+    names = {
+        name for own in reference.options().values() for options in own.values() for name in options
+    }
     assert not [name for name in names if "-" in name]
 
 

@@ -27,7 +27,12 @@ COMMANDS = {f"zaya-{name.replace('_', '-')}": name for name in reference.names()
 
 def tree() -> set[str]:
     """Every file of the packages and of launch/, by its path."""
-    found = [path for room in (*PACKAGES, "launch") for path in (ROOT / room).rglob("*") if path.is_file()]
+    found = [
+        path
+        for room in (*PACKAGES, "launch")
+        for path in (ROOT / room).rglob("*")
+        if path.is_file()
+    ]
     return {str(path.relative_to(ROOT)) for path in found if not LEFT & {*path.parts}}
 
 
@@ -35,13 +40,15 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-########################################################################################################################
+# ################################################################################################
 # What pyproject.toml says
-########################################################################################################################
+# ##################################################################################################
 
 
 def test_each_program_is_a_command():
-    assert PROJECT["project"]["scripts"] == dict.fromkeys(sorted(COMMANDS), "experiments._commands:main")
+    assert PROJECT["project"]["scripts"] == dict.fromkeys(
+        sorted(COMMANDS), "experiments._commands:main"
+    )
 
 
 def test_every_file_of_the_packages_is_declared():
@@ -52,7 +59,9 @@ def test_every_file_of_the_packages_is_declared():
             assert len(path.parts) == 2
             continue
         package = ".".join(path.parent.parts)
-        assert (ROOT / path.parent / "__init__.py").exists(), f"{package} is no package: its files would be left out"
+        assert (ROOT / path.parent / "__init__.py").exists(), (
+            f"{package} is no package: its files would be left out"
+        )
         patterns = ["*.py", *data.get(package, [])]
         assert any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns), name
     assert PROJECT["tool"]["setuptools"]["data-files"] == {"share/zaya_jax/launch": ["launch/*"]}
@@ -78,9 +87,12 @@ def test_what_training_needs_is_pinned_in_the_small_set_and_nothing_of_developme
 
 
 def test_what_the_packages_import_is_declared_and_no_more():
-    """At a module's top: nothing of the development set is needed to import what training imports."""
+    """At a module's top: nothing of the development set is needed to import what training
+    imports."""
     known = importlib.metadata.packages_distributions()
-    declared = {normal(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["project"]["dependencies"]}
+    declared = {
+        normal(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["project"]["dependencies"]
+    }
     below = {"ml-dtypes": "jax", "jaxlib": "jax", "psutil": "grain"}
     foreign, used = set(), set()
     for module, path in modules():
@@ -88,7 +100,10 @@ def test_what_the_packages_import_is_declared_and_no_more():
         for node in ast.walk(tree):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for top in {name.split(".")[0] for name in names} - {*PACKAGES, *sys.stdlib_module_names}:
+            for top in {name.split(".")[0] for name in names} - {
+                *PACKAGES,
+                *sys.stdlib_module_names,
+            }:
                 given_by = {below.get(normal(name), normal(name)) for name in known.get(top, [])}
                 used |= given_by
                 if node in tree.body and not given_by & declared:
@@ -97,9 +112,9 @@ def test_what_the_packages_import_is_declared_and_no_more():
     assert not declared - used
 
 
-########################################################################################################################
+# ################################################################################################
 # The wheel
-########################################################################################################################
+# ##################################################################################################
 
 
 @pytest.fixture(scope="module")
@@ -132,40 +147,67 @@ def installed(wheel, tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin" / "python"
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip())
-    ours = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout
+    site = Path(
+        subprocess.run(
+            [python, "-c", ask], check=True, capture_output=True, text=True
+        ).stdout.strip()
+    )
+    ours = subprocess.run(
+        [sys.executable, "-c", ask], check=True, capture_output=True, text=True
+    ).stdout
     (site / "rest.pth").write_text(ours)
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", wheel], check=True)
+    subprocess.run(
+        [*pip, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", wheel], check=True
+    )
     return venv / "bin"
 
 
 def started(command, folder, **variables):
     """(exit code, output, errors) of a command in another folder."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
 def test_an_installed_package_is_used_from_any_folder(installed, tmp_path):
-    code = "import zaya_jax, experiments, pallas_kernels; print(zaya_jax.__file__, experiments.__file__)"
+    code = (
+        "import zaya_jax, experiments, pallas_kernels; print(zaya_jax.__file__,"
+        " experiments.__file__)"
+    )
     _, out, err = started([installed / "python", "-c", code], tmp_path)
     assert not err and all(Path(name).is_relative_to(installed.parent) for name in out.split())
-    code = "import zaya_jax as zj; from zaya_jax.aegis.log_rules import load; print(load('kernel'), zj.create('tiny'))"
+    code = (
+        "import zaya_jax as zj; from zaya_jax.aegis.log_rules import load; print(load('kernel'),"
+        " zj.create('tiny'))"
+    )
     assert "5,182,616 parameters" in started([installed / "python", "-c", code], tmp_path)[1]
     templates = installed.parent / "share" / "zaya_jax" / "launch"
-    assert {path.name for path in templates.iterdir()} == {path.name for path in (ROOT / "launch").iterdir()}
-    assert templates.joinpath("slurm.sbatch").read_bytes() == (ROOT / "launch" / "slurm.sbatch").read_bytes()
+    assert {path.name for path in templates.iterdir()} == {
+        path.name for path in (ROOT / "launch").iterdir()
+    }
+    assert (
+        templates.joinpath("slurm.sbatch").read_bytes()
+        == (ROOT / "launch" / "slurm.sbatch").read_bytes()
+    )
 
 
 @pytest.mark.slow
 def test_an_installed_program_trains(installed, tmp_path):
     keys = {
-        "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 8,
-        "model.num_experts": 2, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
+        "model.hidden_size": 16,
+        "model.num_hidden_layers": 2,
+        "model.head_dim": 8,
+        "model.moe_intermediate_size": 8,
+        "model.num_experts": 2,
+        "model.router_hidden_size": 8,
+        "data.seq_len": 16,
+        "data.global_batch": 8,
         "run.num_steps": 2,
-    }  # fmt: skip
+    }
     options = [f"--config.{key}={value}" for key, value in keys.items()]
     code, out, err = started([installed / "zaya-pretrain", "--workdir=run", *options], tmp_path)
     assert (code, err) == (0, "") and "done: 2 steps" in out

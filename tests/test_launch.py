@@ -1,4 +1,5 @@
-"""The launch templates without a cluster: shells lint, parts of a JobSet name each other, commands parse."""
+"""The launch templates without a cluster: shells lint, parts of a JobSet name each other, commands
+parse."""
 
 import os
 import platform
@@ -51,7 +52,9 @@ def test_the_jobset_names_its_parts_consistently(jobset):
     replicated, job, container, variables = job_of(jobset)
     name = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
     assert variables["JAX_COORDINATOR_ADDRESS"].split(":")[0] == name
-    assert replicated["replicas"] == 1 and job["parallelism"] == job["completions"] == int(variables["NODES"])
+    assert replicated["replicas"] == 1 and job["parallelism"] == job["completions"] == int(
+        variables["NODES"]
+    )
     command = container["command"]
     gpus = container["resources"]["limits"]["amd.com/gpu"]
     assert command[1:5] == ["-m", "experiments.supervise", f"--processes={gpus}", "--"]
@@ -76,9 +79,16 @@ def test_the_image_has_what_the_templates_start(jobset, tmp_path):
     test_the_projects_shells_parse_and_lint(shell)
     copied = re.findall(r"^!(.*)$", (LAUNCH / "Dockerfile.dockerignore").read_text(), re.M)
     assert all((LAUNCH.parent / name).exists() for name in copied)
-    assert {"pyproject.toml", "requirements", "tools", "README.md", "LICENSE"} <= set(copied)  # setup.sh reads these
-    assert {name.split(".")[0] for name in container["command"] if name.startswith("experiments")} <= set(copied)
-    assert all("image: registry.example/zaya_jax:latest" in path.read_text() for path in LAUNCH.glob("*.yaml"))
+    assert {"pyproject.toml", "requirements", "tools", "README.md", "LICENSE"} <= set(
+        copied
+    )  # setup.sh reads these
+    assert {
+        name.split(".")[0] for name in container["command"] if name.startswith("experiments")
+    } <= set(copied)
+    assert all(
+        "image: registry.example/zaya_jax:latest" in path.read_text()
+        for path in LAUNCH.glob("*.yaml")
+    )
 
 
 def test_slurm_and_jobset_set_the_same_values(jobset):
@@ -87,7 +97,9 @@ def test_slurm_and_jobset_set_the_same_values(jobset):
     there = {name: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value) for name, value in there.items()}
     *_, variables = job_of(jobset)
     common = there.keys() & variables.keys()
-    assert {name for name in variables if name.startswith(("NCCL", "ZAYA", "HSA", "XLA", "GLIBC"))} <= common
+    assert {
+        name for name in variables if name.startswith(("NCCL", "ZAYA", "HSA", "XLA", "GLIBC"))
+    } <= common
     for name in common - {"JAX_COMPILATION_CACHE_DIR", "OMP_NUM_THREADS"}:
         assert there[name] == variables[name], name
     known = {setting[0] for setting in (multihost.JOIN, multihost.WAIT, multihost.HEARTBEAT)}
@@ -96,19 +108,31 @@ def test_slurm_and_jobset_set_the_same_values(jobset):
 
 
 def batch(script, folder, *options, code=0, **variables):
-    """(arguments of srun or python, exit code, request to Slurm) of a batch script whose program ends with `code`."""
+    """(arguments of srun or python, exit code, request to Slurm) of a batch script whose program
+    ends with `code`."""
     called = f'printf "%s\\n" "$@" > given; env | grep OMP_ >> given; exit {code}'
-    for name, content in {"srun": called, "python": called, "scontrol": 'echo "$@" >> asked'}.items():
+    for name, content in {
+        "srun": called,
+        "python": called,
+        "scontrol": 'echo "$@" >> asked',
+    }.items():
         (folder / name).write_text(f"#!/bin/sh\n{content}\n")
         (folder / name).chmod(0o755)
     asked = folder / "asked"
     asked.unlink(missing_ok=True)
     environ = {
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7",
-        "PYTHON": str(folder / "python"), "SLURM_CPUS_PER_TASK": "128",
-    }  # fmt: skip
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "7",
+        "PYTHON": str(folder / "python"),
+        "SLURM_CPUS_PER_TASK": "128",
+    }
     done = subprocess.run(
-        ["bash", LAUNCH / script, *options], env=environ | variables, capture_output=True, text=True, timeout=30
+        ["bash", LAUNCH / script, *options],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     given = (folder / "given").read_text().splitlines()
     return given, done.returncode, asked.read_text() if asked.exists() else ""
@@ -136,9 +160,9 @@ def test_slurm_queues_a_run_again_that_saved_and_counts_only_what_failed(tmp_pat
     assert not list(tmp_path.glob("*.failures"))
 
 
-########################################################################################################################
+# ################################################################################################
 # Preparing data on many machines
-########################################################################################################################
+# ##################################################################################################
 
 
 def parsed(monkeypatch, arguments):
@@ -171,13 +195,18 @@ def test_parts_and_the_last_job_under_kubernetes_are_one_preparation(monkeypatch
     assert found == [(index, spec["completions"]) for index in range(spec["completions"])]
     a, b = vars(parsed(monkeypatch, of_part)), vars(parsed(monkeypatch, of_last))
     assert {name for name in a if a[name] != b[name]} == {"part", "processes"} and b["part"] is None
-    limit = parts["template"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
+    limit = parts["template"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"][
+        "cpu"
+    ]
     assert a["processes"] == int(limit)
 
 
 @pytest.mark.parametrize(
     ("variables", "step"),
-    [({}, None), ({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "2", "PARTS": "64"}, "--part=7/64")],
+    [
+        ({}, None),
+        ({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "2", "PARTS": "64"}, "--part=7/64"),
+    ],
 )
 def test_slurm_gives_each_task_of_an_array_its_part(tmp_path, monkeypatch, variables, step):
     given, code, asked = batch("prepare.sbatch", tmp_path, "--input=a b/**", "--out=o", **variables)

@@ -30,22 +30,38 @@ from zaya_jax.training import step as steps
 __all__ = ["traced_once"]
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = dict(
-    vocab_size=264, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    moe_intermediate_size=8, num_experts=2, router_hidden_size=8, max_position_embeddings=64, initializer_range=0.05,
-    layer_types=("hybrid_sliding", "hybrid"), sliding_window=3,
-)  # fmt: skip
+    vocab_size=264,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    moe_intermediate_size=8,
+    num_experts=2,
+    router_hidden_size=8,
+    max_position_embeddings=64,
+    initializer_range=0.05,
+    layer_types=("hybrid_sliding", "hybrid"),
+    sliding_window=3,
+)
 
 
 def config():
-    """A run of four steps with a checkpoint at every second one; in float32, so that meshes agree closely.
+    """A run of four steps with a checkpoint at every second one; in float32, so that meshes agree
+    closely.
 
-    AdamW compiles in half the time of Muon. The z-loss is part of what training minimizes, not of a loss that is given.
+    AdamW compiles in half the time of Muon. The z-loss is part of what training minimizes, not of a
+    loss that is given.
     """
     c = zj.config.default()
     c.name = "small"
     for key, value in SMALL.items():
         c.model[key] = value
-    c.precision.compute, c.precision.newton_schulz, c.precision.matmul = "float32", "float32", "highest"
+    c.precision.compute, c.precision.newton_schulz, c.precision.matmul = (
+        "float32",
+        "float32",
+        "highest",
+    )
     c.optim.name, c.optim.z_loss = "adamw", 0.1
     c.data.path, c.data.tokenizer, c.data.seq_len, c.data.global_batch = "text.txt", "bytes", 16, 8
     c.run.num_steps, c.eval.every, c.checkpoint.every_steps = 4, 2, 2
@@ -61,7 +77,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def settings(folder):
     """The config with its data: some lines of text, many times."""
-    (folder / "text.txt").write_text("\n".join(f"line {i} of {i * i} in a text" for i in range(3000)))
+    (folder / "text.txt").write_text(
+        "\n".join(f"line {i} of {i * i} in a text" for i in range(3000))
+    )
     c = config()
     c.data.path = str(folder / "text.txt")
     return c
@@ -70,7 +88,10 @@ def settings(folder):
 @pytest.fixture(scope="module")
 def trained(folder, settings):
     """The model that `zj.train` gives, of a run on the eight devices."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     model = zj.train(settings, folder / "run")
     assert {number: signal.getsignal(number) for number in before} == before
     return model
@@ -101,9 +122,9 @@ def same(a, b):
     )
 
 
-########################################################################################################################
+# ################################################################################################
 # The same numbers as the programs
-########################################################################################################################
+# ##################################################################################################
 
 
 def test_a_second_model_is_made_without_compiling():
@@ -120,7 +141,9 @@ def test_a_second_model_is_made_without_compiling():
 def compiled():
     """The number of programs compiled so far, those that a cache on disk holds included."""
     found = []
-    jax.monitoring.register_event_duration_secs_listener(note := lambda name, *_, **__: found.append(name))
+    jax.monitoring.register_event_duration_secs_listener(
+        note := lambda name, *_, **__: found.append(name)
+    )
     yield lambda: sum(name.endswith("backend_compile_duration") for name in found)
     jax.monitoring.unregister_event_duration_listener(note)
 
@@ -128,7 +151,9 @@ def compiled():
 def test_fifty_sentences_take_two_programs_and_have_the_logits_of_their_own_lengths(compiled):
     model = zj.create({"model": SMALL | {"max_position_embeddings": 512}, "data": {"seq_len": 512}})
     rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 264, (1, length)) for length in (1, 64, 65, 256, *rng.integers(1, 257, 46))]
+    rows = [
+        rng.integers(0, 264, (1, length)) for length in (1, 64, 65, 256, *rng.integers(1, 257, 46))
+    ]
     before = compiled()
     padded = [model.logits(ids) for ids in rows]
     assert compiled() - before == 2 and [x.shape[:2] for x in padded] == [ids.shape for ids in rows]
@@ -159,7 +184,9 @@ def test_the_loss_on_held_out_data_is_what_the_run_wrote(trained, run, settings)
         for batch in batches:
             labels = np.where(batch["loss_mask"] > 0, batch["targets"], functions.IGNORED)
             real = batch["loss_mask"].sum()
-            total += real * model.loss(batch["tokens"], labels, segments=batch["segment_ids"], shifted=True)
+            total += real * model.loss(
+                batch["tokens"], labels, segments=batch["segment_ids"], shifted=True
+            )
             count += real
         assert total / count == pytest.approx(loss, rel=1e-6), step
     assert written[4] != written[2]
@@ -173,17 +200,21 @@ def test_what_train_gives_lies_on_the_run_s_mesh_and_is_its_last_step(trained, r
     assert same((again.params, again.balance), (trained.params, trained.balance))
 
 
-@pytest.mark.parametrize(("code", "words"), [(75, "the same call goes on"), (3, "exit code 3: see above")])
-def test_a_run_that_is_not_done_is_an_exception_with_the_exit_code(settings, folder, monkeypatch, code, words):
+@pytest.mark.parametrize(
+    ("code", "words"), [(75, "the same call goes on"), (3, "exit code 3: see above")]
+)
+def test_a_run_that_is_not_done_is_an_exception_with_the_exit_code(
+    settings, folder, monkeypatch, code, words
+):
     monkeypatch.setattr("zaya_jax.run.train", lambda *_: code)
     with pytest.raises(zj.TrainingStopped, match=words) as stopped:
         zj.train(settings, folder / "stopped")
     assert stopped.value.code == code and stopped.value.workdir == folder / "stopped"
 
 
-########################################################################################################################
+# ################################################################################################
 # The tokens that it sees, and any mesh
-########################################################################################################################
+# ##################################################################################################
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +232,10 @@ def test_attention_is_what_the_tokens_see_of_each_other(model, ids, segments):
     for weights, visible in ((full, see), (sliding, near)):
         assert (weights[visible] > 0).all() and (weights[~visible] == 0).all()
     np.testing.assert_allclose(seen.attention.sum(-1), 1, rtol=1e-6)
-    scores = np.einsum("lbqkgc,lbjkc->lbkgqj", seen.queries.reshape(2, 2, 7, 2, 2, 8), seen.keys) / 8**0.5
+    scores = (
+        np.einsum("lbqkgc,lbjkc->lbkgqj", seen.queries.reshape(2, 2, 7, 2, 2, 8), seen.keys)
+        / 8**0.5
+    )
     scores = scores.reshape(seen.attention.shape)[..., 1, :2]  # the second token's, which sees both
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     np.testing.assert_allclose(weights, seen.attention[..., 1, :2], rtol=1e-4)
@@ -215,13 +249,19 @@ def test_attention_is_what_the_tokens_see_of_each_other(model, ids, segments):
 
 
 def test_the_experts_outputs_are_what_joins_the_stream_times_p(model, ids):
-    """With twice the last weights the stream gains the same once more: fresh weights scale nothing."""
+    """With twice the last weights the stream gains the same once more: fresh weights scale
+    nothing."""
     model = dataclasses.replace(model, balance=0 * model.balance)  # some tokens skip
     layers = model.params["layers"]
     doubled = {**layers["experts"], "down": 2 * layers["experts"]["down"]}
-    other = dataclasses.replace(model, params={**model.params, "layers": {**layers, "experts": doubled}})
+    other = dataclasses.replace(
+        model, params={**model.params, "layers": {**layers, "experts": doubled}}
+    )
     one, two = model.trace(ids), other.trace(ids)
-    skips, p = one.choices[0] == 2, np.take_along_axis(one.router_probs[0], one.choices[0][..., None], -1)
+    skips, p = (
+        one.choices[0] == 2,
+        np.take_along_axis(one.router_probs[0], one.choices[0][..., None], -1),
+    )
     assert skips.any() and not skips.all() and (one.expert_outputs[0][skips] == 0).all()
     gained = two.hidden_states[0] - one.hidden_states[0]
     np.testing.assert_allclose(p * one.expert_outputs[0], gained, rtol=1e-3, atol=1e-7)
@@ -230,7 +270,9 @@ def test_the_experts_outputs_are_what_joins_the_stream_times_p(model, ids):
 
 def test_the_attention_that_is_seen_makes_what_the_operator_gives(segments):
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, 7, heads, 8), np.float32)) for heads in (4, 2, 2))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 7, heads, 8), np.float32)) for heads in (4, 2, 2)
+    )
     for window in (None, 3):
         here = functions._Seeing().sequences(7, jnp.asarray(segments), None, None)
         out, kept = here.of_layer(window, False, None).attend(q, k, v)
@@ -240,9 +282,11 @@ def test_the_attention_that_is_seen_makes_what_the_operator_gives(segments):
 
 
 MESHES = [
-    {"data": 2, "expert": 2, "context": 2, "fsdp": True}, {"context": 4, "ring": True}, {"tensor": 2, "tsp": True},
+    {"data": 2, "expert": 2, "context": 2, "fsdp": True},
+    {"context": 4, "ring": True},
+    {"tensor": 2, "tsp": True},
     {"context": 2, "tensor": 2, "data": 2, "fsdp": True},
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow  # tests/parallel has meshes by default
@@ -256,7 +300,9 @@ def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
     assert bool(spread) == bool({"fsdp", "expert", "tensor"} & set(mesh))
     one, other = model.trace(ids, segments=segments), over.trace(ids, segments=segments)
     for name in ("logits", "hidden_states", "router_probs", "expert_outputs"):
-        np.testing.assert_allclose(getattr(other, name), getattr(one, name), rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            getattr(other, name), getattr(one, name), rtol=1e-5, atol=1e-5, err_msg=name
+        )
     np.testing.assert_array_equal(other.choices, one.choices)
     loss, grads = model.loss_and_grads(ids, ids, segments=segments)
     theirs, their_grads = over.loss_and_grads(ids, ids, segments=segments)
@@ -275,9 +321,9 @@ def test_weights_from_other_devices_are_brought_to_the_model_s(settings, model, 
         assert over.loss(ids, ids) == pytest.approx(own, rel=1e-6)
 
 
-########################################################################################################################
+# ################################################################################################
 # Writing and reading
-########################################################################################################################
+# ##################################################################################################
 
 
 def test_what_is_saved_is_loaded_bit_for_bit_on_a_mesh_too(trained, run, folder, ids):
@@ -328,13 +374,15 @@ def test_a_cache_larger_than_a_device_s_share_is_decoded_over_eight(model, setti
     parts = {part.device: part.data.nbytes for part in rows._cache["k"].addressable_shards}
     whole = sum(part.data.nbytes for part in alone._cache["k"].addressable_shards)
     assert len(parts) == 8 and set(parts.values()) == {whole // 8}
-    assert rows.cache_bytes == 8 * here and here < one / 2  # a row's last columns are on each device
+    assert (
+        rows.cache_bytes == 8 * here and here < one / 2
+    )  # a row's last columns are on each device
     np.testing.assert_array_equal(over.generate(ids, 40), model.generate(ids, 40))
 
 
-########################################################################################################################
+# ################################################################################################
 # Parts and loops of one's own
-########################################################################################################################
+# ##################################################################################################
 
 
 class LinearRouter(zj.Router):
@@ -343,7 +391,9 @@ class LinearRouter(zj.Router):
     def __init__(self, rngs, model, precision):
         super().__init__(rngs, model, precision)
         del self.fc1, self.fc2
-        self.mine = zj.weight(rngs, (model.router_hidden_size, model.num_experts + 1), ("router", None), "zeros")
+        self.mine = zj.weight(
+            rngs, (model.router_hidden_size, model.num_experts + 1), ("router", None), "zeros"
+        )
 
     def __call__(self, seen, stream, balance):
         stream = seen + self.down.bias[...] + self.eda[...] * stream
@@ -356,7 +406,9 @@ class LinearRouter(zj.Router):
 @pytest.mark.slow
 def test_a_router_of_one_s_own_is_trained_decoded_and_kept_from_configs(settings, ids, folder):
     model = zj.create(settings, router=LinearRouter)
-    assert "mine" in model.params["layers"]["router"] and type(model.layer(0).router) is LinearRouter
+    assert (
+        "mine" in model.params["layers"]["router"] and type(model.layer(0).router) is LinearRouter
+    )
     assert model.generate(ids, 3).shape == (2, 10) and model.num_params > 0
     with pytest.raises(zj.UserError, match="layers/router/mine"):
         zj.optimizer(model.config)
@@ -374,7 +426,8 @@ def test_a_router_of_one_s_own_is_trained_decoded_and_kept_from_configs(settings
 
 
 class Unshared(zj.Layer):
-    """A layer whose experts' part has a weight of its own, which starts at one, and reads the stream once more."""
+    """A layer whose experts' part has a weight of its own, which starts at one, and reads the
+    stream once more."""
 
     def __init__(self, rngs, model, precision):
         super().__init__(rngs, model, precision)
@@ -407,18 +460,28 @@ def test_a_loop_of_public_names_trains_as_the_program_does(settings):
     ids = np.random.default_rng(1).integers(0, 264, (1, 2, 17)).astype(np.int32)
     ones = np.ones((1, 2, 16), np.int32)
     places = np.broadcast_to(np.arange(16, dtype=np.int32), ones.shape)
-    batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "segment_ids": ones, "positions": places}
+    batch = {
+        "tokens": ids[..., :-1],
+        "targets": ids[..., 1:],
+        "segment_ids": ones,
+        "positions": places,
+    }
     theirs = states.build_optimizer(c, mesh)
     state = states.init(c, theirs, mesh)
     step = steps.make_train_step(c, c.model, theirs, mesh)
     params, biases = zj.init(c, c.run.seed)
     optimizer, plan = zj.optimizer(c), zj.schedule.make_plan(c)
     own, balance = optimizer.init(), zj.balance.init(*biases.shape[:1], biases.shape[1] - 1)
-    loss = jax.jit(jax.value_and_grad(zj.training_loss, argnums=1, has_aux=True), static_argnums=0,
-                   static_argnames="shifted")  # fmt: skip
+    loss = jax.jit(
+        jax.value_and_grad(zj.training_loss, argnums=1, has_aux=True),
+        static_argnums=0,
+        static_argnames="shifted",
+    )
     for number in (1, 2, 3):
         lr = np.float32(plan.step(number).lr)
-        state, figures = step(state, steps.put_batch(mesh, batch | {"loss_mask": ones.astype(np.float32)}, 1), lr)
+        state, figures = step(
+            state, steps.put_batch(mesh, batch | {"loss_mask": ones.astype(np.float32)}, 1), lr
+        )
         (_, counts), grads = loss(
             c, params, balance.bias, ids[0, :, :-1], ids[0, :, 1:], segments=ones[0], shifted=True
         )
@@ -430,9 +493,9 @@ def test_a_loop_of_public_names_trains_as_the_program_does(settings):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
 
 
-########################################################################################################################
+# ################################################################################################
 # Refusals
-########################################################################################################################
+# ##################################################################################################
 
 
 def refused(call, *parts):
@@ -447,11 +510,15 @@ def test_it_continues_whatever_it_is_given(model, ids):
     """Ragged ids, conversations, several of each, and the log-probabilities of what it adds."""
     rows, lengths = [[1, 2], [3, 4, 5]], [2, 3]
     found, scored = model.generate(rows, 5, log_probs=True)
-    assert [row[:n] for row, n in zip(found, lengths, strict=True)] == rows and found[1] == model.generate(rows[1], 5)
+    assert [row[:n] for row, n in zip(found, lengths, strict=True)] == rows and found[
+        1
+    ] == model.generate(rows[1], 5)
     log_probs, likeliest = model.scores([found[1][:-1]], [found[1][1:]])
     np.testing.assert_allclose(scored[1], log_probs[0, 2:], rtol=2e-5)
     assert likeliest[0, 2:].all() and len(scored[0]) == 5
-    assert model.generate(rows, 5, ends=[found[0][4]])[0] == found[0][: found[0].index(found[0][4], 2)]
+    assert (
+        model.generate(rows, 5, ends=[found[0][4]])[0] == found[0][: found[0].index(found[0][4], 2)]
+    )
     several = model.generate("ab", 4, temperature=1.0, samples=2, seed=7)
     assert several == model.generate(iter(["ab", "ab"]), 4, temperature=1.0, seed=[7, 8])
     talk = [{"role": "user", "content": "hi"}]
@@ -461,7 +528,9 @@ def test_it_continues_whatever_it_is_given(model, ids):
     new = model.generate([asked] * 2, 5, ends=[257, 260])[0][len(asked) :]
     assert model.tokenizer.decode(new) == answers[0]
     for wrong in ([], [{"x": 1}], ["a", [1]], [1, 264], [[]]):
-        with pytest.raises(zj.UserError, match=r"prompt=|a conversation is a list of turns|prompt 1 of 1 (has|is)"):
+        with pytest.raises(
+            zj.UserError, match=r"prompt=|a conversation is a list of turns|prompt 1 of 1 (has|is)"
+        ):
             model.generate(wrong, 2)
 
 
@@ -476,7 +545,9 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
     load, create, ids = zj.load, zj.create, np.zeros((1, 4), int)
     partial = functools.partial
     (tmp_path / "empty").mkdir()
-    changed = dataclasses.replace(model, params={**model.params, "final_norm": {"scale": np.zeros(3)}})
+    changed = dataclasses.replace(
+        model, params={**model.params, "final_norm": {"scale": np.zeros(3)}}
+    )
     wider = copy.deepcopy(settings)
     wider.model.hidden_size = 24
     for call, *parts in (
@@ -490,7 +561,10 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
         (partial(model.logits, [[1, 264]]), "ids hold 264; expected 0 to 263"),
         (partial(model.logits, np.zeros((1, 65), int)), "max_position_embeddings=64"),
         (partial(model.logits, ids, segments=[[1, 1]]), "segments have shape (1, 2)", "(1, 4)"),
-        (partial(model.logits, ids, segments=ids + 2**32 + 1), f"segments hold {2**32 + 1}"),  # 1 in int32
+        (
+            partial(model.logits, ids, segments=ids + 2**32 + 1),
+            f"segments hold {2**32 + 1}",
+        ),  # 1 in int32
         (partial(model.loss, ids, ids + 264), "labels hold 264", "or -100"),
         (partial(model.loss, ids, ids - 1), "labels hold -1;"),
         (partial(model.loss, ids, ids - 100), "no label counts"),
@@ -501,15 +575,19 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
         (partial(changed.logits, ids), "array params.final_norm.scale is [3]"),
         (partial(changed.generate, ids, 2), "array params.final_norm.scale is [3]"),
         (partial(load(golden_dir / "taps").generate, "a", 2), "no tokenizer", "ids [B, S]"),
-        (partial(zj.train, wider, run), f"{run} was started with config.model.hidden_size=16", "now it is 24"),
+        (
+            partial(zj.train, wider, run),
+            f"{run} was started with config.model.hidden_size=16",
+            "now it is 24",
+        ),
     ):
         refused(call, *parts)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-########################################################################################################################
+# ################################################################################################
 # The pages
-########################################################################################################################
+# ##################################################################################################
 
 
 def run_examples(examples, folder, names, monkeypatch):
@@ -527,13 +605,32 @@ def run_examples(examples, folder, names, monkeypatch):
 @pytest.mark.slow
 def test_the_examples_of_every_function_and_method(model, run, ids, folder, monkeypatch, settings):
     finder = doctest.DocTestFinder()
-    examples = [test for module in (functions, library, read) for test in finder.find(module) if test.examples]
-    shown = {test.name.removeprefix("zaya_jax.").removeprefix("report.").split(".", 1)[1] for test in examples}
+    examples = [
+        test
+        for module in (functions, library, read)
+        for test in finder.find(module)
+        if test.examples
+    ]
+    shown = {
+        test.name.removeprefix("zaya_jax.").removeprefix("report.").split(".", 1)[1]
+        for test in examples
+    }
     assert shown == {f"LanguageModel.{name}" for name in OF_A_MODEL} | {
-        "LanguageModel.__call__", "init", "apply", "loss", "scores", "create", "load", "train", "metrics", "optimizer",
+        "LanguageModel.__call__",
+        "init",
+        "apply",
+        "loss",
+        "scores",
+        "create",
+        "load",
+        "train",
+        "metrics",
+        "optimizer",
         "training_loss",
-    }  # fmt: skip
-    run_examples(examples, folder, {"model": model, "ids": ids, "config": settings, "run": run}, monkeypatch)
+    }
+    run_examples(
+        examples, folder, {"model": model, "ids": ids, "config": settings, "run": run}, monkeypatch
+    )
 
 
 @pytest.mark.slow

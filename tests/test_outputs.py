@@ -1,4 +1,5 @@
-"""Outputs that cannot be written: the exit code says what became of the work, and nobody's file is replaced."""
+"""Outputs that cannot be written: the exit code says what became of the work, and nobody's file is
+replaced."""
 
 import errno
 import io

@@ -13,17 +13,59 @@ import zaya_jax as zj
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [
-    "Config", "LanguageModel", "Layer", "Linear", "Router", "StorageError", "Trace", "TrainingStopped", "UserError",
-    "__version__", "apply", "balance", "checkpoint", "config", "create", "data", "init", "load", "loss", "metrics",
-    "optimizer", "schedule", "scores", "train", "training_loss", "weight",
-]  # fmt: skip
+    "Config",
+    "LanguageModel",
+    "Layer",
+    "Linear",
+    "Router",
+    "StorageError",
+    "Trace",
+    "TrainingStopped",
+    "UserError",
+    "__version__",
+    "apply",
+    "balance",
+    "checkpoint",
+    "config",
+    "create",
+    "data",
+    "init",
+    "load",
+    "loss",
+    "metrics",
+    "optimizer",
+    "schedule",
+    "scores",
+    "train",
+    "training_loss",
+    "weight",
+]
 OF_A_MODEL = [
-    "continued", "generate", "layer", "lens", "logits", "loss", "loss_and_grads", "on_one_device", "save", "scores",
-    "stream", "to_hf", "trace",
-]  # fmt: skip
+    "continued",
+    "generate",
+    "layer",
+    "lens",
+    "logits",
+    "loss",
+    "loss_and_grads",
+    "on_one_device",
+    "save",
+    "scores",
+    "stream",
+    "to_hf",
+    "trace",
+]
 OF_A_TRACE = [
-    "logits", "hidden_states", "router_probs", "choices", "expert_outputs", "attention", "queries", "keys", "values",
-]  # fmt: skip
+    "logits",
+    "hidden_states",
+    "router_probs",
+    "choices",
+    "expert_outputs",
+    "attention",
+    "queries",
+    "keys",
+    "values",
+]
 
 
 def test_the_public_names_are_frozen():
@@ -31,12 +73,19 @@ def test_the_public_names_are_frozen():
     assert set(NAMES) <= set(dir(zj))
     for name in NAMES:
         assert getattr(zj, name) is not None
-    methods = [n for n, x in vars(zj.LanguageModel).items() if callable(x) and not n.startswith("_")]
+    methods = [
+        n for n, x in vars(zj.LanguageModel).items() if callable(x) and not n.startswith("_")
+    ]
     assert sorted(methods) == OF_A_MODEL
     fields = [field.name for field in dataclasses.fields(zj.LanguageModel)]
     assert [name for name in fields if not name.startswith("_")] == [
-        "config", "params", "balance", "tokenizer", "mesh", "source",
-    ]  # fmt: skip
+        "config",
+        "params",
+        "balance",
+        "tokenizer",
+        "mesh",
+        "source",
+    ]
     assert [field.name for field in dataclasses.fields(zj.Trace)] == OF_A_TRACE
     with pytest.raises(AttributeError, match="'nothing'"):
         zj.nothing  # noqa: B018

@@ -38,14 +38,18 @@ RECIPE_IN_SMALL = (
 
 
 def test_every_step_of_a_short_run():
-    plan = schedule.make_plan(config(num_steps=20, warmup_fraction=0.25, decay_fraction=0.25, final_lr_fraction=0.1))
+    plan = schedule.make_plan(
+        config(num_steps=20, warmup_fraction=0.25, decay_fraction=0.25, final_lr_fraction=0.1)
+    )
     assert (plan.total_steps, plan.total_tokens) == (20, 20 * 1024)
     rates = [plan.step(n).lr / plan.peak_lr for n in range(1, 21)]
     expected = [0.2, 0.4, 0.6, 0.8, 1.0] + [1.0] * 10 + [1 - 0.9 * k / 5 for k in range(1, 6)]
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("decay", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))])
+@pytest.mark.parametrize(
+    ("decay", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))]
+)
 def test_decay_shapes(decay, half):
     s = Schedule(warmup_fraction=0.0, decay_fraction=0.5, decay=decay, final_lr_fraction=0.2)
     total = 12 * 10**12
@@ -62,11 +66,17 @@ def test_a_fork_s_steps_are_the_parent_s_where_nothing_differs(phases, options):
     whole = schedule.make_plan(config(*phases, num_steps=20, **options))
     for begun in range(1, whole.total_steps):
         forked = config(*phases, num_steps=20, **options)
-        run = dataclasses.replace(forked.run, fork="x", fork_step=begun, fork_tokens=whole.tokens_of_step(begun))
+        run = dataclasses.replace(
+            forked.run, fork="x", fork_step=begun, fork_tokens=whole.tokens_of_step(begun)
+        )
         plan = schedule.make_plan(dataclasses.replace(forked, run=run))
         numbers = range(begun + 1, whole.total_steps + 1)
         assert [plan.step(n) for n in numbers] == [whole.step(n) for n in numbers]
-        assert (plan.begin, plan.total_steps, plan.total_tokens) == (begun, whole.total_steps, whole.total_tokens)
+        assert (plan.begin, plan.total_steps, plan.total_tokens) == (
+            begun,
+            whole.total_steps,
+            whole.total_tokens,
+        )
 
 
 def test_a_fork_with_other_batches_counts_the_tokens_that_were_seen():
@@ -77,7 +87,9 @@ def test_a_fork_with_other_batches_counts_the_tokens_that_were_seen():
         run=Run(num_steps=10, fork="x", fork_step=6, fork_tokens=6 * 1024),
     )
     plan = schedule.make_plan(given)
-    assert [plan.step(n).tokens_after for n in range(7, 11)] == [6 * 1024 + n * 2048 for n in range(1, 5)]
+    assert [plan.step(n).tokens_after for n in range(7, 11)] == [
+        6 * 1024 + n * 2048 for n in range(1, 5)
+    ]
     assert [plan.step(n).lr for n in range(7, 11)] == pytest.approx([0.75e-3, 0.5e-3, 0.25e-3, 0])
     with pytest.raises(ValueError, match="outside the run's steps 6 to 10"):
         plan.tokens_of_step(5)
@@ -108,13 +120,19 @@ def test_recipe():
 
 
 def test_a_ramp_changes_batches_alone():
-    """Neither the phases' borders nor the learning rate at a token count move, bar the rounding to whole steps."""
+    """Neither the phases' borders nor the learning rate at a token count move, bar the rounding to
+    whole steps."""
     ramp = dict(ramp_from=2, ramp_tokens=40_000, micro_batch=2)
-    with_ramp = schedule.make_plan(config(Phase(tokens=200_000, **ramp), Phase(tokens=50_000, micro_batch=2)))
+    with_ramp = schedule.make_plan(
+        config(Phase(tokens=200_000, **ramp), Phase(tokens=50_000, micro_batch=2))
+    )
     without = schedule.make_plan(config(Phase(tokens=200_000), Phase(tokens=50_000)))
     assert [s.micro_batches for s in with_ramp.segments] == [1, 2, 4, 4]
     assert {s.micro_batches for s in without.segments} == {1}
-    border = [next(s for s in plan.segments if s.phase_index == 1).first_token for plan in (with_ramp, without)]
+    border = [
+        next(s for s in plan.segments if s.phase_index == 1).first_token
+        for plan in (with_ramp, without)
+    ]
     assert abs(border[0] - border[1]) < 1024
     for tokens in range(0, 250_000, 10_000):
         assert with_ramp.lr_at(tokens) == pytest.approx(without.lr_at(tokens), rel=0.05)
@@ -122,21 +140,31 @@ def test_a_ramp_changes_batches_alone():
     assert sizes == sorted(sizes) and set(sizes) == {2, 4, 8}
 
 
-@pytest.mark.parametrize(("micro_batch", "counts"), [(0, (1, 1, 1)), (4, (1, 1, 2)), (1, (2, 4, 8))])
+@pytest.mark.parametrize(
+    ("micro_batch", "counts"), [(0, (1, 1, 1)), (4, (1, 1, 2)), (1, (2, 4, 8))]
+)
 def test_a_step_of_a_ramp_that_is_smaller_than_a_micro_batch_is_one(micro_batch, counts):
-    phase = Phase(tokens=10**6, ramp_from=2, ramp_tokens=10**5, micro_batch=micro_batch, global_batch=8)
+    phase = Phase(
+        tokens=10**6, ramp_from=2, ramp_tokens=10**5, micro_batch=micro_batch, global_batch=8
+    )
     plan = schedule.make_plan(config(phase))
     assert [s.sequences for s in plan.segments] == [2, 4, 8]
     assert tuple(s.micro_batches for s in plan.segments) == counts
 
 
-@pytest.mark.parametrize("phases", [(), (Phase(tokens=10**6),), (Phase(tokens=10**6, micro_batch=64),)])
+@pytest.mark.parametrize(
+    "phases", [(), (Phase(tokens=10**6),), (Phase(tokens=10**6, micro_batch=64),)]
+)
 def test_a_micro_batch_is_at_most_a_batch(phases):
     """Larger ones take the batch, also in evaluation and in the run's messages."""
-    given = dataclasses.replace(config(*phases), data=Data(seq_len=128, global_batch=8, micro_batch=16))
+    given = dataclasses.replace(
+        config(*phases), data=Data(seq_len=128, global_batch=8, micro_batch=16)
+    )
     given = check(to_dict(given))
     plan = schedule.make_plan(given)
-    assert [(s.sequences, s.micro_batches, s.phase.micro_batch) for s in plan.segments] == [(8, 1, 8)]
+    assert [(s.sequences, s.micro_batches, s.phase.micro_batch) for s in plan.segments] == [
+        (8, 1, 8)
+    ]
     assert schedule.phase_config(given, plan.segments[0].phase).data.micro_batch == 8
     many = dataclasses.replace(given, eval=dataclasses.replace(given.eval, windows=100))
     assert recipe.eval_rows(many, plan.segments[0].phase, ALONE) == 8
@@ -155,8 +183,16 @@ def test_what_model_and_data_see():
     [
         (dict(seq_len=2**20), "above model.max_position_embeddings", dict(seq_len=131_072)),
         (dict(ramp_from=2), "give both", dict(ramp_tokens=10, micro_batch=2)),
-        (dict(ramp_from=2, ramp_tokens=20, micro_batch=2), "within the phase", dict(ramp_tokens=10)),
-        (dict(ramp_from=3, ramp_tokens=5, micro_batch=2), "steps of 3 sequences, no multiple", "micro_batch"),
+        (
+            dict(ramp_from=2, ramp_tokens=20, micro_batch=2),
+            "within the phase",
+            dict(ramp_tokens=10),
+        ),
+        (
+            dict(ramp_from=3, ramp_tokens=5, micro_batch=2),
+            "steps of 3 sequences, no multiple",
+            "micro_batch",
+        ),
         (dict(global_batch=9, micro_batch=2), "steps of 9 sequences, no multiple", "micro_batch"),
     ],
 )
@@ -165,7 +201,10 @@ def test_an_impossible_phase_is_refused_with_a_way_out_that_works(phase, message
     with pytest.raises(UserError, match=message) as error:
         schedule.make_plan(config(Phase(**phase)))
     if mended == "micro_batch":
-        advised = re.search(r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", str(error.value))
+        advised = re.search(
+            r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)",
+            str(error.value),
+        )
         mended = dict(micro_batch=int(advised[1]))
     schedule.make_plan(config(Phase(**phase | mended)))
 

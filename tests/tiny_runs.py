@@ -1,4 +1,5 @@
-"""Runs as small as they can be, in this process. All tests have the same sizes, so that a program is compiled once."""
+"""Runs as small as they can be, in this process. All tests have the same sizes, so that a program
+is compiled once."""
 
 import json
 import signal
@@ -16,17 +17,31 @@ from zaya_jax.checkpoint import partial
 __all__ = ["write_corpus"]
 ALL_DEVICES = jax.devices()
 SMALL = {
-    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
-    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
-    "eval.every": 1000, "eval.windows": 2, "log.sample_tokens": 0, "log.every": 1, "checkpoint.every_steps": 4,
-    "checkpoint.keep": 2, "precision.compute": "float32", "optim.name": "adamw",
-}  # fmt: skip
+    "model.hidden_size": 16,
+    "model.num_hidden_layers": 2,
+    "model.head_dim": 8,
+    "model.moe_intermediate_size": 16,
+    "model.num_experts": 4,
+    "model.router_hidden_size": 8,
+    "data.seq_len": 16,
+    "data.global_batch": 8,
+    "eval.every": 1000,
+    "eval.windows": 2,
+    "log.sample_tokens": 0,
+    "log.every": 1,
+    "checkpoint.every_steps": 4,
+    "checkpoint.keep": 2,
+    "precision.compute": "float32",
+    "optim.name": "adamw",
+}
 
 
 def settings(**keys):
     """The checked config of a small run; `data__path` is data.path."""
     given = tiny.get_config()
-    given.update_from_flattened_dict(SMALL | {name.replace("__", "."): value for name, value in keys.items()})
+    given.update_from_flattened_dict(
+        SMALL | {name.replace("__", "."): value for name, value in keys.items()}
+    )
     return config.check(given)
 
 

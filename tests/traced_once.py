@@ -1,4 +1,5 @@
-"""Programs of the runs that tests start in this process: each is traced once, however many runs have it."""
+"""Programs of the runs that tests start in this process: each is traced once, however many runs
+have it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from zaya_jax.training import step as steps
 
 # Parts of a config that no program depends on.
 OF_THE_HOST = {
-    name: getattr(config.Config(), name) for name in ("checkpoint", "data", "eval", "guard", "log", "schedule")
+    name: getattr(config.Config(), name)
+    for name in ("checkpoint", "data", "eval", "guard", "log", "schedule")
 }
 
 
@@ -22,7 +24,8 @@ def traced_once() -> Iterator[None]:
     def once(make):
         def call(given, model, optimizer, mesh, hook=None):
             run = dataclasses.replace(
-                config.Run(), **{name: getattr(given.run, name) for name in ("skip_update", "spike_deviations")}
+                config.Run(),
+                **{name: getattr(given.run, name) for name in ("skip_update", "spike_deviations")},
             )
             key = make, dataclasses.replace(given, run=run, **OF_THE_HOST), model, mesh
             if hook:  # faults on purpose

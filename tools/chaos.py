@@ -1,12 +1,14 @@
-"""Hurts a small run on purpose, and compares its agent's findings and losses with the injected faults.
+"""Hurts a small run on purpose, and compares its agent's findings and losses with the injected
+faults.
 
     python -m tools.chaos --workdir=DIR [--minutes=10] [--seed=0]
 
-One agent with four processes of a small model on this machine's CPU. Faults come in random order, each of them once
-before any comes again, each when the run has gone on from the one before. At the end the run is asked to save and stop.
-Then a second run of the same config, to which only the corrupt data and the not-finite gradients are done (at the same
-places), must have the same bits in its checkpoint of the same step. The exit code is 1 where a fault was not found, the
-run did not go on from one, or bits differ.
+One agent with four processes of a small model on this machine's CPU. Faults come in random order,
+each of them once before any comes again, each when the run has gone on from the one before. At the
+end the run is asked to save and stop. Then a second run of the same config, to which only the
+corrupt data and the not-finite gradients are done (at the same places), must have the same bits in
+its checkpoint of the same step. The exit code is 1 where a fault was not found, the run did not go
+on from one, or bits differ.
 """
 
 import argparse
@@ -39,25 +41,42 @@ PATIENCE = 180.0  # seconds until a fault must have been found, and until the ru
 SETTLED = 12  # steps between two faults
 LEARNED = 150  # before the first: the loss of noise is a spike once something has been learned
 CONFIG: dict[str, object] = {
-    "name": "chaos", "model.hidden_size": 32, "model.num_hidden_layers": 2, "model.head_dim": 8,
-    "model.moe_intermediate_size": 32, "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 64,
-    "data.global_batch": 16, "eval.every": 10**6, "log.every": 10**6, "log.sample_tokens": 2,
-    "checkpoint.every_steps": 10, "checkpoint.keep": 20, "precision.compute": "float32",
-    "precision.newton_schulz": "float32", "guard.replay_every": 5, "optim.lr": 0.01,
+    "name": "chaos",
+    "model.hidden_size": 32,
+    "model.num_hidden_layers": 2,
+    "model.head_dim": 8,
+    "model.moe_intermediate_size": 32,
+    "model.num_experts": 4,
+    "model.router_hidden_size": 8,
+    "data.seq_len": 64,
+    "data.global_batch": 16,
+    "eval.every": 10**6,
+    "log.every": 10**6,
+    "log.sample_tokens": 2,
+    "checkpoint.every_steps": 10,
+    "checkpoint.keep": 20,
+    "precision.compute": "float32",
+    "precision.newton_schulz": "float32",
+    "guard.replay_every": 5,
+    "optim.lr": 0.01,
     "schedule.warmup_fraction": 1e-5,
     "run.num_steps": 10**6,  # so many that the learning rate does not depend on where it is stopped
-}  # fmt: skip
+}
 # A GPU and a network card as the watchers find them in /sys, healthy.
 CARD, PORT = "sys/class/drm/card0/device", "sys/class/infiniband/mlx5_0/ports/1"
 TREE = {
-    f"{CARD}/vendor": "0x1002", f"{CARD}/ras/umc_err_count": "ue: 0\nce: 0",
-    f"{PORT}/state": "4: ACTIVE", f"{PORT}/phys_state": "5: LinkUp", f"{PORT}/counters/symbol_error": "0",
-}  # fmt: skip
+    f"{CARD}/vendor": "0x1002",
+    f"{CARD}/ras/umc_err_count": "ue: 0\nce: 0",
+    f"{PORT}/state": "4: ACTIVE",
+    f"{PORT}/phys_state": "5: LinkUp",
+    f"{PORT}/counters/symbol_error": "0",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One kind of harm: the function that does it (and returns its undoing), and the event that names it correctly."""
+    """One kind of harm: the function that does it (and returns its undoing), and the event that
+    names it correctly."""
 
     name: str
     harm: Callable[["Chaos", Victim], Callable[[], object]]
@@ -83,10 +102,16 @@ class Chaos:
     """See the module."""
 
     def __init__(
-        self, folder: Path, seed: int, say: Callable[[str], None], processes: int = PROCESSES,
-        training: Sequence[str] = (), devices: int = 1,
-    ):  # fmt: skip
-        """`training`: options of a run of your own, without its workdir; `devices`: of each process."""
+        self,
+        folder: Path,
+        seed: int,
+        say: Callable[[str], None],
+        processes: int = PROCESSES,
+        training: Sequence[str] = (),
+        devices: int = 1,
+    ):
+        """`training`: options of a run of your own, without its workdir; `devices`: of each
+        process."""
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--workdir={folder} is not empty; give a new folder")
         self.folder, self.workdir, self.tree = folder, folder / "hurt", folder / "tree"
@@ -105,7 +130,8 @@ class Chaos:
         self.order()
 
     def run(self, minutes: float, of: Sequence[Fault] | None = None, learned: int = LEARNED) -> int:
-        """Hurts a run for so long, but with each fault once at least, when it has gone so many steps; its exit code."""
+        """Hurts a run for so long, but with each fault once at least, when it has gone so many
+        steps; its exit code."""
         of = self._possible(FAULTS if of is None else of)
         until, left = time.monotonic() + 60 * minutes, self._random.sample(of, len(of))
         with self._supervised(self.workdir) as agent:
@@ -124,16 +150,20 @@ class Chaos:
         return code
 
     def _possible(self, of: Sequence[Fault]) -> Sequence[Fault]:
-        """Opens a store for the faults that need one; without the packages for it they are left out, which is said."""
+        """Opens a store for the faults that need one; without the packages for it they are left
+        out, which is said."""
         if any(fault.store for fault in of):
             if not (importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs")):
-                self._say("without a dead store: moto and s3fs are not installed (make setup has them)")
+                self._say(
+                    "without a dead store: moto and s3fs are not installed (make setup has them)"
+                )
                 return [fault for fault in of if not fault.store]
             self.store = hurt.Store()
         return of
 
     def through(self, plan: Sequence[tuple[int, Fault]]) -> int:
-        """Does each fault once the run has come to its step, until the run ends by itself; its exit code."""
+        """Does each fault once the run has come to its step, until the run ends by itself; its exit
+        code."""
         possible = self._possible([fault for _, fault in plan])
         with self._supervised(self.workdir) as self._agent:
             for step, fault in plan:
@@ -172,13 +202,18 @@ class Chaos:
 
     def table(self) -> list[str]:
         """Lines of Markdown: each fault, how often, and medians and worst of seconds."""
-        lines = ["| fault | times | named rightly | found after s, median (worst) | went on after s, median (worst) |"]
+        lines = [
+            "| fault | times | named rightly | found after s, median (worst) | went on after s,"
+            " median (worst) |"
+        ]
         lines.append("|---|---|---|---|---|")
         for name in dict.fromkeys(outcome.fault for outcome in self.outcomes):
             here = [outcome for outcome in self.outcomes if outcome.fault == name]
             found = [o.found for o in here if o.found >= 0]
             again = [o.recovered for o in here if o.recovered >= 0]
-            lines.append(f"| {name} | {len(here)} | {len(found)} | {_spread(found)} | {_spread(again)} |")
+            lines.append(
+                f"| {name} | {len(here)} | {len(found)} | {_spread(found)} | {_spread(again)} |"
+            )
         return lines
 
     def well(self) -> bool:
@@ -239,7 +274,10 @@ class Chaos:
                     outcome.recovered = self._past(found.step) - began
                     self._settle(SETTLED)
         self.outcomes.append(outcome)
-        self._say(f"  {outcome.cause or 'NOT FOUND'}; found {outcome.found:.1f} s, went on {outcome.recovered:.1f} s")
+        self._say(
+            f"  {outcome.cause or 'NOT FOUND'}; found {outcome.found:.1f} s, went on"
+            f" {outcome.recovered:.1f} s"
+        )
 
     def _event(self, fits: Callable[[Event], bool]) -> Event | None:
         until = time.monotonic() + PATIENCE
@@ -277,18 +315,28 @@ class Chaos:
     def _supervised(self, workdir: Path) -> Iterator[subprocess.Popen]:
         """The agent with its processes; nothing of them is left afterwards."""
         command = [
-            sys.executable, "-m", "experiments.supervise", f"--processes={self.processes}", "--restarts=3", "--",
-            f"--workdir={workdir}", *self._training,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "experiments.supervise",
+            f"--processes={self.processes}",
+            "--restarts=3",
+            "--",
+            f"--workdir={workdir}",
+            *self._training,
+        ]
         if self.store:
             command.append(f"--config.checkpoint.durable=s3://{self.store.BUCKET}/{workdir.name}")
         variables = {
             **(self.store.variables if self.store else {}),
-            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices}",
-            faults.VARIABLE: str(self.folder / "faults.json"), "ZAYA_WATCH_ROOT": str(self.tree),
-        }  # fmt: skip
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices}",
+            faults.VARIABLE: str(self.folder / "faults.json"),
+            "ZAYA_WATCH_ROOT": str(self.tree),
+        }
         with (self.folder / f"{workdir.name}.log").open("wb") as log:
-            agent = subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT)
+            agent = subprocess.Popen(
+                command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT
+            )
         try:
             yield agent
         finally:
@@ -315,9 +363,9 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "never"
 
 
-########################################################################################################################
+# ################################################################################################
 # The faults
-########################################################################################################################
+# ##################################################################################################
 
 
 def _done(*_: object) -> None:
@@ -346,7 +394,12 @@ def _disk(chaos: Chaos, victim: Victim) -> Callable[[], object]:
 def _damage(chaos: Chaos, victim: Victim) -> Callable[[], object]:
     saved = chaos.workdir / "checkpoints"
     newest = saved / str(max(writing.steps_in(saved)))
-    hurt.flip(max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size))
+    hurt.flip(
+        max(
+            (path for path in newest.rglob("*") if path.is_file()),
+            key=lambda path: path.stat().st_size,
+        )
+    )
     hurt.kill(victim)
     return _done
 
@@ -354,7 +407,9 @@ def _damage(chaos: Chaos, victim: Victim) -> Callable[[], object]:
 def _cut(chaos: Chaos, victim: Victim) -> Callable[[], object]:
     others = [other for index, other in chaos.victims().items() if index != victim.number]
     if not hurt.cut(victim, others[0]):
-        raise RuntimeError(f"processes {victim.number} and {others[0].number} have no connection to cut")
+        raise RuntimeError(
+            f"processes {victim.number} and {others[0].number} have no connection to cut"
+        )
     return _done
 
 
@@ -402,21 +457,40 @@ FAULTS = [
     Fault("a process is killed", _kill, _of("died")),
     Fault("a process is stopped (SIGSTOP)", _stop, _of("hangs")),
     Fault(
-        "a process is slow", _slow,
-        lambda event, victim: event.concluded == "straggler" and event.process == victim.number, ends=False,
+        "a process is slow",
+        _slow,
+        lambda event, victim: event.concluded == "straggler" and event.process == victim.number,
+        ends=False,
     ),
-    Fault("a full disk", _disk, lambda event, victim: _of("died")(event, victim) and event.group == "storage"),
     Fault(
-        "a cut connection", _cut,
-        lambda event, victim: re.search(rf"connection between .*\b{victim.number}\b", event.concluded) is not None,
+        "a full disk",
+        _disk,
+        lambda event, victim: _of("died")(event, victim) and event.group == "storage",
+    ),
+    Fault(
+        "a cut connection",
+        _cut,
+        lambda event, victim: (
+            re.search(rf"connection between .*\b{victim.number}\b", event.concluded) is not None
+        ),
     ),
     Fault("a dead remote store", _dead, _rule("log", "store unreachable"), ends=False, store=True),
-    Fault("gradients that are not finite", _nonfinite, lambda event, _: event.kind == "not finite", ends=False),
+    Fault(
+        "gradients that are not finite",
+        _nonfinite,
+        lambda event, _: event.kind == "not finite",
+        ends=False,
+    ),
     Fault("corrupt data", _spike, lambda event, _: event.kind == "spike", ends=False, back=True),
     Fault("a flipped bit in a gradient", _flip, _of("corrupt")),
-    Fault("a GPU's memory error", _memory, _rule("hardware", "gpu uncorrectable memory error"), ends=False),
+    Fault(
+        "a GPU's memory error",
+        _memory,
+        _rule("hardware", "gpu uncorrectable memory error"),
+        ends=False,
+    ),
     Fault("a link's errors", _link, _rule("hardware", "nic link errors"), ends=False),
-]  # fmt: skip
+]
 
 # For a run with checkpoint.on_corrupt=previous and two checkpoints; others stop at it.
 DAMAGED = Fault("a damaged checkpoint", _damage, _of("died"))
@@ -432,7 +506,11 @@ def main() -> int:
     found = Chaos(args.workdir, args.seed, functools.partial(print, flush=True))
     code = found.run(args.minutes)
     same, step = found.same_bits()
-    table = [*found.table(), "", f"checkpoint of step {step}: {'the same bits' if same else 'other bits'}"]
+    table = [
+        *found.table(),
+        "",
+        f"checkpoint of step {step}: {'the same bits' if same else 'other bits'}",
+    ]
     (args.workdir / "chaos.md").write_text("\n".join(table) + "\n")
     print("\n".join(table))
     return 0 if same and found.well() and code == PREEMPTED else 1

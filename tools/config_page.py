@@ -1,4 +1,5 @@
-"""docs/config.md, made from the keys' own declarations; a test compares the page with this program's output.
+"""docs/config.md, made from the keys' own declarations; a test compares the page with this
+program's output.
 
 python -m tools.config_page > docs/config.md
 """
@@ -22,7 +23,9 @@ def page() -> str:
     """docs/config.md."""
     parts = [INTRODUCTION]
     for title, about, rows in groups():
-        parts.append(f"\n## {title}\n\n{about}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n")
+        parts.append(
+            f"\n## {title}\n\n{about}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n"
+        )
         for *row, meaning in rows:
             key, default, allowed = (f"`{text}`" if text else "" for text in row)
             parts.append(f"| {key} | {default} | {allowed} | {meaning} |\n")

@@ -2,9 +2,10 @@
 
     python tools/draw_parallelism.py
 
-The contents are not drawn by hand: they are read from the shardings of a run with this mesh (the rules for weights, the
-batch's layout with its zig-zag, the optimizer's buckets). The traffic is listed next to them, in the order of a layer's
-forward pass, then backward, then the update; the tests read the same from compiled programs.
+The contents are not drawn by hand: they are read from the shardings of a run with this mesh (the
+rules for weights, the batch's layout with its zig-zag, the optimizer's buckets). The traffic is
+listed next to them, in the order of a layer's forward pass, then backward, then the update; the
+tests read the same from compiled programs.
 """
 
 import dataclasses
@@ -28,9 +29,16 @@ from zaya_jax.training import state as states
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "parallelism"
 MODEL = config.Model(
-    vocab_size=64, hidden_size=16, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
-    moe_intermediate_size=8, num_experts=8, router_hidden_size=8,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=8,
+    moe_intermediate_size=8,
+    num_experts=8,
+    router_hidden_size=8,
+)
 SEQUENCES, LENGTH = 8, 32
 CELL, GAP, LEFT, TOP, BOX = (92, 46), (22, 12), 96, 58, 560
 INK, PALE, FILL, MOVE = "#333", "#ddd", ("#4477aa", "#66a182", "#cc8844", "#8866aa"), "#bb3344"
@@ -47,11 +55,17 @@ class Scheme:
     moves: tuple[tuple[str, str, str], ...]
 
 
-UPDATE = (("update", "reduce-scatter", "gradients, by whole matrices"), ("update", "all-gather", "Muon's directions"))
+UPDATE = (
+    ("update", "reduce-scatter", "gradients, by whole matrices"),
+    ("update", "all-gather", "Muon's directions"),
+)
 SCHEMES = (
     Scheme("data", "data: ZeRO-1", 4, dict(data=4), UPDATE),
     Scheme(
-        "fsdp", "data with fsdp", 4, dict(data=4, fsdp=True),
+        "fsdp",
+        "data with fsdp",
+        4,
+        dict(data=4, fsdp=True),
         (
             ("layer, forward", "all-gather", "the layer's matrices"),
             ("layer, backward", "all-gather", "the same again"),
@@ -60,7 +74,10 @@ SCHEMES = (
         ),
     ),
     Scheme(
-        "expert", "expert", 4, dict(data=1, expert=4),
+        "expert",
+        "expert",
+        4,
+        dict(data=1, expert=4),
         (
             ("layer, forward", "all-to-all", "tokens to their expert's device"),
             ("layer, forward", "all-to-all", "and back"),
@@ -69,7 +86,10 @@ SCHEMES = (
         ),
     ),
     Scheme(
-        "context", "context: all-gather-KV", 4, dict(data=1, context=4),
+        "context",
+        "context: all-gather-KV",
+        4,
+        dict(data=1, context=4),
         (
             ("layer, forward", "neighbours", "the columns before each chunk"),
             ("layer, forward", "all-gather", "keys and values"),
@@ -78,7 +98,10 @@ SCHEMES = (
         ),
     ),
     Scheme(
-        "ring", "context: ring", 4, dict(data=1, context=4, ring=True),
+        "ring",
+        "context: ring",
+        4,
+        dict(data=1, context=4, ring=True),
         (
             ("layer, forward", "neighbours", "the columns before each chunk"),
             ("layer, forward", "ring", "keys and values, N - 1 times"),
@@ -87,7 +110,10 @@ SCHEMES = (
         ),
     ),
     Scheme(
-        "lasp2", "context, linear attention: LASP-2", 4, dict(data=1, context=4),
+        "lasp2",
+        "context, linear attention: LASP-2",
+        4,
+        dict(data=1, context=4),
         (
             ("layer, forward", "neighbours", "the columns before each chunk"),
             ("layer, forward", "all-gather", "each chunk's d x d state"),
@@ -96,7 +122,10 @@ SCHEMES = (
         ),
     ),
     Scheme(
-        "tree", "context, decoding: tree attention", 4, dict(data=1, context=4),
+        "tree",
+        "context, decoding: tree attention",
+        4,
+        dict(data=1, context=4),
         (
             ("layer and token", "all-reduce", "greatest log-sum-exp"),
             ("layer and token", "all-reduce", "numerators"),
@@ -104,7 +133,10 @@ SCHEMES = (
         ),
     ),
     Scheme(
-        "tensor", "tensor", 4, dict(data=1, tensor=4),
+        "tensor",
+        "tensor",
+        4,
+        dict(data=1, tensor=4),
         (
             ("layer, forward", "all-reduce", "attention's output, the experts' output"),
             ("layer, backward", "all-reduce", "the gradients of both inputs"),
@@ -112,7 +144,10 @@ SCHEMES = (
         ),
     ),
     Scheme(
-        "tsp", "tensor carrying the sequence: TSP", 4, dict(data=1, tensor=4, tsp=True),
+        "tsp",
+        "tensor carrying the sequence: TSP",
+        4,
+        dict(data=1, tensor=4, tsp=True),
         (
             ("layer, forward", "ring", "each device's attention weights, to all"),
             ("layer, forward", "all-gather", "keys and values of those heads"),
@@ -122,7 +157,10 @@ SCHEMES = (
         ),
     ),
     Scheme(
-        "combined", "data 2 x expert 2 x context 2", 8, dict(data=2, expert=2, context=2),
+        "combined",
+        "data 2 x expert 2 x context 2",
+        8,
+        dict(data=2, expert=2, context=2),
         (
             ("layer, forward", "neighbours", "within context: the columns before each chunk"),
             ("layer, forward", "all-gather", "within context: keys and values"),
@@ -131,15 +169,18 @@ SCHEMES = (
             ("update", "all-gather", "over the same"),
         ),
     ),
-)  # fmt: skip
+)
 
 
 def arrays(scheme: Scheme) -> tuple:
-    """(mesh, [(title, rows, columns, {device: indices of a 2-D picture it holds})]) of four telling arrays."""
+    """(mesh, [(title, rows, columns, {device: indices of a 2-D picture it holds})]) of four telling
+    arrays."""
     settings = config.Config(model=MODEL, mesh=config.Mesh(**scheme.sizes))
     mesh = make_mesh(settings.mesh, jax.devices()[: scheme.devices])
     if scheme.name == "tree":
-        cache = NamedSharding(mesh, PartitionSpec(None, "context")).devices_indices_map((SEQUENCES, LENGTH))
+        cache = NamedSharding(mesh, PartitionSpec(None, "context")).devices_indices_map(
+            (SEQUENCES, LENGTH)
+        )
         parts = {d: (np.arange(SEQUENCES)[i[0]], np.arange(LENGTH)[i[1]]) for d, i in cache.items()}
         query = dict.fromkeys(mesh.devices.flat, (np.arange(1), np.arange(1)))
         return mesh, [
@@ -164,20 +205,41 @@ def arrays(scheme: Scheme) -> tuple:
         columns = np.arange(LENGTH)[index[2]]
         return np.arange(SEQUENCES)[index[1]], np.flatnonzero(np.isin(order, columns))
 
-    pick = lambda rows, columns: lambda index: (np.arange(rows)[index[-2]], np.arange(columns)[index[-1]])  # noqa: E731
+    def pick(rows, columns):
+        return lambda index: (np.arange(rows)[index[-2]], np.arange(columns)[index[-1]])
+
     q, down = shapes["cca"]["q"]["kernel"].shape, shapes["experts"]["down"].shape
     numbers = np.arange(down[2] * down[3]).reshape(down[2:])  # an expert's rows of width, each of D
     experts = lambda index: (np.arange(down[1])[index[1]], numbers[index[2:]].reshape(-1))  # noqa: E731
     rows = optimizer.layout.state_shapes()[bucket][0]
     whole = lambda index: (np.arange(rows)[index[0]], np.arange(1))  # noqa: E731
     return mesh, [
-        ("tokens", "sequences", "positions", SEQUENCES, LENGTH,
-         held(batch_spec(spread), (1, SEQUENCES, LENGTH), tokens)),
+        (
+            "tokens",
+            "sequences",
+            "positions",
+            SEQUENCES,
+            LENGTH,
+            held(batch_spec(spread), (1, SEQUENCES, LENGTH), tokens),
+        ),
         ("attention's q", "D", "heads", *q[1:], held(specs["cca"]["q"]["kernel"], q, pick(*q[1:]))),
-        ("experts", "expert", "width x D", down[1], numbers.size, held(specs["experts"]["down"], down, experts)),
-        ("Muon's state", "matrix", "", rows, 1,
-         held(optimizer.layout.spec(bucket), optimizer.layout.state_shapes()[bucket], whole)),
-    ]  # fmt: skip
+        (
+            "experts",
+            "expert",
+            "width x D",
+            down[1],
+            numbers.size,
+            held(specs["experts"]["down"], down, experts),
+        ),
+        (
+            "Muon's state",
+            "matrix",
+            "",
+            rows,
+            1,
+            held(optimizer.layout.spec(bucket), optimizer.layout.state_shapes()[bucket], whole),
+        ),
+    ]
 
 
 def text(x, y, words, size=12, anchor="start", color=INK, weight="normal") -> str:
@@ -191,13 +253,15 @@ def text(x, y, words, size=12, anchor="start", color=INK, weight="normal") -> st
 def portion(x, y, rows, columns, index, color) -> str:
     """An array's outline with the part of it that a device has."""
     width, height = CELL
-    parts = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="#fff" stroke="{PALE}"/>']
+    parts = [
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="#fff" stroke="{PALE}"/>'
+    ]
     for first, last in runs(index[0]):
         for left, right in runs(index[1]):
             parts.append(
-                f'<rect x="{x + width * left / columns:.1f}" y="{y + height * first / rows:.1f}" '
-                f'width="{width * (right - left) / columns:.1f}" height="{height * (last - first) / rows:.1f}" '
-                f'fill="{color}"/>'
+                f'<rect x="{x + width * left / columns:.1f}" y="{y + height * first / rows:.1f}"'
+                f' width="{width * (right - left) / columns:.1f}"'
+                f' height="{height * (last - first) / rows:.1f}" fill="{color}"/>'
             )
     return "".join(parts)
 
@@ -226,14 +290,19 @@ def pattern(x, y, kind) -> str:
             'marker-end="url(#tip)"/>'
         )
     if kind == "ring":
-        out.append(f'<path d="M{x + 78} {y} Q{x + 39} {y - 26} {x} {y}" fill="none" stroke="{MOVE}" '
-                   'marker-end="url(#tip)"/>')  # fmt: skip
+        out.append(
+            f'<path d="M{x + 78} {y} Q{x + 39} {y - 26} {x} {y}" fill="none" stroke="{MOVE}" '
+            'marker-end="url(#tip)"/>'
+        )
     if not arrows:  # by way of a common line
         out.append(f'<path d="M{x} {y - 12} H{x + 78}" stroke="{MOVE}" stroke-width="2"/>')
         ends = {"all-gather": "end", "reduce-scatter": "end", "all-reduce": "both"}[kind]
         for dot, _ in dots:
             both = 'marker-start="url(#back)"' if ends == "both" else ""
-            out.append(f'<path d="M{dot} {y - 12} V{y - 3}" stroke="{MOVE}" marker-end="url(#tip)" {both}/>')
+            out.append(
+                f'<path d="M{dot} {y - 12} V{y - 3}" stroke="{MOVE}" marker-end="url(#tip)"'
+                f" {both}/>"
+            )
     out += [f'<circle cx="{dot}" cy="{y}" r="3.2" fill="{INK}"/>' for dot, _ in dots]
     return "".join(out)
 
@@ -247,11 +316,18 @@ def draw(scheme: Scheme) -> str:
     height = max(TOP + step_y * len(devices) + 14, TOP + 46 * len(scheme.moves) + 30)
     width = right + BOX - 150
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" role="img"><title>{html.escape(scheme.title)}</title>',
-        f'<defs><marker id="tip" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="5" markerHeight="5" orient="auto">'
-        f'<path d="M0 0L6 3L0 6z" fill="{MOVE}"/></marker><marker id="back" viewBox="0 0 6 6" refX="0" refY="3" '
-        f'markerWidth="5" markerHeight="5" orient="auto"><path d="M6 0L0 3L6 6z" fill="{MOVE}"/></marker></defs>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            f' width="{width}" height="{height}" font-family="sans-serif"'
+            f' role="img"><title>{html.escape(scheme.title)}</title>'
+        ),
+        (
+            '<defs><marker id="tip" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="5"'
+            ' markerHeight="5" orient="auto"><path d="M0 0L6 3L0 6z"'
+            f' fill="{MOVE}"/></marker><marker id="back" viewBox="0 0 6 6" refX="0" refY="3"'
+            ' markerWidth="5" markerHeight="5" orient="auto"><path d="M6 0L0 3L6 6z"'
+            f' fill="{MOVE}"/></marker></defs>'
+        ),
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
         text(10, 22, scheme.title, 15, weight="bold"),
         text(right, 22, "what moves", 13, weight="bold"),

@@ -1,9 +1,11 @@
-"""Makes a small chat set from Python itself: questions about the parameters of the standard library's functions.
+"""Makes a small chat set from Python itself: questions about the parameters of the standard
+library's functions.
 
     python tools/example_chats.py chats.jsonl
 
-Every question quotes a signature, as `inspect` finds it, in one of several wordings; the answer lists its parameters.
-The same Python gives the same file. It is for trying out fine-tuning (docs/finetuning.md): no network, no licence.
+Every question quotes a signature, as `inspect` finds it, in one of several wordings; the answer
+lists its parameters. The same Python gives the same file. It is for trying out fine-tuning
+(docs/finetuning.md): no network, no licence.
 """
 
 import importlib
@@ -38,7 +40,11 @@ WORDINGS = (
 LONGEST = 110  # characters of a signature, so that a chat fits into 256 bytes
 SYSTEM = "Answer with names alone."
 # Parts of signatures that quote the Python that runs this, and not its library.
-PLACES = {sys.executable: "python", sysconfig.get_path("stdlib"): "lib", sysconfig.get_default_scheme(): "posix_prefix"}
+PLACES = {
+    sys.executable: "python",
+    sysconfig.get_path("stdlib"): "lib",
+    sysconfig.get_default_scheme(): "posix_prefix",
+}
 
 
 def main() -> int:
@@ -52,7 +58,10 @@ def main() -> int:
     for name, signature, parameters in sorted(set(found())):
         question = chosen.choice(WORDINGS).format(f"{name}{signature}")
         messages = [{"role": "system", "content": SYSTEM}] if chosen.random() < 0.2 else []
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": parameters}]
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": parameters},
+        ]
         chats.append({"messages": messages})
     Path(path).write_text("".join(json.dumps(one) + "\n" for one in chats), encoding="utf-8")
     print(f"{len(chats):,} chats in {path}")
@@ -80,7 +89,11 @@ def found() -> Iterator[tuple[str, str, str]]:
                 spelt = str(signature)
                 for place, named in PLACES.items():
                     spelt = spelt.replace(repr(place), repr(named))
-                if signature.parameters and len(key) + len(spelt) <= LONGEST and " at 0x" not in spelt:
+                if (
+                    signature.parameters
+                    and len(key) + len(spelt) <= LONGEST
+                    and " at 0x" not in spelt
+                ):
                     yield key, spelt, ", ".join(signature.parameters)
 
 

@@ -1,13 +1,15 @@
-"""Faults on purpose, for tests: ZAYA_FAULTS names a file of them, which may change while the run goes on.
+"""Faults on purpose, for tests: ZAYA_FAULTS names a file of them, which may change while the run
+goes on.
 
     [{"kind": "data", "first": 40, "last": 60},                       batches of noise, by their place in the order
      {"kind": "slow", "process": 1, "seconds": 0.5, "first": 3},      a process sleeps in each step
      {"kind": "flip", "device": 2, "times": 1},                       a bit of a device's gradient
      {"kind": "nonfinite", "device": 0, "first": 9, "last": 12}]      its gradient is no number
 
-`first` and `last` are steps, both included; without them always. `times`: so often in all; `passing`: not when they are
-computed again, to be compared (`replay`). Without the variable nothing of this is in any program. The hook in a program
-is made when it is traced; it asks the file whenever it runs.
+`first` and `last` are steps, both included; without them always. `times`: so often in all;
+`passing`: not when they are computed again, to be compared (`replay`). Without the variable nothing
+of this is in any program. The hook in a program is made when it is traced; it asks the file
+whenever it runs.
 """
 
 import json
@@ -38,7 +40,11 @@ def _now(kind: str, step: int) -> list[dict[str, Any]]:
         every = json.loads(Path(os.environ[VARIABLE]).read_text())
     except (KeyError, OSError, ValueError):
         return []
-    return [one for one in every if one["kind"] == kind and one.get("first", 0) <= step <= one.get("last", 1 << 62)]
+    return [
+        one
+        for one in every
+        if one["kind"] == kind and one.get("first", 0) <= step <= one.get("last", 1 << 62)
+    ]
 
 
 def in_step(step: int) -> None:
@@ -51,7 +57,9 @@ def in_step(step: int) -> None:
                 time.sleep(one["seconds"])
 
 
-def of_data(batch: dict[str, np.ndarray], step: int, left_out: list[list[int]]) -> dict[str, np.ndarray]:
+def of_data(
+    batch: dict[str, np.ndarray], step: int, left_out: list[list[int]]
+) -> dict[str, np.ndarray]:
     """A step's batch on the host; requested steps are noise, by their place in the data's order."""
     if not asked():
         return batch
@@ -73,11 +81,14 @@ class Faults:
     """The faults as the `faults` of `zaya_jax.run.train`."""
 
     def before_step(self, number: int) -> None:
-        """Runs in the host's loop. `strike` runs on the devices, which may be a step behind: they are waited for."""
+        """Runs in the host's loop. `strike` runs on the devices, which may be a step behind: they
+        are waited for."""
         jax.effects_barrier()
         in_step(number)
 
-    def batch(self, batch: dict[str, np.ndarray], number: int, left_out: list[list[int]]) -> dict[str, np.ndarray]:
+    def batch(
+        self, batch: dict[str, np.ndarray], number: int, left_out: list[list[int]]
+    ) -> dict[str, np.ndarray]:
         """The batch that a step is trained on."""
         return of_data(batch, number, left_out)
 
@@ -87,9 +98,11 @@ class Faults:
 
 
 def hook(axes: Sequence[str], sizes: Sequence[int], again: bool = False) -> Any:
-    """The change of a device's gradients before anything is summed; None where no faults are asked for.
+    """The change of a device's gradients before anything is summed; None where no faults are asked
+    for.
 
-    Devices go by their places in a mesh of these axes. `again`: of gradients that are computed again, to be compared.
+    Devices go by their places in a mesh of these axes. `again`: of gradients that are computed
+    again, to be compared.
     """
     if not asked():
         return None
@@ -115,7 +128,9 @@ def hook(axes: Sequence[str], sizes: Sequence[int], again: bool = False) -> Any:
         leaves, treedef = jax.tree.flatten(gradients)
         first = leaves[0].ravel()
         bits = jax.lax.bitcast_convert_type(first[0].astype(jnp.float32), jnp.uint32) ^ flip
-        value = jax.lax.bitcast_convert_type(bits, jnp.float32) + jax.lax.bitcast_convert_type(add, jnp.float32)
+        value = jax.lax.bitcast_convert_type(bits, jnp.float32) + jax.lax.bitcast_convert_type(
+            add, jnp.float32
+        )
         leaves[0] = first.at[0].set(value.astype(first.dtype)).reshape(leaves[0].shape)
         return jax.tree.unflatten(treedef, leaves)
 

@@ -1,4 +1,5 @@
-"""Shows the >>> examples of docstrings as code: Markdown would take them for three nested quotations."""
+"""Shows the >>> examples of docstrings as code: Markdown would take them for three nested
+quotations."""
 
 import re
 

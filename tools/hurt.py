@@ -1,4 +1,5 @@
-"""Faults done on purpose to a run of this machine: to its processes, their connections, their files.
+"""Faults done on purpose to a run of this machine: to its processes, their connections, their
+files.
 
     for process in processes_of(agent): ...     the training's processes, by their index
     kill(victim), stop(victim), fill_disk(victim), cut(victim, other)
@@ -39,7 +40,8 @@ class Victim(NamedTuple):
 
 
 class Store:
-    """A local S3 store that is unreachable between `die` and `live`, and keeps its content meanwhile."""
+    """A local S3 store that is unreachable between `die` and `live`, and keeps its content
+    meanwhile."""
 
     BUCKET = "chaos"
 
@@ -49,14 +51,21 @@ class Store:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise a line for every request
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
-        self._new = lambda: ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+        self._new = lambda: ThreadedMotoServer(
+            ip_address="127.0.0.1", port=self._port, verbose=False
+        )
         self.variables = {
-            "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
-        }  # fmt: skip
+        }
         self.live()
         urllib.request.urlopen(
-            urllib.request.Request(f"{self.variables['AWS_ENDPOINT_URL']}/{self.BUCKET}", method="PUT"), timeout=30
+            urllib.request.Request(
+                f"{self.variables['AWS_ENDPOINT_URL']}/{self.BUCKET}", method="PUT"
+            ),
+            timeout=30,
         ).close()
 
     def live(self) -> None:
@@ -107,7 +116,8 @@ def flip(path: Path) -> None:
 
 
 def cut(victim: Victim, other: Victim) -> int:
-    """Breaks all connections between two processes, as a switch does that forgets them; how many there were."""
+    """Breaks all connections between two processes, as a switch does that forgets them; how many
+    there were."""
     ends = {frozenset(pair) for _, pair in _connections(other.pid)}
     count, handle = 0, os.pidfd_open(victim.pid)
     try:
@@ -115,7 +125,11 @@ def cut(victim: Victim, other: Victim) -> int:
             if frozenset(pair) in ends:
                 own = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, handle, number, 0)
                 if own < 0:
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), f"pidfd_getfd({victim.pid})")
+                    raise OSError(
+                        ctypes.get_errno(),
+                        os.strerror(ctypes.get_errno()),
+                        f"pidfd_getfd({victim.pid})",
+                    )
                 with socket.socket(fileno=own) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
                 count += 1
@@ -125,7 +139,8 @@ def cut(victim: Victim, other: Victim) -> int:
 
 
 def _connections(pid: int) -> Iterator[tuple[int, tuple[str, str]]]:
-    """The TCP connections of a process: descriptor, and the addresses of both ends as the kernel writes them."""
+    """The TCP connections of a process: descriptor, and the addresses of both ends as the kernel
+    writes them."""
     by_inode = {}
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
@@ -143,7 +158,8 @@ def _connections(pid: int) -> Iterator[tuple[int, tuple[str, str]]]:
 
 
 def _port(address: str) -> str:
-    """Of this machine's own connections the ports say which they are; an IPv4 end may be written as IPv6."""
+    """Of this machine's own connections the ports say which they are; an IPv4 end may be written as
+    IPv6."""
     return address.rsplit(":", 1)[1]
 
 
@@ -163,4 +179,6 @@ def _environ(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)
-    return {name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs}
+    return {
+        name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs
+    }

@@ -1,8 +1,10 @@
-"""Lets mkdocs make a site of pages that are written for the repository: adds files outside docs/, and links to them.
+"""Lets mkdocs make a site of pages that are written for the repository: adds files outside docs/,
+and links to them.
 
-Pages of benchmarks/ and some others keep their path in the repository on the site, those of docs/ lose "docs/".
-A link to any other text file leads to a page with its text, so that the site is whole without a repository's address.
-A link to a missing file is a warning, which strict mode turns into an error.
+Pages of benchmarks/ and some others keep their path in the repository on the site, those of docs/
+lose "docs/". A link to any other text file leads to a page with its text, so that the site is whole
+without a repository's address. A link to a missing file is a warning, which strict mode turns into
+an error.
 """
 
 import logging
@@ -15,18 +17,29 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTSIDE = ("benchmarks/*.md", "benchmarks/*.png", "benchmarks/*.svg", "pallas_kernels/*.md", "C*.md")
+OUTSIDE = (
+    "benchmarks/*.md",
+    "benchmarks/*.png",
+    "benchmarks/*.svg",
+    "pallas_kernels/*.md",
+    "C*.md",
+)
 LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 OUTPUT = '<div class="language-text highlight'  # what a program prints
-OPTIONS = re.compile(r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:key|option)</th>)")  # a phone has its rows as paragraphs
-CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S)  # text that looks like a link in code is not a link
+OPTIONS = re.compile(
+    r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:key|option)</th>)"
+)  # a phone has its rows as paragraphs
+CODE = re.compile(
+    r"(^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S
+)  # text that looks like a link in code is not a link
 
 log = logging.getLogger("mkdocs.hooks.outside")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages and pictures outside docs/, and a page for each other file that a page links to."""
+    """Adds the pages and pictures outside docs/, and a page for each other file that a page links
+    to."""
     outside = sorted(path for pattern in OUTSIDE for path in ROOT.glob(pattern))
     for path in outside:
         name = path.relative_to(ROOT).as_posix()
@@ -58,7 +71,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Marks output, for which the theme then makes no copy button, and tables of keys and options, for the style."""
+    """Marks output, for which the theme then makes no copy button, and tables of keys and options,
+    for the style."""
     return OPTIONS.sub("<table data-options>", html.replace(OUTPUT, f"{OUTPUT} no-copy"))
 
 
@@ -71,7 +85,8 @@ def targets(file: File) -> list[str]:
 
 
 def repository_path(file: File, link: str) -> str | None:
-    """The target of a page's link, from the repository's root; None for an address, or a page made here."""
+    """The target of a page's link, from the repository's root; None for an address, or a page made
+    here."""
     if re.match(r"[a-z]+:", link) or file.src_uri.startswith("source/"):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(source_path(file)), link))
@@ -86,7 +101,10 @@ def site_name(target: str) -> str:
     """The path on the site of a file of the repository."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
-    if any(Path(target).match(pattern) and target.count("/") == pattern.count("/") for pattern in OUTSIDE):
+    if any(
+        Path(target).match(pattern) and target.count("/") == pattern.count("/")
+        for pattern in OUTSIDE
+    ):
         return target
     return f"source/{target}.md"
 

@@ -60,10 +60,14 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 @functools.cache
 def options() -> dict[str, dict[str, list[str]]]:
-    """The names of every program's options, by subcommand; an argument without dashes is in capitals."""
+    """The names of every program's options, by subcommand; an argument without dashes is in
+    capitals."""
     found = {name: _of_parser(parser_of(name)) for name in names()}
     return {
-        name: {command: [o.name.partition("=")[0].lstrip("-") for o in own] for command, own in commands}
+        name: {
+            command: [o.name.partition("=")[0].lstrip("-") for o in own]
+            for command, own in commands
+        }
         for name, commands in found.items()
     }
 
@@ -80,7 +84,10 @@ def page() -> str:
                 parts.append(f"\n### {name} {command}\n")
             if options:
                 parts.append("\n| option | default | meaning |\n|---|---|---|\n")
-                parts += [f"| `{o.name}` | {o.default and f'`{o.default}`'} | {o.meaning} |\n" for o in options]
+                parts += [
+                    f"| `{o.name}` | {o.default and f'`{o.default}`'} | {o.meaning} |\n"
+                    for o in options
+                ]
     return "".join(parts)
 
 
@@ -96,7 +103,9 @@ def _about(doc: str) -> str:
     return text.replace("\n\n```\n", "\n```\n").replace("```text\n\n", "```text\n") + "\n"
 
 
-def _of_parser(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, list[Option]]]:
+def _of_parser(
+    parser: argparse.ArgumentParser, command: str = ""
+) -> Iterator[tuple[str, list[Option]]]:
     options, below = [], []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -108,7 +117,9 @@ def _of_parser(parser: argparse.ArgumentParser, command: str = "") -> Iterator[t
             if action.option_strings and value and action.nargs != 0:
                 name += f"={value}"
             required = "; required" if action.required and action.option_strings else ""
-            options.append(Option(_cell(name), _default(action.default), _cell(action.help or "") + required))
+            options.append(
+                Option(_cell(name), _default(action.default), _cell(action.help or "") + required)
+            )
     if options or not below:
         yield command, options
     yield from below

@@ -11,7 +11,8 @@
 | chat.jsonl | short chats: sums with reasoning, and weather questions that need a tool call |
 | tasks/*.yaml, *.jsonl | held-out sums, tool calls and needles of each length, as multiple choice |
 
-The same Python and packages give the same files. Names and numbers of a task occur in no training document.
+The same Python and packages give the same files. Names and numbers of a task occur in no training
+document.
 """
 
 import argparse
@@ -46,7 +47,20 @@ NAMES = [
     "sam",
     "tess",
 ]
-CITIES = ["Oslo", "Rome", "Lima", "Bonn", "Cairo", "Kyoto", "Quito", "Riga", "Seoul", "Turin", "Porto", "Minsk"]
+CITIES = [
+    "Oslo",
+    "Rome",
+    "Lima",
+    "Bonn",
+    "Cairo",
+    "Kyoto",
+    "Quito",
+    "Riga",
+    "Seoul",
+    "Turin",
+    "Porto",
+    "Minsk",
+]
 TOOL = [{"type": "function", "function": {"name": "weather", "parameters": {"city": "string"}}}]
 EVERYBODY = [f"{name} {letter}" for name in NAMES for letter in "abcdefghijklmnopqrstuvwxyz"]
 LINE = 7.0  # tokens of a line of such lists, with the rehearsal's tokenizer
@@ -74,10 +88,15 @@ def make(folder: Path, mib: float, contexts: list[int]) -> dict[str, int]:
         "reasoning": needles(random.Random(2), contexts),
         "chat": chats(random.Random(3)),
     }
-    sizes = {name: _write(folder / f"{name}.jsonl", part, int(mib * 2**20)) for name, part in parts.items()}
+    sizes = {
+        name: _write(folder / f"{name}.jsonl", part, int(mib * 2**20))
+        for name, part in parts.items()
+    }
     (folder / "tasks").mkdir(exist_ok=True)
     held = random.Random(4)
-    task(folder / "tasks", "rehearsal_sums", [sum_question(held, held_out=True) for _ in range(200)])
+    task(
+        folder / "tasks", "rehearsal_sums", [sum_question(held, held_out=True) for _ in range(200)]
+    )
     task(folder / "tasks", "rehearsal_tools", [tool_question(held) for _ in range(100)])
     for context in (contexts[0] * 4, longest):
         asked = [needle_question(held, context) for _ in range(60)]
@@ -97,18 +116,25 @@ def _write(path: Path, records: Iterator[dict[str, Any]], most: int) -> int:
 
 
 def prose() -> Iterator[str]:
-    """Texts of installed packages, and the docstrings of their modules and of the standard library's."""
+    """Texts of installed packages, and the docstrings of their modules and of the standard
+    library's."""
     packages = Path(sysconfig.get_path("purelib"))
-    for path in sorted({*packages.glob("*.dist-info/METADATA"), *packages.rglob("*.md"), *packages.rglob("*.rst")}):
+    for path in sorted(
+        {*packages.glob("*.dist-info/METADATA"), *packages.rglob("*.md"), *packages.rglob("*.rst")}
+    ):
         text = path.read_text(encoding="utf-8", errors="ignore")
         if len(re.findall(r"\b[a-z]{3,}\b", text)) * 14 > len(text) > 1000:  # sentences, not tables
             yield text
-    for path in sorted({*Path(sysconfig.get_path("stdlib")).glob("*.py"), *packages.glob("*/*.py")}):
+    for path in sorted(
+        {*Path(sysconfig.get_path("stdlib")).glob("*.py"), *packages.glob("*/*.py")}
+    ):
         try:
             nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="ignore"))))
         except (SyntaxError, ValueError):  # a test file of some package, on purpose
             continue
-        owners = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+        owners = [
+            node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        ]
         text = "\n\n".join(filter(None, map(ast.get_docstring, owners)))
         if len(text) > 1000:
             yield text
@@ -151,7 +177,9 @@ def sum_question(chosen: random.Random, held_out: bool = False) -> dict[str, Any
 def _pairs(chosen: random.Random, tokens: int) -> dict[str, int]:
     """Names and numbers whose lines fill so many tokens."""
     count = max(2, int(tokens / LINE))
-    return {name: chosen.randrange(10) for name in chosen.sample(EVERYBODY, min(count, len(EVERYBODY)))}
+    return {
+        name: chosen.randrange(10) for name in chosen.sample(EVERYBODY, min(count, len(EVERYBODY)))
+    }
 
 
 def _lines(pairs: Iterable[tuple[str, int]]) -> str:
@@ -159,7 +187,8 @@ def _lines(pairs: Iterable[tuple[str, int]]) -> str:
 
 
 def needles(chosen: random.Random, contexts: list[int]) -> Iterator[dict[str, Any]]:
-    """Chats: a list in a third of a context, names in another order, and a reasoning that finds the line of each."""
+    """Chats: a list in a third of a context, names in another order, and a reasoning that finds the
+    line of each."""
     while True:
         pairs = _pairs(chosen, chosen.choice(contexts) // 3)
         asked = chosen.sample(list(pairs), max(1, len(pairs) // 2))
@@ -172,7 +201,8 @@ def needles(chosen: random.Random, contexts: list[int]) -> Iterator[dict[str, An
 
 
 def needle_question(chosen: random.Random, context: int) -> dict[str, Any]:
-    """A list of a context's length, and the beginning of the line that is to be found in it again."""
+    """A list of a context's length, and the beginning of the line that is to be found in it
+    again."""
     pairs = _pairs(chosen, context - 3 * LINE)
     name = chosen.choice(list(pairs))
     return _choice(chosen, f"{_lines(pairs.items())}{name} has", pairs[name], range(10))
@@ -206,7 +236,11 @@ def tool_question(chosen: random.Random) -> dict[str, Any]:
     city = chosen.choice(CITIES)
     question = f"How warm is it in {city}?\n" + '{"name": "weather", "arguments": {"city": "'
     others = chosen.sample([other for other in CITIES if other != city], 3)
-    return {"question": question, "right": city, **{f"wrong{i}": other for i, other in enumerate(others)}}
+    return {
+        "question": question,
+        "right": city,
+        **{f"wrong{i}": other for i, other in enumerate(others)},
+    }
 
 
 def _choice(chosen: random.Random, question: str, right: int, among: range) -> dict[str, Any]:

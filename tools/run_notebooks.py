@@ -1,10 +1,12 @@
-"""Runs notebooks without Jupyter: their code cells from top to bottom, one process and one empty folder for each.
+"""Runs notebooks without Jupyter: their code cells from top to bottom, one process and one empty
+folder for each.
 
     python tools/run_notebooks.py [--write] [NOTEBOOK.ipynb ...]      without a name: all of experiments/notebooks
 
-The output is the cell's printed text, the value of its last line (unless that ends with a semicolon, as in Jupyter) and
-its figures as PNG. With --write that becomes the notebook's stored outputs. A training run's stderr goes to
-stderr and is not stored. A cell that raises ends with 1, its notebook, number and traceback, and nothing is written.
+The output is the cell's printed text, the value of its last line (unless that ends with a
+semicolon, as in Jupyter) and its figures as PNG. With --write that becomes the notebook's stored
+outputs. A training run's stderr goes to stderr and is not stored. A cell that raises ends with 1,
+its notebook, number and traceback, and nothing is written.
 """
 
 import argparse
@@ -29,9 +31,13 @@ FOLDER = ROOT / "experiments" / "notebooks"
 
 def main(arguments: list[str] | None = None) -> int:
     """Each notebook in a process of its own, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="store the outputs in the notebooks")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # a notebook's own process
+    parser.add_argument(
+        "--here", action="store_true", help=argparse.SUPPRESS
+    )  # a notebook's own process
     parser.add_argument("notebooks", nargs="*", type=Path)
     given = parser.parse_args(arguments)
     notebooks = [path.resolve() for path in given.notebooks] or sorted(FOLDER.glob("*.ipynb"))
@@ -45,13 +51,17 @@ def main(arguments: list[str] | None = None) -> int:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
             command = [sys.executable, str(Path(__file__).resolve()), "--here", str(path)]
-            # Python puts this file's folder first; the tree that the notebooks belong to must be found.
+            # Python puts this file's folder first; the tree that the notebooks belong to must be
+            # found.
             environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
             code = subprocess.run(
                 command + ["--write"] * given.write, cwd=scratch, env=environment, check=False
             ).returncode
         failed += code != 0
-        print(f"{path.name}: {'failed' if code else 'done'} in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        print(
+            f"{path.name}: {'failed' if code else 'done'} in {time.monotonic() - began:.0f} s",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
@@ -79,7 +89,9 @@ def _run(path: Path, write: bool) -> int:
                 print("".join(output["data"]["text/plain"]))
     if write:
         written = path.with_suffix(".tmp")
-        written.write_text(json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n", "utf-8")
+        written.write_text(
+            json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n", "utf-8"
+        )
         written.replace(path)
     return 0
 
@@ -87,7 +99,12 @@ def _run(path: Path, write: bool) -> int:
 def execute(source: str, names: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """Runs a cell in `names` and gives its outputs as nbformat 4 holds them."""
     file = f"<cell {number}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
+    linecache.cache[file] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        file,
+    )  # for tracebacks
     body = ast.parse(source, file)
     last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
@@ -97,10 +114,19 @@ def execute(source: str, names: dict[str, Any], number: int) -> list[dict[str, A
             value = eval(compile(ast.Expression(last.value), file, "eval"), names)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
-        outputs.append({"output_type": "stream", "name": "stdout", "text": _lines(printed.getvalue())})
+        outputs.append(
+            {"output_type": "stream", "name": "stdout", "text": _lines(printed.getvalue())}
+        )
     if value is not None and not source.rstrip().endswith(";"):
         data = {"text/plain": _lines(repr(value))}
-        outputs.append({"output_type": "execute_result", "execution_count": number, "data": data, "metadata": {}})
+        outputs.append(
+            {
+                "output_type": "execute_result",
+                "execution_count": number,
+                "data": data,
+                "metadata": {},
+            }
+        )
     return outputs + _figures()
 
 
@@ -114,7 +140,10 @@ def _figures() -> list[dict[str, Any]]:
     for figure in map(pyplot.figure, pyplot.get_fignums()):
         png = io.BytesIO()
         figure.savefig(png, format="png", metadata={"Software": None})
-        data = {"image/png": base64.b64encode(png.getvalue()).decode() + "\n", "text/plain": ["<a figure>"]}
+        data = {
+            "image/png": base64.b64encode(png.getvalue()).decode() + "\n",
+            "text/plain": ["<a figure>"],
+        }
         outputs.append({"output_type": "display_data", "data": data, "metadata": {}})
     pyplot.close("all")
     return outputs

@@ -116,9 +116,13 @@ def page() -> str:
     parts = [HEAD.format(longest=log_rules.LONGEST)]
     for kind, title in (("process", "Of processes"), ("kernel", "Of the kernel")):
         lines = (
-            (r.name, r.group, r.action, "yes" if r.consequence else "", _code(r.example)) for r in log_rules.load(kind)
+            (r.name, r.group, r.action, "yes" if r.consequence else "", _code(r.example))
+            for r in log_rules.load(kind)
         )
-        parts.append(f"### {title}\n\n" + _table(("rule", "class", "action", "consequence", "for example"), lines))
+        parts.append(
+            f"### {title}\n\n"
+            + _table(("rule", "class", "action", "consequence", "for example"), lines)
+        )
     parts.append(HARDWARE)
     rows = ((x.name, _amount(x), x.group, x.action, x.what, x.why) for x in LIMITS)
     parts.append(_table(("finding", "from", "class", "action", "of", "why"), rows))

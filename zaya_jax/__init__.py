@@ -2,9 +2,10 @@
 
     import zaya_jax as zj
 
-`load`, `create` and `train` give a model with its weights (`zaya_jax.library`), `init`, `apply` and `loss` are the pure
-functions underneath (`zaya_jax.functions`); docs/library.md. Each name is imported when it is first used: launchers and
-watchers import this package on hosts that must not initialise JAX.
+`load`, `create` and `train` give a model with its weights (`zaya_jax.library`), `init`, `apply` and
+`loss` are the pure functions underneath (`zaya_jax.functions`); docs/library.md. Each name is
+imported when it is first used: launchers and watchers import this package on hosts that must not
+initialise JAX.
 """
 
 import importlib
@@ -24,16 +25,41 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Config", "LanguageModel", "Layer", "Linear", "Router", "StorageError", "Trace", "TrainingStopped", "UserError",
-    "__version__", "apply", "balance", "checkpoint", "config", "create", "data", "init", "load", "loss", "metrics",
-    "optimizer", "schedule", "scores", "train", "training_loss", "weight",
-]  # fmt: skip
+    "Config",
+    "LanguageModel",
+    "Layer",
+    "Linear",
+    "Router",
+    "StorageError",
+    "Trace",
+    "TrainingStopped",
+    "UserError",
+    "__version__",
+    "apply",
+    "balance",
+    "checkpoint",
+    "config",
+    "create",
+    "data",
+    "init",
+    "load",
+    "loss",
+    "metrics",
+    "optimizer",
+    "schedule",
+    "scores",
+    "train",
+    "training_loss",
+    "weight",
+]
 
 # Where each name comes from.
 _PLACES = {
     **dict.fromkeys(("Config", "StorageError", "UserError"), "config"),
     **dict.fromkeys(("apply", "init", "loss", "optimizer", "scores", "training_loss"), "functions"),
-    **dict.fromkeys(("LanguageModel", "Trace", "TrainingStopped", "create", "load", "train"), "library"),
+    **dict.fromkeys(
+        ("LanguageModel", "Trace", "TrainingStopped", "create", "load", "train"), "library"
+    ),
     "metrics": "report.read",
     "Layer": "model.layer",
     "Router": "model.router",

@@ -1,4 +1,5 @@
-"""The programs' common parts: options, a config among them, and mistakes as one line with an exit code."""
+"""The programs' common parts: options, a config among them, and mistakes as one line with an exit
+code."""
 
 import argparse
 import io
@@ -27,7 +28,9 @@ def exit_code(main: Callable[[], int]) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # experiments/__init__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an encoding may lack a character of a prompt or a path
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # an encoding may lack a character of a prompt or a path
             stream.reconfigure(errors="backslashreplace")
     xla_flags.set_for_platform()
     try:
@@ -48,7 +51,8 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process; at once if storage failed, since threads may wait for ever for a disk that hangs."""
+    """Ends the process; at once if storage failed, since threads may wait for ever for a disk that
+    hangs."""
     if code not in (STORAGE, leaving.SIGNALLED + signal.SIGINT):
         sys.exit(code)
     leaving.now(code)
@@ -65,7 +69,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**kwargs, "allow_abbrev": False})
 
     def add_config(self, default: str) -> None:
-        """--config=FILE or FILE:ARGUMENT, and --config.KEY=VALUE of each key; parsed, `config` is checked."""
+        """--config=FILE or FILE:ARGUMENT, and --config.KEY=VALUE of each key; parsed, `config` is
+        checked."""
         file = str(config_lib.SHIPPED / default)
         self.add_argument("--config", default=file, metavar="FILE", help="Python with get_config()")
         self.epilog, self._has_config = page.listing(), True
@@ -96,20 +101,24 @@ def _change(config: ConfigDict, change: str) -> None:
             config = config[group]
         kind = config.get_type(last)
     except (AttributeError, KeyError, TypeError):
-        raise UserError(f"unknown config key config.{key}{fields.nearest(key, config_lib.all_keys())}") from None
+        raise UserError(
+            f"unknown config key config.{key}{fields.nearest(key, config_lib.all_keys())}"
+        ) from None
     try:
         if kind is tuple:  # one string may stand alone: --config.kernels=none
             config[last] = tuple(literal_eval(value)) if value.startswith(("(", "[")) else (value,)
         else:
-            config[last] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+            config[last] = (
+                {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+            )
     except (KeyError, SyntaxError, TypeError, ValueError):
         expected = {bool: "true or false", int: "a whole number", float: "a number"}
         raise UserError(f"{change}: expected {expected.get(kind, kind.__name__)}") from None
 
 
-########################################################################################################################
+# ################################################################################################
 # Types of options
-########################################################################################################################
+# ##################################################################################################
 
 
 def path(value: str) -> Path:
@@ -122,7 +131,9 @@ def path_or_address(value: str) -> str:
     return _checked(value, fields.path_problem(value, addresses=True))
 
 
-def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], Any]:
+def number(
+    kind: type[int] | type[float], least: float, most: float = math.inf
+) -> Callable[[str], Any]:
     """A finite number within these bounds."""
 
     def parse(value: str) -> int | float:
@@ -141,7 +152,9 @@ def number(kind: type[int] | type[float], least: float, most: float = math.inf) 
 def mesh(value: str) -> dict[str, int]:
     """Sizes of axes, such as data=2,expert=4."""
     sizes = [part.partition("=") for part in value.split(",")]
-    right = all(size.isdecimal() for *_, size in sizes) and len({axis for axis, *_ in sizes}) == len(sizes)
+    right = all(size.isdecimal() for *_, size in sizes) and len(
+        {axis for axis, *_ in sizes}
+    ) == len(sizes)
     _checked(value, "" if right else "is not AXIS=N,..., each axis once, such as data=2,expert=4")
     return {axis: int(size) for axis, _, size in sizes}
 
@@ -153,7 +166,8 @@ def _checked(value: str, problem: str) -> str:
 
 
 def out_folder(given: str | None, what: str) -> Path:
-    """The folder of --out, which may not exist yet; UserError if it is missing or cannot be written."""
+    """The folder of --out, which may not exist yet; UserError if it is missing or cannot be
+    written."""
     if not given:
         raise UserError(f"--out=DIR is missing: the folder for {what}")
     from zaya_jax.checkpoint import claims  # brings JAX, 1 s, which --help does not need

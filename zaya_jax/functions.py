@@ -4,9 +4,10 @@
     logits = apply(config, params, balance, ids)
     value, grads = jax.value_and_grad(loss, argnums=1)(config, params, balance, ids, labels)
 
-Parameters are a plain tree of arrays, the same on every mesh: weights as checkpoints hold them. With `mesh` the
-functions run on all its devices, in the way that `config.mesh` says (fsdp, tsp, ring). A batch that the mesh does not
-divide is padded, and the padding removed again. Letters: B batch, S sequence, L layers, E experts, V vocab.
+Parameters are a plain tree of arrays, the same on every mesh: weights as checkpoints hold them.
+With `mesh` the functions run on all its devices, in the way that `config.mesh` says (fsdp, tsp,
+ring). A batch that the mesh does not divide is padded, and the padding removed again. Letters: B
+batch, S sequence, L layers, E experts, V vocab.
 """
 
 import dataclasses
@@ -45,7 +46,8 @@ Biases = Float[Array, "L E1"]  # which balance the experts
 
 
 def init(config: Config, seed: int = 0, mesh: Mesh | None = None) -> tuple[dict, Biases]:
-    """(parameters, balancing biases) as a run with this `run.seed` begins; on a mesh each device makes its own part.
+    """(parameters, balancing biases) as a run with this `run.seed` begins; on a mesh each device
+    makes its own part.
 
     >>> params, balance = zj.init(model.config, seed=0)
     >>> params["embed"]["embedding"].shape, balance.shape
@@ -75,7 +77,13 @@ def shardings(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def apply(
-    config: Config, params: dict, balance: Biases, ids: Ids, *, segments: Ids | None = None, mesh: Mesh | None = None
+    config: Config,
+    params: dict,
+    balance: Biases,
+    ids: Ids,
+    *,
+    segments: Ids | None = None,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "B S V"]:
     """Next-token logits in float32. Tokens see those of their own segment; segment 0 is padding.
 
@@ -97,8 +105,9 @@ def forward(
     trace: bool = False,
     attention: bool = False,
 ) -> dict[str, Array]:
-    """`logits`; with `trace` the residual stream after each layer and experts' outputs [L, B, S, D], router's logits
-    and p [L, B, S, E + 1]; with `attention` heads' weights of tokens [L, B, H, S, S] (one device, no linear ones).
+    """`logits`; with `trace` the residual stream after each layer and experts' outputs [L, B, S,
+    D], router's logits and p [L, B, S, E + 1]; with `attention` heads' weights of tokens [L, B, H,
+    S, S] (one device, no linear ones).
     """
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
@@ -108,7 +117,11 @@ def forward(
         params, out = _pass(config, spread, devices, params, balance, batch, trace)
         found = {"logits": zaya.logits(model, params, out.hidden, precision)}
         like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
-        for name in ("hidden_states", "router_logits", "expert_outputs"):  # a cut sequence's chunks are rows inside
+        for name in (
+            "hidden_states",
+            "router_logits",
+            "expert_outputs",
+        ):  # a cut sequence's chunks are rows inside
             value = getattr(out, name)
             found |= {} if value is None else {name: value.reshape(like)}
         if trace and out.router_logits is not None:
@@ -118,7 +131,9 @@ def forward(
     sequences = (BATCH_AXES, spread.sequence_axes or None)
     outs = {"logits": PartitionSpec(*sequences)}
     if trace:
-        names = ["hidden_states"] + ["router_logits", "router_probs", "expert_outputs"] * (model.model_type == "zaya")
+        names = ["hidden_states"] + ["router_logits", "router_probs", "expert_outputs"] * (
+            model.model_type == "zaya"
+        )
         outs |= {name: PartitionSpec(None, *sequences) for name in names}
     batch = _batch(config, spread, ids, segments)
     found = _on(config, mesh, run, outs, params, balance, batch)
@@ -141,18 +156,20 @@ def loss(
     shifted: bool = False,
     mesh: Mesh | None = None,
 ) -> Float[Array, ""]:
-    """Mean cross entropy in nats, without `optim.z_loss`. Labels stand at their own tokens, as ids do; -100 counts for
-    nothing.
+    """Mean cross entropy in nats, without `optim.z_loss`. Labels stand at their own tokens, as ids
+    do; -100 counts for nothing.
 
-    With `shifted` a label stands at the token before it, as a training batch's targets do. Without, the label of a
-    segment's first token counts for nothing.
+    With `shifted` a label stands at the token before it, as a training batch's targets do. Without,
+    the label of a segment's first token counts for nothing.
 
     >>> value, grads = jax.value_and_grad(zj.loss, argnums=1)(model.config, model.params, model.balance, ids, ids)
     >>> jax.tree.structure(grads) == jax.tree.structure(model.params)
     True
     """
     plain = dataclasses.replace(config, optim=dataclasses.replace(config.optim, z_loss=0.0))
-    return training_loss(plain, params, balance, ids, labels, segments=segments, shifted=shifted, mesh=mesh)[0]
+    return training_loss(
+        plain, params, balance, ids, labels, segments=segments, shifted=shifted, mesh=mesh
+    )[0]
 
 
 def training_loss(
@@ -166,7 +183,8 @@ def training_loss(
     shifted: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, ""], Biases]:
-    """(What a training step minimizes, `optim.z_loss` included; each layer's tokens of each class, for `zj.balance`).
+    """(What a training step minimizes, `optim.z_loss` included; each layer's tokens of each class,
+    for `zj.balance`).
 
     >>> value, counts = zj.training_loss(model.config, model.params, model.balance, ids, ids)
     >>> counts.sum(-1).tolist()
@@ -179,25 +197,38 @@ def training_loss(
         total = jnp.sum(batch["loss_mask"])
         total = total if mesh is None else jax.lax.psum(total, spread.token_axes)
         value, (_, _, counts) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
-        return (value, counts) if mesh is None else (jax.lax.psum(value, AXES), jax.lax.psum(counts, spread.token_axes))
+        return (
+            (value, counts)
+            if mesh is None
+            else (jax.lax.psum(value, AXES), jax.lax.psum(counts, spread.token_axes))
+        )
 
     batch = _batch(config, spread, ids, segments, to_targets(labels, segments, shifted))
     return _on(config, mesh, run, (REPLICATED, REPLICATED), params, balance, batch)
 
 
 def optimizer(config: Config, rows: Mapping[str, str] | None = None) -> chain.Optimizer:
-    """Muon and AdamW as `config.optim` says, for one device: `init()`, then `update(grads, state, params, lr=lr)`.
+    """Muon and AdamW as `config.optim` says, for one device: `init()`, then `update(grads, state,
+    params, lr=lr)`.
 
-    `rows` say how weights of one's own layers are trained: a pattern of their paths, and "muon" or "adamw".
+    `rows` say how weights of one's own layers are trained: a pattern of their paths, and "muon" or
+    "adamw".
 
     >>> zj.optimizer(model.config, {"layers/router/mine/.*": "muon"}).init().figures["grad_norm"]
     Array(0., dtype=float32)
     """
-    own = [chain.Row(name, "own", method, method == "muon", "the caller's") for name, method in (rows or {}).items()]
+    own = [
+        chain.Row(name, "own", method, method == "muon", "the caller's")
+        for name, method in (rows or {}).items()
+    ]
     return chain.build(
-        config.optim, config.precision, zaya.abstract(config.model, config.precision), table=(*chain.TABLE, *own),
-        skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
-    )  # fmt: skip
+        config.optim,
+        config.precision,
+        zaya.abstract(config.model, config.precision),
+        table=(*chain.TABLE, *own),
+        skip_update=config.run.skip_update,
+        spike_deviations=config.run.spike_deviations,
+    )
 
 
 def scores(
@@ -210,7 +241,8 @@ def scores(
     segments: Ids | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
-    """Each label's log-probability in nats, and whether it is the likeliest; labels stand at the token before.
+    """Each label's log-probability in nats, and whether it is the likeliest; labels stand at the
+    token before.
 
     Logits exist for a chunk of tokens at a time. Labels below 0 give 0 and False.
 
@@ -235,7 +267,10 @@ def scores(
 
         pieces = jnp.pad(hidden, ((0, pad), (0, 0))), jnp.pad(wanted, (0, pad))
         pieces = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), pieces)
-        found = [x.reshape(-1)[: len(wanted)].reshape(batch["tokens"].shape) for x in jax.lax.map(of_chunk, pieces)]
+        found = [
+            x.reshape(-1)[: len(wanted)].reshape(batch["tokens"].shape)
+            for x in jax.lax.map(of_chunk, pieces)
+        ]
         real = batch["loss_mask"] > 0
         return jnp.where(real, found[0], 0.0), real & found[1]
 
@@ -254,7 +289,8 @@ def lens(config: Config, params: dict, hidden: Float[Array, "*B D"]) -> Float[Ar
 
 
 def to_targets(labels: Any, segments: Any, shifted: bool, xp: Any = jnp) -> Any:
-    """Labels at the token before their own, -100 for those that do not count; `xp` is NumPy for arrays on the host."""
+    """Labels at the token before their own, -100 for those that do not count; `xp` is NumPy for
+    arrays on the host."""
     if not shifted:
         labels = xp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
         if segments is not None:
@@ -263,12 +299,29 @@ def to_targets(labels: Any, segments: Any, shifted: bool, xp: Any = jnp) -> Any:
     return labels if segments is None else xp.where(segments > 0, labels, IGNORED)
 
 
-def _pass(config: Config, spread: Spread, devices: Devices, params: dict, balance, batch, trace: bool = False):
-    """The parameters outside the layers, gathered, and the output of the layers; inside a program."""
+def _pass(
+    config: Config,
+    spread: Spread,
+    devices: Devices,
+    params: dict,
+    balance,
+    batch,
+    trace: bool = False,
+):
+    """The parameters outside the layers, gathered, and the output of the layers; inside a
+    program."""
     if spread.fsdp:
         params = whole_outside(params, zaya.param_axes(config.model, config.precision))
     rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
-    out = zaya.apply(config.model, params, balance, rows, precision=config.precision, devices=devices, trace=trace)
+    out = zaya.apply(
+        config.model,
+        params,
+        balance,
+        rows,
+        precision=config.precision,
+        devices=devices,
+        trace=trace,
+    )
     return params, out
 
 
@@ -291,7 +344,9 @@ def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, bal
     of_batch = PartitionSpec(BATCH_AXES, spread.sequence_axes or None)
     params = sharding.arrange(params, spread.heads)
     # As in training, without the check of replicated values: `loss` sums the devices' own counts.
-    mapped = jax.shard_map(precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False)
+    mapped = jax.shard_map(
+        precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False
+    )
     return mapped(params, balance, batch)
 
 
@@ -310,8 +365,14 @@ def _batch(config: Config, spread: Spread, ids, segments, labels=None) -> dict[s
         return batch
     parts, shards = spread.sequence_parts, spread.data * spread.expert
     unit = 2 * parts * spread.heads if parts > 1 else spread.heads
-    reach = 0 if config.model.model_type == "dense" else config.model.cca_time0 + config.model.cca_time1 - 2
-    shortest = max(columns, 2 * parts * reach if parts > 1 else 1)  # a chunk must hold what convolutions look back
+    reach = (
+        0
+        if config.model.model_type == "dense"
+        else config.model.cca_time0 + config.model.cca_time1 - 2
+    )
+    shortest = max(
+        columns, 2 * parts * reach if parts > 1 else 1
+    )  # a chunk must hold what convolutions look back
     more = (-rows % shards, shortest + -shortest % unit - columns)
     batch = {name: jnp.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
     if parts > 1:
@@ -327,9 +388,9 @@ def _positions(segments):
     return place - jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
 
 
-########################################################################################################################
+# ################################################################################################
 # Attention's weights
-########################################################################################################################
+# ##################################################################################################
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,22 +417,27 @@ class _Seeing(Devices):
         return _Seen(segments, mask, weights)
 
 
-########################################################################################################################
+# ################################################################################################
 # For callers outside a program
-########################################################################################################################
+# ##################################################################################################
 
 
 def roomy(rows: int, columns: int, longest: int) -> tuple[int, int]:
-    """A shape of few with room for so many rows and columns: each is a program, which takes seconds to compile.
+    """A shape of few with room for so many rows and columns: each is a program, which takes seconds
+    to compile.
 
-    Rows are a power of two, columns one of decode.SHORT or at most a third more, and at most `longest`.
+    Rows are a power of two, columns one of decode.SHORT or at most a third more, and at most
+    `longest`.
     """
-    wide = next((size for size in decode.SHORT if columns <= size), rounded(columns, decode.SHORT[-1]))
+    wide = next(
+        (size for size in decode.SHORT if columns <= size), rounded(columns, decode.SHORT[-1])
+    )
     return power_of_two(rows), min(wide, longest)
 
 
 def rounded(length: int, shortest: int) -> int:
-    """The next of `shortest` (a power of two), 3/2 of it, 2, 3, 4, 6, ... times it: at most a third is padding."""
+    """The next of `shortest` (a power of two), 3/2 of it, 2, 3, 4, 6, ... times it: at most a third
+    is padding."""
     above = power_of_two(max(length, shortest))
     return above * 3 // 4 if length <= above * 3 // 4 and above > shortest else above
 
@@ -383,7 +449,8 @@ def power_of_two(number: int, up: bool = True) -> int:
 
 
 def essence(config: Config, mesh: Mesh | None) -> Config:
-    """The part of a config that the programs here depend on, so that models equal in it share their programs."""
+    """The part of a config that the programs here depend on, so that models equal in it share their
+    programs."""
     return Config(
         model=config.model,
         precision=config.precision,
@@ -398,5 +465,7 @@ jitted = {
     "forward": jax.jit(forward, static_argnames=("config", "mesh", "trace", "attention")),
     "scores": jax.jit(scores, static_argnames=("config", "mesh")),
     "loss": jax.jit(loss, static_argnames=("config", "mesh", "shifted")),
-    "loss_and_grads": jax.jit(jax.value_and_grad(loss, argnums=1), static_argnames=("config", "mesh", "shifted")),
+    "loss_and_grads": jax.jit(
+        jax.value_and_grad(loss, argnums=1), static_argnames=("config", "mesh", "shifted")
+    ),
 }

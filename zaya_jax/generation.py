@@ -1,7 +1,8 @@
 """Continues texts: turns the ids that `zaya_jax.model.decode` generates into text as they come.
 
-Text is shown as soon as it is settled: part of a character waits for the rest, and so does the possible beginning of a
-stop string. A text ends before its stop string, at the tokenizer's end of document, or after its number of tokens.
+Text is shown as soon as it is settled: part of a character waits for the rest, and so does the
+possible beginning of a stop string. A text ends before its stop string, at the tokenizer's end of
+document, or after its number of tokens.
 """
 
 import dataclasses
@@ -28,7 +29,8 @@ def stream(
 ) -> Iterator[list[str]]:
     """The text that each row gains, as it comes; `prompts` are the ids that `rows` continues.
 
-    Without `follows` a row's text stands alone, as an answer does, and does not go on from its prompt.
+    Without `follows` a row's text stands alone, as an answer does, and does not go on from its
+    prompt.
     """
     texts = [Text(tokenizer, stop, ids if follows else ()) for ids in prompts]
     while not rows.ended:
@@ -48,13 +50,18 @@ def generate(
     follows: bool = True,
 ) -> list[str]:
     """The whole continuations that `stream` gives piece by piece."""
-    return ["".join(parts) for parts in zip(*stream(rows, tokenizer, prompts, stop, follows), strict=True)]
+    return [
+        "".join(parts)
+        for parts in zip(*stream(rows, tokenizer, prompts, stop, follows), strict=True)
+    ]
 
 
 class Text:
-    """Turns tokens into text as they come, up to the first stop string, which is not part of the text.
+    """Turns tokens into text as they come, up to the first stop string, which is not part of the
+    text.
 
-    `before` are the ids that precede the text: many tokenizers spell a text's first word without its space.
+    `before` are the ids that precede the text: many tokenizers spell a text's first word without
+    its space.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()):
@@ -69,16 +76,22 @@ class Text:
         if self.stopped:
             return ""
         self._ids += ids
-        text = self._upto_stop(self._tokenizer.decode(self._ids).rstrip("\N{REPLACEMENT CHARACTER}"))
+        text = self._upto_stop(
+            self._tokenizer.decode(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        )
         return self._advance(text if self.stopped else text[: len(text) - self._begun(text)])
 
     def rest(self) -> str:
         """The text that was held back."""
-        return "" if self.stopped else self._advance(self._upto_stop(self._tokenizer.decode(self._ids)))
+        return (
+            ""
+            if self.stopped
+            else self._advance(self._upto_stop(self._tokenizer.decode(self._ids)))
+        )
 
     def _upto_stop(self, text: str) -> str:
-        # The text shown so far has no beginning of a stop string at its end. Of several stop strings the first one to
-        # be whole counts, however many tokens came at once.
+        # The text shown so far has no beginning of a stop string at its end. Of several stop
+        # strings the first one to be whole counts, however many tokens came at once.
         found = [(text.find(stop, len(self._shown)), len(stop)) for stop in self._stop]
         whole = [(place + length, place) for place, length in found if place >= 0]
         self.stopped = bool(whole)
@@ -118,7 +131,8 @@ class Asked:
 
 
 def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
-    """What a caller gives; UserError where it is none of these, or needs a tokenizer that is not there."""
+    """What a caller gives; UserError where it is none of these, or needs a tokenizer that is not
+    there."""
     given = given if isinstance(given, str) else list(given)
     one = isinstance(given, str) or isinstance(next(iter(given), None), int | np.integer | dict)
     several = [given] if one else given
@@ -127,9 +141,13 @@ def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
         return Asked("ids", one, [np.asarray(row).tolist() for row in several], [], [], [])
     if tokenizer is None or len(forms) != 1:
         raise UserError(
-            f"the model of {source} has no tokenizer; give ids [B, S] instead of a text" if tokenizer is None else
-            f"prompt={shown(given)} is no text, no ids and no conversation, nor a list of one of these"
-        )  # fmt: skip
+            f"the model of {source} has no tokenizer; give ids [B, S] instead of a text"
+            if tokenizer is None
+            else (
+                f"prompt={shown(given)} is no text, no ids and no conversation, nor a list of one"
+                " of these"
+            )
+        )
     if forms == {"text"}:
         rows = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in several]
         return Asked("text", one, rows, several, [tokenizer.eos_id], [])
@@ -137,7 +155,9 @@ def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
     try:
         rows = [template.prompt([chat.message(turn) for turn in talk]) for talk in several]
     except chat.BadChat as error:
-        raise UserError(f"a conversation is a list of turns with role and content: {error}") from None
+        raise UserError(
+            f"a conversation is a list of turns with role and content: {error}"
+        ) from None
     ends, stop = template.ending
     return Asked("chat", one, rows, [""] * len(rows), [tokenizer.eos_id, *ends], stop)
 
@@ -149,9 +169,14 @@ def _form(row: Any) -> Literal["text", "chat", "ids"]:
 
 
 def results(
-    going: decode.Generation, asked: Asked, rows: Sequence[list[int]], tokenizer: Tokenizer | None, stop: Sequence[str]
+    going: decode.Generation,
+    asked: Asked,
+    rows: Sequence[list[int]],
+    tokenizer: Tokenizer | None,
+    stop: Sequence[str],
 ) -> list[Any]:
-    """The texts, answers or ids of rows that are being continued, each of `asked` as often as it stands in them."""
+    """The texts, answers or ids of rows that are being continued, each of `asked` as often as it
+    stands in them."""
     if asked.form == "ids" or tokenizer is None:
         while not going.ended:
             going.more()
@@ -162,9 +187,11 @@ def results(
 
 
 class Conversation:
-    """Turns in the format that the model was tuned in (`chat_template`), as the ids that its answer continues.
+    """Turns in the format that the model was tuned in (`chat_template`), as the ids that its answer
+    continues.
 
-    Where `ask` has too little room, the oldest turns are left out and counted in `left_out`; the system text stays.
+    Where `ask` has too little room, the oldest turns are left out and counted in `left_out`; the
+    system text stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str = ""):
@@ -178,12 +205,15 @@ class Conversation:
         self._turns, self.left_out = [], 0
 
     def ask(self, text: str, room: float = math.inf) -> list[int]:
-        """Adds a turn of the user and returns the ids, at most `room` of them, that the model continues."""
+        """Adds a turn of the user and returns the ids, at most `room` of them, that the model
+        continues."""
         self._turns.append(chat.Message("user", "", text))
         while len(ids := self._template.prompt(self._all())) > room:
             if len(self._turns) < 3:
                 del self._turns[-1]
-                raise UserError(f"this turn alone has {len(ids):,} tokens, and there is room for {room:,}")
+                raise UserError(
+                    f"this turn alone has {len(ids):,} tokens, and there is room for {room:,}"
+                )
             del self._turns[:2]  # a question and its answer
             self.left_out += 2
         return ids

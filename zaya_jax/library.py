@@ -7,7 +7,8 @@
     model.generate("def "), model.trace(ids), model.save(DIR), model.to_hf(DIR)
     model = zj.train("tiny", "runs/tiny")    the run of experiments.pretrain
 
-Arrays go in and come out as NumPy arrays, except parameters and gradients, which stay on the devices. docs/library.md.
+Arrays go in and come out as NumPy arrays, except parameters and gradients, which stay on the
+devices. docs/library.md.
 """
 
 import dataclasses
@@ -61,15 +62,24 @@ class TrainingStopped(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The inside of a forward pass. Letters: L layers, B batch, S sequence, D model, E experts, H heads, V vocab."""
+    """The inside of a forward pass. Letters: L layers, B batch, S sequence, D model, E experts, H
+    heads, V vocab."""
 
     logits: np.ndarray  # [B, S, V]
     hidden_states: np.ndarray  # [L, B, S, D], the residual stream after each layer
-    router_probs: np.ndarray | None  # [L, B, S, E + 1], the last class skips; a dense model has no router
-    choices: np.ndarray | None  # [L, B, S], the class that each token goes to, balancing biases included
-    expert_outputs: np.ndarray | None  # [L, B, S, D], of the chosen expert, before its p; zero where a token skips
+    router_probs: (
+        np.ndarray | None
+    )  # [L, B, S, E + 1], the last class skips; a dense model has no router
+    choices: (
+        np.ndarray | None
+    )  # [L, B, S], the class that each token goes to, balancing biases included
+    expert_outputs: (
+        np.ndarray | None
+    )  # [L, B, S, D], of the chosen expert, before its p; zero where a token skips
     attention: np.ndarray | None  # [L, B, H, S, S], a query's weight on each key; only on request
-    queries: np.ndarray | None  # [L, B, S, heads, channels], as attention gets them; with attention alone
+    queries: (
+        np.ndarray | None
+    )  # [L, B, S, heads, channels], as attention gets them; with attention alone
     keys: np.ndarray | None
     values: np.ndarray | None
 
@@ -96,8 +106,9 @@ class LanguageModel:
         sizes = dict(self.mesh.shape) if self.mesh else {}
         where = " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1 or axis == "data")
         return (
-            f"<LanguageModel {self.config.name} from {self.source}: {counts['total']:,} parameters, "
-            f"{counts['active']:,} active, computes in {self.config.precision.compute}, on {where or 'one device'}>"
+            f"<LanguageModel {self.config.name} from {self.source}: {counts['total']:,} parameters,"
+            f" {counts['active']:,} active, computes in {self.config.precision.compute}, on"
+            f" {where or 'one device'}>"
         )
 
     @property
@@ -106,7 +117,8 @@ class LanguageModel:
         return zaya.param_counts(self.config.model)["total"]
 
     def __call__(self, ids: Any, *, segments: Any = None) -> jax.Array:
-        """Next-token logits [B, S, V] as `zj.apply` gives them: for programs of one's own, and differentiable.
+        """Next-token logits [B, S, V] as `zj.apply` gives them: for programs of one's own, and
+        differentiable.
 
         >>> jax.grad(lambda m: m(ids).mean())(model).params.keys() == model.params.keys()
         True
@@ -117,7 +129,8 @@ class LanguageModel:
         )["logits"]
 
     def layer(self, number: int) -> nnx.Module:
-        """A layer as a Flax module with its own weights: `cca`, `router`, `experts`, norms and joins.
+        """A layer as a Flax module with its own weights: `cca`, `router`, `experts`, norms and
+        joins.
 
         >>> model.layer(1).router.fc1.kernel.shape
         (8, 8)
@@ -125,7 +138,8 @@ class LanguageModel:
         return zaya.layer_of(self.config.model, self.params, number, self.config.precision)
 
     def lens(self, hidden_states: Any) -> np.ndarray:
-        """The logit lens: logits of residual streams [.., S, D] such as a trace's, through the last norm and the head.
+        """The logit lens: logits of residual streams [.., S, D] such as a trace's, through the last
+        norm and the head.
 
         >>> seen = model.trace(ids)
         >>> bool(np.allclose(model.lens(seen.hidden_states)[-1], seen.logits, atol=1e-6))
@@ -143,7 +157,8 @@ class LanguageModel:
         return self._run("forward", *self._inputs(ids, segments))["logits"]
 
     def loss(self, ids: Any, labels: Any, *, segments: Any = None, shifted: bool = False) -> float:
-        """Mean cross entropy in nats; labels stand at their own tokens, -100 counts for nothing; see `zj.loss`.
+        """Mean cross entropy in nats; labels stand at their own tokens, -100 counts for nothing;
+        see `zj.loss`.
 
         >>> bool(abs(model.loss(ids, ids) - np.log(264)) < 0.5)  # fresh weights know nothing
         True
@@ -151,8 +166,11 @@ class LanguageModel:
         ids, labels, segments = self._labelled(ids, labels, segments, shifted)
         return float(self._run("loss", ids, segments, labels=labels, shifted=shifted))
 
-    def scores(self, ids: Any, labels: Any, *, segments: Any = None) -> tuple[np.ndarray, np.ndarray]:
-        """(log-probabilities, whether each is the likeliest) [B, S] of labels placed one before; `zj.scores`.
+    def scores(
+        self, ids: Any, labels: Any, *, segments: Any = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probabilities, whether each is the likeliest) [B, S] of labels placed one before;
+        `zj.scores`.
 
         >>> log_probs, likeliest = model.scores(ids[:, :-1], ids[:, 1:])
         >>> log_probs.shape, bool(np.allclose(-log_probs.mean(), model.loss(ids, ids)))
@@ -175,7 +193,8 @@ class LanguageModel:
         return float(value), grads
 
     def trace(self, ids: Any, *, segments: Any = None, attention: bool = False) -> Trace:
-        """The inside of a forward pass over these ids; `attention` takes L B H S S numbers more, and one device.
+        """The inside of a forward pass over these ids; `attention` takes L B H S S numbers more,
+        and one device.
 
         >>> seen = model.trace(ids, attention=True)
         >>> seen.hidden_states.shape, seen.choices.shape, seen.attention.shape
@@ -184,24 +203,40 @@ class LanguageModel:
         if attention and self.mesh is not None:
             raise UserError("attention is seen on one device alone; load the model without a mesh")
         if attention and "hybrid_linear" in self.config.model.kinds:
-            raise UserError("a layer of linear attention gives no key a weight; trace with attention=False")
+            raise UserError(
+                "a layer of linear attention gives no key a weight; trace with attention=False"
+            )
         found = self._run("forward", *self._inputs(ids, segments), trace=True, attention=attention)
         probs = found.get("router_probs")
-        choices = None if probs is None else (probs + np.asarray(self.balance)[:, None, None]).argmax(-1)
-        seen: dict[str, Any] = {field.name: found.get(field.name) for field in dataclasses.fields(Trace)}
+        choices = (
+            None if probs is None else (probs + np.asarray(self.balance)[:, None, None]).argmax(-1)
+        )
+        seen: dict[str, Any] = {
+            field.name: found.get(field.name) for field in dataclasses.fields(Trace)
+        }
         return Trace(**seen | {"choices": choices})
 
     def generate(
-        self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), ends: Sequence[int] = (),
-        seed: int | Sequence[int] = 0, samples: int | None = None, log_probs: bool = False, **sampling: Any,
-    ) -> Any:  # fmt: skip
-        """Continues a text, ids or a conversation, or a list of them of any lengths. See docs/generation.md.
+        self,
+        prompt: Any,
+        num_tokens: int = 200,
+        *,
+        stop: Sequence[str] = (),
+        ends: Sequence[int] = (),
+        seed: int | Sequence[int] = 0,
+        samples: int | None = None,
+        log_probs: bool = False,
+        **sampling: Any,
+    ) -> Any:
+        """Continues a text, ids or a conversation, or a list of them of any lengths. See
+        docs/generation.md.
 
-        A text or ids come back with their prompt, a conversation ([{"role": "user", "content": ..}, ..]) as its answer.
-        A text ends at the tokenizer's end of document or before one of `stop`, an answer at the end of its turn too,
-        and any at one of `ends`. `sampling`: temperature, top_k, top_p, min_p. `seed` is one for all rows, or one for
-        each; `samples`: so many of each, in a list, by that seed and the next ones. `log_probs`: (this, the
-        log-probability of each new token before sampling changes it).
+        A text or ids come back with their prompt, a conversation ([{"role": "user", "content": ..},
+        ..]) as its answer. A text ends at the tokenizer's end of document or before one of `stop`,
+        an answer at the end of its turn too, and any at one of `ends`. `sampling`: temperature,
+        top_k, top_p, min_p. `seed` is one for all rows, or one for each; `samples`: so many of
+        each, in a list, by that seed and the next ones. `log_probs`: (this, the log-probability of
+        each new token before sampling changes it).
 
         >>> model.generate("ab", 4).startswith("ab"), model.generate(ids, 4).shape
         (True, (2, 11))
@@ -215,20 +250,27 @@ class LanguageModel:
         seeds = [seed] * len(asked.ids) if isinstance(seed, int) else list(seed)
         rows = [row for row in asked.ids for _ in range(count)]
         going = self.continued(
-            rows, num_tokens, sampling=Sampling(**sampling), seeds=[x + i for x in seeds for i in range(count)],
+            rows,
+            num_tokens,
+            sampling=Sampling(**sampling),
+            seeds=[x + i for x in seeds for i in range(count)],
             ends=[*asked.ends, *ends],
-        )  # fmt: skip
+        )
         found: list[Any] = generation.results(going, asked, rows, self.tokenizer, stop)
         scored: list[Any] = self._log_probs(rows, going.ids) if log_probs else []
         if samples is not None:
-            found, scored = ([x[i : i + count] for i in range(0, len(x), count)] for x in (found, scored))
+            found, scored = (
+                [x[i : i + count] for i in range(0, len(x), count)] for x in (found, scored)
+            )
         if asked.one:
             return (found[0], scored[0]) if log_probs else found[0]
         if isinstance(prompt, np.ndarray | jax.Array) and samples is None and not ends:
             found = np.asarray(found)  # type: ignore[assignment]
         return (found, scored) if log_probs else found
 
-    def _log_probs(self, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def _log_probs(
+        self, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
         """Of each new token, given all before it."""
         shape = len(rows), max(len(row) + len(more) for row, more in zip(rows, new, strict=True))
         ids, labels = np.zeros(shape, int), np.full(shape, functions.IGNORED)
@@ -236,9 +278,13 @@ class LanguageModel:
             first, end = len(row), len(row) + len(more)
             ids[at, :end], labels[at, first - 1 : end - 1] = [*row, *more], more
         found = self.scores(ids, labels)[0] if (labels >= 0).any() else np.zeros(shape, np.float32)
-        return [x[len(row) - 1 :][: len(more)] for x, row, more in zip(found, rows, new, strict=True)]
+        return [
+            x[len(row) - 1 :][: len(more)] for x, row, more in zip(found, rows, new, strict=True)
+        ]
 
-    def stream(self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), **options: Any
+    ) -> Iterator[str]:
         """The new text of one text or conversation, as it comes; `options` as for `continued`.
 
         >>> "".join(model.stream("ab", 4)) == model.generate("ab", 4)[2:]
@@ -246,7 +292,10 @@ class LanguageModel:
         """
         asked = generation.asked(prompt, self.tokenizer, self.source)
         if asked.form == "ids" or not asked.one:
-            raise UserError("stream takes one text or conversation; `continued` gives the ids of several as they come")
+            raise UserError(
+                "stream takes one text or conversation; `continued` gives the ids of several as"
+                " they come"
+            )
         assert self.tokenizer is not None
         going = self.continued(asked.ids, num_tokens, ends=asked.ends, **options)
         for (new,) in generation.stream(
@@ -254,11 +303,14 @@ class LanguageModel:
         ):
             yield new
 
-    def continued(self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> decode.Generation:
-        """Continues lists of ids of any lengths piece by piece; options are those of `decode.Generation`.
+    def continued(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
+    ) -> decode.Generation:
+        """Continues lists of ids of any lengths piece by piece; options are those of
+        `decode.Generation`.
 
-        A mesh with several devices on `context` holds the cache in parts over them. On another one, the weights are
-        gathered on the first device.
+        A mesh with several devices on `context` holds the cache in parts over them. On another one,
+        the weights are gathered on the first device.
 
         >>> [len(new) for new in model.continued([[256, 97], [256]], 4).more()]
         [1, 1]
@@ -276,7 +328,8 @@ class LanguageModel:
         return jax.device_put((self.params, self.balance), first)
 
     def save(self, directory: str | os.PathLike) -> Path:
-        """Writes a workdir with these weights as step 0: for `zj.load`, `experiments.checkpoint`, and to train on.
+        """Writes a workdir with these weights as step 0: for `zj.load`, `experiments.checkpoint`,
+        and to train on.
 
         >>> zj.load(model.save(folder / "saved")).loss(ids, ids) == model.loss(ids, ids)
         True
@@ -287,7 +340,8 @@ class LanguageModel:
         return exchange.write_workdir(target, self._found(), config)
 
     def to_hf(self, directory: str | os.PathLike, dtype: str | None = None) -> Path:
-        """Writes a directory that transformers' `zaya` loads; `dtype` is by default as imported, otherwise float32.
+        """Writes a directory that transformers' `zaya` loads; `dtype` is by default as imported,
+        otherwise float32.
 
         >>> model.to_hf(folder / "hf").name
         'hf'
@@ -298,7 +352,9 @@ class LanguageModel:
     def _found(self) -> AnyModel:
         """As `any_model.find` would give it, with these weights."""
         weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
-        return dataclasses.replace(self._origin, name=self.source, config=self.config, source=weights)
+        return dataclasses.replace(
+            self._origin, name=self.source, config=self.config, source=weights
+        )
 
     def _decoder(self) -> decode.Decoder:
         self._found().check()  # they may have been replaced
@@ -309,31 +365,44 @@ class LanguageModel:
     def _run(self, name: str, ids: Any, segments: Any, labels: Any = None, **further: Any) -> Any:
         """The result of one of `functions.jitted`, on the host but for gradients.
 
-        Rows without segments are padded to one of few shapes: a token sees none after it, and none of another row.
+        Rows without segments are padded to one of few shapes: a token sees none after it, and none
+        of another row.
         """
         self._found().check()  # the weights may have been replaced
         rows, columns = ids.shape
         if segments is None:
             room = functools.partial(
-                _padded, shape=functions.roomy(rows, columns, self.config.model.max_position_embeddings)
+                _padded,
+                shape=functions.roomy(rows, columns, self.config.model.max_position_embeddings),
             )
             ids, labels = room(ids, 0), None if labels is None else room(labels, functions.IGNORED)
         further |= {} if labels is None else {"labels": labels}
         params, balance = self._where_it_computes()
         with chip.making(chip.made_for(params if self.mesh is None else self.mesh)):
             found = functions.jitted[name](
-                functions.essence(self.config, self.mesh), params, balance, ids, segments=segments,
-                mesh=self.mesh, **further,
-            )  # fmt: skip
+                functions.essence(self.config, self.mesh),
+                params,
+                balance,
+                ids,
+                segments=segments,
+                mesh=self.mesh,
+                **further,
+            )
         if name == "scores":
             return tuple(np.asarray(x)[:rows, :columns] for x in found)
         if name != "forward":
             return found
-        cut = {"logits": np.s_[:rows, :columns], "attention": np.s_[:, :rows, :, :columns, :columns]}
-        return {key: np.asarray(x)[cut.get(key, np.s_[:, :rows, :columns])] for key, x in found.items()}
+        cut = {
+            "logits": np.s_[:rows, :columns],
+            "attention": np.s_[:, :rows, :, :columns, :columns],
+        }
+        return {
+            key: np.asarray(x)[cut.get(key, np.s_[:, :rows, :columns])] for key, x in found.items()
+        }
 
     def _where_it_computes(self) -> tuple[dict, jax.Array]:
-        """(parameters, balancing biases) on the model's devices: replaced ones may lie on others."""
+        """(parameters, balancing biases) on the model's devices: replaced ones may lie on
+        others."""
         if self.mesh is None:
             return self.on_one_device()
         at = functions.shardings(self.config, self.mesh)
@@ -349,22 +418,33 @@ class LanguageModel:
             )
         return ids, None if segments is None else _integers("segments", segments, ids.shape, 2**31)
 
-    def _labelled(self, ids: Any, labels: Any, segments: Any, shifted: bool) -> tuple[Any, Any, Any]:
+    def _labelled(
+        self, ids: Any, labels: Any, segments: Any, shifted: bool
+    ) -> tuple[Any, Any, Any]:
         ids, segments = self._inputs(ids, segments)
-        labels = _integers("labels", labels, ids.shape, self.config.model.vocab_size, functions.IGNORED)
+        labels = _integers(
+            "labels", labels, ids.shape, self.config.model.vocab_size, functions.IGNORED
+        )
         if not (functions.to_targets(labels, segments, shifted, np) >= 0).any():
-            raise UserError("no label counts, so there is no loss; the first of a row has no token before it")
+            raise UserError(
+                "no label counts, so there is no loss; the first of a row has no token before it"
+            )
         return ids, labels, segments
 
 
 def create(
-    config: AnyConfig, seed: int = 0, *, mesh: Mapping[str, Any] | None = None,
-    layer: type[nnx.Module] | None = None, router: type[Router] | None = None,
-) -> LanguageModel:  # fmt: skip
+    config: AnyConfig,
+    seed: int = 0,
+    *,
+    mesh: Mapping[str, Any] | None = None,
+    layer: type[nnx.Module] | None = None,
+    router: type[Router] | None = None,
+) -> LanguageModel:
     """A model with fresh weights, the same as a run of this config and seed begins with.
 
-    `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of experiments/configs.
-    `layer` and `router`: subclasses of `zj.Layer` and `zj.Router` in the place of these (docs/howto/own_layer.md).
+    `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of
+    experiments/configs. `layer` and `router`: subclasses of `zj.Layer` and `zj.Router` in the place
+    of these (docs/howto/own_layer.md).
 
     >>> zj.create(model.config, seed=1).logits(ids).shape
     (2, 7, 264)
@@ -378,7 +458,9 @@ def create(
         tokenizer = None  # a model for custom ids
     elif tokenizer:
         settings = tokenizers.with_model_ids(settings, tokenizer)
-    settings = dataclasses.replace(settings, model=with_own(settings.model, layer=layer, router=router))
+    settings = dataclasses.replace(
+        settings, model=with_own(settings.model, layer=layer, router=router)
+    )
     kernels.settle(settings, at_once=1)  # before JAX takes the devices
     settings, over = _with_mesh(settings, mesh)
     params, balance = functions.init(settings, seed, over)
@@ -388,14 +470,19 @@ def create(
 
 
 def load(
-    place: str | os.PathLike, *, mesh: Mapping[str, Any] | None = None, dtype: str | None = None,
+    place: str | os.PathLike,
+    *,
+    mesh: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
     config: AnyConfig | None = None,
-) -> LanguageModel:  # fmt: skip
-    """The model of any name: a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub.
+) -> LanguageModel:
+    """The model of any name: a run's folder, FOLDER@STEP, a directory of transformers, or
+    OWNER/NAME on the hub.
 
-    `mesh`: sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
-    `dtype`; by default as the run did, and in float32 where the model was imported. Each of several processes gets the
-    whole model, on its own devices. A state that Orbax saved has no config: give it, as for `create`.
+    `mesh`: sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices
+    multiply in `dtype`; by default as the run did, and in float32 where the model was imported.
+    Each of several processes gets the whole model, on its own devices. A state that Orbax saved has
+    no config: give it, as for `create`.
 
     >>> zj.load(run).tokenizer.kind
     'bytes'
@@ -417,13 +504,17 @@ def load(
 
 
 def train(
-    config: AnyConfig, workdir: str | os.PathLike | None = None, *, tracker: Callable[[int, dict], None] | None = None
+    config: AnyConfig,
+    workdir: str | os.PathLike | None = None,
+    *,
+    tracker: Callable[[int, dict], None] | None = None,
 ) -> LanguageModel:
-    """Trains or resumes as `python -m experiments.pretrain` does, and returns the model of the last step.
+    """Trains or resumes as `python -m experiments.pretrain` does, and returns the model of the last
+    step.
 
-    TrainingStopped if the run is not done. An interrupt saves the step in flight and stops; a second one ends the whole
-    process at once. The model lies on the run's mesh if that has several devices. `tracker` is called with each step
-    and its figures, in a thread of its own.
+    TrainingStopped if the run is not done. An interrupt saves the step in flight and stops; a
+    second one ends the whole process at once. The model lies on the run's mesh if that has several
+    devices. `tracker` is called with each step and its figures, in a thread of its own.
 
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True
@@ -441,23 +532,30 @@ def train(
         raise TrainingStopped(code, folder)
     plan = schedule.make_plan(settings)
     phase = plan.step(min(plan.total_steps, settings.run.num_steps)).phase
-    mesh = dataclasses.asdict(schedule.phase_config(settings, phase).mesh) if jax.device_count() > 1 else None
+    mesh = (
+        dataclasses.asdict(schedule.phase_config(settings, phase).mesh)
+        if jax.device_count() > 1
+        else None
+    )
     return load(folder, mesh=mesh)
 
 
-########################################################################################################################
+# ################################################################################################
 # Arguments
-########################################################################################################################
+# ##################################################################################################
 
 
 def _config_of(given: AnyConfig) -> Config:
-    """The checked config of anything that holds one; a name stands for a file in experiments/configs."""
+    """The checked config of anything that holds one; a name stands for a file in
+    experiments/configs."""
     if isinstance(given, Config):
         check_named(given.model)
         given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
         given = given if isinstance(given, ConfigDict) else dict(given)
-        if set(given) == {"model"}:  # a model alone needs no key of the data: their rows are as long as it takes
+        if set(given) == {
+            "model"
+        }:  # a model alone needs no key of the data: their rows are as long as it takes
             model = config_lib.check_model(dict(given["model"]))
             rows = min(config_lib.Data.seq_len, model.max_position_embeddings)
             given = {"model": config_lib.to_dict(model), "data": {"seq_len": rows}}
@@ -472,7 +570,8 @@ def _config_of(given: AnyConfig) -> Config:
 
 
 def _with_mesh(config: Config, mesh: Mapping[str, Any] | None) -> tuple[Config, Mesh | None]:
-    """The config with this mesh, and the mesh of all four axes; UserError if model or devices do not fit it."""
+    """The config with this mesh, and the mesh of all four axes; UserError if model or devices do
+    not fit it."""
     if mesh is None:
         return config, None
     given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
@@ -501,7 +600,9 @@ def _with_dtype(config: Config, dtype: str | None) -> Config:
     if dtype is None:
         return config
     matmul = "highest" if dtype == "float32" else "default"
-    return dataclasses.replace(config, precision=Precision(compute=dtype, router="float32", matmul=matmul))
+    return dataclasses.replace(
+        config, precision=Precision(compute=dtype, router="float32", matmul=matmul)
+    )
 
 
 def _new_folder(directory: str | os.PathLike) -> Path:
@@ -510,18 +611,26 @@ def _new_folder(directory: str | os.PathLike) -> Path:
     return claims.new_folder(directory, "directory")
 
 
-def _integers(name: str, given: Any, shape: tuple[int, ...] | None, end: int, also: int | None = None) -> np.ndarray:
+def _integers(
+    name: str, given: Any, shape: tuple[int, ...] | None, end: int, also: int | None = None
+) -> np.ndarray:
     """Integers [B, S], or of this shape: from 0 to below `end`, and `also`."""
     x = np.asarray(given)
     if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer) or not x.size:
-        raise UserError(f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers [B, S]")
+        raise UserError(
+            f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers [B, S]"
+        )
     if shape is not None and x.shape != shape:
         raise UserError(f"{name} have shape {x.shape}; expected that of the ids, {shape}")
     wrong = x[((x < 0) | (x >= end)) & (x != also)]
     if wrong.size:
-        raise UserError(f"{name} hold {wrong[0]}; expected 0 to {end - 1:,}" + (f", or {also}" if also else ""))
+        raise UserError(
+            f"{name} hold {wrong[0]}; expected 0 to {end - 1:,}" + (f", or {also}" if also else "")
+        )
     return x.astype(np.int32)
 
 
 def _padded(x: np.ndarray, value: int, shape: tuple[int, int]) -> np.ndarray:
-    return np.pad(x, [(0, to - size) for to, size in zip(shape, x.shape, strict=True)], constant_values=value)
+    return np.pad(
+        x, [(0, to - size) for to, size in zip(shape, x.shape, strict=True)], constant_values=value
+    )

@@ -1,7 +1,8 @@
 """A training run, from a config to a report; read it from top to bottom.
 
-`begin` finds out how the run begins; a `Loop` trains from there to one of its ends. After a loss spike it may go back:
-`Loop.run` then returns None, and `train` begins again from an earlier checkpoint, or without one from the beginning.
+`begin` finds out how the run begins; a `Loop` trains from there to one of its ends. After a loss
+spike it may go back: `Loop.run` then returns None, and `train` begins again from an earlier
+checkpoint, or without one from the beginning.
 """
 
 import contextlib
@@ -35,18 +36,28 @@ from zaya_jax.training.pace import Pace
 from zaya_jax.training.profile import Profile
 from zaya_jax.training.sample import write_sample
 from zaya_jax.training.trackers import Function, Trackers
-from zaya_jax.training.workdir import CleanupIfRefused, check_same, folder_of, open_workdir, record_start
+from zaya_jax.training.workdir import (
+    CleanupIfRefused,
+    check_same,
+    folder_of,
+    open_workdir,
+    record_start,
+)
 
 UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.sound`)
 
 
 def train(
-    config: Config, workdir: str | Path | None = None, faults: Any = None, tracker: Function | None = None
+    config: Config,
+    workdir: str | Path | None = None,
+    faults: Any = None,
+    tracker: Function | None = None,
 ) -> int:
     """Trains a run from its beginning or from where it stopped; returns the exit code.
 
     Once the loop has begun, every end but going back writes the last figures to metrics.jsonl.
-    `tracker` is called with each step and its figures. `faults` are for tests: `tools.faults.Faults`.
+    `tracker` is called with each step and its figures. `faults` are for tests:
+    `tools.faults.Faults`.
     """
     host.require_x32()
     host.keep_compiled()
@@ -65,9 +76,9 @@ def train(
     return code
 
 
-########################################################################################################################
+# ################################################################################################
 # How it begins
-########################################################################################################################
+# ##################################################################################################
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,27 +90,35 @@ class Beginning:
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # of the checkpoint that it resumes or forks from; otherwise empty
     decided: list[decisions.Decision]  # its earlier rollbacks
-    kernels: dict[str, Any] | None  # the record of the kernels' trial; None where there is no choice
+    kernels: (
+        dict[str, Any] | None
+    )  # the record of the kernels' trial; None where there is no choice
     workdir: Path
     cleanup: CleanupIfRefused
     store: Store
 
 
 def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitStack) -> Beginning:
-    """Opens the folder, finds out how the run begins, and checks all that can be checked before anything is compiled.
+    """Opens the folder, finds out how the run begins, and checks all that can be checked before
+    anything is compiled.
 
     A newly created folder is removed if a check fails.
 
     The first of these that applies:
     1. resumed: from its own newest checkpoint, on this machine's disks or in the durable store;
-    2. imported: with the weights that `experiments.checkpoint from_hf` or `model.save` has put there as step 0;
-    3. forked: with the state and data position of `run.fork` at `run.fork_step`, continued as a separate run;
+    2. imported: with the weights that `experiments.checkpoint from_hf` or `model.save` has put
+       there as step 0;
+    3. forked: with the state and data position of `run.fork` at `run.fork_step`, continued as a
+       separate run;
     4. initial weights: those of `run.init_from`, with a fresh optimizer;
     5. fresh.
-    If the run has gone back before, the checkpoints that it abandoned are set aside before the newest is looked for;
+    If the run has gone back before, the checkpoints that it abandoned are set aside before the
+    newest is looked for;
     last, the batches that it leaves out are taken out of the stream.
     """
-    found = kernels.settle(config, folder := folder_of(config, workdir))  # before JAX takes the devices
+    found = kernels.settle(
+        config, folder := folder_of(config, workdir)
+    )  # before JAX takes the devices
     recipe, tokenizer = start.plan_run(config, folder)
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
@@ -119,7 +138,8 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     if parent:
         planned.notes.append(parent.note(recipe.plan))
     if 0 < reached < recipe.last_step:
-        # The checkpoint's config, since a start that never saved may have written config.json. A fork's is its own.
+        # The checkpoint's config, since a start that never saved may have written config.json. A
+        # fork's is its own.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
     planned.notes.extend(kernels.notes(meta, found, reached))
@@ -130,7 +150,8 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
 
 
 def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
-    """(folder, cleanup of a refused start, checkpoints, the run's decisions); locked until this start ends."""
+    """(folder, cleanup of a refused start, checkpoints, the run's decisions); locked until this
+    start ends."""
     cleanup = CleanupIfRefused(folder)
     folder = open_workdir(folder, config, cleanup.locked)
     at_end.push(cleanup)
@@ -147,19 +168,22 @@ def already_complete(begun: Beginning) -> int:
     recipe = begun.planned.recipe
     figures, updates = begun.meta.get("metrics") or {}, begun.planned.reached - recipe.plan.begin
     code = final_code(figures, begun.meta.get("unsound", 0), updates)
-    code = cli.STORAGE if begun.store.close() else code  # it returns the steps without a durable copy
+    code = (
+        cli.STORAGE if begun.store.close() else code
+    )  # it returns the steps without a durable copy
     if multihost.is_writer():
         logs.say(notes.complete(recipe, begun.workdir, write_report(begun.workdir)))
     return code
 
 
-########################################################################################################################
+# ################################################################################################
 # The loop
-########################################################################################################################
+# ##################################################################################################
 
 
 class Loop:
-    """The steps of one start. Each is dispatched before the figures of the last one are read: no accelerator waits."""
+    """The steps of one start. Each is dispatched before the figures of the last one are read: no
+    accelerator waits."""
 
     def __init__(self, begun: Beginning, faults: Any, tracker: Function | None):
         planned, here = begun.planned, begun.planned.phase
@@ -168,25 +192,43 @@ class Loop:
         self.store, self.workdir, self.mesh = begun.store, begun.workdir, here.mesh
         self.pace = Pace(jax.devices()[0])  # reported to the agent, if one watches this process
         self.evaluation = Evaluation(planned, self.pace)
-        record_start(self.workdir, self.config, planned.tokenizer, begun.meta.get("lineage", []), begun.kernels)
+        record_start(
+            self.workdir,
+            self.config,
+            planned.tokenizer,
+            begun.meta.get("lineage", []),
+            begun.kernels,
+        )
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
         multihost.barrier("set-up")
-        # `copies.take` makes the copy from which a checkpoint is written; `held` says where its arrays lie in that.
+        # `copies.take` makes the copy from which a checkpoint is written; `held` says where its
+        # arrays lie in that.
         self.copies = snapshot.of_run(planned.optimizer, planned.state, here.spread.heads, logs.say)
         way, meta, store = begun.way, begun.meta, begun.store
         # `named`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
-        self.state, self.named = start.first_state(way, planned, begun.parent, meta, store, self.copies, weights_of)
+        self.state, self.named = start.first_state(
+            way, planned, begun.parent, meta, store, self.copies, weights_of
+        )
         self.program = functools.cache(self._program)
         self.stream = planned.stream
         self.stream.send_by(self._put)
-        self.evaluation.windows(self.plan.step(planned.reached + 1).phase)  # fail now if one is unreadable
+        self.evaluation.windows(
+            self.plan.step(planned.reached + 1).phase
+        )  # fail now if one is unreadable
         multihost.barrier("the first step")
-        notes.describe_start(planned.recipe, here, self.workdir, planned.reached, planned.notes + self.evaluation.notes)
+        notes.describe_start(
+            planned.recipe,
+            here,
+            self.workdir,
+            planned.reached,
+            planned.notes + self.evaluation.notes,
+        )
         begun.cleanup.keep()
         own = {} if begun.parent else begun.meta  # a fork starts its own counts
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, planned.reached)
-        # A run that ended as unhealthy resumes with its count one below the limit: one more bad step ends it.
+        # A run that ended as unhealthy resumes with its count one below the limit: one more bad
+        # step ends it.
         unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
         self.profile = Profile(self.config.log.profile, self.workdir)
         self.trackers = Trackers(self.config, self.workdir, planned.reached, tracker)
@@ -218,10 +260,13 @@ class Loop:
                 return self.stopped(number, owed)
             if self.figures.unsound >= UNHEALTHY_AFTER:
                 return self.unhealthy(number)
-        return self.done() if self.planned.end == self.planned.recipe.last_step else self.at_border()
+        return (
+            self.done() if self.planned.end == self.planned.recipe.last_step else self.at_border()
+        )
 
     def before_the_first_step(self) -> None:
-        """A fork's first save, an evaluation that the last start postponed, or given weights' loss before training."""
+        """A fork's first save, an evaluation that the last start postponed, or given weights' loss
+        before training."""
         begun, reached = self.begun, self.planned.reached
         if begun.parent:  # from here on it is a run of its own
             self.save(reached, begun.meta["tokens"], begun.meta["metrics"], last=False)
@@ -232,7 +277,8 @@ class Loop:
         self.figures.begin()
 
     def step(self, now: Step) -> Any:
-        """Fetches a batch, dispatches the step, then reads the figures of the step before; gives the batch."""
+        """Fetches a batch, dispatches the step, then reads the figures of the step before; gives
+        the batch."""
         self.pace.begin("step", now.number, (now.phase_index, now.sequences))
         batch = next(self.stream)
         self.pace.dispatch()
@@ -242,7 +288,8 @@ class Loop:
         return batch
 
     def evaluate_and_save(self, now: Step, stopping: bool) -> bool:
-        """Evaluates and saves if due; True if a stopping run leaves the evaluation to the next start."""
+        """Evaluates and saves if due; True if a stopping run leaves the evaluation to the next
+        start."""
         number, last = now.number, now.number == self.planned.end or stopping
         due_save = self.timer.after(number) or number % self.config.checkpoint.every_steps == 0
         due_eval = number % self.config.eval.every == 0 or number == self.planned.recipe.last_step
@@ -263,23 +310,33 @@ class Loop:
         return owed
 
     def save(self, number: int, tokens: int, figures: dict, last: bool, owed: bool = False) -> None:
-        """Begins a save of the state, with all that a resumed run needs; only the last is waited for."""
+        """Begins a save of the state, with all that a resumed run needs; only the last is waited
+        for."""
         self.pace.at("save", number)
         self.figures.writer.flush()
         if not last and not self.store.wait_for_room(number):
             return
         meta = {
-            "step": number, "tokens": tokens, "data": self.stream.get_state(),
-            "config": config_lib.to_dict(self.config), "tokenizer": self.planned.tokenizer.sha256,
-            "version": __version__, "metrics": figures, "lineage": self.begun.meta.get("lineage", []),
-            "evaluation_owed": owed, "unsound": self.figures.unsound, **self.named, **self.guard.meta(),
+            "step": number,
+            "tokens": tokens,
+            "data": self.stream.get_state(),
+            "config": config_lib.to_dict(self.config),
+            "tokenizer": self.planned.tokenizer.sha256,
+            "version": __version__,
+            "metrics": figures,
+            "lineage": self.begun.meta.get("lineage", []),
+            "evaluation_owed": owed,
+            "unsound": self.figures.unsound,
+            **self.named,
+            **self.guard.meta(),
             **kernels.meta(self.begun.kernels),
-        }  # fmt: skip
+        }
         save = self.store.save_now if last else self.store.save
         save(number, self.copies.take(self.state), meta, self.copies.held)
 
     def compute_again(self, now: Step, batch: Any) -> dict | None:
-        """If due, computes gradients with the new weights repeatedly, on the same and on other devices, and compares.
+        """If due, computes gradients with the new weights repeatedly, on the same and on other
+        devices, and compares.
 
         Returns the decision to go back if a device is wrong.
         """
@@ -287,9 +344,15 @@ class Loop:
             return None
         with self.figures.outside_a_step():
             self.pace.begin("evaluate", now.number, (now.phase_index, now.sequences, "again"))
-            params, bias, frozen = self.state["params"], self.state["balance"].bias, self.state.get("frozen")
+            params, bias, frozen = (
+                self.state["params"],
+                self.state["balance"].bias,
+                self.state.get("frozen"),
+            )
             finding = self.program(now.phase_index, again=True)(params, bias, batch, frozen)
-            return self.guard.checked(now.number, finding, self.mesh, self.saved_steps, self.plan.begin)
+            return self.guard.checked(
+                now.number, finding, self.mesh, self.saved_steps, self.plan.begin
+            )
 
     def saved_steps(self) -> list[int]:
         """The checkpoints here, once the save in flight has ended."""
@@ -323,13 +386,20 @@ class Loop:
         self.figures.close()
         self.stream.close()
         code = final_code(self.kept, self.figures.unsound, last - self.plan.begin)
-        code = cli.STORAGE if self.store.close() else code  # it returns the steps without a durable copy
+        code = (
+            cli.STORAGE if self.store.close() else code
+        )  # it returns the steps without a durable copy
         self.state = None  # frees its memory for the sample
         if multihost.is_writer():
-            own, weights = self.planned.recipe.phase_of_step(last).config, with_base(Source(self.workdir, last))
+            own, weights = (
+                self.planned.recipe.phase_of_step(last).config,
+                with_base(Source(self.workdir, last)),
+            )
             write_sample(self.workdir, own, self.planned.tokenizer, weights)
             write_report(self.workdir)
-        logs.say(notes.done(last, self.plan.tokens_of_step(last), self.figures.unsound, self.workdir))
+        logs.say(
+            notes.done(last, self.plan.tokens_of_step(last), self.figures.unsound, self.workdir)
+        )
         return code
 
     def at_border(self) -> int:
@@ -340,7 +410,10 @@ class Loop:
     def stopped(self, number: int, owed: bool) -> int:
         """A signal came, and the step is saved."""
         more = f", first with the evaluation of step {number}" if owed else ""
-        line = f"stopped by {self.stop.asked} after step {number}; saved. The same command continues{more}."
+        line = (
+            f"stopped by {self.stop.asked} after step {number}; saved. The same command"
+            f" continues{more}."
+        )
         return self._end(number, cli.PREEMPTED, line)
 
     def unhealthy(self, number: int) -> int:
@@ -350,12 +423,17 @@ class Loop:
         return self._end(number, cli.UNHEALTHY, line, again=True, way_back=True)
 
     def wrong_device(self, wrong: dict) -> int:
-        """A device computes wrongly: the agent, or the person who started this run, can leave it out."""
-        line = f"error: {wrong['seen']}. Exclude it and repeat the command: it continues from step {wrong['step']}"
+        """A device computes wrongly: the agent, or the person who started this run, can leave it
+        out."""
+        line = (
+            f"error: {wrong['seen']}. Exclude it and repeat the command: it continues from step"
+            f" {wrong['step']}"
+        )
         return self._end(wrong["at"], cli.HARDWARE, line)
 
     def go_back(self, number: int) -> int | None:
-        """After a spike: records the step to go back to. None to begin again there; a code if the run ends.
+        """After a spike: records the step to go back to. None to begin again there; a code if the
+        run ends.
 
         After a signal that code is 75, and nothing is saved: the next start goes back.
         """
@@ -367,19 +445,24 @@ class Loop:
             return self._end(number, cli.UNHEALTHY, line, way_back=True)
         self.store.close(again=False)
         batches = f"the {decision['batches']} batches since"
-        logs.say(f"{self.guard.spike}: back to step {decision['step']}, continuing without {batches}")
+        logs.say(
+            f"{self.guard.spike}: back to step {decision['step']}, continuing without {batches}"
+        )
         self.state = None  # frees its memory for the next state
         self.stream.close()
         self.figures.drop()
         return cli.PREEMPTED if self.stop.anywhere() else None
 
     def failed(self, kind: type | None, *_: object) -> None:
-        """The callback of an ExitStack: an error ends the run. A disk that hangs must not delay the message."""
+        """The callback of an ExitStack: an error ends the run. A disk that hangs must not delay the
+        message."""
         if kind:
             leaving.within(leaving.PATIENCE, self._wind_up)
             self.trackers.end()
 
-    def _end(self, number: int, code: int, line: str, again: bool = False, way_back: bool = False) -> int:
+    def _end(
+        self, number: int, code: int, line: str, again: bool = False, way_back: bool = False
+    ) -> int:
         """Ends after a step with this last line; `again`: tries failed durable copies once more.
 
         A failed copy is no error here: the next start tries it again.
@@ -393,6 +476,8 @@ class Loop:
     def _wind_up(self) -> None:
         """Writes the last figures and a report, at every end but `done` and going back."""
         self.figures.close()
-        if multihost.is_writer() and "SIGTERM" not in self.stop.asked:  # after it every second counts
+        if (
+            multihost.is_writer() and "SIGTERM" not in self.stop.asked
+        ):  # after it every second counts
             with contextlib.suppress(Exception):
                 write_report(self.workdir)

@@ -1,22 +1,24 @@
 """Computes each step's phase, batch and learning rate, as pure functions of the tokens seen.
 
-Progress is counted in tokens (positions, padding included), in Python's integers: 12T of them are no float32.
-A run is a row of phases (context length, RoPE base, mixture and batch, `config.schedule.phases`), a phase a
-row of segments with one batch size each: a ramp doubles the batch, so that a 12T-token run with a ramp from
-256 to 4096 sequences has five segments and its step compiles for five of them: for other numbers of micro-batches, or
-for smaller ones where a step has fewer sequences than a micro-batch. A batch ramp moves
-neither a phase's borders nor the learning rate, since both are given in tokens.
+Progress is counted in tokens (positions, padding included), in Python's integers: 12T of them are
+no float32. A run is a row of phases (context length, RoPE base, mixture and batch,
+`config.schedule.phases`), a phase a row of segments with one batch size each: a ramp doubles the
+batch, so that a 12T-token run with a ramp from 256 to 4096 sequences has five segments and its step
+compiles for five of them: for other numbers of micro-batches, or for smaller ones where a step has
+fewer sequences than a micro-batch. A batch ramp moves neither a phase's borders nor the learning
+rate, since both are given in tokens.
 
     plan = schedule.make_plan(config)
     step = plan.step(number)
     step.micro_batches, step.lr, step.tokens_after, step.phase
     here = schedule.phase_config(config, step.phase)    # for the model, the data and the mesh in that phase
 
-A step belongs to the phase and segment in which it starts; phases and segments end with the first step that
-reaches their border, so their lengths are rounded up to whole steps.
+A step belongs to the phase and segment in which it starts; phases and segments end with the first
+step that reaches their border, so their lengths are rounded up to whole steps.
 
-A fork's plan (`config.run.fork`) counts steps and tokens from its parent's first: it is of the whole run, and begins
-with the step after `run.fork_step`. Its own phases do not apply to the steps before.
+A fork's plan (`config.run.fork`) counts steps and tokens from its parent's first: it is of the
+whole run, and begins with the step after `run.fork_step`. Its own phases do not apply to the steps
+before.
 """
 
 import bisect
@@ -70,7 +72,9 @@ class Plan:
     segments: tuple[Segment, ...]
     schedule: Schedule
     peak_lr: float
-    decay_tokens: int | None = None  # over which the learning rate falls, where schedule.decay_steps says it
+    decay_tokens: int | None = (
+        None  # over which the learning rate falls, where schedule.decay_steps says it
+    )
 
     @property
     def begin(self) -> int:
@@ -89,9 +93,12 @@ class Plan:
         return self.tokens_of_step(self.total_steps)
 
     def tokens_of_step(self, number: int) -> int:
-        """Tokens seen after step `number`; 0 steps have seen none, those before a fork's first its parent's."""
+        """Tokens seen after step `number`; 0 steps have seen none, those before a fork's first its
+        parent's."""
         if not self.begin <= number <= self.total_steps:
-            raise ValueError(f"step {number} is outside the run's steps {self.begin} to {self.total_steps}")
+            raise ValueError(
+                f"step {number} is outside the run's steps {self.begin} to {self.total_steps}"
+            )
         segment = self._segment_at(number)
         return segment.first_token + (number - segment.first_step + 1) * segment.tokens_per_step
 
@@ -102,9 +109,15 @@ class Plan:
             raise ValueError(f"steps are counted from {segment.first_step}, not {number}")
         before = tokens - segment.tokens_per_step
         return Step(
-            number, segment.phase, segment.phase_index, segment.sequences, segment.micro_batches,
-            before, tokens, self.lr_at(tokens),
-        )  # fmt: skip
+            number,
+            segment.phase,
+            segment.phase_index,
+            segment.sequences,
+            segment.micro_batches,
+            before,
+            tokens,
+            self.lr_at(tokens),
+        )
 
     def lr_at(self, tokens: int) -> float:
         """The learning rate of the step that ends after `tokens` tokens."""
@@ -115,27 +128,37 @@ class Plan:
         return self.segments[max(after - 1, 0)]
 
 
-def lr_factor(schedule: Schedule, tokens: int, total: int, decay_tokens: float | None = None) -> float:
-    """The learning rate over its peak when `tokens` of `total` have been seen: up, constant, down over the last ones.
+def lr_factor(
+    schedule: Schedule, tokens: int, total: int, decay_tokens: float | None = None
+) -> float:
+    """The learning rate over its peak when `tokens` of `total` have been seen: up, constant, down
+    over the last ones.
 
-    `decay_tokens`: how many these are, if not `decay_fraction` of all; they begin behind the rise in any case.
+    `decay_tokens`: how many these are, if not `decay_fraction` of all; they begin behind the rise
+    in any case.
     """
     warmup = schedule.warmup_fraction * total
     if tokens < warmup:
         return tokens / warmup
-    start = max(total - (schedule.decay_fraction * total if decay_tokens is None else decay_tokens), warmup)
+    start = max(
+        total - (schedule.decay_fraction * total if decay_tokens is None else decay_tokens), warmup
+    )
     if tokens <= start:
         return 1.0
     done = min((tokens - start) / (total - start), 1.0)
-    shape = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "1-sqrt": 1 - math.sqrt(done)}
+    shape = {
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "1-sqrt": 1 - math.sqrt(done),
+    }
     return schedule.final_lr_fraction + (1 - schedule.final_lr_fraction) * shape[schedule.decay]
 
 
 def make_plan(config: Config) -> Plan:
     """The plan of a config: its phases, or one phase of run.num_steps steps where it declares none.
 
-    Where phases are declared, run.num_steps does not lengthen or shorten the schedule; a program may stop
-    there.
+    Where phases are declared, run.num_steps does not lengthen or shorten the schedule; a program
+    may stop there.
     """
     begun, seen = config.run.fork_step, config.run.fork_tokens
     size = config.data.global_batch * config.data.seq_len
@@ -151,7 +174,9 @@ def make_plan(config: Config) -> Plan:
             num_steps = max(-(-(border - tokens) // size), 0)
             if num_steps:
                 micro_batches = sequences // (phase.micro_batch or sequences) or 1
-                segments.append(Segment(phase, index, sequences, micro_batches, steps + 1, num_steps, tokens))
+                segments.append(
+                    Segment(phase, index, sequences, micro_batches, steps + 1, num_steps, tokens)
+                )
             tokens, steps = tokens + num_steps * size, steps + num_steps
     plan = Plan(_after(segments, begun, seen, config), config.schedule, config.optim.lr)
     whole_run = dataclasses.replace(plan, segments=tuple(segments))
@@ -169,17 +194,23 @@ def _decay_tokens(plan: Plan, whole_run: Plan, config: Config) -> int | None:
     before, begin = plan.total_steps - steps, plan.begin
     if before >= begin:
         return plan.total_tokens - plan.tokens_of_step(before)
-    same = begin <= whole_run.total_steps and whole_run.tokens_of_step(begin) == config.run.fork_tokens
+    same = (
+        begin <= whole_run.total_steps and whole_run.tokens_of_step(begin) == config.run.fork_tokens
+    )
     if before >= 0 and same:
         return plan.total_tokens - whole_run.tokens_of_step(before)
-    where = f"steps come after run.fork={config.run.fork}" if begin else "steps are all that there are"
+    where = (
+        f"steps come after run.fork={config.run.fork}" if begin else "steps are all that there are"
+    )
     raise UserError(
-        f"config.schedule.decay_steps={steps}, but {plan.total_steps - begin} {where}; give at most as many"
+        f"config.schedule.decay_steps={steps}, but {plan.total_steps - begin} {where}; give at most"
+        " as many"
     )
 
 
 def _after(segments: list[Segment], steps: int, tokens: int, config: Config) -> tuple[Segment, ...]:
-    """The rest of some segments when a run has seen so many tokens in so many steps, its own or its parent's."""
+    """The rest of some segments when a run has seen so many tokens in so many steps, its own or its
+    parent's."""
     left = []
     for segment in segments:
         end = segment.first_token + segment.num_steps * segment.tokens_per_step
@@ -187,39 +218,56 @@ def _after(segments: list[Segment], steps: int, tokens: int, config: Config) -> 
             end = tokens + (config.run.num_steps - steps) * segment.tokens_per_step
         num_steps = max(-(-(end - tokens) // segment.tokens_per_step), 0)
         if num_steps:
-            left.append(dataclasses.replace(segment, first_step=steps + 1, num_steps=num_steps, first_token=tokens))
+            left.append(
+                dataclasses.replace(
+                    segment, first_step=steps + 1, num_steps=num_steps, first_token=tokens
+                )
+            )
         tokens, steps = tokens + num_steps * segment.tokens_per_step, steps + num_steps
     if left:
         return tuple(left)
     if config.schedule.phases:
         raise UserError(
-            f"config.schedule.phases end after {end:,} tokens, but run.fork={config.run.fork} has seen {tokens:,}; "
-            "phases count from the run's begin, so give longer ones or one more"
+            f"config.schedule.phases end after {end:,} tokens, but run.fork={config.run.fork} has"
+            f" seen {tokens:,}; phases count from the run's begin, so give longer ones or one more"
         )
     raise UserError(
-        f"config.run.num_steps={config.run.num_steps}, but run.fork={config.run.fork} has reached step {steps}; it "
-        "counts from the run's begin, so give more"
+        f"config.run.num_steps={config.run.num_steps}, but run.fork={config.run.fork} has reached"
+        f" step {steps}; it counts from the run's begin, so give more"
     )
 
 
 def phase_config(config: Config, phase: Phase) -> Config:
-    """The config as a phase has it: context, RoPE base, batch, mesh and the like in their usual places."""
+    """The config as a phase has it: context, RoPE base, batch, mesh and the like in their usual
+    places."""
     data = dataclasses.replace(
-        config.data, seq_len=phase.seq_len, global_batch=phase.global_batch, micro_batch=phase.micro_batch,
+        config.data,
+        seq_len=phase.seq_len,
+        global_batch=phase.global_batch,
+        micro_batch=phase.micro_batch,
         packing=phase.packing,
-    )  # fmt: skip
+    )
     kinds = config.model.rope_parameters
     hybrid = dataclasses.replace(kinds.hybrid, rope_theta=phase.rope_theta)
-    model = dataclasses.replace(config.model, rope_parameters=dataclasses.replace(kinds, hybrid=hybrid))
+    model = dataclasses.replace(
+        config.model, rope_parameters=dataclasses.replace(kinds, hybrid=hybrid)
+    )
     assert phase.mesh is not None  # _filled
     return dataclasses.replace(config, data=data, model=model, mesh=phase.mesh, remat=phase.remat)
 
 
-def phases_of(config: Config, plan: Plan) -> Iterator[tuple[int, tuple[Segment, ...], Config, Callable[[str], str]]]:
+def phases_of(
+    config: Config, plan: Plan
+) -> Iterator[tuple[int, tuple[Segment, ...], Config, Callable[[str], str]]]:
     """(index, segments, config, the config key that decides a value) of each phase of the plan."""
     for index, group in itertools.groupby(plan.segments, key=lambda segment: segment.phase_index):
         segments = tuple(group)
-        yield index, segments, phase_config(config, segments[0].phase), functools.partial(key, config, index)
+        yield (
+            index,
+            segments,
+            phase_config(config, segments[0].phase),
+            functools.partial(key, config, index),
+        )
 
 
 # Where the values come from that a phase leaves open; the mixture is the data's own affair.
@@ -235,7 +283,8 @@ ELSEWHERE = {
 
 
 def key(config: Config, index: int, name: str) -> str:
-    """The config key that decides a phase's value: its own, or the one outside that it leaves it to."""
+    """The config key that decides a phase's value: its own, or the one outside that it leaves it
+    to."""
     phases = config.schedule.phases
     if name == "eval_seq_len" and not (phases and phases[index].eval_seq_len):
         name = "seq_len"
@@ -256,45 +305,54 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
         **{name: getattr(phase, name) or value for name, value in outside.items()},
     )
     phase = dataclasses.replace(
-        phase, eval_seq_len=phase.eval_seq_len or phase.seq_len, micro_batch=min(phase.micro_batch, phase.global_batch)
+        phase,
+        eval_seq_len=phase.eval_seq_len or phase.seq_len,
+        micro_batch=min(phase.micro_batch, phase.global_batch),
     )
     for name in ("seq_len", "eval_seq_len"):
         if getattr(phase, name) > config.model.max_position_embeddings:
             raise UserError(
-                f"{key(config, index, name)}={getattr(phase, name)} is above model.max_position_embeddings="
-                f"{config.model.max_position_embeddings}; raise the latter or shorten the sequences"
+                f"{key(config, index, name)}={getattr(phase, name)} is above"
+                f" model.max_position_embeddings={config.model.max_position_embeddings}; raise the"
+                " latter or shorten the sequences"
             )
     if bool(phase.ramp_from) != bool(phase.ramp_tokens) or phase.ramp_tokens > phase.tokens:
         raise UserError(
-            f"{where} ramps the batch from {phase.ramp_from} sequences over {phase.ramp_tokens} of its "
-            f"{phase.tokens} tokens; give both, ramp_from and a ramp_tokens within the phase, or neither"
+            f"{where} ramps the batch from {phase.ramp_from} sequences over {phase.ramp_tokens} of"
+            f" its {phase.tokens} tokens; give both, ramp_from and a ramp_tokens within the phase,"
+            " or neither"
         )
     if phase.ramp_from > phase.global_batch:
         raise UserError(
-            f"{where}.ramp_from={phase.ramp_from} needs a global_batch of at least as many sequences (it is "
-            f"{phase.global_batch})"
+            f"{where}.ramp_from={phase.ramp_from} needs a global_batch of at least as many"
+            f" sequences (it is {phase.global_batch})"
         )
     for sequences, _ in _ramp(phase):
         if phase.micro_batch and sequences % min(sequences, phase.micro_batch):
             raise UserError(
-                f"{where} has steps of {sequences} sequences, no multiple of its micro-batch: "
-                f"{key(config, index, 'micro_batch')}={phase.micro_batch}; give a {where}.micro_batch that divides "
-                f"{math.gcd(*(size for size, _ in _ramp(phase)))}"
+                f"{where} has steps of {sequences} sequences, no multiple of its micro-batch:"
+                f" {key(config, index, 'micro_batch')}={phase.micro_batch}; give a"
+                f" {where}.micro_batch that divides {math.gcd(*(size for size, _ in _ramp(phase)))}"
             )
     return phase
 
 
 def _ramp(phase: Phase) -> list[tuple[int, Fraction | None]]:
-    """(sequences per step, the share of the ramp where it ends): ramp_from, doubled, then global_batch."""
+    """(sequences per step, the share of the ramp where it ends): ramp_from, doubled, then
+    global_batch."""
     sizes, size = [], phase.ramp_from
     while 0 < size < phase.global_batch:
         sizes.append(size)
         size *= 2
-    return [*((size, Fraction(i + 1, len(sizes))) for i, size in enumerate(sizes)), (phase.global_batch, None)]
+    return [
+        *((size, Fraction(i + 1, len(sizes))) for i, size in enumerate(sizes)),
+        (phase.global_batch, None),
+    ]
 
 
 def model_at(config: Config, step: int) -> Model:
-    """The model as the run's phase at this step has it: phases differ in the base of the rotary embedding."""
+    """The model as the run's phase at this step has it: phases differ in the base of the rotary
+    embedding."""
     if step == 0:
         return config.model
     plan = make_plan(config)

@@ -13,7 +13,9 @@ def name_of(path: Any, separator: str = ".") -> str:
 
 def flat(tree: Any, separator: str = ".") -> dict[str, Any]:
     """The leaves of a tree of dicts by name."""
-    return {name_of(path, separator): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        name_of(path, separator): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 def nested(arrays: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:

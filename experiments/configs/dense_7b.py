@@ -1,13 +1,16 @@
-"""A dense model of 7B parameters: the shape on which tensor-and-sequence parallelism (TSP) is compared.
+"""A dense model of 7B parameters: the shape on which tensor-and-sequence parallelism (TSP) is
+compared.
 
     python -m experiments.pretrain --config=experiments/configs/dense_7b.py --workdir=runs/dense_7b \
         --config.data.tokenizer=TOKENIZER --config.data.path=PREPARED
 
-Hardware: one node of 8 MI300X, which share every sequence of 131,072 tokens and every matrix (mesh.tsp).
-Expected: no run of it is published; `benchmarks/tsp.md` has its memory and traffic under each scheme.
+Hardware: one node of 8 MI300X, which share every sequence of 131,072 tokens and every matrix
+(mesh.tsp). Expected: no run of it is published; `benchmarks/tsp.md` has its memory and traffic
+under each scheme.
 
-Width 4096, 32 layers and 32 heads of 128 channels are the published comparison's. Not published are the MLP's width and
-the vocabulary: 11,008 channels and 64,000 tokens (embedding and head tied) make 6,738,423,808 parameters.
+Width 4096, 32 layers and 32 heads of 128 channels are the published comparison's. Not published are
+the MLP's width and the vocabulary: 11,008 channels and 64,000 tokens (embedding and head tied) make
+6,738,423,808 parameters.
 """
 
 from ml_collections import ConfigDict

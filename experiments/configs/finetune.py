@@ -3,15 +3,17 @@
     python -m experiments.pretrain --config=experiments/configs/finetune.py:RUN --workdir=runs/tuned \
         --config.data.path=chats.jsonl [--config.run.num_steps=200]
 
-RUN is a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub. With RUN,lora=16 its
-weights stay as they are, and low-rank updates of them are trained. Model, tokenizer and precision are those of the
-weights; so is the context, up to 4,096 tokens. The chats are JSONL, Parquet, a folder or
-glob of them, or a directory that prepare_data made of them with --context (docs/data.md says which forms). Only
-answers are learnt; chats are fitted to the context without cutting questions or answers, and packed whole into rows.
+RUN is a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub.
+With RUN,lora=16 its weights stay as they are, and low-rank updates of them are trained. Model,
+tokenizer and precision are those of the weights; so is the context, up to 4,096 tokens. The chats
+are JSONL, Parquet, a folder or glob of them, or a directory that prepare_data made of them with
+--context (docs/data.md says which forms). Only answers are learnt; chats are fitted to the context
+without cutting questions or answers, and packed whole into rows.
 
-Hardware: as for pretraining. Expected: a held-out loss of the answers before the first step and at every 50th;
-docs/finetuning.md has a run on a laptop. An epoch is about (tokens of the chats) / (seq_len x global_batch) steps: two
-or three of them are enough as a rule, and the held-out loss says when it was too many.
+Hardware: as for pretraining. Expected: a held-out loss of the answers before the first step and at
+every 50th; docs/finetuning.md has a run on a laptop. An epoch is about (tokens of the chats) /
+(seq_len x global_batch) steps: two or three of them are enough as a rule, and the held-out loss
+says when it was too many.
 """
 
 import dataclasses
@@ -25,12 +27,15 @@ from zaya_jax.config import files
 from zaya_jax.pytorch import any_model
 
 CONTEXT = 4096  # at most, where nothing else is said
-SMALLER = 0.1  # than the peak of the rates that the weights were made with; fine-tuned ones keep theirs
+SMALLER = (
+    0.1  # than the peak of the rates that the weights were made with; fine-tuned ones keep theirs
+)
 IMPORTED_LR = 2e-5  # where that is not known
 
 
 def get_config(weights: str = "") -> ConfigDict:
-    """The whole config of a run that fine-tunes these weights, or with MODEL,lora=RANK low-rank updates of them."""
+    """The whole config of a run that fine-tunes these weights, or with MODEL,lora=RANK low-rank
+    updates of them."""
     weights, lora, rank = weights.partition(",lora=")
     found = _find(weights)
     before, step = found.config, found.step
@@ -39,14 +44,21 @@ def get_config(weights: str = "") -> ConfigDict:
     )
     c = config.editable(
         config.Config(
-            name="finetune", model=model, precision=before.precision, optim=before.optim,
-            balance=before.balance, remat=before.remat, kernels=before.kernels,
+            name="finetune",
+            model=model,
+            precision=before.precision,
+            optim=before.optim,
+            balance=before.balance,
+            remat=before.remat,
+            kernels=before.kernels,
         )
-    )  # fmt: skip
+    )
     c.run.init_from = weights
     if lora:
         if not rank.isdecimal() or int(rank) == 0:
-            raise config.UserError(f"finetune.py:{weights},lora={rank}: the rank is a whole number from 1, such as 16")
+            raise config.UserError(
+                f"finetune.py:{weights},lora={rank}: the rank is a whole number from 1, such as 16"
+            )
         c.run.lora = int(rank)
         c.balance.enabled = False  # so that the updates are all that the run changes
 
@@ -75,13 +87,14 @@ def _find(weights: str) -> any_model.AnyModel:
     """The named model; UserError if it or its tokenizer is missing."""
     if not weights:
         raise config.UserError(
-            f"finetune.py needs the weights to begin with: --config=experiments/configs/finetune.py:MODEL, with "
-            f"{any_model.FORMS}"
+            "finetune.py needs the weights to begin with:"
+            f" --config=experiments/configs/finetune.py:MODEL, with {any_model.FORMS}"
         )
     if vault_at(weights):
         raise config.UserError(
-            f"finetune.py:{weights} is a place of copies, without the tokenizer; fetch it with python -m "
-            f"experiments.checkpoint reshard --from={weights} --to=DIR, and put the tokenizer into DIR/tokenizer"
+            f"finetune.py:{weights} is a place of copies, without the tokenizer; fetch it with"
+            f" python -m experiments.checkpoint reshard --from={weights} --to=DIR, and put the"
+            " tokenizer into DIR/tokenizer"
         )
     try:
         found = any_model.find(weights)
@@ -89,22 +102,29 @@ def _find(weights: str) -> any_model.AnyModel:
         raise config.UserError(f"finetune.py:{weights}: {error}") from None
     if found.tokenizer_folder is None:
         place = found.folder / "tokenizer" if any_model.is_run(found.folder) else found.folder
-        raise config.UserError(f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {place}")
+        raise config.UserError(
+            f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {place}"
+        )
     return found
 
 
 def _tuned(before: config.Config, folder: Path) -> bool:
-    """Whether a run's rates are those of fine-tuning: of its own weights, or of runs it is a fork of."""
+    """Whether a run's rates are those of fine-tuning: of its own weights, or of runs it is a fork
+    of."""
     if not before.data.chats or before.run.init_from:
         return before.data.chats
     path = folder / "lineage.json"
     try:
-        changed = [parent["changed"] for parent in files.read_json(path)["forked"]] if path.is_file() else []
+        changed = (
+            [parent["changed"] for parent in files.read_json(path)["forked"]]
+            if path.is_file()
+            else []
+        )
         return bool(changed) and not any("data.chats" in keys for keys in changed)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise config.UserError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); bring it back, or remove it and give "
-            "--config.optim.lr, which it would have decided"
+            f"{path} cannot be read ({type(error).__name__}: {error}); bring it back, or remove it"
+            " and give --config.optim.lr, which it would have decided"
         ) from None
 
 

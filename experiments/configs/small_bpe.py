@@ -1,10 +1,11 @@
-"""A small ZAYA on a prepared directory: the standard library's sources with a BPE of 8,192 trained on them.
+"""A small ZAYA on a prepared directory: the standard library's sources with a BPE of 8,192 trained
+on them.
 
     python -m experiments.prepare_data --input=stdlib --train_bpe=8192 --out=data/stdlib_bpe
     python -m experiments.pretrain --config=experiments/configs/small_bpe.py
 
-Hardware: two CPU cores. The first command takes under a minute, the second about five.
-Expected: a held-out loss of about 4.2 nats per token, which is 1.14 nats a byte at 3.7 bytes per token.
+Hardware: two CPU cores. The first command takes under a minute, the second about five. Expected: a
+held-out loss of about 4.2 nats per token, which is 1.14 nats a byte at 3.7 bytes per token.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,8 @@
-"""Causal grouped-query attention: never an [S, S] array; its gradient needs only the output and its log-sum-exp.
+"""Causal grouped-query attention: never an [S, S] array; its gradient needs only the output and its
+log-sum-exp.
 
-Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries per group, C head channels.
+Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries per group, C head
+channels.
 
 An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 
@@ -8,8 +10,8 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
     backward(saved, d_out, d_lse, *, scale, block, dtype)                        → dq, dk and dv in `dtype`
     visited(q_len, k_len, starts, windows)                                       → the share of blocks that it computes
 
-with `window` and `offset` as arrays, or None if tracing shows that there is none; with `block` None it chooses. dq
-may also be in float32.
+with `window` and `offset` as arrays, or None if tracing shows that there is none; with `block` None
+it chooses. dq may also be in float32.
 """
 
 import functools
@@ -29,9 +31,16 @@ from pallas_kernels.attention.decode import decode_attention, in_window
 from pallas_kernels.attention.reference import MASKED, NO_WINDOW
 
 __all__ = [
-    "MASKED", "NO_WINDOW", "SAVED", "attention", "attention_gradients", "decode_attention", "in_window",
-    "softmax_scale", "visited",
-]  # fmt: skip
+    "MASKED",
+    "NO_WINDOW",
+    "SAVED",
+    "attention",
+    "attention_gradients",
+    "decode_attention",
+    "in_window",
+    "softmax_scale",
+    "visited",
+]
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
 SAVED = "attention"  # the name under which a remat policy finds the output and its log-sum-exp
@@ -65,9 +74,9 @@ def attention(
 ) -> tuple[Float[Array, "B Sq H C"], Float[Array, "B Sq H"]]:
     """Attention output and the log-sum-exp of each query's scores (float32), both differentiable.
 
-    A query at i attends to keys at j with 0 <= i - j < window and the same segment; `offset` is the index of the first
-    query minus that of the first key, 0 for a sequence that attends to itself. A query without any key gives 0 and a
-    log-sum-exp of -1e30.
+    A query at i attends to keys at j with 0 <= i - j < window and the same segment; `offset` is the
+    index of the first query minus that of the first key, 0 for a sequence that attends to itself. A
+    query without any key gives 0 and a log-sum-exp of -1e30.
     """
     return _attention(q, k, v, q_segments, k_segments, *_bounds(window, offset), scale, block)
 
@@ -114,8 +123,8 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _bounds(window, offset) -> tuple[jax.Array | None, jax.Array | None]:
-    # None is known while tracing: a model without windows has none in its program, and a sequence that attends to
-    # itself has no offset.
+    # None is known while tracing: a model without windows has none in its program, and a sequence
+    # that attends to itself has no offset.
     known = isinstance(offset, int) and offset == 0
     if isinstance(window, int):
         window = min(window, NO_WINDOW)  # a position is added to it in int32
@@ -124,8 +133,8 @@ def _bounds(window, offset) -> tuple[jax.Array | None, jax.Array | None]:
 
 
 def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:
-    """The share of all pairs of blocks that is computed, the mean over queries that begin at these starts, and over
-    layers with these windows: for `loops.visiting`."""
+    """The share of all pairs of blocks that is computed, the mean over queries that begin at these
+    starts, and over layers with these windows: for `loops.visiting`."""
     return chip.choose(IMPLEMENTATIONS).visited(q_len, k_len, starts, windows)
 
 

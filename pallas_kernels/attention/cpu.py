@@ -1,9 +1,11 @@
-"""Attention on a CPU: the loops of `xla` with smaller blocks, and without loops for short sequences.
+"""Attention on a CPU: the loops of `xla` with smaller blocks, and without loops for short
+sequences.
 
-A short sequence is a few blocks of queries, each against all the keys that it may see at once. So there is no online
-softmax, and no loop, in which a CPU would run element-wise work on one core. Scores are [block, S], at most four blocks
-for a sequence; a block's keys end with its queries, so few masked scores are computed. Letters as in
-`pallas_kernels.attention`; N = G times the block's queries, its rows.
+A short sequence is a few blocks of queries, each against all the keys that it may see at once. So
+there is no online softmax, and no loop, in which a CPU would run element-wise work on one core.
+Scores are [block, S], at most four blocks for a sequence; a block's keys end with its queries, so
+few masked scores are computed. Letters as in `pallas_kernels.attention`; N = G times the block's
+queries, its rows.
 """
 
 import jax
@@ -18,12 +20,16 @@ visited = xla.visited
 SHORT = 4  # blocks of queries or keys up to which there are no loops
 
 
-def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) -> tuple[jax.Array, jax.Array]:
+def forward(
+    q, k, v, q_segments, k_segments, window, offset, *, scale, block
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attention`."""
     q_len, k_len = q.shape[1], k.shape[1]
     block = block or default_block(max(q_len, k_len))
     if not _is_short(q_len, k_len, window, offset, block):
-        return xla.forward(q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block)
+        return xla.forward(
+            q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block
+        )
     q, k, v, q_segments, k_segments, (side, _) = xla.arrange(q, k, v, q_segments, k_segments, block)
     out, lse = _forward(q, k, v, q_segments, k_segments, scale, side, k_len)
     return xla.by_token(out)[:, :q_len], xla.by_token(lse[..., None])[:, :q_len, :, 0]
@@ -39,9 +45,20 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     delta = apart(d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     delta = delta if d_lse is None else delta - d_lse
     q, k, v, q_segments, k_segments, (side, _) = xla.arrange(q, k, v, q_segments, k_segments, block)
-    d_out, lse, delta = (xla.by_group(x, num_kv, side) for x in (d_out, lse[..., None], delta[..., None]))
+    d_out, lse, delta = (
+        xla.by_group(x, num_kv, side) for x in (d_out, lse[..., None], delta[..., None])
+    )
     dq, dk, dv = _gradients(
-        q, k, v, (q_segments, k_segments), lse[..., 0], d_out.astype(v.dtype), delta[..., 0], scale, side, k_len
+        q,
+        k,
+        v,
+        (q_segments, k_segments),
+        lse[..., 0],
+        d_out.astype(v.dtype),
+        delta[..., 0],
+        scale,
+        side,
+        k_len,
     )
     dk, dv = (x.astype(dtype).transpose(0, 2, 1, 3)[:, :k_len] for x in (dk, dv))
     return xla.by_token(dq)[:, :q_len], dk, dv
@@ -53,12 +70,14 @@ def default_block(length: int) -> int:
 
 
 def _is_short(q_len, k_len, window, offset, block):
-    """Whether no loops are needed: few blocks, of a sequence that attends to itself without a window."""
+    """Whether no loops are needed: few blocks, of a sequence that attends to itself without a
+    window."""
     return window is None and offset is None and max(q_len, k_len) <= SHORT * block
 
 
 def _forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.Array, jax.Array]:
-    """Output [B, K, G, S, C] and log-sum-exp [B, K, G, S] of q [B, K, G, S, C] and k, v [B, K, S, C]."""
+    """Output [B, K, G, S, C] and log-sum-exp [B, K, G, S] of q [B, K, G, S, C] and k, v [B, K, S,
+    C]."""
     outs, sums = [], []
     k, v = written(k), written(v)
     for start, k_i, v_i, mask in _blocks(q, k, v, q_segments, k_segments, block, k_len):
@@ -77,8 +96,10 @@ def _forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.
 
 
 def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
-    """dq, dk and dv in float32, from the arguments and results of `_forward`, and delta as in `xla`."""
-    # Scores have keys first, and dq has channels first, so no product needs a transposed copy of scores.
+    """dq, dk and dv in float32, from the arguments and results of `_forward`, and delta as in
+    `xla`."""
+    # Scores have keys first, and dq has channels first, so no product needs a transposed copy of
+    # scores.
     k, v = written(k), written(v)
     turned = written(k.swapaxes(2, 3))
     dqs, dks, dvs = [], [], []
@@ -100,13 +121,20 @@ def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
 
 
 def _blocks(q, k, v, q_segments, k_segments, block, k_len):
-    """For each block of queries: its start, the keys and values up to its last one, and the mask."""
+    """For each block of queries: its start, the keys and values up to its last one, and the
+    mask."""
     for start in range(0, q.shape[3], block):
         end = min(start + block, k.shape[2])
         own, seen = (
-            None if x is None else x[:, a:b] for x, a, b in ((q_segments, start, start + block), (k_segments, 0, end))
+            None if x is None else x[:, a:b]
+            for x, a, b in ((q_segments, start, start + block), (k_segments, 0, end))
         )
-        yield start, k[:, :, :end], v[:, :, :end], mask_of(block, end, start, 0, None, k_len, own, seen)
+        yield (
+            start,
+            k[:, :, :end],
+            v[:, :, :end],
+            mask_of(block, end, start, 0, None, k_len, own, seen),
+        )
 
 
 def _rows(x, start, block):

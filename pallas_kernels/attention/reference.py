@@ -1,4 +1,5 @@
-"""The definition of attention, with the whole [S, S] matrix, and the constants of masking for all implementations."""
+"""The definition of attention, with the whole [S, S] matrix, and the constants of masking for all
+implementations."""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,16 @@ def attention(q, k, v, q_segments=None, k_segments=None, window=None, offset=0, 
     scores = jnp.where(mask, scores, MASKED)
     lse = jnp.where(mask.any(-1), jax.nn.logsumexp(scores, axis=-1), MASKED)
     weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
-    out = jnp.einsum("bkgqj,bjkc->bqkgc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bkgqj,bjkc->bqkgc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     lse = jnp.moveaxis(lse, 3, 1).reshape(batch, q_len, num_heads)
     return out.reshape(batch, q_len, num_heads, channels).astype(v.dtype), lse
 
 
 def mask_of(num_q, num_k, q_start, k_start, window, k_len, q_segments, k_segments) -> jax.Array:
-    """[1 or B, 1, 1, num_q, num_k]: the keys that each query may see; starts are positions on the key axis."""
+    """[1 or B, 1, 1, num_q, num_k]: the keys that each query may see; starts are positions on the
+    key axis."""
     i = q_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 0)
     j = k_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 1)
     mask = (j <= i) & (j < k_len)

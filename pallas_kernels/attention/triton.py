@@ -1,16 +1,19 @@
-"""Attention on a GPU in three kernels: the output, the gradient of queries, those of keys and values.
+"""Attention on a GPU in three kernels: the output, the gradient of queries, those of keys and
+values.
 
-A program of the first two has a tile of rows: some queries times the heads of their group, so that a key and value
-that it loads serve all of them. Keys pass by in blocks, with an online soft-max. A program of the third has a block of
-keys, by which the queries pass: the sum over a group's heads is a part of the product, and each gradient is written
-once, without atomics. The price is that both backward kernels compute the scores: seven products for five.
+A program of the first two has a tile of rows: some queries times the heads of their group, so that
+a key and value that it loads serve all of them. Keys pass by in blocks, with an online soft-max. A
+program of the third has a block of keys, by which the queries pass: the sum over a group's heads is
+a part of the product, and each gradient is written once, without atomics. The price is that both
+backward kernels compute the scores: seven products for five.
 
-Which blocks a tile meets is arithmetic on their bounds; with segments it is asked of the least and the greatest id of
-each block (`ranges_of`). Blocks whose every row sees every key go without a mask.
+Which blocks a tile meets is arithmetic on their bounds; with segments it is asked of the least and
+the greatest id of each block (`ranges_of`). Blocks whose every row sees every key go without a
+mask.
 
-They take heads of a multiple of 16 channels, up to 256, all in one number format (on NVIDIA's chips not float32), and
-sequences of 16 tokens or more (`suits`); `xla` has the rest. A tile has the largest power of two that divides the heads
-of a group. Letters as in `pallas_kernels.attention`.
+They take heads of a multiple of 16 channels, up to 256, all in one number format (on NVIDIA's chips
+not float32), and sequences of 16 tokens or more (`suits`); `xla` has the rest. A tile has the
+largest power of two that divides the heads of a group. Letters as in `pallas_kernels.attention`.
 """
 
 import functools
@@ -32,18 +35,21 @@ Met = tuple[Any, Any, Any, Any]  # blocks [lo, hi), and of these [start, end) wi
 
 
 def suits(q, k, v, scale) -> bool:
-    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, and registers would spill."""
+    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, and
+    registers would spill."""
     channels, alike = q.shape[-1], q.dtype == k.dtype == v.dtype
     fits = channels % 16 == 0 and channels <= 256 and min(q.shape[1], k.shape[1]) >= 16
     return fits and alike and q.dtype in formats() and scale > 0
 
 
 def tile_of(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
-    """The tile of "forward", "queries" or "keys"; with a `block` (tests), of this many rows and keys.
+    """The tile of "forward", "queries" or "keys"; with a `block` (tests), of this many rows and
+    keys.
 
-    Chosen by a model of the inner loop's machine code (`benchmarks.inner_loop`), without spilled registers and
-    with at most 2% of the work behind the diagonal at 4,096 tokens: half a tile's queries and half its keys
-    against half the sequence. benchmarks/kernels.md has other tiles' results; `Tile.suited` takes some of them.
+    Chosen by a model of the inner loop's machine code (`benchmarks.inner_loop`), without spilled
+    registers and with at most 2% of the work behind the diagonal at 4,096 tokens: half a tile's
+    queries and half its keys against half the sequence. benchmarks/kernels.md has other tiles'
+    results; `Tile.suited` takes some of them.
     """
     return _tuned(kernel, channels, dtype, block).suited("attention", kernel, channels, dtype)
 
@@ -58,7 +64,8 @@ def _tuned(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
         return Tile(64, 64, stages=2) if kernel == "keys" else Tile(128, 64, warps=8, stages=2)
     if kernel == "keys":  # a warp has 32 keys: with fewer, two would compute the same products
         return Tile(32, 64, warps=2)
-    # The wider one, where it does not keep a second warp out of a scheduler's registers, or nothing else lets one in.
+    # The wider one, where it does not keep a second warp out of a scheduler's registers, or nothing
+    # else lets one in.
     return Tile(128, 64) if (kernel == "forward") == (channels <= 64) else Tile(128, 32)
 
 
@@ -67,10 +74,14 @@ def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int
     return xla.visited(q_len, k_len, starts, windows, block=64)
 
 
-def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) -> tuple[jax.Array, jax.Array]:
+def forward(
+    q, k, v, q_segments, k_segments, window, offset, *, scale, block
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attention`."""
     if not suits(q, k, v, scale):
-        return xla.forward(q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block)
+        return xla.forward(
+            q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block
+        )
     at = _Call("forward", q, k, q_segments, k_segments, window, offset, scale, block)
     results = [(q, v.dtype), (at.sums, jnp.float32)]
     out, lse = at.run(_forward, "attention_forward", at.grid_of_queries, (q, k, v), results, 2)
@@ -136,17 +147,31 @@ class _Call:
         self.shape = _Shape(q_len, k_len, num_kv, *sizes, scale, *known)
         self.masks = [x.reshape(1) for x in (window, offset) if x is not None]
         if q_segments is not None:
-            q_ranges, k_ranges = (ranges_of(q_segments, self.shape.queries), ranges_of(k_segments, self.shape.keys))
+            q_ranges, k_ranges = (
+                ranges_of(q_segments, self.shape.queries),
+                ranges_of(k_segments, self.shape.keys),
+            )
             self.masks += [q_segments, k_segments, *q_ranges, *k_ranges]
 
     def run(self, body, name, grid, given, results, products) -> Any:
-        """body(shape, operands, masks, results), arrays as [B, tokens times heads, C] or without C: no copy."""
+        """body(shape, operands, masks, results), arrays as [B, tokens times heads, C] or without C:
+        no copy."""
         given = [x.reshape(self.batch, -1, *x.shape[3:]) for x in given]
-        shapes = [jax.ShapeDtypeStruct((self.batch, x.shape[1] * x.shape[2], *x.shape[3:]), to) for x, to in results]
+        shapes = [
+            jax.ShapeDtypeStruct((self.batch, x.shape[1] * x.shape[2], *x.shape[3:]), to)
+            for x, to in results
+        ]
         return tiles.call(
-            functools.partial(body, self.shape), *given, *self.masks, name=name, grid=grid, out_shapes=shapes,
-            work=self.work(products), warps=self.tile.warps, stages=self.tile.stages,
-        )  # fmt: skip
+            functools.partial(body, self.shape),
+            *given,
+            *self.masks,
+            name=name,
+            grid=grid,
+            out_shapes=shapes,
+            work=self.work(products),
+            warps=self.tile.warps,
+            stages=self.tile.stages,
+        )
 
     @property
     def grid_of_queries(self) -> tuple[int, int]:
@@ -158,7 +183,8 @@ class _Call:
         return self.batch * self.shape.num_kv, self.shape.blocks[1]
 
     def work(self, products: int) -> tiles.Work:
-        """That of this many products for each block of a causal sequence, and at most of all blocks.
+        """That of this many products for each block of a causal sequence, and at most of all
+        blocks.
 
         Blocks that segments leave out are not known before they come.
         """
@@ -166,23 +192,40 @@ class _Call:
         num_q, num_k = at.blocks
         ends = np.minimum(np.arange(1, num_q + 1) * at.queries, at.k_len)
         met, most = float(np.sum(-(-ends // at.keys))), num_q * num_k
-        each = 2.0 * products * self.batch * at.num_kv * at.parts * at.rows * at.keys * tiles.power(at.channels)
+        each = (
+            2.0
+            * products
+            * self.batch
+            * at.num_kv
+            * at.parts
+            * at.rows
+            * at.keys
+            * tiles.power(at.channels)
+        )
         known = not (at.offset or at.window)
         return tiles.Work(each * (most / 2 if at.offset else met), None if known else each * most)
 
 
 def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each block, [B, blocks]: the least and greatest id but for 0, and whether it has 0, which is padding.
+    """For each block, [B, blocks]: the least and greatest id but for 0, and whether it has 0, which
+    is padding.
 
-    Apart, because padding behind the last document would else stretch a block's range over all of them. There are a
-    power of two of them; those behind the sequence are like its end.
+    Apart, because padding behind the last document would else stretch a block's range over all of
+    them. There are a power of two of them; those behind the sequence are like its end.
     """
     batch, length = segments.shape
     more = tiles.power(-(-length // block)) * block - length
     ids = jnp.pad(segments, ((0, 0), (0, more)), mode="edge").reshape(batch, -1, block)
     info = jnp.iinfo(jnp.int32)
-    least, greatest = jnp.where(ids == 0, info.max, ids).min(-1), jnp.where(ids == 0, info.min, ids).max(-1)
-    return least, greatest, (ids == 0).any(-1).astype(jnp.int32)  # not one array: that is one launch more
+    least, greatest = (
+        jnp.where(ids == 0, info.max, ids).min(-1),
+        jnp.where(ids == 0, info.min, ids).max(-1),
+    )
+    return (
+        least,
+        greatest,
+        (ids == 0).any(-1).astype(jnp.int32),
+    )  # not one array: that is one launch more
 
 
 class _Masks:
@@ -199,7 +242,8 @@ class _Masks:
             self.q_ranges, self.k_ranges = ranges[:3], ranges[3:]
 
     def met_by_queries(self, i) -> Met:
-        """Blocks of keys [lo, hi) that block i of queries meets, and of these [start, end) that it sees whole."""
+        """Blocks of keys [lo, hi) that block i of queries meets, and of these [start, end) that it
+        sees whole."""
         at = self.at
         first = i * at.queries + self.offset
         last = jnp.minimum((i + 1) * at.queries, at.q_len) - 1 + self.offset
@@ -212,7 +256,8 @@ class _Masks:
         return self._by_segments(lo, hi, start, end, "q", i)
 
     def met_by_keys(self, j) -> Met:
-        """Blocks of queries [lo, hi) that block j of keys meets, and of these [start, end) that see it whole."""
+        """Blocks of queries [lo, hi) that block j of keys meets, and of these [start, end) that see
+        it whole."""
         at = self.at
         first = j * at.keys - self.offset
         last = jnp.minimum((j + 1) * at.keys, at.k_len) - 1 - self.offset
@@ -226,7 +271,9 @@ class _Masks:
 
     def _by_segments(self, lo, hi, start, end, side, index) -> Met:
         if self.at.segments:
-            own, others = (self.q_ranges, self.k_ranges) if side == "q" else (self.k_ranges, self.q_ranges)
+            own, others = (
+                (self.q_ranges, self.k_ranges) if side == "q" else (self.k_ranges, self.q_ranges)
+            )
             least, greatest, padded = (x[self.batch, index] for x in own)
             num = others[0].shape[1]
             blocks = tiles.steps(num)
@@ -234,7 +281,11 @@ class _Masks:
             meets = (leasts <= greatest) & (least <= greatests) | (padded * paddeds > 0)
             lo = jnp.maximum(lo, jnp.min(jnp.where(meets, blocks, num)))
             hi = jnp.minimum(hi, jnp.max(jnp.where(meets, blocks + 1, 0)))
-            alike = _one_document(least, greatest, padded) & _one_document(leasts, greatests, paddeds) & meets
+            alike = (
+                _one_document(least, greatest, padded)
+                & _one_document(leasts, greatests, paddeds)
+                & meets
+            )
             # The last run of blocks of the same document.
             inside = alike & (blocks >= start) & (blocks < end)
             end = jnp.max(jnp.where(inside, blocks + 1, 0))
@@ -247,7 +298,9 @@ class _Masks:
         """Whether each row sees each key, [rows, keys] where `by_query`, otherwise [keys, rows]."""
 
         def both(of_rows, of_keys):
-            return (of_rows[:, None], of_keys[None]) if by_query else (of_rows[None], of_keys[:, None])
+            return (
+                (of_rows[:, None], of_keys[None]) if by_query else (of_rows[None], of_keys[:, None])
+            )
 
         query, key = both(rows.tokens, keys.tokens)
         back = query + self.offset - key
@@ -265,7 +318,8 @@ def _one_document(least, greatest, padded):
 
 
 def _over(lo, hi, start, end, step, carry):
-    """carry after step(block, carry, masked) of the blocks [lo, hi); those of [start, end) without a mask."""
+    """carry after step(block, carry, masked) of the blocks [lo, hi); those of [start, end) without
+    a mask."""
     before = start - lo
 
     def edge(n, carry):
@@ -291,7 +345,8 @@ def _keys_of(at: _Shape, batch, head, j) -> Rows:
 
 
 def _place_of_queries(at: _Shape) -> tuple:
-    """Batch, key-value head, first query head and block of queries of a program; the last, longest blocks first."""
+    """Batch, key-value head, first query head and block of queries of a program; the last, longest
+    blocks first."""
     n, i = tiles.program_id(0), at.blocks[0] - 1 - tiles.program_id(1)
     head = lax.rem(n, at.num_kv * at.parts)
     return lax.div(n, at.num_kv * at.parts), lax.div(head, at.parts), head * at.heads, i
@@ -319,7 +374,11 @@ def _forward(at: _Shape, q, k, v, *refs):
 
     # Above masked scores, so that a row's weights are 0, not 1, as long as it has seen no key.
     lowest = MASKED * min(factor, 1.0) / 2
-    start = (jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32), jnp.full(at.rows, lowest), jnp.zeros(at.rows))
+    start = (
+        jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32),
+        jnp.full(at.rows, lowest),
+        jnp.zeros(at.rows),
+    )
     acc, top, total = _over(*masks.met_by_queries(i), step, start)
     safe = jnp.where(total > 0, total, 1.0)
     rows.store(out, acc / safe[:, None])
@@ -367,7 +426,10 @@ def _keys(at: _Shape, q, k, v, d_out, lse, delta, *refs):
         dk_j, dv_j = carry
         rows = _rows(at, batch, (kv_head * at.parts + part) * at.heads, i)
         q_i, d_i = rows.load(q, inner=not masked), rows.load(d_out, inner=not masked)
-        lse_i, delta_i = rows.load(lse, inner=not masked) * LOG2E, rows.load(delta, inner=not masked)
+        lse_i, delta_i = (
+            rows.load(lse, inner=not masked) * LOG2E,
+            rows.load(delta, inner=not masked),
+        )
         seen = None
         if masked:
             seen = masks.seen(rows, keys, rows.ids(masks.q_ids), k_ids, by_query=False)

@@ -1,7 +1,7 @@
 """Attention in blocks, for XLA: online softmax forward, recomputing backward.
 
-The loops over blocks have run-time bounds, so that blocks wholly above the diagonal or outside the window
-cost nothing. Letters as in `pallas_kernels.attention`.
+The loops over blocks have run-time bounds, so that blocks wholly above the diagonal or outside the
+window cost nothing. Letters as in `pallas_kernels.attention`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from pallas_kernels.attention.reference import MASKED, mask_of
 from pallas_kernels.loops import turning
 
 
-def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) -> tuple[jax.Array, jax.Array]:
+def forward(
+    q, k, v, q_segments, k_segments, window, offset, *, scale, block
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attention`."""
     q_len, k_len = q.shape[1], k.shape[1]
     block = block or default_block(max(q_len, k_len))
@@ -34,7 +36,9 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     delta = delta if d_lse is None else delta - d_lse
     q, k, v, q_segments, k_segments, blocks = arrange(q, k, v, q_segments, k_segments, block)
-    d_out, lse, delta = (by_group(x, num_kv, blocks[0]) for x in (d_out, lse[..., None], delta[..., None]))
+    d_out, lse, delta = (
+        by_group(x, num_kv, blocks[0]) for x in (d_out, lse[..., None], delta[..., None])
+    )
     lse, delta, d_out = lse[..., 0], delta[..., 0], d_out.astype(v.dtype)
     saved = (q, k, v, q_segments, k_segments, window, offset, lse, delta)
     dq, dk, dv = _gradients(scale, *blocks, k_len, saved, d_out, dtype)
@@ -47,8 +51,11 @@ def default_block(length: int) -> int:
     return 512 if length <= 8192 else 2048
 
 
-def arrange(q, k, v, q_segments, k_segments, block) -> tuple[Any, Any, Any, Any, Any, tuple[int, int]]:
-    """Heads first, lengths padded to whole blocks: q [B, K, G, Sq, C], k and v [B, K, Sk, C], and the blocks' sides."""
+def arrange(
+    q, k, v, q_segments, k_segments, block
+) -> tuple[Any, Any, Any, Any, Any, tuple[int, int]]:
+    """Heads first, lengths padded to whole blocks: q [B, K, G, Sq, C], k and v [B, K, Sk, C], and
+    the blocks' sides."""
     q_len, (k_len, num_kv) = q.shape[1], k.shape[1:3]
     block_q, block_k = min(block, _round_up(q_len, 8)), min(block, _round_up(k_len, 8))
     pad_k = -k_len % block_k
@@ -84,10 +91,14 @@ def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
 
 
 def visited(
-    q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None], block: int | None = None
+    q_len: int,
+    k_len: int,
+    starts: npt.ArrayLike,
+    windows: Sequence[int | None],
+    block: int | None = None,
 ) -> float:
-    """The share of all pairs of blocks that is computed, the mean over queries that begin at these starts, and over
-    layers with these windows: for `loops.visiting`."""
+    """The share of all pairs of blocks that is computed, the mean over queries that begin at these
+    starts, and over layers with these windows: for `loops.visiting`."""
     block = block or default_block(max(q_len, k_len))
     block_q, block_k = min(block, _round_up(q_len, 8)), min(block, _round_up(k_len, 8))
     num_k, found = -(-k_len // block_k), []
@@ -130,19 +141,34 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, sides):
             acc, top, total = carry
             k_j, v_j = _block_of(k, j, block_k, 2), _block_of(v, j, block_k, 2)
             mask = mask_of(
-                block_q, block_k, i * block_q + offset, j * block_k, window, k_len,
-                q_seg, _block_of(k_segments, j, block_k, 1),
-            )  # fmt: skip
+                block_q,
+                block_k,
+                i * block_q + offset,
+                j * block_k,
+                window,
+                k_len,
+                q_seg,
+                _block_of(k_segments, j, block_k, 1),
+            )
             scores = jnp.where(mask, _scores(q_i, k_j, scale), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
-            update = jnp.einsum("bkgqj,bkjc->bkgqc", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
+            update = jnp.einsum(
+                "bkgqj,bkjc->bkgqc",
+                weights.astype(v.dtype),
+                v_j,
+                preferred_element_type=jnp.float32,
+            )
             return acc * shrink[..., None] + update, new_top, total * shrink + weights.sum(-1)
 
         row = (batch, num_kv, group, block_q)
         # Above MASKED, so that a row's weights are 0, not 1, as long as it has seen no key.
-        start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED / 2), jnp.zeros(row))
+        start = (
+            jnp.zeros((*row, channels), jnp.float32),
+            jnp.full(row, MASKED / 2),
+            jnp.zeros(row),
+        )
         bounds = key_blocks(i, window, offset, block_q, block_k, num_k)
         with turning((num_k + 1) / 2, of=num_k):  # of a whole causal sequence
             acc, top, total = lax.fori_loop(*bounds, step, start)
@@ -158,14 +184,15 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, sides):
 
 
 def _gradients(scale, block_q, block_k, k_len, saved, d_out, dtype):
-    """dq in float32, dk and dv in `dtype`; delta is the sum of d_out times out, less the log-sum-exp's cotangent."""
+    """dq in float32, dk and dv in `dtype`; delta is the sum of d_out times out, less the
+    log-sum-exp's cotangent."""
     q, k, v, q_segments, k_segments, window, offset, lse, delta = saved
     batch, num_kv, group, q_pad, channels = q.shape
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
     offset = 0 if offset is None else offset
 
-    # Scores have keys first and queries last, and dq has channels first, so no product needs a transposed
-    # copy of anything as large as the scores.
+    # Scores have keys first and queries last, and dq has channels first, so no product needs a
+    # transposed copy of anything as large as the scores.
     def key_block(dq, j):
         k_j, v_j = _block_of(k, j, block_k, 2), _block_of(v, j, block_k, 2)
         k_seg, k_turned = _block_of(k_segments, j, block_k, 1), k_j.swapaxes(2, 3)
@@ -174,17 +201,29 @@ def _gradients(scale, block_q, block_k, k_len, saved, d_out, dtype):
             dq, dk_j, dv_j = carry
             q_i, do_i = _block_of(q, i, block_q, 3), _block_of(d_out, i, block_q, 3)
             mask = mask_of(
-                block_q, block_k, i * block_q + offset, j * block_k, window, k_len,
-                _block_of(q_segments, i, block_q, 1), k_seg,
-            )  # fmt: skip
+                block_q,
+                block_k,
+                i * block_q + offset,
+                j * block_k,
+                window,
+                k_len,
+                _block_of(q_segments, i, block_q, 1),
+                k_seg,
+            )
             mask = mask.transpose(0, 1, 4, 2, 3)
             lse_i, delta_i = (_block_of(x, i, block_q, 3)[:, :, None] for x in (lse, delta))
             weights = jnp.exp(jnp.where(mask, _by_key(k_j, q_i) * scale - lse_i, MASKED))
             d_scores = (weights * (_by_key(v_j, do_i) - delta_i) * scale).astype(q.dtype)
             weights = weights.astype(v.dtype)
-            dv_j += jnp.einsum("bkjgq,bkgqc->bkjc", weights, do_i, preferred_element_type=jnp.float32)
-            dk_j += jnp.einsum("bkjgq,bkgqc->bkjc", d_scores, q_i, preferred_element_type=jnp.float32)
-            dq_i = jnp.einsum("bkcj,bkjgq->bkcgq", k_turned, d_scores, preferred_element_type=jnp.float32)
+            dv_j += jnp.einsum(
+                "bkjgq,bkgqc->bkjc", weights, do_i, preferred_element_type=jnp.float32
+            )
+            dk_j += jnp.einsum(
+                "bkjgq,bkgqc->bkjc", d_scores, q_i, preferred_element_type=jnp.float32
+            )
+            dq_i = jnp.einsum(
+                "bkcj,bkjgq->bkcgq", k_turned, d_scores, preferred_element_type=jnp.float32
+            )
             dq_i += _block_of(dq, i, block_q, 4)
             return lax.dynamic_update_slice_in_dim(dq, dq_i, i * block_q, 4), dk_j, dv_j
 

@@ -1,11 +1,13 @@
-"""CCA's mixing of queries and keys over a few tokens: two causal convolutions, a path around them, norm and rotation.
+"""CCA's mixing of queries and keys over a few tokens: two causal convolutions, a path around them,
+norm and rotation.
 
-The first convolution has taps for each channel, the second for each head: a matrix product in either direction.
-Letters: B batch, S sequence, G = H + K query and key-value heads, C channels of a head; the taps look back T0 and T1
-tokens, T in all. An array over the sequence may also hold the T tokens before it, or the last few of them.
+The first convolution has taps for each channel, the second for each head: a matrix product in
+either direction. Letters: B batch, S sequence, G = H + K query and key-value heads, C channels of a
+head; the taps look back T0 and T1 tokens, T in all. An array over the sequence may also hold the T
+tokens before it, or the last few of them.
 
-`mix` is all of it. On a GPU `triton` does it if it supports the arguments; otherwise it has two parts, for which an
-implementation (`xla`, `cpu`; `reference` is the definition) has
+`mix` is all of it. On a GPU `triton` does it if it supports the arguments; otherwise it has two
+parts, for which an implementation (`xla`, `cpu`; `reference` is the definition) has
 
     convolve(x, before, by_channel, by_head, segments, dtype)                        → y
     convolve_gradients(the same, d_y)                                                → gradients of the first four
@@ -45,7 +47,9 @@ def mix(
     if chip.choose({"xla": xla, "triton": triton}) is triton and triton.suits(*arrays):
         return triton.mix(*arrays)
     packed, rest = jnp.split(columns, (by_channel[0].size,), axis=-1)
-    heads_first, before = (None if x is None else _heads_first(x, by_channel.shape[2]) for x in (packed, before))
+    heads_first, before = (
+        None if x is None else _heads_first(x, by_channel.shape[2]) for x in (packed, before)
+    )
     mixed = convolve(heads_first, before, by_channel, by_head, segments, dtype)
     q, k = queries_and_keys(heads_first, mixed, bias, temperature, rope, temperature.size, mean_q)
     return q, k, rest
@@ -53,7 +57,9 @@ def mix(
 
 def _heads_first(packed, channels):
     """[G, B, S, C], as the convolutions' products and attention's want them."""
-    return packed.reshape(*packed.shape[:2], packed.shape[2] // channels, channels).transpose(2, 0, 1, 3)
+    return packed.reshape(*packed.shape[:2], packed.shape[2] // channels, channels).transpose(
+        2, 0, 1, 3
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -67,8 +73,8 @@ def convolve(
 ) -> Float[Array, "G B S C"]:
     """Both convolutions without biases, in `dtype`, with the value between them in `dtype` too.
 
-    The last tap is the token itself. `before` are the tokens ahead of the first one, None for zeros. A token takes
-    nothing from those of other `segments`; None is one segment.
+    The last tap is the token itself. `before` are the tokens ahead of the first one, None for
+    zeros. A token takes nothing from those of other `segments`; None is one segment.
     """
     return chip.choose(PARTS).convolve(x, before, by_channel, by_head, segments, dtype)
 
@@ -94,9 +100,11 @@ def queries_and_keys(
     num_kv: int,
     mean_q: Float[Array, "B S K C"] | None,
 ) -> tuple[Float[Array, "B S H C"], Float[Array, "B S K C"]]:
-    """Adds bias and means to the convolutions' results; normalises by head in float32, scales keys, rotates.
+    """Adds bias and means to the convolutions' results; normalises by head in float32, scales keys,
+    rotates.
 
-    `mean_q` is each group's mean query if its queries are on several devices. The backward pass repeats all of it.
+    `mean_q` is each group's mean query if its queries are on several devices. The backward pass
+    repeats all of it.
     """
     choice = chip.choose(PARTS)
     return choice.queries_and_keys(by_head, mixed, bias, temperature, rope, num_kv, mean_q)

@@ -1,7 +1,7 @@
 """CCA's mixing on a CPU: XLA's, with a barrier before the norm.
 
-XLA's CPU backend hands a sum and its neighbours to YNNPACK as one piece, and YNNPACK is slow at short broadcast
-dimensions such as the queries of a group: 6 ms instead of less than one.
+XLA's CPU backend hands a sum and its neighbours to YNNPACK as one piece, and YNNPACK is slow at
+short broadcast dimensions such as the queries of a group: 6 ms instead of less than one.
 """
 
 import functools

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 
 
 def convolve(x, before, by_channel, by_head, segments) -> jax.Array:
-    """The result of `pallas_kernels.cca_mix.convolve` in float32: a token from its neighbours in its segment."""
+    """The result of `pallas_kernels.cca_mix.convolve` in float32: a token from its neighbours in
+    its segment."""
     heads, batch, seq, channels = x.shape
     reach = by_channel.shape[0] + by_head.shape[0] - 2
-    x = jnp.concatenate([jnp.zeros((heads, batch, reach, channels)) if before is None else before, x], axis=2)
+    x = jnp.concatenate(
+        [jnp.zeros((heads, batch, reach, channels)) if before is None else before, x], axis=2
+    )
     if segments is None:
         segments = jnp.ones((batch, reach + seq), jnp.int32)
     out = []

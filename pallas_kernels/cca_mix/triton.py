@@ -1,7 +1,9 @@
-"""CCA's mixing on a GPU: one kernel from projected columns to queries and keys, three for the gradients.
+"""CCA's mixing on a GPU: one kernel from projected columns to queries and keys, three for the
+gradients.
 
-A program has some tokens of one head: it loads them as often as there are taps, and the heads of its means, whose
-programs run at the same time. Values between the two convolutions, and up to the norm, stay in registers.
+A program has some tokens of one head: it loads them as often as there are taps, and the heads of
+its means, whose programs run at the same time. Values between the two convolutions, and up to the
+norm, stay in registers.
 
     mix            columns → q, k
     mix_sums       the gradient of the norm's input, from dq and dk; all before it is computed again
@@ -10,11 +12,12 @@ programs run at the same time. Values between the two convolutions, and up to th
                    all columns is one array, written once
     mix_taps       shares of the gradient of the taps of heads, one of each of SPLITS parts of the tokens
 
-Nothing is added atomically; XLA adds up the shares. The rotation turns pairs of channels half a table apart, and a tile
-cannot be cut once it is in registers: so it is made of blocks of channels, each as wide as that half.
+Nothing is added atomically; XLA adds up the shares. The rotation turns pairs of channels half a
+table apart, and a tile cannot be cut once it is in registers: so it is made of blocks of channels,
+each as wide as that half.
 
-They take heads of 16 to 256 channels, a power of two, and one table that turns a power of two of them (`suits`); `xla`
-has the rest. Letters as in `pallas_kernels.cca_mix`.
+They take heads of 16 to 256 channels, a power of two, and one table that turns a power of two of
+them (`suits`); `xla` has the rest. Letters as in `pallas_kernels.cca_mix`.
 """
 
 import functools
@@ -28,7 +31,9 @@ from pallas_kernels import chip, tiles
 from pallas_kernels.cca_mix.xla import NORM_FLOOR
 
 TOKENS = 64  # of a program
-SPLITS = 16  # of all tokens: each writes as much as the taps of heads, 1.3 MB of float32 at ZAYA1's size
+SPLITS = (
+    16  # of all tokens: each writes as much as the taps of heads, 1.3 MB of float32 at ZAYA1's size
+)
 FORMATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -71,17 +76,33 @@ class _Shape(NamedTuple):
 
     def flops(self, products: int) -> float:
         """Those of this many products of all tokens with a tap."""
-        return 2.0 * self.batch * self.blocks * self.tokens * self.all_heads * self.channels**2 * products
+        return (
+            2.0
+            * self.batch
+            * self.blocks
+            * self.tokens
+            * self.all_heads
+            * self.channels**2
+            * products
+        )
 
     def bytes(self, passes: float) -> float:
         """Those of this many passes over the columns of queries and keys."""
-        return passes * self.batch * self.length * self.all_heads * self.channels * self.dtype.itemsize
+        return (
+            passes * self.batch * self.length * self.all_heads * self.channels * self.dtype.itemsize
+        )
 
 
-def suits(columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype) -> bool:
+def suits(
+    columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype
+) -> bool:
     """Whether the kernels take these arrays."""
     channels = by_channel.shape[2]
-    fits = channels == tiles.power(channels) and 16 <= channels <= 256 and columns.shape[2] % channels == 0
+    fits = (
+        channels == tiles.power(channels)
+        and 16 <= channels <= 256
+        and columns.shape[2] % channels == 0
+    )
     fits &= columns.size > 0 and all(table.shape[:2] == columns.shape[:2] for _, table in rope)
     turned = [table.shape[-1] // 2 for _, table in rope]
     turns = all(16 <= half == tiles.power(half) for half in turned) and len(rope) <= 1
@@ -89,7 +110,9 @@ def suits(columns, before, by_channel, by_head, bias, temperature, rope, segment
     return alone and fits and turns and columns.dtype == dtype and dtype in FORMATS
 
 
-def mix(columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype) -> tuple:
+def mix(
+    columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype
+) -> tuple:
     """See `pallas_kernels.cca_mix`."""
     del before, mean_q
     (num_taps, all_heads, channels), num_kv = by_channel.shape, temperature.size
@@ -97,11 +120,22 @@ def mix(columns, before, by_channel, by_head, bias, temperature, rope, segments,
     half = rope[0][1].shape[-1] // 2 if rope else 0
     batch, length, width = columns.shape
     at = _Shape(
-        batch, length, all_heads - num_kv, num_kv, channels, width, num_taps - 1, by_head.shape[0] - 1, half,
-        segments is not None, jnp.dtype(dtype),
-    )  # fmt: skip
+        batch,
+        length,
+        all_heads - num_kv,
+        num_kv,
+        channels,
+        width,
+        num_taps - 1,
+        by_head.shape[0] - 1,
+        half,
+        segments is not None,
+        jnp.dtype(dtype),
+    )
     own = None if segments is None else segments[:, reach:]
-    return _mix(at, columns, by_channel, by_head, bias, temperature, rope[0][1] if rope else None, own)
+    return _mix(
+        at, columns, by_channel, by_head, bias, temperature, rope[0][1] if rope else None, own
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,13 +146,19 @@ def _mix(at, columns, by_channel, by_head, bias, temperature, table, segments):
 def _mix_fwd(at, columns, by_channel, by_head, bias, temperature, table, segments):
     saved = columns, by_channel, by_head, bias, temperature, table, segments
     q, k = _call(
-        at, _forward, saved, (), "mix", (at.all_heads, at.blocks, at.batch),
+        at,
+        _forward,
+        saved,
+        (),
+        "mix",
+        (at.all_heads, at.blocks, at.batch),
         [
             jax.ShapeDtypeStruct((at.batch, at.length, heads, at.channels), at.dtype)
             for heads in (at.heads, at.num_kv)
         ],
-        flops=at.flops(at.t1 + 1), passes=(1, 1),
-    )  # fmt: skip
+        flops=at.flops(at.t1 + 1),
+        passes=(1, 1),
+    )
     return (q, k, columns[..., at.all_heads * at.channels :]), saved
 
 
@@ -127,21 +167,45 @@ def _mix_bwd(at, saved, d):
     packed, all_tokens = at.all_heads * at.channels, at.batch * at.blocks
     wide = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     d_sums, d_scales = _call(
-        at, _sums, saved, (d_q, d_k), "mix_sums", (at.all_heads, at.blocks, at.batch),
-        [jax.ShapeDtypeStruct((*columns.shape[:2], packed), at.dtype), wide((at.all_heads, all_tokens))],
-        flops=at.flops(at.t1 + 1), passes=(2, 1),
-    )  # fmt: skip
+        at,
+        _sums,
+        saved,
+        (d_q, d_k),
+        "mix_sums",
+        (at.all_heads, at.blocks, at.batch),
+        [
+            jax.ShapeDtypeStruct((*columns.shape[:2], packed), at.dtype),
+            wide((at.all_heads, all_tokens)),
+        ],
+        flops=at.flops(at.t1 + 1),
+        passes=(2, 1),
+    )
     d_columns, of_channels = _call(
-        at, _columns, saved, (d_sums, d_rest), "mix_columns", (at.width // at.channels, at.blocks, at.batch),
-        [jax.ShapeDtypeStruct(columns.shape, columns.dtype), wide((all_tokens * (at.t0 + 1), packed))],
-        flops=at.flops((at.t0 + 1) * (at.t1 + 1)), passes=(2 + at.width / packed - 1, at.width / packed),
-    )  # fmt: skip
+        at,
+        _columns,
+        saved,
+        (d_sums, d_rest),
+        "mix_columns",
+        (at.width // at.channels, at.blocks, at.batch),
+        [
+            jax.ShapeDtypeStruct(columns.shape, columns.dtype),
+            wide((all_tokens * (at.t0 + 1), packed)),
+        ],
+        flops=at.flops((at.t0 + 1) * (at.t1 + 1)),
+        passes=(2 + at.width / packed - 1, at.width / packed),
+    )
     taps = (at.t1 + 1) * at.all_heads
     of_heads, of_biases = _call(
-        at, _taps, saved, (d_sums,), "mix_taps", (taps, SPLITS),
+        at,
+        _taps,
+        saved,
+        (d_sums,),
+        "mix_taps",
+        (taps, SPLITS),
         [wide((SPLITS, taps, at.channels, at.channels)), wide((SPLITS, taps, at.channels))],
-        flops=at.flops(at.t1 + 1), passes=(2, 0),
-    )  # fmt: skip
+        flops=at.flops(at.t1 + 1),
+        passes=(2, 0),
+    )
     shape = at.t1 + 1, at.all_heads, at.channels
     d_bias = of_biases.reshape(SPLITS, *shape)[:, -1].sum(0)
     d_by_head = of_heads.reshape(SPLITS, *shape, at.channels).sum(0)
@@ -157,22 +221,36 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
     columns, by_channel, by_head, bias, temperature, table, segments = saved
     scales = jnp.concatenate([jnp.ones((at.heads,), jnp.float32), temperature])
     given = {
-        "x": columns, "by_channel": by_channel, "by_head": by_head.astype(at.dtype), "bias": bias,
-        "scales": scales, "table": table, "segments": segments,
-    }  # fmt: skip
+        "x": columns,
+        "by_channel": by_channel,
+        "by_head": by_head.astype(at.dtype),
+        "bias": bias,
+        "scales": scales,
+        "table": table,
+        "segments": segments,
+    }
     given |= {f"d{i}": d for i, d in enumerate(gradients)}
     given = {name: x for name, x in given.items() if x is not None and x.size}
-    others = sum(given[n].size * given[n].dtype.itemsize for n in ("by_head", "table", "segments") if n in given)
+    others = sum(
+        given[n].size * given[n].dtype.itemsize
+        for n in ("by_head", "table", "segments")
+        if n in given
+    )
     shares = sum(x.size * 4 for x in out_shapes if x.dtype == jnp.float32 and x.ndim != 3)
 
     def run(*refs):
         body(at, _Refs(at, dict(zip(given, refs, strict=False))), *refs[len(given) :])
 
     return tiles.call(
-        run, *given.values(), name=name, grid=grid, out_shapes=out_shapes,
+        run,
+        *given.values(),
+        name=name,
+        grid=grid,
+        out_shapes=out_shapes,
         work=tiles.Work(flops, moved=(at.bytes(passes[0]) + others, at.bytes(passes[1]) + shares)),
-        warps={"2": 128, "3": 512}.get(chip.current().tile("cca_mix") or "", 256) // chip.current().lanes,
-    )  # fmt: skip
+        warps={"2": 128, "3": 512}.get(chip.current().tile("cca_mix") or "", 256)
+        // chip.current().lanes,
+    )
 
 
 class _Refs:
@@ -182,9 +260,12 @@ class _Refs:
         self.at, self.refs = at, refs
 
     def columns(self, name, tokens, distance, column, wide, seen):
-        """Columns of the tokens so far before these, zero where they are not seen; before is negative after."""
+        """Columns of the tokens so far before these, zero where they are not seen; before is
+        negative after."""
         rows, columns = tokens.index - distance, column + tiles.steps(wide)
-        return tiles.take(self.refs[name], tokens.batch, rows=rows, columns=columns, own=(seen, None))
+        return tiles.take(
+            self.refs[name], tokens.batch, rows=rows, columns=columns, own=(seen, None)
+        )
 
     def of_head(self, name, tokens, head, place, seen):
         """A block of channels of [B, S, heads, C]."""
@@ -201,7 +282,10 @@ class _Refs:
 
     def turns(self, tokens):
         """cos and sin of the pairs of channels, [tokens, half] each."""
-        halves = (self.columns("table", tokens, 0, n * self.at.half, self.at.half, tokens.real) for n in (0, 1))
+        halves = (
+            self.columns("table", tokens, 0, n * self.at.half, self.at.half, tokens.real)
+            for n in (0, 1)
+        )
         return tuple(halves)
 
 
@@ -221,26 +305,28 @@ class _Tokens:
             return there
         ids = self.refs.refs["segments"]
         first, second = (
-            tiles.load(ids.at[jnp.full(i.shape, self.batch), i], mask=there, other=0) for i in (first, second)
+            tiles.load(ids.at[jnp.full(i.shape, self.batch), i], mask=there, other=0)
+            for i in (first, second)
         )
         return there & (first == second)
 
 
 def _between(at, refs, tokens, head, distance):
-    """The first convolution's output for tokens this far before, zero where these are of another segment."""
+    """The first convolution's output for tokens this far before, zero where these are of another
+    segment."""
     total = jnp.zeros((at.tokens, at.channels), jnp.float32)
     for j in range(at.t0 + 1):
         back = distance + at.t0 - j
-        x = refs.columns("x", tokens, back, head * at.channels, at.channels, tokens.linked(distance, back)).astype(
-            jnp.float32
-        )
+        x = refs.columns(
+            "x", tokens, back, head * at.channels, at.channels, tokens.linked(distance, back)
+        ).astype(jnp.float32)
         total += x * refs.vector("by_channel", j, head, start=0, wide=at.channels)
     return jnp.where(tokens.linked(0, distance)[:, None], total, 0).astype(at.dtype)
 
 
 def _others(at, head):
-    """The heads of a head's mean besides itself, [first, first + count), for a query its key, for a key its queries;
-    and whether it is a query."""
+    """The heads of a head's mean besides itself, [first, first + count), for a query its key, for a
+    key its queries; and whether it is a query."""
     query = head < at.heads
     key = head - at.heads
     first = jnp.where(query, at.heads + lax.div(head, at.group), key * at.group)
@@ -259,7 +345,10 @@ def _entering(at, refs, tokens, head):
     first, count, query = _others(at, head)
     nothing = tuple(jnp.zeros((at.tokens, at.wide), jnp.float32) for _ in places)
     others = lax.fori_loop(
-        0, count, lambda i, sums: tuple(s + of(first + i, p) for s, p in zip(sums, places, strict=True)), nothing
+        0,
+        count,
+        lambda i, sums: tuple(s + of(first + i, p) for s, p in zip(sums, places, strict=True)),
+        nothing,
     )
     share = _either(query, 0.5, 0.5 / at.group)
     blocks = []
@@ -267,13 +356,16 @@ def _entering(at, refs, tokens, head):
         total = 0.5 * of(head, place) + share * other
         total += refs.vector("bias", head, start=place, wide=at.wide)
         for i, tap in enumerate(taps):
-            total += tiles.dot(tap, refs.refs["by_head"][i, head, :, tiles.slice_of(place, at.wide)])
+            total += tiles.dot(
+                tap, refs.refs["by_head"][i, head, :, tiles.slice_of(place, at.wide)]
+            )
         blocks.append(total)
     return blocks
 
 
 def _norms(at, blocks):
-    """The factor that gives each token's channels the norm √C, and whether the floor is under it."""
+    """The factor that gives each token's channels the norm √C, and whether the floor is under
+    it."""
     norm = jnp.sqrt(sum((x * x).sum(1, keepdims=True) for x in blocks))
     return at.channels**0.5 / jnp.maximum(norm, NORM_FLOOR), norm > NORM_FLOOR
 
@@ -312,8 +404,12 @@ def _sums(at, refs, d_sums, d_scales):
     query = head < at.heads
     d = []
     for i in range(len(units)):
-        of_q = refs.of_head("d0", tokens, jnp.minimum(head, at.heads - 1), i * at.wide, tokens.real & query)
-        of_k = refs.of_head("d1", tokens, jnp.maximum(head - at.heads, 0), i * at.wide, tokens.real & ~query)
+        of_q = refs.of_head(
+            "d0", tokens, jnp.minimum(head, at.heads - 1), i * at.wide, tokens.real & query
+        )
+        of_k = refs.of_head(
+            "d1", tokens, jnp.maximum(head - at.heads, 0), i * at.wide, tokens.real & ~query
+        )
         d.append(of_q + of_k)
     d = _turned(at, refs, tokens, d, back=True)
     along = sum((a * b).sum(1, keepdims=True) for a, b in zip(d, units, strict=True))
@@ -343,7 +439,8 @@ def _columns(at, refs, d_columns, of_channels):
 
 
 def _own_columns(at, refs, tokens, head, number, d_columns, of_channels):
-    """The gradient of a token's columns: from itself and the tokens after it, and from the means."""
+    """The gradient of a token's columns: from itself and the tokens after it, and from the
+    means."""
     wide = min(at.channels, 64)
     first, count, query = _others(at, head)
     share = _either(query, 0.5 / at.group, 0.5)
@@ -367,7 +464,9 @@ def _own_columns(at, refs, tokens, head, number, d_columns, of_channels):
             passed = jnp.where(tokens.linked(0, -a)[:, None], passed, 0)
             total += passed * refs.vector("by_channel", at.t0 - a, head, start=place, wide=wide)
             row = number * (at.t0 + 1) + at.t0 - a
-            of_channels[row, tiles.slice_of(head * at.channels + place, wide)] = (passed * own).sum(0)
+            of_channels[row, tiles.slice_of(head * at.channels + place, wide)] = (passed * own).sum(
+                0
+            )
         _store(at, d_columns, tokens, head * at.channels + place, total)
 
 

@@ -1,6 +1,8 @@
-"""CCA's convolutions and the path around them, for XLA: taps by padding, each head's convolution as one matrix product.
+"""CCA's convolutions and the path around them, for XLA: taps by padding, each head's convolution as
+one matrix product.
 
-Letters as in `pallas_kernels.cca_mix`. Heads lead: a CPU has no bfloat16 product with a batch dimension in the middle.
+Letters as in `pallas_kernels.cca_mix`. Heads lead: a CPU has no bfloat16 product with a batch
+dimension in the middle.
 """
 
 import jax
@@ -24,12 +26,15 @@ def convolve(x, before, by_channel, by_head, segments, dtype) -> jax.Array:
 def convolve_gradients(x, before, by_channel, by_head, segments, dtype, d_out) -> tuple:
     """See `pallas_kernels.cca_mix`.
 
-    A token's gradient is a convolution of those of the tokens after it; tokens before count where they are given.
+    A token's gradient is a convolution of those of the tokens after it; tokens before count where
+    they are given.
     """
     given = x
     _, heads, channels, _ = by_head.shape
     t0, t1 = by_channel.shape[0] - 1, by_head.shape[0] - 1
-    lead0, lead1 = (0, 0) if before is None else (t0, t1)  # tokens ahead of those whose gradients are wanted
+    lead0, lead1 = (
+        (0, 0) if before is None else (t0, t1)
+    )  # tokens ahead of those whose gradients are wanted
     (x, segments), d_out = _extended(x, before, segments, dtype), d_out.astype(dtype)
     length = d_out.shape[2]
 
@@ -43,7 +48,9 @@ def convolve_gradients(x, before, by_channel, by_head, segments, dtype, d_out) -
 
     dy = dy.reshape(heads, x.shape[1], -1, channels)
     passed = [_passed(dy, segments, d, lead0) for d in range(t0, -1, -1)]
-    dx = sum(p.astype(jnp.float32) * w[:, None, None] for p, w in zip(passed, by_channel, strict=True))
+    dx = sum(
+        p.astype(jnp.float32) * w[:, None, None] for p, w in zip(passed, by_channel, strict=True)
+    )
     own = x[:, :, x.shape[2] - dx.shape[2] :].astype(jnp.float32)
     d_by_channel = jnp.stack([(p.astype(jnp.float32) * own).sum((1, 2)) for p in passed])
 
@@ -54,7 +61,8 @@ def convolve_gradients(x, before, by_channel, by_head, segments, dtype, d_out) -
 
 
 def _extended(x, before, segments, dtype):
-    """x with the tokens before it, where they are given, and the segments of these and of as many before them."""
+    """x with the tokens before it, where they are given, and the segments of these and of as many
+    before them."""
     if before is None:
         return x.astype(dtype), segments
     if segments is not None:  # columns before the first count as zero, in any segment
@@ -82,7 +90,8 @@ def _tap(x, segments, distance):
 
 
 def _passed(dz, segments, distance, lead):
-    """The value that each token, from `lead` ones before, gets from the one `distance` after it, if in its segment."""
+    """The value that each token, from `lead` ones before, gets from the one `distance` after it, if
+    in its segment."""
     around = ((0, 0, 0), (0, 0, 0), (lead - distance, distance, 0), (0, 0, 0))
     return lax.pad(_within(dz, segments, distance), jnp.zeros((), dz.dtype), around)
 
@@ -134,6 +143,7 @@ def _each(k, num_heads):
 
 
 def _normalise(x):
-    # The floor is inside the root: at zero the root's own gradient is infinite, and 0 times that is NaN.
+    # The floor is inside the root: at zero the root's own gradient is infinite, and 0 times that is
+    # NaN.
     norm = jnp.sqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), NORM_FLOOR**2))
     return x * (x.shape[-1] ** 0.5 / norm)

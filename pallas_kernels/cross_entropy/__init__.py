@@ -1,9 +1,10 @@
 """Cross entropy over the tied head in chunks of tokens, so that [N, V] logits never exist in full.
 
-The gradient is computed in the forward pass, chunk by chunk while the chunk's logits are at hand: three products in
-all, none repeated. Letters: N tokens, D model, V vocabulary.
+The gradient is computed in the forward pass, chunk by chunk while the chunk's logits are at hand:
+three products in all, none repeated. Letters: N tokens, D model, V vocabulary.
 
-An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has, for N in whole chunks,
+An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has, for N in whole
+chunks,
 
     chunk_rows(num, vocab)                                                   tokens in a chunk
     sums(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk)  → loss, z
@@ -35,7 +36,8 @@ def cross_entropy(
     z_weight: float = 0.0,
     chunk: int | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(loss, z): the weighted sums over tokens of -log p(target) + z_weight log² Z, and of log² Z (not differentiated).
+    """(loss, z): the weighted sums over tokens of -log p(target) + z_weight log² Z, and of log² Z
+    (not differentiated).
 
     Divide by the number of real tokens of the whole batch, not of this piece of it.
     """
@@ -44,7 +46,9 @@ def cross_entropy(
     pad = -num % chunk
     hidden = jnp.pad(hidden, ((0, pad), (0, 0)))
     targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
-    return _cross_entropy(hidden, embedding, bias, targets, weights, jnp.dtype(dtype), z_weight, chunk)
+    return _cross_entropy(
+        hidden, embedding, bias, targets, weights, jnp.dtype(dtype), z_weight, chunk
+    )
 
 
 def chunk_rows(num: int, vocab: int) -> int:

@@ -1,6 +1,8 @@
-"""The gated MLP of each token's own expert: products of groups of rows, each with its group's matrices.
+"""The gated MLP of each token's own expert: products of groups of rows, each with its group's
+matrices.
 
-Letters: M rows sorted by expert, D model, E experts, F expert width. Rows past the last expert's give zero.
+Letters: M rows sorted by expert, D model, E experts, F expert width. Rows past the last expert's
+give zero.
 
 An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 
@@ -8,9 +10,9 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
     backward(rows, sizes, gate_up, down, hidden, d)    → d_rows, and the gradients of both weights in float32
     of_layer(rows, sizes, gate_up, down, layer)        → out, with the weights of a layer of stacks
 
-with weights in their own number format; products run in that of the rows, which `out` and `hidden` have too. One that
-`routes` also reads rows in place and writes their results, times a gate, to the same places: `routed_mlp`, and
-`layer_mlp` in the place of `of_layer`.
+with weights in their own number format; products run in that of the rows, which `out` and `hidden`
+have too. One that `routes` also reads rows in place and writes their results, times a gate, to the
+same places: `routed_mlp`, and `layer_mlp` in the place of `of_layer`.
 """
 
 import functools
@@ -30,9 +32,13 @@ PRODUCTS = "experts"  # the name under which a remat policy finds the grouped pr
 
 @jax.custom_vjp
 def grouped_mlp(
-    rows: Float[Array, "M D"], sizes: Int[Array, "E"], gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, "E"],
+    gate_up: Float[Array, "E D F2"],
+    down: Float[Array, "E F D"],
 ) -> Float[Array, "M D"]:
-    """The gated MLP of rows sorted by expert, `sizes` of each, in the rows' number format; gate columns come first."""
+    """The gated MLP of rows sorted by expert, `sizes` of each, in the rows' number format; gate
+    columns come first."""
     return chip.choose(IMPLEMENTATIONS).forward(rows, sizes, gate_up, down)[0]
 
 
@@ -45,7 +51,11 @@ def _grouped_mlp_fwd(rows, sizes, gate_up, down):
 def _grouped_mlp_bwd(saved, d_out):
     rows, _, gate_up, down, _ = saved
     d_rows, *d_weights = chip.choose(IMPLEMENTATIONS).backward(*saved, d_out.astype(rows.dtype))
-    return d_rows, None, *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True))
+    return (
+        d_rows,
+        None,
+        *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True)),
+    )
 
 
 grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
@@ -65,7 +75,8 @@ def routed_mlp(
     gate_up: Float[Array, "E D F2"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "N D"]:
-    """gate * `grouped_mlp` of the rows x[order], each put back in its place; only for implementations that `routes`."""
+    """gate * `grouped_mlp` of the rows x[order], each put back in its place; only for
+    implementations that `routes`."""
     return triton.routed_forward(x, order, sizes, gate, gate_up, down, keep=False)[0]
 
 
@@ -80,7 +91,13 @@ def _routed_mlp_bwd(saved, d_out):
     d_x, d_gate, *d_weights = triton.routed_backward(
         x, order, sizes, gate, gate_up, down, hidden, d_out.astype(x.dtype)
     )
-    return (d_x, None, None, d_gate, *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True)))
+    return (
+        d_x,
+        None,
+        None,
+        d_gate,
+        *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True)),
+    )
 
 
 routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)
@@ -96,7 +113,8 @@ def layer_mlp(
 ) -> Float[Array, "M D"]:
     """`grouped_mlp` with the weights of a layer of stacks, read in place; without gradients.
 
-    Given their `order`, rows are not sorted yet, as for `routed_mlp`: of implementations that `routes`.
+    Given their `order`, rows are not sorted yet, as for `routed_mlp`: of implementations that
+    `routes`.
     """
     if routes():
         return triton.routed_forward(rows, order, sizes, None, gate_up, down, layer, keep=False)[0]
@@ -122,10 +140,12 @@ def stacked_mlp(
     add: bool,
     shares: tuple[Callable, Callable] | None = None,
 ) -> Float[Array, "N D"]:
-    """`routed_mlp` with the weights of a layer of stacks. Neither they nor their gradients are copied.
+    """`routed_mlp` with the weights of a layer of stacks. Neither they nor their gradients are
+    copied.
 
-    The backward pass writes these into `sums`, references to float32 stacks, in the layer's place, or adds them; that
-    the caller must ignore the weights' own gradients, which are zero. With `shares` it writes their results.
+    The backward pass writes these into `sums`, references to float32 stacks, in the layer's place,
+    or adds them; that the caller must ignore the weights' own gradients, which are zero. With
+    `shares` it writes their results.
     """
     return triton.routed_forward(x, order, sizes, gate, gate_up, down, layer, keep=False)[0]
 
@@ -139,7 +159,16 @@ def _stacked_mlp_fwd(x, order, sizes, gate, gate_up, down, layer, sums, add, sha
 def _stacked_mlp_bwd(add, shares, saved, d_out):
     x, order, sizes, gate, gate_up, down, hidden, layer, sums = saved
     backward = functools.partial(
-        triton.routed_backward, x, order, sizes, gate, gate_up, down, hidden, d_out.astype(x.dtype), layer
+        triton.routed_backward,
+        x,
+        order,
+        sizes,
+        gate,
+        gate_up,
+        down,
+        hidden,
+        d_out.astype(x.dtype),
+        layer,
     )
     if shares:
         d_x, d_gate, *given = backward()

@@ -1,10 +1,11 @@
 """The experts' gated MLP on a CPU, where `lax.ragged_dot` would compute every row for every expert.
 
-One loop over the experts forward, one backward; an expert's rows go through all its products at once, as one block.
-Blocks have one of a dozen heights, so that a fitting one is a few percent too high, and each has a program of its own:
-small blocks in a loop would leave the second core idle (a product of 64 rows runs at half the speed of one of 256).
-A block may run past the end of its expert's rows; the next expert's then overwrite it. So spare rows are at the end
-meanwhile, as many as the greatest block has. Letters as in `pallas_kernels.grouped_mlp`.
+One loop over the experts forward, one backward; an expert's rows go through all its products at
+once, as one block. Blocks have one of a dozen heights, so that a fitting one is a few percent too
+high, and each has a program of its own: small blocks in a loop would leave the second core idle (a
+product of 64 rows runs at half the speed of one of 256). A block may run past the end of its
+expert's rows; the next expert's then overwrite it. So spare rows are at the end meanwhile, as many
+as the greatest block has. Letters as in `pallas_kernels.grouped_mlp`.
 """
 
 import functools
@@ -19,14 +20,16 @@ from pallas_kernels.grouped_mlp.xla import swiglu
 from pallas_kernels.loops import turning
 from pallas_kernels.products.cpu import strip_of, sum_rows
 
-# Products of fewer rows take weights out of their stack in strips: XLA's copies then stay in a core's cache. With
-# weights [1024, 2048] 4 rows then take 0.6 ms instead of 1.0, 16 rows 1.1 instead of 1.3, 256 gain nothing.
+# Products of fewer rows take weights out of their stack in strips: XLA's copies then stay in a
+# core's cache. With weights [1024, 2048] 4 rows then take 0.6 ms instead of 1.0, 16 rows 1.1
+# instead of 1.3, 256 gain nothing.
 TALL = 256
 FEW = (1, 4, 8, 16, 24, 32, 48, 64)  # rows per block where even groups have fewer than the last
 
 
 def heights(num_rows: int, num_groups: int) -> tuple[int, ...]:
-    """Rows per block, lowest first: an even group fits the eighth of twelve, and the last is for two such groups.
+    """Rows per block, lowest first: an even group fits the eighth of twelve, and the last is for
+    two such groups.
 
     Each is more to compile, so where groups are small and cost little there are four at most.
     """
@@ -40,7 +43,11 @@ def heights(num_rows: int, num_groups: int) -> tuple[int, ...]:
 def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.grouped_mlp`."""
     num_rows, sides = rows.shape[0], heights(rows.shape[0], sizes.shape[0])
-    rows, gate_up, down = _with_spare(rows, sides), gate_up.astype(rows.dtype), down.astype(rows.dtype)
+    rows, gate_up, down = (
+        _with_spare(rows, sides),
+        gate_up.astype(rows.dtype),
+        down.astype(rows.dtype),
+    )
     starts = jnp.cumsum(sizes) - sizes
 
     def expert(carry, own):
@@ -78,7 +85,9 @@ def of_layer(rows, sizes, gate_up, down, layer) -> jax.Array:
         def block(height, row, count, out):
             del count
             hidden = _times_stacked(_slice(rows, row, height), gate_up, layer, e)
-            return _write(out, _times_stacked(swiglu(hidden).astype(rows.dtype), down, layer, e), row)
+            return _write(
+                out, _times_stacked(swiglu(hidden).astype(rows.dtype), down, layer, e), row
+            )
 
         if num_rows == 1:
             return block(1, 0, None, out)
@@ -102,14 +111,19 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
         start, size, w1, w2 = own
 
         def block(height, row, count, d_rows):
-            """The gradients of a block's rows (the first `count` are the expert's), and their part of its weights'."""
+            """The gradients of a block's rows (the first `count` are the expert's), and their part
+            of its weights'."""
             dy = _slice(d_out, row, height)
             if count is not None:
                 dy = jnp.where(jnp.arange(height)[:, None] < count, dy, 0)
             activation, pull = jax.vjp(swiglu, _slice(hidden, row, height))
             (dh,) = pull(_times_transposed(dy, w2, jnp.float32))
             d_rows = _write(d_rows, _times_transposed(dh, w1, rows.dtype), row)
-            return d_rows, _outer(_slice(rows, row, height), dh), _outer(activation.astype(dy.dtype), dy)
+            return (
+                d_rows,
+                _outer(_slice(rows, row, height), dh),
+                _outer(activation.astype(dy.dtype), dy),
+            )
 
         def another(height, row, count, carry):
             d_rows, *sums = carry
@@ -123,7 +137,9 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
         d_rows, *d_weights = _whole_blocks(another, sides, start, size, carry)
         return d_rows, d_weights
 
-    d_rows, (d_gate_up, d_down) = lax.scan(expert, jnp.zeros_like(rows), (starts, sizes, gate_up, down))
+    d_rows, (d_gate_up, d_down) = lax.scan(
+        expert, jnp.zeros_like(rows), (starts, sizes, gate_up, down)
+    )
     return d_rows[:num_rows], d_gate_up, d_down
 
 
@@ -132,14 +148,21 @@ def _with_spare(x, sides):
     return jnp.pad(x, ((0, sides[-1]), (0, 0)))
 
 
-def _rest(block: Callable, heights: tuple[int, ...], start, size, nothing: Callable, carry: Any) -> Any:
-    """block(height, row, count, carry) of the group's first rows, as many as its whole blocks leave, or nothing(carry).
+def _rest(
+    block: Callable, heights: tuple[int, ...], start, size, nothing: Callable, carry: Any
+) -> Any:
+    """block(height, row, count, carry) of the group's first rows, as many as its whole blocks
+    leave, or nothing(carry).
 
-    They come first so that only this block covers rows that are not its own, which whole blocks then write again.
+    They come first so that only this block covers rows that are not its own, which whole blocks
+    then write again.
     """
     count = size % heights[-1]
     fitting = jnp.where(count == 0, 0, 1 + (count > jnp.asarray(heights)).sum())
-    branches = [lambda row, count, carry: nothing(carry), *(functools.partial(block, h) for h in heights)]
+    branches = [
+        lambda row, count, carry: nothing(carry),
+        *(functools.partial(block, h) for h in heights),
+    ]
     return lax.switch(fitting, branches, start, count, carry)
 
 
@@ -147,7 +170,9 @@ def _whole_blocks(block: Callable, heights: tuple[int, ...], start, size, carry:
     """carry after block(height, row, None, carry) on the greatest height's blocks of the group."""
     most = heights[-1]
     first = start + size % most
-    return lax.fori_loop(0, size // most, lambda i, carry: block(most, first + i * most, None, carry), carry)
+    return lax.fori_loop(
+        0, size // most, lambda i, carry: block(most, first + i * most, None, carry), carry
+    )
 
 
 def _slice(x, row, height):
@@ -159,7 +184,8 @@ def _write(x, block, row):
 
 
 def _times_stacked(x, stack, layer, expert):
-    """x [n, a] times the matrix [a, b] of a layer's expert, out of its stack [L, E, a, b]; in x's number format."""
+    """x [n, a] times the matrix [a, b] of a layer's expert, out of its stack [L, E, a, b]; in x's
+    number format."""
     depth, width = stack.shape[2:]
     strip = strip_of(stack, width)
     if x.shape[0] >= TALL or depth % strip:
@@ -171,7 +197,11 @@ def _times_stacked(x, stack, layer, expert):
         return jnp.matmul(own, w.astype(x.dtype), preferred_element_type=jnp.float32)
 
     zeros = jnp.zeros((x.shape[0], width), jnp.float32)
-    y = lax.fori_loop(0, depth // strip, lambda i, y: y + product(i), zeros) if strip < depth else product(0)
+    y = (
+        lax.fori_loop(0, depth // strip, lambda i, y: y + product(i), zeros)
+        if strip < depth
+        else product(0)
+    )
     return y.astype(x.dtype)
 
 

@@ -1,4 +1,5 @@
-"""The definition of grouped products and of the gated MLP made of them: every row with every expert, taking one."""
+"""The definition of grouped products and of the gated MLP made of them: every row with every
+expert, taking one."""
 
 import jax
 import jax.numpy as jnp

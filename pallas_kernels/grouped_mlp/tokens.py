@@ -12,21 +12,32 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_mlp import grouped_mlp, routed_mlp, routes
 
 
-def sort_by_expert(choice: Int[Array, "N"], num_classes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def sort_by_expert(
+    choice: Int[Array, "N"], num_classes: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Order that groups tokens by class, its inverse, and the size of each group."""
     order = jnp.argsort(choice, stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    inverse = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    )
     counts = (choice[:, None] == jnp.arange(num_classes)).sum(0, dtype=jnp.int32)
     return order, inverse, counts
 
 
 @jax.custom_vjp
-def permute(x: Float[Array, "N D"], order: Int[Array, "N"], inverse: Int[Array, "N"]) -> Float[Array, "N D"]:
+def permute(
+    x: Float[Array, "N D"], order: Int[Array, "N"], inverse: Int[Array, "N"]
+) -> Float[Array, "N D"]:
     """x[order], whose gradient is a gather too: a scatter-add would be serial on a CPU."""
     return x[order]
 
 
-permute.defvjp(lambda x, order, inverse: (x[order], (order, inverse)), lambda saved, g: (g[saved[1]], None, None))
+permute.defvjp(
+    lambda x, order, inverse: (x[order], (order, inverse)),
+    lambda saved, g: (g[saved[1]], None, None),
+)
 
 
 def of_own_expert(
@@ -36,7 +47,8 @@ def of_own_expert(
     down: Float[Array, "E F D"],
     gate: Float[Array, "N"] | None = None,
 ) -> Float[Array, "N D"]:
-    """The gated MLP of each token's chosen expert, in x's number format; zero for the class after the last.
+    """The gated MLP of each token's chosen expert, in x's number format; zero for the class after
+    the last.
 
     `gate` scales the result, if the kernels can do that in passing.
     """
@@ -44,7 +56,9 @@ def of_own_expert(
         order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
         return routed_mlp(x, order, counts[: gate_up.shape[0]], gate, gate_up, down)
     assert gate is None
-    return through_groups(x, choice, gate_up.shape[0], lambda rows, sizes: grouped_mlp(rows, sizes, gate_up, down))
+    return through_groups(
+        x, choice, gate_up.shape[0], lambda rows, sizes: grouped_mlp(rows, sizes, gate_up, down)
+    )
 
 
 def through_groups(
@@ -53,6 +67,7 @@ def through_groups(
     num_experts: int,
     function: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Float[Array, "N D"]:
-    """function(rows sorted by expert, rows of each expert) [N, D], in the tokens' own order again."""
+    """function(rows sorted by expert, rows of each expert) [N, D], in the tokens' own order
+    again."""
     order, inverse, counts = sort_by_expert(choice, num_experts + 1)
     return permute(function(permute(x, order, inverse), counts[:num_experts]), inverse, order)

@@ -1,8 +1,9 @@
 """The gated MLP of groups by kernels of Pallas's Triton backend: for GPUs.
 
-Rows are read in place: `order` names them, sorted by expert, so that nothing is gathered before the products or
-scattered after them, and the gate scales the results. Weights are read in their own number format and converted on
-the way to the products: no copy of them is made. Six products, each one kernel:
+Rows are read in place: `order` names them, sorted by expert, so that nothing is gathered before the
+products or scattered after them, and the gate scales the results. Weights are read in their own
+number format and converted on the way to the products: no copy of them is made. Six products, each
+one kernel:
 
     gate and up   hidden[i] = x[order[i]] @ gate_up, a tile of both halves at once, and its SwiGLU [M, F]
     down          out[order[i]] = gate * (swiglu[i] @ down)
@@ -12,20 +13,24 @@ the way to the products: no copy of them is made. Six products, each one kernel:
     d_down        (gate * swiglu)^T @ d_out[order]
 
 With a `layer`, weights and gradients are stacks over all layers, and a kernel writes the layer's
-own part: XLA copies a custom call's slice out of a stack, or into one, 3.6 GB a layer of ZAYA1 and step.
+own part: XLA copies a custom call's slice out of a stack, or into one, 3.6 GB a layer of ZAYA1 and
+step.
 
-Offsets of groups are found inside the kernels, from `sizes`: each expert has its own tiles of rows, the last of them
-ragged, so a grid has room for one more per expert than M rows fill, and programs that find no rows do nothing. Rows
-past the last expert's are a further group, whose loops do not turn: it gives zero. A weight's gradient is summed in
-float32 and written once, that of an expert without rows as zeros.
+Offsets of groups are found inside the kernels, from `sizes`: each expert has its own tiles of rows,
+the last of them ragged, so a grid has room for one more per expert than M rows fill, and programs
+that find no rows do nothing. Rows past the last expert's are a further group, whose loops do not
+turn: it gives zero. A weight's gradient is summed in float32 and written once, that of an expert
+without rows as zeros.
 
-Columns are the grid's fastest axis: programs that run at once share a few tiles of rows and one expert's columns. An
-MI300X gives workgroups in turn to its 8 parts (XCDs), so that with 8 n columns of tiles each part's 4 MB of L2 hold
-its own n strips of the weights, and each strip is read from memory once for some 9 tiles of rows. The account of a
-compiled program (`tiles.call`) counts each operand once, and the products of the rows that there are: a ragged tile
-computes more, on average half a tile for each expert (6% at 1,024 rows an expert and 128 a tile, 12% at 256).
+Columns are the grid's fastest axis: programs that run at once share a few tiles of rows and one
+expert's columns. An MI300X gives workgroups in turn to its 8 parts (XCDs), so that with 8 n columns
+of tiles each part's 4 MB of L2 hold its own n strips of the weights, and each strip is read from
+memory once for some 9 tiles of rows. The account of a compiled program (`tiles.call`) counts each
+operand once, and the products of the rows that there are: a ragged tile computes more, on average
+half a tile for each expert (6% at 1,024 rows an expert and 128 a tile, 12% at 256).
 
-Any sides and formats work; if sides are not whole tiles, numbers past the edge are masked, which is slow.
+Any sides and formats work; if sides are not whole tiles, numbers past the edge are masked, which is
+slow.
 
 Letters as in `pallas_kernels.grouped_mlp`; N tokens are as many as M rows.
 """
@@ -48,12 +53,17 @@ def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
 
 def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.grouped_mlp`."""
-    d_rows, _, d_gate_up, d_down = routed_backward(rows, None, sizes, None, gate_up, down, hidden, d_out)
+    d_rows, _, d_gate_up, d_down = routed_backward(
+        rows, None, sizes, None, gate_up, down, hidden, d_out
+    )
     return d_rows, d_gate_up, d_down
 
 
-def routed_forward(x, order, sizes, gate, gate_up, down, layer=None, keep=True) -> tuple[jax.Array, Any]:
-    """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F], or None unless `keep`.
+def routed_forward(
+    x, order, sizes, gate, gate_up, down, layer=None, keep=True
+) -> tuple[jax.Array, Any]:
+    """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F], or None unless
+    `keep`.
 
     With a `layer`, its number, weights are stacks [L, E, ..]; they are read in place.
     """
@@ -61,7 +71,9 @@ def routed_forward(x, order, sizes, gate, gate_up, down, layer=None, keep=True) 
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
     route = _Route(order, sizes, layer)
     made = [*[like((num, 2 * width))] * keep, like((num, width))]
-    *hidden, activation = _by_rows(_gate_and_up, "gate_up", route, (x, gate_up), made, width, dim, products=2)
+    *hidden, activation = _by_rows(
+        _gate_and_up, "gate_up", route, (x, gate_up), made, width, dim, products=2
+    )
     route = route._replace(gate=gate)
     (out,) = _by_rows(_down, "down", route, (activation, down), [like(x.shape)], dim, width)
     return out, hidden[0] if keep else None
@@ -72,8 +84,8 @@ def routed_backward(
 ) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
     """Gradients of x, of the gate (float32; None without one), and of both weights in float32.
 
-    With a `layer` and `into` = (stacks of gradients, whether to add), stacks are given with the layer's own in its
-    place, or added there; without `into` the layer's alone.
+    With a `layer` and `into` = (stacks of gradients, whether to add), stacks are given with the
+    layer's own in its place, or added there; without `into` the layer's alone.
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
@@ -81,17 +93,22 @@ def routed_backward(
     tile = _tile("d_hidden", num, width, dim, dtype=x.dtype)
     parts = jax.ShapeDtypeStruct((-(-width // tile.columns), num), jnp.float32)
     made = [like(hidden.shape), like((num, width)), parts]
-    d_hidden, activation, d_gate = _by_rows(_d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim)
+    d_hidden, activation, d_gate = _by_rows(
+        _d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim
+    )
     route = route._replace(gate=None)
     (d_x,) = _by_rows(_d_x, "d_x", route, (d_hidden, gate_up), [like(x.shape)], dim, 2 * width)
     sums, add = into or ((None, None), False)
-    over_rows = functools.partial(_over_rows, order=order, sizes=sizes, layer=layer if into else None, add=add)
+    over_rows = functools.partial(
+        _over_rows, order=order, sizes=sizes, layer=layer if into else None, add=add
+    )
     d_gate_up = over_rows(x, d_hidden, sums[0], order_of_x=True, name="experts_d_gate_up")
     d_down = over_rows(activation, d_out, sums[1], order_of_x=False, name="experts_d_down")
     return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down
 
 
-# By the model of their inner loops in machine code, of those without spilled registers; TARGETS says more.
+# By the model of their inner loops in machine code, of those without spilled registers; TARGETS
+# says more.
 TILES = {
     "rocm": {
         "gate_up": Tile(256, 64, 32, 8, 2),  # columns of each half
@@ -116,7 +133,9 @@ def _tile(name: str, *whole: int, dtype) -> Tile:
     tile = TILES[chip.current().maker][name] if dtype == jnp.bfloat16 else WIDE
     tile = tile.suited("grouped_mlp", dtype, products=2 if name == "gate_up" else 1)
     sides = zip(("rows", "columns", "depth"), whole, strict=True)
-    return tile._replace(**{side: min(getattr(tile, side), max(16, tiles.power(size))) for side, size in sides})
+    return tile._replace(
+        **{side: min(getattr(tile, side), max(16, tiles.power(size))) for side, size in sides}
+    )
 
 
 class _Own(NamedTuple):
@@ -148,7 +167,9 @@ def _own_rows(sizes_ref, layer_ref, order_ref, num: int, side: int, tile) -> _Ow
     blocks = (sizes + (side - 1)) >> (side.bit_length() - 1)
     group = jnp.sum((jnp.cumsum(blocks) <= tile).astype(jnp.int32))
     before = lane < group
-    lanes = (tile - jnp.sum(jnp.where(before, blocks, 0))) * side + jnp.arange(side, dtype=jnp.int32)
+    lanes = (tile - jnp.sum(jnp.where(before, blocks, 0))) * side + jnp.arange(
+        side, dtype=jnp.int32
+    )
     inside = lanes < jnp.sum(jnp.where(lane == group, sizes, 0))
     rows = jnp.minimum(jnp.sum(jnp.where(before, sizes, 0)) + lanes, num - 1)
     lead = _lead(layer_ref, group)
@@ -173,12 +194,18 @@ class _Route(NamedTuple):
 
 
 def _by_rows(body, kind, route, arrays, outs, columns, depth, products=1) -> list[jax.Array]:
-    """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and perhaps one more."""
+    """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and
+    perhaps one more."""
     order, sizes, layer, gate = route
     x, w, more = (*arrays, None)[:3]
     num = x.shape[0]
     tile = _tile(kind, num, columns, depth, dtype=x.dtype)
-    given = {"layer": None if layer is None else layer.reshape(1), "order": order, "gate": gate, "more": more}
+    given = {
+        "layer": None if layer is None else layer.reshape(1),
+        "order": order,
+        "gate": gate,
+        "more": more,
+    }
     there = {name: a for name, a in given.items() if a is not None}
 
     def kernel(sizes_ref, x_ref, w_ref, *refs):
@@ -189,24 +216,34 @@ def _by_rows(body, kind, route, arrays, outs, columns, depth, products=1) -> lis
 
     grid = -(-columns // tile.columns), -(-num // tile.rows) + sizes.shape[0] + 1
     operands = (sizes, x, w, *there.values())
-    reads = sum(a.nbytes for a in operands) - w.nbytes * (1 - 1 / (1 if layer is None else w.shape[0]))
+    reads = sum(a.nbytes for a in operands) - w.nbytes * (
+        1 - 1 / (1 if layer is None else w.shape[0])
+    )
     written = sum(math.prod(a.shape) * a.dtype.itemsize for a in outs)
     return tiles.call(
-        kernel, *operands, name=f"experts_{kind}", grid=grid, out_shapes=outs,
+        kernel,
+        *operands,
+        name=f"experts_{kind}",
+        grid=grid,
+        out_shapes=outs,
         work=tiles.Work(2.0 * num * columns * depth * products, moved=(reads, written)),
-        warps=tile.warps, stages=tile.stages,
-    )  # fmt: skip
+        warps=tile.warps,
+        stages=tile.stages,
+    )
 
 
 def _sums(own: _Own, tile: Tile, depth: int, number: int, terms) -> list[jax.Array]:
-    """The sums of `number` products, terms(places in the depth, which there are); zeros for rows of no expert."""
+    """The sums of `number` products, terms(places in the depth, which there are); zeros for rows of
+    no expert."""
 
     def turn(i, sums):
         places, there = tiles.within(i * tile.depth, tile.depth, depth)
         return tuple(a + b for a, b in zip(sums, terms(places, there), strict=True))
 
     zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(number))
-    return list(jax.lax.fori_loop(0, own.live.astype(jnp.int32) * -(-depth // tile.depth), turn, zeros))
+    return list(
+        jax.lax.fori_loop(0, own.live.astype(jnp.int32) * -(-depth // tile.depth), turn, zeros)
+    )
 
 
 def _columns(tile: Tile, length: int):
@@ -221,7 +258,12 @@ def _gate_and_up(own, _, tile, x_ref, w_ref, *refs):
     def terms(places, deep):
         x = tiles.take(x_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
         return [
-            tiles.dot(x, tiles.take(w_ref, *own.lead, rows=places, columns=side, own=(deep, there), dtype=dtype))
+            tiles.dot(
+                x,
+                tiles.take(
+                    w_ref, *own.lead, rows=places, columns=side, own=(deep, there), dtype=dtype
+                ),
+            )
             for side in (columns, columns + width)
         ]
 
@@ -241,7 +283,12 @@ def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
     def terms(places, deep):
         x = tiles.take(x_ref, rows=own.rows, columns=places, own=(None, deep))
         return [
-            tiles.dot(x, tiles.take(w_ref, *own.lead, rows=places, columns=columns, own=(deep, there), dtype=dtype))
+            tiles.dot(
+                x,
+                tiles.take(
+                    w_ref, *own.lead, rows=places, columns=columns, own=(deep, there), dtype=dtype
+                ),
+            )
         ]
 
     (out,) = _sums(own, tile, width, 1, terms)
@@ -250,13 +297,17 @@ def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
     tiles.put(out_ref, out, rows=own.to(own.tokens), columns=columns, own=(own.inside, there))
 
 
-def _d_hidden(own, gate_ref, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref, d_gate_ref):
+def _d_hidden(
+    own, gate_ref, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref, d_gate_ref
+):
     (width, dim), dtype = w_ref.shape[-2:], hidden_ref.dtype
     columns, there = _columns(tile, width)
 
     def terms(places, deep):
         d = tiles.take(d_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
-        w = tiles.take(w_ref, *own.lead, rows=columns, columns=places, own=(there, deep), dtype=dtype)
+        w = tiles.take(
+            w_ref, *own.lead, rows=columns, columns=places, own=(there, deep), dtype=dtype
+        )
         return [tiles.dot(d, w, transpose_y=True)]
 
     (d,) = _sums(own, tile, dim, 1, terms)
@@ -268,7 +319,9 @@ def _d_hidden(own, gate_ref, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activ
     if gate_ref is not None:
         scale = tiles.load(gate_ref.at[own.tokens])[:, None]
         d_gate = jnp.sum(jnp.where(own.live, d * activation, 0), axis=1)
-        place = d_gate_ref.at[jnp.broadcast_to(tiles.program_id(0), own.tokens.shape), own.to(own.tokens)]
+        place = d_gate_ref.at[
+            jnp.broadcast_to(tiles.program_id(0), own.tokens.shape), own.to(own.tokens)
+        ]
         tiles.store(place, d_gate, mask=own.inside)
         d, activation = d * scale, activation * scale
     for ref, value, side in (
@@ -285,7 +338,9 @@ def _d_x(own, _, tile, d_ref, w_ref, d_x_ref):
 
     def terms(places, deep):
         d = tiles.take(d_ref, rows=own.rows, columns=places, own=(None, deep))
-        w = tiles.take(w_ref, *own.lead, rows=columns, columns=places, own=(there, deep), dtype=dtype)
+        w = tiles.take(
+            w_ref, *own.lead, rows=columns, columns=places, own=(there, deep), dtype=dtype
+        )
         return [tiles.dot(d, w, transpose_y=True)]
 
     (d_x,) = _sums(own, tile, depth, 1, terms)
@@ -301,13 +356,18 @@ def _swiglu(gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: str) -> jax.Array:
-    """For each group x^T @ y over its rows, float32; `order` gives the places of the rows of x or of y.
+    """For each group x^T @ y over its rows, float32; `order` gives the places of the rows of x or
+    of y.
 
     With a `layer`, `sums` with this in the layer's place.
     """
     (num, height), width, dtype = x.shape, y.shape[1], x.dtype
     tile = _tile("weights", height, width, num, dtype=dtype)
-    given = {"order": order} if layer is None else {"order": order, "layer": layer.reshape(1), "sums": sums}
+    given = (
+        {"order": order}
+        if layer is None
+        else {"order": order, "layer": layer.reshape(1), "sums": sums}
+    )
     there = {name: a for name, a in given.items() if a is not None}
 
     def kernel(sizes_ref, x_ref, y_ref, *refs):
@@ -315,7 +375,10 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
         of = dict.fromkeys(("order", "layer", "sums")) | dict(zip(there, given_refs, strict=True))
         group = tiles.program_id(2)
         lane, sizes = _groups(sizes_ref, num)
-        first, size = jnp.sum(jnp.where(lane < group, sizes, 0)), jnp.sum(jnp.where(lane == group, sizes, 0))
+        first, size = (
+            jnp.sum(jnp.where(lane < group, sizes, 0)),
+            jnp.sum(jnp.where(lane == group, sizes, 0)),
+        )
         here, in_x = tiles.within(tiles.program_id(1) * tile.rows, tile.rows, height)
         columns, in_y = _columns(tile, width)
 
@@ -333,7 +396,9 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
         total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
         total = jax.lax.fori_loop(0, whole, lambda i, total: total + term(i, True), total)
         rest = ((size & (tile.depth - 1)) > 0).astype(jnp.int32)
-        total = jax.lax.fori_loop(whole, whole + rest, lambda i, total: total + term(i, False), total)
+        total = jax.lax.fori_loop(
+            whole, whole + rest, lambda i, total: total + term(i, False), total
+        )
         lead = _lead(of["layer"], group)
         if add:
             total += tiles.take(of["sums"], *lead, rows=here, columns=columns, own=(in_x, in_y))
@@ -345,11 +410,18 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
 
     operands = (sizes, x, y, *there.values())
     written = 4.0 * sizes.size * height * width
-    reads = x.nbytes + y.nbytes + sizes.nbytes + (0 if order is None else order.nbytes) + written * add
+    reads = (
+        x.nbytes + y.nbytes + sizes.nbytes + (0 if order is None else order.nbytes) + written * add
+    )
     shape = (*sizes.shape, height, width) if layer is None else sums.shape
     return tiles.call(
-        kernel, *operands, name=name, grid=(-(-width // tile.columns), -(-height // tile.rows), sizes.size),
+        kernel,
+        *operands,
+        name=name,
+        grid=(-(-width // tile.columns), -(-height // tile.rows), sizes.size),
         out_shapes=jax.ShapeDtypeStruct(shape, jnp.float32),
-        work=tiles.Work(2.0 * num * height * width, moved=(reads, written)), warps=tile.warps, stages=tile.stages,
+        work=tiles.Work(2.0 * num * height * width, moved=(reads, written)),
+        warps=tile.warps,
+        stages=tile.stages,
         aliases={} if layer is None else {len(operands) - 1: 0},
-    )  # fmt: skip
+    )

@@ -1,11 +1,12 @@
 """The gated MLP of groups by `lax.ragged_dot`: for GPUs.
 
-With bfloat16 rows the numbers of a weight's gradient add up in float32 and are then rounded to bfloat16. That happens
-at most once per call (a compiler may leave it out), so once for each micro-batch and each round in which experts
-exchange tokens. They are given as float32, and their sums are float32 from there on. The rounding costs 0.0017 of the
-gradient's norm where rounding rows and gradients to bfloat16 costs 0.0024 (normally distributed, one call or 16). Asked
-for float32 instead, XLA 0.12.0 gives up MI300X's grouped product (hipBLASLt's) for a dense one: E times the work and
-operands.
+With bfloat16 rows the numbers of a weight's gradient add up in float32 and are then rounded to
+bfloat16. That happens at most once per call (a compiler may leave it out), so once for each
+micro-batch and each round in which experts exchange tokens. They are given as float32, and their
+sums are float32 from there on. The rounding costs 0.0017 of the gradient's norm where rounding rows
+and gradients to bfloat16 costs 0.0024 (normally distributed, one call or 16). Asked for float32
+instead, XLA 0.12.0 gives up MI300X's grouped product (hipBLASLt's) for a dense one: E times the
+work and operands.
 """
 
 import jax
@@ -13,13 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 
 BY_ROWS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    dot_dimension_numbers=(((1,), (1,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
 )
-INTO_COLUMNS = lax.RaggedDotDimensionNumbers(  # x times each group's transposed matrix, without a copy of it
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+INTO_COLUMNS = (
+    lax.RaggedDotDimensionNumbers(  # x times each group's transposed matrix, without a copy of it
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
 )
 OVER_ROWS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
 )
 
 
@@ -30,7 +39,8 @@ def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
 
 
 def of_layer(rows, sizes, gate_up, down, layer) -> jax.Array:
-    """See `pallas_kernels.grouped_mlp`. A grouped product takes an array of its own, so the layer's are copied."""
+    """See `pallas_kernels.grouped_mlp`. A grouped product takes an array of its own, so the layer's
+    are copied."""
     return forward(rows, sizes, gate_up[layer], down[layer])[0]
 
 
@@ -50,7 +60,8 @@ def swiglu(hidden) -> jax.Array:
 
 
 def grouped_dot(x, w, sizes, numbers=BY_ROWS) -> jax.Array:
-    """Rows of x, sorted by group, times their group's matrix in x's dtype; rows past the last group give zero."""
+    """Rows of x, sorted by group, times their group's matrix in x's dtype; rows past the last group
+    give zero."""
     return lax.ragged_dot_general(x, w.astype(x.dtype), sizes, numbers)
 
 

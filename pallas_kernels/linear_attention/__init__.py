@@ -2,12 +2,14 @@
 
     out_t = sum_{s <= t} (f(q_t) . f(k_s)) v_s / sum_{s <= t} f(q_t) . f(k_s)        f(x) = elu(x) + 1
 
-over the tokens s of t's own document. Everything of a document's past that a query needs is its *state*, per head
-sum f(k)^T v next to sum f(k): [C, C + 1], float32. Within a device a sequence is taken chunk by chunk; between devices
-states travel (zaya_jax/parallel/linear.py). A document's tokens are contiguous, so a state that comes from the left
-counts exactly where the document that it ended with goes on.
+over the tokens s of t's own document. Everything of a document's past that a query needs is its
+*state*, per head sum f(k)^T v next to sum f(k): [C, C + 1], float32. Within a device a sequence is
+taken chunk by chunk; between devices states travel (zaya_jax/parallel/linear.py). A document's
+tokens are contiguous, so a state that comes from the left counts exactly where the document that it
+ended with goes on.
 
-Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries per group, C head channels.
+Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries per group, C head
+channels.
 """
 
 import jax
@@ -23,9 +25,17 @@ from pallas_kernels.linear_attention.shapes import CHUNK
 from pallas_kernels.linear_attention.xla import read, summary
 
 __all__ = [
-    "CHUNK", "decode_linear_attention", "finish", "goes_on_linear_attention", "heads_first", "linear_attention",
-    "prompt_state", "read", "summary", "sums",
-]  # fmt: skip
+    "CHUNK",
+    "decode_linear_attention",
+    "finish",
+    "goes_on_linear_attention",
+    "heads_first",
+    "linear_attention",
+    "prompt_state",
+    "read",
+    "summary",
+    "sums",
+]
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
 
@@ -45,7 +55,8 @@ def linear_attention(
 
 
 def heads_first(q, k, v) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Features of q [B, K, G, S, C] and of k [B, K, S, C], and v [B, K, S, C]: the arguments of the functions below."""
+    """Features of q [B, K, G, S, C] and of k [B, K, S, C], and v [B, K, S, C]: the arguments of the
+    functions below."""
     batch, seq, _, channels = q.shape
     q = features(q).reshape(batch, seq, k.shape[2], -1, channels).transpose(0, 2, 3, 1, 4)
     return q, features(k).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -55,7 +66,9 @@ def finish(numerator, denominator, dtype) -> jax.Array:
     """The quotient, heads after the sequence again: [B, S, H, C]."""
     batch, num_kv, group, seq, channels = numerator.shape
     out = (numerator / denominator[..., None]).astype(dtype)
-    return checkpoint_name(out.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_kv * group, channels), SAVED)
+    return checkpoint_name(
+        out.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_kv * group, channels), SAVED
+    )
 
 
 def sums(
@@ -75,7 +88,10 @@ def sums(
 
 
 def decode_linear_attention(
-    q: Float[Array, "B 1 H C"], k: Float[Array, "B 1 K C"], v: Float[Array, "B 1 K C"], state: Float[Array, "B K C C1"]
+    q: Float[Array, "B 1 H C"],
+    k: Float[Array, "B 1 K C"],
+    v: Float[Array, "B 1 K C"],
+    state: Float[Array, "B K C C1"],
 ) -> tuple[Float[Array, "B 1 H C"], Float[Array, "B K C C1"]]:
     """One new token per row: its output, and the state with it."""
     q, k, v = heads_first(q, k, v)
@@ -99,5 +115,6 @@ def goes_on_linear_attention(
 
 
 def prompt_state(k, v, visible=None) -> Float[Array, "B K C C1"]:
-    """The state after a prompt, k and v [B, S, K, C]; `visible` is as for the attention of the prompt."""
+    """The state after a prompt, k and v [B, S, K, C]; `visible` is as for the attention of the
+    prompt."""
     return summary(features(k).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), visible)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 
 def features(x: jax.Array) -> jax.Array:
-    """elu(x) + 1 in float32, given in x's own format; positive, so that weights are and their sum is never near 0."""
+    """elu(x) + 1 in float32, given in x's own format; positive, so that weights are and their sum
+    is never near 0."""
     return (jax.nn.elu(x.astype(jnp.float32)) + 1).astype(x.dtype)
 
 

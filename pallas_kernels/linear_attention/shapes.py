@@ -61,7 +61,8 @@ class Shape(NamedTuple):
 
     @property
     def slice(self) -> int:
-        """Channels of a state that a product takes at once: an operand's slice is loaded, not cut."""
+        """Channels of a state that a product takes at once: an operand's slice is loaded, not
+        cut."""
         return min(self.wide, 32)
 
     def cut(self, kernel: str) -> "Cut":
@@ -88,4 +89,6 @@ class Cut(NamedTuple):
 def shape_of(q, k, segments, chunk, whole) -> Shape:
     """That of a call, arrays as the model has them."""
     batch, length, heads, channels = q.shape
-    return Shape(batch, length, heads, k.shape[2], channels, chunk, whole, segments is not None, q.dtype)
+    return Shape(
+        batch, length, heads, k.shape[2], channels, chunk, whole, segments is not None, q.dtype
+    )

@@ -8,17 +8,20 @@
     linear_carry         again, from the last chunk to the first: the gradient of each chunk's contribution
     linear_d_keys        dk and dv, from the chunk's own queries and from that
 
-A state is never as long as the sequence, and each is written once, alone and summed. The sum is in float32; a
-chunk reads it rounded to the number format of the products, as it does in XLA. In each kernel that has queries a
-program's rows are some queries times the heads of their group, as in `pallas_kernels.attention.triton`.
+A state is never as long as the sequence, and each is written once, alone and summed. The sum is in
+float32; a chunk reads it rounded to the number format of the products, as it does in XLA. In each
+kernel that has queries a program's rows are some queries times the heads of their group, as in
+`pallas_kernels.attention.triton`.
 
-`linear_attention` has everything in them, quotient and features too, and keeps the output and each row's denominator
-for the backward pass. Features of keys are made once by XLA, those of queries once in each pass: made anew for each
-tile that meets them they are nine tenths of an inner loop's instructions. `sums` is for callers that add other
-devices' states: features come in, and numerators go out in float32.
+`linear_attention` has everything in them, quotient and features too, and keeps the output and each
+row's denominator for the backward pass. Features of keys are made once by XLA, those of queries
+once in each pass: made anew for each tile that meets them they are nine tenths of an inner loop's
+instructions. `sums` is for callers that add other devices' states: features come in, and numerators
+go out in float32.
 
-They take heads of up to 256 channels, all in one number format; in float32 of up to 128, on NVIDIA's chips none
-(`suits`). `xla` has the rest. Letters as in `pallas_kernels.linear_attention`, and N chunks.
+They take heads of up to 256 channels, all in one number format; in float32 of up to 128, on
+NVIDIA's chips none (`suits`). `xla` has the rest. Letters as in `pallas_kernels.linear_attention`,
+and N chunks.
 """
 
 import functools
@@ -39,7 +42,8 @@ CARRIED = 1024  # numbers of a state that one of its programs has
 
 
 def suits(q, k, v) -> bool:
-    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, wide heads spill."""
+    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, wide
+    heads spill."""
     alike, most = q.dtype == k.dtype == v.dtype, 256 if q.dtype in NARROW else 128
     return alike and q.dtype in formats() and q.size > 0 and q.shape[-1] <= most
 
@@ -52,7 +56,8 @@ def linear_attention(q, k, v, segments, chunk) -> jax.Array:
 def sums(q, k, v, segments, chunk) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.linear_attention`."""
     batch, num_kv, group, seq, channels = q.shape
-    # The kernels' order is that of the model. XLA takes these for `heads_first` and `finish`, turned back.
+    # The kernels' order is that of the model. XLA takes these for `heads_first` and `finish`,
+    # turned back.
     q = q.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_kv * group, channels)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
     numerator, denominator = _parts(q, k, v, segments, chunk_of(chunk, seq))
@@ -114,9 +119,15 @@ def _call(at: Shape, kernel, body, given, segments, grid, outs, flops, cut=None)
         body(dict(zip(given, refs, strict=False)), *refs[len(given) :])
 
     return tiles.call(
-        run, *given.values(), name=f"linear_{kernel}", grid=grid, out_shapes=outs, work=tiles.Work(flops),
-        warps=tile.warps, stages=tile.stages,
-    )  # fmt: skip
+        run,
+        *given.values(),
+        name=f"linear_{kernel}",
+        grid=grid,
+        out_shapes=outs,
+        work=tiles.Work(flops),
+        warps=tile.warps,
+        stages=tile.stages,
+    )
 
 
 def _entering(at: Shape, k, v, segments) -> tuple[jax.Array, jax.Array] | None:
@@ -128,30 +139,49 @@ def _entering(at: Shape, k, v, segments) -> tuple[jax.Array, jax.Array] | None:
 
 
 def _states(at: Shape, given, segments, of_keys):
-    """k^T v and the sum of k of each chunk's rows of a document, float32, or q^T d and that of q d_denominator."""
+    """k^T v and the sum of k of each chunk's rows of a document, float32, or q^T d and that of q
+    d_denominator."""
     cut = at.cut("states")
     if of_keys:
         cut = cut._replace(heads=1, parts=1, queries=min(cut.tile.rows, at.chunk))
     columns = at.wide if at.wide <= 128 else 64  # of a program: more spill
     states = at.batch * at.num_kv, at.chunks, at.channels
     across = -(-at.channels // columns)
-    flops = 2.0 * states[0] * at.chunks * at.chunk * cut.heads * cut.parts * at.wide * across * columns
+    flops = (
+        2.0 * states[0] * at.chunks * at.chunk * cut.heads * cut.parts * at.wide * across * columns
+    )
     return _call(
-        at, "states", functools.partial(_states_body, at, cut, columns, of_keys), given, segments,
+        at,
+        "states",
+        functools.partial(_states_body, at, cut, columns, of_keys),
+        given,
+        segments,
         (states[0], at.chunks, across),
-        [jax.ShapeDtypeStruct((*states, at.channels), jnp.float32), jax.ShapeDtypeStruct(states, jnp.float32)],
-        flops, cut,
-    )  # fmt: skip
+        [
+            jax.ShapeDtypeStruct((*states, at.channels), jnp.float32),
+            jax.ShapeDtypeStruct(states, jnp.float32),
+        ],
+        flops,
+        cut,
+    )
 
 
 def _carried(at: Shape, states, totals, segments, back):
     flat = states.reshape(*states.shape[:2], -1)
     size = min(CARRIED, tiles.power(flat.shape[-1]))
     carried, totals = _call(
-        at, "carry", functools.partial(_carry_body, at, size, back), {"states": flat, "totals": totals}, segments,
+        at,
+        "carry",
+        functools.partial(_carry_body, at, size, back),
+        {"states": flat, "totals": totals},
+        segments,
         (len(flat), -(-flat.shape[-1] // size) + 1),
-        [jax.ShapeDtypeStruct(flat.shape, at.dtype), jax.ShapeDtypeStruct(totals.shape, jnp.float32)], 0.0,
-    )  # fmt: skip
+        [
+            jax.ShapeDtypeStruct(flat.shape, at.dtype),
+            jax.ShapeDtypeStruct(totals.shape, jnp.float32),
+        ],
+        0.0,
+    )
     return carried.reshape(states.shape), totals
 
 
@@ -159,16 +189,22 @@ def _outputs(at: Shape, q, k, v, segments, states):
     cut = at.cut("outputs")
     like = q.shape, at.dtype if at.whole else jnp.float32
     out, denominator = _call(
-        at, "outputs", functools.partial(_outputs_body, at, cut), _flat(q=q, k=k, v=v) | _named(states),
-        segments, _grid_of_queries(at, cut),
-        [_result(*like), _result(q.shape[:3], jnp.float32)], _flops(at, cut, 2), cut,
-    )  # fmt: skip
+        at,
+        "outputs",
+        functools.partial(_outputs_body, at, cut),
+        _flat(q=q, k=k, v=v) | _named(states),
+        segments,
+        _grid_of_queries(at, cut),
+        [_result(*like), _result(q.shape[:3], jnp.float32)],
+        _flops(at, cut, 2),
+        cut,
+    )
     return out.reshape(q.shape), denominator.reshape(q.shape[:3])
 
 
 def _gradients(at: Shape, given, raw, segments, states):
-    """dq, dk, dv; `d` among the given arrays is the gradient of the output, or of the numerator; `raw` are the keys
-    before their features are made."""
+    """dq, dk, dv; `d` among the given arrays is the gradient of the output, or of the numerator;
+    `raw` are the keys before their features are made."""
     q, k, v, d = (given[name] for name in ("q", "k", "v", "d"))
     cut = at.cut("d_queries")
     results = {"dq": _result(q.shape, q.dtype)}
@@ -176,9 +212,16 @@ def _gradients(at: Shape, given, raw, segments, states):
         results |= {name: _result(q.shape[:3], jnp.float32) for name in ("d_denominator", "factor")}
         results["q"] = results["dq"]
     found = _call(
-        at, "d_queries", functools.partial(_d_queries_body, at, cut), _flat(**given) | _named(states), segments,
-        _grid_of_queries(at, cut), list(results.values()), _flops(at, cut, 2), cut,
-    )  # fmt: skip
+        at,
+        "d_queries",
+        functools.partial(_d_queries_body, at, cut),
+        _flat(**given) | _named(states),
+        segments,
+        _grid_of_queries(at, cut),
+        list(results.values()),
+        _flops(at, cut, 2),
+        cut,
+    )
     found = dict(zip(results, found, strict=True))
     dq = found.pop("dq")
     known = _flat(q=q, d=d, d_denominator=given.get("d_denominator")) | found
@@ -188,11 +231,16 @@ def _gradients(at: Shape, given, raw, segments, states):
         states = _carried(at, asked, totals, segments, back=True)
     cut = at.cut("d_keys")
     dk, dv = _call(
-        at, "d_keys", functools.partial(_d_keys_body, at, cut),
-        known | _flat(k=k, v=v, raw=raw) | _named(states), segments,
+        at,
+        "d_keys",
+        functools.partial(_d_keys_body, at, cut),
+        known | _flat(k=k, v=v, raw=raw) | _named(states),
+        segments,
         (at.batch * at.num_kv, -(-at.length // cut.keys)),
-        [_result(x.shape, x.dtype) for x in (k, v)], _flops(at, cut, 4), cut,
-    )  # fmt: skip
+        [_result(x.shape, x.dtype) for x in (k, v)],
+        _flops(at, cut, 4),
+        cut,
+    )
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
@@ -202,7 +250,9 @@ def _named(states) -> dict[str, jax.Array]:
 
 def _flat(**arrays: jax.Array | None) -> dict[str, jax.Array]:
     """[B, S, heads, ..] as the kernels take them, tokens times heads in a row: no copy."""
-    return {name: x.reshape(len(x), -1, *x.shape[3:]) for name, x in arrays.items() if x is not None}
+    return {
+        name: x.reshape(len(x), -1, *x.shape[3:]) for name, x in arrays.items() if x is not None
+    }
 
 
 def _result(shape, dtype) -> jax.ShapeDtypeStruct:
@@ -216,8 +266,8 @@ def _grid_of_queries(at: Shape, cut: Cut) -> tuple[int, int]:
 
 
 def _flops(at: Shape, cut: Cut, products: int) -> float:
-    """Those of this many products of queries with a chunk's keys, on and below the diagonal, and half as many with a
-    state."""
+    """Those of this many products of queries with a chunk's keys, on and below the diagonal, and
+    half as many with a state."""
     rows = 2.0 * at.batch * at.heads * at.chunks * at.chunk * at.wide
     side = max(cut.queries, cut.keys)
     of_keys = products * rows * (at.chunk + side) / 2
@@ -227,7 +277,8 @@ def _flops(at: Shape, cut: Cut, products: int) -> float:
 
 
 def _features_of(at: Shape, rows: Rows, ref, columns=None) -> jax.Array:
-    """Features of queries, zero where there are no queries; unchanged if they are features already."""
+    """Features of queries, zero where there are no queries; unchanged if they are features
+    already."""
     x = rows.load(ref, columns)
     if not at.whole:
         return x
@@ -269,7 +320,8 @@ def _rows(at: Shape, batch, tokens, head, num_heads) -> Rows:
 
 
 def _last(at: Shape, refs, batch, n):
-    """The document that chunk n ended with; the first token's, of the chunk before the first one."""
+    """The document that chunk n ended with; the first token's, of the chunk before the first
+    one."""
     return refs["segments"][batch, jnp.clip((n + 1) * at.chunk - 1, 0, at.length - 1)]
 
 
@@ -286,7 +338,9 @@ def _times(x, factor, dim):
 def _sliced(at: Shape, add, carry):
     """carry after `add((place, channels), carry)` of the slices of a state's channels."""
     size = at.slice
-    return lax.fori_loop(0, -(-at.channels // size), lambda i, carry: add((i * size, size), carry), carry)
+    return lax.fori_loop(
+        0, -(-at.channels // size), lambda i, carry: add((i * size, size), carry), carry
+    )
 
 
 def _states_body(at: Shape, cut: Cut, columns, of_keys, refs, states, totals):
@@ -302,7 +356,9 @@ def _states_body(at: Shape, cut: Cut, columns, of_keys, refs, states, totals):
         if of_keys:
             rows = _keys_of(at, cut.queries, batch, kv_head, block)
             x = _only(rows.load(refs["k"]), rows.ids(refs.get("segments")), document)
-            return products + tiles.dot(x, rows.load(refs["v"], place), transpose_x=True), total + _wide(x).sum(0)
+            return products + tiles.dot(
+                x, rows.load(refs["v"], place), transpose_x=True
+            ), total + _wide(x).sum(0)
         rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, block)
         x = _only(rows.load(refs["q"]), rows.ids(refs.get("segments")), document)
         total += (_wide(x) * rows.load(refs["d_denominator"])[:, None]).sum(0)
@@ -341,10 +397,16 @@ def _carry_body(at: Shape, size, back, refs, states, totals):
                 n = jnp.minimum(n, at.chunks - 1)
                 n = at.chunks - 1 - n if back else n
                 x = tiles.load(given.at[state, n, places], mask=there, other=0)
-                link = _last(at, refs, batch, n) == _last(at, refs, batch, n - 1) if at.segments else None
+                link = (
+                    _last(at, refs, batch, n) == _last(at, refs, batch, n - 1)
+                    if at.segments
+                    else None
+                )
                 found.append((n, there, x, link))
             for n, there, x, link in found:
-                tiles.store(result.at[state, n, places], tiles.narrow(carry, result.dtype), mask=there)
+                tiles.store(
+                    result.at[state, n, places], tiles.narrow(carry, result.dtype), mask=there
+                )
                 kept = carry if link is None else jnp.where(link, carry, jnp.zeros_like(carry))
                 carry = kept + x
             return carry
@@ -396,7 +458,9 @@ def _slice_of_state(at: Shape, refs, state, n, columns, by_row=True):
     some, own = tiles.within(columns[0], columns[1], at.channels)
     places, own_places = tiles.within(jnp.int32(0), at.wide, at.channels)
     if by_row:
-        return tiles.take(refs["states"], state, n, rows=some, columns=places, own=(own, own_places))
+        return tiles.take(
+            refs["states"], state, n, rows=some, columns=places, own=(own, own_places)
+        )
     return tiles.take(refs["states"], state, n, rows=places, columns=some, own=(own_places, own))
 
 
@@ -419,7 +483,12 @@ def _outputs_body(at: Shape, cut: Cut, refs, out, denominator):
     def step(j, carry):
         numerator, total = carry
         keys = _keys_of(at, cut.keys, batch, kv_head, j)
-        seen = _seen(_across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs.get("segments"))))
+        seen = _seen(
+            _across(rows.tokens),
+            _along(keys.tokens),
+            _across(q_ids),
+            _along(keys.ids(refs.get("segments"))),
+        )
         weights = jnp.where(seen, tiles.dot(q_i, keys.load(refs["k"]), transpose_y=True), 0)
         numerator += tiles.dot(tiles.narrow(weights, at.dtype), keys.load(refs["v"]))
         return numerator, total + weights.sum(1)
@@ -447,13 +516,20 @@ def _d_queries_body(at: Shape, cut: Cut, refs, dq, *more):
             of_state = _slice_of_state(at, refs, state, n, columns, by_row=False)
             return dq_i + tiles.dot(rows.load(refs["d"], columns), of_state, transpose_y=True)
 
-        dq_i = _times(_sliced(at, add, dq_i), factor, 1) + d_total[:, None] * _totals(at, refs, state, n)
+        dq_i = _times(_sliced(at, add, dq_i), factor, 1) + d_total[:, None] * _totals(
+            at, refs, state, n
+        )
         dq_i = _only(dq_i, q_ids, document)
     d_i = rows.load(refs["d"])
 
     def step(j, dq_i):
         keys = _keys_of(at, cut.keys, batch, kv_head, j)
-        seen = _seen(_across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs.get("segments"))))
+        seen = _seen(
+            _across(rows.tokens),
+            _along(keys.tokens),
+            _across(q_ids),
+            _along(keys.ids(refs.get("segments"))),
+        )
         d_weights = _times(tiles.dot(d_i, keys.load(refs["v"]), transpose_y=True), factor, 1)
         d_weights = tiles.narrow(jnp.where(seen, d_weights + d_total[:, None], 0), at.dtype)
         return dq_i + tiles.dot(d_weights, keys.load(refs["k"]))
@@ -492,7 +568,12 @@ def _d_keys_body(at: Shape, cut: Cut, refs, dk, dv):
         dk_j, dv_j = carry
         rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, i)
         q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), _factor(at, rows, refs)
-        seen = _seen(_along(rows.tokens), _across(keys.tokens), _along(rows.ids(refs.get("segments"))), _across(k_ids))
+        seen = _seen(
+            _along(rows.tokens),
+            _across(keys.tokens),
+            _along(rows.ids(refs.get("segments"))),
+            _across(k_ids),
+        )
         weights = jnp.where(seen, _times(tiles.dot(k_j, q_i, transpose_y=True), factor, 0), 0)
         d_weights = _times(tiles.dot(v_j, d_i, transpose_y=True), factor, 0)
         d_weights = jnp.where(seen, d_weights + rows.load(refs["d_denominator"])[None], 0)

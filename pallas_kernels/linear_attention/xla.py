@@ -1,4 +1,5 @@
-"""Linear attention chunk by chunk: a scan that carries the state, and computes a chunk's weights again backward."""
+"""Linear attention chunk by chunk: a scan that carries the state, and computes a chunk's weights
+again backward."""
 
 import functools
 
@@ -45,16 +46,23 @@ def sums(
     state = jnp.zeros((batch, num_kv, channels, channels + 1), jnp.float32)
     documents, ended = None, None
     if segments is not None:
-        documents, ended = chunks(segments, 1), segments[:, 0]  # the state is empty: any document may go on
+        documents, ended = (
+            chunks(segments, 1),
+            segments[:, 0],
+        )  # the state is empty: any document may go on
     inputs = (chunks(q, 3), chunks(k, 2), chunks(v, 2), documents)
-    _, (numerator, denominator) = lax.scan(jax.checkpoint(step, prevent_cse=False), (state, ended), inputs)
+    _, (numerator, denominator) = lax.scan(
+        jax.checkpoint(step, prevent_cse=False), (state, ended), inputs
+    )
     shape = (batch, num_kv, group, -1)
     numerator = jnp.moveaxis(numerator, 0, 3).reshape(*shape, channels)
     return numerator[:, :, :, :seq], jnp.moveaxis(denominator, 0, 3).reshape(shape)[..., :seq]
 
 
 def summary(
-    k: Float[Array, "B K S C"], v: Float[Array, "B K S C"], segments: Int[Array, "B S"] | None = None
+    k: Float[Array, "B K S C"],
+    v: Float[Array, "B K S C"],
+    segments: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B K C C1"]:
     """The state that tokens leave behind: that of the document which the last one belongs to."""
     if segments is not None:
@@ -66,7 +74,8 @@ def summary(
 def read(
     q: Float[Array, "B K G S C"], state: Float[Array, "B K C C1"], goes_on: Array | None = None
 ) -> tuple[Float[Array, "B K G S C"], Float[Array, "B K G S"]]:
-    """A state's share of numerator and denominator, for the queries [B, S] of the document that goes on."""
+    """A state's share of numerator and denominator, for the queries [B, S] of the document that
+    goes on."""
     if goes_on is not None:
         q = jnp.where(goes_on[:, None, None, :, None], q, 0)
     products, total = state[..., :-1], state[..., -1]
@@ -76,7 +85,8 @@ def read(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """einsum in x's number format, accumulated and given in float32, with the cotangent in that format too.
+    """einsum in x's number format, accumulated and given in float32, with the cotangent in that
+    format too.
 
     Plain einsum would run both backward products in float32, and round the gradient of a state.
     """
@@ -92,7 +102,9 @@ def _product_bwd(spec, saved, d_out):
     operands, out = spec.split("->")
     x_spec, y_spec = operands.split(",")
     d_out = d_out.astype(x.dtype)
-    dx = jnp.einsum(f"{out},{y_spec}->{x_spec}", d_out, y.astype(x.dtype), preferred_element_type=jnp.float32)
+    dx = jnp.einsum(
+        f"{out},{y_spec}->{x_spec}", d_out, y.astype(x.dtype), preferred_element_type=jnp.float32
+    )
     dy = jnp.einsum(f"{out},{x_spec}->{y_spec}", d_out, x, preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), dy.astype(y.dtype)
 

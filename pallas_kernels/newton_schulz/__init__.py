@@ -28,8 +28,8 @@ def orthogonalize(
 ) -> Float[Array, "*N A B"]:
     """Pushes the singular values of each matrix towards 1, in `dtype`; zero stays zero.
 
-    Leading dims are batch dims of every product and are nowhere reshaped: sharded over them, it runs without a
-    collective.
+    Leading dims are batch dims of every product and are nowhere reshaped: sharded over them, it
+    runs without a collective.
     """
     tall = x.shape[-2] > x.shape[-1]
     norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (-2, -1), keepdims=True))

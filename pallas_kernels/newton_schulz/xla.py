@@ -10,8 +10,9 @@ from pallas_kernels.products import whole
 
 def iterate(x, polynomials, dtype) -> jax.Array:
     """See `pallas_kernels.newton_schulz`."""
-    # Sums and coefficients in float32, one rounding each: with 3.4445 and the products in bfloat16 the result
-    # is five times as far from the float32 iteration's (0.059 against 0.015, PyTorch's 0.015), and no faster.
+    # Sums and coefficients in float32, one rounding each: with 3.4445 and the products in bfloat16
+    # the result is five times as far from the float32 iteration's (0.059 against 0.015, PyTorch's
+    # 0.015), and no faster.
     float32 = jnp.float32
     product = functools.partial(jnp.einsum, precision=whole(dtype), preferred_element_type=float32)
     for a, b, c in polynomials:

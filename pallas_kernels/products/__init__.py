@@ -1,12 +1,15 @@
-"""Matrix products with one number format for the operands, float32 accumulation and float32 weight gradients.
+"""Matrix products with one number format for the operands, float32 accumulation and float32 weight
+gradients.
 
-Plain `jnp.einsum` on bfloat16 either rounds the weight's gradient to bfloat16 or, asked for a float32 result, runs its
-two backward products in float32 (half the speed here). These products fix both: operands are cast inside, the
-cotangent is cast too, and the weight's gradient leaves its product in float32.
+Plain `jnp.einsum` on bfloat16 either rounds the weight's gradient to bfloat16 or, asked for a
+float32 result, runs its two backward products in float32 (half the speed here). These products fix
+both: operands are cast inside, the cotangent is cast too, and the weight's gradient leaves its
+product in float32.
 
-Float32 operands are another matter: XLA multiplies them in TF32 on a GPU (10 bits instead of 23) unless it is asked
-for more. Products that `precision.compute` makes float32 follow `precision.matmul`, by JAX's context; those that are
-always float32 (the router's matrices, the convolutions' biases, Muon's iteration) ask for `whole(dtype)`.
+Float32 operands are another matter: XLA multiplies them in TF32 on a GPU (10 bits instead of 23)
+unless it is asked for more. Products that `precision.compute` makes float32 follow
+`precision.matmul`, by JAX's context; those that are always float32 (the router's matrices, the
+convolutions' biases, Muon's iteration) ask for `whole(dtype)`.
 """
 
 import functools
@@ -25,17 +28,21 @@ GIVEN = "products"  # the name under which a remat policy finds the results of `
 
 
 def whole(dtype: Any) -> Precision | None:
-    """The precision that a product of `dtype` needs to deserve the name: float32 asks for all its bits.
+    """The precision that a product of `dtype` needs to deserve the name: float32 asks for all its
+    bits.
 
-    In the kernels that jaxlib 0.12.0 makes for an H200 and an MI300X "default" and "high" are TF32, XF32 (mma .. tf32,
-    mfma .. xf32).
+    In the kernels that jaxlib 0.12.0 makes for an H200 and an MI300X "default" and "high" are TF32,
+    XF32 (mma .. tf32, mfma .. xf32).
     """
     return Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
-def einsum(spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype, precision: Precision | None = None) -> jax.Array:
-    """jnp.einsum(spec, x, w) in `dtype`, given as `out_dtype`; `precision` is for the gradients' products too.
+def einsum(
+    spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype, precision: Precision | None = None
+) -> jax.Array:
+    """jnp.einsum(spec, x, w) in `dtype`, given as `out_dtype`; `precision` is for the gradients'
+    products too.
 
     Rows are the index n, in x and in the result; each index must occur in two of the three arrays.
     """
@@ -56,7 +63,9 @@ def _einsum_bwd(spec, dtype, out_dtype, precision, saved, d_out):
     operands, out = spec.split("->")
     x_spec, w_spec = operands.split(",")
     d_out = d_out.astype(dtype)
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=like_x.dtype)
+    product = functools.partial(
+        jnp.einsum, precision=precision, preferred_element_type=like_x.dtype
+    )
     dx = product(f"{out},{w_spec}->{x_spec}", d_out, w.astype(dtype))
     dw = sum_rows(x_spec, out, w_spec, x, d_out, precision)
     return dx, dw.astype(w.dtype)
@@ -66,18 +75,26 @@ einsum.defvjp(_einsum_fwd, _einsum_bwd)
 
 
 def sum_rows(
-    x_spec: str, y_spec: str, w_spec: str, x: jax.Array, y: jax.Array, precision: Precision | None = None
+    x_spec: str,
+    y_spec: str,
+    w_spec: str,
+    x: jax.Array,
+    y: jax.Array,
+    precision: Precision | None = None,
 ) -> jax.Array:
     """einsum of x and y over their rows "n", float32."""
     return chip.choose(IMPLEMENTATIONS).sum_rows(x_spec, y_spec, w_spec, x, y, precision)
 
 
 def times_rows(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [n, d] times w [v, d] transposed, both of one number format, accumulated and given in float32."""
+    """x [n, d] times w [v, d] transposed, both of one number format, accumulated and given in
+    float32."""
     return chip.choose(IMPLEMENTATIONS).times_rows(x, w)
 
 
-def dot(x: jax.Array, w: jax.Array, dtype, out_dtype=None, precision: Precision | None = None) -> jax.Array:
+def dot(
+    x: jax.Array, w: jax.Array, dtype, out_dtype=None, precision: Precision | None = None
+) -> jax.Array:
     """x [..., in] times w [in, out]."""
     y = einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, dtype, out_dtype or dtype, precision)
     return y.reshape(*x.shape[:-1], -1)

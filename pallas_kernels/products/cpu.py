@@ -1,4 +1,5 @@
-"""Sums over rows on a CPU, where XLA has one fast bfloat16 product; and products of few rows, which read weights."""
+"""Sums over rows on a CPU, where XLA has one fast bfloat16 product; and products of few rows, which
+read weights."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +8,11 @@ from jax import lax
 from pallas_kernels.cpu import apart, written
 from pallas_kernels.products import xla
 
-STRIP = 1 << 20  # bytes of weights that XLA copies, into the order that it multiplies in, within a core's cache
-FEW = range(2, 64)  # rows whose products take the time in which weights are read; one row is multiplied without a copy
+STRIP = (
+    1 << 20
+)  # bytes of weights that XLA copies, into the order that it multiplies in, within a core's cache
+FEW = range(2, 64)
+# rows whose products take the time in which weights are read; one row is multiplied without a copy
 
 
 def sum_rows(x_spec, y_spec, w_spec, x, y, precision=None) -> jax.Array:
@@ -25,7 +29,8 @@ def strip_of(weights: jax.Array, width: int) -> int:
 
 
 def times_rows(x, w) -> jax.Array:
-    """See `pallas_kernels.products`. 16 rows and a w of [32768, 1024] take 17 ms in strips, 27 at once."""
+    """See `pallas_kernels.products`. 16 rows and a w of [32768, 1024] take 17 ms in strips, 27 at
+    once."""
     strip = strip_of(w, w.shape[1])
     if len(x) not in FEW or len(w) % strip:
         return xla.times_rows(x, w)

@@ -21,7 +21,10 @@ def join_and_read(y, h, how, scale, kernel, eps, dtype, kernel_dtype) -> tuple:
     h = join(y, h, how)
     x = read(h, scale, eps, jnp.float32)[0]
     product = jnp.einsum(
-        "...d,dr->...r", x.astype(kernel_dtype), kernel.astype(kernel_dtype),
-        precision="highest", preferred_element_type=jnp.float32,
-    )  # fmt: skip
+        "...d,dr->...r",
+        x.astype(kernel_dtype),
+        kernel.astype(kernel_dtype),
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
     return h, x.astype(dtype), product

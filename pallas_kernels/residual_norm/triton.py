@@ -1,10 +1,13 @@
-"""Reading and joining the residual stream, on GPUs: one pass of kernels of our own where XLA takes several.
+"""Reading and joining the residual stream, on GPUs: one pass of kernels of our own where XLA takes
+several.
 
-A program walks down some rows with all their columns, so it has the sums that a norm and its gradient need, and adds up
-its rows' share of the vectors' gradients. These shares, one of each program, XLA adds: no atomic addition, the same
-bits every time. A forward read or join by itself is left to XLA, which makes one pass of each.
+A program walks down some rows with all their columns, so it has the sums that a norm and its
+gradient need, and adds up its rows' share of the vectors' gradients. These shares, one of each
+program, XLA adds: no atomic addition, the same bits every time. A forward read or join by itself is
+left to XLA, which makes one pass of each.
 
-Rows of more than MOST numbers are XLA's: a thread would hold more of them than it has registers for.
+Rows of more than MOST numbers are XLA's: a thread would hold more of them than it has registers
+for.
 """
 
 import functools
@@ -21,8 +24,8 @@ from pallas_kernels.residual_norm import xla
 from pallas_kernels.residual_norm.xla import Joining, vectors
 
 MOST = 8192
-# Of a backward pass: more of them write more shares (16.8 MB at 2,048 columns, where the stream of 16,384 tokens has
-# 134), fewer leave a GPU of 304 units idle.
+# Of a backward pass: more of them write more shares (16.8 MB at 2,048 columns, where the stream of
+# 16,384 tokens has 134), fewer leave a GPU of 304 units idle.
 PROGRAMS = 512
 
 
@@ -39,8 +42,9 @@ def join(y, h, how, gate=None) -> jax.Array:
 def join_and_read(y, h, how, scale, kernel, eps, dtype, kernel_dtype) -> tuple:
     """See `pallas_kernels.residual_norm`.
 
-    A norm that is wanted wider than it is written is not written twice: the product is taken of the stream itself, with
-    the norm's scale on the kernel's rows and 1 / rms on the product's, and so is its gradient.
+    A norm that is wanted wider than it is written is not written twice: the product is taken of the
+    stream itself, with the norm's scale on the kernel's rows and 1 / rms on the product's, and so
+    is its gradient.
     """
     types = jnp.dtype(dtype), jnp.dtype(kernel_dtype)
     if h.shape[-1] > MOST:
@@ -122,10 +126,20 @@ def _join_and_read_wide_bwd(eps, dtype, kernel_dtype, saved, d):
     stream = after.astype(kernel_dtype).reshape(-1, columns)
     d_kernel = scale[:, None] * sum_rows("nd", "nr", "dr", stream, rows, precision)
     wide = jnp.einsum(
-        "...r,dr->...d", d_product, kernel.astype(kernel_dtype), precision=precision, preferred_element_type=jnp.float32
+        "...r,dr->...d",
+        d_product,
+        kernel.astype(kernel_dtype),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
     found = _backward(h, d_after, norm=(scale, eps), d_x=(d_x, wide), joined=(y, how, None))
-    return found.d_y, found.d_h, vectors(found.sums, how), found.d_norm, d_kernel.astype(kernel.dtype)
+    return (
+        found.d_y,
+        found.d_h,
+        vectors(found.sums, how),
+        found.d_norm,
+        d_kernel.astype(kernel.dtype),
+    )
 
 
 _join_and_read_wide.defvjp(_join_and_read_wide_fwd, _join_and_read_wide_bwd)
@@ -145,13 +159,16 @@ class _Tile(NamedTuple):
         return -(-self.rows // (self.tall * self.steps))
 
     def masks(self, row):
-        """Masks of the tile from this row on: real rows [tall, 1], columns [1, wide], both; None: all are."""
+        """Masks of the tile from this row on: real rows [tall, 1], columns [1, wide], both; None:
+        all are."""
         rows = columns = both = None
         if self.rows % (self.tall * self.steps):
             rows = row + lax.broadcasted_iota(jnp.int32, (self.tall, 1), 0) < self.rows
         if self.wide != self.columns:
             columns = lax.broadcasted_iota(jnp.int32, (1, self.wide), 1) < self.columns
-        given = [jnp.broadcast_to(m, (self.tall, self.wide)) for m in (rows, columns) if m is not None]
+        given = [
+            jnp.broadcast_to(m, (self.tall, self.wide)) for m in (rows, columns) if m is not None
+        ]
         if given:
             both = functools.reduce(jnp.logical_and, given)
         return rows, columns, both
@@ -167,9 +184,13 @@ def _tile(rows: int, columns: int, programs: int) -> _Tile:
 
 
 def _call(body, tile: _Tile, arrays, out_shapes, name: str):
-    numbers = {"2": 16, "3": 4}.get(chip.current().tile("residual_norm") or "", 8)  # of a thread: 16 bytes of bfloat16
+    numbers = {"2": 16, "3": 4}.get(
+        chip.current().tile("residual_norm") or "", 8
+    )  # of a thread: 16 bytes of bfloat16
     warps = min(max(tile.tall * tile.wide // (numbers * chip.current().lanes), 1), 16)
-    return tiles.call(body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=warps)
+    return tiles.call(
+        body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=warps
+    )
 
 
 class _At:
@@ -196,7 +217,9 @@ class _At:
         """A number of each row, [tall, 1]."""
         mask = None if self.in_rows is None else self.in_rows[:, 0]
         other = None if mask is None else 0.0
-        return tiles.load(ref.at[tiles.slice_of(self.row, self.tile.tall)], mask=mask, other=other)[:, None]
+        return tiles.load(ref.at[tiles.slice_of(self.row, self.tile.tall)], mask=mask, other=other)[
+            :, None
+        ]
 
     def give_each(self, ref, x):
         mask = None if self.in_rows is None else self.in_rows[:, 0]
@@ -225,7 +248,9 @@ def _forward(y, h, how, scale, eps, dtype):
 
     def body(y, h, y_scale, y_bias, h_scale, h_bias, scale, after, x, inverse):
         first = tiles.program_id(0) * tile.tall * tile.steps
-        columns = [_At(tile, first).vector(ref) for ref in (y_scale, y_bias, h_scale, h_bias, scale)]
+        columns = [
+            _At(tile, first).vector(ref) for ref in (y_scale, y_bias, h_scale, h_bias, scale)
+        ]
 
         def step(i, _):
             at = _At(tile, first + i * tile.tall)
@@ -238,7 +263,11 @@ def _forward(y, h, how, scale, eps, dtype):
 
         lax.fori_loop(0, tile.steps, step, 0)
 
-    shapes = [tile.like(jnp.float32), tile.like(dtype), jax.ShapeDtypeStruct((tile.rows,), jnp.float32)]
+    shapes = [
+        tile.like(jnp.float32),
+        tile.like(dtype),
+        jax.ShapeDtypeStruct((tile.rows,), jnp.float32),
+    ]
     arrays = [_flat(y), _flat(h), *how, scale]
     after, x, inverse = _call(body, tile, arrays, shapes, "join_and_read")
     return after.reshape(shape), x.reshape(shape), inverse.reshape(shape[:-1])
@@ -260,7 +289,8 @@ def _backward(
     d_x: tuple[jax.Array, ...] = (),
     joined: Any = None,
 ) -> _Gradients:
-    """Gradients of a stream's operations: a join with `joined` (y, how, gate), then a norm (scale, eps).
+    """Gradients of a stream's operations: a join with `joined` (y, how, gate), then a norm (scale,
+    eps).
 
     `d_h` are those of the stream after it, `d_x` those of the norm, to be added up.
     """
@@ -275,7 +305,9 @@ def _backward(
         outs = dict(zip(made, refs[len(ins) :], strict=True))
         first = tiles.program_id(0) * tile.tall * tile.steps
         top = _At(tile, first)
-        vector = {name: top.vector(ins[name]) for name in (*Joining._fields, "scale") if name in ins}
+        vector = {
+            name: top.vector(ins[name]) for name in (*Joining._fields, "scale") if name in ins
+        }
         parts = [vector[name] for name in Joining._fields] if how is not None else []
 
         def step(i, sums):
@@ -314,10 +346,16 @@ def _backward(
         sums = lax.fori_loop(0, tile.steps, step, (nothing,) * len(names))
         mask = None if top.in_columns is None else top.in_columns[0]
         for i, x in enumerate(sums):
-            tiles.store(outs["sums"].at[tiles.program_id(0) * len(names) + i, top.columns], x[0], mask=mask)
+            tiles.store(
+                outs["sums"].at[tiles.program_id(0) * len(names) + i, top.columns], x[0], mask=mask
+            )
 
-    name = "_".join([*(["join"] if how is not None else []), *(["read"] if norm else []), "gradients"])
-    found = dict(zip(made, _call(body, tile, list(given.values()), list(made.values()), name), strict=True))
+    name = "_".join(
+        [*(["join"] if how is not None else []), *(["read"] if norm else []), "gradients"]
+    )
+    found = dict(
+        zip(made, _call(body, tile, list(given.values()), list(made.values()), name), strict=True)
+    )
     shares = found["sums"].reshape(tile.programs, len(names), tile.columns)
     sums = dict(zip(names, shares.sum(0), strict=True))
     return _Gradients(
@@ -330,7 +368,8 @@ def _backward(
 
 
 def _operands(tile, h, d_h, scale, d_x, joined) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Operands and results of `_backward`'s kernel, by name, and the names of the sums, which it makes side by side."""
+    """Operands and results of `_backward`'s kernel, by name, and the names of the sums, which it
+    makes side by side."""
     y, how, gate = joined or (h, None, None)
     given: dict[str, Any] = {"h": _flat(h), "d_h": _flat(d_h)}
     given |= {f"d_x{i}": _flat(d) for i, d in enumerate(d_x)}

@@ -71,4 +71,9 @@ _join.defvjp(_join_fwd, _join_bwd)
 def vectors(sums: list[jax.Array], how: Joining) -> Joining:
     """The gradients of a join's scales and biases, from sums over tokens of d, d y and d h."""
     total, by_y, by_h = sums
-    return Joining(by_y + how.y_bias * total, how.y_scale * total, by_h + how.h_bias * total, how.h_scale * total)
+    return Joining(
+        by_y + how.y_bias * total,
+        how.y_scale * total,
+        by_h + how.h_bias * total,
+        how.h_scale * total,
+    )

@@ -75,9 +75,15 @@ class Agents(multiprocess_runs.Run):
 
 @contextlib.contextmanager
 def start(
-    folder: Path, *options: str, agents: int = 1, befalls: dict[int, str] | None = None, steps: int = STEPS,
-    seconds: float = 0.05, variables: dict[str, str] | None = None, own: dict[int, dict[str, str]] | None = None,
-) -> Iterator[Agents]:  # fmt: skip
+    folder: Path,
+    *options: str,
+    agents: int = 1,
+    befalls: dict[int, str] | None = None,
+    steps: int = STEPS,
+    seconds: float = 0.05,
+    variables: dict[str, str] | None = None,
+    own: dict[int, dict[str, str]] | None = None,
+) -> Iterator[Agents]:
     """So many agents with these options and variables; what befalls a process is in its
     words, see stand_in."""
     workdir = folder / "run"
@@ -88,11 +94,26 @@ def start(
     started = []
     for i in range(agents):
         environ = os.environ | {
-            "PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none", "ZAYA_JOIN_SECONDS": "30",
-        }  # fmt: skip
+            "PYTHONPATH": str(multiprocess_runs.ROOT),
+            "PCI_DEVICES": "none",
+            "ZAYA_JOIN_SECONDS": "30",
+        }
         if agents > 1:
-            environ |= {"NODES": str(agents), "NODE": str(i), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
-        command = [sys.executable, STAND_IN, "agent", *options, "--", f"--workdir={workdir}", str(steps), str(seconds)]
+            environ |= {
+                "NODES": str(agents),
+                "NODE": str(i),
+                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            }
+        command = [
+            sys.executable,
+            STAND_IN,
+            "agent",
+            *options,
+            "--",
+            f"--workdir={workdir}",
+            str(steps),
+            str(seconds),
+        ]
         with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
             environ |= (variables or {}) | (own or {}).get(i, {})
             started.append(subprocess.Popen(command, env=environ, stdout=out, stderr=err))

@@ -14,7 +14,8 @@ __all__ = ["traced_once"]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the program in this process on as many devices as mesh.data says, with faults; without: `bad=None`."""
+    """Runs the program in this process on as many devices as mesh.data says, with faults; without:
+    `bad=None`."""
     corpus = tiny_runs.write_corpus(tmp_path / "corpus", 60)
 
     def call(workdir, bad=None, **keys):
@@ -22,6 +23,8 @@ def run(tmp_path, monkeypatch):
             (tmp_path / "faults.json").write_text(json.dumps(bad))
             monkeypatch.setenv(faults.VARIABLE, str(tmp_path / "faults.json"))
         keys = SMALL | {"data.path": corpus} | keys
-        return tiny_runs.train(tmp_path / workdir, keys.get("mesh__data", 1), faults.given(), **keys)
+        return tiny_runs.train(
+            tmp_path / workdir, keys.get("mesh__data", 1), faults.given(), **keys
+        )
 
     return call

@@ -6,9 +6,15 @@ from tiny_runs import lines
 from zaya_jax.aegis import decisions
 
 SMALL = tiny_runs.SMALL | {
-    "mesh.data": 1, "eval.windows": 0, "log.sample_tokens": 0, "log.every": 50, "checkpoint.every_steps": 10,
-    "checkpoint.keep": 3, "guard.spike_steps": 5, "schedule.warmup_fraction": 0.1,
-}  # fmt: skip
+    "mesh.data": 1,
+    "eval.windows": 0,
+    "log.sample_tokens": 0,
+    "log.every": 50,
+    "checkpoint.every_steps": 10,
+    "checkpoint.keep": 3,
+    "guard.spike_steps": 5,
+    "schedule.warmup_fraction": 0.1,
+}
 
 
 class Killed(Exception):
@@ -17,6 +23,9 @@ class Killed(Exception):
 
 def same_end(a, b):
     tiny_runs.same_state(a, b)
-    figures = [[(line["step"], line["loss"], line.get("data/left_out")) for line in lines(w)] for w in (a, b)]
+    figures = [
+        [(line["step"], line["loss"], line.get("data/left_out")) for line in lines(w)]
+        for w in (a, b)
+    ]
     assert figures[0] == figures[1]
     assert decisions.read(a) == decisions.read(b)

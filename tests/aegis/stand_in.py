@@ -1,6 +1,8 @@
-"""A program in place of training, quick to start, with an agent around it: `stand_in.py agent WORKDIR OPTIONS`.
+"""A program in place of training, quick to start, with an agent around it: `stand_in.py agent
+WORKDIR OPTIONS`.
 
-Its "run" is a counter: all processes of a start meet at each step through files, every fifth step is a checkpoint, and
+Its "run" is a counter: all processes of a start meet at each step through files, every fifth step
+is a checkpoint, and
 a file WORKDIR/do-INDEX says what befalls process INDEX once, and at which step:
 `STEP kill|stop|exit N|spin|lock|orphan|print TEXT|pause SECONDS`.
 """
@@ -22,7 +24,9 @@ def train(workdir: Path, steps: int, seconds: float) -> int:
     """The counter."""
     from zaya_jax.cluster import beats
 
-    index, count = (int(os.environ.get(f"JAX_{name}", 0)) for name in ("PROCESS_ID", "NUM_PROCESSES"))
+    index, count = (
+        int(os.environ.get(f"JAX_{name}", 0)) for name in ("PROCESS_ID", "NUM_PROCESSES")
+    )
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     logs = workdir / "logs"
@@ -110,7 +114,8 @@ def stand_still_here() -> None:
 
 
 def watched(argv: list[str]) -> int:
-    """An agent around it, with pretrain's options for an agent; after -- steps and seconds a step."""
+    """An agent around it, with pretrain's options for an agent; after -- steps and seconds a
+    step."""
     from experiments import supervise
     from zaya_jax import cli
     from zaya_jax.aegis import agent
@@ -118,7 +123,13 @@ def watched(argv: list[str]) -> int:
     run = agent.run
 
     def instead(plan, rank, heartbeat):
-        command = [sys.executable, __file__, "train", str(plan.workdir), *argv[argv.index("--") + 2 :]]
+        command = [
+            sys.executable,
+            __file__,
+            "train",
+            str(plan.workdir),
+            *argv[argv.index("--") + 2 :],
+        ]
         return run(dataclasses.replace(plan, command=command), rank, heartbeat)
 
     agent.run = instead

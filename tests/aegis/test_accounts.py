@@ -1,4 +1,5 @@
-"""The run's time: each second has one use, lost ones have a cause, and they sum to the whole, whatever happens."""
+"""The run's time: each second has one use, lost ones have a cause, and they sum to the whole,
+whatever happens."""
 
 import random
 
@@ -10,17 +11,32 @@ from zaya_jax.aegis.events import Event
 
 
 def spent(time, seconds, first, last, **sections):
-    return Event("spent", time, step=last, seconds=seconds, facts={"from": first, "sections": sections})
+    return Event(
+        "spent", time, step=last, seconds=seconds, facts={"from": first, "sections": sections}
+    )
 
 
 def run():
-    """100 s of a run: a process dies at 50, found after 2, stopped at 53, again at 55, its first step at 65."""
+    """100 s of a run: a process dies at 50, found after 2, stopped at 53, again at 55, its first
+    step at 65."""
     return [
         Event("started", 0.0, step=-1, facts={"start": 1}),
         spent(20.0, 20.0, 0, 0, start=8.0, compile=12.0),
         spent(40.0, 20.0, 0, 20, step=19.0, save=1.0),
         spent(50.0, 10.0, 20, 30, step=10.0),
-        Event("died", 53.0, "critical", "node1", 3, 30, "SIGKILL", "oom killer", "", 2.0, {"start": 1, "stop": 1.0}),
+        Event(
+            "died",
+            53.0,
+            "critical",
+            "node1",
+            3,
+            30,
+            "SIGKILL",
+            "oom killer",
+            "",
+            2.0,
+            {"start": 1, "stop": 1.0},
+        ),
         Event("started", 55.0, step=20, facts={"start": 2}),
         Event("restarted", 65.0, step=21, seconds=15.0, concluded="after it died"),
         spent(66.0, 11.0, 20, 21, start=5.0, compile=5.0, step=1.0),
@@ -40,7 +56,9 @@ def test_each_second_has_one_use():
     assert (totals["start"], totals["compile"], totals["save"]) == pytest.approx((8, 12, 1))
     assert totals["redone"] == pytest.approx(10)  # steps 21 to 30
     assert (totals["silent"], totals["stopping"], totals["again"]) == pytest.approx((2, 3, 10))
-    assert totals["step"] == pytest.approx(19 + 1 + 33)  # of the window that began before the first new step its end
+    assert totals["step"] == pytest.approx(
+        19 + 1 + 33
+    )  # of the window that began before the first new step its end
     assert account.goodput == pytest.approx(totals["step"] / 100)
     (row,) = accounts.by_cause(account)
     assert (row.label, row.group, row.count) == ("oom killer", "critical", 1)
@@ -65,12 +83,21 @@ def test_a_spike_loses_the_steps_it_goes_back():
         Event("started", 0.0, step=-1, facts={"start": 1}),
         spent(10.0, 10.0, 0, 10, step=10.0),
         spent(20.0, 10.0, 10, 20, step=10.0),
-        Event("spike", 20.0, "numbers", step=20, seen="loss 9.1", facts={"step": 15, "at": 20, "batches": 5}),
+        Event(
+            "spike",
+            20.0,
+            "numbers",
+            step=20,
+            seen="loss 9.1",
+            facts={"step": 15, "at": 20, "batches": 5},
+        ),
         spent(30.0, 10.0, 15, 25, step=10.0),
         Event("ended", 30.0, step=25),
     ]
     account = accounts.account_of(events)
-    assert account.totals["redone"] == pytest.approx(5) and account.totals["step"] == pytest.approx(25)
+    assert account.totals["redone"] == pytest.approx(5) and account.totals["step"] == pytest.approx(
+        25
+    )
     assert [event.facts["batches"] for event in account.left_out] == [5]
     assert accounts.by_cause(account)[0].label == "a spike"
 
@@ -101,7 +128,18 @@ def test_they_sum_to_the_whole_whatever_befell(seed):
     rng = random.Random(seed)
     time, step, events = rng.uniform(0, 1e9), 0, []
     kinds = ["spent"] * 6
-    kinds += ["started", "died", "hangs", "lost", "found", "border", "restarted", "ended", "spike", "log"]
+    kinds += [
+        "started",
+        "died",
+        "hangs",
+        "lost",
+        "found",
+        "border",
+        "restarted",
+        "ended",
+        "spike",
+        "log",
+    ]
     for _ in range(rng.randrange(1, 60)):
         time += rng.choice([0.0, rng.expovariate(0.1)])
         step = max(step + rng.randrange(-3, 9), 0)
@@ -122,7 +160,9 @@ def test_they_sum_to_the_whole_whatever_befell(seed):
         assert piece.begin >= at - 1e-3  # none lies on another
         at = piece.begin + piece.seconds
     lost = sum(cause.lost for cause in account.causes)
-    assert lost == pytest.approx(sum(p.seconds for p in account.pieces if p.cause is not None), abs=1e-3)
+    assert lost == pytest.approx(
+        sum(p.seconds for p in account.pieces if p.cause is not None), abs=1e-3
+    )
 
 
 def test_spending_adds_up_and_gets_rarer():
@@ -134,7 +174,9 @@ def test_spending_adds_up_and_gets_rarer():
         given.append(spending.see(section, 101 + max(second - 90, 0) // 2, now))
     windows = [one for one in [*given, spending.end(now)] if one]
     assert sum(one["seconds"] for one in windows) == pytest.approx(now)
-    assert sum(sum(one["facts"]["sections"].values()) for one in windows) == pytest.approx(now, abs=0.1)
+    assert sum(sum(one["facts"]["sections"].values()) for one in windows) == pytest.approx(
+        now, abs=0.1
+    )
     assert 100 < len(windows) < 600
     assert [one["facts"]["from"] for one in windows[1:]] == [one["step"] for one in windows[:-1]]
     assert windows[0]["facts"]["from"] == 100 and windows[-1]["step"] == 100 + (19_999 - 90) // 2

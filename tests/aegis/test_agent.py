@@ -1,4 +1,5 @@
-"""Agents with real processes: a process that dies, hangs or is lost is named, and the run goes on or ends as it should.
+"""Agents with real processes: a process that dies, hangs or is lost is named, and the run goes on
+or ends as it should.
 
 The program is a stand-in that counts; `test_training` does the same with training itself.
 """
@@ -26,19 +27,32 @@ ALONE = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": 
 
 
 def command(workdir, steps, seconds):
-    return [sys.executable, STAND_IN, "agent", "--", f"--workdir={workdir}", str(steps), str(seconds)]
+    return [
+        sys.executable,
+        STAND_IN,
+        "agent",
+        "--",
+        f"--workdir={workdir}",
+        str(steps),
+        str(seconds),
+    ]
 
 
 def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
-    """Also past a child of a dead process, which prints on and once held up all watching for 25 s."""
+    """Also past a child of a dead process, which prints on and once held up all watching for 25
+    s."""
     with start(tmp_path, "--processes=2", befalls={1: "12 kill", 0: "17 orphan"}) as run:
         assert run.codes() == [0]
-        again = subprocess.run(command(run.workdir, STEPS + 2, 0.01), env=ALONE, timeout=60, capture_output=True)
+        again = subprocess.run(
+            command(run.workdir, STEPS + 2, 0.01), env=ALONE, timeout=60, capture_output=True
+        )
     assert again.returncode == 0
     (died, later), restarted = run.events("died"), run.events("restarted")
     assert (died.process, died.seen, died.node) == (1, "SIGKILL", socket.gethostname())
     assert died.done == "restart at once" and (later.process, later.seen) == (0, "exit code 9")
-    assert run.steps()[:13] == [*range(1, 13), 11] and run.steps()[-1] == STEPS + 2  # from checkpoint 10
+    assert (
+        run.steps()[:13] == [*range(1, 13), 11] and run.steps()[-1] == STEPS + 2
+    )  # from checkpoint 10
     assert restarted[0].step >= 11 and 0 < restarted[0].seconds < 30 and later.facts["stop"] < 5
     begun = [(event.facts["start"], event.step) for event in run.events("started")]
     assert begun == [(1, -1), (2, 10), (3, 15), (4, 25)]
@@ -48,7 +62,9 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
         assert re.findall(r"begins after (\d+)", log) == [str(begun)]
     assert "process 1 of 2 begins after 10" in run.out() and "aegis: died process 1" in run.err()
     account = accounts.account_of(events.read(run.workdir))
-    assert sum(piece.seconds for piece in account.pieces) == pytest.approx(account.end - account.begin, abs=1e-3)
+    assert sum(piece.seconds for piece in account.pieces) == pytest.approx(
+        account.end - account.begin, abs=1e-3
+    )
     assert account.totals["step"] > 0.3 and account.totals["again"] > 0
 
 
@@ -59,13 +75,19 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("spin", r"stand_in.py:\d+ in stand_still_here \(faulthandler\)", "stands at step 12 dispatch"),
+                (
+                    "spin",
+                    r"stand_in.py:\d+ in stand_still_here \(faulthandler\)",
+                    "stands at step 12 dispatch",
+                ),
                 ("lock", r"stand_in.py:\d+ in befall \(faulthandler\)", "without a sign of life"),
             )
         ),
     ],
 )
-def test_a_process_that_stands_still_is_named_with_its_line_and_all_start_again(tmp_path, what, line, how):
+def test_a_process_that_stands_still_is_named_with_its_line_and_all_start_again(
+    tmp_path, what, line, how
+):
     with start(tmp_path, "--processes=3", befalls={2: f"12 {what}"}) as run:
         assert run.codes() == [0]
         assert run.gone()
@@ -82,7 +104,9 @@ def test_a_process_that_stands_still_is_named_with_its_line_and_all_start_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("patience", "starts"), [(30, 1), (6, 2)])
-def test_processes_that_wait_alike_have_the_time_of_a_link_that_comes_back(tmp_path, patience, starts):
+def test_processes_that_wait_alike_have_the_time_of_a_link_that_comes_back(
+    tmp_path, patience, starts
+):
     """They wait in one step as for a collective; a wait longer than the patience is a hang."""
     befalls = dict.fromkeys(range(2), "12 pause 9")
     with start(tmp_path, "--processes=2", f"--patience={patience}", befalls=befalls) as run:
@@ -100,7 +124,9 @@ def test_processes_that_wait_alike_have_the_time_of_a_link_that_comes_back(tmp_p
 
 def test_a_run_that_wants_a_person_ends_with_its_code_and_what_was_not_written_is_said(tmp_path):
     with start(tmp_path, befalls={0: f"7 exit {cli.UNHEALTHY}"}) as run:
-        (run.workdir / "aegis").write_text("a file in the folder's place: nothing can be written below it")
+        (run.workdir / "aegis").write_text(
+            "a file in the folder's place: nothing can be written below it"
+        )
         assert run.codes() == [cli.UNHEALTHY]
         assert "aegis: died process 0" in run.err() and "exit code 3" in run.err()
         assert "not written" in run.err()
@@ -113,9 +139,13 @@ def test_asked_once_it_saves_and_asked_twice_it_ends_at_once(tmp_path):
             agent.send_signal(signal.SIGTERM)
         assert run.codes() == [cli.PREEMPTED] * 2
         assert run.steps()[-1] < STEPS and run.events("ended")[0].facts["code"] == cli.PREEMPTED
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, agents too
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as a shell's background jobs have it, agents too
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    with start(tmp_path / "twice", "--processes=2", seconds=300) as run:  # too long a step to wait for
+    with start(
+        tmp_path / "twice", "--processes=2", seconds=300
+    ) as run:  # too long a step to wait for
         run.until_step(1)
         run.processes[0].send_signal(signal.SIGINT)
         run.wait_for("aegis: asked")
@@ -144,7 +174,9 @@ def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_pat
                 stranger.recv(1000)
             except OSError:
                 continue
-        held += [socket.create_connection(("localhost", run.port)) for _ in range(20)]  # that say nothing
+        held += [
+            socket.create_connection(("localhost", run.port)) for _ in range(20)
+        ]  # that say nothing
         run.until_step(run.steps()[-1] + 5)
         for stranger in held:
             stranger.close()
@@ -158,7 +190,11 @@ def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_pat
 def test_an_agent_of_another_job_is_refused(tmp_path):
     with start(tmp_path, agents=2, steps=40_000, variables={"ZAYA_JOIN_SECONDS": "5"}) as run:
         run.until_step(2)
-        second = ALONE | {"NODES": "2", "NODE": "1", "JAX_COORDINATOR_ADDRESS": f"localhost:{run.port}"}
+        second = ALONE | {
+            "NODES": "2",
+            "NODE": "1",
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{run.port}",
+        }
         for secret, words in (("other", "not of this job"), ("", "another zaya_jax")):
             asked = command(run.workdir, 300, 0.05)
             environ = second | {"ZAYA_SECRET": secret}
@@ -187,9 +223,13 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
 def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
     address = f"localhost:{multiprocess_runs.free_port()}"
     environ = ALONE | {"NODES": "2", "NODE": "1", "JAX_COORDINATOR_ADDRESS": address}
-    agent = subprocess.Popen(command(tmp_path, 5, 0.01), env=environ, stderr=subprocess.PIPE, text=True)
+    agent = subprocess.Popen(
+        command(tmp_path, 5, 0.01), env=environ, stderr=subprocess.PIPE, text=True
+    )
     status = Path(f"/proc/{agent.pid}/status")
-    while not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
+    while (
+        not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1
+    ):
         assert agent.poll() is None, agent.communicate()[1]
         time.sleep(0.05)  # its handlers are not set
     time.sleep(0.3)
@@ -203,22 +243,37 @@ def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_agent_leaves_a_run_s_events_alone(tmp_path):
-    """Its training was refused, but "ended: exit code 2" stood in the midst of the events of a run that went on."""
+    """Its training was refused, but "ended: exit code 2" stood in the midst of the events of a run
+    that went on."""
     claims.take(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     asked = command(tmp_path, 5, 0.01)
     try:
-        second = subprocess.run(asked, env=ALONE, timeout=60, check=False, capture_output=True, text=True)
+        second = subprocess.run(
+            asked, env=ALONE, timeout=60, check=False, capture_output=True, text=True
+        )
     finally:
         claims.release(tmp_path)
-    assert second.returncode == cli.BAD_INPUT and f"in use by process {os.getpid()} on" in second.stderr
+    assert (
+        second.returncode == cli.BAD_INPUT
+        and f"in use by process {os.getpid()} on" in second.stderr
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json"]
 
 
 def test_a_refused_start_leaves_nothing(tmp_path):
     workdir = tmp_path / "new"
-    asked = [sys.executable, "-m", "experiments.supervise", "--", f"--workdir={workdir}", "--config.optim.lr=-1"]
-    done = subprocess.run(asked, env=ALONE, cwd=multiprocess_runs.ROOT, capture_output=True, text=True, timeout=120)
+    asked = [
+        sys.executable,
+        "-m",
+        "experiments.supervise",
+        "--",
+        f"--workdir={workdir}",
+        "--config.optim.lr=-1",
+    ]
+    done = subprocess.run(
+        asked, env=ALONE, cwd=multiprocess_runs.ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == cli.BAD_INPUT and "optim.lr" in done.stderr
     assert not workdir.exists()
 
@@ -232,7 +287,10 @@ def test_a_refused_start_leaves_nothing(tmp_path):
         (["--workdir=x"], "--workdir"),
         (["--processes=0", "--", "--workdir=x"], "--processes"),
         (["--command=a 'b", "--", "--workdir=x"], "is no command line (No closing quotation)"),
-        (["--agents=2", "--", "--workdir=x"], "--coordinator (JAX_COORDINATOR_ADDRESS) and --agent (NODE)"),
+        (
+            ["--agents=2", "--", "--workdir=x"],
+            "--coordinator (JAX_COORDINATOR_ADDRESS) and --agent (NODE)",
+        ),
         (["report", "--workdir=nowhere"], "has no events"),
     ],
 )
@@ -253,7 +311,10 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
     odd = ["[1]", "null", "[" * 100_000, '{"kind": "died"}']
     odd += [f'{{"kind": "spent", "time": {time}}}' for time in ('"noon"', "NaN", "1e300", "[]")]
     rest = ('"step": "x"', '"seconds": -Infinity', '"facts": []', '"facts": {"step": "y"}')
-    odd += [f'{{"kind": "spike", "time": 1, {field}}}' for field in (*rest, '"facts": {"sections": {"step": "x"}}')]
+    odd += [
+        f'{{"kind": "spike", "time": 1, {field}}}'
+        for field in (*rest, '"facts": {"sections": {"step": "x"}}')
+    ]
     (folder / "events.jsonl").write_text("\n".join([whole[:-5], *odd, whole, whole[:9]]))
     (event,) = events.read(tmp_path)
     assert event.seen == "SIGKILL" and f"{len(odd) + 2} lines of" in caplog.text

@@ -1,4 +1,5 @@
-"""The state machine that decides: each rule by itself, then random orders of facts, which never leave it at a loss."""
+"""The state machine that decides: each rule by itself, then random orders of facts, which never
+leave it at a loss."""
 
 import random
 
@@ -36,7 +37,9 @@ class World:
 
     def __init__(self, nodes, agents=None, min_nodes=None, each=1, **rules):
         self.now = 0.0
-        self.decider = Decider(Rules(nodes, agents or nodes, min_nodes or nodes, processes=each, **rules), 0.0)
+        self.decider = Decider(
+            Rules(nodes, agents or nodes, min_nodes or nodes, processes=each, **rules), 0.0
+        )
         self.seen: list = []
         for node in range(self.decider.rules.agents):
             self.take(Came(node, f"host{node}"))
@@ -68,7 +71,9 @@ class World:
         return next((action.code for action in self.seen if isinstance(action, End)), None)
 
     def events(self, kind):
-        return [action.given for action in self.seen if isinstance(action, Say) and action.kind == kind]
+        return [
+            action.given for action in self.seen if isinstance(action, Say) and action.kind == kind
+        ]
 
 
 def finding(action, group="critical", name="x"):
@@ -87,7 +92,9 @@ def finding(action, group="critical", name="x"):
         (1, 3, -9, False, 4, 137),  # as a shell says it
     ],
 )
-def test_how_often_it_starts_again_and_with_which_code_it_ends(nodes, restarts, code, saves, starts, end):
+def test_how_often_it_starts_again_and_with_which_code_it_ends(
+    nodes, restarts, code, saves, starts, end
+):
     world = World(nodes=nodes, restarts=restarts)
     while world.end() is None and len(world.starts()) < 10:
         step = 5 * len(world.starts())
@@ -100,11 +107,18 @@ def test_how_often_it_starts_again_and_with_which_code_it_ends(nodes, restarts, 
 
 
 def test_copies_that_are_put_off_explain_no_end():
-    """While a durable place was slow, a cut connection, and whatever else, was called "copy failed"."""
+    """While a durable place was slow, a cut connection, and whatever else, was called "copy
+    failed"."""
     world = World(nodes=1, each=2)
     for line in (
-        "warning: step 200 is saved, but its copy is NOT: the one before is still on its way; it follows",
-        "warning: cannot write s3://runs/a/200/meta.json yet: Could not connect to the endpoint URL; trying again",
+        (
+            "warning: step 200 is saved, but its copy is NOT: the one before is still on its way;"
+            " it follows"
+        ),
+        (
+            "warning: cannot write s3://runs/a/200/meta.json yet: Could not connect to the endpoint"
+            " URL; trying again"
+        ),
     ):
         (found,) = log_rules.Matcher().feed(0, line)
         world.take(Found(0, found))
@@ -125,7 +139,11 @@ def test_a_loss_is_not_told_as_an_agent_that_did_not_come():
     ("nodes", "exits", "cause"),
     [
         (3, [(0.1, 2, 1), (0.1, 0, 1), (0.1, 1, -9)], (1, "SIGKILL", "host1")),  # reported last
-        (3, [(0.1, 2, -6), (0.1, 1, -11), (0.1, 0, 1)], (1, "SIGSEGV", "host1")),  # others are gone: it aborts
+        (
+            3,
+            [(0.1, 2, -6), (0.1, 1, -11), (0.1, 0, 1)],
+            (1, "SIGSEGV", "host1"),
+        ),  # others are gone: it aborts
         (2, [(0.1, 1, 1), (2.5, 0, -11)], (1, "exit code 1", "host1")),  # too late to be the cause
     ],
 )
@@ -166,7 +184,9 @@ def test_pauses_grow_and_progress_resets_them():
 def test_a_wrong_device_goes_where_a_spare_is_and_else_once_more():
     world = World(nodes=2, agents=3)
     world.exit((1, 5), (0, 5))
-    assert world.starts() == [(0, 1), (0, 2)] and world.decider.excluded == {1: "a device computes wrongly"}
+    assert world.starts() == [(0, 1), (0, 2)] and world.decider.excluded == {
+        1: "a device computes wrongly"
+    }
     world = World(nodes=2)
     world.exit((1, 5), (0, 5))
     assert world.starts() == [(0, 1)] * 2
@@ -179,7 +199,9 @@ def test_a_critical_finding_isolates_its_host():
     assert Order.KILL in world.take(Found(1, finding("exclude")))
     assert world.starts() == [(0, 1), (0, 2)]
     world = World(nodes=2)
-    assert Order.KILL not in world.take(Found(1, finding("exclude")))  # there is no other: it goes on
+    assert Order.KILL not in world.take(
+        Found(1, finding("exclude"))
+    )  # there is no other: it goes on
     assert "no spare" in world.events("log")[0]["done"]
 
 
@@ -188,9 +210,14 @@ def test_of_findings_that_several_have_the_first_counts_unless_one_is_critical()
     world.take(Found(2, finding("warn", "distributed", "first")))
     world.take(Found(0, finding("warn", "distributed", "second")), after=0.1)
     world.exit((0, 1), (1, 1), (2, 1))
-    assert world.events("died")[0]["concluded"] == "first" and world.events("died")[0]["node"] == "host2"
+    assert (
+        world.events("died")[0]["concluded"] == "first"
+        and world.events("died")[0]["node"] == "host2"
+    )
     world = World(nodes=3)
-    gone = Finding("process gone", "distributed", "restart", "error: process 1 on host1 is gone", process=0)
+    gone = Finding(
+        "process gone", "distributed", "restart", "error: process 1 on host1 is gone", process=0
+    )
     world.take(Found(0, gone))
     world.exit((0, 1), (1, -9), (2, 1))
     assert world.events("died")[0]["process"] == 1  # what follows from it explains nothing
@@ -249,8 +276,12 @@ def test_a_node_that_does_not_stop_is_dropped():
 
 
 @pytest.mark.parametrize("fact", [Tick(), Collected("x")])  # its stacks are waited for, or its end
-@pytest.mark.parametrize(("agents", "least", "gives_up"), [(3, 2, True), (2, 1, True), (2, 2, False)])
-def test_a_silent_node_that_is_not_needed_is_given_up_while_its_answer_is_waited_for(agents, least, gives_up, fact):
+@pytest.mark.parametrize(
+    ("agents", "least", "gives_up"), [(3, 2, True), (2, 1, True), (2, 2, False)]
+)
+def test_a_silent_node_that_is_not_needed_is_given_up_while_its_answer_is_waited_for(
+    agents, least, gives_up, fact
+):
     world = World(nodes=2, agents=agents, min_nodes=least)
     late = decide.SILENT + 0.1
     assert not world.decider.gives_up(1, 59.0)  # the run goes on: the usual limit counts
@@ -260,7 +291,9 @@ def test_a_silent_node_that_is_not_needed_is_given_up_while_its_answer_is_waited
     if gives_up:
         out = world.decider.take(Ready(0), 2.0) + world.decider.take(Lost(1, "silent for 5 s"), 2.1)
         out += world.decider.take(Ready(0), 2.2)
-        assert Start(2, (0, 2) if agents > 2 else (0,)) in out and not world.decider.gives_up(0, late)
+        assert Start(2, (0, 2) if agents > 2 else (0,)) in out and not world.decider.gives_up(
+            0, late
+        )
 
 
 def test_recovery_is_counted_to_the_first_new_step():
@@ -272,7 +305,14 @@ def test_recovery_is_counted_to_the_first_new_step():
     assert again["step"] == 11 and again["facts"]["was_at"] == 17 and again["seconds"] == 4.0
 
 
-WRONG = Finding("gpu computes wrongly", "critical", "exclude", "device 3: 1 of 4 numbers is wrong", -1, "device 3")
+WRONG = Finding(
+    "gpu computes wrongly",
+    "critical",
+    "exclude",
+    "device 3: 1 of 4 numbers is wrong",
+    -1,
+    "device 3",
+)
 MISSING = Finding("gpu missing", "critical", "exclude", "7 devices are there, 8 are expected")
 
 
@@ -307,10 +347,15 @@ def test_without_a_spare_a_wrong_device_ends_it_and_another_fault_is_said():
     assert world.starts() == [(0, 1)] and "no spare node" in world.events("check")[0]["done"]
     world.take(Checked(((0, WRONG),), 4.0))  # an answer that was not asked for
     assert world.end() is None
-    for found, code in ((((1, WRONG), (1, MISSING)), 5), (((-1, finding("stop", "distributed")),), 1)):
+    for found, code in (
+        (((1, WRONG), (1, MISSING)), 5),
+        (((-1, finding("stop", "distributed")),), 1),
+    ):
         world = World(nodes=2, check=True)
         world.take(Checked(found, 4.0))
-        assert not world.starts() and world.end() == code and len(world.events("check")) == len(found)
+        assert (
+            not world.starts() and world.end() == code and len(world.events("check")) == len(found)
+        )
 
 
 def test_a_node_that_is_lost_or_a_wish_to_stop_during_the_check():
@@ -328,12 +373,21 @@ CODES = (0, 1, 2, 3, 4, 5, 75, 130, 134, -6, -9, -11, -15)
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 10**9))
+@given(
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.integers(0, 10**9),
+)
 def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, restarts, seed):
-    """Nodes that die, hang, answer late or never; found things; signals. It never starts on a node that is excluded or
-    lost, never has two starts at once, and always ends, since there is no progress for ever."""
+    """Nodes that die, hang, answer late or never; found things; signals. It never starts on a node
+    that is excluded or lost, never has two starts at once, and always ends, since there is no
+    progress for ever."""
     rng, now = random.Random(seed), 0.0
-    wanted = Rules(nodes, nodes + spares, max(nodes - fewer, 1), restarts, join=60.0, check=rng.random() < 0.5)
+    wanted = Rules(
+        nodes, nodes + spares, max(nodes - fewer, 1), restarts, join=60.0, check=rng.random() < 0.5
+    )
     decider, everything = Decider(wanted, 0.0), range(nodes + spares)
     there, running, lost, dead = set(), set(), set(), set()  # of dead ones no answer comes any more
     checked, killed, saved, over = not wanted.check, False, 0, None
@@ -348,7 +402,9 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
                     checked = False
                 case Start(_, chosen):
                     assert checked and not running and wanted.min_nodes <= len(chosen) <= nodes
-                    assert not set(chosen) & (decider.excluded.keys() | lost), "on a node that is out"
+                    assert not set(chosen) & (decider.excluded.keys() | lost), (
+                        "on a node that is out"
+                    )
                     assert set(chosen) <= there
                     running.update(chosen)
                     checked, killed = not wanted.check, False
@@ -381,7 +437,15 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
         roll, node = rng.random(), rng.choice(everything)
         if decider.state == "checking" and rng.random() < 0.7:
             checked = True
-            give(Checked(tuple((rng.randrange(-1, nodes + spares), finding()) for _ in range(rng.randrange(3))), 1.0))
+            give(
+                Checked(
+                    tuple(
+                        (rng.randrange(-1, nodes + spares), finding())
+                        for _ in range(rng.randrange(3))
+                    ),
+                    1.0,
+                )
+            )
         if killed and running and rng.random() < 0.7:
             one_of_running(-9)
         elif roll < 0.4 and running:
@@ -412,11 +476,16 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
 
 
 def test_all_end_with_5_and_the_one_that_is_named_is_the_culprit():
-    """Its line comes from process 0, which prints for all; the node whose process it names gives way to the spare."""
+    """Its line comes from process 0, which prints for all; the node whose process it names gives
+    way to the spare."""
     world = World(nodes=2, agents=3, each=2)
-    line = Finding(cause.WRONG, "critical", "warn", "error: cpu:3 of process 3 on host1 computes wrongly", 3)
+    line = Finding(
+        cause.WRONG, "critical", "warn", "error: cpu:3 of process 3 on host1 computes wrongly", 3
+    )
     world.take(Found(0, line))
-    world.take(Exited(0, 0, 5), Exited(0, 1, 5), Ready(0), Exited(1, 2, 5), Exited(1, 3, 5), Ready(1))
+    world.take(
+        Exited(0, 0, 5), Exited(0, 1, 5), Ready(0), Exited(1, 2, 5), Exited(1, 3, 5), Ready(1)
+    )
     (died,) = world.events("died")
     assert (died["node"], died["process"], died["group"]) == ("host1", 3, "critical")
     assert list(world.decider.excluded) == [1] and world.starts()[-1] == (0, 2)
@@ -424,7 +493,13 @@ def test_all_end_with_5_and_the_one_that_is_named_is_the_culprit():
 
 def test_one_of_several_devices_excludes_nobody():
     world = World(nodes=2, agents=3)
-    line = Finding(f"one of several {cause.WRONG}", "critical", "warn", "error: one of a, b computes wrongly", 0)
+    line = Finding(
+        f"one of several {cause.WRONG}",
+        "critical",
+        "warn",
+        "error: one of a, b computes wrongly",
+        0,
+    )
     world.take(Found(0, line))
     world.exit((0, 5), (1, 5))
     assert world.events("died")[0]["process"] == -1 and not world.decider.excluded
@@ -435,7 +510,9 @@ def test_one_of_several_devices_excludes_nobody():
 
 def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():
     world = World(nodes=1, each=4)
-    line = Finding("save failed", "storage", "warn", "error: 3 saves failed in a row (process 2)", 2)
+    line = Finding(
+        "save failed", "storage", "warn", "error: 3 saves failed in a row (process 2)", 2
+    )
     world.take(Found(0, line))
     world.take(*[Exited(0, process, 4) for process in range(4)], Ready(0))
     (died,) = world.events("died")
@@ -446,7 +523,10 @@ def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():
 def test_two_that_accuse_each_other_have_lost_their_connection(killed):
     world = World(nodes=1, each=3)
     for speaker, other in ((0, 2), (2, 0)) if not killed else ((0, 2), (1, 2)):
-        line = f"error: process {other} on host0 is gone: killed, or crashed; see logs/process-0000{other}.log"
+        line = (
+            f"error: process {other} on host0 is gone: killed, or crashed; see"
+            f" logs/process-0000{other}.log"
+        )
         world.take(Found(0, Finding("process gone", "distributed", "note", line, speaker)))
     codes = {1: 1, 0: 1, 2: -9 if killed else 1}
     world.take(*[Exited(0, process, code) for process, code in codes.items()], Ready(0))

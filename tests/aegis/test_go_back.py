@@ -1,5 +1,5 @@
-"""A run whose data is corrupt for a while goes back before that, leaves it out, and ends with the same bits however it
-is killed on the way.
+"""A run whose data is corrupt for a while goes back before that, leaves it out, and ends with the
+same bits however it is killed on the way.
 """
 
 import pytest
@@ -12,12 +12,21 @@ from zaya_jax.aegis.guard import Guard
 from zaya_jax.checkpoint import retention, writing
 from zaya_jax.checkpoint.source import read_meta
 
-LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]}  # some batches are noise
-MOMENTS = {  # where a process may be killed: before or after it has called a function, where that is so
+LONG = {
+    "run__num_steps": 90,
+    "bad": [{"kind": "data", "first": 73, "last": 77}],
+}  # some batches are noise
+MOMENTS = {
+    # where a process may be killed: before or after it has called a function, where that is so
     "decided": (decisions, "after_spike", True, None),
     "written": (decisions, "add", True, None),
     "begins again": (retention, "drop_stale", False, None),
-    "half set aside": (writing, "numbered", True, lambda place, args: list(place.glob("checkpoints/.stale-*"))),
+    "half set aside": (
+        writing,
+        "numbered",
+        True,
+        lambda place, args: list(place.glob("checkpoints/.stale-*")),
+    ),
     "set aside": (retention, "drop_stale", True, None),
     "went back": (Guard, "see", False, lambda place, args: args[1] == 84),
 }
@@ -30,21 +39,34 @@ def went_back(workdir, out):
     assert "-*: step 75, of a past that was given up" in out
     (made,) = decisions.read(workdir)
     assert {key: made[key] for key in ("kind", "step", "batches", "at", "began")} == {
-        "kind": "spike", "step": 60, "batches": 17, "at": 77, "began": 73,
-    }  # fmt: skip
+        "kind": "spike",
+        "step": 60,
+        "batches": 17,
+        "at": 77,
+        "began": 73,
+    }
     (event,) = [event for event in events.read(workdir) if event.kind == "spike"]
-    assert (event.step, event.done) == (77, "back to step 60, 17 batches left out") and "row" in event.seen
+    assert (event.step, event.done) == (
+        77,
+        "back to step 60, 17 batches left out",
+    ) and "row" in event.seen
     found = lines(workdir)
     assert [line["step"] for line in found] == list(range(1, 91))
-    assert [(line["step"], line["data/left_out"]) for line in found if "data/left_out" in line] == [(61, 17)]
+    assert [(line["step"], line["data/left_out"]) for line in found if "data/left_out" in line] == [
+        (61, 17)
+    ]
     assert max(line["loss"] for line in found[60:]) < 3  # without the noise
     meta = read_meta(workdir, 90)
     assert meta["data"]["passed_over"] == [[60, 17]] and meta["decisions"] == [made]
-    assert "passed_over" not in read_meta(workdir, 60)["data"] and "decisions" not in read_meta(workdir, 60)
+    assert "passed_over" not in read_meta(workdir, 60)["data"] and "decisions" not in read_meta(
+        workdir, 60
+    )
 
 
 def test_it_goes_back_before_the_noise_and_on_without_it(run, tmp_path, capsys):
-    assert run("whole", **LONG, checkpoint__every_steps=15) == cli.DONE  # that of step 75 is inside the spike
+    assert (
+        run("whole", **LONG, checkpoint__every_steps=15) == cli.DONE
+    )  # that of step 75 is inside the spike
     went_back(tmp_path / "whole", capsys.readouterr().out)
 
 
@@ -52,7 +74,10 @@ def test_it_goes_back_before_the_noise_and_on_without_it(run, tmp_path, capsys):
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_any_moment_it_ends_with_the_same_bits(run, tmp_path, monkeypatch, moment):
     keys = {"checkpoint__every_steps": 15}
-    copies = lambda name: {} if moment == "written" else {"checkpoint__durable": str(tmp_path / name)}  # noqa: E731
+
+    def copies(name):
+        return {} if moment == "written" else {"checkpoint__durable": str(tmp_path / name)}
+
     assert run("whole", **LONG, **keys, **copies("safe")) == cli.DONE
     owner, name, after, when = MOMENTS[moment]
     function = getattr(owner, name)
@@ -75,6 +100,10 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(run, tmp_path, monkeypa
 def test_after_as_many_times_as_allowed_it_ends(run, tmp_path, capsys):
     assert run("run", **LONG, guard__rollbacks=0) == cli.UNHEALTHY
     out = capsys.readouterr().out
-    assert "error: " in out and "config.guard.rollbacks=0" in out and f"init_from={tmp_path / 'run'}@70" in out
+    assert (
+        "error: " in out
+        and "config.guard.rollbacks=0" in out
+        and f"init_from={tmp_path / 'run'}@70" in out
+    )
     assert run("run", **LONG, guard__rollbacks=0) == cli.UNHEALTHY  # and again, wherever it goes on
     assert events.read(tmp_path / "run")[-1].done == "ended: it went back 0 times before"

@@ -15,7 +15,10 @@ class Run:
     def __init__(self, count):
         self.now, self.count, self.hangs = 100.0, count, Hangs()
         self.where = dict.fromkeys(range(count), ("start", 0, "", self.now))
-        self.pulse, self.state = dict.fromkeys(range(count), self.now), dict.fromkeys(range(count), "S")
+        self.pulse, self.state = (
+            dict.fromkeys(range(count), self.now),
+            dict.fromkeys(range(count), "S"),
+        )
         self.laps = {p: [] for p in range(count)}
         self.silent: set[int] = set()
 
@@ -30,7 +33,18 @@ class Run:
         views = []
         for p, (section, step, mark, since) in self.where.items():
             laps, self.laps[p] = self.laps[p], []
-            views.append(View(p, section, step, mark, self.now - since, self.now - self.pulse[p], self.state[p], laps))
+            views.append(
+                View(
+                    p,
+                    section,
+                    step,
+                    mark,
+                    self.now - since,
+                    self.now - self.pulse[p],
+                    self.state[p],
+                    laps,
+                )
+            )
         self.hangs.heard(0, views, self.now)
         return self.hangs.find(self.now)
 
@@ -77,7 +91,10 @@ def test_is_found_within_three_steps_or_five_seconds(seconds):
 
 @pytest.mark.parametrize(
     ("ahead", "others", "behind", "first"),
-    [(0, "wait", {1: "fetch", 3: "figures"}, 1), (1, "dispatch", {0: "figures"}, 0)],  # one place, or one step, ahead
+    [
+        (0, "wait", {1: "fetch", 3: "figures"}, 1),
+        (1, "dispatch", {0: "figures"}, 0),
+    ],  # one place, or one step, ahead
 )
 def test_of_several_the_one_that_came_least_far_is_first(ahead, others, behind, first):
     run = Run(4)
@@ -108,7 +125,11 @@ def test_a_stopped_process_is_found_wherever_it_is(section):
     run.at(section, 0)
     run.state[1], run.silent, begun = "T", {1}, run.now
     found = run.wait(100)
-    assert found.process == 1 and run.now - begun <= STOPPED + 2 * EVERY and "stopped (state T)" in found.seen
+    assert (
+        found.process == 1
+        and run.now - begun <= STOPPED + 2 * EVERY
+        and "stopped (state T)" in found.seen
+    )
 
 
 def test_one_that_says_nothing_yet_has_the_time_of_a_start_up_and_may_be_stopped():
@@ -191,7 +212,9 @@ def test_a_silent_node_is_found_by_its_place():
     assert found.process == 1 and "without a sign of life" in found.seen
 
 
-@pytest.mark.parametrize("how", ["alike", "one is silent", "one is stopped", "one has come less far", "saving"])
+@pytest.mark.parametrize(
+    "how", ["alike", "one is silent", "one is stopped", "one has come less far", "saving"]
+)
 def test_only_those_that_wait_in_one_program_wait_alike(how):
     """As when a link is away. A process that is silent, stopped or behind is itself the cause."""
     run = Run(3)

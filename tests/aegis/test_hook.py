@@ -7,7 +7,9 @@ import time
 from zaya_jax.aegis.events import Event
 from zaya_jax.aegis.keeping import Hook
 
-DIED = Event("died", 10.0, "distributed", "node3", 7, 1200, "SIGKILL", "disk full", "restart at once", 0.25)
+DIED = Event(
+    "died", 10.0, "distributed", "node3", 7, 1200, "SIGKILL", "disk full", "restart at once", 0.25
+)
 
 
 def script(tmp_path, text):
@@ -18,7 +20,9 @@ def script(tmp_path, text):
 
 def test_a_command_gets_the_event(tmp_path):
     out = tmp_path / "out"
-    text = f"import os, sys\nopen({str(out)!r}, 'a').write(os.environ['ZAYA_TEXT'] + sys.stdin.read())"
+    text = (
+        f"import os, sys\nopen({str(out)!r}, 'a').write(os.environ['ZAYA_TEXT'] + sys.stdin.read())"
+    )
     hook = Hook(script(tmp_path, text))
     hook.tell(DIED)
     hook.close()

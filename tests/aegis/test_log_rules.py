@@ -1,4 +1,5 @@
-"""Rules of logs: each finds its own lines and no harmless one, floods are counted, the first cause is found."""
+"""Rules of logs: each finds its own lines and no harmless one, floods are counted, the first cause
+is found."""
 
 import os
 import subprocess
@@ -37,7 +38,11 @@ def test_each_rule_finds_its_example_before_any_other_does(kind, rule):
 
 @pytest.mark.parametrize("kind", log_rules.KINDS)
 def test_lines_of_trouble_are_named(kind):
-    wrong = [(wanted, names(kind, line), line) for wanted, line in lines(kind) if names(kind, line) != [wanted]]
+    wrong = [
+        (wanted, names(kind, line), line)
+        for wanted, line in lines(kind)
+        if names(kind, line) != [wanted]
+    ]
     assert not wrong
 
 
@@ -59,24 +64,52 @@ def test_a_rule_of_one_name_means_one_thing():
 
 def test_no_line_of_a_process_ends_a_run_but_of_a_broken_device():
     for rule in log_rules.load("process"):
-        assert rule.action == "note" if rule.consequence else rule.action in ("note", "warn", "exclude"), rule.name
-        assert rule.action != "exclude" or rule.name in ("gpu uncorrectable memory error", "nvlink error")
+        assert (
+            rule.action == "note"
+            if rule.consequence
+            else rule.action in ("note", "warn", "exclude")
+        ), rule.name
+        assert rule.action != "exclude" or rule.name in (
+            "gpu uncorrectable memory error",
+            "nvlink error",
+        )
 
 
 def test_a_line_may_be_of_another_process_than_prints_it():
     matcher = log_rules.Matcher()
-    wrong = matcher.feed(0, "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias).")
-    full = matcher.feed(0, "error: 3 saves failed in a row, the last with: No space (process 2); E (process 3). The")
-    assert [(f.name, f.process) for f in wrong + full] == [("device computes wrongly", 3), ("save failed", 2)]
-    plain = matcher.feed(1, "error: 3 saves failed in a row, the last with: No space left on device. The newest ..")
+    wrong = matcher.feed(
+        0,
+        "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias).",
+    )
+    full = matcher.feed(
+        0, "error: 3 saves failed in a row, the last with: No space (process 2); E (process 3). The"
+    )
+    assert [(f.name, f.process) for f in wrong + full] == [
+        ("device computes wrongly", 3),
+        ("save failed", 2),
+    ]
+    plain = matcher.feed(
+        1, "error: 3 saves failed in a row, the last with: No space left on device. The newest .."
+    )
     assert [(f.name, f.process) for f in plain] == [("save failed", 1)]
 
 
 def test_a_flood_is_counted():
     matcher = log_rules.Matcher()
-    seen = [f for i in range(1000) for f in matcher.feed(2, f"OSError: [Errno 28] No space left on device: 'a{i}'")]
-    assert [f.seen.partition(" (")[2] for f in seen] == ["", "10 such lines)", "100 such lines)", "1,000 such lines)"]
-    assert matcher.feed(3, "OSError: [Errno 28] No space left on device: 'a0'")  # another process is another flood
+    seen = [
+        f
+        for i in range(1000)
+        for f in matcher.feed(2, f"OSError: [Errno 28] No space left on device: 'a{i}'")
+    ]
+    assert [f.seen.partition(" (")[2] for f in seen] == [
+        "",
+        "10 such lines)",
+        "100 such lines)",
+        "1,000 such lines)",
+    ]
+    assert matcher.feed(
+        3, "OSError: [Errno 28] No space left on device: 'a0'"
+    )  # another process is another flood
 
 
 SLOW = ("gloo/" * 900, "error: p" * 600, "amdgpu 0000:c1:00.0: XGMI PCS Da" * 200)
@@ -84,8 +117,12 @@ SLOW = ("gloo/" * 900, "error: p" * 600, "amdgpu 0000:c1:00.0: XGMI PCS Da" * 20
 
 @pytest.mark.parametrize("line", SLOW, ids=lambda line: line[:6])
 def test_no_line_holds_up_the_agent(line):
-    """A line took 10 s, then 0.3 s: a read of such lines 4 s, in which nothing else is watched. 200 lines here."""
-    code = f"from zaya_jax.aegis.log_rules import Matcher; m = Matcher(); k = Matcher('kernel'); line = {line!r}\n"
+    """A line took 10 s, then 0.3 s: a read of such lines 4 s, in which nothing else is watched. 200
+    lines here."""
+    code = (
+        "from zaya_jax.aegis.log_rules import Matcher; m = Matcher(); k = Matcher('kernel'); line"
+        f" = {line!r}\n"
+    )
     code += "for i in range(200): m.feed(0, line), k.feed(0, line)"
     environ = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT)}
     subprocess.run([sys.executable, "-c", code], timeout=20, check=True, env=environ)
@@ -101,7 +138,15 @@ def test_bytes_long_lines_and_odd_ones():
     matcher = log_rules.Matcher()
     (found,) = matcher.feed(0, b"\xff\xfe MemoryError: \x80" + b"x" * 10**7)
     assert found.name == "out of memory" and len(found.seen) <= log_rules.SHOWN
-    for odd in (b"", b"\x00", "\x00" * 5000, "error" * 3000, "a " * 4000, "process 1 on a, " * 400, "\ud800 x"):
+    for odd in (
+        b"",
+        b"\x00",
+        "\x00" * 5000,
+        "error" * 3000,
+        "a " * 4000,
+        "process 1 on a, " * 400,
+        "\ud800 x",
+    ):
         assert matcher.feed(0, odd) == []
 
 
@@ -114,5 +159,7 @@ def test_the_kernel_log_is_read_from_now_on(tmp_path):
     path.write_text("amdgpu 0000:01:00.0: amdgpu: device lost from bus!\n")  # long ago
     assert kernel.look() == [] and kernel.look() == []
     with path.open("a") as file:
-        file.write("6,339,5140900,-;amdgpu 0000:02:00.0: amdgpu: device lost from bus!\n SUBSYSTEM=pci\n")
+        file.write(
+            "6,339,5140900,-;amdgpu 0000:02:00.0: amdgpu: device lost from bus!\n SUBSYSTEM=pci\n"
+        )
     assert [f.device for f in kernel.look()] == ["0000:02:00.0"]

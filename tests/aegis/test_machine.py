@@ -12,7 +12,9 @@ from zaya_jax.aegis import machine, stacks
 
 
 def test_finds_accelerators_in_the_order_of_their_addresses(tmp_path):
-    for i, (kind, numa) in enumerate((("0x120000", "1"), ("0x020000", "0"), ("0x030200", "0"), ("0x120000", ""))):
+    for i, (kind, numa) in enumerate(
+        (("0x120000", "1"), ("0x020000", "0"), ("0x030200", "0"), ("0x120000", ""))
+    ):
         device = tmp_path / f"0000:0{i}:00.0"
         device.mkdir()
         (device / "class").write_text(f"{kind}\n")
@@ -27,17 +29,24 @@ def test_binds_to_a_numa_node_where_numactl_is(tmp_path, monkeypatch):
     assert machine.on_numa_node(1) == []
     (tmp_path / "numactl").write_text("#!/bin/sh\n")
     (tmp_path / "numactl").chmod(0o755)
-    assert machine.on_numa_node(1) == ["numactl", "--cpunodebind=1", "--preferred=1"] and machine.on_numa_node(-1) == []
+    assert (
+        machine.on_numa_node(1) == ["numactl", "--cpunodebind=1", "--preferred=1"]
+        and machine.on_numa_node(-1) == []
+    )
 
 
 def test_a_process_that_does_not_listen_is_left_alive_and_looked_at_from_outside(tmp_path):
     """SIGUSR1 would kill it: its handler is not there yet."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1
+    )
     process.stdout.readline()
     target = {3: stacks.Target(process.pid, tmp_path / "none.log")}
     found = stacks.collect(target)[3]
     assert (
-        found.how == "/proc" and f"thread {process.pid}" in found.text and found.line.startswith(("state S", "state R"))
+        found.how == "/proc"
+        and f"thread {process.pid}" in found.text
+        and found.line.startswith(("state S", "state R"))
     )
     process.send_signal(signal.SIGSTOP)
     while stacks.state(process.pid) != "T":
@@ -51,11 +60,15 @@ def test_a_process_that_does_not_listen_is_left_alive_and_looked_at_from_outside
 
 def test_a_child_does_not_start_for_a_parent_that_is_gone(tmp_path):
     *become, _ = machine.ends_with_this()
-    done = subprocess.run([*become, str(os.getpid()), "echo", "ran"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*become, str(os.getpid()), "echo", "ran"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "ran\n")
     done = subprocess.run([*become, "1", "echo", "ran"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    done = subprocess.run([*become, str(os.getpid()), "no such program"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*become, str(os.getpid()), "no such program"], capture_output=True, text=True
+    )
     assert done.returncode == 2 and "does not start" in done.stderr
 
 

@@ -1,5 +1,6 @@
-"""The check before a start: a healthy machine passes, each fault is named, and what hangs is a finding; the leader
-orders nodes to test themselves, then links in pairs, and the run starts without the unfit ones.
+"""The check before a start: a healthy machine passes, each fault is named, and what hangs is a
+finding; the leader orders nodes to test themselves, then links in pairs, and the run starts without
+the unfit ones.
 """
 
 import itertools
@@ -40,7 +41,9 @@ def test_a_node_is_fit_but_for_missing_devices_and_what_the_watchers_find(tmp_pa
 
 def test_a_check_that_hangs_says_where(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")  # as a driver does
-    found = preflight.check(root=tmp_path, seconds=2, environ=environ() | {"PYTHONPATH": str(tmp_path)})
+    found = preflight.check(
+        root=tmp_path, seconds=2, environ=environ() | {"PYTHONPATH": str(tmp_path)}
+    )
     assert [(f.name, f.action) for f in found] == [("check of devices hangs", "exclude")]
     assert "before anything was done" in found[0].seen
 
@@ -65,7 +68,11 @@ def test_products_are_exact_and_a_wrong_one_is_named():
     assert len(wrong) == 2 * 2 * preflight.ROUNDS
     assert wrong[0].startswith("device 0: 1 of 16384 sums of a bfloat16 product are wrong")
     (found,) = preflight.judge_devices({"products": {"wrong": wrong[:1]}}, 8)
-    assert (found.name, found.device, found.action) == ("gpu computes wrongly", "device 0", "exclude")
+    assert (found.name, found.device, found.action) == (
+        "gpu computes wrongly",
+        "device 0",
+        "exclude",
+    )
 
 
 @pytest.mark.parametrize("count", range(2, 12))
@@ -89,21 +96,31 @@ def tried(count, bad_nodes=(), bad_links=(), slow=()):
 
 
 def named(results):
-    return [(node, found.name, found.device, found.action) for node, found in preflight.judge(results)]
+    return [
+        (node, found.name, found.device, found.action) for node, found in preflight.judge(results)
+    ]
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8, 9])
 def test_every_bad_node_and_every_bad_link_is_told_apart(count):
     assert preflight.judge(tried(count)) == []
     for i in range(count):
-        assert named(tried(count, bad_nodes=[i])) == [(i, "links of a node fail", f"node {i}", "exclude")]
+        assert named(tried(count, bad_nodes=[i])) == [
+            (i, "links of a node fail", f"node {i}", "exclude")
+        ]
         a, b = sorted((i, (i + 1) % count))
-        assert named(tried(count, bad_links=[(a, b)])) == [(-1, "link fails", f"node {a}-node {b}", "warn")]
+        assert named(tried(count, bad_links=[(a, b)])) == [
+            (-1, "link fails", f"node {a}-node {b}", "warn")
+        ]
 
 
 def test_several_faults_none_that_works_and_slow_ones():
     found = named(tried(8, bad_nodes=[1, 2], bad_links=[(5, 6)]))
-    assert [(node, device) for node, _, device, _ in found] == [(1, "node 1"), (2, "node 2"), (-1, "node 5-node 6")]
+    assert [(node, device) for node, _, device, _ in found] == [
+        (1, "node 1"),
+        (2, "node 2"),
+        (-1, "node 5-node 6"),
+    ]
     assert named(tried(4, bad_nodes=range(4))) == [(-1, "no link works", "all nodes", "stop")]
     two = [((0, 1), BROKEN), ((0, 1), FINE)]  # whose fault is not known
     assert named(two) == [(-1, "link fails", "node 0-node 1", "warn")]
@@ -137,7 +154,9 @@ class Asking:
     def __init__(self, count):
         self.orders: list = []
         addresses = {i: f"10.0.0.{i}" for i in range(count)}
-        self.checking = Checking(7, range(count), addresses, lambda n, m: self.orders.append((n, m)), 0.0)
+        self.checking = Checking(
+            7, range(count), addresses, lambda n, m: self.orders.append((n, m)), 0.0
+        )
 
     def well(self, *nodes):
         for node in nodes:
@@ -182,14 +201,18 @@ def test_a_node_that_does_not_answer_is_found_and_tries_no_link():
     assert [node for node, _ in asked.orders] == [0, 2]
     asked.linked()
     (found,) = asked.checking.turn(late + 1)
-    assert found[0] == 1 and found[1].action == "exclude" and "no answer within 60 s" in found[1].seen
+    assert (
+        found[0] == 1 and found[1].action == "exclude" and "no answer within 60 s" in found[1].seen
+    )
 
 
 def test_time_that_the_leader_stood_still_is_nobody_s_silence(tmp_path):
     """A job that was suspended during a check found all of its nodes hanging."""
     orders, messages = [], []
     plan = Plan(Rules(1, 1, 1, check=True), tmp_path)
-    leader = Leader(plan, Keeper(tmp_path), messages.append, lambda node, message: orders.append(message), 0.0)
+    leader = Leader(
+        plan, Keeper(tmp_path), messages.append, lambda node, message: orders.append(message), 0.0
+    )
     leader.came(0, "host", "localhost", 0.0)
     leader.hear(0, ["ready", 1], 0.0)
     leader.hear(0, ["slept", 500.0], 500.0)
@@ -200,13 +223,20 @@ def test_time_that_the_leader_stood_still_is_nobody_s_silence(tmp_path):
 
 
 @pytest.mark.slow
-def test_agents_leave_out_a_node_whose_devices_do_not_answer_and_try_the_link_of_the_others(tmp_path):
-    """Real probes: those of the leader's own node cannot even begin, so that the spare takes its place."""
+def test_agents_leave_out_a_node_whose_devices_do_not_answer_and_try_the_link_of_the_others(
+    tmp_path,
+):
+    """Real probes: those of the leader's own node cannot even begin, so that the spare takes its
+    place."""
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": multiprocess_runs.flags(1)}
     nonsense = {0: {"JAX_PLATFORMS": "nonsense"}}
-    with start(tmp_path, "--check=always", "--nodes=2", agents=3, variables=devices, own=nonsense) as run:
+    with start(
+        tmp_path, "--check=always", "--nodes=2", agents=3, variables=devices, own=nonsense
+    ) as run:
         assert run.codes(120) == [0, 0, 0]
     (check,) = run.events("check")  # no link failed
     assert "devices" in check.concluded and "nonsense" in check.seen
     assert run.events("checked")[-1].facts["places"] == [1, 2]
-    assert [event.facts["places"] for event in run.events("started")] == [[1, 2]] and run.steps()[-1] == STEPS
+    assert [event.facts["places"] for event in run.events("started")] == [[1, 2]] and run.steps()[
+        -1
+    ] == STEPS

@@ -1,4 +1,5 @@
-"""Gradients computed again on the same devices and on others: sound ones agree bit for bit, a wrong one is named."""
+"""Gradients computed again on the same devices and on others: sound ones agree bit for bit, a wrong
+one is named."""
 
 import json
 
@@ -30,10 +31,14 @@ def made(settings, devices):
     state = states.init(settings, states.build_optimizer(settings, mesh), mesh)
     ids = np.random.default_rng(0).integers(0, 256, (8, 17))
     rows = {
-        "tokens": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": np.ones((8, 16)),
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "segment_ids": np.ones((8, 16)),
         "positions": np.tile(np.arange(16), (8, 1)),
-    }  # fmt: skip
-    rows = {name: x.astype(np.int32) for name, x in rows.items()} | {"loss_mask": np.ones((8, 16), np.float32)}
+    }
+    rows = {name: x.astype(np.int32) for name, x in rows.items()} | {
+        "loss_mask": np.ones((8, 16), np.float32)
+    }
     batch = steps.put_batch(mesh, rows, 1, spread_of(settings.mesh, mesh.shape))
     return settings, mesh, state, batch
 
@@ -58,11 +63,17 @@ def faulty(tmp_path, monkeypatch):
 
 
 OTHERS = (
-    (1, {}), (2, {}), (4, {"mesh__expert": 2}), (4, {"mesh__context": 2}), (4, {"mesh__tensor": 2}),
-    (4, {"mesh__context": 2, "mesh__ring": True}), (4, {"mesh__fsdp": True}),
-    (4, {"mesh__tensor": 2, "mesh__tsp": True}), (4, {"remat": "layer"}),
+    (1, {}),
+    (2, {}),
+    (4, {"mesh__expert": 2}),
+    (4, {"mesh__context": 2}),
+    (4, {"mesh__tensor": 2}),
+    (4, {"mesh__context": 2, "mesh__ring": True}),
+    (4, {"mesh__fsdp": True}),
+    (4, {"mesh__tensor": 2, "mesh__tsp": True}),
+    (4, {"remat": "layer"}),
     (4, {"precision__compute": "bfloat16"}),
-)  # fmt: skip
+)
 MESHES = [(4, {}), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in OTHERS)]
 
 
@@ -84,7 +95,9 @@ def test_with_fewer_shards_less_can_be_told(faulty):
     found = checked(small(), 2, faulty({"kind": "flip", "device": 1}, sizes=(2,)))
     assert (found.kind, found.devices) == ("others", (0, 1))
     assert "a third to decide is not there" in found.why
-    assert checked(small(), 1, faulty({"kind": "flip", "device": 0}, sizes=(1,))) is None  # the same each time
+    assert (
+        checked(small(), 1, faulty({"kind": "flip", "device": 0}, sizes=(1,))) is None
+    )  # the same each time
     found = checked(small(), 1, faulty({"kind": "flip", "device": 0, "times": 1}, sizes=(1,)))
     assert (found.kind, found.devices) == ("itself", (0,))
     # Of devices that compute together the group is named.
@@ -109,7 +122,9 @@ def test_votes(parts, group):
             x[guilty * group, 3] += 1 + by
         assert replay.differs_from_others(seen[:2], everything, parts, names)
         found = replay.differs_from_others(seen, everything, parts, names)
-        assert found.devices == tuple(range(guilty * group, guilty * group + group)) and found.weights == ("d",)
+        assert found.devices == tuple(
+            range(guilty * group, guilty * group + group)
+        ) and found.weights == ("d",)
     first, again = hashes(parts), hashes(parts)
     assert replay.differs_from_itself(first, again, parts, names) is None
     again[:, 0] += 1
@@ -119,7 +134,9 @@ def test_votes(parts, group):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_hash_sees_every_bit_and_every_place(dtype):
     x = jax.random.normal(jax.random.key(0), (3, 5, 7), dtype)
-    bits = np.asarray(jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])).ravel()
+    bits = np.asarray(
+        jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+    ).ravel()
 
     @jax.jit
     @jax.vmap
@@ -135,7 +152,9 @@ def test_a_hash_sees_every_bit_and_every_place(dtype):
         others.append(bits.copy())
         others[-1][[a, b]] = bits[[b, a]]
     opposite = bits.copy()
-    opposite[5] = opposite[4] ^ bits.dtype.type(1 << (8 * x.dtype.itemsize - 1))  # x and -x in each other's places
+    opposite[5] = opposite[4] ^ bits.dtype.type(
+        1 << (8 * x.dtype.itemsize - 1)
+    )  # x and -x in each other's places
     others += [opposite.copy(), opposite.copy()]
     others[-1][[4, 5]] = opposite[[5, 4]]
     found = np.asarray(of(jnp.array(others)))

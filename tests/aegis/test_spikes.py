@@ -1,4 +1,5 @@
-"""The spike test on made-up figures: it finds what goes up for good, and nothing else, wherever it is stopped."""
+"""The spike test on made-up figures: it finds what goes up for good, and nothing else, wherever it
+is stopped."""
 
 import json
 
@@ -11,7 +12,8 @@ from zaya_jax.config import Guard, StorageError, UserError
 
 
 def curves(steps, seed=0, tails="normal", together=0.5):
-    """Losses that fall by a power, with noise of such tails, each step's partly that of the one before; and norms."""
+    """Losses that fall by a power, with noise of such tails, each step's partly that of the one
+    before; and norms."""
     chance, at = np.random.default_rng(seed), np.arange(steps)
     draws = {"normal": chance.standard_normal, "t3": lambda n: chance.standard_t(3, n)}
     noise = draws[tails](steps)
@@ -43,7 +45,12 @@ def test_a_loss_that_stays_high_is_one_from_its_first_step(seed):
     figures = curves(600, seed)
     figures[400:, 0] += 0.8 * (1 - np.exp(-np.arange(1, 201) / 3))  # within some steps
     spike, _ = found(figures)
-    assert spike and 401 <= spike.began <= 403 and spike.step == spike.began + 9 and spike.figure == "loss"
+    assert (
+        spike
+        and 401 <= spike.began <= 403
+        and spike.step == spike.began + 9
+        and spike.figure == "loss"
+    )
     assert f"from step {spike.began} on" in str(spike)
     figures = curves(600, seed)
     figures[300:, 1] *= 8
@@ -70,7 +77,8 @@ def steady(steps=600):
 @pytest.mark.parametrize(("of_ten", "steps"), [(9, 12), (8, 14), (7, 16), (6, 26)])
 @pytest.mark.parametrize("high", [10.0, np.nan])
 def test_high_steps_with_lower_ones_between_are_a_spike_too(of_ten, steps, high):
-    """As many more high ones as otherwise in a row: the tenth step's low one hid all others, for good."""
+    """As many more high ones as otherwise in a row: the tenth step's low one hid all others, for
+    good."""
     figures, at = steady(), np.arange(600)
     figures[(at >= 200) & (at % 10 < of_ten), 0] = high
     spike, _ = found(figures)
@@ -80,13 +88,18 @@ def test_high_steps_with_lower_ones_between_are_a_spike_too(of_ten, steps, high)
 
 @pytest.mark.parametrize("good", range(600, 618, 4))
 def test_high_steps_do_not_raise_the_level(good):
-    """However long they take turns with others: a lasting rise after them is found, by the level before."""
+    """However long they take turns with others: a lasting rise after them is found, by the level
+    before."""
     figures, at = steady(900), np.arange(900)
     figures[(at >= 200) & (at % 18 < 9), 0] = 10.0
     assert found(figures)[0] is None  # no more than the others
     figures[good:, 0] = 10.0
     spike, _ = found(figures)
-    assert good - 18 < spike.began <= good + 1 and spike.step <= good + 10 and 2.0 <= spike.median <= 2.02
+    assert (
+        good - 18 < spike.began <= good + 1
+        and spike.step <= good + 10
+        and 2.0 <= spike.median <= 2.02
+    )
 
 
 def test_warm_up_borders_of_phases_and_ramps_are_none():
@@ -139,7 +152,8 @@ def test_a_restart_anywhere_decides_the_same(case):
 
 
 def test_a_state_stays_what_it_is_while_steps_go_on():
-    """A save writes it in a thread: a run killed in a spike went on from a checkpoint that knew later steps."""
+    """A save writes it in a thread: a run killed in a spike went on from a checkpoint that knew
+    later steps."""
     spikes = Spikes(Guard())
     for step, (loss, norm) in enumerate(curves(100).tolist(), 1):
         spikes.add(step, 0, loss, norm)
@@ -155,12 +169,18 @@ def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path
     spike = Spike(120, 129, "loss", 5.0, 2.0)
     first = decisions.after_spike(spike, [60, 80, 100, 120, 125], [], 0)
     assert (first["step"], first["batches"], first["at"]) == (100, 29, 129)
-    assert decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0), [60, 80, 100], [first], 0)["step"] == 80
-    assert decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0), [100], [first], 0)["step"] == 100
+    assert (
+        decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0), [60, 80, 100], [first], 0)["step"]
+        == 80
+    )
+    assert (
+        decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0), [100], [first], 0)["step"] == 100
+    )
     later = Spike(100 + SETTLE + 1, 999, "loss", 5.0, 2.0)
     assert decisions.after_spike(later, [80, 100], [first], 0)["step"] == 100
     assert decisions.after_spike(spike, [120], [], 7)["step"] == 7  # where the run began
-    # A device's: of when it was known to be right; from the begin where nothing is known, or the oldest there is.
+    # A device's: of when it was known to be right; from the begin where nothing is known, or the
+    # oldest there is.
     assert decisions.after_mismatch(500, 400, [300, 390, 410], 0)["step"] == 390
     assert decisions.after_mismatch(500, 400, [410, 450], 0)["step"] == 410
     assert decisions.after_mismatch(50, 0, [10, 20], 0)["step"] == 0
@@ -175,7 +195,8 @@ def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kind": None}, {"kind": "else"}, {"step": -1}, {"step": 8}, {"batches": True}, {"at": 7.0}]
+    "wrong",
+    [{"kind": None}, {"kind": "else"}, {"step": -1}, {"step": 8}, {"batches": True}, {"at": 7.0}],
 )
 def test_a_decision_that_is_not_whole_is_refused_where_it_is_read(tmp_path, wrong):
     whole = {"kind": "corrupt", "step": 3, "batches": 0, "at": 7, "seen": "cpu:0 computes wrongly"}

@@ -45,15 +45,17 @@ def watched(table, nodes=None, whole=0.4):
 
 
 @pytest.mark.parametrize("count", [2, 4, 64])
-@pytest.mark.parametrize("noise", ["lognormal", "wide", "heavy tails", "garbage in one", "drifting together", "bursts"])
+@pytest.mark.parametrize(
+    "noise", ["lognormal", "wide", "heavy tails", "garbage in one", "drifting together", "bursts"]
+)
 def test_nobody_is_named_over_a_thousand_even_steps(noise, count):
     for seed in range(4 if count == 4 else 1):
         assert watched(owns(np.random.default_rng(seed), count, noise)) == []
 
 
 def test_nobody_is_named_over_a_thousand_recorded_steps():
-    """A tiny model on four processes of a machine of two cores, on which other programs ran: whole and own seconds
-    of each. Process 0 does most by itself: it writes the figures.
+    """A tiny model on four processes of a machine of two cores, on which other programs ran: whole
+    and own seconds of each. Process 0 does most by itself: it writes the figures.
     """
     table = np.loadtxt(Path(__file__).with_name("laps.csv"), delimiter=",")
     watch, slowed, found, named = Stragglers(range(4)), Stragglers(range(4)), [], []

@@ -1,4 +1,5 @@
-"""Watchers on recorded trees: each fault is named, a healthy hour gives nothing, and nothing is an exception."""
+"""Watchers on recorded trees: each fault is named, a healthy hour gives nothing, and nothing is an
+exception."""
 
 import random
 import threading
@@ -65,7 +66,10 @@ def test_the_evidence_has_before_and_after(node):
     node.looks(2)
     watched.lay(node.root, "nic-symbol")
     (found,) = node.looks(2)
-    assert "symbol_error: 0 -> 57 in 10 s; limit 10 in 60 min" in found.seen and found.group == "distributed"
+    assert (
+        "symbol_error: 0 -> 57 in 10 s; limit 10 in 60 min" in found.seen
+        and found.group == "distributed"
+    )
 
 
 def test_a_state_that_comes_again_is_reported_again(node):
@@ -137,8 +141,9 @@ def test_cards_and_ports_that_vanish(node):
     (node.root / "sys/class/infiniband/mlx5_1").rename(node.root / "was too")
     found = node.looks(4)
     assert {(f.name, f.device, f.action) for f in found} == {
-        ("gpu lost", "card7", "exclude"), ("nic gone", "mlx5_1/1", "exclude"),
-    }  # fmt: skip
+        ("gpu lost", "card7", "exclude"),
+        ("nic gone", "mlx5_1/1", "exclude"),
+    }
 
 
 def test_garbage_is_said_once_and_no_exception(node):
@@ -146,9 +151,19 @@ def test_garbage_is_said_once_and_no_exception(node):
     rng = random.Random(1)
     files = [path for path in node.root.rglob("*") if path.is_file()]
     for path in files:
-        path.write_bytes(rng.choice([b"", b"\xff\xfe\x00", b"nan", b"1e400", b"-", b"9" * 400, b": : :", b"full x"]))
+        path.write_bytes(
+            rng.choice(
+                [b"", b"\xff\xfe\x00", b"nan", b"1e400", b"-", b"9" * 400, b": : :", b"full x"]
+            )
+        )
     found = node.looks(6)
-    assert {f.name for f in found} <= {"not readable", "gpu lost", "nic down", "oom killer", "nic gone"}
+    assert {f.name for f in found} <= {
+        "not readable",
+        "gpu lost",
+        "nic down",
+        "oom killer",
+        "nic gone",
+    }
     assert any(f.name == "not readable" for f in found)
     assert node.looks(6) == []  # all of it was said
     assert not any("Error" in f.seen for f in found)  # no watcher failed
@@ -204,5 +219,7 @@ def test_counters_of_other_drivers_are_known():
 
 def test_the_page_is_what_the_tables_say():
     page = Path(watch.__file__).parents[2] / "docs" / "watching.md"
-    assert page.read_text() == watching_page.page(), "python -m tools.watching_page > docs/watching.md"
+    assert page.read_text() == watching_page.page(), (
+        "python -m tools.watching_page > docs/watching.md"
+    )
     assert watching_page.MEANINGS.keys() == set(accounts.USES)

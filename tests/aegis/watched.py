@@ -39,7 +39,8 @@ class Nvml:
 
     def __init__(self, count=8):
         self.cards = [
-            dict(errors={(1, 0): 0}, rows=(0, 0, 0, 0), busy=99, clock=1700 + 10 * i, lost=False) for i in range(count)
+            dict(errors={(1, 0): 0}, rows=(0, 0, 0, 0), busy=99, clock=1700 + 10 * i, lost=False)
+            for i in range(count)
         ]
 
     def __getattr__(self, name):

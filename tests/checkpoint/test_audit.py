@@ -1,4 +1,5 @@
-"""Whether wrong content is found that agrees with itself: whole chunks, arrays and steps in each other's places."""
+"""Whether wrong content is found that agrees with itself: whole chunks, arrays and steps in each
+other's places."""
 
 import errno
 import functools
@@ -24,7 +25,10 @@ from zaya_jax.training.workdir import open_workdir
 
 def state(seed):
     """Arrays of one shape, and one of many chunks."""
-    normal = lambda i, *shape: jnp.asarray(np.random.default_rng([seed, i]).normal(size=shape), jnp.float32)  # noqa: E731
+
+    def normal(i, *shape):
+        return jnp.asarray(np.random.default_rng([seed, i]).normal(size=shape), jnp.float32)
+
     return {
         "params": {"a": normal(0, 6, 5), "b": normal(1, 6, 5), "large": normal(2, 8, 4)},
         "optimizer": {"mean": {"a": normal(3, 6, 5)}, "square": {"a": normal(4, 6, 5)}},
@@ -35,17 +39,23 @@ def state(seed):
 def runs(tmp_path, monkeypatch):
     """The checkpoints of two runs with the same shapes."""
     monkeypatch.setattr(layout, "CHUNK_BYTES", 32)
-    return train(tmp_path / "one", 36, 40, state=state), train(tmp_path / "two", 36, 40, state=state, plus=1000)
+    return train(tmp_path / "one", 36, 40, state=state), train(
+        tmp_path / "two", 36, 40, state=state, plus=1000
+    )
 
 
 def found_by_all(workdir, step, tmp_path, words):
-    """That a start, the commands and other readers all see the damage, and that a durable copy's would too."""
+    """That a start, the commands and other readers all see the damage, and that a durable copy's
+    would too."""
     folder = workdir / "checkpoints" / str(step)
     damages = Vault(folder.parent).verify(step)
     assert damages and re.search(words, str(damages[0])), damages
     with pytest.raises(StorageError, match=words):
         store.Store(workdir, Checkpoint(), print).bring_newest()
-    for read in (lambda: rewrite.reshard(workdir, tmp_path / "x"), lambda: partial.read(workdir, "*")):
+    for read in (
+        lambda: rewrite.reshard(workdir, tmp_path / "x"),
+        lambda: partial.read(workdir, "*"),
+    ):
         with pytest.raises(StorageError, match=words):
             read()
     copies = Vault(tmp_path / "vault")
@@ -56,17 +66,26 @@ def found_by_all(workdir, step, tmp_path, words):
 
 
 def test_every_chunk_in_the_place_of_another_is_found(runs):
-    """Chunks of the same size: another's of this step, the same of another step, the same of another run."""
+    """Chunks of the same size: another's of this step, the same of another step, the same of
+    another run."""
     newest, tried = runs[0] / "40", 0
     chunks = sorted(newest.rglob("c.*"))
     assert len(chunks) > 20
-    others = [(p, q) for p, q in itertools.combinations(chunks, 2) if p.stat().st_size == q.stat().st_size]
-    others += [(p, folder / p.relative_to(newest)) for p in chunks for folder in (runs[0] / "36", runs[1] / "40")]
+    others = [
+        (p, q) for p, q in itertools.combinations(chunks, 2) if p.stat().st_size == q.stat().st_size
+    ]
+    others += [
+        (p, folder / p.relative_to(newest))
+        for p in chunks
+        for folder in (runs[0] / "36", runs[1] / "40")
+    ]
     for mine, other in others[::5] + others[-2 * len(chunks) :]:
         content = mine.read_bytes()
         mine.write_bytes(other.read_bytes())
         found = Vault(runs[0]).verify(40)
-        assert [d.file for d in found] == [str(mine.relative_to(newest))] and "is changed: crc32c" in str(found[0])
+        assert [d.file for d in found] == [
+            str(mine.relative_to(newest))
+        ] and "is changed: crc32c" in str(found[0])
         mine.write_bytes(content)
         tried += 1
     assert tried > 100 and Vault(runs[0]).verify(40) == []
@@ -94,7 +113,11 @@ def swap(a, b):
     ("first", "second", "words"),
     [
         ("36", "40", "checksums.json is of step 36, not of step 40"),
-        ("40/state/optimizer.mean.a", "40/state/optimizer.square.a", r"optimizer\.(mean|square)\.a\) is changed"),
+        (
+            "40/state/optimizer.mean.a",
+            "40/state/optimizer.square.a",
+            r"optimizer\.(mean|square)\.a\) is changed",
+        ),
     ],
 )
 def test_whole_steps_and_moments_exchanged(runs, tmp_path, first, second, words):
@@ -147,7 +170,9 @@ def test_the_recorded_config_is_compared_too(tmp_path, called):
     ):
         (workdir / "config.json").write_text(content)
         code, out, _ = verify()
-        assert code == (4 if words else 0) and words in out and out.count("\n") == (2 if words else 1)
+        assert (
+            code == (4 if words else 0) and words in out and out.count("\n") == (2 if words else 1)
+        )
 
 
 def test_what_is_not_listed_is_named(runs, tmp_path):

@@ -1,4 +1,5 @@
-"""Who may write where: one writer of a workdir at a time, and no place of a run in another, however they are spelt."""
+"""Who may write where: one writer of a workdir at a time, and no place of a run in another, however
+they are spelt."""
 
 import contextlib
 import subprocess
@@ -25,9 +26,9 @@ time.sleep(600)
 """
 
 
-########################################################################################################################
+# ################################################################################################
 # The lock
-########################################################################################################################
+# ##################################################################################################
 
 
 @pytest.fixture
@@ -45,14 +46,19 @@ def holder(tmp_path, monkeypatch):
 
 def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
     workdir, settings = tmp_path / "run", config.check(config.default())
-    message = rf"in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*; wait until"
+    message = (
+        rf"in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*; wait"
+        r" until"
+    )
     (tmp_path / "link").symlink_to(workdir)
     for refused in (
         lambda: open_workdir(workdir, settings),
         lambda: open_workdir(workdir, settings),  # a refusal gives back no other's lock
         lambda: open_workdir(tmp_path / "link", settings),
         lambda: claims.require_free(workdir),
-        lambda: claims.whole_or_nothing(tmp_path / "new").__enter__(),  # as two imports into one folder
+        lambda: claims.whole_or_nothing(
+            tmp_path / "new"
+        ).__enter__(),  # as two imports into one folder
     ):
         with pytest.raises(UserError, match=message):
             refused()
@@ -82,9 +88,9 @@ def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypa
     claims.release(tmp_path)
 
 
-########################################################################################################################
+# ################################################################################################
 # Folders
-########################################################################################################################
+# ##################################################################################################
 
 
 @pytest.fixture
@@ -98,10 +104,21 @@ def workdir(tmp_path, monkeypatch):
 
 
 WAYS = [
-    "{run}/checkpoints", "file://{run}/checkpoints", "local://{run}/checkpoints", "{run}/x/../checkpoints",
-    "run//checkpoints/.", "{top}/link", "{top}/above/run/checkpoints", "{run}/checkpoints/2", "{run}/checkpoints/new",
-    "{run}", "{run}/tokenizer", "{top}", ".", "/",
-]  # fmt: skip
+    "{run}/checkpoints",
+    "file://{run}/checkpoints",
+    "local://{run}/checkpoints",
+    "{run}/x/../checkpoints",
+    "run//checkpoints/.",
+    "{top}/link",
+    "{top}/above/run/checkpoints",
+    "{run}/checkpoints/2",
+    "{run}/checkpoints/new",
+    "{run}",
+    "{run}/tokenizer",
+    "{top}",
+    ".",
+    "/",
+]
 
 
 def test_no_copies_in_the_run_s_own_folder_nor_around_it(workdir, tmp_path):
@@ -128,7 +145,9 @@ def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, t
         with pytest.raises(UserError, match=r"lies in the checkpoint .*/checkpoints/4, where all"):
             write()
     for among in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):
-        with pytest.raises(UserError, match=r"lies in .*/checkpoints, among the checkpoints of a run"):
+        with pytest.raises(
+            UserError, match=r"lies in .*/checkpoints, among the checkpoints of a run"
+        ):
             rewrite.export_params(workdir, among)
     assert content(tmp_path) == before
 

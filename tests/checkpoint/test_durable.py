@@ -1,4 +1,5 @@
-"""Copies of checkpoints in another place, a folder or a real S3 server on this machine: sent, fetched, made up."""
+"""Copies of checkpoints in another place, a folder or a real S3 server on this machine: sent,
+fetched, made up."""
 
 import contextlib
 import json
@@ -63,7 +64,9 @@ class Place:
 
 def start(root, copies, **settings):
     """(the newest step, those without a copy at the end)."""
-    checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies), **settings), print)
+    checkpoints = store.Store(
+        root.parent, Checkpoint(keep=9, durable=str(copies), **settings), print
+    )
     return checkpoints.bring_newest(), checkpoints.close()
 
 
@@ -71,9 +74,9 @@ def cut_off(*_):
     raise OSError("dead")
 
 
-########################################################################################################################
+# ################################################################################################
 # The vault
-########################################################################################################################
+# ##################################################################################################
 
 
 def test_there_and_back(place, tmp_path):
@@ -92,7 +95,12 @@ def test_there_and_back(place, tmp_path):
         vault.complete(5, here.seal(5))
     if vault.folder:  # as a kill before a folder's first file leaves it
         (vault.folder / "5" / "state" / "empty").mkdir()
-    assert vault.steps() == [] and vault.clear() == [5] and place.names() == [] and vault.numbered() == []
+    assert (
+        vault.steps() == []
+        and vault.clear() == [5]
+        and place.names() == []
+        and vault.numbered() == []
+    )
     here.copy(5, names, vault)
     vault.complete(5, here.seal(5))
     assert vault.clear() == [] and vault.steps() == [5] and vault.seal(5) == here.seal(5)
@@ -102,7 +110,9 @@ def test_there_and_back(place, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
     victim = folder / names[-1]
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
-    with pytest.raises(StorageError, match=f"{names[-1]} .*is changed"):  # not copied as if it were whole
+    with pytest.raises(
+        StorageError, match=f"{names[-1]} .*is changed"
+    ):  # not copied as if it were whole
         here.copy(5, names, vault)
     vault.remove(5)
     assert vault.steps() == [] and place.names() == []
@@ -121,7 +131,9 @@ def test_damage_is_named(place, tmp_path):
         place.put(f"5/{chunk}", damaged) if damaged else place.delete(f"5/{chunk}")
         with pytest.raises(StorageError, match=what) as error:
             vault.copy(5, [chunk], Vault(tmp_path), what[:4])
-        assert chunk in str(error.value) and (damaged is None or "(array params.w)" in str(error.value))
+        assert chunk in str(error.value) and (
+            damaged is None or "(array params.w)" in str(error.value)
+        )
         (found,) = vault.verify(5)
         assert (found.file, found.array) == (chunk, "params.w") and what.split("|")[0] in found.what
     place.put(f"5/{layout.MARKER}", place.get(f"5/{layout.MARKER}").replace(b"1", b"2"))
@@ -162,9 +174,13 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
     monkeypatch.setattr(vault._files, "pipe_file", sometimes)
     here.copy(5, [name], vault)
     assert place.names() == [f"5/{name}"]
-    assert messages == [f"warning: cannot write s3://flaky/run/5/{name} yet: reset by peer; trying again"]
+    assert messages == [
+        f"warning: cannot write s3://flaky/run/5/{name} yet: reset by peer; trying again"
+    ]
     fails[0] = 1000
-    with pytest.raises(StorageError, match=r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer"):
+    with pytest.raises(
+        StorageError, match=r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer"
+    ):
         here.copy(5, [name], vault)
     for url, error, words in (
         ("s3://no-such-bucket/run", StorageError, "no-such-bucket"),
@@ -177,8 +193,8 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
 
 @pytest.mark.parametrize("kind", ["absent", "silent"])
 def test_a_place_without_answers_has_an_end(monkeypatch, kind):
-    """Each attempt is one request: botocore's and s3fs's own came in between, so that what never answered was first
-    spoken of after ten minutes."""
+    """Each attempt is one request: botocore's and s3fs's own came in between, so that what never
+    answered was first spoken of after ten minutes."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     silent, asked = socket.create_server(("localhost", 0)), []
@@ -195,7 +211,9 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
     monkeypatch.setattr(vault_lib, "READ_TIMEOUT", 0.5)
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another endpoint
     vault, begun = Vault("s3://bucket/run"), time.monotonic()
-    with pytest.raises(StorageError, match=r"cannot read s3://bucket/run/5/x after 3 attempts.*AWS_ENDPOINT_URL"):
+    with pytest.raises(
+        StorageError, match=r"cannot read s3://bucket/run/5/x after 3 attempts.*AWS_ENDPOINT_URL"
+    ):
         vault.get(5, "x")
     assert len(asked) == (3 if kind == "silent" else 0)
     monkeypatch.setattr(vault_lib, "PATIENCE", 1.0)
@@ -208,39 +226,58 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
     silent.close()
 
 
-########################################################################################################################
+# ################################################################################################
 # A run's copies
-########################################################################################################################
+# ##################################################################################################
 
 
 def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     train(tmp_path / "run", 5, 6, durable=place.url)
     assert Vault(place.url).steps() == [5, 6]
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / times.TIMES).read_text().splitlines()]
+    kinds = [
+        json.loads(line)["kind"]
+        for line in (tmp_path / "run" / times.TIMES).read_text().splitlines()
+    ]
     assert kinds == ["save", "copy"] * 2
     # The commands take its address as they take a workdir.
     rewrite.reshard(place.url, tmp_path / "moved", step=5)
     assert store.Store(tmp_path / "moved").steps() == [5]
     found = vault_lib.vault_at(place.url)
-    assert found is not None and found.steps() == [5, 6] and vault_lib.vault_at(tmp_path / "run") is None
+    assert (
+        found is not None
+        and found.steps() == [5, 6]
+        and vault_lib.vault_at(tmp_path / "run") is None
+    )
     # Another machine, and an empty folder.
     messages = []
     other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), messages.append)
     assert other.bring_newest() == 6 and "fetched from" in messages[0]
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = {"params": {n: jax.ShapeDtypeStruct((m,), np.float32, sharding=one) for n, m in (("w", 1000), ("v", 7))}}
+    like = {
+        "params": {
+            n: jax.ShapeDtypeStruct((m,), np.float32, sharding=one)
+            for n, m in (("w", 1000), ("v", 7))
+        }
+    }
     np.testing.assert_array_equal(other.restore(6, like)[0]["params"]["w"], np.arange(1000.0) + 6)
     # A damaged copy is not taken.
     name = "6/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
     third = tmp_path / "third"
-    with pytest.raises(StorageError, match=r"/6 is damaged: .*/c.0 \(array params.w\) is changed.*=previous"):
+    with pytest.raises(
+        StorageError, match=r"/6 is damaged: .*/c.0 \(array params.w\) is changed.*=previous"
+    ):
         store.Store(third, Checkpoint(durable=place.url), messages.append).bring_newest()
     careful = Checkpoint(durable=place.url, on_corrupt="previous")
-    assert store.Store(third, careful, messages.append).bring_newest() == 5 and "WARNING: step 6" in messages[1]
+    assert (
+        store.Store(third, careful, messages.append).bring_newest() == 5
+        and "WARNING: step 6" in messages[1]
+    )
     name = "5/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
-    with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):  # nor a fresh start made
+    with pytest.raises(
+        StorageError, match=r"no copy in .* is whole: restore one"
+    ):  # nor a fresh start made
         store.Store(tmp_path / "fourth", careful, messages.append).bring_newest()
     # Steps that the rules delete go there too.
     train(tmp_path / "run", 7, durable=place.url, keep=1)
@@ -249,7 +286,8 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
 
 @pytest.mark.parametrize("place", ["folder", slow("s3")], indirect=True)
 def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsys):
-    """At the next start and at each end, whatever kept them away: a store that failed, a kill, another hand."""
+    """At the next start and at each end, whatever kept them away: a store that failed, a kill,
+    another hand."""
     root = train(tmp_path / "run", 5, 6)  # saved before there was a durable place
     vault = Vault(place.url)
     assert start(root, place.url) == (6, [])
@@ -264,7 +302,10 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
         assert start(root, place.url) == (6, [5, 6])
         out = capsys.readouterr().out
         assert "warning: step 6 is saved, but its copy is NOT: cannot write" in out
-        assert re.search(f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again", out)
+        assert re.search(
+            f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again",
+            out,
+        )
     checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
     checkpoints.bring_newest()
     checkpoints.wait()
@@ -274,7 +315,9 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
     assert all(vault.verify(step) == [] for step in (5, 6, 7))
     # A step that is saved anew is no whole copy until all of it is.
     with monkeypatch.context() as patch:
-        patch.setattr(Vault, "complete", lambda *args: (_ for _ in ()).throw(StorageError("cut short")))
+        patch.setattr(
+            Vault, "complete", lambda *args: (_ for _ in ()).throw(StorageError("cut short"))
+        )
         writing.remove(root, 5)
         checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
         save(checkpoints, 5, plus=1)
@@ -287,18 +330,29 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
     train(tmp_path / "run", 5, durable=place.url)
     train(tmp_path / "stranger", 9)
     before = {name: place.get(name) for name in place.names()}
-    with pytest.raises(UserError, match=r"place of another run than .*/stranger \(that is run \w+, this is run \w+"):
+    with pytest.raises(
+        UserError, match=r"place of another run than .*/stranger \(that is run \w+, this is run \w+"
+    ):
         store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).bring_newest()
 
     def other(meta):
         raise UserError("it has another learning rate")
 
     for _ in range(2):
-        with pytest.raises(UserError, match=r"of another run than .*/new \(it has another learning rate\)"):
-            store.Store(tmp_path / "new", Checkpoint(durable=place.url), print, other).bring_newest()
+        with pytest.raises(
+            UserError, match=r"of another run than .*/new \(it has another learning rate\)"
+        ):
+            store.Store(
+                tmp_path / "new", Checkpoint(durable=place.url), print, other
+            ).bring_newest()
         assert writing.numbered(tmp_path / "new" / "checkpoints") == []
     asked = []
-    assert store.Store(tmp_path / "same", Checkpoint(durable=place.url), print, asked.append).bring_newest() == 5
+    assert (
+        store.Store(
+            tmp_path / "same", Checkpoint(durable=place.url), print, asked.append
+        ).bring_newest()
+        == 5
+    )
     assert asked[0]["step"] == 5
     assert {name: place.get(name) for name in place.names()} == before
     # Where the name is lost, no run takes the place.
@@ -343,7 +397,9 @@ def test_wrong_steps_cost_no_copy_and_are_never_fetched(run, tmp_path, capsys):
         shutil.rmtree(root / "4")
         shutil.copytree(wrong, root / "4")
         assert start(root, copies) == (6, [])
-        assert re.search(rf"WARNING: .*/4 is damaged: {words}.*move it away", capsys.readouterr().out)
+        assert re.search(
+            rf"WARNING: .*/4 is damaged: {words}.*move it away", capsys.readouterr().out
+        )
         assert content(copies) == before
     shutil.copytree(other / "8", copies / "8")
     with pytest.raises(StorageError, match=r"/8 is damaged: checksums\.json is of run"):
@@ -366,12 +422,16 @@ def test_a_whole_copy_is_not_given_up_for_a_damaged_step_of_another_content(run,
     assert re.search(r"has no whole copy of step 4: .*/4 is damaged: .*c\.0 .* truncated", out)
     shutil.rmtree(root / "4")
     shutil.copytree(anew / "4", root / "4")
-    assert start(root, copies) == (6, []) and Vault(str(copies)).seal(4) == writing.read_seal(root / "4")
+    assert start(root, copies) == (6, []) and Vault(str(copies)).seal(4) == writing.read_seal(
+        root / "4"
+    )
 
 
 def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
     place = tmp_path / "empty"
-    first, second = (store.Store(tmp_path / name, Checkpoint(durable=str(place)), print) for name in "ab")
+    first, second = (
+        store.Store(tmp_path / name, Checkpoint(durable=str(place)), print) for name in "ab"
+    )
     assert first.bring_newest() is None and second.bring_newest() is None
     save(first, 1)
     save(second, 1)
@@ -381,7 +441,8 @@ def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
 
 
 def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch):
-    """It had: the next save waited for max_wait, counted as failed, and the third one ended the run."""
+    """It had: the next save waited for max_wait, counted as failed, and the third one ended the
+    run."""
     alive, messages, copy = threading.Event(), [], Vault.copy
 
     def waits(*args):
@@ -395,7 +456,9 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch):
     checkpoints.bring_newest()
     for step in range(1, 6):
         assert checkpoints.wait_for_room(step)
-        checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step})
+        checkpoints.save(
+            step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step}
+        )
         until = time.monotonic() + 10
         while not checkpoints._collect(0) or step not in checkpoints.steps():
             assert time.monotonic() < until, "publishing waits for the copy"
@@ -422,7 +485,8 @@ def dead(monkeypatch):
 
 
 def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, dead):
-    """A process that was killed meanwhile had ended the run with 4: its start looked for newer copies."""
+    """A process that was killed meanwhile had ended the run with 4: its start looked for newer
+    copies."""
     root, copies = run
     messages = []
     checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), messages.append)
@@ -449,7 +513,8 @@ def test_what_was_given_up_is_not_fetched_from_a_place_that_was_dead_meanwhile(r
 
 
 def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
-    """All attempts of all copies that were on their way were made first: an hour, where the place took requests."""
+    """All attempts of all copies that were on their way were made first: an hour, where the place
+    took requests."""
     messages, settings = [], Checkpoint(keep=9, max_wait=0.1, durable=str(tmp_path / "copies"))
     with monkeypatch.context() as patch:
         patch.setattr(vault_lib, "PAUSES", (100.0,))
@@ -458,11 +523,19 @@ def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
         checkpoints.bring_newest()
         for step in (1, 2):
             assert checkpoints.wait_for_room(step)
-            checkpoints.save(step, {"params": {"w": jnp.arange(9.0)}}, {"step": step, "tokens": step})
+            checkpoints.save(
+                step, {"params": {"w": jnp.arange(9.0)}}, {"step": step, "tokens": step}
+            )
             checkpoints.wait(copies=False)
         assert checkpoints.steps() == [1, 2]
         assert checkpoints.close(again=False) == [1, 2]
-    assert any("step 1 is saved, but its copy is NOT" in line and "may not wait" in line for line in messages)
-    assert "has no whole copy of step 1, 2" in messages[-1] and "the same command tries again" in messages[-1]
+    assert any(
+        "step 1 is saved, but its copy is NOT" in line and "may not wait" in line
+        for line in messages
+    )
+    assert (
+        "has no whole copy of step 1, 2" in messages[-1]
+        and "the same command tries again" in messages[-1]
+    )
     assert start(tmp_path / "run" / "checkpoints", tmp_path / "copies") == (2, [])
     assert Vault(str(tmp_path / "copies")).steps() == [1, 2]

@@ -1,4 +1,5 @@
-"""States that a program without this package saved with plain Orbax, in each of its layouts, become weights here."""
+"""States that a program without this package saved with plain Orbax, in each of its layouts, become
+weights here."""
 
 import dataclasses
 import subprocess
@@ -65,7 +66,16 @@ for layout, axis in ((layout, axis) for layout in sys.argv[3:] for axis in ("dat
         assert (np.asarray(shard.data) == whole[shard.index]).all() and whole.any()
     print("equal", layout, axis)
 """
-LAYOUTS = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors", "sealed"]  # the last by our `Handler`
+LAYOUTS = [
+    "ocdbt",
+    "zarr2",
+    "zarr3",
+    "zstd",
+    "v0",
+    "steps",
+    "tensors",
+    "sealed",
+]  # the last by our `Handler`
 FAST = {"ocdbt", "tensors", "sealed"}  # the others' arrays are read by two processes below
 IDS = np.arange(1, 65).reshape(8, 8)
 
@@ -80,23 +90,33 @@ def model():
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
     """The folder of all layouts."""
-    root, state = tmp_path_factory.mktemp("orbax"), {"params": model.params, "balance": {"bias": model.balance}}
+    root, state = (
+        tmp_path_factory.mktemp("orbax"),
+        {"params": model.params, "balance": {"bias": model.balance}},
+    )
     np.savez(root / "state.npz", **trees.flat(state))
     command = [sys.executable, "-c", SAVE, root / "state.npz", root]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    with ocp.training.Checkpointer(root / "sealed", context=zj.checkpoint.Handler.context()) as checkpointer:
+    with ocp.training.Checkpointer(
+        root / "sealed", context=zj.checkpoint.Handler.context()
+    ) as checkpointer:
         checkpointer.save(4, state)
     return root
 
 
-@pytest.mark.parametrize("layout", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS]
+)
 def test_each_layout_comes_in(model, saved, layout, tmp_path):
     place, state = saved / layout, {"params": model.params, "balance": {"bias": model.balance}}
     source, held = open_source(str(place)), boxes.of_tree(state)
     partial.require_fit(source, held.weights())
     same(source.restore(held.leaves, held), trees.flat(state))
-    told, resharded = "without checksums" if layout != "sealed" else "", rewrite.reshard(place, tmp_path / "run")
+    told, resharded = (
+        "without checksums" if layout != "sealed" else "",
+        rewrite.reshard(place, tmp_path / "run"),
+    )
     assert told in source.warning and told in resharded
     step = 4 if layout in ("steps", "sealed") else 0
     assert Vault(tmp_path / "run" / "checkpoints").verify(step) == []
@@ -111,10 +131,16 @@ def test_integers_become_no_weights(model, saved, tmp_path):
     rewrite.reshard(saved / "int8", tmp_path / "run")
     held = boxes.of_tree({"params": model.params, "balance": {"bias": model.balance}})
     for place in (saved / "int8", tmp_path / "run"):
-        assert partial.read(place, dtype="float32")["params"]["final_norm"]["scale"].dtype == np.int8
-        with pytest.raises(UserError, match=r"is of int8, and float32 is needed; multiply quantised"):
+        assert (
+            partial.read(place, dtype="float32")["params"]["final_norm"]["scale"].dtype == np.int8
+        )
+        with pytest.raises(
+            UserError, match=r"is of int8, and float32 is needed; multiply quantised"
+        ):
             zj.load(place, config=model.config)
-        with pytest.raises(UserError, match=r"init_from: .* has \S+ as int8, .* multiply quantised"):
+        with pytest.raises(
+            UserError, match=r"init_from: .* has \S+ as int8, .* multiply quantised"
+        ):
             partial.require_fit(open_source(str(place)), held)
 
 
@@ -135,5 +161,7 @@ def test_two_processes_each_read_their_parts(saved, tmp_path):
 
 def test_of_a_tree_with_other_names_the_nearest_are_listed(model, saved):
     fresh = {"params": {"embed": {"embeddings": model.params["embed"]["embedding"]}}}
-    with pytest.raises(UserError, match=r"embeddings it has none; the nearest names are params\.embed\.embedding"):
+    with pytest.raises(
+        UserError, match=r"embeddings it has none; the nearest names are params\.embed\.embedding"
+    ):
         partial.require_fit(open_source(str(saved / "ocdbt")), boxes.of_tree(fresh).weights())

@@ -1,4 +1,5 @@
-"""Orbax's own functions and Checkpointer save and load by this package's engine, over one process or several."""
+"""Orbax's own functions and Checkpointer save and load by this package's engine, over one process
+or several."""
 
 import random
 
@@ -51,7 +52,9 @@ def rows(seed):
 
 def state(seed, shape=(4, 2)):
     """A state whose optimizer is no tree of dicts, on a mesh."""
-    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(shape), ("data", "expert"), axis_types=(AxisType.Auto,) * 2
+    )
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
     params = {
         "layers": {"w": put(np.random.default_rng(seed).normal(size=(2, 64, 8)), None, "data")},
@@ -62,7 +65,9 @@ def state(seed, shape=(4, 2)):
 
 def test_what_a_checkpointer_saves_comes_back_on_another_mesh(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "PART_BYTES", 64)
-    with ocp.training.Checkpointer(tmp_path, context=zj.checkpoint.Handler.context()) as checkpointer:
+    with ocp.training.Checkpointer(
+        tmp_path, context=zj.checkpoint.Handler.context()
+    ) as checkpointer:
         given, other = state(1), state(0, (2, 4))
         saving = checkpointer.save_async(1, given)
         jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(given)
@@ -71,11 +76,15 @@ def test_what_a_checkpointer_saves_comes_back_on_another_mesh(tmp_path, monkeypa
     same(got, state(1))
     assert got["params"]["layers"]["w"].sharding == other["params"]["layers"]["w"].sharding
     same(partial.read(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))
-    same(ocp.load(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))  # without the handler
+    same(
+        ocp.load(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"])
+    )  # without the handler
 
 
 def test_numbers_of_any_type_come_back_and_others_are_refused(tmp_path):
-    given = {kind: jnp.arange(5).astype(kind) for kind in ("bool", "complex64", "int8", "float8_e5m2")}
+    given = {
+        kind: jnp.arange(5).astype(kind) for kind in ("bool", "complex64", "int8", "float8_e5m2")
+    }
     given |= {"one": jnp.asarray(True), "order": np.arange(5, dtype=">i4")}
     with zj.checkpoint.Handler.context():
         ocp.save(tmp_path / "1", given)
@@ -88,7 +97,9 @@ def test_numbers_of_any_type_come_back_and_others_are_refused(tmp_path):
     ocp.save(tmp_path / "plain", {"w": np.ones(3)})
     with (
         zj.checkpoint.Handler.context(),
-        pytest.raises(StorageError, match=r"has no checksums\.json: what Orbax saved without this handler"),
+        pytest.raises(
+            StorageError, match=r"has no checksums\.json: what Orbax saved without this handler"
+        ),
     ):
         ocp.load(tmp_path / "plain", {"w": np.ones(3)})
     same(ocp.load(tmp_path / "1"), native)  # without the handler
@@ -103,7 +114,11 @@ def test_each_flipped_bit_and_exchange_is_found(tmp_path):
             file = tmp_path / "2" / name
             content = file.read_bytes()
             at = generator.randrange(8 * len(content))
-            file.write_bytes(content[: at // 8] + bytes([content[at // 8] ^ 1 << at % 8]) + content[at // 8 + 1 :])
+            file.write_bytes(
+                content[: at // 8]
+                + bytes([content[at // 8] ^ 1 << at % 8])
+                + content[at // 8 + 1 :]
+            )
             with pytest.raises(StorageError, match=r"damaged"):
                 ocp.load(tmp_path / "2", state(2))
             file.write_bytes(content)
@@ -123,4 +138,7 @@ def test_a_disk_that_fails_in_one_process_leaves_no_step(tmp_path):
         for result in run.wait(120):
             assert result.code == 0, result.err
             assert "2 is not saved: File too large" in result.out and "(process 1)" in result.out
-    assert sorted(p.name for p in (tmp_path / "steps").iterdir() if p.name.isdecimal()) == ["1", "3"]
+    assert sorted(p.name for p in (tmp_path / "steps").iterdir() if p.name.isdecimal()) == [
+        "1",
+        "3",
+    ]

@@ -1,4 +1,5 @@
-"""What people see of checkpoints: the tables, the file of times behind them, and the commands that print them."""
+"""What people see of checkpoints: the tables, the file of times behind them, and the commands that
+print them."""
 
 import functools
 import json
@@ -24,14 +25,21 @@ from zaya_jax.training.workdir import open_workdir
 def workdir(tmp_path_factory):
     """A run's folder with steps 4 and 9, of eight devices."""
     folder = open_workdir(tmp_path_factory.mktemp("look") / "run", config.check(config.default()))
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2
+    )
     cut = NamedSharding(mesh, PartitionSpec(("data", "expert"), None))
     whole = NamedSharding(mesh, PartitionSpec())
     checkpoints = store.Store(folder, Checkpoint())
     for step in (4, 9):
         w, b = jax.device_put(jnp.ones((32, 1000)), cut), jax.device_put(jnp.ones(7), whole)
         state = {"params": {"w": w, "b": b}, "optimizer": {"w": w.astype(jnp.bfloat16)}}
-        meta = {"step": step, "tokens": 1000 * step, "version": "1", "metrics": {"eval/loss": step / 3}}
+        meta = {
+            "step": step,
+            "tokens": 1000 * step,
+            "version": "1",
+            "metrics": {"eval/loss": step / 3},
+        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layout, "PART_BYTES", 1000)  # otherwise parts as small lie in one chunk
             checkpoints.save(step, state, meta)
@@ -69,7 +77,11 @@ def test_damage_is_a_line_and_its_exit_code(run, workdir, tmp_path):
     assert re.fullmatch(rf"step 4: \S+ kB, whole\n{what}\n", out), out
     os.truncate(step / layout.META, 10)
     code, out, err = run("inspect", f"--workdir={tmp_path}/run")
-    assert code == 4 and "DAMAGED, `verify` says where: 9." in out and f"{layout.META} is truncated" in err
+    assert (
+        code == 4
+        and "DAMAGED, `verify` says where: 9." in out
+        and f"{layout.META} is truncated" in err
+    )
 
 
 def test_a_step_that_the_run_deletes_meanwhile_is_none(workdir, monkeypatch):
@@ -79,13 +91,20 @@ def test_a_step_that_the_run_deletes_meanwhile_is_none(workdir, monkeypatch):
     assert [one.step for one in seen] == [4, 9] and not damaged
 
 
-########################################################################################################################
+# ################################################################################################
 # The file of times
-########################################################################################################################
+# ##################################################################################################
 
 
 def line(**changes):
-    usual = {"kind": "save", "step": 3, "process": 0, "stages": {"write": 1.0}, "bytes": 10, "time": 5.0}
+    usual = {
+        "kind": "save",
+        "step": 3,
+        "process": 0,
+        "stages": {"write": 1.0},
+        "bytes": 10,
+        "time": 5.0,
+    }
     return usual | changes
 
 
@@ -97,8 +116,18 @@ def write(folder, *lines):
 def test_lines_of_one_event_are_put_together(tmp_path):
     assert times.read(tmp_path) == {}
     stages, quick = {"copy": 0.5, "write": 2.0}, {"write": 1.0, "commit": 8.5}
-    write(tmp_path, line(), line(process=2, stages=stages, bytes=30), line(kind="load", step=1), line(step=1))
-    write(tmp_path, line(step=4, stages=quick), line(step=4, process=1, stages={"write": 9.0, "commit": 8.5}))
+    write(
+        tmp_path,
+        line(),
+        line(process=2, stages=stages, bytes=30),
+        line(kind="load", step=1),
+        line(step=1),
+    )
+    write(
+        tmp_path,
+        line(step=4, stages=quick),
+        line(step=4, process=1, stages={"write": 9.0, "commit": 8.5}),
+    )
     write(tmp_path, line(step=5, process=1, stages=quick))
     found = times.read(tmp_path)
     assert list(found) == ["save", "load"] and list(found["save"]) == [1, 3, 4, 5]
@@ -112,7 +141,13 @@ def test_lines_of_one_event_are_put_together(tmp_path):
     assert found["save"][5].whole() == 9.5, "process 0's line is lost: what another tells"
     # Saved again, it counts once; lines cut short cost no other.
     write(tmp_path, line(process=1), line(stages={"write": 7.0}, time=9.0), line(process=2))
-    write(tmp_path, '{"kind": "save", "step": 4, "pro', line(step=7), "\n", json.dumps(line(step=8))[:-3])
+    write(
+        tmp_path,
+        '{"kind": "save", "step": 4, "pro',
+        line(step=7),
+        "\n",
+        json.dumps(line(step=8))[:-3],
+    )
     saves = times.read(tmp_path)["save"]
     assert list(saves) == [1, 3, 4, 5, 7]
     assert (saves[3].processes, saves[3].time, saves[3].slowest("write")) == (1, 9.0, 7.0)

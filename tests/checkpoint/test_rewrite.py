@@ -27,7 +27,10 @@ def params(layers=2, experts=3, width=8, seed=0):
             "embed": {"embedding": normal(50, width)},
             "layers": {
                 "experts": {"down": normal(layers, experts, 4, width)},
-                "router": {"out": {"kernel": normal(layers, 6, experts + 1)}, "eda": normal(layers, 6)},
+                "router": {
+                    "out": {"kernel": normal(layers, 6, experts + 1)},
+                    "eda": normal(layers, 6),
+                },
             },
         },
         "balance": {"bias": normal(layers, experts + 1), "steps": jnp.int32(3)},
@@ -44,7 +47,9 @@ def workdir(tmp_path):
     checkpoints = store.Store(folder, Checkpoint())
     checkpoints.bring_newest()
     for step in (4, 9):
-        checkpoints.save(step, params(seed=step), {"step": step, "tokens": step, "data": {"at": step}})
+        checkpoints.save(
+            step, params(seed=step), {"step": step, "tokens": step, "data": {"at": step}}
+        )
     checkpoints.close()
     return folder
 
@@ -64,7 +69,9 @@ def test_other_chunks_hold_the_same(workdir, tmp_path, chunk):
     state, meta = load(tmp_path / "other", 9, params())
     same(state, params(seed=9))
     assert meta["data"] == {"at": 9}
-    assert (tmp_path / "other" / "config.json").read_bytes() == (workdir / "config.json").read_bytes()
+    assert (tmp_path / "other" / "config.json").read_bytes() == (
+        workdir / "config.json"
+    ).read_bytes()
     assert (tmp_path / "other" / "tokenizer" / "tokenizer.json").exists()
     rewrite.reshard(tmp_path / "other", tmp_path / "back", step=9)
     same(load(tmp_path / "back", 9, params())[0], params(seed=9))
@@ -90,7 +97,9 @@ print(memory("VmHWM") - before)
 def test_memory_is_below_three_chunks(tmp_path, chunk_to):
     folder = open_workdir(tmp_path / "run", config.check(config.default()))
     checkpoints = store.Store(folder, Checkpoint())
-    checkpoints.save(1, {"params": {"w": jnp.ones((64, 1024, 1024), jnp.float32)}}, {"step": 1, "tokens": 1})
+    checkpoints.save(
+        1, {"params": {"w": jnp.ones((64, 1024, 1024), jnp.float32)}}, {"step": 1, "tokens": 1}
+    )
     checkpoints.close()
     command = [sys.executable, "-c", MEASURE, folder, tmp_path / "to", str(chunk_to)]
     grown = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -136,9 +145,12 @@ assert not any(name.startswith("zaya") for name in sys.modules)
 """
 
 
-@pytest.mark.parametrize("place", ["exported", "exported as bfloat16", "run/checkpoints/9", "copies/9"])
+@pytest.mark.parametrize(
+    "place", ["exported", "exported as bfloat16", "run/checkpoints/9", "copies/9"]
+)
 def test_a_program_without_this_package_loads_shards_and_trains_on(workdir, tmp_path, place):
-    """Exported weights, and a step that was saved anew after its run had gone back, with its copy."""
+    """Exported weights, and a step that was saved anew after its run had gone back, with its
+    copy."""
     back = {"kind": "spike", "step": 4, "batches": 2, "at": 9, "seen": "a loss"}
     checkpoints = store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")))
     checkpoints.drop_stale([back])
@@ -153,7 +165,9 @@ def test_a_program_without_this_package_loads_shards_and_trains_on(workdir, tmp_
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     whole = (
-        "['balance', 'params']\n" if "exported" in place else "['balance', 'optimizer', 'params']\nnewest 9\nnewest 9\n"
+        "['balance', 'params']\n"
+        if "exported" in place
+        else "['balance', 'optimizer', 'params']\nnewest 9\nnewest 9\n"
     )
     assert done.stdout == f"{dtype or 'float32'} {whole}"
     read, expected = np.load(tmp_path / "read.npz"), params(seed=19)
@@ -164,17 +178,25 @@ def test_a_program_without_this_package_loads_shards_and_trains_on(workdir, tmp_
 
 
 def test_reading_a_part(workdir, tmp_path):
-    same(partial.read(workdir, "params.*"), {"params": jax.tree.map(np.asarray, params(seed=9)["params"])})
+    same(
+        partial.read(workdir, "params.*"),
+        {"params": jax.tree.map(np.asarray, params(seed=9)["params"])},
+    )
     got = partial.read(workdir, "*.router.*", step=4, dtype="bfloat16")
     router = params(seed=4)["params"]["layers"]["router"]
     assert list(got["params"]["layers"]) == ["router"]
     np.testing.assert_array_equal(
-        got["params"]["layers"]["router"]["eda"], np.asarray(router["eda"]).astype(ml_dtypes.bfloat16)
+        got["params"]["layers"]["router"]["eda"],
+        np.asarray(router["eda"]).astype(ml_dtypes.bfloat16),
     )
     assert partial.read(workdir, "balance.*", dtype="float16")["balance"]["steps"].dtype == np.int32
-    with pytest.raises(UserError, match=r"no array of step 9 .* is called 'parms'; it has balance.*params"):
+    with pytest.raises(
+        UserError, match=r"no array of step 9 .* is called 'parms'; it has balance.*params"
+    ):
         partial.read(workdir, "parms")
-    exported = rewrite.export_params(workdir, tmp_path / "out@9")  # a folder may be called like a step of another
+    exported = rewrite.export_params(
+        workdir, tmp_path / "out@9"
+    )  # a folder may be called like a step of another
     same(partial.read(exported), partial.read(workdir))
     same(partial.read(f"{workdir}@4"), partial.read(workdir, step=4))
     victim = next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0"))
@@ -204,7 +226,11 @@ GONE = r"^step 9 of \S*/run is gone meanwhile, its run has deleted it; it has 4$
 @pytest.mark.parametrize("moment", ["found", "listed", "checked"])
 def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, moment):
     """Wherever in the reading that comes, it is one line, and nothing is left."""
-    module, name = {"found": (source, "latest_step"), "listed": (Vault, "seal"), "checked": (Vault, "check")}[moment]
+    module, name = {
+        "found": (source, "latest_step"),
+        "listed": (Vault, "seal"),
+        "checked": (Vault, "check"),
+    }[moment]
     function = getattr(module, name)
 
     def then_gone(*args, **keys):

@@ -1,4 +1,5 @@
-"""No run goes on from a checkpoint of a past that it has given up, however much of that was done already."""
+"""No run goes on from a checkpoint of a past that it has given up, however much of that was done
+already."""
 
 import shutil
 
@@ -19,14 +20,18 @@ def opened(tmp_path):
     """Opens the store of a run that has copies."""
 
     def call(messages=print):
-        return store.Store(tmp_path / "run", Checkpoint(keep=9, durable=str(tmp_path / "safe")), messages)
+        return store.Store(
+            tmp_path / "run", Checkpoint(keep=9, durable=str(tmp_path / "safe")), messages
+        )
 
     return call
 
 
 def save(checkpoints, steps, *decisions):
     checkpoints.bring_newest()
-    checkpoint_helpers.save(checkpoints, *steps, **({retention.KEY: list(decisions)} if decisions else {}))
+    checkpoint_helpers.save(
+        checkpoints, *steps, **({retention.KEY: list(decisions)} if decisions else {})
+    )
     checkpoints.close()
 
 
@@ -37,9 +42,14 @@ def places(tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "known", "decisions", "gone"),
-    [(4, 0, [BACK], True), (3, 0, [BACK], False), (4, 1, [BACK], False), (6, 1, [BACK, AGAIN], True),
-     (5, 1, [BACK, AGAIN], False)],
-)  # fmt: skip
+    [
+        (4, 0, [BACK], True),
+        (3, 0, [BACK], False),
+        (4, 1, [BACK], False),
+        (6, 1, [BACK, AGAIN], True),
+        (5, 1, [BACK, AGAIN], False),
+    ],
+)
 def test_only_those_that_know_less_than_they_should_are(step, known, decisions, gone):
     assert retention.is_stale(step, known, decisions) == gone
 
@@ -63,8 +73,12 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     assert places(tmp_path) == ([2], [2])
     if done == "nothing":
         assert "step 4, 6, of a past that was given up" in messages[0]
-        assert "went back behind them: .stale-1-4, .stale-1-6" in look.remarks(tmp_path / "run", [], [])[0]
-    # Its own later ones stay, whatever the file says; another decision's take the place of the first's.
+        assert (
+            "went back behind them: .stale-1-4, .stale-1-6"
+            in look.remarks(tmp_path / "run", [], [])[0]
+        )
+    # Its own later ones stay, whatever the file says; another decision's take the place of the
+    # first's.
     save(opened(), (4, 6), BACK)
     checkpoints = opened()
     for decided, newest in (([], 6), ([BACK], 6), ([BACK, AGAIN], 4)):
@@ -74,10 +88,16 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     assert sorted(p.name for p in root.glob(".stale-*")) == [".stale-2-6"]
 
 
-OTHERS = {  # decisions that the checkpoints know, those in the file, and why these are another run's
-    # Steps 6 and 8 come after the step at which another run decided to go back: it is not this run's past.
+OTHERS = {
+    # decisions that the checkpoints know, those in the file, and why these are another run's Steps
+    # 6 and 8 come after the step at which another run decided to go back: it is not this run's
+    # past.
     "later": ([], [BACK | {"step": 1, "at": 5}], "does not know the decision at step 5"),
-    "later than the second": ([BACK], [BACK, AGAIN | {"step": 1, "at": 7}], "the decision at step 7"),
+    "later than the second": (
+        [BACK],
+        [BACK, AGAIN | {"step": 1, "at": 7}],
+        "the decision at step 7",
+    ),
     # As many decisions as the checkpoints have, and more, but others.
     "more": ([BACK], [BACK | {"step": 1}, AGAIN | {"at": 9}], "has other decisions"),
 }
@@ -89,12 +109,16 @@ def test_another_run_s_decisions_are_refused_before_anything_goes(tmp_path, open
     made, file, why = OTHERS[case]
     save(opened(), (2, 4, 6, 8), *made)
     root = tmp_path / "run" / "checkpoints"
-    for step in (2, 4, 6, 8) if place == "durable" else ():  # where the checkpoints are lost, the copies speak for them
+    for step in (
+        (2, 4, 6, 8) if place == "durable" else ()
+    ):  # where the checkpoints are lost, the copies speak for them
         writing.remove(root, step)
     before = places(tmp_path)
     decisions.write(tmp_path / "run", file)
     checkpoints = opened()
-    with pytest.raises(UserError, match=rf"{why}.*Nothing was deleted.*move this one away") as refused:
+    with pytest.raises(
+        UserError, match=rf"{why}.*Nothing was deleted.*move this one away"
+    ) as refused:
         checkpoints.drop_stale(file)
     checkpoints.close()
     assert str(refused.value).split()[0] == str(tmp_path / "run" / "aegis" / decisions.FILE)

@@ -24,7 +24,9 @@ META = {"step": 0, "tokens": 0}
 
 def state(seed, rows=64):
     """A small state on eight devices: one array cut, one on all of them, a number."""
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2
+    )
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
     key = jax.random.key(seed)
     return {
@@ -43,7 +45,9 @@ class Run:
 
     def __init__(self, folder, **settings):
         self.messages = []
-        self.store = store.Store(folder, Checkpoint(**{"max_wait": 0.2, **settings}), self.messages.append)
+        self.store = store.Store(
+            folder, Checkpoint(**{"max_wait": 0.2, **settings}), self.messages.append
+        )
 
     def save(self, step, tree=None, **meta):
         self.store.save(step, tree or state(step), META | {"step": step, "tokens": step} | meta)
@@ -73,13 +77,16 @@ class Place:
 
 
 def bucket_of(total, cut, each):
-    """A holding of a table [total, 4], `cut` rows per device, as processes of `each` devices have them."""
+    """A holding of a table [total, 4], `cut` rows per device, as processes of `each` devices have
+    them."""
     devices = [Place(i, each) for i in range(-(-total // cut))]
     whole = jax.ShapeDtypeStruct((total, 4), np.float32)
     parts = []
     for i, device in enumerate(devices):
         box = slice(i * cut, min((i + 1) * cut, total)), slice(0, 4)
-        parts.append(boxes.HeldBox("w", box, "bucket", device, tuple(slice(0, n) for n in layout.sizes(box))))
+        parts.append(
+            boxes.HeldBox("w", box, "bucket", device, tuple(slice(0, n) for n in layout.sizes(box)))
+        )
     leaf = jax.ShapeDtypeStruct((len(devices) * cut, 4), np.float32)
     return boxes.Holding({"w": whole}, {"bucket": leaf}, parts)
 
@@ -131,7 +138,9 @@ def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, ch
     sums |= writing.write_files(tmp_path / "1", frame)
     writing.write_files(tmp_path / "1", {layout.MARKER: seal.Seal(sums, 1).content()})
     np.testing.assert_array_equal(ocp.load_checkpointables(tmp_path / "1")["state"]["w"], whole)
-    one = jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    one = jax.ShapeDtypeStruct(
+        whole.shape, whole.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
     np.testing.assert_array_equal(Source(tmp_path / "1").restore({"w": one})["w"], whole)
 
 
@@ -247,7 +256,10 @@ def test_damage_stops_or_goes_one_back(tmp_path):
     content[5] ^= 4
     victim.write_bytes(content)
     with pytest.raises(
-        StorageError, match=r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous"
+        StorageError,
+        match=(
+            r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous"
+        ),
     ):
         run.store.bring_newest()
     with pytest.raises(StorageError, match=r"cannot be read.*params.layers.w"):
@@ -308,13 +320,25 @@ SKIPPED = [True] * 3 + [False] * 50
         (LOSSES, {"keep": 1, "keep_best": 2}, [1, 3, 4, 6, 7, 8, 9]),
         (LOSSES, {"keep": 1, "keep_tokens": 350}, [1, 2, 3, 5, 6, 8, 9]),
         (LOSSES, {"keep": 20}, []),
-        # A loss that is not finite is never the best, wherever it stands in the order that a sort would go through.
-        *(([*[3.0, 1.0, 2.0][:at], bad, *[3.0, 1.0, 2.0][at:], 9.0], {"keep": 1, "keep_best": 9}, [at + 1])
-          for bad in (NAN, INF, -INF, None) for at in range(4)),
-        ([NAN, NAN, NAN], {"keep": 1, "keep_best": 2}, [1, 2]),  # with none evaluated the newest stays
+        # A loss that is not finite is never the best, wherever it stands in the order that a sort
+        # would go through.
+        *(
+            (
+                [*[3.0, 1.0, 2.0][:at], bad, *[3.0, 1.0, 2.0][at:], 9.0],
+                {"keep": 1, "keep_best": 9},
+                [at + 1],
+            )
+            for bad in (NAN, INF, -INF, None)
+            for at in range(4)
+        ),
+        (
+            [NAN, NAN, NAN],
+            {"keep": 1, "keep_best": 2},
+            [1, 2],
+        ),  # with none evaluated the newest stays
         ([5.0, 5.0, NAN, 5.0], {"keep": 1, "keep_best": 1}, [2, 3]),  # of equal ones the first
     ],
-)  # fmt: skip
+)
 def test_what_is_kept(losses, rules, gone):
     saved = [retention.Candidate(i + 1, 100 * (i + 1), loss) for i, loss in enumerate(losses)]
     assert retention.to_delete(saved, Checkpoint(**rules)) == gone
@@ -326,7 +350,11 @@ def test_what_is_kept(losses, rules, gone):
         (SKIPPED, {}, []),  # nothing goes while the newest is not sound
         ([*SKIPPED, True], {}, [1, 2, *range(4, 54)]),
         ([True, False, True, False, True], {"keep_every": 2}, [1]),
-        ([True, False, True, True, True], {"keep_tokens": 20}, [1, 2]),  # a milestone is the first sound one
+        (
+            [True, False, True, True, True],
+            {"keep_tokens": 20},
+            [1, 2],
+        ),  # a milestone is the first sound one
     ],
 )
 def test_steps_whose_update_was_not_made_replace_none(sound, rules, gone):
@@ -338,8 +366,13 @@ def test_a_step_is_sound_by_its_figures():
     assert retention.sound({"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0})
     assert retention.sound({"loss": 2.0}) and retention.sound({}), "some tell less"
     for figures in (
-        {"skipped": 1.0}, {"loss": NAN}, {"grad_norm": INF}, {"loss": None}, {"loss": "NaN"}, {"loss": np.float32(NAN)},
-    ):  # fmt: skip
+        {"skipped": 1.0},
+        {"loss": NAN},
+        {"grad_norm": INF},
+        {"loss": None},
+        {"loss": "NaN"},
+        {"loss": np.float32(NAN)},
+    ):
         assert not retention.sound({"loss": 1.0} | figures)
 
 
@@ -365,8 +398,15 @@ def test_times_are_written_down(tmp_path):
     run.save(1)
     run.store.restore(1, like(state(1)), place=lambda x: x)
     save, load = [json.loads(line) for line in (tmp_path / times.TIMES).read_text().splitlines()]
-    assert save["kind"] == "save" and set(save["stages"]) == {"copy", "serialise", "write", "commit"}
+    assert save["kind"] == "save" and set(save["stages"]) == {
+        "copy",
+        "serialise",
+        "write",
+        "commit",
+    }
     assert load["kind"] == "load" and set(load["stages"]) == {"verify", "read", "place"}
     assert save["bytes"] == sum(x.nbytes for x in jax.tree.leaves(state(1)))
-    assert set(run.store.figures()) == {f"checkpoint/{s}_seconds" for s in ["held", *save["stages"]]}
+    assert set(run.store.figures()) == {
+        f"checkpoint/{s}_seconds" for s in ["held", *save["stages"]]
+    }
     assert run.store.figures() == {}

@@ -1,4 +1,5 @@
-"""The owner of a folder: seen under the lock, named by the checkpoints, never changed by a step of another run."""
+"""The owner of a folder: seen under the lock, named by the checkpoints, never changed by a step of
+another run."""
 
 import json
 import shutil
@@ -16,14 +17,18 @@ from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
 
 def settings(**keys):
     given = config.default()
-    given.update_from_flattened_dict({name.replace("__", "."): value for name, value in keys.items()})
+    given.update_from_flattened_dict(
+        {name.replace("__", "."): value for name, value in keys.items()}
+    )
     return config.check(given)
 
 
 def train(folder, steps=(2, 4), plus=0, **keys):
     """A run's folder with a config and some steps."""
     workdir = open_workdir(folder, settings(**keys))
-    checkpoint_helpers.train(workdir, *steps, plus=plus, meta={"config": config.to_dict(settings(**keys))})
+    checkpoint_helpers.train(
+        workdir, *steps, plus=plus, meta={"config": config.to_dict(settings(**keys))}
+    )
     claims.release(workdir)
     return workdir
 
@@ -45,7 +50,8 @@ def then_waits(monkeypatch):
 
 
 def test_a_refused_start_that_waited_takes_nothing_of_the_run_that_came_first(tmp_path, then_waits):
-    """The folder was new when it looked; another run began, saved and ended while it waited for the lock."""
+    """The folder was new when it looked; another run began, saved and ended while it waited for the
+    lock."""
     place = tmp_path / "run"
     cleanup = CleanupIfRefused(place)
     then_waits(place, run__seed=1)
@@ -71,7 +77,10 @@ def test_what_a_refused_start_has_fetched_goes_with_it(tmp_path):
     shutil.copytree(train(tmp_path / "run") / "checkpoints", tmp_path / "copies")
     cleanup = CleanupIfRefused(tmp_path / "new")
     workdir = open_workdir(tmp_path / "new", settings(), cleanup.locked)
-    assert store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).bring_newest() == 4
+    assert (
+        store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).bring_newest()
+        == 4
+    )
     cleanup(UserError)
     claims.release(workdir)
     assert not (tmp_path / "new").exists()
@@ -87,8 +96,13 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
     claims.release(workdir)
     with pytest.raises(UserError, match=r"was started with config\.run\.seed=0, now it is 7"):
         open_workdir(workdir, settings(run__seed=7))
-    for read in (lambda: any_model.config_at(workdir, 4), lambda: exchange.to_hf(workdir, tmp_path / "out")):
-        with pytest.raises(UserError, match=r"contradicts the checkpoint of step 4: .*run\.seed=0.*restore"):
+    for read in (
+        lambda: any_model.config_at(workdir, 4),
+        lambda: exchange.to_hf(workdir, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            UserError, match=r"contradicts the checkpoint of step 4: .*run\.seed=0.*restore"
+        ):
             read()
     path.write_text(json.dumps(json.loads(recorded) | {"name": "renamed"}))
     assert any_model.config_at(workdir, 4) == settings()

@@ -1,4 +1,5 @@
-"""The program that test_multihost runs as several processes: `several.py SCENE`, one behaviour of multihost each."""
+"""The program that test_multihost runs as several processes: `several.py SCENE`, one behaviour of
+multihost each."""
 
 import sys
 import time
@@ -31,7 +32,9 @@ def main() -> int:
         case "stop":
             stop = multihost.StopSignal()
             for step in range(1, 100_000):
-                multihost.from_first("step", lambda step=step: step)  # like a step's figures: no process is ahead
+                multihost.from_first(
+                    "step", lambda step=step: step
+                )  # like a step's figures: no process is ahead
                 multihost.barrier("step")
                 print("step", step, flush=True)
                 if stop.after(step):

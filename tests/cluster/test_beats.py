@@ -1,4 +1,5 @@
-"""A process's report is read whole by another, however often it changes, and costs nothing without a watcher."""
+"""A process's report is read whole by another, however often it changes, and costs nothing without
+a watcher."""
 
 import itertools
 import subprocess
@@ -29,7 +30,10 @@ def talker(tmp_path, monkeypatch):
 
     def begin(count):
         return subprocess.Popen(
-            [sys.executable, "-c", TALK, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", TALK, str(count)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     return begin
@@ -45,7 +49,9 @@ def test_reads_what_another_process_said(talker, tmp_path):
     assert found.laps[-1] == (70, 70.0, 35.0, 17.5)
     assert abs(found.since - time.monotonic()) < 60
     pulse, until = found.pulse, time.monotonic() + 20
-    while beats.read(tmp_path / "beats", 3).pulse == pulse:  # it lives, though its main thread waits
+    while (
+        beats.read(tmp_path / "beats", 3).pulse == pulse
+    ):  # it lives, though its main thread waits
         assert time.monotonic() < until
         time.sleep(0.05)
     assert beats.read(tmp_path / "beats", 3).since == found.since
@@ -73,4 +79,7 @@ def test_never_reads_half_of_it(talker, tmp_path):
 def test_a_process_that_has_said_nothing_has_no_beat(tmp_path):
     (tmp_path / "beats").write_bytes(bytes(2 * beats.SIZE))
     beats.Beats(tmp_path / "beats", 1)
-    assert beats.read(tmp_path / "beats", 0) is None and beats.read(tmp_path / "beats", 1).section == "start"
+    assert (
+        beats.read(tmp_path / "beats", 0) is None
+        and beats.read(tmp_path / "beats", 1).section == "start"
+    )

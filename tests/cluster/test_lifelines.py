@@ -1,4 +1,5 @@
-"""The lines between processes, with threads and bare sockets for processes: who is silent, whose end counts."""
+"""The lines between processes, with threads and bare sockets for processes: who is silent, whose
+end counts."""
 
 import contextlib
 import logging
@@ -21,7 +22,9 @@ class Run:
 
     def __init__(self, count, seconds):
         self.address, self.count, self.ends = f"localhost:{free_port()}", count, {}
-        self.lines = [Lifelines(Rank(self.address, count, i), seconds, self.leave(i)) for i in range(count)]
+        self.lines = [
+            Lifelines(Rank(self.address, count, i), seconds, self.leave(i)) for i in range(count)
+        ]
 
     def leave(self, index):
         def call(end):

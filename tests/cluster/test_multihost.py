@@ -1,4 +1,5 @@
-"""Several real processes: they meet, name who is missing, stop after one step, and end with one exit code."""
+"""Several real processes: they meet, name who is missing, stop after one step, and end with one
+exit code."""
 
 import re
 import signal
@@ -20,7 +21,8 @@ def play(scene, folder, count=2, **variables):
 
 
 def lose(scene, victim, number, folder, count, seconds=5):
-    """Kills or stops one process: every other ends with 1, and one line that names it and its host."""
+    """Kills or stops one process: every other ends with 1, and one line that names it and its
+    host."""
     heartbeat = {"ZAYA_HEARTBEAT_SECONDS": str(seconds)}
     with start([SEVERAL, scene, victim], count, folder, variables=heartbeat) as run:
         for index in range(count):
@@ -29,10 +31,15 @@ def lose(scene, victim, number, folder, count, seconds=5):
         run.processes[victim].send_signal(number)
         others = [i for i in range(count) if i != victim]
         results = run.wait(90, others)
-    how = {signal.SIGKILL: "gone: killed", signal.SIGSTOP: f"silent for {0.9 * seconds:.0f} s: stopped"}[number]
+    how = {
+        signal.SIGKILL: "gone: killed",
+        signal.SIGSTOP: f"silent for {0.9 * seconds:.0f} s: stopped",
+    }[number]
     line = f"error: process {victim} on {socket.gethostname()} is {how}"
     for result in results:
-        assert result.code == 1 and result.err.startswith(line) and result.err.count("\n") == 1, results
+        assert result.code == 1 and result.err.startswith(line) and result.err.count("\n") == 1, (
+            results
+        )
 
 
 def test_processes_meet_and_name_who_is_missing(tmp_path):
@@ -91,7 +98,9 @@ def test_who_is_only_slow_is_not_lost(tmp_path):
 
 def test_nobody_enters_a_collective_before_all_have_compiled_it(tmp_path):
     """gloo waits 30 s there; here the barrier before it is made less patient still."""
-    results = play("slow compiler=20", tmp_path, ZAYA_WAIT_SECONDS="2", JAX_ENABLE_COMPILATION_CACHE="0")
+    results = play(
+        "slow compiler=20", tmp_path, ZAYA_WAIT_SECONDS="2", JAX_ENABLE_COMPILATION_CACHE="0"
+    )
     assert [result.code for result in results] == [1, 1], results
     line = r"error: process 1 of 2 did not come to 'compiled \w+' within 2 s"
     assert re.search(line, results[0].err) and "all:" not in results[0].out
@@ -99,11 +108,16 @@ def test_nobody_enters_a_collective_before_all_have_compiled_it(tmp_path):
 
 @pytest.mark.slow
 def test_every_process_finds_its_programs_in_the_cache(tmp_path):
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     for hits in (False, True):
         results = play("cache", tmp_path, **cache)
         assert [result.code for result in results] == [0, 0], results
-        assert [bool(re.search("hits: [1-9]", result.out)) for result in results] == [hits] * 2, results
+        assert [bool(re.search("hits: [1-9]", result.out)) for result in results] == [hits] * 2, (
+            results
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""A process's rank, from flags, variables, Slurm, a pod; refusals; the processes missing at the roll call."""
+"""A process's rank, from flags, variables, Slurm, a pod; refusals; the processes missing at the
+roll call."""
 
 import threading
 
@@ -10,16 +11,28 @@ from zaya_jax.cluster.rank import LostProcess, Rank, find_agent_rank, find_rank
 from zaya_jax.config import UserError
 
 SLURM = {
-    "SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "gpu[017-020,031]", "SLURM_NTASKS": "40", "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "8(x5)",
-}  # fmt: skip
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_NODELIST": "gpu[017-020,031]",
+    "SLURM_NTASKS": "40",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x5)",
+}
 JAX = {"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
-POD = {"JAX_COORDINATOR_ADDRESS": "zaya-0-0.zaya:1234", "JAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "3"}
+POD = {
+    "JAX_COORDINATOR_ADDRESS": "zaya-0-0.zaya:1234",
+    "JAX_NUM_PROCESSES": "4",
+    "JOB_COMPLETION_INDEX": "3",
+}
 
 NODES = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "gpu[03-06]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "gpu[03-06]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}
 
 
 @pytest.mark.parametrize(
@@ -28,7 +41,11 @@ NODES = {
         ({}, {}, None),
         ({"JAX_NUM_PROCESSES": "1", "JOB_COMPLETION_INDEX": "0"}, {}, None),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {}, None),
-        ({"SLURM_NTASKS": "40", "SLURM_JOB_ID": "1"}, {}, None),  # a shell of salloc: not one of the tasks
+        (
+            {"SLURM_NTASKS": "40", "SLURM_JOB_ID": "1"},
+            {},
+            None,
+        ),  # a shell of salloc: not one of the tasks
         (JAX, {}, Rank("node0:1234", 4, 2)),
         (POD, {}, Rank("zaya-0-0.zaya:1234", 4, 3)),
         (JAX, {"process_id": 0}, Rank("node0:1234", 4, 0)),
@@ -51,24 +68,50 @@ def test_ranks(environ, given, rank):
     ("environ", "given", "words"),
     [
         ({"JAX_NUM_PROCESSES": "4"}, {}, ("--num_processes", "--coordinator", "--process_id")),
-        ({}, {"coordinator": "h:1"}, ("--coordinator", "--num_processes (JAX_NUM_PROCESSES)", "--process_id")),
-        ({}, {"num_processes": 2, "process_id": 0}, ("not --coordinator (JAX_COORDINATOR_ADDRESS)",)),
+        (
+            {},
+            {"coordinator": "h:1"},
+            ("--coordinator", "--num_processes (JAX_NUM_PROCESSES)", "--process_id"),
+        ),
+        (
+            {},
+            {"num_processes": 2, "process_id": 0},
+            ("not --coordinator (JAX_COORDINATOR_ADDRESS)",),
+        ),
         (JAX | {"JAX_PROCESS_ID": "4"}, {}, ("process_id=4", "num_processes=4")),
         (JAX | {"JAX_PROCESS_ID": "two"}, {}, ("process_id='two'", "whole number")),
         (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, {}, ("'node0'", "host:port")),
-        ({"SLURM_NTASKS": "40", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, {}, ("40 Slurm tasks", "srun")),
+        (
+            {"SLURM_NTASKS": "40", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"},
+            {},
+            ("40 Slurm tasks", "srun"),
+        ),
         ({"JOB_COMPLETION_INDEX": "0"}, {}, ("JOB_COMPLETION_INDEX=0", "JAX_NUM_PROCESSES")),
         # By the agents' own names.
-        ({"NODES": "2"}, None, ("--agents (NODES)", "not --coordinator (JAX_COORDINATOR_ADDRESS) and --agent")),
-        ({"NODES": "2", "NODE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, None, ("agent=2 of agents=2",)),
+        (
+            {"NODES": "2"},
+            None,
+            ("--agents (NODES)", "not --coordinator (JAX_COORDINATOR_ADDRESS) and --agent"),
+        ),
+        (
+            {"NODES": "2", "NODE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"},
+            None,
+            ("agent=2 of agents=2",),
+        ),
         ({**NODES, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, None, ("one task a node",)),
-        ({"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"}, None, ("agents='two'", "a whole number")),
+        (
+            {"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"},
+            None,
+            ("agents='two'", "a whole number"),
+        ),
     ],
 )
 def test_what_is_incomplete_or_contradicts_itself_is_one_line(environ, given, words):
     with pytest.raises(UserError) as error:
         find_agent_rank(environ) if given is None else find_rank(environ, given)
-    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), (
+        error.value
+    )
 
 
 def call(ranks, seconds):
@@ -108,14 +151,21 @@ def test_who_did_not_come_is_named_by_all_who_did():
 def test_contradictions_between_processes_are_bad_input():
     address = f"localhost:{free_port()}"
     errors = call([Rank(address, 2, 0), Rank(address, 3, 2)], 5)
-    assert all(isinstance(error, UserError) and "counts 3" in str(error) for error in errors), errors
+    assert all(isinstance(error, UserError) and "counts 3" in str(error) for error in errors), (
+        errors
+    )
     errors = call([Rank(address, 3, 0), Rank(address, 3, 1), Rank(address, 3, 1)], 5)
-    assert all(isinstance(error, UserError) and "process 1 is there twice" in str(error) for error in errors)
+    assert all(
+        isinstance(error, UserError) and "process 1 is there twice" in str(error)
+        for error in errors
+    )
 
 
 def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
     assert find_agent_rank({}) is None
-    assert find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None  # a process's, not an agent's
+    assert (
+        find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None
+    )  # a process's, not an agent's
     ours = {"NODES": "16", "NODE": "3", "JAX_COORDINATOR_ADDRESS": "host:1"}
     assert find_agent_rank(ours) == Rank("host:1", 16, 3)
     assert find_agent_rank(ours, agents=2, agent=1) == Rank("host:1", 2, 1)

@@ -31,7 +31,11 @@ def make_config() -> Callable[..., config_lib.Config]:
     """A checked config with the given data keys; run_seed and windows go to their own groups."""
 
     def make(
-        run_seed: int = 0, windows: int = 8, vocab_size: int = 264, eval_named: tuple[str, ...] = (), **data
+        run_seed: int = 0,
+        windows: int = 8,
+        vocab_size: int = 264,
+        eval_named: tuple[str, ...] = (),
+        **data,
     ) -> config_lib.Config:
         raw = config_lib.default()
         raw.model.vocab_size = vocab_size
@@ -54,17 +58,28 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepare_text(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, in_process: None
 ) -> Callable[..., pathlib.Path]:
-    """Writes documents as a prepared directory of many small shards and bundles, in this process."""
+    """Writes documents as a prepared directory of many small shards and bundles, in this
+    process."""
 
     def make(
-        name: str, count: int, seed: int = 0, bundle_bytes: int = 2048, longest: int = 700, shards: int = 3
+        name: str,
+        count: int,
+        seed: int = 0,
+        bundle_bytes: int = 2048,
+        longest: int = 700,
+        shards: int = 3,
     ) -> pathlib.Path:
         monkeypatch.setattr(tokens, "BUNDLE_BYTES", bundle_bytes)
         rng = np.random.default_rng(seed)
         source = tmp_path / f"{name}.jsonl"
         with source.open("w") as file:
             for i in range(count):
-                letters = rng.integers(97, 123, int(rng.integers(1, longest))).astype(np.uint8).tobytes().decode()
+                letters = (
+                    rng.integers(97, 123, int(rng.integers(1, longest)))
+                    .astype(np.uint8)
+                    .tobytes()
+                    .decode()
+                )
                 file.write(json.dumps({"text": f"{name}{i}:{letters}"}) + "\n")
         options = prepare.Options([str(source)], part_bytes=1 + source.stat().st_size // shards)
         prepare.prepare(options, str(tmp_path / name), 1, lambda *_: None)

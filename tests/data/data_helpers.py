@@ -33,7 +33,10 @@ def texts_of(directory, tokenizer=None):
     for split in ("train", "held_out"):
         store = Prepared(str(directory), split)
         tokens = [b.tokens[a:z] for row in store.parts([(0, store.num_tokens)]) for b, a, z in row]
-        ends = [np.cumsum(store.lengths(shard)) + store.first_token[shard] for shard in range(store.num_shards)]
+        ends = [
+            np.cumsum(store.lengths(shard)) + store.first_token[shard]
+            for shard in range(store.num_shards)
+        ]
         if tokens:
             documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
             out += [tokenizer.decode(part) for part in documents]
@@ -43,7 +46,9 @@ def texts_of(directory, tokenizer=None):
 def contents(directory):
     """Every file below a directory, byte for byte."""
     root = pathlib.Path(directory)
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 def run_here(job, todo, processes):
@@ -58,7 +63,8 @@ def here(options, out):
 
 
 def in_memory(lengths, first=0, bundle_tokens=0):
-    """A source of documents whose tokens are the numbers from `first` on, so that each differs from all others."""
+    """A source of documents whose tokens are the numbers from `first` on, so that each differs from
+    all others."""
     starts = np.zeros(int(np.sum(lengths)), bool)
     starts[np.cumsum(lengths) - lengths] = True
     ids = first + np.arange(len(starts), dtype=np.uint32)

@@ -1,4 +1,5 @@
-"""Preparing whatever a disk may hold: one bad record costs one record, and no input ends in a traceback."""
+"""Preparing whatever a disk may hold: one bad record costs one record, and no input ends in a
+traceback."""
 
 import gzip
 import io
@@ -27,7 +28,9 @@ PACKED = {"": bytes, ".gz": lambda raw: gzip.compress(raw, 6, mtime=0), ".zst": 
 
 
 def left_out(*patterns, out, **options):
-    manifest, _ = here(Options([str(p) for p in patterns], skip_bad=True, held_out=0.0, **options), out)
+    manifest, _ = here(
+        Options([str(p) for p in patterns], skip_bad=True, held_out=0.0, **options), out
+    )
     return manifest["totals"]["train"]["documents"], manifest["left_out"]
 
 
@@ -41,7 +44,9 @@ BAD_LINES = {
     b'{"body": "t"}': "fields body (str), but neither a text under 'text'",
     b"3": "a JSON int, but neither",
     b'{"messages": [{"role": "user", "content": "?"}]}': "without an answer",
-    b'{"messages": [{"role": "assistant", "content": "!", "reasoning": {"a": 1}}]}': "reasoning are text",
+    b'{"messages": [{"role": "assistant", "content": "!", "reasoning": {"a": 1}}]}': (
+        "reasoning are text"
+    ),
 }
 
 
@@ -57,10 +62,16 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
     path.write_bytes(PACKED[packed](b"\n".join(lines)))
     documents, out = left_out(path, out=tmp_path / "out", part_bytes=part_bytes)
     assert documents == 100 - len(BAD_LINES) and out["bad"] == len(BAD_LINES)
-    expected = sorted((place + 1, why) for place, why in zip(places, BAD_LINES.values(), strict=True))
+    expected = sorted(
+        (place + 1, why) for place, why in zip(places, BAD_LINES.values(), strict=True)
+    )
     starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
     for found, (line, why) in zip(out["bad_examples"], expected, strict=True):
-        named = f"line {line}" if packed or starts[line - 1] < part_bytes else f"byte {starts[line - 1]}"
+        named = (
+            f"line {line}"
+            if packed or starts[line - 1] < part_bytes
+            else f"byte {starts[line - 1]}"
+        )
         assert found.startswith(f"{path}, {named}: ") and why in found and found.isprintable()
     with pytest.raises(UserError) as error:
         here(Options([str(path)], part_bytes=part_bytes), tmp_path / "strict")
@@ -69,19 +80,33 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
 
 @pytest.mark.usefixtures("in_process")
 def test_damage_costs_what_cannot_be_read(tmp_path):
-    raw = b"".join(json.dumps({"text": f"{i} {random.Random(i).random()}"}).encode() + b"\n" for i in range(20_000))
+    raw = b"".join(
+        json.dumps({"text": f"{i} {random.Random(i).random()}"}).encode() + b"\n"
+        for i in range(20_000)
+    )
     for name, damaged in (("a.jsonl.gz", gzip.compress(raw)), ("b.jsonl.zst", zstd(raw))):
         (tmp_path / name).write_bytes(damaged[: len(damaged) // 2])
         documents, out = left_out(tmp_path / name, out=tmp_path / f"out-{name}")
         assert 5_000 < documents < 15_000 and out["bad"] == 1
-        assert f"{name}, line {documents + 1:,}: cannot be read, nor what follows it: " in out["bad_examples"][0]
+        assert (
+            f"{name}, line {documents + 1:,}: cannot be read, nor what follows it: "
+            in out["bad_examples"][0]
+        )
     rows = [f"{i} {random.Random(i).random()}" for i in range(1000)]
-    damaged = bytearray(parquet({"text": rows}, row_group_size=100, write_page_checksum=True, compression="none"))
+    damaged = bytearray(
+        parquet({"text": rows}, row_group_size=100, write_page_checksum=True, compression="none")
+    )
     damaged[damaged.index(b"555 0.")] ^= 1
     (tmp_path / "c.parquet").write_bytes(damaged)
     documents, out = left_out(tmp_path / "c.parquet", out=tmp_path / "out-c")
-    assert documents == 900 and out["bad"] == 1 and "c.parquet, row group 5 is damaged" in out["bad_examples"][0]
-    table = pyarrow.table({"text": pyarrow.array([b"ok", b"caf\xe9", b"fine"]).view(pyarrow.string())})
+    assert (
+        documents == 900
+        and out["bad"] == 1
+        and "c.parquet, row group 5 is damaged" in out["bad_examples"][0]
+    )
+    table = pyarrow.table(
+        {"text": pyarrow.array([b"ok", b"caf\xe9", b"fine"]).view(pyarrow.string())}
+    )
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
     (tmp_path / "u.txt").write_text("sound")
     documents, out = left_out(tmp_path / "[du].*", out=tmp_path / "out-d")
@@ -102,7 +127,9 @@ def folder(tmp_path):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_bad(tmp_path, folder):
+def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_bad(
+    tmp_path, folder
+):
     with pytest.raises(UserError, match=r"c\.txt, line 2: not UTF-8"):
         here(Options([str(folder)]), tmp_path / "strict")
     documents, out = left_out(folder, out=tmp_path / "out")
@@ -113,7 +140,9 @@ def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_b
     with pytest.raises(UserError, match=r"cannot read .*link\.txt: .*No such file"):
         here(Options([str(folder)]), tmp_path / "strict1")
     documents, out = left_out(folder, out=tmp_path / "out1")
-    assert documents == 1 and out["bad_examples"][0].startswith(f"cannot read {folder / 'link.txt'}: ")
+    assert documents == 1 and out["bad_examples"][0].startswith(
+        f"cannot read {folder / 'link.txt'}: "
+    )
     (folder / "link.txt").unlink()
     manifest, _ = here(Options([str(folder)], held_out=0.0), tmp_path / "out2")
     assert manifest["left_out"]["not_text"] == 1
@@ -127,7 +156,10 @@ def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
     (tmp_path / "sound.txt").write_bytes(b"long" * (1 << 18))
     documents, out = left_out(tmp_path / "*", out=tmp_path / "out")
     assert (documents, out["bad"], out["not_text"]) == (1, 1, 1)
-    assert "long.txt.gz has more than 256 MiB, too many for one document; split it" in out["bad_examples"][0]
+    assert (
+        "long.txt.gz has more than 256 MiB, too many for one document; split it"
+        in out["bad_examples"][0]
+    )
     with pytest.raises(UserError, match="has more than 256 MiB"):
         sources.named_texts(str(tmp_path / "*.gz"))
 
@@ -138,7 +170,9 @@ def test_a_failure_says_how_to_go_on(tmp_path):
     out = tmp_path / "new" / "out"
     (tmp_path / "b.jsonl").write_bytes(good * 9 + bad)
     options = Options([str(tmp_path / "b.jsonl")], part_bytes=400, held_out=0.0)
-    with pytest.raises(UserError, match=r"byte 1620: .*; finished parts stay, and .* --skip_bad added"):
+    with pytest.raises(
+        UserError, match=r"byte 1620: .*; finished parts stay, and .* --skip_bad added"
+    ):
         here(options, out)
     assert not list(out.glob("*.partial-*"))
     with pytest.raises(UserError, match=r"begun with other held_out; .* remove this one"):

@@ -1,4 +1,5 @@
-"""Conversations: their forms, our template's spelling of them, and that exactly the model's own words are learnt."""
+"""Conversations: their forms, our template's spelling of them, and that exactly the model's own
+words are learnt."""
 
 import pytest
 
@@ -29,8 +30,8 @@ def spell(tok, ids):
 def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
     document, outcome = chat_template.Template(tok).prepare(chat.read(MESSAGES), None)
     assert outcome == chat.KEPT
-    assert spell(tok, document.tokens) == (
-        "[turn]user\n2+2?[end_turn]\n"
+    assert (
+        spell(tok, document.tokens) == "[turn]user\n2+2?[end_turn]\n"
         "[turn]assistant\n[think]add them[end_think]\n4[end_turn]\n"
         "[turn]user\nand 3+3?[end_turn]\n"
         "[turn]assistant\n[think]again[end_think]\n6[end_turn]\n"
@@ -38,11 +39,18 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
     assert chat_template.Template(tok).ending == (tok.chat_token("end_turn"), [])
     assert (document.tokens[0], document.tokens[-1]) == (tok.bos_id, tok.eos_id)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
-    assert spell(tok, learnt) == ("[think]add them[end_think]\n4[end_turn][think]again[end_think]\n6[end_turn]")
+    assert (
+        spell(tok, learnt)
+        == "[think]add them[end_think]\n4[end_turn][think]again[end_think]\n6[end_turn]"
+    )
     assert document.learn[-1]
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'},
+}
 CALLED = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
 SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 
@@ -56,23 +64,49 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
         ({"role": "developer", "content": ""}, ("developer", "", "")),
         ({"from": "gpt", "value": "hi"}, ("assistant", "", "hi")),
         ({"role": None, "content": None, "from": "human", "value": "hi"}, ("user", "", "hi")),
-        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ("assistant", "", "", [CALLED])),
         (
-            {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "parameters": {"a": 1, "b": [2]}}]},
-            ("assistant", "", "", [CALLED]),
-        ),
-        ({"role": "assistant", "content": "so", "tool_calls": [CALL, CALL]}, ("assistant", "", "so", [CALLED, CALLED])),
-        (
-            {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": {"a": 1, "b": [2]}}},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
             ("assistant", "", "", [CALLED]),
         ),
         (
-            {"role": "assistant", "content": "a", "tool_calls": [], "function_call": {}, "reasoning": None},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"name": "add", "parameters": {"a": 1, "b": [2]}}],
+            },
+            ("assistant", "", "", [CALLED]),
+        ),
+        (
+            {"role": "assistant", "content": "so", "tool_calls": [CALL, CALL]},
+            ("assistant", "", "so", [CALLED, CALLED]),
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": "",
+                "function_call": {"name": "add", "arguments": {"a": 1, "b": [2]}},
+            },
+            ("assistant", "", "", [CALLED]),
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": "a",
+                "tool_calls": [],
+                "function_call": {},
+                "reasoning": None,
+            },
             ("assistant", "", "a"),
         ),
-        ({"role": "assistant", "content": "a", "reasoning": [{"type": "text", "text": "r"}]}, ("assistant", "r", "a")),
         (
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": "a", "reasoning": [{"type": "text", "text": "r"}]},
+            ("assistant", "r", "a"),
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "a"}],
+            },
             ("assistant", "r", "a"),
         ),
         ({"role": "assistant", "content": None, "reasoning_content": "r"}, ("assistant", "r", "")),
@@ -81,7 +115,9 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
 def test_the_forms_that_turns_come_in(turn, expected):
     last = {"role": "assistant", "content": "end"}
     said, calls = expected[:3], expected[3:]
-    assert chat.read([turn, last])[0] == chat.Message(*said, {"tool_calls": calls[0]} if calls else {})
+    assert chat.read([turn, last])[0] == chat.Message(
+        *said, {"tool_calls": calls[0]} if calls else {}
+    )
 
     # transformers and servers render the exported template with turns as they come
     for tok in (BYTES, BPE):
@@ -93,9 +129,12 @@ def test_the_forms_that_turns_come_in(turn, expected):
 @pytest.mark.parametrize("person", ["user", "human", "Human", "prompter"])
 @pytest.mark.parametrize("model", [*chat.MODEL_ROLES, "GPT", "Assistant", " assistant\n"])
 def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
-    """Else a model that learnt ShareGPT's "human" and "gpt" would be asked as "user" for "assistant"."""
+    """Else a model that learnt ShareGPT's "human" and "gpt" would be asked as "user" for
+    "assistant"."""
     template = chat_template.Template(tok)
-    document, _ = template.prepare(chat.read([{"from": person, "value": "2+2?"}, {"from": model, "value": "4"}]), None)
+    document, _ = template.prepare(
+        chat.read([{"from": person, "value": "2+2?"}, {"from": model, "value": "4"}]), None
+    )
     asked = template.prompt([chat.Message("user", "", "2+2?")])
     assert document.tokens[: len(asked)].tolist() == asked
     assert document.learn.tolist() == [False] * len(asked) + [True] * 2 + [False, True]
@@ -104,15 +143,24 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, "part of type 'image_url'"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]},
+            "part of type 'image_url'",
+        ),
         ({"role": "user", "content": [{"type": "image"}]}, "part of type 'image'"),
         ({"role": "user", "content": [3]}, "a part of type 'text'"),
         ({"role": "user", "content": 3}, "text or lists of parts, not int"),
-        ({"role": "user", "content": None}, r"needs content, this one has content \(NoneType\), role"),
+        (
+            {"role": "user", "content": None},
+            r"needs content, this one has content \(NoneType\), role",
+        ),
         ({"role": ["user"], "content": "a"}, "needs a role as text"),
         ({"role": " ", "content": "a"}, "needs a role as text"),
         ({"role": "assistant", "content": "a", "reasoning": {"a": 1}}, "not dict"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{"function": {}}]}, "a function with a name"),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [{"function": {}}]},
+            "a function with a name",
+        ),
         ({"role": "assistant", "content": "a", "tool_calls": "x"}, "a list of calls, not str"),
         ({"role": "user", "content": "\ud800"}, r"U\+D800"),
     ],
@@ -128,12 +176,16 @@ def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
     messages = chat.leading_turns({"system": "be brief", "tools": [{"name": "add"}]})
-    messages += [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
+    messages += [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+    ]
     document, _ = chat_template.Template(tok).prepare(chat.read(messages), None)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
     assert spell(tok, learnt) == f"{SPELT}[end_turn]"
-    assert spell(tok, document.tokens) == (
-        '[turn]tools\n[{"name": "add"}][end_turn]\n[turn]system\nbe brief[end_turn]\n'
+    assert (
+        spell(tok, document.tokens)
+        == '[turn]tools\n[{"name": "add"}][end_turn]\n[turn]system\nbe brief[end_turn]\n'
         f"[turn]assistant\n{SPELT}[end_turn]\n[turn]tool\n3[end_turn]\n"
     )
 
@@ -147,10 +199,16 @@ def test_a_record_with_text_and_chat_is_the_chat():
 
 def talk(*reasonings):
     """A conversation whose answers have reasoning of these lengths."""
-    return chat.read([turn for size in reasonings for turn in (
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "reasoning": "é" * size, "content": "answer"},
-    )])  # fmt: skip
+    return chat.read(
+        [
+            turn
+            for size in reasonings
+            for turn in (
+                {"role": "user", "content": "question"},
+                {"role": "assistant", "reasoning": "é" * size, "content": "answer"},
+            )
+        ]
+    )
 
 
 MARKS = 2  # around reasoning
@@ -163,7 +221,12 @@ MARKS = 2  # around reasoning
         ([10], 6, chat.TRIMMED, [7]),  # its end is cut
         ([10], 5, chat.TRIMMED, [7]),  # half of a character goes too
         ([10], 20, chat.TRIMMED, [0]),  # no room for a token of it between its marks, which go too
-        ([10, 8], 20 + MARKS + 1, chat.REDUCED, [0, 8]),  # earlier reasoning goes before the last is cut
+        (
+            [10, 8],
+            20 + MARKS + 1,
+            chat.REDUCED,
+            [0, 8],
+        ),  # earlier reasoning goes before the last is cut
         ([10, 8], 20 + MARKS + 1 + 6, chat.REDUCED, [0, 5]),
         ([10, 8], 36 + 2 * MARKS + 2, chat.REDUCED, [0, 0]),
         ([10, 8], 36 + 2 * MARKS + 3, chat.DROPPED, None),
@@ -203,7 +266,9 @@ def test_bytes_as_a_tokenizer_of_the_library():
 def test_a_token_of_the_line_s_end_and_the_answer_s_first_spaces_is_learnt():
     """As by transformers' return_assistant_tokens_mask."""
     joins = tokenizers.train_bpe(["a\n  b " * 30], 265)
-    document = chat_template.Template(joins).document(chat.read([{"role": "assistant", "content": "  b"}]))
+    document = chat_template.Template(joins).document(
+        chat.read([{"role": "assistant", "content": "  b"}])
+    )
     assert spell(joins, document.tokens[document.learn]) == "\n  b[end_turn]"
 
 
@@ -213,5 +278,6 @@ def test_marks_that_a_vocabulary_lacks_are_spelt_out():
     template = chat_template.Template(bare)
     assert template.ending == ([], ["<|end_turn|>"])
     assert (
-        bare.decode(template.prompt(chat.read(MESSAGES)[:1])) == "<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"
+        bare.decode(template.prompt(chat.read(MESSAGES)[:1]))
+        == "<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"
     )

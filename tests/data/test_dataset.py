@@ -1,4 +1,5 @@
-"""The batches of a run as a Grain dataset in a foreign loop: equal, sliced, resumed elsewhere, saved by Orbax."""
+"""The batches of a run as a Grain dataset in a foreign loop: equal, sliced, resumed elsewhere,
+saved by Orbax."""
 
 import grain
 import numpy as np
@@ -26,7 +27,10 @@ def whole(config):
 
 
 def joined(parts):
-    return [{name: np.concatenate([part[name] for part in several]) for name in several[0]} for several in parts]
+    return [
+        {name: np.concatenate([part[name] for part in several]) for name in several[0]}
+        for several in parts
+    ]
 
 
 def test_element_t_is_the_batch_of_step_t_whoever_asks(config, whole):
@@ -36,7 +40,9 @@ def test_element_t_is_the_batch_of_step_t_whoever_asks(config, whole):
     halves = [zj.data.dataset(config, (index, 2)) for index in range(2)]
     assert_same(joined([[half[step] for half in halves] for step in range(4)]), whole[:4])
     for process in ((5, 2), (2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(ValueError, match=rf"process=\({process[0]}, {process[1]}\) is \(index, count\)"):
+        with pytest.raises(
+            ValueError, match=rf"process=\({process[0]}, {process[1]}\) is \(index, count\)"
+        ):
             zj.data.dataset(config, process)
     threads = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
     mapped = iter(dataset.map(lambda batch: batch["tokens"].sum()).to_iter_dataset(threads))

@@ -45,9 +45,13 @@ def test_a_damaged_file_is_named_and_counted(tmp_path, size):
     (path,) = (tmp_path / "set").glob("*.arrow")
     path.write_bytes(path.read_bytes()[:size])
     (tmp_path / "set" / "u.txt").write_text("sound")
-    with pytest.raises(UserError, match=r"\.arrow, row group 0 is damaged: .*also with --skip_bad added"):
+    with pytest.raises(
+        UserError, match=r"\.arrow, row group 0 is damaged: .*also with --skip_bad added"
+    ):
         here(Options([str(tmp_path / "set")]), tmp_path / "strict")
-    manifest, _ = here(Options([str(tmp_path / "set")], skip_bad=True, held_out=0.0), tmp_path / "out")
+    manifest, _ = here(
+        Options([str(tmp_path / "set")], skip_bad=True, held_out=0.0), tmp_path / "out"
+    )
     assert manifest["left_out"]["bad"] == 1
 
 

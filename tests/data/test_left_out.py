@@ -30,7 +30,9 @@ def stores(monkeypatch):
 def config(*phases, seed=0, **data):
     raw = config_lib.default()
     raw.run.seed, raw.model.vocab_size, raw.run.num_steps = seed, 1 << 20, 40
-    for name, value in ({"seq_len": 10, "global_batch": 8, "mixture": ("a=0.6", "b=0.4")} | data).items():
+    for name, value in (
+        {"seq_len": 10, "global_batch": 8, "mixture": ("a=0.6", "b=0.4")} | data
+    ).items():
         raw.data[name] = value
     raw.schedule.phases = phases
     return config_lib.check(raw)
@@ -81,8 +83,12 @@ def test_what_would_have_come_later_comes_now():
     alone = {"mixture": ("c=1",)}
     whole = take(stream(config(**alone)), 30)
     assert_same(after(config(**alone), [[7, 5]], 0, 20), [*whole[:7], *whole[12:25]])
-    assert_same(after(config(**alone), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]])
-    assert_same(after(config(**alone), [[7, 5], [6, 6]], 6, 10), whole[17:27])  # at step 12 it had come to the 17th
+    assert_same(
+        after(config(**alone), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]]
+    )
+    assert_same(
+        after(config(**alone), [[7, 5], [6, 6]], 6, 10), whole[17:27]
+    )  # at step 12 it had come to the 17th
 
 
 def test_a_state_of_the_rule_that_moved_the_mixtures_table_is_refused():
@@ -94,7 +100,8 @@ def test_a_state_of_the_rule_that_moved_the_mixtures_table_is_refused():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("phases", [(), RAMPS, PHASES])
 def test_no_row_comes_again_and_none_is_passed_over_that_was_not_read(phases, seed):
-    """Each source gives the rows of an era in their order, whatever a run that goes back again and again has read."""
+    """Each source gives the rows of an era in their order, whatever a run that goes back again and
+    again has read."""
     chance, settings = random.Random(seed), config(*phases)
     plan = schedule.make_plan(settings)
     batches, ranges, at = pipeline.Batches(settings, TOK, rounds=1), [], 0

@@ -7,7 +7,11 @@ from zaya_jax.config import UserError
 from zaya_jax.data import mix
 from zaya_jax.data.mix import Mixture, Stretch
 
-STRETCHES = [Stretch(0, 4, (0.7, 0.2, 0.1)), Stretch(13, 8, (0.7, 0.2, 0.1)), Stretch(40, 16, (0.1, 0.0, 0.9))]
+STRETCHES = [
+    Stretch(0, 4, (0.7, 0.2, 0.1)),
+    Stretch(13, 8, (0.7, 0.2, 0.1)),
+    Stretch(40, 16, (0.1, 0.0, 0.9)),
+]
 
 
 def test_shares_follow_the_weights_in_every_batch_and_over_all():
@@ -41,9 +45,13 @@ def test_batches_of_any_size_work(batch):
     seen = 0
     for step in range(5):
         chosen = mixture.sources(step) == 0
-        np.testing.assert_array_equal(mixture.ranks(step, 0)[chosen], seen + np.arange(chosen.sum()))
+        np.testing.assert_array_equal(
+            mixture.ranks(step, 0)[chosen], seen + np.arange(chosen.sum())
+        )
         seen += chosen.sum()
-    assert mixture.rows_of(0)[0] >= 0.9 * batch - 1 and Mixture([Stretch(0, batch, (1, 0))]).rows_of(1) == (0, 0)
+    assert mixture.rows_of(0)[0] >= 0.9 * batch - 1 and Mixture(
+        [Stretch(0, batch, (1, 0))]
+    ).rows_of(1) == (0, 0)
 
 
 def test_bad_mixtures_are_one_clear_line():

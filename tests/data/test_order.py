@@ -1,4 +1,5 @@
-"""The order of rows: each once an epoch, none twice in a batch, for any number of rows; and read once."""
+"""The order of rows: each once an epoch, none twice in a batch, for any number of rows; and read
+once."""
 
 import itertools
 
@@ -20,7 +21,9 @@ from zaya_jax.data.order import Order
     key=st.integers(0, 2**64 - 1),
     rounds=st.integers(1, 8),
 )
-def test_each_row_once_an_epoch_and_never_twice_in_a_batch(num_rows, batch, block_rows, key, rounds):
+def test_each_row_once_an_epoch_and_never_twice_in_a_batch(
+    num_rows, batch, block_rows, key, rounds
+):
     made = Order(num_rows, batch, batch, block_rows, key, rounds)
     epochs = made.rows(np.arange(3 * num_rows)).reshape(3, num_rows)
     assert (np.sort(epochs, axis=1) == np.arange(num_rows)).all()
@@ -36,12 +39,17 @@ def test_epochs_differ_and_any_number_may_be_asked_for(num_rows, batch):
     some = np.random.default_rng(0).integers(0, 2 * num_rows, 50)
     np.testing.assert_array_equal(made.rows(some), whole[some])
     assert (whole[:num_rows] != whole[num_rows:]).any()
-    assert (Order(num_rows, batch, batch, 16, key=8).rows(np.arange(num_rows)) != whole[:num_rows]).any()
+    assert (
+        Order(num_rows, batch, batch, 16, key=8).rows(np.arange(num_rows)) != whole[:num_rows]
+    ).any()
 
 
-@pytest.mark.parametrize(("num_rows", "batch"), [(50_003, 16), (99_991, 7), (4099 * 64, 64), (32_768, 8)])
+@pytest.mark.parametrize(
+    ("num_rows", "batch"), [(50_003, 16), (99_991, 7), (4099 * 64, 64), (32_768, 8)]
+)
 def test_a_batch_has_one_row_of_a_block_and_a_slot_its_blocks(num_rows, batch):
-    """A block's rows come some steps apart, one in a batch, at the same place of it; few rows belong to none."""
+    """A block's rows come some steps apart, one in a batch, at the same place of it; few rows
+    belong to none."""
     made = Order(num_rows, batch, batch, 64, key=3)
     assert made.block_rows > 8 and num_rows % made.block_rows < 0.01 * num_rows
     numbers = np.arange(num_rows)
@@ -94,7 +102,9 @@ def test_layouts_hold_every_token_once(lengths, seq_len, packing, shards):
 @pytest.mark.parametrize("size", [5, 33])
 def test_small_permutations_are_even(size):
     """With four rounds one value was last in 1.3 times as many of them as another."""
-    orders = np.array([shuffle.permute(np.arange(size), size, shuffle.key(9, k)) for k in range(4000)])
+    orders = np.array(
+        [shuffle.permute(np.arange(size), size, shuffle.key(9, k)) for k in range(4000)]
+    )
     counts = np.array([np.bincount(orders[:, place], minlength=size) for place in range(size)])
     spread = np.sqrt(4000 / size * (1 - 1 / size))
     assert np.abs(counts - 4000 / size).max() < 5 * spread
@@ -102,5 +112,14 @@ def test_small_permutations_are_even(size):
 
 def test_values_never_change():
     """A resumed run depends on these numbers staying as they are."""
-    assert shuffle.permute(np.arange(8), 10, shuffle.key(42, 3)).tolist() == [6, 8, 0, 2, 1, 4, 5, 7]
+    assert shuffle.permute(np.arange(8), 10, shuffle.key(42, 3)).tolist() == [
+        6,
+        8,
+        0,
+        2,
+        1,
+        4,
+        5,
+        7,
+    ]
     np.testing.assert_array_equal(shuffle.keys((42,), np.array([3])), [shuffle.key(42, 3)])

@@ -1,7 +1,9 @@
-"""A model's own chat template decides how it is tuned and talked to, as in transformers; ours only where it has none.
+"""A model's own chat template decides how it is tuned and talked to, as in transformers; ours only
+where it has none.
 
-The template is one with the features of ZAYA1-8B's (a system turn always, tools as XML, calls and results between tags
-of its own, empty reasoning before plain answers, a generation prompt that begins reasoning), written for this test.
+The template is one with the features of ZAYA1-8B's (a system turn always, tools as XML, calls and
+results between tags of its own, empty reasoning before plain answers, a generation prompt that
+begins reasoning), written for this test.
 """
 
 import json
@@ -15,7 +17,14 @@ from zaya_jax.config import UserError
 from zaya_jax.data import chat, chat_template, tokenizers
 
 SOURCE = (Path(__file__).parent / "zaya_like.jinja").read_text()
-MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<zyphra_tool_call>", "</zyphra_tool_call>"]
+MARKS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<zyphra_tool_call>",
+    "</zyphra_tool_call>",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +49,15 @@ def own(made):
     return with_template(made, SOURCE)
 
 
-TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}}}
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": "two"}'}}
+TOOL = {
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}},
+}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 2, "b": "two"}'},
+}
 TALK = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [CALL, CALL]},
@@ -62,7 +78,8 @@ ANSWERS = [
 ]
 OPEN = "<|im_start|>assistant\n<think>\n"
 BETWEEN = [
-    "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n<tools>\n<function>\n<name>add</name>"
+    "<|im_start|>system\nYou are a helpful assistant.\n\n#"
+    " Tools\n<tools>\n<function>\n<name>add</name>"
     '\n<parameter><name>a</name><schema>{"type": "integer"}</schema></parameter>'
     "\n<parameter><name>b</name><schema>{}</schema></parameter>\n</function>\n</tools><|im_end|>\n"
     "<|im_start|>user\n2+2?<|im_end|>\n" + OPEN,
@@ -81,7 +98,10 @@ def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_
     form = chat_template.Template(own)
     document, outcome = form.prepare(messages(), None)
     assert outcome == chat.KEPT and own.spell(document.tokens.tolist()) == WHOLE
-    assert document.tokens.tolist() == own.spelt(WHOLE)[0] and own.chat_token("think")[0] in document.tokens
+    assert (
+        document.tokens.tolist() == own.spelt(WHOLE)[0]
+        and own.chat_token("think")[0] in document.tokens
+    )
     learnt = own.spell(document.tokens[document.learn].tolist())
     assert learnt == "".join(ANSWERS)
     assert form.ending == (own.spelt("<|im_end|>")[0], [])
@@ -92,7 +112,8 @@ def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_
 def test_what_stands_in_generation_blocks_is_learnt_where_there_are_such(made):
     ends = "{{- '<|im_end|>\\n' -}}\n    {%- elif message.role == 'tool'"
     source = SOURCE.replace(
-        "'<|im_start|>assistant\\n' + think", "'<|im_start|>assistant\\n' }}{% generation %}{{- think"
+        "'<|im_start|>assistant\\n' + think",
+        "'<|im_start|>assistant\\n' }}{% generation %}{{- think",
     )
     source = source.replace(ends, ends.replace("\\n' -}}", "' }}{% endgeneration %}{{- '\\n' -}}"))
     assert source.count("generation %}") == 2
@@ -120,32 +141,58 @@ def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
     if document is None:
         return
     text = own.spell(document.tokens.tolist())
-    assert len(document.tokens) <= whole + room and "I add." not in text and "It is 4.<|im_end|>" in text
+    assert (
+        len(document.tokens) <= whole + room
+        and "I add." not in text
+        and "It is 4.<|im_end|>" in text
+    )
     one = chat.read([TALK[0], {"role": "assistant", "content": "4", "reasoning": "so " * 20}])
     short, found = form.prepare(one, len(form.prepare(one, None)[0].tokens) - 5)
-    assert found == chat.TRIMMED and own.spell(short.tokens.tolist()).endswith("so s\n</think>\n\n4<|im_end|>\n")
+    assert found == chat.TRIMMED and own.spell(short.tokens.tolist()).endswith(
+        "so s\n</think>\n\n4<|im_end|>\n"
+    )
 
 
 def test_the_template_is_found_where_transformers_finds_it(made):
-    for settings in ({"chat_template": SOURCE}, {"chat_template": [{"name": "default", "template": SOURCE}]}):
+    for settings in (
+        {"chat_template": SOURCE},
+        {"chat_template": [{"name": "default", "template": SOURCE}]},
+    ):
         assert chat_template.Template(with_template(made, "", settings)).render(messages()) == WHOLE
-    named = with_template(made, "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}})
+    named = with_template(
+        made, "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}}
+    )
     assert chat_template.Template(named).render(chat.read(TALK)) == "<B>2+2?"
     ours = with_template(made, "{#- Written by zaya_jax: -#}")
-    assert chat_template.source_of(ours) == chat_template.source_of(made) == chat_template.make_template(made)
+    assert (
+        chat_template.source_of(ours)
+        == chat_template.source_of(made)
+        == chat_template.make_template(made)
+    )
 
 
 def test_one_that_knows_no_reasoning_finds_it_in_the_text(made):
-    form = chat_template.Template(with_template(made, "{% for m in messages %}{{ m['content'] }}|{% endfor %}"))
-    assert form.render(messages()[1:2] + messages()[5:6]) == "2+2?|<think>\nSo it is.\n</think>\n\nIt is 4.|"
+    form = chat_template.Template(
+        with_template(made, "{% for m in messages %}{{ m['content'] }}|{% endfor %}")
+    )
+    assert (
+        form.render(messages()[1:2] + messages()[5:6])
+        == "2+2?|<think>\nSo it is.\n</think>\n\nIt is 4.|"
+    )
     assert form.ending == ([], ["|"])
 
 
 def test_what_a_template_refuses_is_one_line(made, own):
     odd = chat.read([{"role": "developer", "content": "x"}, TALK[-1]])
-    with pytest.raises(chat_template.Refused, match="refuses this conversation: a role that is not known: developer"):
+    with pytest.raises(
+        chat_template.Refused,
+        match="refuses this conversation: a role that is not known: developer",
+    ):
         chat_template.Template(own).prepare(odd, None)
-    for bad in ("{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"):  # and reaches nothing of Python's
+    for bad in (
+        "{% if %}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    ):  # and reaches nothing of Python's
         with pytest.raises(UserError, match="the model's chat template"):
             chat_template.Template(with_template(made, bad)).prompt(chat.read(TALK))
 
@@ -153,15 +200,25 @@ def test_what_a_template_refuses_is_one_line(made, own):
 def test_a_talk_sees_what_the_template_makes_of_it(own):
     talk = generation.Conversation(own, "Be brief.")
     asked = own.spell(talk.ask("hi"))
-    assert asked == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{OPEN}"
+    assert (
+        asked == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{OPEN}"
+    )
     ids = own.spelt("Hm.\n</think>\n\nHello")[0]  # the prompt has begun the reasoning
     talk.answered(own.decode(ids), ids)
     again = own.spell(talk.ask("more"))
-    assert again == asked + f"Hm.\n</think>\n\nHello<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n{OPEN}"
+    assert (
+        again
+        == asked + f"Hm.\n</think>\n\nHello<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n{OPEN}"
+    )
     room = len(own.spelt(again)[0]) - 1
     talk.answered("x", own.encode("x"))
     rest = own.spell(talk.ask("z", room))
-    assert "<|im_start|>user\nhi" not in rest and "Be brief." in rest and "user\nmore" in rest and talk.left_out == 2
+    assert (
+        "<|im_start|>user\nhi" not in rest
+        and "Be brief." in rest
+        and "user\nmore" in rest
+        and talk.left_out == 2
+    )
     talk.reset()
     assert own.spell(talk.ask("hi", room)) == asked and talk.left_out == 0
     with pytest.raises(UserError, match="this turn alone has"):

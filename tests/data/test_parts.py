@@ -1,4 +1,5 @@
-"""One preparation by many machines: whatever the parts, their order and their deaths, the bytes are one machine's."""
+"""One preparation by many machines: whatever the parts, their order and their deaths, the bytes are
+one machine's."""
 
 import gzip
 import json
@@ -23,7 +24,10 @@ from zaya_jax.data import prepare, prepare_task, storage, tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.prepare import Options
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>hm</think>hello"}]
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "<think>hm</think>hello"},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +37,8 @@ def without_workers(in_process):
 
 @pytest.fixture
 def source(tmp_path):
-    """Files of every kind and odd names, large, small and empty, with two bad records and a picture."""
+    """Files of every kind and odd names, large, small and empty, with two bad records and a
+    picture."""
     root = tmp_path / "in put ä"
     (root / "unter ordner").mkdir(parents=True)
     rng = random.Random(3)
@@ -52,7 +57,9 @@ def source(tmp_path):
 
 
 def options_for(source, **changed):
-    return Options(**{"inputs": [str(source)], "part_bytes": 6000, "skip_bad": True, "context": 64, **changed})
+    return Options(
+        **{"inputs": [str(source)], "part_bytes": 6000, "skip_bad": True, "context": 64, **changed}
+    )
 
 
 def part(options, out, index, count, engine="processes"):
@@ -66,7 +73,9 @@ def whole(tmp_path, source):
     return contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("count", "bpe"), [(1, 0), (2, 300), (3, 0), (7, 0), (64, 0)])  # of 18 tasks and 11 files
+@pytest.mark.parametrize(
+    ("count", "bpe"), [(1, 0), (2, 300), (3, 0), (7, 0), (64, 0)]
+)  # of 18 tasks and 11 files
 def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, source, count, bpe):
     out, options = tmp_path / "out put ö", options_for(source, train_bpe=bpe)
     here(options, tmp_path / "whole")
@@ -103,9 +112,12 @@ def dying_at(patch, moment):
 
     patch.setattr(tokens_lib.ShardWriter, "discard", lambda self: self._file.close())
     for owner, name in (
-        (tokens_lib.ShardWriter, "_write"), (pathlib.Path, "replace"), (pathlib.Path, "rename"),
-        (os, "fsync"), (shutil, "rmtree"),
-    ):  # fmt: skip
+        (tokens_lib.ShardWriter, "_write"),
+        (pathlib.Path, "replace"),
+        (pathlib.Path, "rename"),
+        (os, "fsync"),
+        (shutil, "rmtree"),
+    ):
         patch.setattr(owner, name, dies(getattr(owner, name)))
     return count
 
@@ -176,7 +188,9 @@ def touched(path):
         (lambda path: (path.parent / "aa.txt").write_text("x"), r"input files \(.*aa\.txt was"),
     ],
 )
-def test_other_options_and_other_input_are_refused_by_name(tmp_path, source, monkeypatch, change, named):
+def test_other_options_and_other_input_are_refused_by_name(
+    tmp_path, source, monkeypatch, change, named
+):
     monkeypatch.chdir(tmp_path)
     options = other = options_for(source)
     part(options, "out", 0, 2)
@@ -209,7 +223,8 @@ def test_input_that_changes_while_it_is_read_is_no_part(tmp_path, source, monkey
 
 @pytest.mark.parametrize("which", range(4))  # plan, tokenizer, spelling of chats, library
 def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, source, whole, which):
-    """As of a machine with another version of the library, or of a folder that was put together by hand."""
+    """As of a machine with another version of the library, or of a folder that was put together by
+    hand."""
     options, out = options_for(source), tmp_path / "out"
     for index in range(3):
         part(options, out, index, 3)
@@ -223,8 +238,14 @@ def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, sourc
 
 
 def test_what_is_skipped_needs_leave_each_time(tmp_path, source, whole):
-    strict, lenient, out = options_for(source, skip_bad=False), options_for(source), tmp_path / "out"
-    with pytest.raises(UserError, match=r"not a JSON object.*the same command continues from there, also"):
+    strict, lenient, out = (
+        options_for(source, skip_bad=False),
+        options_for(source),
+        tmp_path / "out",
+    )
+    with pytest.raises(
+        UserError, match=r"not a JSON object.*the same command continues from there, also"
+    ):
         part(strict, out, 0, 1)
     part(lenient, out, 0, 1)
     with pytest.raises(UserError, match="not a JSON object"):
@@ -245,21 +266,32 @@ DATATROVE = pathlib.Path(__file__).parent / "datatrove"
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_what_datatrove_writes_is_taken(tmp_path, kind):
-    """Files that its 0.10.1 wrote: JsonlWriter and ParquetWriter with their defaults, of two ranks."""
+    """Files that its 0.10.1 wrote: JsonlWriter and ParquetWriter with their defaults, of two
+    ranks."""
     options = Options([str(DATATROVE / kind)])
     for index in range(2):
         part(options, tmp_path / "out", index, 2)
     manifest, _ = here(options, tmp_path / "out")
-    wanted = [f"Document {i} of rank {rank}: größer als zuvor.\nSecond line." for rank in "01" for i in range(12)]
+    wanted = [
+        f"Document {i} of rank {rank}: größer als zuvor.\nSecond line."
+        for rank in "01"
+        for i in range(12)
+    ]
     assert texts_of(tmp_path / "out") == sorted(wanted)
     assert (manifest["left_out"]["bad"], manifest["left_out"]["empty"]) == (0, 0)
 
 
 def program(source, out, *more):
     return [
-        sys.executable, "-m", "experiments.prepare_data", f"--input={source}", f"--out={out}", "--skip_bad",
-        "--part_mib=1", *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.prepare_data",
+        f"--input={source}",
+        f"--out={out}",
+        "--skip_bad",
+        "--part_mib=1",
+        *more,
+    ]
 
 
 def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
@@ -271,15 +303,21 @@ def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
     options = Options([str(source)], skip_bad=True, part_bytes=1 << 20)
     here(options, tmp_path / "whole")
     out = tmp_path / "out"
-    first = subprocess.Popen(program(source, out, "--part=0/2", "--processes=2"), start_new_session=True)
-    second = subprocess.Popen(program(source, out, "--part=1/2", "--processes=1"), stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        program(source, out, "--part=0/2", "--processes=2"), start_new_session=True
+    )
+    second = subprocess.Popen(
+        program(source, out, "--part=1/2", "--processes=1"), stdout=subprocess.PIPE, text=True
+    )
     while not list((out / ".work").glob("*.partial-*")):
         assert first.poll() is None
         time.sleep(0.005)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     assert "part 1/2 is done" in second.communicate(timeout=100)[0] and second.returncode == 0
-    done = subprocess.run(program(source, out, "--processes=1"), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        program(source, out, "--processes=1"), capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0 and "left out  6 bad records" in done.stdout
     assert contents(out) == contents(tmp_path / "whole")
     verify = [sys.executable, "-m", "experiments.prepare_data", f"--verify={out}"]

@@ -20,9 +20,12 @@ def take(stream, count):
 def check_batch(batch, tok):
     """What every batch promises, whatever made it."""
     assert {k: v.dtype for k, v in batch.items()} == {
-        "tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
+        "tokens": np.int32,
+        "targets": np.int32,
+        "segment_ids": np.int32,
+        "positions": np.int32,
         "loss_mask": np.float32,
-    }  # fmt: skip
+    }
     real = batch["segment_ids"] > 0
     assert (batch["tokens"][~real] == tok.pad_id).all() and not batch["loss_mask"][~real].any()
     same = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
@@ -43,7 +46,9 @@ def test_batches_hold_their_promises(make_config, corpus, tok):
 
 
 def test_seed_decides_the_order(make_config, corpus, tok):
-    a, b = (next(pipeline.train_stream(make_config(path=str(corpus), run_seed=s), tok)) for s in (0, 1))
+    a, b = (
+        next(pipeline.train_stream(make_config(path=str(corpus), run_seed=s), tok)) for s in (0, 1)
+    )
     assert (a["tokens"] != b["tokens"]).any()
 
 
@@ -52,7 +57,9 @@ def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus, tok):
     whole = windows.eval_batches(config, tok)
     assert_same(windows.eval_batches(config, tok), whole)
     parts = [windows.eval_batches(config, tok, (i, 4)) for i in range(4)]
-    joined = [{k: np.concatenate([p[t][k] for p in parts]) for k in whole[0]} for t in range(len(whole))]
+    joined = [
+        {k: np.concatenate([p[t][k] for p in parts]) for k in whole[0]} for t in range(len(whole))
+    ]
     assert_same(joined, whole)
     assert sum((b["segment_ids"][:, 0] > 0).sum() for b in whole) == 5
     for batch in whole:

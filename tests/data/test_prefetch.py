@@ -1,4 +1,5 @@
-"""Prefetching to the device: same batches, honest state, errors raised where the step can see them."""
+"""Prefetching to the device: same batches, honest state, errors raised where the step can see
+them."""
 
 import time
 
@@ -28,7 +29,9 @@ def test_the_state_is_that_of_the_last_batch_given_out(make_config, corpus):
     assert state["step"] == 3
     np.testing.assert_array_equal(next(ahead)["tokens"], whole[3]["tokens"])
     ahead.close()
-    np.testing.assert_array_equal(next(ahead)["tokens"], whole[4]["tokens"])  # closing loses nothing
+    np.testing.assert_array_equal(
+        next(ahead)["tokens"], whole[4]["tokens"]
+    )  # closing loses nothing
     ahead.set_state(state)
     np.testing.assert_array_equal(next(ahead)["tokens"], whole[3]["tokens"])
     ahead.close()
@@ -52,7 +55,9 @@ def test_waiting_is_measured(make_config, corpus):
 
 def test_efficiency_is_of_the_batches_given_out(make_config, corpus, monkeypatch):
     """Not of those fetched ahead."""
-    monkeypatch.setattr(pipeline.Batches, "__getitem__", lambda _, step: {"segment_ids": np.arange(8) < 8 - step})
+    monkeypatch.setattr(
+        pipeline.Batches, "__getitem__", lambda _, step: {"segment_ids": np.arange(8) < 8 - step}
+    )
     ahead = sent(make_config(path=str(corpus)))
     next(ahead), next(ahead)
     assert ahead.metrics()["data/efficiency"] == pytest.approx((8 + 7) / 16)

@@ -14,7 +14,10 @@ from zaya_jax.data.prepare import Options
 from zaya_jax.data.storage import Prepared
 
 TEXTS = [f"text number {i} " + "x" * i for i in range(50)]
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>hm</think>hello"}]
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "<think>hm</think>hello"},
+]
 
 
 @pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
@@ -43,7 +46,9 @@ def test_chats_are_trimmed_and_counted(tmp_path):
     long = [CHAT[0], {"role": "assistant", "content": f"<think>{'r' * 500}</think>hello"}]
     several = [*long, *long]
     dropped = [CHAT[0], {"role": "assistant", "content": "a" * 500}]
-    (tmp_path / "c.jsonl").write_bytes(jsonl({"messages": m} for m in (CHAT, CHAT, long, several, dropped)))
+    (tmp_path / "c.jsonl").write_bytes(
+        jsonl({"messages": m} for m in (CHAT, CHAT, long, several, dropped))
+    )
     manifest, _ = here(Options([str(tmp_path / "c.jsonl")], context=200), tmp_path / "out")
     assert manifest["trim"] == {"context": 200, "kept": 2, "trimmed": 1, "reduced": 1, "dropped": 1}
     store = Prepared(str(tmp_path / "out"))

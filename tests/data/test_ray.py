@@ -1,4 +1,5 @@
-"""A preparation on a Ray cluster of two nodes gives what one machine does, also when its workers die.
+"""A preparation on a Ray cluster of two nodes gives what one machine does, also when its workers
+die.
 
 Ray is an extra and not in the default environment: without it these tests are left out, and say so.
 """
@@ -40,7 +41,9 @@ def cluster(tmp_path_factory):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
         found = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}, shutdown_at_exit=True
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False},
+            shutdown_at_exit=True,
         )
         found.add_node(num_cpus=1)
         patch.setenv("RAY_ADDRESS", found.address)
@@ -62,7 +65,9 @@ def by_ray(options, out, **more):
     return prepare.prepare(options, str(out), 0, lambda _: None, engine="ray", **more)
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 @pytest.mark.parametrize("killed", [False, True])
 def test_on_two_nodes_the_bytes_are_one_machine_s(tmp_path, source, cluster, monkeypatch, killed):
     """Also where workers are killed, which costs a retry each."""
@@ -73,7 +78,9 @@ def test_on_two_nodes_the_bytes_are_one_machine_s(tmp_path, source, cluster, mon
     manifest, _ = by_ray(options, "ray")
     monkeypatch.setattr(prepare_task, "run_processes", run_here)
     here(options, tmp_path / "whole")
-    assert manifest["left_out"]["bad"] == 3 and len(list(tmp_path.glob("killed once-*"))) == 4 * killed
+    assert (
+        manifest["left_out"]["bad"] == 3 and len(list(tmp_path.glob("killed once-*"))) == 4 * killed
+    )
     assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
 
 
@@ -87,9 +94,12 @@ def dying(mark):
                 os.close(os.open(f"{mark}-{task.number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 return work(task, job, folder)
-            (pathlib.Path(folder) / job.directory / ".work" / f"train-{task.number:05d}.tokens.partial-1").write_bytes(
-                b"half"
-            )
+            (
+                pathlib.Path(folder)
+                / job.directory
+                / ".work"
+                / f"train-{task.number:05d}.tokens.partial-1"
+            ).write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
         return work(task, job, folder)
 

@@ -37,7 +37,8 @@ def test_what_is_left_out_is_said(corpus, caplog):
         (corpus / f"bad{i}.bin").write_bytes(b"\xff")
     sources.text_corpus(str(corpus), tokenizers.load("bytes"))
     assert caplog.messages == [
-        f"{corpus}: left out 6 files that are not UTF-8 text, such as 'bad0.bin', 'bad1.bin', 'bad2.bin'"
+        f"{corpus}: left out 6 files that are not UTF-8 text, such as 'bad0.bin', 'bad1.bin',"
+        " 'bad2.bin'"
     ]
 
 
@@ -79,7 +80,12 @@ def test_a_file_is_taken_once_under_all_its_names_and_linked_folders_are_read(li
 
 @pytest.mark.parametrize(
     "patterns",
-    [["{}"], ["{}/f.txt", "{}/../d/f.txt", "{}/*.txt", "{}/web/*"], ["{}", "{}/./f.txt"], ["{}/**/[fgh]*.txt", "{}"]],
+    [
+        ["{}"],
+        ["{}/f.txt", "{}/../d/f.txt", "{}/*.txt", "{}/web/*"],
+        ["{}", "{}/./f.txt"],
+        ["{}/**/[fgh]*.txt", "{}"],
+    ],
 )
 def test_prepare_data_has_the_same_rule(linked, patterns):
     found = inputs.find([pattern.format(linked) for pattern in patterns], "/nowhere")
@@ -90,7 +96,9 @@ def test_what_was_written_through_a_link_is_no_input(linked):
     (linked / "out").mkdir()
     (linked / "out" / "x.txt").write_text("x")
     (linked.parent / "other").symlink_to(linked / "out")
-    assert not [path for path in inputs.find([str(linked)], linked.parent / "other") if "x.txt" in path]
+    assert not [
+        path for path in inputs.find([str(linked)], linked.parent / "other") if "x.txt" in path
+    ]
 
 
 def test_text_that_changes_is_read_again(tmp_path, make_config, monkeypatch):
@@ -123,7 +131,9 @@ def test_rewritten_held_out_text_is_other_data(corpus, make_config):
     state = pipeline.train_stream(config, tok).get_state()
     held_out = pipeline.open_stores(config, str(corpus), tok)[1].bundle
     text = tok.decode(held_out.tokens.tolist())
-    (path,) = (path for _, path in sources.list_files(str(corpus)) if path.read_bytes() == text.encode())
+    (path,) = (
+        path for _, path in sources.list_files(str(corpus)) if path.read_bytes() == text.encode()
+    )
     path.write_text("other text")
     with pytest.raises(UserError, match="the data is not what this run began with"):
         pipeline.train_stream(config, tok).set_state(state)

@@ -1,4 +1,5 @@
-"""Storage: any address gives the same, failures are retried, damage is found, named, and stops or is skipped."""
+"""Storage: any address gives the same, failures are retried, damage is found, named, and stops or
+is skipped."""
 
 import collections
 import random
@@ -71,7 +72,9 @@ def test_a_real_s3_server_gives_it_too(directory, s3_server):
     files = fsspec.filesystem("s3")
     files.mkdir("corpus")
     files.put(str(directory), "corpus/web", recursive=True)
-    np.testing.assert_array_equal(contents(Prepared("s3://corpus/web")), contents(Prepared(str(directory))))
+    np.testing.assert_array_equal(
+        contents(Prepared("s3://corpus/web")), contents(Prepared(str(directory)))
+    )
     assert storage.verify("s3://corpus/web") == []
 
 
@@ -104,7 +107,9 @@ def test_a_corrupt_record_stops_the_run_and_is_named(directory, make_config):
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_a_corrupt_record_is_skipped_and_counted_where_asked(directory, make_config, caplog, workers):
+def test_a_corrupt_record_is_skipped_and_counted_where_asked(
+    directory, make_config, caplog, workers
+):
     config = make_config(path=str(directory), on_corrupt="skip", seq_len=512, workers=workers)
     epoch = -(-Prepared(str(directory)).num_tokens // 512) // 8
     sound = pipeline.train_stream(make_config(path=str(directory), seq_len=512), TOK)
@@ -113,7 +118,9 @@ def test_a_corrupt_record_is_skipped_and_counted_where_asked(directory, make_con
     damage(path, offset + 100)
     stream = pipeline.train_stream(config, TOK)
     after = [next(stream) for _ in range(epoch)]
-    assert stream.metrics()["data/corrupt"] == 1 and stream.counters().records > 0  # a piece, whichever worker met it
+    assert (
+        stream.metrics()["data/corrupt"] == 1 and stream.counters().records > 0
+    )  # a piece, whichever worker met it
     stream.close()
     assert stream.metrics()["data/corrupt"] == 1  # those of workers that have ended count, too
     assert f"corrupt record 3 of shard {path.name}" in caplog.text
@@ -124,7 +131,9 @@ def test_a_corrupt_record_is_skipped_and_counted_where_asked(directory, make_con
         assert not a["loss_mask"][hole].any() and (a["tokens"][hole] == TOK.pad_id).all()
         np.testing.assert_array_equal(a["tokens"][~hole], b["tokens"][~hole])
         np.testing.assert_array_equal(a["loss_mask"][~hole], b["loss_mask"][~hole])
-    assert 0.5 * sound.batches.stores[0].bundle_tokens < lost <= sound.batches.stores[0].bundle_tokens
+    assert (
+        0.5 * sound.batches.stores[0].bundle_tokens < lost <= sound.batches.stores[0].bundle_tokens
+    )
 
 
 def test_damage_in_held_out_data_is_counted_too(directory, make_config):
@@ -140,7 +149,12 @@ def test_damage_in_held_out_data_is_counted_too(directory, make_config):
 
 @pytest.mark.parametrize("on_corrupt", ["stop", "skip"])
 @pytest.mark.parametrize(
-    "error", [OSError(24, "Too many open files"), OSError(5, "Input/output error"), ValueError("odd client")]
+    "error",
+    [
+        OSError(24, "Too many open files"),
+        OSError(5, "Input/output error"),
+        ValueError("odd client"),
+    ],
 )
 def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_corrupt, error):
     monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
@@ -181,7 +195,9 @@ def test_the_cache_is_bounded(directory):
     assert len(store.cache._held) > 1
 
 
-@pytest.mark.parametrize("what", ["tokenizer", "other tokenizer", "missing", "grown", "extra", "table"])
+@pytest.mark.parametrize(
+    "what", ["tokenizer", "other tokenizer", "missing", "grown", "extra", "table"]
+)
 def test_verifying_names_it(directory, what):
     tokenizer = directory / "tokenizer" / "zaya_tokenizer.json"
     shard = directory / Prepared(str(directory)).file(0)

@@ -1,5 +1,5 @@
-"""Streams over prepared shards: the same batches from any number of processes and workers, resumed anywhere, nothing
-lost and nothing repeated, whatever the sizes.
+"""Streams over prepared shards: the same batches from any number of processes and workers, resumed
+anywhere, nothing lost and nothing repeated, whatever the sizes.
 """
 
 import collections
@@ -29,7 +29,8 @@ def directories(prepare_text):
 
 
 def joined(config, count, steps, state=None, rounds=order.ROUNDS):
-    """The global batches of `steps` steps, put together from `count` processes, and the state after them."""
+    """The global batches of `steps` steps, put together from `count` processes, and the state after
+    them."""
     batches = [pipeline.Batches(config, TOK, (i, count), rounds) for i in range(count)]
     streams = [pipeline.Stream(b, config.data.workers) for b in batches]
     if state is not None:
@@ -40,17 +41,22 @@ def joined(config, count, steps, state=None, rounds=order.ROUNDS):
     for stream in streams:
         stream.close()
     assert all(s == states[0] for s in states)
-    return [{k: np.concatenate([p[t][k] for p in parts]) for k in parts[0][t]} for t in range(steps)], states[0]
+    return [
+        {k: np.concatenate([p[t][k] for p in parts]) for k in parts[0][t]} for t in range(steps)
+    ], states[0]
 
 
 @pytest.mark.parametrize(
     ("rounds", "packing"),
     [
-        (1, "concat"), (1000, "best_fit"),
+        (1, "concat"),
+        (1000, "best_fit"),
         *(pytest.param(*case, marks=SLOW) for case in ((1000, "concat"), (1, "best_fit"))),
     ],
-)  # fmt: skip
-def test_any_number_of_processes_gives_the_same_stream(monkeypatch, make_config, directories, rounds, packing):
+)
+def test_any_number_of_processes_gives_the_same_stream(
+    monkeypatch, make_config, directories, rounds, packing
+):
     monkeypatch.setattr(order, "UNIT_ROWS", 8)
     mixture = tuple(f"{d}={w}" for d, w in zip(directories, (0.7, 0.3), strict=True))
     config = make_config(mixture=mixture, packing=packing, seq_len=128)
@@ -64,26 +70,40 @@ def test_any_number_of_processes_gives_the_same_stream(monkeypatch, make_config,
     assert_same(some + rest, whole[23:])
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
-    """Sizes, batches, lengths, processes, packings and mixtures: documents are put together from batches, counted."""
+    """Sizes, batches, lengths, processes, packings and mixtures: documents are put together from
+    batches, counted."""
     draw = data.draw
     num_sources, seq_len = draw(st.integers(1, 3)), draw(st.integers(2, 40))
     batch, bundle = draw(st.integers(1, 24)), draw(st.sampled_from([0, 7, 64]))
     processes = draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
-    sizes = [draw(st.lists(st.integers(1, 90), min_size=1, max_size=60)) for _ in range(num_sources)]
+    sizes = [
+        draw(st.lists(st.integers(1, 90), min_size=1, max_size=60)) for _ in range(num_sources)
+    ]
     firsts = np.cumsum([1, *(sum(s) for s in sizes)])
     stores = {f"s{k}": in_memory(s, firsts[k], bundle) for k, s in enumerate(sizes)}
     weights = [draw(st.floats(0.1, 1)) for _ in sizes]
     config = make_config(
-        mixture=tuple(f"s{k}={w}" for k, w in enumerate(weights)), seq_len=seq_len, global_batch=batch,
-        packing=draw(st.sampled_from(["concat", "best_fit"])), run_seed=draw(st.integers(0, 99)), vocab_size=1 << 20,
-    )  # fmt: skip
+        mixture=tuple(f"s{k}={w}" for k, w in enumerate(weights)),
+        seq_len=seq_len,
+        global_batch=batch,
+        packing=draw(st.sampled_from(["concat", "best_fit"])),
+        run_seed=draw(st.integers(0, 99)),
+        vocab_size=1 << 20,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "open_stores", lambda _, path, __: (stores[path], None))
-        parts = [pipeline.Batches(config, TOK, (i, processes), draw(st.integers(1, 2))) for i in range(1)]
-        parts += [pipeline.Batches(config, TOK, (i, processes), parts[0]._rounds) for i in range(1, processes)]
+        parts = [
+            pipeline.Batches(config, TOK, (i, processes), draw(st.integers(1, 2))) for i in range(1)
+        ]
+        parts += [
+            pipeline.Batches(config, TOK, (i, processes), parts[0]._rounds)
+            for i in range(1, processes)
+        ]
         era = parts[0].eras[0]
         rows = [parts[0].source(era, k).layout.num_rows for k in range(num_sources)]
         given_rows = [[] for _ in rows]
@@ -94,7 +114,11 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
             segments = np.concatenate([b["segment_ids"] for b in batches])
             owner = np.searchsorted(firsts, tokens[:, 0], side="right") - 1
             for k in range(num_sources):
-                mine = [(t[s > 0], s[s > 0]) for t, s, o in zip(tokens, segments, owner, strict=True) if o == k]
+                mine = [
+                    (t[s > 0], s[s > 0])
+                    for t, s, o in zip(tokens, segments, owner, strict=True)
+                    if o == k
+                ]
                 begins = [int(t[0]) for t, _ in mine]
                 if len(mine) <= rows[k]:  # none twice, unless the source has not as many
                     assert len(set(begins)) == len(begins)
@@ -106,9 +130,14 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
         assert step < 3000
     for k, lengths in enumerate(sizes):
         epoch = given_rows[k][: rows[k]]
-        assert np.sort(np.concatenate([t for t, _ in epoch])).tolist() == list(range(firsts[k], firsts[k + 1]))
+        assert np.sort(np.concatenate([t for t, _ in epoch])).tolist() == list(
+            range(firsts[k], firsts[k + 1])
+        )
         document = np.repeat(np.arange(len(lengths)), lengths)
-        for tokens, segments in epoch:  # a segment is a stretch of one document, and only a cut begins another
+        for (
+            tokens,
+            segments,
+        ) in epoch:  # a segment is a stretch of one document, and only a cut begins another
             for s in range(1, segments.max() + 1):
                 piece = tokens[segments == s]
                 assert (np.diff(piece) == 1).all()
@@ -136,9 +165,22 @@ def test_bundles_are_read_about_once_whatever_the_processes(make_config, prepare
 def test_phases_change_context_batch_and_mixture(make_config, directories):
     web, code = directories
     raw = config_lib.default()
-    raw.model.vocab_size, raw.data.global_batch, raw.data.micro_batch, raw.data.seq_len = 264, 8, 2, 64
-    phase = {"tokens": 64 * 8 * 10, "mixture": (f"{web}=1",), "ramp_from": 2, "ramp_tokens": 64 * 8 * 4}
-    raw.schedule.phases = (phase, {"tokens": 128 * 8 * 10, "seq_len": 128, "mixture": (f"{web}=0.5", f"{code}=0.5")})
+    raw.model.vocab_size, raw.data.global_batch, raw.data.micro_batch, raw.data.seq_len = (
+        264,
+        8,
+        2,
+        64,
+    )
+    phase = {
+        "tokens": 64 * 8 * 10,
+        "mixture": (f"{web}=1",),
+        "ramp_from": 2,
+        "ramp_tokens": 64 * 8 * 4,
+    }
+    raw.schedule.phases = (
+        phase,
+        {"tokens": 128 * 8 * 10, "seq_len": 128, "mixture": (f"{web}=0.5", f"{code}=0.5")},
+    )
     config = config_lib.check(raw)
     whole, _ = joined(config, 1, 40)
     shapes = [b["tokens"].shape for b in whole]
@@ -151,21 +193,37 @@ def test_phases_change_context_batch_and_mixture(make_config, directories):
 
 
 def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, directories):
-    """Its values come from outside the phases; another phase's in their place would make it one that cannot be."""
+    """Its values come from outside the phases; another phase's in their place would make it one
+    that cannot be."""
     raw = config_lib.default()
-    raw.model.vocab_size, raw.data.global_batch, raw.data.seq_len, raw.data.path = 264, 8, 64, directories[0]
+    raw.model.vocab_size, raw.data.global_batch, raw.data.seq_len, raw.data.path = (
+        264,
+        8,
+        64,
+        directories[0],
+    )
     raw.schedule.phases = (
         {"tokens": 64 * 8, "micro_batch": 8},
-        {"tokens": 32 * 12, "global_batch": 12, "micro_batch": 12, "seq_len": 32, "mixture": (f"{directories[1]}=1",)},
+        {
+            "tokens": 32 * 12,
+            "global_batch": 12,
+            "micro_batch": 12,
+            "seq_len": 32,
+            "mixture": (f"{directories[1]}=1",),
+        },
     )
     config = config_lib.check(raw)
     for segment in schedule.make_plan(config).segments:
         batches = windows.eval_batches(windows.eval_config(config, segment.phase), TOK, rows=4)
         assert batches[0]["tokens"].shape == (4, segment.phase.eval_seq_len)
-        assert {"web", "code"} == {name for batch in batches for name in names(batch)}  # the whole run's sources
+        assert {"web", "code"} == {
+            name for batch in batches for name in names(batch)
+        }  # the whole run's sources
 
 
-def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(directories, prepare_text, tmp_path):
+def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(
+    directories, prepare_text, tmp_path
+):
     web, code = directories
 
     def config(first, second):
@@ -195,12 +253,15 @@ def test_the_same_data_twice_is_refused(make_config, directories):
 def names(batch):
     for row in batch["tokens"]:
         text = TOK.decode(row)
-        yield from (n for n in ("web", "code") if any(text[i:].startswith(n) for i in range(len(text))))
+        yield from (
+            n for n in ("web", "code") if any(text[i:].startswith(n) for i in range(len(text)))
+        )
 
 
 @pytest.mark.parametrize("workers", [3, pytest.param(1, marks=SLOW), pytest.param(5, marks=SLOW)])
 def test_workers_change_nothing_but_speed(make_config, directories, workers):
-    """The same batches, and each bundle read by one of them, also where they share the rows unevenly."""
+    """The same batches, and each bundle read by one of them, also where they share the rows
+    unevenly."""
     plain = pipeline.train_stream(make_config(path=directories[0]), TOK)
     expected = [next(plain) for _ in range(40)]
     plain.close()
@@ -216,8 +277,11 @@ def test_workers_change_nothing_but_speed(make_config, directories, workers):
 
 @pytest.mark.parametrize("packing", [pytest.param("concat", marks=SLOW), "best_fit"])
 def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packing):
-    """Shares that are no whole number of rows: over parts and processes each block stays in few hands."""
-    sources = [str(prepare_text(name, 1500, seed=k, bundle_bytes=1024)) for k, name in enumerate("ab")]
+    """Shares that are no whole number of rows: over parts and processes each block stays in few
+    hands."""
+    sources = [
+        str(prepare_text(name, 1500, seed=k, bundle_bytes=1024)) for k, name in enumerate("ab")
+    ]
     mixture = tuple(f"{path}={weight}" for path, weight in zip(sources, (0.7, 0.3), strict=True))
     config = make_config(mixture=mixture, seq_len=64, global_batch=16, packing=packing)
     counts = []
@@ -251,9 +315,15 @@ def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
     table["bundles"] = -(-100_000_007 // 32768)
     (tmp_path / tokens.SHARDS).write_bytes(table.tobytes())
     manifest = {
-        "format": tokens.FORMAT, "version": tokens.VERSION, "corpus": 1, "token_bytes": 2, "bundle_tokens": 32768,
-        "shards_crc32c": google_crc32c.value(table.tobytes()), "totals": {}, "tokenizer": {"sha256": TOK.sha256},
-    }  # fmt: skip
+        "format": tokens.FORMAT,
+        "version": tokens.VERSION,
+        "corpus": 1,
+        "token_bytes": 2,
+        "bundle_tokens": 32768,
+        "shards_crc32c": google_crc32c.value(table.tobytes()),
+        "totals": {},
+        "tokenizer": {"sha256": TOK.sha256},
+    }
     sealed = manifest | {"sha256": tokens.manifest_hash(manifest)}
     (tmp_path / tokens.MANIFEST).write_text(json.dumps(sealed))
     tracemalloc.start()

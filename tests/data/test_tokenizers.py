@@ -1,4 +1,5 @@
-"""Tokenizers: round trips, storage, what they refuse, and a model's ids of begin, end and padding against theirs."""
+"""Tokenizers: round trips, storage, what they refuse, and a model's ids of begin, end and padding
+against theirs."""
 
 import json
 
@@ -19,7 +20,10 @@ def test_bytes_are_bytes():
     assert (tok.vocab_size, tok.bos_id, tok.eos_id, tok.pad_id) == (264, 256, 257, 258)
     assert tok.decode([tok.bos_id, *tok.encode(TEXT), tok.eos_id]) == TEXT
     assert tok.decode([255, 65]) == "�A"
-    assert tok.document(TEXT).tolist() == [256, *tok.encode(TEXT), 257] and tok.document(TEXT).dtype == tok.dtype
+    assert (
+        tok.document(TEXT).tolist() == [256, *tok.encode(TEXT), 257]
+        and tok.document(TEXT).dtype == tok.dtype
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,12 @@ def test_trained_bpe_encodes_anything(bpe):
     for text in (TEXT, "unseen Ω \x00 \t", ""):
         assert bpe.decode(bpe.encode(text)) == text
     assert len(bpe.encode(TEXT)) < len(TEXT.encode())
-    ids = {bpe.bos_id, bpe.eos_id, bpe.pad_id, *(bpe.chat_token(r)[0] for r in tokenizers.CHAT_TOKENS)}
+    ids = {
+        bpe.bos_id,
+        bpe.eos_id,
+        bpe.pad_id,
+        *(bpe.chat_token(r)[0] for r in tokenizers.CHAT_TOKENS),
+    }
     assert len(ids) == 7
 
 
@@ -62,7 +71,9 @@ def test_bad_tokenizers_are_one_clear_line(bpe, tmp_path):
         tokenizers.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     for place in (tmp_path, tmp_path / "tokenizer.model"):
-        with pytest.raises(UserError, match=r"SentencePiece model transformers writes.*save_pretrained"):
+        with pytest.raises(
+            UserError, match=r"SentencePiece model transformers writes.*save_pretrained"
+        ):
             tokenizers.load(place)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"not a Hugging Face tokenizer\.json"):
@@ -71,7 +82,9 @@ def test_bad_tokenizers_are_one_clear_line(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text() + " ")
     with pytest.raises(UserError, match="SHA-256"):
         tokenizers.load(tmp_path)
-    with pytest.raises(UserError, match="gives a BPE of 263 ids, 200 were asked for; bytes and specials need"):
+    with pytest.raises(
+        UserError, match="gives a BPE of 263 ids, 200 were asked for; bytes and specials need"
+    ):
         tokenizers.train_bpe([TEXT], 200)
     with pytest.raises(UserError, match=r"asked for; give more text"):
         tokenizers.train_bpe(["ab"], 5000)
@@ -93,7 +106,9 @@ def test_what_is_left_open_is_the_tokenizers(bpe):
         own = (tok.bos_id, tok.eos_id, tok.pad_id)
         filled = tokenizers.with_model_ids(config_lib.check(config_lib.default()), tok)
         assert ids_of(filled) == own
-        assert tokenizers.with_model_ids(filled, tok) == filled  # a run that goes on has its recorded config
+        assert (
+            tokenizers.with_model_ids(filled, tok) == filled
+        )  # a run that goes on has its recorded config
         recorded = config_lib.check(json.loads(json.dumps(config_lib.to_dict(filled))))
         assert recorded == filled
         assert ids_of(tokenizers.with_model_ids(with_ids(None, own[1], None), tok)) == own
@@ -106,7 +121,9 @@ def test_another_id_than_the_tokenizers_is_refused(bpe, key):
     for wrong in (ids[(key + 1) % 3], 200_000):
         given = list(ids)
         given[key] = wrong
-        with pytest.raises(UserError, match=rf"config.model.{KEYS[key]}={wrong}, but tokenizer .* has {ids[key]};"):
+        with pytest.raises(
+            UserError, match=rf"config.model.{KEYS[key]}={wrong}, but tokenizer .* has {ids[key]};"
+        ):
             tokenizers.with_model_ids(with_ids(*given), bpe)
 
 

@@ -27,13 +27,21 @@ def write(path, documents, dtype=np.uint16):
 def read(entry, raw):
     """(bundles, documents' lengths) in a shard's bytes."""
     places = tokens_lib.decode_numbers(
-        raw[entry["places_at"] : entry["lengths_at"]], tokens_lib.PLACES, "s", entry["places_crc32c"]
+        raw[entry["places_at"] : entry["lengths_at"]],
+        tokens_lib.PLACES,
+        "s",
+        entry["places_crc32c"],
     )
     places, crcs = np.split(places, [entry["bundles"] + 1])
-    lengths = tokens_lib.decode_numbers(raw[entry["lengths_at"] :], tokens_lib.LENGTHS, "s", entry["lengths_crc32c"])
-    assert places[0] == 0 and places[-1] == entry["places_at"] and len(places) == entry["bundles"] + 1
+    lengths = tokens_lib.decode_numbers(
+        raw[entry["lengths_at"] :], tokens_lib.LENGTHS, "s", entry["lengths_crc32c"]
+    )
+    assert (
+        places[0] == 0 and places[-1] == entry["places_at"] and len(places) == entry["bundles"] + 1
+    )
     bundles = [
-        tokens_lib.decode_bundle(raw[a:b], "s", i, int(crcs[i])) for i, (a, b) in enumerate(itertools.pairwise(places))
+        tokens_lib.decode_bundle(raw[a:b], "s", i, int(crcs[i]))
+        for i, (a, b) in enumerate(itertools.pairwise(places))
     ]
     return bundles, lengths
 
@@ -63,12 +71,19 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
     assert entry["crc32c"] == google_crc32c.value((path.parent / entry["partial"]).read_bytes())
     bundles, lengths = read(entry, raw)
     assert lengths.tolist() == sizes and entry["documents"] == len(sizes)
-    assert [len(b) for b in bundles[:-1]] == [bundle] * (len(bundles) - 1) and len(bundles[-1]) <= bundle
-    together = {f: np.concatenate([getattr(b, f) for b in bundles]) for f in ("tokens", "targets", "starts", "learn")}
+    assert [len(b) for b in bundles[:-1]] == [bundle] * (len(bundles) - 1) and len(
+        bundles[-1]
+    ) <= bundle
+    together = {
+        f: np.concatenate([getattr(b, f) for b in bundles])
+        for f in ("tokens", "targets", "starts", "learn")
+    }
     np.testing.assert_array_equal(together["tokens"], np.concatenate([d.tokens for d in documents]))
     ends = np.cumsum(sizes)
     np.testing.assert_array_equal(np.flatnonzero(together["starts"]), np.append(0, ends[:-1]))
-    mask = np.concatenate([np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in documents])
+    mask = np.concatenate(
+        [np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in documents]
+    )
     expected = np.append(mask[1:] & ~together["starts"][1:], False)
     np.testing.assert_array_equal(together["learn"], expected)
     learnt = np.flatnonzero(expected)

@@ -1,9 +1,9 @@
 """Finds the commands in README.md and docs/ and checks them with the programs' own parsers.
 
-Each code block has a language. `sh` is commands: all are parsed, and the slow tests run them. A block that cannot
-run as it stands, because it has a name to fill in (DIR, ROOT) or needs a GPU or a cluster, states its needs on the
-last line before it: `*Needs: ...*`. `python` must compile. `text` is output, or a usage with options in [], whose
-names are checked.
+Each code block has a language. `sh` is commands: all are parsed, and the slow tests run them. A
+block that cannot run as it stands, because it has a name to fill in (DIR, ROOT) or needs a GPU or a
+cluster, states its needs on the last line before it: `*Needs: ...*`. `python` must compile. `text`
+is output, or a usage with options in [], whose names are checked.
 """
 
 import functools
@@ -23,7 +23,9 @@ from zaya_jax.config import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPTIONS = reference.options()
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```", re.M | re.S
+)
 NEEDS = re.compile(r"^\*Needs: [^*\n]+\.\*$")
 BEGINS = rf"experiments\.(?!NAME\b|configs\b)|zaya-(?!NAME\b|JOBID\b)|(?=(?:{'|'.join(OPTIONS)}) )"
 # `python -m experiments.plan ...`, `experiments.plan ...`, `zaya-plan ...`, `plan --search`
@@ -32,9 +34,23 @@ PLACEHOLDER = re.compile(r"(?<![\w$])[A-Z][A-Z_]+(?![\w=])")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # Programs of the system, whose options are their own.
 PLAIN = {
-    "cat", "cd", "cp", "cut", "docker", "export", "git", "head", "kubectl", "ls", "mkdir", "open", "pip", "rm",
-    "source", "tail",
-}  # fmt: skip
+    "cat",
+    "cd",
+    "cp",
+    "cut",
+    "docker",
+    "export",
+    "git",
+    "head",
+    "kubectl",
+    "ls",
+    "mkdir",
+    "open",
+    "pip",
+    "rm",
+    "source",
+    "tail",
+}
 SCRIPTS = {"launch/slurm.sbatch": "pretrain", "launch/prepare.sbatch": "prepare_data"}
 WORDS_OF_LOOPS = {"do", "then", "else", "done", "fi"}
 
@@ -82,14 +98,22 @@ class Reader:
         self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         self.python.chmod(0o755)
         self._environment = {
-            **os.environ, "PATH": f"{self.python.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-            "COLUMNS": "200", "XLA_FLAGS": "",  # the tests ask for eight devices
-        }  # fmt: skip
+            **os.environ,
+            "PATH": f"{self.python.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "COLUMNS": "200",
+            "XLA_FLAGS": "",  # the tests ask for eight devices
+        }
 
     def runs(self, *command: str) -> str:
         """Runs a command that must succeed; returns its output."""
         done = subprocess.run(
-            command, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=3600
+            command,
+            cwd=self._folder,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=3600,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         seconds = time.perf_counter() - self._begun
@@ -102,8 +126,11 @@ class Reader:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command: lines joined, variables and comments gone, loops opened, pipes cut."""
-    text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.M | re.S)  # a heredoc is a file
+    """The words of each command: lines joined, variables and comments gone, loops opened, pipes
+    cut."""
+    text = re.sub(
+        r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.M | re.S
+    )  # a heredoc is a file
     text = re.sub(r"\$\(\(.*?\)\)|\$\{?\w+\}?", "1", text.replace("\\\n", " "))
     for line in text.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
@@ -145,7 +172,10 @@ def _wrong(words: list[str], needs: bool) -> str:
     if not needs and first != "make":
         found = next((m[0] for word in words for m in [PLACEHOLDER.search(word)] if m), "")
         if found:
-            return f"{found} is for the reader to put in: say so in a line before the block, *Needs: ...*"
+            return (
+                f"{found} is for the reader to put in: say so in a line before the block, *Needs:"
+                " ...*"
+            )
     if first in PYTHONS:
         if rest[:1] == ["-m"] and len(rest) > 1:
             return of_module(rest[1], rest[2:], needs)
@@ -163,7 +193,11 @@ def _wrong(words: list[str], needs: bool) -> str:
         script = next((i for i, word in enumerate(rest) if word.startswith("launch/")), None)
         if script is None or not (ROOT / rest[script]).is_file():
             return f"{first} is given no file of launch/"
-        return of_program(SCRIPTS[rest[script]], rest[script + 1 :], needs) if first == "sbatch" else ""
+        return (
+            of_program(SCRIPTS[rest[script]], rest[script + 1 :], needs)
+            if first == "sbatch"
+            else ""
+        )
     if first.startswith(("tools/", "launch/", "./")):
         return "" if (ROOT / first).is_file() else f"{first} is no file"
     return "" if first in PLAIN else f"{first} is no program that the documentation knows"
@@ -195,19 +229,24 @@ def of_make(args: list[str], needs: bool) -> str:
     for name in given:
         if name not in ("ARGS", "EXTRAS", "PYTHON"):
             return f"make is given {name}; it knows ARGS, EXTRAS and PYTHON"
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for extra in filter(None, given.get("EXTRAS", "").split(",")):
         if extra not in extras:
             return f"{extra} is no extra of pyproject.toml"
         if extra in ("cuda", "rocm") and not needs:
             return f"EXTRAS={extra} needs a GPU: say so in a line before the block, *Needs: ...*"
     if names == ["pretrain"]:
-        return wrong(["python", "-m", "experiments.pretrain", *shlex.split(given.get("ARGS", ""))], needs)
+        return wrong(
+            ["python", "-m", "experiments.pretrain", *shlex.split(given.get("ARGS", ""))], needs
+        )
     return ""
 
 
 def of_program(name: str, args: list[str], needs: bool) -> str:
-    """The fault of a command of experiments/, whose own parser reads the arguments, values and all."""
+    """The fault of a command of experiments/, whose own parser reads the arguments, values and
+    all."""
     if name not in OPTIONS:
         return f"experiments.{name} is no program; there are {', '.join(sorted(OPTIONS))}"
     if {"--help", "-h"} & set(args):
@@ -221,8 +260,11 @@ def of_program(name: str, args: list[str], needs: bool) -> str:
         given = next((arg for arg in args if arg.startswith("--config=")), "")
         file, _, run = given.removeprefix("--config=").partition(":")
         if "zaya1_base" in file and name == "pretrain" and "--describe" not in args and not needs:
-            return "zaya1_base trains on GPUs alone: say so in a line before the block, *Needs: ...*"
-        # A run that is not here, and a file of the reader's, are read as the default: the keys are the same.
+            return (
+                "zaya1_base trains on GPUs alone: say so in a line before the block, *Needs: ...*"
+            )
+        # A run that is not here, and a file of the reader's, are read as the default: the keys are
+        # the same.
         default = run or (needs and not (ROOT / file).is_file())
         own = [] if default or not given else [f"--config={ROOT / file}"]
         args = own + [arg for arg in args if arg != given]

@@ -1,4 +1,5 @@
-"""Every command that README.md and docs/ show is one that its program takes; commands.py has the rule."""
+"""Every command that README.md and docs/ show is one that its program takes; commands.py has the
+rule."""
 
 import re
 import textwrap
@@ -11,7 +12,9 @@ from zaya_jax import config
 BLOCKS = [
     block
     for page in commands.pages()
-    for block in commands.blocks(page.read_text(encoding="utf-8"), str(page.relative_to(commands.ROOT)))
+    for block in commands.blocks(
+        page.read_text(encoding="utf-8"), str(page.relative_to(commands.ROOT))
+    )
 ]
 
 
@@ -34,11 +37,16 @@ def test_every_command_is_one_that_its_program_takes():
 
 
 def test_options_in_running_text_are_there():
-    """`python -m experiments.NAME ...` between backticks, and usages: names alone, since values are left open."""
+    """`python -m experiments.NAME ...` between backticks, and usages: names alone, since values are
+    left open."""
     wrong, checked = [], 0
     for page in commands.pages():
         text = page.read_text(encoding="utf-8")
-        usages = [b.text.replace("\\\n", " ") for b in commands.blocks(text, page.name) if b.language == "text"]
+        usages = [
+            b.text.replace("\\\n", " ")
+            for b in commands.blocks(text, page.name)
+            if b.language == "text"
+        ]
         usages = [re.sub(r"\n +(?=\[|--)", " ", usage) for usage in usages]
         quoted = "".join(f"`{line}`\n" for usage in usages for line in usage.splitlines())
         for match in commands.INLINE.finditer(quoted + commands.FENCE.sub("", text)):
@@ -46,10 +54,14 @@ def test_options_in_running_text_are_there():
             name, rest = match[1].replace("-", "_"), match[2].partition(" -- ")[0]
             if name not in commands.OPTIONS:
                 wrong.append(f"{page.name}: {match[0]}: no such program")
-            known = {o for options in commands.OPTIONS.get(name, {}).values() for o in options} | {"help"}
+            known = {o for options in commands.OPTIONS.get(name, {}).values() for o in options} | {
+                "help"
+            }
             for option in re.findall(r"(?<=[ \[]--)[\w.]+", rest):
                 key = option.removeprefix("config.")
-                if option not in known and not (option != key and key in (*config.all_keys(), "KEY")):
+                if option not in known and not (
+                    option != key and key in (*config.all_keys(), "KEY")
+                ):
                     wrong.append(f"{page.name}: {match[0]}: no --{option}")
     assert not wrong, "\n".join(wrong)
     assert checked > 60
@@ -57,7 +69,9 @@ def test_options_in_running_text_are_there():
 
 def test_commands_stand_in_fences():
     """Indented blocks would be passed over."""
-    command = re.compile(r"^(?: {4}|\t)(?:\w+=\S+ )*(?:\S*python -|make |launch/|sbatch |kubectl |zaya-)", re.M)
+    command = re.compile(
+        r"^(?: {4}|\t)(?:\w+=\S+ )*(?:\S*python -|make |launch/|sbatch |kubectl |zaya-)", re.M
+    )
     for page in commands.pages():
         assert not command.search(commands.FENCE.sub("", page.read_text(encoding="utf-8"))), page
 
@@ -81,7 +95,9 @@ def test_the_config_of_the_how_to_is_one():
 @pytest.mark.slow
 def test_the_loss_and_the_router_of_the_how_to_are_ones():
     names: dict = {}
-    for block in (b for b in BLOCKS if b.page == "docs/howto/own_layer.md" and b.language == "python"):
+    for block in (
+        b for b in BLOCKS if b.page == "docs/howto/own_layer.md" and b.language == "python"
+    ):
         exec(block.text, names)
     assert 5 < float(names["loss"]) < 6.5  # fresh weights of 264 ids: ln 264 = 5.58
     assert isinstance(names["model"].layer(0).router, names["LinearRouter"])
@@ -92,7 +108,10 @@ def test_the_loss_and_the_router_of_the_how_to_are_ones():
     ("command", "says"),
     [
         ("python -m experiments.pretrain --wokdir=runs/x", "--wokdir"),
-        ("python -m experiments.pretrain --config.run.num_step=5", "key config.run.num_step; did you mean"),
+        (
+            "python -m experiments.pretrain --config.run.num_step=5",
+            "key config.run.num_step; did you mean",
+        ),
         ("python -m experiments.pretrain --config=experiments/configs/zaya1_base.py", "Needs"),
         ("python -m experiments.pretend", "experiments.pretend is no program"),
         ("python -m experiments.prepare_data --input=x --out=DIR", "DIR is for the reader"),
@@ -102,12 +121,17 @@ def test_the_loss_and_the_router_of_the_how_to_are_ones():
         ("zaya-prepare-dater --out=x", "no command of pyproject.toml"),
         ("python -m benchmarks.kernels --nothing=1", "--nothing"),
         ("make test && python -m experiments.plan --nothing=1", "--nothing"),
-        ("for i in 1 2; do\n    python -m experiments.plan \\\n        --nothing=$i\ndone", "--nothing"),
+        (
+            "for i in 1 2; do\n    python -m experiments.plan \\\n        --nothing=$i\ndone",
+            "--nothing",
+        ),
         ("frobnicate --all", "no program that the documentation knows"),
     ],
 )
 def test_a_wrong_command_is_found(command, says):
-    assert says in " ".join(commands.wrong(words, needs=False) for words in commands.commands(command))
+    assert says in " ".join(
+        commands.wrong(words, needs=False) for words in commands.commands(command)
+    )
 
 
 def test_what_a_block_needs_stands_on_the_line_before():

@@ -14,7 +14,11 @@ ROOT = commands.ROOT
 
 def test_the_page_of_programs_is_as_it_is_made():
     made = subprocess.run(
-        [sys.executable, "-m", "tools.reference"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tools.reference"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert made.returncode == 0, made.stderr
     assert made.stdout == (ROOT / "docs/programs.md").read_text(encoding="utf-8"), (
@@ -24,7 +28,9 @@ def test_the_page_of_programs_is_as_it_is_made():
 
 def test_every_exit_code_is_on_its_page():
     text = (ROOT / "docs" / "exit_codes.md").read_text(encoding="utf-8")
-    listed = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", text, re.M) for code in row.split(",")}
+    listed = {
+        int(code) for row in re.findall(r"^\| ([\d, ]+) \|", text, re.M) for code in row.split(",")
+    }
     codes = {v for k, v in vars(cli).items() if k.isupper() and type(v) is int}
     assert listed == codes | {130, 143}  # those of a second signal, as of any program
 
@@ -33,8 +39,13 @@ def metrics() -> set[str]:
     """Every name on docs/metrics.md, those of groups of weights too."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     names = set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
-    groups = [*re.findall(r"`(\w+)`", text.partition("of a group of weights: ")[2].partition(";")[0]), "mlp"]
-    return names | {f"{name}/{group}" for name in names if name.endswith("_norm") for group in groups}
+    groups = [
+        *re.findall(r"`(\w+)`", text.partition("of a group of weights: ")[2].partition(";")[0]),
+        "mlp",
+    ]
+    return names | {
+        f"{name}/{group}" for name in names if name.endswith("_norm") for group in groups
+    }
 
 
 def test_every_group_of_weights_is_on_the_page_of_metrics():
@@ -45,10 +56,16 @@ def test_every_group_of_weights_is_on_the_page_of_metrics():
 
 
 def test_every_name_on_the_page_of_metrics_is_one_that_the_code_writes():
-    sources = "".join(p.read_text() for folder in ("zaya_jax", "experiments") for p in (ROOT / folder).rglob("*.py"))
+    sources = "".join(
+        p.read_text()
+        for folder in ("zaya_jax", "experiments")
+        for p in (ROOT / folder).rglob("*.py")
+    )
     for name in metrics():
         plain = (
-            name.partition("/")[0] if "_norm/" in name else name.removeprefix("checkpoint/").removesuffix("_seconds")
+            name.partition("/")[0]
+            if "_norm/" in name
+            else name.removeprefix("checkpoint/").removesuffix("_seconds")
         )
         whole = re.search(rf'["\']{re.escape(name)}["\']', sources)
         assert whole or re.search(rf'["\']{re.escape(plain)}["\']', sources), name

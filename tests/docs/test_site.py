@@ -1,4 +1,5 @@
-"""The site: its navigation, its links and anchors without mkdocs, and itself where mkdocs is installed."""
+"""The site: its navigation, its links and anchors without mkdocs, and itself where mkdocs is
+installed."""
 
 import re
 import shutil
@@ -23,18 +24,28 @@ def settings():
 def in_nav(entry) -> list[str]:
     if isinstance(entry, str):
         return [entry]
-    return [path for part in (entry.values() if isinstance(entry, dict) else entry) for path in in_nav(part)]
+    return [
+        path
+        for part in (entry.values() if isinstance(entry, dict) else entry)
+        for path in in_nav(part)
+    ]
 
 
 def linked_pages() -> list[Path]:
     folders = ("docs", "benchmarks", "pallas_kernels")
-    return [*ROOT.glob("*.md"), *(page for folder in folders for page in sorted((ROOT / folder).rglob("*.md")))]
+    return [
+        *ROOT.glob("*.md"),
+        *(page for folder in folders for page in sorted((ROOT / folder).rglob("*.md"))),
+    ]
 
 
 def anchors(text: str) -> set[str]:
-    """What GitHub and mkdocs both call a page's headings; where they differ, or one is there twice, no link may go."""
+    """What GitHub and mkdocs both call a page's headings; where they differ, or one is there twice,
+    no link may go."""
     found: list[str] = []
-    for title in re.findall(r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S), re.M):
+    for title in re.findall(
+        r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S), re.M
+    ):
         title = re.sub(r"[`*]", "", title).strip().lower()
         plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
         of_mkdocs = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain))
@@ -59,7 +70,9 @@ def broken(page: Path, text: str) -> list[str]:
 
 
 def test_links_and_anchors_lead_somewhere():
-    wrong = [line for page in linked_pages() for line in broken(page, page.read_text(encoding="utf-8"))]
+    wrong = [
+        line for page in linked_pages() for line in broken(page, page.read_text(encoding="utf-8"))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -70,7 +83,9 @@ def test_every_page_has_its_place():
     listed = in_nav(settings()["nav"])
     assert len(listed) == len(set(listed))
     wrong = set(listed) ^ (there | outside)
-    assert not wrong, f"in docs/ or benchmarks/ and not in mkdocs.yml, or the other way round: {wrong}"
+    assert not wrong, (
+        f"in docs/ or benchmarks/ and not in mkdocs.yml, or the other way round: {wrong}"
+    )
 
 
 def mkdocs() -> str:
@@ -83,13 +98,17 @@ def mkdocs() -> str:
 def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(tmp_path):
     built = subprocess.run(
         [mkdocs(), "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     pages = sorted((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 60
     loads = re.compile(
-        r'<(?:script|img|iframe|source|video)[^>]* src="?(?:https?:)?//|<link[^>]* href="?(?:https?:)?//'
+        r'<(?:script|img|iframe|source|video)[^>]* src="?(?:https?:)?//|<link[^>]*'
+        r' href="?(?:https?:)?//'
     )
     for page in pages:
         assert not loads.search(page.read_text(encoding="utf-8")), page
@@ -97,4 +116,6 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(tmp_path):
     assert "loss_and_grads" in text and "[B, S, V]" in text
     assert "source/experiments/pretrain" not in text
     assert (tmp_path / "site" / "benchmarks" / "compile.html").is_file()
-    assert (tmp_path / "site" / "source" / "experiments" / "configs" / "zaya1_base.py.html").is_file()
+    assert (
+        tmp_path / "site" / "source" / "experiments" / "configs" / "zaya1_base.py.html"
+    ).is_file()

@@ -1,4 +1,5 @@
-"""Runs the tutorial's commands in order in an empty folder, and compares their output with the page.
+"""Runs the tutorial's commands in order in an empty folder, and compares their output with the
+page.
 
 225 s on one core while another program ran (23 November 2026).
 """
@@ -20,21 +21,31 @@ def shape(line: str) -> str:
 
 
 def missing(shown: str, printed: str) -> list[str]:
-    """The lines that the page shows and the program did not print, numbers apart; ... is for any."""
+    """The lines that the page shows and the program did not print, numbers apart; ... is for
+    any."""
     shapes = {shape(line) for line in printed.splitlines()}
     wanted = [shape(line) for line in shown.splitlines() if line.strip() != "..."]
     return [
         line
         for line in wanted
-        if not (line in shapes or (line.endswith(" ...") and any(s.startswith(line[:-4]) for s in shapes)))
+        if not (
+            line in shapes
+            or (line.endswith(" ...") and any(s.startswith(line[:-4]) for s in shapes))
+        )
     ]
 
 
 def test_every_block_of_the_tutorial_can_be_run():
     found = commands.blocks(PAGE.read_text(encoding="utf-8"), "docs/tutorial.md")
-    assert not [block.place for block in found if block.needs or block.language not in ("sh", "python", "text")]
+    assert not [
+        block.place
+        for block in found
+        if block.needs or block.language not in ("sh", "python", "text")
+    ]
     languages = [block.language for block in found if block.language != "text"]
-    assert languages == sorted(languages, reverse=True), "Python comes after all commands: it is run as one"
+    assert languages == sorted(languages, reverse=True), (
+        "Python comes after all commands: it is run as one"
+    )
     assert languages.count("sh") >= 8 and languages.count("python") >= 2
 
 
@@ -52,7 +63,11 @@ def test_the_tutorial_from_beginning_to_end(tmp_path):
         elif "def main(" in block.text:  # a model's text is that of its machine
             assert printed.startswith("def main(") and len(printed) > 30
         else:
-            assert not missing(block.text, printed), (block.place, missing(block.text, printed), printed)
+            assert not missing(block.text, printed), (
+                block.place,
+                missing(block.text, printed),
+                printed,
+            )
     assert (tmp_path / "runs" / "small_bpe" / "report.html").stat().st_size > 10_000
     figures = json.loads((tmp_path / "evaluation" / "small_bpe" / "evaluation.json").read_text())
     rows = {name: row["bits_per_byte"] for name, row in figures["data"].items()}

@@ -1,4 +1,5 @@
-"""Runs the commands of README.md and docs/, page by page in one folder; the tutorial has its own test.
+"""Runs the commands of README.md and docs/, page by page in one folder; the tutorial has its own
+test.
 
 Long runs are shortened. Blocks that state needs, and set-up commands, are skipped.
 """
@@ -9,7 +10,13 @@ import re
 import commands
 import pytest
 
-STEPS = {"runs/wider": 12, "runs/spread": 4, "runs/four": 6, "runs/eight_devices": 4, "runs/long": 3}
+STEPS = {
+    "runs/wider": 12,
+    "runs/spread": 4,
+    "runs/four": 6,
+    "runs/eight_devices": 4,
+    "runs/long": 3,
+}
 SETS_UP = re.compile(r"^ *make (?:test|setup\S*)\b.*$", re.M)
 
 
@@ -27,7 +34,9 @@ def shorter(text: str) -> str:
 def with_steps(workdir: str, steps: int, command: re.Match) -> str:
     """A training command with its number of steps inserted or replaced."""
     text = re.sub(r" +--config\.run\.num_steps=\d+", "", command[0])
-    return text.replace(f"--workdir={workdir}", f"--workdir={workdir} --config.run.num_steps={steps}")
+    return text.replace(
+        f"--workdir={workdir}", f"--workdir={workdir} --config.run.num_steps={steps}"
+    )
 
 
 def typed() -> list[commands.Block]:

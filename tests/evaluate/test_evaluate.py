@@ -28,7 +28,9 @@ def score(call, folder, tmp_path):
     def scored(*options, model=folder):
         code, out, err = call(f"--model={model}", f"--out={tmp_path / 'out'}", *options)
         assert (code, err) == (cli.DONE, "")
-        found = json.loads((tmp_path / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
+        found = json.loads(
+            (tmp_path / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail
+        )
         return out, found["data"]
 
     return scored
@@ -43,13 +45,19 @@ def data(tmp_path):
 
 
 def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
-    out, found = score(f"--data={data}/a.txt", f"--data={data}/[bc].txt", "--limit=1", "--context=99")
+    out, found = score(
+        f"--data={data}/a.txt", f"--data={data}/[bc].txt", "--limit=1", "--context=99"
+    )
     assert list(found) == ["all", f"{data}/a.txt", f"{data}/[bc].txt"]
     rows = list(found.values())
-    assert [row["documents"] for row in rows] == [2, 1, 1] and rows[0]["tokens"] == 2 * rows[1]["tokens"]
+    assert [row["documents"] for row in rows] == [2, 1, 1] and rows[0]["tokens"] == 2 * rows[1][
+        "tokens"
+    ]
     names = ["evaluation.html", "evaluation.json", "evaluation.md"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
-    table, page = ((tmp_path / "out" / name).read_text() for name in ("evaluation.md", "evaluation.html"))
+    table, page = (
+        (tmp_path / "out" / name).read_text() for name in ("evaluation.md", "evaluation.html")
+    )
     assert table in out and f"| {rows[1]['loss']:.4f} |" in table
     assert "is above the model's 64 tokens: 64 are used" in out and "--limit=1" in out
     assert "<svg" in page and f"{rows[1]['loss']:.4f}" in page
@@ -63,7 +71,10 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
         (["--model={golden}"], "has no held-out text; give --data or --tasks"),
         (["--model={data}", "--data={data}"], "holds no model; give a run's folder"),
         (["--data=nowhere.txt"], r"--data=nowhere\.txt names no file"),
-        (["--data={data}/a.txt", "--data={data}/../in/a.txt"], r"is the same as --data=.*name it once"),
+        (
+            ["--data={data}/a.txt", "--data={data}/../in/a.txt"],
+            r"is the same as --data=.*name it once",
+        ),
         (["--mesh=rows=2", "--data={data}"], "rows"),
         (["--context=0", "--data={data}"], "must be at least 1"),
         (["--data={data}/empty.txt"], r"empty\.txt has no token to predict"),
@@ -71,7 +82,9 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
         (["--bos", "--data={data}"], "--bos applies to tasks; give --tasks or omit it"),
     ],
 )
-def test_wrong_options_are_one_line_and_nothing_is_written(call, folder, data, golden_dir, tmp_path, given, message):
+def test_wrong_options_are_one_line_and_nothing_is_written(
+    call, folder, data, golden_dir, tmp_path, given, message
+):
     (data / "empty.txt").write_text("")
     given = [option.format(data=data, golden=golden_dir / "base") for option in given]
     code, _, err = call(f"--model={folder}", f"--out={tmp_path / 'out'}", *given)
@@ -94,7 +107,10 @@ def test_samples_are_of_the_evaluation_beside_them(call, folder, data, tmp_path)
     out.mkdir()
     (out / "samples.jsonl").write_text("of another user\n")
     for kept in (True, False):  # now it is of an evaluation
-        assert call(*options, f"--out={out}")[0] == cli.DONE and (out / "samples.jsonl").exists() == kept
+        assert (
+            call(*options, f"--out={out}")[0] == cli.DONE
+            and (out / "samples.jsonl").exists() == kept
+        )
 
 
 def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(score, data):
@@ -107,7 +123,9 @@ def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(score, data):
 
 
 def test_a_model_of_nan_is_said_and_the_files_are_read_by_all(score, model, data, tmp_path):
-    broken = dataclasses.replace(model, params=jax.tree.map(lambda leaf: leaf * np.nan, model.params))
+    broken = dataclasses.replace(
+        model, params=jax.tree.map(lambda leaf: leaf * np.nan, model.params)
+    )
     out, found = score(f"--data={data}/a.txt", model=broken.save(tmp_path / "broken"))
     assert f"No finite loss, null in evaluation.json: {data}/a.txt." in out
     (row,) = found.values()
@@ -124,19 +142,30 @@ def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_pat
         results = run.wait()
     assert [result.code for result in results] == [0, 0], results
     assert "| documents |" in results[0].out and results[1].out == ""
-    alone, both = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("alone", "both"))
+    alone, both = (
+        json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("alone", "both")
+    )
     assert both["device"].startswith("2 x ")
     for key in ("documents", "tokens", "bytes", "accuracy"):
-        assert [row[key] for row in both["data"].values()] == [row[key] for row in alone["data"].values()]
+        assert [row[key] for row in both["data"].values()] == [
+            row[key] for row in alone["data"].values()
+        ]
     (here,), (there,) = alone["data"].values(), both["data"].values()
     assert there["loss"] == pytest.approx(here["loss"], rel=1e-5)
 
 
 def test_a_log_has_a_line_of_progress_each_minute(call, folder, data, tmp_path, monkeypatch):
     monkeypatch.setattr(_progress, "EVERY", 0.0)
-    code, _, err = call(f"--model={folder}", f"--data={data}", f"--out={tmp_path / 'out'}", "--tokens=128")
-    found = [re.fullmatch(rf"{data}: ([\d.]+)(k?) tokens \[.*tokens/s\]", line) for line in err.splitlines()]
+    code, _, err = call(
+        f"--model={folder}", f"--data={data}", f"--out={tmp_path / 'out'}", "--tokens=128"
+    )
+    found = [
+        re.fullmatch(rf"{data}: ([\d.]+)(k?) tokens \[.*tokens/s\]", line)
+        for line in err.splitlines()
+    ]
     done = [float(line[1]) * (1000 if line[2] else 1) for line in found]
     assert code == cli.DONE and len(done) > 2 and done == sorted(done)
-    tokens = json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"][str(data)]["tokens"]
+    tokens = json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"][str(data)][
+        "tokens"
+    ]
     assert done[-1] == pytest.approx(tokens, rel=0.01)

@@ -1,8 +1,10 @@
-"""lm-eval's tasks: with lm-eval installed, and against its own `hf` model where an interpreter with torch is named.
+"""lm-eval's tasks: with lm-eval installed, and against its own `hf` model where an interpreter with
+torch is named.
 
     ZAYA_TORCH_PYTHON=ORACLE/bin/python python -m pytest tests/evaluate/test_harness.py
 
-ORACLE has torch, transformers and lm-eval (benchmarks/evaluation.py says which); lm-eval must be here too.
+ORACLE has torch, transformers and lm-eval (benchmarks/evaluation.py says which); lm-eval must be
+here too.
 """
 
 import json
@@ -31,18 +33,29 @@ def test_without_lm_eval_the_way_to_it_is_said(monkeypatch):
 
 def test_figures_have_their_standard_errors():
     values = {
-        "alias": "a", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1,
-        "em,strict": 1, "em_stderr,strict": "N/A",
-    }  # fmt: skip
-    assert harness.figures({"results": {"task": values}}) == {"task": {"acc": (0.5, 0.1), "em (strict)": (1.0, None)}}
+        "alias": "a",
+        "sample_len": 3,
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.1,
+        "em,strict": 1,
+        "em_stderr,strict": "N/A",
+    }
+    assert harness.figures({"results": {"task": values}}) == {
+        "task": {"acc": (0.5, 0.1), "em (strict)": (1.0, None)}
+    }
     assert harness.figures({}) == {}
 
 
 def test_samples_are_json_that_all_read():
-    found = harness.samples({"samples": {"task": [{"resps": [[(-math.inf, False)]], "filtered": math.nan, "of": {1}}]}})
+    found = harness.samples(
+        {"samples": {"task": [{"resps": [[(-math.inf, False)]], "filtered": math.nan, "of": {1}}]}}
+    )
     assert json.loads(found, parse_constant=pytest.fail) == {
-        "task": "task", "resps": [[[None, False]]], "filtered": None, "of": "{1}"
-    }  # fmt: skip
+        "task": "task",
+        "resps": [[[None, False]]],
+        "filtered": None,
+        "of": "{1}",
+    }
 
 
 @pytest.fixture
@@ -62,26 +75,36 @@ def requests(kind, *arguments):
 
 def test_log_likelihoods_are_sums_over_the_answer(lm, model):
     long = "words " * 30
-    asked = [("a question", " an answer"), ("", "no question"), (long, " its answer"), ("a ", "space")]
+    asked = [
+        ("a question", " an answer"),
+        ("", "no question"),
+        (long, " its answer"),
+        ("a ", "space"),
+    ]
     found = lm.loglikelihood(requests("loglikelihood", *asked), disable_tqdm=True)
     # A space at the end of a question belongs to the answer, as in lm-eval's own models.
     rows = [
-        TokenRow([*b"a question an answer"], 10), TokenRow([256, *b"no question"], 1),
-        TokenRow([*(long + " its answer").encode()][-65:], 53), TokenRow([*b"a space"], 1),
-    ]  # fmt: skip
+        TokenRow([*b"a question an answer"], 10),
+        TokenRow([256, *b"no question"], 1),
+        TokenRow([*(long + " its answer").encode()][-65:], 53),
+        TokenRow([*b"a space"], 1),
+    ]
     for (total, greedy), (log_probs, likeliest) in zip(found, Scorer(model)(rows), strict=True):
         assert total == pytest.approx(log_probs.sum(), abs=1e-4) and greedy == likeliest.all()
 
 
 def test_a_question_of_white_space_is_the_begin_of_document(lm):
-    """lm-eval moves the space to the answer, which leaves no question; its own hf model stops at an assertion."""
+    """lm-eval moves the space to the answer, which leaves no question; its own hf model stops at an
+    assertion."""
     ask = lambda *pairs: lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)  # noqa: E731
     assert ask(("  ", "a"), ("\n", "b")) == ask(("", "  a"), ("", "\nb"))
 
 
 def test_rolling_windows_predict_each_token_once(lm, model):
     text = "a text of some length, " * 7  # 161 bytes in a context of 64
-    (total,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)), disable_tqdm=True)
+    (total,) = lm.loglikelihood_rolling(
+        requests("loglikelihood_rolling", (text,)), disable_tqdm=True
+    )
     ids = [256, *text.encode()]
     rows = [TokenRow(ids[0:65]), TokenRow(ids[64:129]), TokenRow(ids[97:162], 32)]
     assert sum(len(row.ids) - row.first for row in rows) == len(text)
@@ -93,7 +116,11 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
     greedy = {"until": [], "max_gen_toks": 12}
     stop = {"until": [plain[3]], "max_gen_toks": 12}
     sampled = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 50}
-    asked = [*(("def f", options) for options in (greedy, stop, sampled, sampled)), ("x" * 100, greedy), ("", greedy)]
+    asked = [
+        *(("def f", options) for options in (greedy, stop, sampled, sampled)),
+        ("x" * 100, greedy),
+        ("", greedy),
+    ]
     found = lm.generate_until(requests("generate_until", *asked), disable_tqdm=True)
     assert found[1] == found[0].split(plain[3])[0]
     assert found[2] != found[3]  # requests have seeds of their own
@@ -112,7 +139,8 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
 def test_generation_that_there_is_not_is_refused(lm, options, message):
     with pytest.raises(UserError, match=message):
         lm.generate_until(
-            requests("generate_until", ("a", {"until": [], "max_gen_toks": 4} | options)), disable_tqdm=True
+            requests("generate_until", ("a", {"until": [], "max_gen_toks": 4} | options)),
+            disable_tqdm=True,
         )
 
 
@@ -126,7 +154,10 @@ def test_answers_that_have_no_likelihood_are_refused(lm):
 def test_tasks_are_run_and_their_samples_kept(lm, model):
     found = harness.run(model, ["zaya_choice", "zaya_rolling"], include_path=TASKS, limit=3)
     figures = harness.figures(found)
-    assert list(figures["zaya_choice"]) == ["acc", "acc_norm"] and figures["zaya_rolling"]["bits_per_byte"][0] > 0
+    assert (
+        list(figures["zaya_choice"]) == ["acc", "acc_norm"]
+        and figures["zaya_rolling"]["bits_per_byte"][0] > 0
+    )
     lines = [json.loads(line) for line in harness.samples(found).splitlines()]
     assert [line["task"] for line in lines] == ["zaya_choice"] * 3 + ["zaya_rolling"] * 3
     few = harness.run(model, ["zaya_nothing"], include_path=TASKS, limit=2, num_fewshot=0)
@@ -134,7 +165,9 @@ def test_tasks_are_run_and_their_samples_kept(lm, model):
 
 
 def test_tasks_that_are_not_there_or_broken_are_one_line(lm, model, tmp_path):
-    with pytest.raises(UserError, match=r"--tasks=zaya_choise is not one of .*; did you mean zaya_choice\?"):
+    with pytest.raises(
+        UserError, match=r"--tasks=zaya_choise is not one of .*; did you mean zaya_choice\?"
+    ):
         harness.run(model, ["zaya_choise"], include_path=TASKS)
     text = (Path(TASKS) / "choice.yaml").read_text().replace("zaya_choice", "broken")
     (tmp_path / "broken.yaml").write_text(text.replace("tasks/choice.jsonl", "tasks/gone.jsonl"))
@@ -155,9 +188,13 @@ def test_each_request_is_answered_as_lm_eval_s_hf_model_does(tmp_path):
     ours, theirs = evaluation.ours(model, tmp_path), evaluation.theirs(python, model, tmp_path)
     found = evaluation.compared(ours, theirs)
     assert {task: row["requests"] for task, row in found.items()} == {
-        "zaya_choice": 36, "zaya_nothing": 36, "zaya_go_on": 12, "zaya_rolling": 6
-    }  # fmt: skip
-    # A rolling likelihood is a sum over windows, each of them some 300 nats that `hf` adds up in float32.
+        "zaya_choice": 36,
+        "zaya_nothing": 36,
+        "zaya_go_on": 12,
+        "zaya_rolling": 6,
+    }
+    # A rolling likelihood is a sum over windows, each of them some 300 nats that `hf` adds up in
+    # float32.
     encode = tokenizers.load(tmp_path / "tokenizer").encode
     lines = (Path(TASKS) / "rolling.jsonl").read_text().splitlines()
     windows = max(-(-len(encode(json.loads(line)["text"])) // 64) for line in lines)
@@ -170,7 +207,9 @@ def test_each_request_is_answered_as_lm_eval_s_hf_model_does(tmp_path):
 
 def test_a_model_of_a_short_context_is_refused_what_it_cannot_hold(lm):
     short = harness.model_of(zj.create(settings(max_position_embeddings=8)))
-    (answer,) = short.loglikelihood(requests("loglikelihood", ("a long question", " no")), disable_tqdm=True)
+    (answer,) = short.loglikelihood(
+        requests("loglikelihood", ("a long question", " no")), disable_tqdm=True
+    )
     assert answer[0] < 0
     with pytest.raises(UserError, match="256 new tokens"):
         short.generate_until(requests("generate_until", ("a", {"until": []})), disable_tqdm=True)
@@ -181,7 +220,10 @@ def test_a_chat_template_spells_the_question_and_its_marks_are_ids(model, lm):
     asked = harness.model_of(model, in_chat=True)
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     text = asked.apply_chat_template(turns)
-    assert text == "<|bos|><|turn|>system\nBe brief.<|end_turn|>\n<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"
+    assert (
+        text == "<|bos|><|turn|>system\nBe"
+        " brief.<|end_turn|>\n<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"
+    )
     ids = asked.tok_encode(text)
     assert ids[:2] == [256, 259] and ids.count(260) == 2 and lm.tok_encode(text)[0] == ord("<")
     begun = [*turns, {"role": "assistant", "content": "It is"}]
@@ -191,15 +233,17 @@ def test_a_chat_template_spells_the_question_and_its_marks_are_ids(model, lm):
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_the_tokenizer_says_whether_texts_have_a_begin_of_document(adds):
-    """As transformers' tokenizers do for lm-eval's hf: Gemma's and Llama's post-processor adds one."""
+    """As transformers' tokenizers do for lm-eval's hf: Gemma's and Llama's post-processor adds
+    one."""
     content = json.loads(tokenizers.Bytes().json())
     piece = lambda kind, id: {kind: {"id": id, "type_id": 0}}  # noqa: E731
     if adds:
         content["post_processor"] = {
-            "type": "TemplateProcessing", "single": [piece("SpecialToken", "<|bos|>"), piece("Sequence", "A")],
+            "type": "TemplateProcessing",
+            "single": [piece("SpecialToken", "<|bos|>"), piece("Sequence", "A")],
             "pair": [piece("Sequence", "A"), piece("Sequence", "B")],
             "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [256], "tokens": ["<|bos|>"]}},
-        }  # fmt: skip
+        }
     found = tokenizers.HuggingFace(json.dumps(content).encode(), {}, "made here")
     answers = [harness._Answers(None, found, bos, 1, 0, False) for bos in (None, True, False)]
     for one in answers:

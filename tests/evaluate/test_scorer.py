@@ -1,4 +1,5 @@
-"""Log-probabilities of rows equal those of `loss` and the public implementation, next to any other rows."""
+"""Log-probabilities of rows equal those of `loss` and the public implementation, next to any other
+rows."""
 
 import jax
 import numpy as np
@@ -43,7 +44,9 @@ def test_rows_are_scored_as_the_public_implementation_does(case, golden_dir):
     for own, first, theirs, (log_probs, likeliest) in zip(ids, (1, 7), logits, found, strict=True):
         theirs = theirs[first - 1 : -1]
         wanted = theirs - np.log(np.exp(theirs).sum(-1, keepdims=True))
-        np.testing.assert_allclose(log_probs, wanted[np.arange(len(wanted)), own[first:]], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            log_probs, wanted[np.arange(len(wanted)), own[first:]], rtol=0, atol=1e-4
+        )
         np.testing.assert_array_equal(likeliest, wanted.argmax(-1) == own[first:])
 
 
@@ -68,11 +71,17 @@ def test_batch_and_order_change_nothing(model):
 def test_a_mesh_of_eight_gives_what_one_device_does(model, folder, mesh):
     assert jax.device_count() == 8
     rows = some_rows(9, longest=16)
-    for (a, _), (b, _) in zip(Scorer(zj.load(folder, mesh=mesh))(rows), Scorer(model)(rows), strict=True):
+    for (a, _), (b, _) in zip(
+        Scorer(zj.load(folder, mesh=mesh))(rows), Scorer(model)(rows), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=0, atol=5e-5)
 
 
-@given(st.lists(st.integers(1, 3000), max_size=60), st.integers(1, 4096), st.sampled_from([None, 3000, 3001, 4096]))
+@given(
+    st.lists(st.integers(1, 3000), max_size=60),
+    st.integers(1, 4096),
+    st.sampled_from([None, 3000, 3001, 4096]),
+)
 def test_each_row_is_in_one_batch_with_room(lengths, tokens, longest):
     found = list(scorer.batches(lengths, tokens, longest))
     assert sorted(number for numbers, _ in found for number in numbers) == list(range(len(lengths)))

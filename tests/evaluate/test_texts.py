@@ -1,4 +1,5 @@
-"""The loss on text: each token once, the bytes that it represents, only the answers of chats, files as prepared."""
+"""The loss on text: each token once, the bytes that it represents, only the answers of chats, files
+as prepared."""
 
 import itertools
 import json
@@ -27,7 +28,10 @@ class Even:
     """A scorer of a model to which a token is as likely as its id says."""
 
     def __call__(self, rows, tell=lambda done: None):
-        return [(-np.float32(0.01) * np.asarray(r.ids[r.first :]), np.ones(len(r.ids) - r.first, bool)) for r in rows]
+        return [
+            (-np.float32(0.01) * np.asarray(r.ids[r.first :]), np.ones(len(r.ids) - r.first, bool))
+            for r in rows
+        ]
 
 
 @given(st.integers(0, 300), st.integers(1, 70))
@@ -40,24 +44,33 @@ def test_windows_predict_each_token_once_after_at_least_half_a_context(count, co
         assert first - begin > context // 2 or number == 0
 
 
-def test_each_document_s_tokens_are_counted_once_whatever_the_portions(tmp_path, tokenizer, monkeypatch):
+def test_each_document_s_tokens_are_counted_once_whatever_the_portions(
+    tmp_path, tokenizer, monkeypatch
+):
     contents = ["a" * n for n in (1, 5, 40, 100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in contents))
     for at_once, context in itertools.product((1, 30, 1 << 20), (1, 7, 64)):
         monkeypatch.setattr(texts, "AT_ONCE", at_once)
-        loss = texts.evaluate(Even(), texts.documents(str(tmp_path / "a.jsonl"), tokenizer), context)
+        loss = texts.evaluate(
+            Even(), texts.documents(str(tmp_path / "a.jsonl"), tokenizer), context
+        )
         figures = loss.figures()
-        assert figures["documents"] == 4 and figures["tokens"] == 146 + 4 and figures["bytes"] == 146
+        assert (
+            figures["documents"] == 4 and figures["tokens"] == 146 + 4 and figures["bytes"] == 146
+        )
         assert loss.nats == pytest.approx(146 * 0.97 + 4 * 2.57, rel=1e-5)
         assert sum(bucket["tokens"] for bucket in figures["by_position"]) == 150
         assert [b["from"] for b in figures["by_position"]] == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
-    """With bytes as ids each byte is a token, and the end of the document is another one without a byte."""
+    """With bytes as ids each byte is a token, and the end of the document is another one without a
+    byte."""
     text = "é and ü"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    figures = texts.evaluate(Scorer(model), texts.documents(str(tmp_path / "a.txt"), tokenizer), 64).figures()
+    figures = texts.evaluate(
+        Scorer(model), texts.documents(str(tmp_path / "a.txt"), tokenizer), 64
+    ).figures()
     assert (figures["bytes"], figures["tokens"]) == (9, 10)
     ids = np.array([[256, *text.encode(), 257]])
     logits = model.logits(ids)[0, :-1].astype(np.float64)
@@ -71,12 +84,20 @@ def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
-    own = tokenizers.load("bytes") if kind == "bytes" else tokenizers.train_bpe(["2+2? user " * 30], 265)
+    own = (
+        tokenizers.load("bytes")
+        if kind == "bytes"
+        else tokenizers.train_bpe(["2+2? user " * 30], 265)
+    )
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     (document,) = texts.documents(str(tmp_path / "a.jsonl"), own)
     made, _ = chat_template.Template(own).prepare(chat.read(MESSAGES), None)
     assert document.tokens.tolist() == list(made.tokens)
-    learnt = [i for i, predicted in zip(document.tokens.tolist(), document.learn, strict=True) if predicted]
+    learnt = [
+        i
+        for i, predicted in zip(document.tokens.tolist(), document.learn, strict=True)
+        if predicted
+    ]
     assert learnt == [i for i, predicted in zip(made.tokens, made.learn, strict=True) if predicted]
     assert own.decode(learnt).replace("\n", "") == "46" or kind == "bpe"
     figures = texts.evaluate(Even(), [document], 16).figures()
@@ -88,7 +109,9 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer, model):
     lines = [{"text": f"line {i} of it, é"} for i in range(30)] + [{"messages": MESSAGES}] * 4
     blank = [{"text": text} for text in ("", " ", "\n\t\u2003")]
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *blank]))
+    (tmp_path / "in" / "a.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [*lines, *blank])
+    )
     options = Options([str(tmp_path / "in")], "bytes", held_out=0.5)
     prepare(options, str(tmp_path / "out"), 1, lambda *_: None)
     plain = lambda document: (document.tokens.tolist(), document.learn.tolist(), document.bytes)  # noqa: E731
@@ -116,8 +139,14 @@ def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenize
     notes = []
     (document,) = texts.documents(str(tmp_path), tokenizer, skipped=notes.append)
     assert document.tokens.tolist() == [256, ord("x"), 257]
-    assert len(notes) == 2 and "empty.txt" in notes[0] + notes[1] and "picture.txt" in notes[0] + notes[1]
-    nothing = texts.evaluate(Even(), texts.documents(str(tmp_path / "empty.txt"), tokenizer), 8).figures()
+    assert (
+        len(notes) == 2
+        and "empty.txt" in notes[0] + notes[1]
+        and "picture.txt" in notes[0] + notes[1]
+    )
+    nothing = texts.evaluate(
+        Even(), texts.documents(str(tmp_path / "empty.txt"), tokenizer), 8
+    ).figures()
     assert nothing["tokens"] == nothing["documents"] == 0 and nothing["bits_per_byte"] is None
     with pytest.raises(UserError, match=r"--data=.*nowhere.* names no file"):
         list(texts.documents(str(tmp_path / "nowhere"), tokenizer))
@@ -129,7 +158,12 @@ def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenize
 def test_all_is_the_sum_of_its_parts(tmp_path, tokenizer):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 50)
-    parts = [texts.evaluate(Even(), texts.documents(str(tmp_path / f"{n}.txt"), tokenizer), 8) for n in "ab"]
+    parts = [
+        texts.evaluate(Even(), texts.documents(str(tmp_path / f"{n}.txt"), tokenizer), 8)
+        for n in "ab"
+    ]
     both = texts.evaluate(Even(), texts.documents(str(tmp_path), tokenizer), 8)
-    assert texts.together(parts).figures() == both.figures() or texts.together(parts).nats == pytest.approx(both.nats)
+    assert texts.together(parts).figures() == both.figures() or texts.together(
+        parts
+    ).nats == pytest.approx(both.nats)
     assert texts.together(parts).documents == 2 and parts[0].documents == 1

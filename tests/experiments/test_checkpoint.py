@@ -33,23 +33,40 @@ def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeyp
     for i in range(40):
         (tmp_path / "text" / f"{i}.txt").write_text(f"some words, file {i}\n" * 40)
     settings = config.editable(read_config(workdir))
-    settings.update_from_flattened_dict({
-        "data.path": str(tmp_path / "text"), "data.seq_len": 32, "data.global_batch": 4, "run.num_steps": 2,
-        "optim.lr": 0.0, "eval.windows": 0, "log.sample_tokens": 0, "mesh.data": 1, "balance.enabled": False,
-    })  # fmt: skip
+    settings.update_from_flattened_dict(
+        {
+            "data.path": str(tmp_path / "text"),
+            "data.seq_len": 32,
+            "data.global_batch": 4,
+            "run.num_steps": 2,
+            "optim.lr": 0.0,
+            "eval.windows": 0,
+            "log.sample_tokens": 0,
+            "mesh.data": 1,
+            "balance.enabled": False,
+        }
+    )
     monkeypatch.setattr("signal.signal", lambda *args: None)
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
     with pytest.raises(config.UserError, match=r"bos_token_id=2, but tokenizer bytes has 256"):
         train(config.check(settings), workdir)
     for name in ("bos", "eos", "pad"):
-        settings.model[f"{name}_token_id"] = None  # another tokenizer than it was trained with: its ids
+        settings.model[f"{name}_token_id"] = (
+            None  # another tokenizer than it was trained with: its ids
+        )
     assert train(config.check(settings), workdir) == 0
-    assert [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
     code, _, _ = run("to_hf", f"--model={workdir}@2", f"--out={tmp_path / 'out'}")
     assert code == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"- data: `{tmp_path / 'text'}`" in card and "- trained: 2 steps, " in card and "held-out" not in card
+    assert (
+        f"- data: `{tmp_path / 'text'}`" in card
+        and "- trained: 2 steps, " in card
+        and "held-out" not in card
+    )
     exchange.write_card(tmp_path, "a", config.check(settings), {"metrics": {"eval/loss": 1.25}})
     assert "- held-out loss: 1.2500 nats" in (tmp_path / "README.md").read_text()
     theirs = load_file(golden_dir / "base" / "model.safetensors")
@@ -66,7 +83,11 @@ def imported(tmp_path_factory, golden_dir):
 
 def tree(folder):
     return sorted(
-        (str(path.relative_to(folder)), path.lstat().st_mtime_ns, path.is_file() and path.read_bytes())
+        (
+            str(path.relative_to(folder)),
+            path.lstat().st_mtime_ns,
+            path.is_file() and path.read_bytes(),
+        )
         for path in folder.rglob("*")
     )
 
@@ -79,14 +100,20 @@ REFUSED = {
     "from_hf --model=RUN --workdir=NEW": "",
     "to_hf --model=TMP --out=NEW": "holds no model",
     "to_hf --model=RUN --out=NEW --dtype=int8": "invalid choice: 'int8'",
-    **{f"to_hf --model=RUN --out=NEW --shard_gb={bad}": "--shard_gb=" for bad in ("nan", "inf", "-1")},
+    **{
+        f"to_hf --model=RUN --out=NEW --shard_gb={bad}": "--shard_gb="
+        for bad in ("nan", "inf", "-1")
+    },
     "to_hf --model=RUN@7 --out=NEW": "no checkpoint of step 7",
     "to_hf --model=RUN --out=RUN": "is not empty",
     "to_hf --model=RUN --out=RUN/config.json/x": "cannot be written",
     "export_params --workdir=RUN --out=RUN/config.json": "is not empty",
     "export_params --workdir=TMP --out=NEW": "has no checkpoint",
     "reshard --from=RUN --to=RUN": "is not empty",
-    **{f"reshard --from=RUN --to=NEW --chunk_mb={bad}": "--chunk_mb=" for bad in ("nan", "inf", "0")},
+    **{
+        f"reshard --from=RUN --to=NEW --chunk_mb={bad}": "--chunk_mb="
+        for bad in ("nan", "inf", "0")
+    },
     "reshard --from=RUN --to=NEW --step=3": "no checkpoint of step 3",
     "reshard --from=TMP --to=NEW": "has no checkpoint",
     "reshard --from=RUN --to=GOLDEN": "is not empty",
@@ -103,7 +130,12 @@ def test_what_is_refused_leaves_everything_as_it_was(run, imported, golden_dir, 
     folders = [imported, tmp_path]
     before = [tree(folder) for folder in folders]
     says = REFUSED[command]
-    for name, place in {"RUN": imported, "GOLDEN": golden_dir, "NEW": tmp_path / "a" / "b", "TMP": tmp_path}.items():
+    for name, place in {
+        "RUN": imported,
+        "GOLDEN": golden_dir,
+        "NEW": tmp_path / "a" / "b",
+        "TMP": tmp_path,
+    }.items():
         command = command.replace(name, str(place))
     code, _, err = run(*command.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err
@@ -133,7 +165,9 @@ LISTS = {
 
 
 @pytest.mark.parametrize("how", LISTS)
-def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(called, run, imported, tmp_path, how):
+def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
+    called, run, imported, tmp_path, how
+):
     """A wrong model was exported with exit code 0."""
     workdir = tmp_path / "run"
     shutil.copytree(imported, workdir)
@@ -153,23 +187,40 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(called, r
     }.items():
         ended[name] = run(name, *options)
     for name, (code, out, err) in ended.items():
-        assert code == 4 and "checkpoints/5 is damaged" in err and "--step=0" in err, (name, code, err)
-        assert err.count("\n") == 1 and (name != "inspect" or "DAMAGED, `verify` says where: 5." in out)
+        assert code == 4 and "checkpoints/5 is damaged" in err and "--step=0" in err, (
+            name,
+            code,
+            err,
+        )
+        assert err.count("\n") == 1 and (
+            name != "inspect" or "DAMAGED, `verify` says where: 5." in out
+        )
     assert tree(tmp_path) == before
     assert run("export_params", f"--workdir={workdir}", f"--out={tmp_path}/out", "--step=0")[0] == 0
 
 
 ADDRESS = "s3://bucket/x"
 PROGRAMS = [
-    "pretrain --workdir=ADDRESS", "pretrain --config.name=ADDRESS",
-    "prepare_data --input=stdlib --out=ADDRESS", "plan --out=ADDRESS", "compile --out=ADDRESS",
-    "characterize collectives --out=ADDRESS", "generate --model=ADDRESS", "report ADDRESS",
-    "evaluate --model=. --out=ADDRESS", "evaluate --model=ADDRESS --out=out", "supervise -- --workdir=ADDRESS",
-    "supervise report --workdir=ADDRESS", "checkpoint inspect --workdir=ADDRESS", "checkpoint from_hf --model=ADDRESS "
-    "--workdir=out", "checkpoint from_hf --model=. --workdir=ADDRESS", "checkpoint to_hf --model=. --out=ADDRESS",
-    "checkpoint export_params --workdir=. --out=ADDRESS", "checkpoint export_params --workdir=ADDRESS --out=out",
+    "pretrain --workdir=ADDRESS",
+    "pretrain --config.name=ADDRESS",
+    "prepare_data --input=stdlib --out=ADDRESS",
+    "plan --out=ADDRESS",
+    "compile --out=ADDRESS",
+    "characterize collectives --out=ADDRESS",
+    "generate --model=ADDRESS",
+    "report ADDRESS",
+    "evaluate --model=. --out=ADDRESS",
+    "evaluate --model=ADDRESS --out=out",
+    "supervise -- --workdir=ADDRESS",
+    "supervise report --workdir=ADDRESS",
+    "checkpoint inspect --workdir=ADDRESS",
+    "checkpoint from_hf --model=ADDRESS --workdir=out",
+    "checkpoint from_hf --model=. --workdir=ADDRESS",
+    "checkpoint to_hf --model=. --out=ADDRESS",
+    "checkpoint export_params --workdir=. --out=ADDRESS",
+    "checkpoint export_params --workdir=ADDRESS --out=out",
     "checkpoint reshard --from=. --to=ADDRESS",
-]  # fmt: skip
+]
 IN_FORKS = """
 import importlib, os, sys
 import jax
@@ -189,12 +240,20 @@ def test_an_address_in_the_place_of_a_folder_is_refused_by_every_program(tmp_pat
     """It trained into a local folder called `s3:` and uploaded nothing."""
     commands = [command.replace("ADDRESS", ADDRESS) for command in PROGRAMS]
     done = subprocess.run(
-        [sys.executable, "-c", IN_FORKS, *commands], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", IN_FORKS, *commands],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     errors = done.stderr.splitlines()
     assert len(errors) == len(PROGRAMS), done.stderr
     for command, code, line in zip(PROGRAMS, done.stdout.split(), errors, strict=True):
-        assert code == "2" and line.startswith("error: ") and f"{ADDRESS}" in line, (command, code, line)
+        assert code == "2" and line.startswith("error: ") and f"{ADDRESS}" in line, (
+            command,
+            code,
+            line,
+        )
         assert "is an address" in line or "--config.name" in command, (command, line)
     assert "--workdir=" in errors[0]
     assert not any(tmp_path.iterdir())

@@ -55,20 +55,26 @@ def test_it_says_which_kernels_it_assumes_or_takes_a_trials(tmp_path):
     """Of a chip that is not here, and of the CPU, which has its own algorithms."""
     mi300x, cpu = types.SimpleNamespace(platform="rocm", device_kind="gfx942"), jax.devices()[0]
     given = config.check(config.default())
-    every = f"kernels: ours for {', '.join(chip.OPERATORS)}, otherwise XLA's (assumed: not tried on this chip)"
+    every = (
+        f"kernels: ours for {', '.join(chip.OPERATORS)}, otherwise XLA's (assumed: not tried on"
+        " this chip)"
+    )
     assert _compile._with_kernels(given, None, mi300x) == (given, every)
     assert _compile._with_kernels(given, None, cpu) == (given, "kernels: a CPU's own algorithms")
     record = {"kind": "gfx942", "kernels": ["attention:2", "cca_mix"], "rows": []}
     trial.write(tmp_path / "kernels.json", record)
     found, said = _compile._with_kernels(given, tmp_path / "kernels.json", mi300x)
-    assert found.kernels == ("attention:2", "cca_mix") and f"(tried, {tmp_path}/kernels.json)" in said
+    assert (
+        found.kernels == ("attention:2", "cca_mix") and f"(tried, {tmp_path}/kernels.json)" in said
+    )
     assert "ours for attention:2, cca_mix, otherwise" in said
     trial.write(tmp_path / "none.json", record | {"kernels": []})
     assert _compile._with_kernels(given, tmp_path / "none.json", mi300x)[0].kernels == ("none",)
     (tmp_path / "bad.json").write_text("{")
     for name, device, why in (
-        ("kernels.json", cpu, "is of gfx942, the target is cpu"), ("bad.json", mi300x, "is no record of a trial"),
-    ):  # fmt: skip
+        ("kernels.json", cpu, "is of gfx942, the target is cpu"),
+        ("bad.json", mi300x, "is no record of a trial"),
+    ):
         with pytest.raises(config.UserError, match=why):
             _compile._with_kernels(given, tmp_path / name, device)
 
@@ -79,12 +85,20 @@ def test_it_compiles_the_step_that_pretrain_runs(small):
     exec(small.read_text(), space)
     of = config.check(space["get_config"]())
     segment = schedule.make_plan(of).segments[0]
-    here, mesh = schedule.phase_config(of, segment.phase), make_mesh(config.Mesh(), jax.devices()[:2])
+    here, mesh = (
+        schedule.phase_config(of, segment.phase),
+        make_mesh(config.Mesh(), jax.devices()[:2]),
+    )
     optimizer = states.build_optimizer(here, mesh)
     step = steps.make_train_step(here, here.model, optimizer, mesh)
     state = states.init(here, optimizer, mesh)
-    rows = {name: np.zeros((4, 32), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
-    batch = steps.put_batch(mesh, {**rows, "loss_mask": np.ones((4, 32), np.float32)}, segment.micro_batches)
+    rows = {
+        name: np.zeros((4, 32), np.int32)
+        for name in ("tokens", "targets", "segment_ids", "positions")
+    }
+    batch = steps.put_batch(
+        mesh, {**rows, "loss_mask": np.ones((4, 32), np.float32)}, segment.micro_batches
+    )
     ours = compiling.lower(here, mesh, segment.sequences, segment.micro_batches)
     theirs = step.lower(state, batch, np.float32(1e-3))
     assert ours.as_text() == theirs.as_text()
@@ -105,9 +119,13 @@ def test_what_it_writes_adds_up(small, tmp_path):
     assert sum(memory[kind] for kind in (*kinds, "other temporaries", "gaps")) == memory["peak"]
     for name in ("launches", "flops"):
         assert sum(row[name] for row in one["traffic"]) == pytest.approx(one[name])
-    assert sum(row["reads"] + row["writes"] for row in one["traffic"]) == pytest.approx(one["hbm_bytes"])
+    assert sum(row["reads"] + row["writes"] for row in one["traffic"]) == pytest.approx(
+        one["hbm_bytes"]
+    )
     assert all(0 <= row["flops_of_use"] <= row["flops"] for row in one["traffic"])
-    assert {"cca", "router", "experts", "head", "optimizer"} <= {row["scope"] for row in one["traffic"]}
+    assert {"cca", "router", "experts", "head", "optimizer"} <= {
+        row["scope"] for row in one["traffic"]
+    }
     assert any(c["kind"] == "reduce-scatter" for c in one["collectives"])
     html = (out / "compile.html").read_text()
     assert "Memory where it is highest" in html and html.count("<section>") == 2

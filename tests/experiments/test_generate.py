@@ -22,13 +22,25 @@ from zaya_jax.training import sample
 from zaya_jax.training.workdir import open_workdir, read_config
 
 MODEL = Model(
-    vocab_size=264, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    moe_intermediate_size=12, num_experts=2, router_hidden_size=6, max_position_embeddings=64, initializer_range=0.5,
+    vocab_size=264,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    moe_intermediate_size=12,
+    num_experts=2,
+    router_hidden_size=6,
+    max_position_embeddings=64,
+    initializer_range=0.5,
     lm_head_bias=True,
-)  # fmt: skip
+)
 
 
-CACHE = r"cache: [\d,]+ bytes a token and [\d,]+ a row, \d+\.\d MiB on a device for \d of up to \d+ tokens\n"
+CACHE = (
+    r"cache: [\d,]+ bytes a token and [\d,]+ a row, \d+\.\d MiB on a device for \d of up to \d+"
+    r" tokens\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +51,19 @@ def workdir(tmp_path_factory):
     folder = open_workdir(tmp_path_factory.mktemp("runs") / "small", config.check(given))
     tokenizers.load("bytes").save(folder / "tokenizer")
     checkpoints = store.Store(folder)
-    letters = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0).astype(np.float32)
+    letters = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0).astype(
+        np.float32
+    )
     for step in (3, 5):
         params = zaya.init(MODEL, jax.random.key(step))
-        params["head"]["bias"] = letters if step == 5 else np.eye(264, dtype=np.float32)[257] * 1000  # end of document
-        state = {"params": params, "balance": {"bias": zaya.init_balance(MODEL)}, "optimizer": {"mean": params}}
+        params["head"]["bias"] = (
+            letters if step == 5 else np.eye(264, dtype=np.float32)[257] * 1000
+        )  # end of document
+        state = {
+            "params": params,
+            "balance": {"bias": zaya.init_balance(MODEL)},
+            "optimizer": {"mean": params},
+        }
         checkpoints.save(step, state, {"step": step})
     checkpoints.close()
     return folder
@@ -71,12 +91,16 @@ def test_it_prints_what_the_model_generates(run, workdir):
     assert out == "abc" + bytes(new).decode() + "\n"
 
 
-def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(run, workdir, monkeypatch, tmp_path):
+def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(
+    run, workdir, monkeypatch, tmp_path
+):
     heard, making = [], decode.chip.making
     own = read_config(workdir)
     log = dataclasses.replace(own.log, sample_tokens=2, sample_temperature=0.0)
     own = dataclasses.replace(own, kernels=("attention",), log=log)
-    monkeypatch.setattr(decode.chip, "making", lambda target: heard.append(target.kernels) or making(target))
+    monkeypatch.setattr(
+        decode.chip, "making", lambda target: heard.append(target.kernels) or making(target)
+    )
     monkeypatch.setattr(any_model, "config_at", lambda *_: own)
     folder = tmp_path / "run"
     shutil.copytree(workdir, folder)
@@ -88,7 +112,12 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(r
 
 def test_sampling_by_seed_and_a_prompt_from_a_file(run, workdir, tmp_path):
     (tmp_path / "prompt.txt").write_bytes("caf\u00e9\r\n".encode())
-    options = (f"--model={workdir}", f"--prompt_file={tmp_path / 'prompt.txt'}", "--num_tokens=12", "--temperature=3")
+    options = (
+        f"--model={workdir}",
+        f"--prompt_file={tmp_path / 'prompt.txt'}",
+        "--num_tokens=12",
+        "--temperature=3",
+    )
     one, same, other = run(*options)[1], run(*options)[1], run(*options, "--seed=1")[1]
     assert one == same != other
     assert re.fullmatch("caf\u00e9\r\n[a-z]{12}\n", one)
@@ -110,7 +139,15 @@ def test_several_prompts_are_each_as_alone(run, workdir):
     letter = two[-4]
     stopped = run(*options, "--prompt=a longer one", "--prompt=abc", f"--stop={letter}")[1]
     start = len("a longer one")
-    assert stopped == two[:start] + two[start:-1].split(letter)[0] + "\n" + one[:3] + one[3:-1].split(letter)[0] + "\n"
+    assert (
+        stopped
+        == two[:start]
+        + two[start:-1].split(letter)[0]
+        + "\n"
+        + one[:3]
+        + one[3:-1].split(letter)[0]
+        + "\n"
+    )
 
 
 def test_a_cache_over_eight_devices_gives_the_same_text(run, workdir):
@@ -131,11 +168,19 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
     code, out, err = talk(b"hi\ncaf\xe9\n")
     assert code == 2 and "error: line 2 of the input is not UTF-8 (byte 0xe9 at 3)" in err
     code, out, err = talk(b"hi\n" + b"x" * 60)
-    assert code == 2 and "line 2 of the input: this turn alone has 80 tokens, and there is room for 59 beside" in err
+    assert (
+        code == 2
+        and "line 2 of the input: this turn alone has 80 tokens, and there is room for 59 beside"
+        in err
+    )
     # Three turns fill the context: the first is left out, and the rest of the conversation goes on.
     code, out, err = talk(b"one\ntwo\nthree\n/reset\none\n")
     first, *_, again = out.splitlines()
-    assert code == 0 and "note: the model does not see the 2 oldest turns any more" in err and again == first
+    assert (
+        code == 0
+        and "note: the model does not see the 2 oldest turns any more" in err
+        and again == first
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,14 +192,20 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         (["--model={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
         (["--model={run}", "--num_tokens=64"], "more than the model's max_position_embeddings=64"),
         (["--model={run}", "--num_tokens=0"], "argument --num_tokens: '0' must be at least 1"),
-        (["--model={run}", "--temperature=nan"], "argument --temperature: 'nan' must be at least 0"),
+        (
+            ["--model={run}", "--temperature=nan"],
+            "argument --temperature: 'nan' must be at least 0",
+        ),
         (["--model={run}", "--seed=4294967296"], "must be at least 0 and at most 4,294,967,295"),
         (["--model={run}", "--prompt=caf\udce9"], "--prompt is not UTF-8; convert it"),
         (["--model={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
         (["--model={run}", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--model={run}", "--stop="], "--stop= is empty"),
         (["--model={run}", "--mesh=context"], "argument --mesh: 'context' is not AXIS=N"),
-        (["--model={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70], "prompt 2 of 2 has 71 tokens"),
+        (
+            ["--model={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70],
+            "prompt 2 of 2 has 71 tokens",
+        ),
         ([], "required: --model"),
     ],
 )

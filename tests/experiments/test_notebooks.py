@@ -1,4 +1,5 @@
-"""The notebooks of experiments/notebooks: their form as stored, and that they run, without Jupyter and with it."""
+"""The notebooks of experiments/notebooks: their form as stored, and that they run, without Jupyter
+and with it."""
 
 import datetime
 import json
@@ -13,7 +14,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "experiments" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-NAMES = ["attention", "cluster", "experts", "first_model", "one_change", "scaling", "transformers", "your_own_layer"]
+NAMES = [
+    "attention",
+    "cluster",
+    "experts",
+    "first_model",
+    "one_change",
+    "scaling",
+    "transformers",
+    "your_own_layer",
+]
 MOST_BYTES, MOST_LINES = 250_000, 20
 A_PLACE = re.compile(r"(?<![\w.])/(?:tmp|root|home|Users|var|private|work|opt)/|[A-Z]:\\")
 
@@ -50,7 +60,9 @@ def faults(notebook):
     for cell in code:
         if not 0 < len(cell["source"]) <= MOST_LINES:
             found.append(f"{cell['id']}: {len(cell['source'])} lines, more than {MOST_LINES}")
-        found += [f"{cell['id']}: {fault}" for output in cell["outputs"] for fault in faults_of(output)]
+        found += [
+            f"{cell['id']}: {fault}" for output in cell["outputs"] for fault in faults_of(output)
+        ]
     return found
 
 
@@ -64,7 +76,10 @@ def faults_of(output):
 
 def shape_of(notebook):
     """The kinds of outputs that each code cell has."""
-    return [[(o["output_type"], *sorted(o.get("data", {}))) for o in cell["outputs"]] for cell in code_of(notebook)]
+    return [
+        [(o["output_type"], *sorted(o.get("data", {}))) for o in cell["outputs"]]
+        for cell in code_of(notebook)
+    ]
 
 
 def files_in(notebook):
@@ -77,20 +92,25 @@ def run(path, folder, steps=None):
     """The contents of a copy of a notebook, after a run by the tool on one device."""
     copy = folder / path.name
     copy.write_bytes(path.read_bytes())
-    environment = {name: value for name, value in os.environ.items() if name != "ZAYA_NOTEBOOK_STEPS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "ZAYA_NOTEBOOK_STEPS"
+    }
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0" if steps else ""
     environment |= {"ZAYA_NOTEBOOK_STEPS": str(steps)} if steps else {}
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "run_notebooks.py", "--write", copy],
-        env=environment, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr
     return read(copy)
 
 
-########################################################################################################################
+# ################################################################################################
 # As they are stored
-########################################################################################################################
+# ##################################################################################################
 
 
 def test_they_are_there_and_the_page_names_them():
@@ -105,14 +125,17 @@ def test_its_form(path):
     assert not faults(read(path))
 
 
-########################################################################################################################
+# ################################################################################################
 # Run
-########################################################################################################################
+# ##################################################################################################
 
 
 @pytest.mark.slow
 def test_the_first_one_runs_at_three_steps(tmp_path):
-    stored, again = read(FOLDER / "first_model.ipynb"), run(FOLDER / "first_model.ipynb", tmp_path, steps=3)
+    stored, again = (
+        read(FOLDER / "first_model.ipynb"),
+        run(FOLDER / "first_model.ipynb", tmp_path, steps=3),
+    )
     assert not faults(again)
     assert shape_of(again) == shape_of(stored) and files_in(again) == files_in(stored) != []
     text = "".join(text_of(output) for cell in code_of(again) for output in cell["outputs"])
@@ -120,12 +143,18 @@ def test_the_first_one_runs_at_three_steps(tmp_path):
 
 
 def test_the_plan_of_a_cluster_is_as_stored(tmp_path):
-    """Formulas alone, so each line: where a formula changes, tools/run_notebooks.py --write stores the new one."""
-    stored, again = (code_of(x) for x in (read(FOLDER / "cluster.ipynb"), run(FOLDER / "cluster.ipynb", tmp_path)))
+    """Formulas alone, so each line: where a formula changes, tools/run_notebooks.py --write stores
+    the new one."""
+    stored, again = (
+        code_of(x)
+        for x in (read(FOLDER / "cluster.ipynb"), run(FOLDER / "cluster.ipynb", tmp_path))
+    )
     for before, after in zip(stored[:-1], again[:-1], strict=True):
         assert [text_of(o) for o in after["outputs"]] == [text_of(o) for o in before["outputs"]]
     date = text_of(again[-1]["outputs"][0])[:10]
-    assert abs(datetime.date.fromisoformat(date) - datetime.date.today()) <= datetime.timedelta(days=1)
+    assert abs(datetime.date.fromisoformat(date) - datetime.date.today()) <= datetime.timedelta(
+        days=1
+    )
 
 
 @pytest.mark.slow
@@ -137,25 +166,36 @@ def test_each_runs_at_its_size(name, tmp_path):
     assert (tmp_path / f"{name}.ipynb").stat().st_size < MOST_BYTES
 
 
-########################################################################################################################
+# ################################################################################################
 # The tool
-########################################################################################################################
+# ##################################################################################################
 
 
 def written(folder, *sources):
     """A notebook of these code cells."""
     cells = [
-        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "source": [source], "execution_count": None, "outputs": []}
+        {
+            "cell_type": "code",
+            "id": f"c{i}",
+            "metadata": {},
+            "source": [source],
+            "execution_count": None,
+            "outputs": [],
+        }
         for i, source in enumerate(sources)
     ]
     path = folder / "small.ipynb"
-    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    path.write_text(
+        json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    )
     return path
 
 
 def tool(*arguments):
     return subprocess.run(
-        [sys.executable, ROOT / "tools" / "run_notebooks.py", *arguments], capture_output=True, text=True
+        [sys.executable, ROOT / "tools" / "run_notebooks.py", *arguments],
+        capture_output=True,
+        text=True,
     )
 
 
@@ -164,5 +204,8 @@ def test_a_cell_that_raises_is_named_and_nothing_is_written(tmp_path):
     before = path.read_bytes()
     done = tool("--write", path)
     assert done.returncode == 1 and path.read_bytes() == before
-    assert "small.ipynb: cell 2 failed; nothing is written" in done.stderr and "    x / y" in done.stderr
+    assert (
+        "small.ipynb: cell 2 failed; nothing is written" in done.stderr
+        and "    x / y" in done.stderr
+    )
     assert "ZeroDivisionError" in done.stderr and "later" not in done.stdout

@@ -25,8 +25,13 @@ def lines(path):
 
 
 def test_the_corpus_is_made_from_this_machine_and_its_tasks_ask_for_what_it_does_not_say(corpus):
-    assert all((corpus / f"{name}.jsonl").stat().st_size > 90_000 for name in ("web", "code", "math", "reasoning"))
-    taught = {line for record in lines(corpus / "math.jsonl") for line in record["text"].splitlines()}
+    assert all(
+        (corpus / f"{name}.jsonl").stat().st_size > 90_000
+        for name in ("web", "code", "math", "reasoning")
+    )
+    taught = {
+        line for record in lines(corpus / "math.jsonl") for line in record["text"].splitlines()
+    }
     for asked in lines(corpus / "tasks" / "rehearsal_sums.jsonl"):
         *shown, sum_ = (asked["question"] + asked["right"]).splitlines()
         assert sum_ not in taught and len(shown) == 3
@@ -35,7 +40,10 @@ def test_the_corpus_is_made_from_this_machine_and_its_tasks_ask_for_what_it_does
 
 
 def test_the_recipe_has_the_full_size_recipe_s_proportions():
-    small, full = (schedule.make_plan(config.check(found)).segments for found in (recipe.get_config("4"), full_size()))
+    small, full = (
+        schedule.make_plan(config.check(found)).segments
+        for found in (recipe.get_config("4"), full_size())
+    )
     ours, theirs = ({s.phase.name: s.phase for s in segments} for segments in (small, full))
     assert list(ours) == list(theirs)
     for name, phase in ours.items():
@@ -66,7 +74,11 @@ def test_a_story_notes_broken_promises_and_ends_at_a_failure(tmp_path, capsys):
     story.visit([first, second, third])
     assert "exit code 3" in story.failed and not story.written("A test", "")
     page = (tmp_path / "out" / "rehearsal.html").read_text()
-    assert "one is one" in page and "exit code 3" in page and "1 of 1 promises kept" in capsys.readouterr().out
+    assert (
+        "one is one" in page
+        and "exit code 3" in page
+        and "1 of 1 promises kept" in capsys.readouterr().out
+    )
     broken = Story(tmp_path / "broken")
     broken.promise("two is one", False, "2")
     assert not broken.written("A test", "")
@@ -76,7 +88,13 @@ def test_a_story_notes_broken_promises_and_ends_at_a_failure(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_whole_rehearsal_keeps_its_promises(tmp_path):
-    command = [sys.executable, "-m", "experiments.rehearse", f"--out={tmp_path / 'out'}", "--minutes=6"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.rehearse",
+        f"--out={tmp_path / 'out'}",
+        "--minutes=6",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BROKEN" not in done.stdout

@@ -18,7 +18,9 @@ def run(called, tmp_path, monkeypatch):
 def make(folder, steps=3, name="a"):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"name": name}))
-    lines = [json.dumps({"step": s, "loss": 1 / s, "tokens": s}) + "\n" for s in range(1, steps + 1)]
+    lines = [
+        json.dumps({"step": s, "loss": 1 / s, "tokens": s}) + "\n" for s in range(1, steps + 1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(lines))
     return folder
 
@@ -35,24 +37,32 @@ def test_several_runs_are_on_one_page(run, tmp_path):
     make(tmp_path / "a"), make(tmp_path / "b", 5, "b")
     assert run("a", "b") == (0, "Report: comparison.html\n", "")
     assert "<title>2 runs compared</title>" in (tmp_path / "comparison.html").read_text()
-    (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')  # still going
+    (tmp_path / "b" / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0}\n{"step": 2, "lo'
+    )  # still going
     assert run("a", "b", "--out=b/x.html")[0] == 0 and not (tmp_path / "b" / "report.html").exists()
-    assert "b: 1 line of metrics.jsonl could not be read" not in (tmp_path / "b" / "x.html").read_text()
+    assert (
+        "b: 1 line of metrics.jsonl could not be read"
+        not in (tmp_path / "b" / "x.html").read_text()
+    )
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    ([], "arguments are required: RUN"),
-    (["nowhere"], "RUN 'nowhere' is not a folder"),
-    (["plain"], "neither config.json nor metrics.jsonl, so it is not a run's folder"),
-    (["a", "./a/"], "RUN 'a' is the same run as 'a'; give each run once"),
-    (["a", "link"], "RUN 'link' is the same run as 'a'; give each run once"),
-    (["a", "begun"], "RUN 'begun' has no metrics yet"),
-    (["half"], "RUN 'half' has no metrics yet"),
-    (["a", "--out=metrics.txt"], "does not end in .html"),
-    (["a", "--out=no/page.html"], "no report: 'no/"),
-    (["a", "--out=page.html/"], "--out=page.html is a folder"),
-    ([f"r{i}" for i in range(17)], "17 runs are too many for one page; give at most 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "arguments are required: RUN"),
+        (["nowhere"], "RUN 'nowhere' is not a folder"),
+        (["plain"], "neither config.json nor metrics.jsonl, so it is not a run's folder"),
+        (["a", "./a/"], "RUN 'a' is the same run as 'a'; give each run once"),
+        (["a", "link"], "RUN 'link' is the same run as 'a'; give each run once"),
+        (["a", "begun"], "RUN 'begun' has no metrics yet"),
+        (["half"], "RUN 'half' has no metrics yet"),
+        (["a", "--out=metrics.txt"], "does not end in .html"),
+        (["a", "--out=no/page.html"], "no report: 'no/"),
+        (["a", "--out=page.html/"], "--out=page.html is a folder"),
+        ([f"r{i}" for i in range(17)], "17 runs are too many for one page; give at most 16"),
+    ],
+)
 def test_bad_input_is_one_clear_line_before_anything_is_written(run, tmp_path, arguments, expected):
     make(tmp_path / "a")
     (tmp_path / "plain").mkdir()

@@ -1,4 +1,5 @@
-"""Inputs that the search of tools/fuzz found, and their kin: refused in a line, or named as damage, nothing changed."""
+"""Inputs that the search of tools/fuzz found, and their kin: refused in a line, or named as damage,
+nothing changed."""
 
 import json
 import math
@@ -41,26 +42,52 @@ def accepted(*args, **keys):
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        *(("prepare_data", options) for options in (
-            PREPARE[:1], PREPARE[1:], ["--input=nowhere", "--out=new/a"],
-            ["--input=noise.bin", "--out=new"], ["--input=texts", "--out=text.txt"], ["--input=texts", "--out=texts"],
-            [*PREPARE, "--tokenizer=json.json"], [*PREPARE, "--train_bpe=9"],
-            ["--input=texts", "--out=nothing://host/x"], [*PREPARE, "--part_mib=0"],
-            [*PREPARE, "--train_bpe=300", "--tokenizer=bytes"], [*PREPARE, "--processes=0"],
-            ["--input=texts", "--out=prepared", "--context=9"], ["--input=text.txt", "--out=prepared"],
-            ["--verify=texts"], ["--verify=nowhere"], *([*PREPARE, f"--held_out={x}"] for x in ("nan", "0.51")),
-        )),
-        *(("characterize", options) for options in (
-            [], ["nothing"], ["storage"], ["storage", "--data=prepared"], [*STORAGE, "--data=texts"],
-            [*STORAGE, "--out=text.txt"], [*STORAGE, "--seconds=nan"], [*STORAGE, "--seconds=-1"],
-        )),
-        *(("checkpoint", options) for options in (
-            ["export_params", "--out=/dev/null", "--workdir=run"],
-            ["verify", "--workdir=file:///dev/null/x"], ["reshard", "--from=run", "--to=file:///dev/null/x"],
-        )),
+        *(
+            ("prepare_data", options)
+            for options in (
+                PREPARE[:1],
+                PREPARE[1:],
+                ["--input=nowhere", "--out=new/a"],
+                ["--input=noise.bin", "--out=new"],
+                ["--input=texts", "--out=text.txt"],
+                ["--input=texts", "--out=texts"],
+                [*PREPARE, "--tokenizer=json.json"],
+                [*PREPARE, "--train_bpe=9"],
+                ["--input=texts", "--out=nothing://host/x"],
+                [*PREPARE, "--part_mib=0"],
+                [*PREPARE, "--train_bpe=300", "--tokenizer=bytes"],
+                [*PREPARE, "--processes=0"],
+                ["--input=texts", "--out=prepared", "--context=9"],
+                ["--input=text.txt", "--out=prepared"],
+                ["--verify=texts"],
+                ["--verify=nowhere"],
+                *([*PREPARE, f"--held_out={x}"] for x in ("nan", "0.51")),
+            )
+        ),
+        *(
+            ("characterize", options)
+            for options in (
+                [],
+                ["nothing"],
+                ["storage"],
+                ["storage", "--data=prepared"],
+                [*STORAGE, "--data=texts"],
+                [*STORAGE, "--out=text.txt"],
+                [*STORAGE, "--seconds=nan"],
+                [*STORAGE, "--seconds=-1"],
+            )
+        ),
+        *(
+            ("checkpoint", options)
+            for options in (
+                ["export_params", "--out=/dev/null", "--workdir=run"],
+                ["verify", "--workdir=file:///dev/null/x"],
+                ["reshard", "--from=run", "--to=file:///dev/null/x"],
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60],
-)  # fmt: skip
+)
 def test_it_is_refused_in_a_line_and_nothing_is_changed(sandbox, program, options):
     unreachable = options[:1] == ["verify"]  # an address that cannot be listed: the storage's error
     assert call(program, options, sandbox).check().code == (4 if unreachable else 2)
@@ -73,19 +100,30 @@ NOISE = b"\xff"
 @pytest.mark.parametrize(
     ("options", "file", "content", "says"),
     [
-        *((INSPECT, f"run/{SHAPE}", {"length": length}, "step 2 of run is damaged: state/params")
-          for length in (math.nan, "x", -1)),
-        *((command, f"run/{file}", NOISE, "") for command in (INSPECT, ["--workdir=run", "--num_tokens=3"])
-          for file in ("config.json", "checkpoints/2/checksums.json", "checkpoints/2/meta/data.json")),
+        *(
+            (INSPECT, f"run/{SHAPE}", {"length": length}, "step 2 of run is damaged: state/params")
+            for length in (math.nan, "x", -1)
+        ),
+        *(
+            (command, f"run/{file}", NOISE, "")
+            for command in (INSPECT, ["--workdir=run", "--num_tokens=3"])
+            for file in (
+                "config.json",
+                "checkpoints/2/checksums.json",
+                "checkpoints/2/meta/data.json",
+            )
+        ),
         (["from_hf", "--model=model", "--workdir=new"], "model/config.json", NOISE, ""),
     ],
-)  # fmt: skip
+)
 def test_damage_is_named_in_a_line(sandbox, options, file, content, says):
     with folder() as elsewhere:
         here = copied(sandbox, elsewhere / "here")
         if isinstance(content, dict):
             found = json.loads((here / file).read_bytes())
-            (here / file).write_text(json.dumps({**found, "shape": [content["length"], *found["shape"][1:]]}))
+            (here / file).write_text(
+                json.dumps({**found, "shape": [content["length"], *found["shape"][1:]]})
+            )
         else:
             damage(here, file, "content", content)
         program = "generate" if options[0].startswith("--") else "checkpoint"

@@ -1,4 +1,5 @@
-"""The compiler flags of GPU runs: known to the installed jaxlib, with reasons, and never over the user's own."""
+"""The compiler flags of GPU runs: known to the installed jaxlib, with reasons, and never over the
+user's own."""
 
 import os
 import subprocess
@@ -15,8 +16,8 @@ PROGRAMS = sorted(
     if "__main__" in path.read_text()
 )
 COMMANDS = {"characterize": ["storage"]}  # what must come before a program's options
-# Runs a program with a bad option, as a user would, where ROCm is asked for and is not there: one that touched a
-# device before its options were read would say so. Then prints the compiler's flags.
+# Runs a program with a bad option, as a user would, where ROCm is asked for and is not there: one
+# that touched a device before its options were read would say so. Then prints the compiler's flags.
 START = """
 import atexit, os, runpy, sys
 from jax._src import xla_bridge
@@ -36,7 +37,9 @@ runpy.run_module(f"experiments.{sys.argv[0]}", run_name="__main__")
 def start_jax(xla_flags):
     code = "import jax; print(len(jax.devices()))"
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags}
-    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_installed_jaxlib_knows_every_flag():
@@ -75,18 +78,25 @@ def test_the_platform_is_what_jax_will_choose(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "programs", [("generate", "pretrain"), pytest.param(PROGRAMS, marks=pytest.mark.slow)], ids=["two", "all"]
+    "programs",
+    [("generate", "pretrain"), pytest.param(PROGRAMS, marks=pytest.mark.slow)],
+    ids=["two", "all"],
 )
 def test_every_program_sets_them_before_it_can_touch_a_device(programs):
     environ = os.environ | {"JAX_PLATFORMS": "rocm", "XLA_FLAGS": ""}
     children = {
         name: subprocess.Popen(
             [sys.executable, "-c", START, name, *COMMANDS.get(name, ())],
-            env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name in programs
-    }  # fmt: skip
+    }
     for name, child in children.items():
         out, errors = child.communicate(timeout=120)
         assert child.returncode == 2 and errors.startswith("error: "), (name, errors)
-        assert out.splitlines()[-1].split() == flags.merged("", flags.PLATFORMS["rocm"]).split(), name
+        assert out.splitlines()[-1].split() == flags.merged("", flags.PLATFORMS["rocm"]).split(), (
+            name
+        )

@@ -1,4 +1,5 @@
-"""Chips that are not here: they call themselves as real ones do, and a missing compiler is reported."""
+"""Chips that are not here: they call themselves as real ones do, and a missing compiler is
+reported."""
 
 from types import SimpleNamespace
 
@@ -13,24 +14,36 @@ from pallas_kernels import chip
 from zaya_jax.config import UserError
 from zaya_jax.hardware import buffers, kernels, targets
 
-absent = pytest.mark.skipif(not targets.FOLDER.exists(), reason="make setup-targets installs the compilers")
+absent = pytest.mark.skipif(
+    not targets.FOLDER.exists(), reason="make setup-targets installs the compilers"
+)
 
 
 @absent
-@pytest.mark.parametrize(("name", "kind", "capability"), [
-    ("mi300x", "AMD Instinct MI300X", "gfx942"), ("mi355x", "AMD Instinct MI355X", "gfx950"),
-    ("h200", "NVIDIA H200", "9.0"), ("h100", "NVIDIA H100 80GB HBM3", "9.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind", "capability"),
+    [
+        ("mi300x", "AMD Instinct MI300X", "gfx942"),
+        ("mi355x", "AMD Instinct MI355X", "gfx950"),
+        ("h200", "NVIDIA H200", "9.0"),
+        ("h100", "NVIDIA H100 80GB HBM3", "9.0"),
+    ],
+)
 def test_an_absent_chip_is_compiled_for_as_a_real_one(name, kind, capability, monkeypatch):
-    """A product of known size has its FLOPs and bytes, and takes the memory that the chip's own compiler says."""
+    """A product of known size has its FLOPs and bytes, and takes the memory that the chip's own
+    compiler says."""
     jax.devices("cpu")  # while XLA_FLAGS still asks for eight
     monkeypatch.setenv("XLA_FLAGS", "")  # its value ends with this test
     mesh = Mesh(np.array(targets.devices(name, 2)), ("x",))
-    real = chip.chip_of(SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability))
+    real = chip.chip_of(
+        SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    )
     assert mesh.devices[0].device_kind == kind
     assert chip.made_for(mesh) == chip.made_for(mesh.abstract_mesh) == real
     like = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        jax.ShapeDtypeStruct(
+            shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
         for shape, spec in (((512, 1024), ("x", None)), ((1024, 256), ()))
     ]
     lowered = jax.jit(lambda x, w: x @ w, out_shardings=like[0].sharding).lower(*like)
@@ -43,7 +56,9 @@ def test_an_absent_chip_is_compiled_for_as_a_real_one(name, kind, capability, mo
 
 def test_a_missing_compiler_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "FOLDER", tmp_path)
-    monkeypatch.setattr(xla_client._xla, "pjrt_plugin_loaded", lambda platform: False)  # other tests may have them
+    monkeypatch.setattr(
+        xla_client._xla, "pjrt_plugin_loaded", lambda platform: False
+    )  # other tests may have them
     for platform in ("rocm", "cuda"):
         with pytest.raises(UserError, match="is not installed; run: make setup-targets"):
             targets._register(platform)

@@ -12,11 +12,15 @@ from zaya_jax.hardware import hlo
 
 @pytest.fixture(scope="module")
 def mesh():
-    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(
+        np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
+    )
 
 
 def read(f, mesh, *shapes):
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return hlo.collectives(jax.jit(mapped).lower(*args).compile())
 
@@ -29,8 +33,15 @@ def test_kinds_bytes_and_groups(mesh):
     assert (found.kind, found.bytes, found.group_size) == ("reduce-scatter", 16 * 400 * 4, 8)
     assert found.results == (hlo.Array("f32", (2, 400)),) and not found.scalar
     (found,) = read(lambda x: lax.all_gather(x, "b", tiled=True), mesh, (16, 4))
-    assert (found.kind, found.bytes, found.group_size, found.wire_bytes) == ("all-gather", 512, 2, 256)
-    (found,) = read(lambda x: lax.ppermute(x, "a", [(i, (i + 1) % 4) for i in range(4)]), mesh, (16, 4))
+    assert (found.kind, found.bytes, found.group_size, found.wire_bytes) == (
+        "all-gather",
+        512,
+        2,
+        256,
+    )
+    (found,) = read(
+        lambda x: lax.ppermute(x, "a", [(i, (i + 1) % 4) for i in range(4)]), mesh, (16, 4)
+    )
     assert (found.kind, found.bytes, found.wire_bytes) == ("collective-permute", 256, 256)
     (found,) = read(lambda x: lax.all_to_all(x, "a", 0, 1, tiled=True), mesh, (16, 4))
     assert (found.kind, found.bytes, found.group_size) == ("all-to-all", 256, 4)
@@ -39,7 +50,9 @@ def test_kinds_bytes_and_groups(mesh):
 def test_loops(mesh):
     def f(x):
         def outer(_, x):
-            return lax.fori_loop(0, 3, lambda _, x: jnp.sin(lax.psum(x, "b")), jnp.cos(lax.psum(x, "a")))
+            return lax.fori_loop(
+                0, 3, lambda _, x: jnp.sin(lax.psum(x, "b")), jnp.cos(lax.psum(x, "a"))
+            )
 
         x = lax.fori_loop(0, 5, outer, x)
         return lax.psum(x, ("a", "b"))
@@ -53,14 +66,20 @@ def test_loops(mesh):
     assert [(c.in_loop, c.times) for c in read(unknown, mesh, (16, 4))] == [(True, None)]
 
 
-@pytest.mark.parametrize(("groups", "first"), [
-    ("{{0,4},{1,5}}", (0, 4)),
-    ("[4,2]<=[2,4]T(1,0)", (0, 4)),
-    ("mesh['data'=2,'tensor'=4] {'data'}", (0, 4)),
-    ("mesh['data'=2,'tensor'=4] {'tensor'}", (0, 1, 2, 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("groups", "first"),
+    [
+        ("{{0,4},{1,5}}", (0, 4)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("mesh['data'=2,'tensor'=4] {'data'}", (0, 4)),
+        ("mesh['data'=2,'tensor'=4] {'tensor'}", (0, 1, 2, 3)),
+    ],
+)
 def test_groups_in_each_of_their_forms(groups, first):
-    entry = f"ENTRY %main (p: f32[4]) -> f32[4] {{\n  ROOT %a = f32[4]{{0}} all-reduce(%p), replica_groups={groups}\n}}"
+    entry = (
+        "ENTRY %main (p: f32[4]) -> f32[4] {\n  ROOT %a = f32[4]{0} all-reduce(%p),"
+        f" replica_groups={groups}\n}}"
+    )
     (found,) = hlo.collectives(f"HloModule m, num_partitions=8\n\n{entry}\n")
     assert found.groups[0] == first and found.group_size == len(first)
 
@@ -95,6 +114,8 @@ def test_asynchronous_and_combined_forms():
     found = {c.kind: c for c in hlo.collectives(ASYNC)}
     assert len(found) == 3
     assert found["reduce-scatter"].bytes == 1024 and found["reduce-scatter"].group_size == 8
-    assert found["all-gather"].bytes == 128 and found["all-gather"].operands == (hlo.Array("bf16", (2, 4)),)
+    assert found["all-gather"].bytes == 128 and found["all-gather"].operands == (
+        hlo.Array("bf16", (2, 4)),
+    )
     assert found["all-reduce"].bytes == 128 + 128 and found["all-reduce"].group_size == 8
     assert not any(c.in_loop for c in found.values())

@@ -13,7 +13,8 @@ from zaya_jax import config as config_lib
 from zaya_jax.hardware import buffers, chips, hlo, kernels
 from zaya_jax.hardware.clusters import CLUSTERS
 
-# As XLA 0.12.0 writes a GPU's program: a loop with a known length and one without, slices, an update in place.
+# As XLA 0.12.0 writes a GPU's program: a loop with a known length and one without, slices, an
+# update in place.
 PROGRAM = (Path(__file__).parent / "program.txt").read_text()
 MATRIX, CLUSTER = 64 * 64 * 4, CLUSTERS["mi300x_pollara"]
 
@@ -21,31 +22,49 @@ MATRIX, CLUSTER = 64 * 64 * 4, CLUSTERS["mi300x_pollara"]
 def test_kernels_bytes_and_flops_with_loops_multiplied_out():
     program = kernels.read_program(PROGRAM)
     turns = 8 + 4.5
-    # Three kernels a turn; three more; and the condition of the loop of unknown length, once more than it turns.
+    # Three kernels a turn; three more; and the condition of the loop of unknown length, once more
+    # than it turns.
     assert program.launches == 3 * turns + 5.5 + 3 and not program.unknown
     assert [k.times for k in program.kernels if k.name == "slice_fusion"] == [8, 4.5]
     found = {k.name: (k.reads, k.writes, k.collective) for k in program.kernels}
-    assert found["slice_fusion"] == (MATRIX + 4, MATRIX, None)  # a slice of the stack, and its place
+    assert found["slice_fusion"] == (
+        MATRIX + 4,
+        MATRIX,
+        None,
+    )  # a slice of the stack, and its place
     assert found["update_fusion"] == (MATRIX + 4, MATRIX, None)
     assert found["all-gather-start.1"] == (MATRIX, 16 * MATRIX, "all-gather")
-    assert program.flops == 2 * 64**3 * (turns + 1) and any(k.wide for k in program.kernels if k.name == "gemm_fusion")
+    assert program.flops == 2 * 64**3 * (turns + 1) and any(
+        k.wide for k in program.kernels if k.name == "gemm_fusion"
+    )
 
 
 def test_scopes_and_stages():
     found = {k.name: (k.scope, k.stage) for k in kernels.read_program(PROGRAM).kernels}
-    assert found["slice_fusion"] == ("cca", "backward") and found["all-gather-start.1"] == ("optimizer/exchange", "")
+    assert found["slice_fusion"] == ("cca", "backward") and found["all-gather-start.1"] == (
+        "optimizer/exchange",
+        "",
+    )
     assert (
-        found["gemm_fusion"][1] == "again" and found["update_fusion"][0] == "stacks" and found["copy.1"][0] == "other"
+        found["gemm_fusion"][1] == "again"
+        and found["update_fusion"][0] == "stacks"
+        and found["copy.1"][0] == "other"
     )
 
 
 def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
-    """A kernel's own name may be a scope's too; its FLOPs are of use only up to those of the model's formula."""
+    """A kernel's own name may be a scope's too; its FLOPs are of use only up to those of the
+    model's formula."""
     config = config_lib.Config()
     needed = chips.flops_by_scope(config.model, config.data.seq_len)["cca"] * 1000
     flops = {"jit(step)/cca/dot": 0.6 * needed, "jit(step)/cca/attention/pallas_call": 0.9 * needed}
     found = kernels.Program(
-        tuple(kernels.GpuKernel("k", "fusion", path, 1.0, 0, 0, n, False, None) for path, n in flops.items()), {}, {}
+        tuple(
+            kernels.GpuKernel("k", "fusion", path, 1.0, 0, 0, n, False, None)
+            for path, n in flops.items()
+        ),
+        {},
+        {},
     )
     rows = compiling._by_scope(found, config, 1000)
     assert {row["scope"] for row in rows} == {"cca", "cca/attention"}
@@ -54,7 +73,10 @@ def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
 
 def test_a_loop_says_its_length_or_is_reported():
     program = kernels.read_program(PROGRAM.replace("turns=4.5", "anything"))
-    assert program.unknown == {"jit(f)/transpose(jvp(anything))/while": 1} and program.launches == 3 * 9 + 2 + 3
+    assert (
+        program.unknown == {"jit(f)/transpose(jvp(anything))/while": 1}
+        and program.launches == 3 * 9 + 2 + 3
+    )
 
     def f(x, n):
         with turning(2.5):
@@ -87,34 +109,53 @@ ENTRY %main (a: f32[100,64], b: f32[4,64], i: s32[]) -> f32[100,64] {{
 ALL, PART = 100 * 64 * 4, 4 * 64 * 4
 
 
-@pytest.mark.parametrize(("body", "shape", "reads", "writes"), [
-    (  # in place: the update alone
-        "  ROOT %u = f32[100,64]{1,0} dynamic-update-slice(%a, %b, %i, %zero)", "f32[100,64]{1,0}", PART + 4, PART,
-    ),
-    (  # what goes on with the updated array reads all of it
-        "  %u = f32[100,64]{1,0} dynamic-update-slice(%a, %b, %i, %zero)\n"
-        "  ROOT %e = f32[100,64]{1,0} exponential(%u)",
-        "f32[100,64]{1,0}", ALL + PART + 4, ALL,
-    ),
-    (  # a slice of an array made of it element by element takes that slice
-        "  %e = bf16[100,64]{1,0} convert(%a)\n"
-        "  ROOT %s = bf16[4,64]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={4,64}",
-        "bf16[4,64]{1,0}", PART + 4, PART // 2,
-    ),
-    (  # and where that array is also a result, all
-        "  %e = f32[100,64]{1,0} negate(%a)\n"
-        "  %s = f32[4,64]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={4,64}\n"
-        "  ROOT %t = (f32[100,64]{1,0}, f32[4,64]{1,0}) tuple(%e, %s)",
-        "(f32[100,64]{1,0}, f32[4,64]{1,0})", ALL + 4, ALL + PART,
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "shape", "reads", "writes"),
+    [
+        (  # in place: the update alone
+            "  ROOT %u = f32[100,64]{1,0} dynamic-update-slice(%a, %b, %i, %zero)",
+            "f32[100,64]{1,0}",
+            PART + 4,
+            PART,
+        ),
+        (  # what goes on with the updated array reads all of it
+            (
+                "  %u = f32[100,64]{1,0} dynamic-update-slice(%a, %b, %i, %zero)\n"
+                "  ROOT %e = f32[100,64]{1,0} exponential(%u)"
+            ),
+            "f32[100,64]{1,0}",
+            ALL + PART + 4,
+            ALL,
+        ),
+        (  # a slice of an array made of it element by element takes that slice
+            (
+                "  %e = bf16[100,64]{1,0} convert(%a)\n  ROOT %s = bf16[4,64]{1,0}"
+                " dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={4,64}"
+            ),
+            "bf16[4,64]{1,0}",
+            PART + 4,
+            PART // 2,
+        ),
+        (  # and where that array is also a result, all
+            (
+                "  %e = f32[100,64]{1,0} negate(%a)\n"
+                "  %s = f32[4,64]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={4,64}\n"
+                "  ROOT %t = (f32[100,64]{1,0}, f32[4,64]{1,0}) tuple(%e, %s)"
+            ),
+            "(f32[100,64]{1,0}, f32[4,64]{1,0})",
+            ALL + 4,
+            ALL + PART,
+        ),
+    ],
+)
 def test_what_a_fusion_takes_of_its_operands(body, shape, reads, writes):
     (found,) = program_of(FUSION.format(body=body, shape=shape)).kernels
     assert (found.reads, found.writes) == (reads, writes)
 
 
 @pytest.mark.parametrize(
-    "branches", ["true_computation=%one, false_computation=%none", "branch_computations={%one, %none}"]
+    "branches",
+    ["true_computation=%one, false_computation=%none", "branch_computations={%one, %none}"],
 )
 def test_of_a_choice_each_branch_counts_as_often(branches):
     program = program_of(f"""\
@@ -138,11 +179,15 @@ ENTRY %main (p: pred[], y: f32[8,8]) -> f32[8,8] {{
 
 def test_the_slowest_group_bounds_a_collective():
     """Threes over nodes of eight: the group 6, 7, 8 crosses from one to the other."""
-    text = PROGRAM.replace("num_partitions=16", "num_partitions=24").replace("[1,16]<=[16]", "[8,3]<=[24]")
+    text = PROGRAM.replace("num_partitions=16", "num_partitions=24").replace(
+        "[1,16]<=[16]", "[8,3]<=[24]"
+    )
     (found,) = hlo.collectives(text)
     assert found.groups[2] == (6, 7, 8) and found.group_size == 3
     bound = compiling.bound_of(kernels.read_program(text), [found], "AMD Instinct MI300X", CLUSTER)
-    assert bound.links + bound.hidden == pytest.approx(found.wire_bytes / CLUSTER.card + CLUSTER.latency)
+    assert bound.links + bound.hidden == pytest.approx(
+        found.wire_bytes / CLUSTER.card + CLUSTER.latency
+    )
 
 
 def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
@@ -153,7 +198,9 @@ def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
     assert found.launches == pytest.approx((program.launches - 1) * compiling.LAUNCH)
     assert found.compute == found.memory == 0
     travel = 15 * MATRIX / (8 * CLUSTER.card) + CLUSTER.latency
-    assert (found.hidden, found.links) == pytest.approx((compiling.LAUNCH, travel - compiling.LAUNCH))
+    assert (found.hidden, found.links) == pytest.approx(
+        (compiling.LAUNCH, travel - compiling.LAUNCH)
+    )
 
 
 def test_memory_over_a_program_is_the_compilers():
@@ -165,12 +212,17 @@ def test_memory_over_a_program_is_the_compilers():
 
         return jax.grad(lambda w: jax.lax.scan(layer, x, w)[0].sum())(w)
 
-    like = jax.ShapeDtypeStruct((4, 128, 128), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    like = (
+        jax.ShapeDtypeStruct((4, 128, 128), jnp.float32),
+        jax.ShapeDtypeStruct((64, 128), jnp.float32),
+    )
     compiled, memory = buffers.compile_watched(jax.jit(f).lower(*like))
     stats = compiled.memory_analysis()
     sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes)
     assert (memory.arguments, memory.results, memory.temporaries) == sizes
     assert memory.peak == pytest.approx(sum(sizes), rel=0.01)
     assert 0 < sum(b.size for b in memory.at_peak()) <= memory.temporaries
-    kept = [b for b in memory.buffers if b.shape.startswith("f32[4,64,128]")]  # each layer's input, or output
+    kept = [
+        b for b in memory.buffers if b.shape.startswith("f32[4,64,128]")
+    ]  # each layer's input, or output
     assert kept and all(b.size == 4 * 64 * 128 * 4 for b in kept)

@@ -1,4 +1,5 @@
-"""Microbenchmarks: every program is the one that is meant, and its figures count as nccl-tests' do."""
+"""Microbenchmarks: every program is the one that is meant, and its figures count as nccl-tests'
+do."""
 
 import dataclasses
 import json
@@ -21,9 +22,17 @@ from zaya_jax.report.text import escape
 
 SECOND = Timing(1.0, 0.5, 2.0, 5)
 SMALL = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 16, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "router_hidden_size": 16,
+    "pad_token_id": 0,
+}
 
 
 def small_model():
@@ -40,7 +49,15 @@ def figures_of(**changes):
 def test_devices_are_taken_in_a_node_and_across():
     nodes = [0] * 8 + [1] * 8 + [2] * 8
     found = collectives.groups(range(24), nodes)
-    assert [(len(g.devices), g.num_nodes) for g in found] == [(2, 1), (4, 1), (8, 1), (2, 2), (16, 2), (3, 3), (24, 3)]
+    assert [(len(g.devices), g.num_nodes) for g in found] == [
+        (2, 1),
+        (4, 1),
+        (8, 1),
+        (2, 2),
+        (16, 2),
+        (3, 3),
+        (24, 3),
+    ]
     assert found[3].devices == (0, 8) and found[5].devices == (0, 8, 16)
     assert [len(g.devices) for g in collectives.groups(range(6), [0] * 6)] == [2, 4, 6]
     assert collectives.groups([0], [0]) == []
@@ -52,21 +69,28 @@ def test_every_collective_is_alone_in_its_program(monkeypatch, capsys):
     found = collectives.measure_collectives(jax.devices()[:3], [0] * 3, 10_000, 10.0, print)
     for count, sizes in ((2, [1024, 4096]), (3, [1020, 4092])):  # that divide
         ours = [c for c in found if c.num_devices == count]
-        assert [(c.name, c.bytes) for c in ours] == [(name, size) for name in collectives.KINDS for size in sizes]
+        assert [(c.name, c.bytes) for c in ours] == [
+            (name, size) for name in collectives.KINDS for size in sizes
+        ]
         assert all(c.seconds.low <= c.seconds.median <= c.seconds.high for c in ours)
     assert "neighbour, 3 devices in 1 node(s): " in capsys.readouterr().out
 
 
 def test_a_series_ends_where_calls_take_too_long():
-    found = collectives.measure_collectives(jax.devices()[:2], [0, 0], 1 << 30, 1e-9, lambda text: None)
+    found = collectives.measure_collectives(
+        jax.devices()[:2], [0, 0], 1 << 30, 1e-9, lambda text: None
+    )
     assert [c.bytes for c in found] == [1024] * 5
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda x, n: x, "became no collective"),
-    (lambda x, n: jax.lax.ppermute(x, AXIS, [(0, 1), (1, 0)]), "became collective-permute"),
-    (lambda x, n: jax.lax.psum(x[:8], AXIS), "became all-reduce of 32 bytes over 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, n: x, "became no collective"),
+        (lambda x, n: jax.lax.ppermute(x, AXIS, [(0, 1), (1, 0)]), "became collective-permute"),
+        (lambda x, n: jax.lax.psum(x[:8], AXIS), "became all-reduce of 32 bytes over 2"),
+    ],
+)
 def test_what_is_not_the_collective_is_never_timed(monkeypatch, call, message):
     monkeypatch.setattr(collectives, "KINDS", {"all-reduce": CollectiveKind("all-reduce", call)})
     monkeypatch.setattr(timing, "sample", lambda *_: pytest.fail("timed"))
@@ -77,8 +101,17 @@ def test_what_is_not_the_collective_is_never_timed(monkeypatch, call, message):
 def test_bandwidths_are_those_of_nccl_tests():
     """doc/PERFORMANCE.md there: a ring of n moves so much over each link."""
     n, size = 8, 8e9
-    bus = {name: CollectiveTiming(name, n, 1, int(size), SECOND).bus_bandwidth / 1e9 for name in measured.BUS}
-    assert bus == {"all-reduce": 14, "reduce-scatter": 7, "all-gather": 7, "all-to-all": 7, "neighbour": 8}
+    bus = {
+        name: CollectiveTiming(name, n, 1, int(size), SECOND).bus_bandwidth / 1e9
+        for name in measured.BUS
+    }
+    assert bus == {
+        "all-reduce": 14,
+        "reduce-scatter": 7,
+        "all-gather": 7,
+        "all-to-all": 7,
+        "neighbour": 8,
+    }
     assert MemoryCopy(100, SECOND).bandwidth == 200
     dense = Product("dense", "", 2, 3, 5, 1, "float32", SECOND)
     assert dense.rate == 60
@@ -106,17 +139,29 @@ def test_memory_is_copied(monkeypatch):
 def test_products_of_a_model_and_its_experts(monkeypatch):
     monkeypatch.setattr(device_rates, "ROWS", {True: (16,)})
     monkeypatch.setattr(device_rates, "ROWS_OF_EXPERTS", {True: (4, 16)})
-    found, left_out = device_rates.measure_products(jax.devices()[0], small_model(), 0.1, lambda text: None)
+    found, left_out = device_rates.measure_products(
+        jax.devices()[0], small_model(), 0.1, lambda text: None
+    )
     shapes = {(p.name, p.label, p.m, p.k, p.n, p.groups) for p in found}
     assert shapes == {
-        ("dense", "q, k", 16, 32, 48, 1), ("dense", "v", 16, 32, 16, 1), ("dense", "o", 16, 32, 32, 1),
-        ("dense", "head", 16, 32, 96, 1), ("dense", "router", 16, 32, 16, 1),
-        *((f"grouped {way}", "experts", m, 32, 24, 4) for way in ("forward", "backward") for m in (4, 16)),
-    }  # fmt: skip
+        ("dense", "q, k", 16, 32, 48, 1),
+        ("dense", "v", 16, 32, 16, 1),
+        ("dense", "o", 16, 32, 32, 1),
+        ("dense", "head", 16, 32, 96, 1),
+        ("dense", "router", 16, 32, 16, 1),
+        *(
+            (f"grouped {way}", "experts", m, 32, 24, 4)
+            for way in ("forward", "backward")
+            for m in (4, 16)
+        ),
+    }
     assert left_out == 0 and {p.dtype for p in found} == {"float32"}
     monkeypatch.setattr(device_rates, "MODEST", 1.0)
     monkeypatch.setattr(measured.ProductShape, "flops", 1e9)
-    assert device_rates.measure_products(jax.devices()[0], small_model(), 0.01, print) == ((), len(found))
+    assert device_rates.measure_products(jax.devices()[0], small_model(), 0.01, print) == (
+        (),
+        len(found),
+    )
 
 
 FULL = figures_of(
@@ -129,10 +174,13 @@ FULL = figures_of(
     ),
     products=(
         *(Product("dense", label, 64, 96, 32, 1, "float32", SECOND) for label in ("o", "head")),
-        *(Product("grouped forward", "experts", m, 24, 32, 4, "float32", SECOND) for m in (16, 64, 256)),
+        *(
+            Product("grouped forward", "experts", m, 24, 32, 4, "float32", SECOND)
+            for m in (16, 64, 256)
+        ),
     ),
     copies=tuple(MemoryCopy(1 << i, Timing(2.0 ** (i - 30), 1e-9, 1e3, 5)) for i in range(20, 25)),
-)  # fmt: skip
+)
 
 
 def test_figures_are_read_as_they_were_written(tmp_path):
@@ -141,13 +189,16 @@ def test_figures_are_read_as_they_were_written(tmp_path):
     assert FULL.rows_knee() == 256  # the least number at 80% of the best rate
 
 
-@pytest.mark.parametrize("change", [
-    lambda d: "[]",
-    lambda d: "{",
-    lambda d: json.dumps(d | {"format": 99}),
-    lambda d: json.dumps(d | {"copies": [{}]}),
-    lambda d: json.dumps({k: v for k, v in d.items() if k != "device"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: "[]",
+        lambda d: "{",
+        lambda d: json.dumps(d | {"format": 99}),
+        lambda d: json.dumps(d | {"copies": [{}]}),
+        lambda d: json.dumps({k: v for k, v in d.items() if k != "device"}),
+    ],
+)
 def test_what_are_no_figures_is_a_line(tmp_path, change):
     path = tmp_path / "f.json"
     path.write_text(change(json.loads(measured.to_json(FULL))))
@@ -159,15 +210,22 @@ def test_what_are_no_figures_is_a_line(tmp_path, change):
 def test_the_page_shows_all_and_says_what_it_is_of():
     html = characterize.document(FULL, [], "nothing", ["storage was left out"]).html()
     assert html.count("<figure") == len(measured.BUS) + 3
-    assert all(text in html for text in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes"))
-    of_gpu = characterize.document(figures_of(platform="cuda", device="NVIDIA H200"), [], "nothing").html()
+    assert all(
+        text in html
+        for text in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes")
+    )
+    of_gpu = characterize.document(
+        figures_of(platform="cuda", device="NVIDIA H200"), [], "nothing"
+    ).html()
     assert escape(characterize.HOST) not in of_gpu
 
 
 @pytest.mark.slow
 def test_two_processes_measure_as_one(tmp_path):
     options = [f"--out={tmp_path / 'out'}", "--seconds=0.001"]
-    with start(["-m", "experiments.characterize", "collectives", *options], 2, tmp_path / "log", devices=2) as run:
+    with start(
+        ["-m", "experiments.characterize", "collectives", *options], 2, tmp_path / "log", devices=2
+    ) as run:
         results = run.wait(200)
     assert [r.code for r in results] == [0, 0], results
     assert "4 x cpu in 1 node(s) of 2 process(es)" in results[0].out and not results[1].out.strip()

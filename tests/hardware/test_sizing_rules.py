@@ -40,26 +40,43 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     """Of its run on 1,024 of them one sequence at a time on each would not be."""
     whole = read("zaya1_base")
     assert "tokens per expert" not in by_rule(sizing_rules.advise(whole, "mi300x", 1024))
-    one_at_a_time = dataclasses.replace(whole, data=dataclasses.replace(whole.data, micro_batch=1024))
+    one_at_a_time = dataclasses.replace(
+        whole, data=dataclasses.replace(whole.data, micro_batch=1024)
+    )
     found = sizing_rules.advise(one_at_a_time, "mi300x", 1024)
     assert not [f for f in found if f.key.startswith("model.")]
     experts = by_rule(found)["tokens per expert"]
     # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
-    assert "256 tokens per expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048
+    assert (
+        "256 tokens per expert" in experts.reason
+        and "of 302 " in experts.reason
+        and experts.better == 2048
+    )
 
 
 @pytest.mark.parametrize("chip", ["mi300x", "h200"])
-@pytest.mark.parametrize(("key", "value", "better", "rule"), [
-    ("vocab_size", 50_257, 50_304, "multiple of 64"), ("hidden_size", 2000, 2048, "multiple of 64"),
-    ("moe_intermediate_size", 1424, 1408, "multiple of 64"), ("head_dim", 96, 128, "head_dim"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "better", "rule"),
+    [
+        ("vocab_size", 50_257, 50_304, "multiple of 64"),
+        ("hidden_size", 2000, 2048, "multiple of 64"),
+        ("moe_intermediate_size", 1424, 1408, "multiple of 64"),
+        ("head_dim", 96, 128, "head_dim"),
+    ],
+)
 def test_a_width_off_the_path_is_found_with_a_better_one(chip, key, value, better, rule):
     given = changed(**{f"model__{key}": value})
-    found = next(f for f in sizing_rules.advise(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule)
+    found = next(
+        f for f in sizing_rules.advise(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule
+    )
     assert (found.value, found.better) == (value, better)
     assert str(found).startswith(f"sizing: model.{key}={value:,}: ")
     mended = changed(**{f"model__{key}": better})
-    assert not [f for f in sizing_rules.advise(mended, chip, 8) if f.key == f"model.{key}" and f.rule == rule]
+    assert not [
+        f
+        for f in sizing_rules.advise(mended, chip, 8)
+        if f.key == f"model.{key}" and f.rule == rule
+    ]
 
 
 def test_a_run_on_the_path_gets_no_advice():
@@ -78,7 +95,9 @@ def test_measured_figures_take_the_place_of_published_ones():
     assert "1,024 tokens per expert" in found.reason and "of 2,048 " in found.reason
     assert found.source == "measured, 2026-11-22" and found.better == 64
     for other in (figures_of(products=products), dataclasses.replace(slow, device="NVIDIA H200")):
-        assert "tokens per expert" not in by_rule(sizing_rules.advise(changed(), "mi300x", 8, other))
+        assert "tokens per expert" not in by_rule(
+            sizing_rules.advise(changed(), "mi300x", 8, other)
+        )
 
 
 def test_a_run_gets_advice_where_its_chip_is_known():

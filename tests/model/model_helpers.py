@@ -1,4 +1,5 @@
-"""Small models whose every weight is random, so that nothing can be left out without a difference."""
+"""Small models whose every weight is random, so that nothing can be left out without a
+difference."""
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +15,37 @@ EXACT = Precision(compute="float32", router="float32", matmul="highest")
 
 def small(**changes):
     """A two-kind model: full attention, then a sliding window of 4, with biases everywhere."""
-    return Model(**{
-        "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 12, "num_experts": 3,
-        "router_hidden_size": 8, "layer_types": ("hybrid", "hybrid_sliding"), "sliding_window": 4,
-        "rope_parameters": RopeKinds(Rope(rope_theta=1e4), Rope(rope_theta=100.0, partial_rotary_factor=0.75)),
-        "attention_bias": True, "lm_head_bias": True, "pad_token_id": None,
-        **changes,
-    })  # fmt: skip
+    return Model(
+        **{
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "moe_intermediate_size": 12,
+            "num_experts": 3,
+            "router_hidden_size": 8,
+            "layer_types": ("hybrid", "hybrid_sliding"),
+            "sliding_window": 4,
+            "rope_parameters": RopeKinds(
+                Rope(rope_theta=1e4), Rope(rope_theta=100.0, partial_rotary_factor=0.75)
+            ),
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "pad_token_id": None,
+            **changes,
+        }
+    )
 
 
 def weights(model, seed=0):
     """(parameters, balancing biases), all random."""
     shapes = zaya.abstract(model)
     leaves, treedef = jax.tree.flatten_with_path(shapes)
-    rng = np.random.default_rng(seed)  # on the host: a program for each shape would take longer to compile
+    rng = np.random.default_rng(
+        seed
+    )  # on the host: a program for each shape would take longer to compile
 
     def draw(path, shape):
         noise = rng.standard_normal(shape.shape, np.float32)

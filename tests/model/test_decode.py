@@ -1,4 +1,5 @@
-"""Decoding with the cache equals running the whole sequence again: sliding layers, taps, left padding, streaming."""
+"""Decoding with the cache equals running the whole sequence again: sliding layers, taps, left
+padding, streaming."""
 
 import functools
 
@@ -25,7 +26,9 @@ SLOW = [(taps, prompt, BOTH) for taps in ((2, 2), (3, 4), (1, 1)) for prompt in 
 SLOW += [((2, 2), 5, (LINEAR, LINEAR))]
 
 
-@pytest.mark.parametrize(("taps", "prompt", "kinds"), [*FAST, *(slow(*case) for case in SLOW if case not in FAST)])
+@pytest.mark.parametrize(
+    ("taps", "prompt", "kinds"), [*FAST, *(slow(*case) for case in SLOW if case not in FAST)]
+)
 def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt, kinds):
     changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}
     model = model_helpers.small(num_hidden_layers=len(kinds), **changes)

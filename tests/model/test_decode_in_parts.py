@@ -21,13 +21,16 @@ EXACT = model_helpers.EXACT
 
 
 def mesh_of(size):
-    return jax.make_mesh((size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+    return jax.make_mesh(
+        (size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 8])
 def test_greedy_decoding_is_that_of_one_device(size):
-    """Full, sliding and linear layers; rows of unequal length; a prompt that does not divide over the devices."""
+    """Full, sliding and linear layers; rows of unequal length; a prompt that does not divide over
+    the devices."""
     model = model_helpers.small(layer_types=(FULL, LINEAR, SLIDING, LINEAR), num_hidden_layers=4)
     params, bias = model_helpers.weights(model)
     ids = jax.random.randint(jax.random.key(2), (2, 7), 0, model.vocab_size)
@@ -41,7 +44,8 @@ def test_greedy_decoding_is_that_of_one_device(size):
 
 @pytest.mark.slow
 def test_a_cache_that_no_device_could_hold_alone():
-    """Weights as training has them on a mesh, experts cut; each device has a quarter of all keys and values."""
+    """Weights as training has them on a mesh, experts cut; each device has a quarter of all keys
+    and values."""
     model = model_helpers.small(num_experts=4)
     params, bias = model_helpers.weights(model)
     mesh = make_mesh(config.Mesh(expert=2, context=4), jax.devices()[:8])
@@ -49,12 +53,16 @@ def test_a_cache_that_no_device_could_hold_alone():
     specs = sharding.param_specs(model, EXACT, spread)
     placed = jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     prompt = [[(7 * i) % 32 for i in range(60)]]
-    ours = decode.Generation(decode.Decoder(model, placed, bias, EXACT, cache_over(mesh)), prompt, 8)
+    ours = decode.Generation(
+        decode.Decoder(model, placed, bias, EXACT, cache_over(mesh)), prompt, 8
+    )
     theirs = decode.Generation(decode.Decoder(model, params, bias, EXACT), prompt, 8)
     whole = decode.cache_bytes(model, EXACT, 1, theirs.columns).total
     assert decode.cache_bytes(model, EXACT, 1, ours.columns, cache_over(mesh)).total < whole / 3
     for name in ("k", "v"):
-        assert {x.data.nbytes for x in ours._cache[name].addressable_shards} == {theirs._cache[name].nbytes // 4}
+        assert {x.data.nbytes for x in ours._cache[name].addressable_shards} == {
+            theirs._cache[name].nbytes // 4
+        }
     while not theirs.ended:
         assert ours.more() == theirs.more()
     assert cache_over(None) is cache_over(make_mesh(config.Mesh(data=8))) is decode.ALONE
@@ -63,21 +71,27 @@ def test_a_cache_that_no_device_could_hold_alone():
 @pytest.mark.slow  # test_rows.py has pieces on one device, the next two tests one piece on several
 @pytest.mark.parametrize("size", [2, 3])
 def test_prompts_in_pieces_too(size):
-    """Pieces that no power of two divides, rows that end in each of them, windows over their borders."""
+    """Pieces that no power of two divides, rows that end in each of them, windows over their
+    borders."""
     model = model_helpers.small(layer_types=(SLIDING, LINEAR))
     params, bias = model_helpers.weights(model)
     prompts = [[(7 * i + n) % 32 for i in range(n)] for n in (50, 1, 20)]
     ours = decode.Decoder(model, params, bias, EXACT, InParts(mesh_of(size)))
     theirs = ours._replace(devices=decode.ALONE)
     options = {"ends": [3], "sampling": Sampling(0.8, top_p=0.9), "seeds": 3}
-    assert decode.generate(ours, prompts, 8, piece=16, **options) == decode.generate(theirs, prompts, 8, **options)
+    assert decode.generate(ours, prompts, 8, piece=16, **options) == decode.generate(
+        theirs, prompts, 8, **options
+    )
 
 
 def test_a_step_of_the_model_sends_nothing_else():
-    """Three arrays are reduced a layer and step, and a device's cache has its part of the columns."""
+    """Three arrays are reduced a layer and step, and a device's cache has its part of the
+    columns."""
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
-    rows = decode.Generation(decode.Decoder(model, params, bias, EXACT, InParts(mesh_of(8))), [[0] * 20], 5)
+    rows = decode.Generation(
+        decode.Decoder(model, params, bias, EXACT, InParts(mesh_of(8))), [[0] * 20], 5
+    )
     sizes = decode.cache_bytes(model, EXACT, 1, rows.columns, InParts(mesh_of(8)))
     assert rows.cache_bytes == 8 * sizes.total
     rows.more()

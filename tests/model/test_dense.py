@@ -20,12 +20,22 @@ from zaya_jax.parallel.tree import InParts
 
 
 def small(**changes):
-    return Model(**{
-        "model_type": "dense", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "num_experts": 1, "pad_token_id": None,
-        "rope_parameters": RopeKinds(Rope(partial_rotary_factor=1.0)),
-        **changes,
-    })  # fmt: skip
+    return Model(
+        **{
+            "model_type": "dense",
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "num_experts": 1,
+            "pad_token_id": None,
+            "rope_parameters": RopeKinds(Rope(partial_rotary_factor=1.0)),
+            **changes,
+        }
+    )
 
 
 def run(model, params, bias, *rows):
@@ -53,7 +63,10 @@ def definition(model, params, ids):
     for i in range(model.num_hidden_layers):
         y = norm(x, layers["attn_norm"]["scale"][i])
         kernels = {n: layers["attention"][n]["kernel"][i] for n in "qkvo"}
-        q, k, v = ((y @ kernels[n]).reshape(len(ids), num, c) for n, num in (("q", h_num), ("k", k_num), ("v", k_num)))
+        q, k, v = (
+            (y @ kernels[n]).reshape(len(ids), num, c)
+            for n, num in (("q", h_num), ("k", k_num), ("v", k_num))
+        )
         q, k, v = turn(q), np.repeat(turn(k), h_num // k_num, 1), np.repeat(v, h_num // k_num, 1)
         scores = np.where(causal, np.einsum("ihc,jhc->hij", q, k) / np.sqrt(c), -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
@@ -93,28 +106,41 @@ def test_cached_decoding_is_the_whole_pass():
     ids = jax.random.randint(jax.random.key(2), (2, 5), 0, 32)
     with jax.default_matmul_precision("highest"):
         new = decode.generate(decode.Decoder(model, params, bias, EXACT), ids, 6)
-        mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-        in_parts = decode.generate(decode.Decoder(model, params, bias, EXACT, InParts(mesh)), ids, 6)
+        mesh = jax.make_mesh(
+            (4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+        )
+        in_parts = decode.generate(
+            decode.Decoder(model, params, bias, EXACT, InParts(mesh)), ids, 6
+        )
     assert in_parts == new
     new = jnp.asarray(new)
     hidden = run(model, params, bias, jnp.concatenate([ids, new], axis=1)).hidden
-    np.testing.assert_array_equal(new, jnp.argmax(zaya.logits(model, params, hidden[:, 4:-1], EXACT), -1))
+    np.testing.assert_array_equal(
+        new, jnp.argmax(zaya.logits(model, params, hidden[:, 4:-1], EXACT), -1)
+    )
 
 
 def test_the_7b_shape():
     model = config.check(dense_7b.get_config()).model
     counts = zaya.param_counts(model)
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * model.intermediate_size)
-    assert counts["without_embedding"] == matrices + (2 * 32 + 1 + 2) * 4096  # norms, and the embedding's two vectors
+    assert (
+        counts["without_embedding"] == matrices + (2 * 32 + 1 + 2) * 4096
+    )  # norms, and the embedding's two vectors
     assert 6.7e9 < counts["total"] < 7.3e9
     assert counts["active"] == counts["total"]
-    # Six operations per weight and token, and as many per pair of channels and seen key, on average S / 2 keys.
+    # Six operations per weight and token, and as many per pair of channels and seen key, on average
+    # S / 2 keys.
     assert model_flops(model, 4096) == pytest.approx(
         6 * (matrices + 4096 * model.vocab_size) + 6 * 2 * 32 * 4096 * 4097 / 2, rel=1e-6
     )
 
 
-@pytest.mark.parametrize("changes", [{"num_experts": 16}, {"layer_types": ("hybrid", "hybrid_linear")}])
+@pytest.mark.parametrize(
+    "changes", [{"num_experts": 16}, {"layer_types": ("hybrid", "hybrid_linear")}]
+)
 def test_a_key_that_a_dense_model_has_not_is_refused(changes):
-    with pytest.raises(config.UserError, match=rf"config\.model\.{next(iter(changes))}.* model_type='dense'"):
+    with pytest.raises(
+        config.UserError, match=rf"config\.model\.{next(iter(changes))}.* model_type='dense'"
+    ):
         config.check_model(dataclasses.asdict(small(**changes)))

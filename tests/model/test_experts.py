@@ -1,4 +1,5 @@
-"""Tokens through their own experts and back, against all experts for every token; with each chip's algorithm."""
+"""Tokens through their own experts and back, against all experts for every token; with each chip's
+algorithm."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,10 @@ E, D, F = 4, 12, 20
 def test_weight_gradients_are_float32_of_bfloat16_rows():
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (64, D), jnp.bfloat16)
-    gate_up, down = jax.random.normal(keys[1], (E, D, 2 * F)) / 3, jax.random.normal(keys[2], (E, F, D)) / 3
+    gate_up, down = (
+        jax.random.normal(keys[1], (E, D, 2 * F)) / 3,
+        jax.random.normal(keys[2], (E, F, D)) / 3,
+    )
     choice = jnp.arange(64, dtype=jnp.int32) % (E + 1)
 
     @jax.jit
@@ -51,13 +55,17 @@ def test_the_whole_mlp(who):
         "all skip": jnp.full((n,), E),
     }[who].astype(jnp.int32)
     args = (
-        jax.random.normal(keys[1], (n, D)), jax.random.uniform(keys[2], (n,)),
-        jax.random.normal(keys[3], (E, D, 2 * F)) / D**0.5, jax.random.normal(keys[4], (E, F, D)) / F**0.5,
-    )  # fmt: skip
+        jax.random.normal(keys[1], (n, D)),
+        jax.random.uniform(keys[2], (n,)),
+        jax.random.normal(keys[3], (E, D, 2 * F)) / D**0.5,
+        jax.random.normal(keys[4], (E, F, D)) / F**0.5,
+    )
     weight = jax.random.normal(keys[5], (n, D))
 
     def run(mlp):
-        objective = lambda x, gate, gate_up, down: jnp.vdot(mlp(x, choice, gate, gate_up, down), weight)  # noqa: E731
+        def objective(x, gate, gate_up, down):
+            return jnp.vdot(mlp(x, choice, gate, gate_up, down), weight)
+
         return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2, 3)))(*args)
 
     with jax.default_matmul_precision("highest"):
@@ -66,4 +74,6 @@ def test_the_whole_mlp(who):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
     gate_gradient = ours[1][1]
-    np.testing.assert_array_equal(gate_gradient[choice == E], 0)  # a skipped token teaches the gate nothing
+    np.testing.assert_array_equal(
+        gate_gradient[choice == E], 0
+    )  # a skipped token teaches the gate nothing

@@ -1,4 +1,5 @@
-"""Arrays that decoding reads and writes in place, from the compiled programs; weights that are rounded once."""
+"""Arrays that decoding reads and writes in place, from the compiled programs; weights that are
+rounded once."""
 
 import os
 
@@ -29,7 +30,9 @@ def like(tree):
 def token(model, precision, rows, length):
     """The arguments of the program of further tokens, as shapes, and its cache."""
     shape = jax.ShapeDtypeStruct
-    params, head = jax.eval_shape(lambda p: zaya.rounded(p, precision), zaya.abstract(model, precision))
+    params, head = jax.eval_shape(
+        lambda p: zaya.rounded(p, precision), zaya.abstract(model, precision)
+    )
     balance = shape((model.num_hidden_layers, model.num_experts + 1), jnp.float32)
     each, one = shape((rows,), jnp.int32), shape((), jnp.int32)
     drawing = like(Sampling().numbers()), shape((rows,), jnp.uint32), shape((4,), jnp.int32)
@@ -53,22 +56,34 @@ def go_on(arguments, cache, model, precision):
 @pytest.mark.parametrize(
     ("kinds", "rows"),
     [
-        ((FULL, SLIDING), 3), ((LINEAR, FULL), 1), slow((FULL, FULL), 1),
-        slow((LINEAR, FULL), 3), slow("dense", 3),
+        ((FULL, SLIDING), 3),
+        ((LINEAR, FULL), 1),
+        slow((FULL, FULL), 1),
+        slow((LINEAR, FULL), 3),
+        slow("dense", 3),
     ],
-)  # fmt: skip
+)
 def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows):
-    """A layer's keys and values are laid out for their products, an eighth of each stack; no stack is rewritten."""
-    model = model_helpers.small(num_hidden_layers=8, **(DENSE if kinds == "dense" else {"layer_types": kinds * 4}))
+    """A layer's keys and values are laid out for their products, an eighth of each stack; no stack
+    is rewritten."""
+    model = model_helpers.small(
+        num_hidden_layers=8, **(DENSE if kinds == "dense" else {"layer_types": kinds * 4})
+    )
     arguments, cache = token(model, EXACT, rows, 8192)
-    compiled = jax.jit(lambda a, c: go_on(a, c, model, EXACT), donate_argnums=1).lower(arguments, cache).compile()
+    compiled = (
+        jax.jit(lambda a, c: go_on(a, c, model, EXACT), donate_argnums=1)
+        .lower(arguments, cache)
+        .compile()
+    )
     held = {name: x.size * x.dtype.itemsize for name, x in cache.items()}
     taken = compiled.memory_analysis()
     assert taken.alias_size_in_bytes == sum(held.values())
     assert taken.temp_size_in_bytes < 0.8 * held["k"]
     stacks = {f"f32[{','.join(map(str, x.shape))}]" for x in cache.values()}
     lines = [line for lines in hlo.parse(compiled.as_text()).values() for line in lines]
-    assert stacks <= {line.shape.split("{")[0] for line in lines}  # so this is how the program has them
+    assert stacks <= {
+        line.shape.split("{")[0] for line in lines
+    }  # so this is how the program has them
     assert not [line for line in lines if line.op == "copy" and line.shape.split("{")[0] in stacks]
 
 
@@ -78,16 +93,24 @@ def test_no_program_has_a_copy_of_a_layers_experts(rows, size):
     model = model_helpers.small(hidden_size=128, moe_intermediate_size=128, num_experts=16)
     a_layer = 16 * 3 * 128 * 128 * 4
     arguments, cache = token(model, EXACT, rows, size)
-    taken = jax.jit(lambda a, c: go_on(a, c, model, EXACT)).lower(arguments, cache).compile().memory_analysis()
+    taken = (
+        jax.jit(lambda a, c: go_on(a, c, model, EXACT))
+        .lower(arguments, cache)
+        .compile()
+        .memory_analysis()
+    )
     assert taken.temp_size_in_bytes < a_layer / 4
-    prompt = decode._first_piece.lower(piece(model, EXACT, rows, size), None, size, model, EXACT, decode.ALONE)
+    prompt = decode._first_piece.lower(
+        piece(model, EXACT, rows, size), None, size, model, EXACT, decode.ALONE
+    )
     assert prompt.compile().memory_analysis().temp_size_in_bytes < a_layer / 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mi300x", "h200"])
 def test_nor_has_a_gpus(name, monkeypatch):
-    """ZAYA1's sizes, four of its layers: 403 MB of experts each, 537 MB of the head's matrix, 67 MB of cache."""
+    """ZAYA1's sizes, four of its layers: 403 MB of experts each, 537 MB of the head's matrix, 67 MB
+    of cache."""
     if not targets.FOLDER.exists():
         pytest.skip("make setup-targets installs the compilers")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
@@ -96,9 +119,13 @@ def test_nor_has_a_gpus(name, monkeypatch):
     held = sum(x.size * x.dtype.itemsize for x in cache.values())
     with buffers.uncached(), chip.making(chip.made_for(absent.mesh_of_one(name))):
         program = absent.alone(name, lambda a, c: go_on(a, c, model, precision))
-        taken = jax.jit(program, donate_argnums=1).lower(arguments, cache).compile().memory_analysis()
+        taken = (
+            jax.jit(program, donate_argnums=1).lower(arguments, cache).compile().memory_analysis()
+        )
     assert taken.alias_size_in_bytes == held
-    assert taken.temp_size_in_bytes < 1.2 * held  # in the products' layout while tokens come; the head's is not rounded
+    assert (
+        taken.temp_size_in_bytes < 1.2 * held
+    )  # in the products' layout while tokens come; the head's is not rounded
 
 
 @pytest.mark.parametrize("kind", ["zaya", "dense"])
@@ -107,14 +134,21 @@ def test_rounding_once_changes_no_bit(kind):
     params, bias = model_helpers.weights(model)
     precision = Precision(compute="bfloat16")
     once, head = zaya.rounded(params, precision)
-    names = {path[-2].key if path[-1].key in ("kernel", "bias") else path[-1].key
-             for path, x in jax.tree.leaves_with_path(once) if x.dtype == jnp.bfloat16}  # fmt: skip
-    assert names == set(sum((zaya.ROUNDED[block] for block in zaya.ROUNDED if block in params["layers"]), ()))
+    names = {
+        path[-2].key if path[-1].key in ("kernel", "bias") else path[-1].key
+        for path, x in jax.tree.leaves_with_path(once)
+        if x.dtype == jnp.bfloat16
+    }
+    assert names == set(
+        sum((zaya.ROUNDED[block] for block in zaya.ROUNDED if block in params["layers"]), ())
+    )
     ids = np.arange(10, dtype=np.int32)[None]
-    run = jax.jit(lambda params, head: (
-        out := zaya.apply(model, params, bias, Rows(ids), precision=precision).hidden,
-        zaya.logits(model, head, out, precision),
-    ))  # fmt: skip
+    run = jax.jit(
+        lambda params, head: (
+            out := zaya.apply(model, params, bias, Rows(ids), precision=precision).hidden,
+            zaya.logits(model, head, out, precision),
+        )
+    )
     for a, b in zip(run(once, head), run(params, params), strict=True):
         np.testing.assert_array_equal(a, b)
     same, head = zaya.rounded(params, EXACT)

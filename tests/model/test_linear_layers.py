@@ -1,4 +1,5 @@
-"""A model with linear attention among its layers: packed rows, decoding, parameters, the scan, refusals."""
+"""A model with linear attention among its layers: packed rows, decoding, parameters, the scan,
+refusals."""
 
 import functools
 
@@ -46,7 +47,9 @@ def test_only_softmax_layers_keep_keys_and_values():
 
 def test_a_linear_layer_has_the_weights_of_the_others():
     shapes = zaya.abstract(mixed(FULL, FULL, FULL, FULL))
-    assert jax.tree.map(lambda x: x.shape, zaya.abstract(mixed())) == jax.tree.map(lambda x: x.shape, shapes)
+    assert jax.tree.map(lambda x: x.shape, zaya.abstract(mixed())) == jax.tree.map(
+        lambda x: x.shape, shapes
+    )
     assert zaya.param_counts(mixed()) == zaya.param_counts(mixed(FULL, FULL, FULL, FULL))
 
 
@@ -82,13 +85,16 @@ def test_flops_of_linear_attention_do_not_grow_with_the_sequence():
 
 @pytest.mark.parametrize("remat", ["none", slow("attention")])
 def test_no_second_copy_of_the_weights_is_kept(remat):
-    """The gradient's memory besides weights and gradients is less than a copy: on few tokens these dominate."""
+    """The gradient's memory besides weights and gradients is less than a copy: on few tokens these
+    dominate."""
     model = mixed(*(LINEAR, FULL) * 4, moe_intermediate_size=512, num_experts=8)
     like = zaya.abstract(model, config.Precision())
     bias = jax.ShapeDtypeStruct((8, 9), jnp.float32)
 
     def total(params, bias):
-        return zaya.apply(model, params, bias, Rows(jnp.zeros((1, 8), jnp.int32)), remat=remat).hidden.sum()
+        return zaya.apply(
+            model, params, bias, Rows(jnp.zeros((1, 8), jnp.int32)), remat=remat
+        ).hidden.sum()
 
     taken = jax.jit(jax.grad(total)).lower(like, bias).compile().memory_analysis()
     weights = 4 * sum(x.size for x in jax.tree.leaves(like))

@@ -1,4 +1,5 @@
-"""The embedding's look-up: its gradient against a scatter-add, and that its order of summation is fixed."""
+"""The embedding's look-up: its gradient against a scatter-add, and that its order of summation is
+fixed."""
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +31,23 @@ def test_values_and_gradient(shape, words):
 
 
 def test_the_order_of_summation_is_the_rows_own():
-    """A word's sum does not depend on the places of other words, and a long sum does not lose small numbers."""
+    """A word's sum does not depend on the places of other words, and a long sum does not lose small
+    numbers."""
     random = np.random.default_rng(0)
-    mine = random.standard_normal((300, D)).astype(np.float32) * 10.0 ** random.integers(-6, 6, (300, 1))
+    mine = random.standard_normal((300, D)).astype(np.float32) * 10.0 ** random.integers(
+        -6, 6, (300, 1)
+    )
     sums = []
     for seed in range(3):
         places = np.sort(np.random.default_rng(seed).permutation(2000)[:300])
         x = np.random.default_rng(seed).standard_normal((2000, D)).astype(np.float32)
         index = np.random.default_rng(seed).integers(0, V - 1, 2000).astype(np.int32)
         index[places], x[places] = V - 1, mine
-        sums.append(np.asarray(jax.jit(sum_by_index, static_argnums=2)(jnp.asarray(x), jnp.asarray(index), V))[V - 1])
+        sums.append(
+            np.asarray(
+                jax.jit(sum_by_index, static_argnums=2)(jnp.asarray(x), jnp.asarray(index), V)
+            )[V - 1]
+        )
     np.testing.assert_array_equal(sums[0], sums[1])
     np.testing.assert_array_equal(sums[0], sums[2])
     ones = sum_by_index(jnp.full((4096, 1), 1.001, jnp.bfloat16), jnp.zeros(4096, jnp.int32), 1)

@@ -1,4 +1,5 @@
-"""The parts of benchmarks.ablations: each lacks what it says, and a run of every variant takes a step."""
+"""The parts of benchmarks.ablations: each lacks what it says, and a run of every variant takes a
+step."""
 
 import dataclasses
 
@@ -25,11 +26,15 @@ def config():
 def asked():
     """(product of the norm, stream from below, balancing biases) for a router."""
     keys = jax.random.split(jax.random.key(1), 3)
-    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, [(TOKENS, WIDTH)] * 2 + [(9,)], strict=True))
+    return tuple(
+        jax.random.normal(key, shape)
+        for key, shape in zip(keys, [(TOKENS, WIDTH)] * 2 + [(9,)], strict=True)
+    )
 
 
 def router(config, kind):
-    """One with weights large enough that no two classes are near each other; the same for every kind with an MLP."""
+    """One with weights large enough that no two classes are near each other; the same for every
+    kind with an MLP."""
     made = kind(nnx.Rngs(0), config.model, config.precision)
     graph, weights = nnx.split(made)
     return nnx.merge(graph, jax.tree.map(lambda x: 20 * x, weights))
@@ -44,7 +49,11 @@ def test_a_router_alone_does_not_hear_the_one_below(config, asked):
 
 
 def test_without_a_skip_class_the_gate_is_of_the_experts_alone(config, asked):
-    seen, stream, balance = asked[0], asked[1], asked[2].at[-1].set(100.0)  # ZAYA's would skip every token
+    seen, stream, balance = (
+        asked[0],
+        asked[1],
+        asked[2].at[-1].set(100.0),
+    )  # ZAYA's would skip every token
     choice, gate, _, _ = router(config, own_parts.NoSkip)(seen, stream, balance)
     usual = router(config, zj.Router)(seen, stream, balance)
     assert (np.asarray(usual[0]) == 8).all()
@@ -71,7 +80,10 @@ def test_the_auxiliary_loss_has_its_gradient_and_leaves_the_gate(config, asked):
 def test_a_plain_sum_is_what_residual_scaling_begins_with(config):
     ids = np.random.default_rng(0).integers(0, 256, (2, 16))
     usual, plain = zj.create(config, 0), zj.create(config, 0, layer=own_parts.Unscaled)
-    assert usual.params["layers"].keys() - plain.params["layers"].keys() == {"attn_join", "moe_join"}
+    assert usual.params["layers"].keys() - plain.params["layers"].keys() == {
+        "attn_join",
+        "moe_join",
+    }
     layers = {name: usual.params["layers"][name] for name in plain.params["layers"]}
     plain.params = usual.params | {"layers": layers}
     assert plain.loss(ids, ids) == pytest.approx(usual.loss(ids, ids), abs=1e-6)

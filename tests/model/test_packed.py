@@ -1,4 +1,5 @@
-"""A row of several documents equals the documents run alone: logits and gradients, for any tap counts."""
+"""A row of several documents equals the documents run alone: logits and gradients, for any tap
+counts."""
 
 import functools
 
@@ -28,7 +29,8 @@ SLOW = [((2, 2), BOTH), ((1, 2), BOTH), ((2, 1), BOTH), ((2, 2), (LINEAR, FULL, 
 
 
 @pytest.mark.parametrize(
-    ("taps", "kinds"), [((3, 4), BOTH), slow((2, 2), (LINEAR, LINEAR)), *(slow(*case) for case in SLOW)]
+    ("taps", "kinds"),
+    [((3, 4), BOTH), slow((2, 2), (LINEAR, LINEAR)), *(slow(*case) for case in SLOW)],
 )
 def test_packed_documents_equal_lone_ones(taps, kinds):
     changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}
@@ -36,12 +38,18 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
     params, bias = model_helpers.weights(model)
     rng = np.random.default_rng(0)
     docs = [rng.integers(0, model.vocab_size, n) for n in LENGTHS]
-    ids, segments, positions = np.zeros((3, 1 + len(docs), TOTAL), np.int32)  # packed, then each alone
+    ids, segments, positions = np.zeros(
+        (3, 1 + len(docs), TOTAL), np.int32
+    )  # packed, then each alone
     starts = np.cumsum([0, *LENGTHS])
     for i, doc in enumerate(docs):
         for row, start, name in ((0, starts[i], i + 1), (i + 1, 0, 1)):
             place = slice(start, start + len(doc))
-            ids[row, place], segments[row, place], positions[row, place] = doc, name, range(len(doc))
+            ids[row, place], segments[row, place], positions[row, place] = (
+                doc,
+                name,
+                range(len(doc)),
+            )
     weight = rng.standard_normal((starts[-1], model.vocab_size)).astype(np.float32)
 
     @jax.jit
@@ -56,7 +64,9 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
         (_, (ours, counts)), our_grads = run(params, np.zeros_like(apart), np.arange(starts[-1]))
         (_, (theirs, _)), their_grads = run(params, apart + 1, within)
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
-    assert counts.sum(1).tolist() == [2 * sum(LENGTHS)] * model.num_hidden_layers  # padding is not counted
+    assert (
+        counts.sum(1).tolist() == [2 * sum(LENGTHS)] * model.num_hidden_layers
+    )  # padding is not counted
 
     def near(path, ours, theirs):
         error = np.linalg.norm(ours - theirs)
@@ -65,9 +75,12 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
     jax.tree_util.tree_map_with_path(near, our_grads, their_grads)
 
 
-@pytest.mark.parametrize("implementation", ["cpu", *(slow(name) for name in ("xla", "triton"))], indirect=True)
+@pytest.mark.parametrize(
+    "implementation", ["cpu", *(slow(name) for name in ("xla", "triton"))], indirect=True
+)
 def test_padding_of_weights_as_transformers_initialises_them_changes_no_gradient(implementation):
-    """There the padding id's row of the embedding is zero and so are biases: layer 0 sees a padded token as zeros."""
+    """There the padding id's row of the embedding is zero and so are biases: layer 0 sees a padded
+    token as zeros."""
     kind = {"layer_types": ("hybrid", "hybrid_linear"), "head_dim": 32, "sliding_window": None}
     model = model_helpers.small(pad_token_id=0, initializer_range=0.5, **kind)
     params, bias = zaya.init(model, jax.random.key(0)), zaya.init_balance(model)
@@ -84,7 +97,9 @@ def test_padding_of_weights_as_transformers_initialises_them_changes_no_gradient
 
     with jax.default_matmul_precision("highest"):
         ours, our_grads = gradients(params, np.where(padding, 0, rows), np.where(padding, 0, real))
-        theirs, their_grads = gradients(params, rows, real)  # tokens after those that count: none looks at them
+        theirs, their_grads = gradients(
+            params, rows, real
+        )  # tokens after those that count: none looks at them
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(our_grads), jax.tree.leaves(their_grads), strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-6

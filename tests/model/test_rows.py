@@ -24,8 +24,11 @@ PROMPTS = [[(5 * i + 3 * n) % 32 for i in range(n)] for n in (1, 20, 37, 5)]
 
 @pytest.fixture(scope="module")
 def weights():
-    """A model with a window and a linear layer, taps that reach over several tokens, and biases everywhere."""
-    model = model_helpers.small(layer_types=(SLIDING, LINEAR), cca_time0=3, cca_time1=2, max_position_embeddings=64)
+    """A model with a window and a linear layer, taps that reach over several tokens, and biases
+    everywhere."""
+    model = model_helpers.small(
+        layer_types=(SLIDING, LINEAR), cca_time0=3, cca_time1=2, max_position_embeddings=64
+    )
     return model, *model_helpers.weights(model)
 
 
@@ -48,11 +51,16 @@ def whole(weights):
 
 @pytest.mark.parametrize(
     "options",
-    [Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01), *(slow(options) for options in (Sampling(0.8), Sampling()))],
+    [
+        Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01),
+        *(slow(options) for options in (Sampling(0.8), Sampling())),
+    ],
 )
 def test_a_row_is_what_it_is_alone(weights, options):
     seeds = [7, 8, 9, 10]
-    run = functools.partial(decode.generate, Decoder(*weights, EXACT), num_tokens=9, sampling=options)
+    run = functools.partial(
+        decode.generate, Decoder(*weights, EXACT), num_tokens=9, sampling=options
+    )
     together = run(prompts=PROMPTS, seeds=seeds, piece=16)
     assert run(prompts=PROMPTS[::-1], seeds=seeds[::-1]) == together[::-1]
     assert run(prompts=PROMPTS[1:2], seeds=seeds[1]) == together[1:2]
@@ -62,7 +70,8 @@ def test_a_row_is_what_it_is_alone(weights, options):
 @pytest.mark.slow  # the test above has rows in pieces
 @pytest.mark.parametrize("piece", [16, 7, None])
 def test_pieces_leave_what_one_pass_does(weights, whole, piece):
-    """Convolutions, delayed values, states and windows go over a piece's border; rows end in each of the pieces."""
+    """Convolutions, delayed values, states and windows go over a piece's border; rows end in each
+    of the pieces."""
     rows = decode.Generation(Decoder(*weights, EXACT), PROMPTS, 9, piece=piece)
     for row, prompt in enumerate(PROMPTS):
         np.testing.assert_allclose(rows._hidden[row], whole(prompt)[0][len(prompt) - 1], atol=2e-5)
@@ -93,14 +102,23 @@ def test_a_row_ends_and_the_others_go_on(weights):
 
 @pytest.mark.slow
 def test_a_long_prompt_takes_the_cache_and_a_piece():
-    """Of 131,072 tokens neither scores (4 GiB of this model's) nor logits, nor those of a whole piece (32 MiB)."""
-    model, piece, length = model_helpers.small(vocab_size=4096, layer_types=(FULL, FULL)), 2048, 131_072
+    """Of 131,072 tokens neither scores (4 GiB of this model's) nor logits, nor those of a whole
+    piece (32 MiB)."""
+    model, piece, length = (
+        model_helpers.small(vocab_size=4096, layer_types=(FULL, FULL)),
+        2048,
+        131_072,
+    )
     shape = jax.ShapeDtypeStruct
     params, bias = zaya.abstract(model), shape((2, 4), jnp.float32)
     ids, hidden = shape((1, piece), jnp.int32), shape((1, 16), jnp.float32)
     arguments = params, bias, ids, shape((1,), jnp.int32), hidden, shape((), jnp.int32)
     cache = jax.eval_shape(lambda: decode._empty_cache(model, EXACT, 1, length))
-    taken = decode._piece.lower(arguments, cache, model, EXACT, decode.ALONE).compile().memory_analysis()
+    taken = (
+        decode._piece.lower(arguments, cache, model, EXACT, decode.ALONE)
+        .compile()
+        .memory_analysis()
+    )
     held = decode.cache_bytes(model, EXACT, 1, length).total
     assert taken.alias_size_in_bytes == held  # it is filled in place
     assert taken.temp_size_in_bytes < 2 * held + (16 << 20)
@@ -109,18 +127,25 @@ def test_a_long_prompt_takes_the_cache_and_a_piece():
 @pytest.mark.parametrize("kinds", [(FULL, SLIDING), (LINEAR, FULL), "dense"])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
-    model = model_helpers.small(**(model_helpers.DENSE if kinds == "dense" else {"layer_types": kinds}))
-    mesh = jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    model = model_helpers.small(
+        **(model_helpers.DENSE if kinds == "dense" else {"layer_types": kinds})
+    )
+    mesh = jax.make_mesh(
+        (devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
     where = InParts(mesh)
     sizes = decode.cache_bytes(model, EXACT, 3, 40, where)
     held = decode._empty_cache(model, EXACT, 3, where.cache().columns(40))
     assert sizes.total == sum(x.nbytes for x in held.values())
     assert sizes.total == 3 * (sizes.a_row + sizes.a_token * where.cache().columns(40))
-    assert sizes.a_token == 2 * 4 * 2 * 8 * (1 if LINEAR in kinds else 2)  # K and V, float32, 2 heads of 8, layers
+    assert sizes.a_token == 2 * 4 * 2 * 8 * (
+        1 if LINEAR in kinds else 2
+    )  # K and V, float32, 2 heads of 8, layers
 
 
 def test_the_cache_of_the_published_model():
-    """40 layers of 2 heads of 128 in bfloat16: an eighth of what full attention with 8 heads of 256 would keep."""
+    """40 layers of 2 heads of 128 in bfloat16: an eighth of what full attention with 8 heads of 256
+    would keep."""
     sizes = decode.cache_bytes(Model(), model_helpers.Precision(), 1, 131_072)
     assert sizes.a_token == 40 * 2 * 2 * 128 * 2 == 40_960
     assert sizes.a_row == 40 * (2 * 10 * 128 + 128) * 2
@@ -131,11 +156,17 @@ def test_the_cache_of_the_published_model():
     [
         ({"prompts": [[1], []]}, "prompt 2 of 2 is empty"),
         ({"prompts": [[1, 32]]}, "prompt 1 of 1 has token 32; the vocabulary has ids from 0 to 31"),
-        ({"prompts": [[1] * 60]}, "has 60 tokens, with num_tokens=5 more than the model's max_position_embeddings=64"),
+        (
+            {"prompts": [[1] * 60]},
+            "has 60 tokens, with num_tokens=5 more than the model's max_position_embeddings=64",
+        ),
         ({"num_tokens": -1}, "num_tokens=-1 must be a whole number of at least 0"),
         ({"seeds": [1, 2]}, "seeds has 2 numbers for 1 prompts"),
         ({"mask": np.ones((1, 2), int)}, "mask has shape (1, 2)"),
-        ({"prompts": [[1, 2]], "mask": [[1, 0]]}, "zeros for the padding at the left, then ones to the end"),
+        (
+            {"prompts": [[1, 2]], "mask": [[1, 0]]},
+            "zeros for the padding at the left, then ones to the end",
+        ),
         ({"prompts": [[1, 2, 3]], "mask": [[1, 0, 1]]}, "mask must have in each row zeros"),
     ],
 )
@@ -145,7 +176,9 @@ def test_bad_input_is_one_line(weights, given, says):
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("given", [{"temperature": -1}, {"top_k": 1.5}, {"top_p": 0}, {"min_p": 1.1}])
+@pytest.mark.parametrize(
+    "given", [{"temperature": -1}, {"top_k": 1.5}, {"top_p": 0}, {"min_p": 1.1}]
+)
 def test_nonsense_is_refused(given):
     with pytest.raises(UserError, match=f"^{next(iter(given))}="):
         Sampling(**given)
@@ -159,23 +192,34 @@ def kept(logits, options):
     weights = np.where(stays, weights, 0)
     sums = np.cumsum(weights[order])
     if options.top_p < 1:
-        stays &= weights >= weights[order[np.searchsorted(sums, options.top_p * sums[-1] * (1 - 1e-6))]]
+        stays &= (
+            weights >= weights[order[np.searchsorted(sums, options.top_p * sums[-1] * (1 - 1e-6))]]
+        )
     return stays & (weights >= options.min_p)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        Sampling(1.0, top_k=5), Sampling(0.7, top_k=1), Sampling(1, top_k=10**9), Sampling(1.0, top_p=0.5),
-        Sampling(2.0, top_p=1e-9), Sampling(1.0, top_p=0.999), Sampling(1.5, min_p=0.2), Sampling(1.0, min_p=1.0),
-        Sampling(0.9, top_k=30, top_p=0.8, min_p=0.05), Sampling(1e-9, top_p=0.9),
+        Sampling(1.0, top_k=5),
+        Sampling(0.7, top_k=1),
+        Sampling(1, top_k=10**9),
+        Sampling(1.0, top_p=0.5),
+        Sampling(2.0, top_p=1e-9),
+        Sampling(1.0, top_p=0.999),
+        Sampling(1.5, min_p=0.2),
+        Sampling(1.0, min_p=1.0),
+        Sampling(0.9, top_k=30, top_p=0.8, min_p=0.05),
+        Sampling(1e-9, top_p=0.9),
     ],
-)  # fmt: skip
+)
 def test_what_may_be_drawn(options):
     logits = np.random.default_rng(0).standard_normal((6, 100)).astype(np.float32) * 3
     logits[5] = np.repeat(logits[5, :10], 10)  # equally likely ones stay or go together
     logits -= logits.max(-1, keepdims=True)
-    found = np.asarray(sampling.kept(jnp.asarray(logits / np.float32(options.temperature)), options.numbers()))
+    found = np.asarray(
+        sampling.kept(jnp.asarray(logits / np.float32(options.temperature)), options.numbers())
+    )
     np.testing.assert_array_equal(found, [kept(row, options) for row in logits])
 
 
@@ -185,6 +229,8 @@ def test_what_is_drawn_has_the_probabilities():
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.6, 0.3, 0.1])), (rows, 3))
     options = Sampling(1.0, top_k=2)
     pick = jax.jit(sampling.pick, static_argnums=1)
-    token = pick(logits, options.kind, options.numbers(), np.arange(rows, dtype=np.uint32), np.int32(4))
+    token = pick(
+        logits, options.kind, options.numbers(), np.arange(rows, dtype=np.uint32), np.int32(4)
+    )
     share = np.bincount(np.asarray(token), minlength=3) / rows
     np.testing.assert_allclose(share, [2 / 3, 1 / 3, 0], atol=0.015)

@@ -29,7 +29,9 @@ def test_every_weight_has_a_float32_shape_and_named_dimensions():
     model = model_helpers.small()
     shapes, axes = zaya.abstract(model), zaya.param_axes(model)
     for shape, names in zip(
-        jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)), strict=True
+        jax.tree.leaves(shapes),
+        jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)),
+        strict=True,
     ):
         assert shape.dtype == jnp.float32 and len(names) == len(shape.shape)
     assert axes["layers"]["experts"]["down"] == ("layers", "expert", "mlp", "embed")
@@ -44,7 +46,11 @@ def test_fresh_weights():
     assert (layers["cca"]["temperature"] == 1).all() and (layers["router"]["eda"] == 1).all()
     assert (layers["attn_join"]["y_scale"] == 1).all() and (layers["moe_join"]["h_bias"] == 0).all()
     assert (layers["cca"]["q"]["bias"] == 0).all() and (params["head"]["bias"] == 0).all()
-    for kernel in (layers["cca"]["q"]["kernel"], layers["experts"]["gate_up"], params["embed"]["embedding"]):
+    for kernel in (
+        layers["cca"]["q"]["kernel"],
+        layers["experts"]["gate_up"],
+        params["embed"]["embedding"],
+    ):
         assert abs(kernel.std() - 0.5) < 0.03 and abs(kernel.mean()) < 0.05
     assert not (layers["cca"]["q"]["kernel"][0] == layers["cca"]["q"]["kernel"][1]).any()
     bias = zaya.init_balance(model)
@@ -52,9 +58,11 @@ def test_fresh_weights():
 
 
 def run(model, params, bias, ids, **options):
-    return jax.jit(lambda p: zaya.apply(model, p, bias, Rows(ids), precision=model_helpers.EXACT, **options).hidden)(
-        params
-    )
+    return jax.jit(
+        lambda p: (
+            zaya.apply(model, p, bias, Rows(ids), precision=model_helpers.EXACT, **options).hidden
+        )
+    )(params)
 
 
 def test_a_window_as_wide_as_the_sequence_is_none():
@@ -64,16 +72,21 @@ def test_a_window_as_wide_as_the_sequence_is_none():
     wide = model_helpers.small(sliding_window=10, rope_parameters=kinds)
     full = dataclasses.replace(wide, layer_types=("hybrid", "hybrid"), sliding_window=None)
     params, bias = model_helpers.weights(wide)
-    np.testing.assert_allclose(run(wide, params, bias, ids), run(full, params, bias, ids), atol=1e-5)
+    np.testing.assert_allclose(
+        run(wide, params, bias, ids), run(full, params, bias, ids), atol=1e-5
+    )
 
 
 def test_the_window_counts_the_query():
-    """Window 4: a token reaches attention's output three places on (two more by values and convolutions)."""
+    """Window 4: a token reaches attention's output three places on (two more by values and
+    convolutions)."""
     model = model_helpers.small(num_hidden_layers=1, layer_types=("hybrid_sliding",))
     params, bias = model_helpers.weights(model)
     one, other = np.zeros((2, 1, 12), np.int32)
     other[0, 2] = 7
-    changed = np.abs(run(model, params, bias, one) - run(model, params, bias, other)).max(-1)[0] > 1e-6
+    changed = (
+        np.abs(run(model, params, bias, one) - run(model, params, bias, other)).max(-1)[0] > 1e-6
+    )
     assert changed[2:6].all() and not changed[:2].any() and not changed[2 + 3 + 2 + 1 :].any()
 
 
@@ -95,7 +108,10 @@ def gradients(remat, kinds=("hybrid", "hybrid_sliding")):
     [
         ("attention",),
         ("offload",),
-        *(slow(case) for case in (("layer",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid")))),
+        *(
+            slow(case)
+            for case in (("layer",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid")))
+        ),
     ],
 )
 def test_recomputing_changes_no_gradient(case):
@@ -111,24 +127,36 @@ def test_elementwise_recomputes_no_product_of_weights():
 
     def products(remat):
         def objective(p):
-            out = zaya.apply(model, p, bias, Rows(np.arange(10)[None]), precision=model_helpers.EXACT, remat=remat)
+            out = zaya.apply(
+                model,
+                p,
+                bias,
+                Rows(np.arange(10)[None]),
+                precision=model_helpers.EXACT,
+                remat=remat,
+            )
             return jnp.sum(out.hidden**2)
 
         return str(jax.make_jaxpr(jax.grad(objective))(params)).count("dot_general")
 
-    # A layer has 12 of them: four of attention's, two of the experts', four of the router's, two of the convolutions.
+    # A layer has 12 of them: four of attention's, two of the experts', four of the router's, two of
+    # the convolutions.
     assert products("elementwise") <= products("attention") - 8
     assert products("none") <= products("elementwise") <= products("none") + 2
 
 
 @pytest.mark.slow
 def test_the_whole_model_at_32k_tokens_has_no_square_array():
-    model = model_helpers.small(num_hidden_layers=3, layer_types=("hybrid", "hybrid_sliding", "hybrid"))
+    model = model_helpers.small(
+        num_hidden_layers=3, layer_types=("hybrid", "hybrid_sliding", "hybrid")
+    )
     length = 32768
     params = zaya.abstract(model)
 
     def loss(params, bias, ids):
-        return jnp.sum(zaya.apply(model, params, bias, Rows(ids), precision=Precision(), remat="layer").hidden)
+        return jnp.sum(
+            zaya.apply(model, params, bias, Rows(ids), precision=Precision(), remat="layer").hidden
+        )
 
     bias = jax.ShapeDtypeStruct((3, model.num_experts + 1), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)

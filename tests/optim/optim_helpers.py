@@ -1,4 +1,5 @@
-"""A small parameter tree with every kind of weight, gradients for it, and the optimizer run on a mesh or on none."""
+"""A small parameter tree with every kind of weight, gradients for it, and the optimizer run on a
+mesh or on none."""
 
 import math
 
@@ -51,19 +52,25 @@ def shapes(L=5, D=32, H=2, K=1, C=8, E=4, F=16, R=8, V=50):
             "moe_join": dict(join),
         },
     }
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def random_tree(like, seed, scale=1.0):
     """NumPy arrays of these shapes."""
     random = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: (scale * random.standard_normal(x.shape)).astype(np.float32), like)
+    return jax.tree.map(
+        lambda x: (scale * random.standard_normal(x.shape)).astype(np.float32), like
+    )
 
 
 def mesh_of(**axes):
     """A mesh over the first devices there are."""
     devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
-    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    return jax.sharding.Mesh(
+        devices, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
+    )
 
 
 def replicated(tree):
@@ -74,12 +81,15 @@ def replicated(tree):
 def expert_specs(tree):
     """Experts over the expert axis, all else everywhere."""
     specs = replicated(tree)
-    specs["layers"]["experts"] = {name: PartitionSpec(None, "expert") for name in ("gate_up", "down")}
+    specs["layers"]["experts"] = {
+        name: PartitionSpec(None, "expert") for name in ("gate_up", "down")
+    }
     return specs
 
 
 def whole_step(optimizer):
-    """The jitted step (params, state, gradients, lr) → (params, state) of an optimizer without a mesh."""
+    """The jitted step (params, state, gradients, lr) → (params, state) of an optimizer without a
+    mesh."""
 
     def step(params, state, grads, lr):
         updates, state = optimizer.update(grads, state, params, lr=lr)
@@ -89,7 +99,8 @@ def whole_step(optimizer):
 
 
 def mesh_step(optimizer, mesh, specs):
-    """The same on a mesh; gradients come with a first dim of one part per device, whose sum is the gradient."""
+    """The same on a mesh; gradients come with a first dim of one part per device, whose sum is the
+    gradient."""
 
     def step(params, state, parts, lr):
         grads = jax.tree.map(lambda x: x[0], parts)
@@ -140,7 +151,10 @@ def compare(mesh, like, specs, steps):
     one, (many, grad_specs) = whole_step(whole), mesh_step(sharded, mesh, specs)
     start = random_tree(like, 0, 0.3)
     params, state = start, jax.jit(whole.init)()
-    mesh_params, mesh_state = place(start, specs, mesh), place(jax.jit(sharded.init)(), sharded.specs(), mesh)
+    mesh_params, mesh_state = (
+        place(start, specs, mesh),
+        place(jax.jit(sharded.init)(), sharded.specs(), mesh),
+    )
     for step in range(steps):
         lr = np.float32(0.02 * (step + 1) / steps)
         parts = split(random_tree(like, step + 1), grad_specs, mesh, step)
@@ -157,7 +171,8 @@ def compare(mesh, like, specs, steps):
 
 
 def bytes_per_device(optimizer):
-    """Bytes of optimizer state that each device holds: buckets in parts, counters and figures whole."""
+    """Bytes of optimizer state that each device holds: buckets in parts, counters and figures
+    whole."""
     layout, shapes = optimizer.layout, jax.eval_shape(optimizer.init)
     spread = {name: layout.parts(name) for name in layout.methods}
 

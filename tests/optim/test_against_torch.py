@@ -1,4 +1,5 @@
-"""Twenty steps of Muon and AdamW against PyTorch 2.13's (tools/golden/make_optim.py), through the real chain."""
+"""Twenty steps of Muon and AdamW against PyTorch 2.13's (tools/golden/make_optim.py), through the
+real chain."""
 
 import jax
 import numpy as np
@@ -15,12 +16,15 @@ def expected(golden_dir):
 
 
 def trained(optim, method, precision="float32", stack=()):
-    """{name: weight [out, in]} after the script's steps; with `stack`, as the last matrix of such a stack."""
+    """{name: weight [out, in]} after the script's steps; with `stack`, as the last matrix of such a
+    stack."""
     start, gradients = {}, [{} for _ in range(make_optim.STEPS)]
     random = np.random.RandomState(1)
 
     def stacked(x):
-        others = random.standard_normal((np.prod(stack, dtype=int) - 1, *x.T.shape)).astype(np.float32)
+        others = random.standard_normal((np.prod(stack, dtype=int) - 1, *x.T.shape)).astype(
+            np.float32
+        )
         return np.concatenate([others, x.T[None]]).reshape(*stack, *x.T.shape)
 
     for name in make_optim.SHAPES:

@@ -1,4 +1,5 @@
-"""Loss-free balancing: the update against PyTorch-like AdamW written out, its invariants, and its figures."""
+"""Loss-free balancing: the update against PyTorch-like AdamW written out, its invariants, and its
+figures."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ L, E = 3, 8
 
 
 def counts_of(seed, total=1000):
-    return np.random.default_rng(seed).multinomial(total, np.random.default_rng(9).dirichlet(np.ones(E + 1)), L)
+    return np.random.default_rng(seed).multinomial(
+        total, np.random.default_rng(9).dirichlet(np.ones(E + 1)), L
+    )
 
 
 def test_update_is_adamw_on_the_load():
@@ -27,7 +30,9 @@ def test_update_is_adamw_on_the_load():
         before = state
         state, figures = step(state, counts)
         np.testing.assert_allclose(state.bias[:, :E], bias, atol=1e-5)
-        np.testing.assert_allclose(figures["bias_change"], np.abs(state.bias - before.bias).max(1), atol=1e-7)
+        np.testing.assert_allclose(
+            figures["bias_change"], np.abs(state.bias - before.bias).max(1), atol=1e-7
+        )
     assert (np.asarray(state.bias[:, E]) == -1).all()
     np.testing.assert_allclose(state.bias[:, :E].mean(1), 0, atol=1e-7)
     assert state.bias.dtype == jnp.float32
@@ -40,7 +45,8 @@ def test_imported_skip_bias_is_kept():
 
 
 def test_it_balances():
-    """Experts' scores fixed and unequal: the biases even the load out, and do so again after a shift."""
+    """Experts' scores fixed and unequal: the biases even the load out, and do so again after a
+    shift."""
     random = np.random.default_rng(0)
     state = balance.init(1, E)
     step = jax.jit(lambda s, c: balance.update(s, c, lr=1e-2))

@@ -1,4 +1,5 @@
-"""Gradients that are reduced as they leave their layer: the same sums at the same owners, and no stack of them all."""
+"""Gradients that are reduced as they leave their layer: the same sums at the same owners, and no
+stack of them all."""
 
 import math
 import os
@@ -50,7 +51,8 @@ def of_any_size(monkeypatch):
     ],
 )
 def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
-    """Whole numbers, so that sums are exact in any order, in one level or two; the program has them in its loop."""
+    """Whole numbers, so that sums are exact in any order, in one level or two; the program has them
+    in its loop."""
     like = optim_helpers.shapes(L=layers, E=experts, F=24)
     layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes, node=node).layout
     assert {"layers/experts/gate_up", "layers/experts/down"} <= layout.by_layer.keys()
@@ -58,7 +60,11 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
     rng = np.random.default_rng(0)
     devices = math.prod(axes.values())
     gradients = {
-        path: rng.integers(-9, 9, (devices, *like["layers"]["experts"][path.split("/")[-1]].shape)).astype(np.float32)
+        path: (
+            rng.integers(
+                -9, 9, (devices, *like["layers"]["experts"][path.split("/")[-1]].shape)
+            ).astype(np.float32)
+        )
         for path in ("layers/experts/gate_up", "layers/experts/down")
     }
 
@@ -68,7 +74,9 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
             way = layout.by_layer[path]
             shares = jax.lax.map(way.share, parts[0])
             assert shares.shape == way.shape
-            both.append((way.to_owners(shares), way.bucket.reduce({path: parts[0]})[way.bucket.name]))
+            both.append(
+                (way.to_owners(shares), way.bucket.reduce({path: parts[0]})[way.bucket.name])
+            )
         return both
 
     everywhere = PartitionSpec(tuple(axes))
@@ -81,7 +89,8 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
 
 
 def check_levels(compiled, devices, node):
-    """Every sum in the loop: over all devices, or in each node and then along rails, with a node's share of it."""
+    """Every sum in the loop: over all devices, or in each node and then along rails, with a node's
+    share of it."""
     found = [c for c in hlo.collectives(compiled) if c.kind == "reduce-scatter" and c.in_loop]
     nodes = np.arange(devices).reshape(-1, node)
     levels = [nodes, nodes.T] if 1 < node < devices else [nodes.reshape(1, -1)]
@@ -105,8 +114,12 @@ def test_gradients_travel_together_where_they_must(monkeypatch):
     monkeypatch.setattr(by_layer, "WASTE", 0.01)
     layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=dict(data=7)).layout
     assert "layers/experts/gate_up" not in layout.by_layer  # a fiftieth would be padding
-    specs = optim_helpers.expert_specs(like)  # experts split over devices have their own gradients already
-    layout = chain.build(Optim(), optim_helpers.FLOAT32, like, specs=specs, axes=dict(data=2, expert=4)).layout
+    specs = optim_helpers.expert_specs(
+        like
+    )  # experts split over devices have their own gradients already
+    layout = chain.build(
+        Optim(), optim_helpers.FLOAT32, like, specs=specs, axes=dict(data=2, expert=4)
+    ).layout
     assert not layout.by_layer.keys() & {"layers/experts/gate_up", "layers/experts/down"}
 
 
@@ -114,13 +127,22 @@ LAYERS = 8
 SETTINGS = config.check(
     {
         "model": dict(
-            vocab_size=64, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, moe_intermediate_size=256, num_experts=2, router_hidden_size=8, pad_token_id=None,
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            moe_intermediate_size=256,
+            num_experts=2,
+            router_hidden_size=8,
+            pad_token_id=None,
         ),
         "precision": {"compute": "float32", "newton_schulz": "float32", "matmul": "highest"},
-        "data": {"seq_len": 16}, "remat": "attention",
+        "data": {"seq_len": 16},
+        "remat": "attention",
     }
-)  # fmt: skip
+)
 
 
 def program(settings, devices=8):
@@ -132,7 +154,11 @@ def program(settings, devices=8):
     shape = (devices, 16)
     batch = {name: rng.integers(0, 64, shape).astype(np.int32) for name in ("tokens", "targets")}
     positions = np.tile(np.arange(16, dtype=np.int32), (devices, 1))
-    batch |= {"segment_ids": np.ones(shape, np.int32), "positions": positions, "loss_mask": np.ones(shape, np.float32)}
+    batch |= {
+        "segment_ids": np.ones(shape, np.int32),
+        "positions": positions,
+        "loss_mask": np.ones(shape, np.float32),
+    }
     batch = steps.put_batch(mesh, batch, 1)
     args = state, batch, np.float32(1e-3)
     return optimizer, step.lower(*args).compile(), args
@@ -141,12 +167,18 @@ def program(settings, devices=8):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [6, 8])
 def test_a_step_is_the_same(devices, monkeypatch):
-    """Bit for bit on a CPU, which sums in the order of the devices; a reduce-scatter in the loop over layers."""
+    """Bit for bit on a CPU, which sums in the order of the devices; a reduce-scatter in the loop
+    over layers."""
     optimizer, ours, args = program(SETTINGS, devices)
     reduced = [c for c in hlo.collectives(ours) if c.kind == "reduce-scatter" and c.in_loop]
-    sizes = {path: math.prod(way.shape) * devices // LAYERS for path, way in optimizer.layout.by_layer.items()}
+    sizes = {
+        path: math.prod(way.shape) * devices // LAYERS
+        for path, way in optimizer.layout.by_layer.items()
+    }
     assert {"layers/experts/gate_up", "layers/experts/down"} <= sizes.keys()
-    assert sum(c.bytes for c in reduced) == 4 * sum(sizes.values()) and {c.times for c in reduced} == {LAYERS}
+    assert sum(c.bytes for c in reduced) == 4 * sum(sizes.values()) and {
+        c.times for c in reduced
+    } == {LAYERS}
     found = jax.device_get(ours(*args))
     monkeypatch.setattr(by_layer, "LARGE", 2**60)
     optimizer, theirs, args = program(SETTINGS, devices)
@@ -163,20 +195,27 @@ def test_a_step_in_two_levels_differs_by_rounding_alone(monkeypatch):
     _, two, args = program(SETTINGS, 6)
     check_levels(two, 6, 3)
     found = jax.device_get(two(*args))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected
+    )
 
 
 def test_small_shares_alone_take_two_levels(monkeypatch):
     monkeypatch.undo()
     base = optim_helpers.shapes(L=2, D=2048, E=16, F=2048)
     for devices, levels in ((64, 1), (1024, 1), (1280, 2), (4096, 2)):
-        layout = chain.build(Optim(), optim_helpers.FLOAT32, base, axes=dict(data=devices), node=8).layout
+        layout = chain.build(
+            Optim(), optim_helpers.FLOAT32, base, axes=dict(data=devices), node=8
+        ).layout
         assert {len(way.levels) for way in layout.by_layer.values()} == {levels}
 
 
 def test_a_node_is_known_by_its_host_or_its_process():
     def of(hosts, processes):
-        devices = [SimpleNamespace(slice_index=h, process_index=p) for h, p in zip(hosts, processes, strict=True)]
+        devices = [
+            SimpleNamespace(slice_index=h, process_index=p)
+            for h, p in zip(hosts, processes, strict=True)
+        ]
         return meshes.devices_of_node(SimpleNamespace(devices=np.array(devices)))
 
     assert of([0, 0, 0, 1, 1, 1], range(6)) == 3  # a process for each GPU
@@ -198,9 +237,14 @@ def test_no_stack_of_all_gradients_is_kept():
     """In a process of its own: after many other tests both programs were seen to take the same."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", ALONE],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     taken, before = map(int, done.stdout.split())
     stacks = 4 * LAYERS * 49_664  # numbers of a layer that leave with it
-    assert taken < before - 0.3 * stacks  # the most is in use elsewhere now: where directions come back
+    assert (
+        taken < before - 0.3 * stacks
+    )  # the most is in use elsewhere now: where directions come back

@@ -1,4 +1,5 @@
-"""The table claims each weight once; clipping, decay, learning rates, skipping and figures work as documented."""
+"""The table claims each weight once; clipping, decay, learning rates, skipping and figures work as
+documented."""
 
 import dataclasses
 
@@ -41,7 +42,9 @@ def updated(optim, params, grads, lr=0.1, steps=1, **options):
 
 def norm_of(tree):
     """The norm of all numbers together; on the host, where no shape needs a program of its own."""
-    return float(np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))))
+    return float(
+        np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
+    )
 
 
 def test_table_gives_matrices_to_muon_and_nothing_else(like):
@@ -65,10 +68,18 @@ def test_a_weight_that_no_row_or_two_rows_claim_is_named(like):
         chain.build(
             Optim(),
             Precision(),
-            like | {"layers": like["layers"] | {"mixer": {"a_log": like["embed"]["bias"].update(shape=(2, 4))}}},
+            like
+            | {
+                "layers": (
+                    like["layers"]
+                    | {"mixer": {"a_log": like["embed"]["bias"].update(shape=(2, 4))}}
+                )
+            },
         )
     twice = (*chain.TABLE, chain.Row(r".*/temperature", "vectors", "adamw", False, "again"))
-    with pytest.raises(UserError, match=r"weight layers/cca/temperature .* by '.*' and '.*/temperature'"):
+    with pytest.raises(
+        UserError, match=r"weight layers/cca/temperature .* by '.*' and '.*/temperature'"
+    ):
         chain.build(Optim(), Precision(), like, table=twice)
     with pytest.raises(UserError, match=r"weight head/bias \[6\] .*Muon takes only matrices"):
         chain.claim({"head/bias": (6,)}, (chain.Row(".*", "all", "muon", True, "a test"),))
@@ -80,7 +91,9 @@ def test_decay_uses_the_learning_rate_alone_and_only_its_mask(params):
         optim = Optim(name=name, weight_decay=0.2, adamw_lr_factor=factor)
         updates, _ = updated(optim, params, zeros, lr=0.1)
         claims = chain.build(optim, Precision(), params).claims
-        for (path, u), p in zip(jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True):
+        for (path, u), p in zip(
+            jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True
+        ):
             row = claims[jax.tree_util.keystr(path, simple=True, separator="/")]
             expected = -0.1 * factor * 0.2 * p if row.decay else np.zeros_like(p)
             np.testing.assert_allclose(u, expected, rtol=1e-6, err_msg=str(path))
@@ -91,18 +104,25 @@ def test_learning_rates(params):
     optim = Optim(weight_decay=0.0)
     one, _ = updated(optim, params, grads, lr=0.1)
     two, _ = updated(dataclasses.replace(optim, adamw_lr_factor=0.25), params, grads, lr=0.2)
-    np.testing.assert_allclose(two["layers"]["experts"]["down"], 2 * one["layers"]["experts"]["down"], rtol=1e-5)
-    np.testing.assert_allclose(two["embed"]["embedding"], 0.5 * one["embed"]["embedding"], rtol=1e-5)
+    np.testing.assert_allclose(
+        two["layers"]["experts"]["down"], 2 * one["layers"]["experts"]["down"], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        two["embed"]["embedding"], 0.5 * one["embed"]["embedding"], rtol=1e-5
+    )
 
 
 def test_adamw_alone_is_optax_adamw(params):
     optim = Optim(name="adamw", clip_norm=0.0)
     claims = chain.build(optim, Precision(), params).claims
     paths = [
-        jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree_util.tree_leaves_with_path(params)
+        jax.tree_util.keystr(p, simple=True, separator="/")
+        for p, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
     mask = jax.tree.unflatten(jax.tree.structure(params), [claims[path].decay for path in paths])
-    reference = optax.adamw(0.1, optim.b1, optim.b2, optim.eps, weight_decay=optim.weight_decay, mask=mask)
+    reference = optax.adamw(
+        0.1, optim.b1, optim.b2, optim.eps, weight_decay=optim.weight_decay, mask=mask
+    )
     state, update = jax.jit(reference.init)(params), jax.jit(reference.update)
     grads = optim_helpers.random_tree(params, 1)
     for _ in range(3):
@@ -123,8 +143,12 @@ def test_clipping_is_by_the_norm_of_all_weights(params):
         optimizer = chain.build(Optim(), Precision(), params)
         arrays = optimizer.arrays(state)
         momentum = arrays["momentum"]["layers/router/out/kernel"]
-        np.testing.assert_allclose(momentum, 0.05 * factor * grads["layers"]["router"]["out"]["kernel"], rtol=1e-4)
-        np.testing.assert_allclose(arrays["mean"]["embed/bias"], 0.1 * factor * grads["embed"]["bias"], rtol=1e-4)
+        np.testing.assert_allclose(
+            momentum, 0.05 * factor * grads["layers"]["router"]["out"]["kernel"], rtol=1e-4
+        )
+        np.testing.assert_allclose(
+            arrays["mean"]["embed/bias"], 0.1 * factor * grads["embed"]["bias"], rtol=1e-4
+        )
 
 
 def test_figures(params):
@@ -165,7 +189,9 @@ def test_numbers_of_the_formats(params):
     state = jax.eval_shape(optimizer.init)
     arrays = optimizer.arrays(state)
     assert {x.dtype for x in jax.tree.leaves(arrays["momentum"])} == {jnp.bfloat16.dtype}
-    assert {x.dtype for x in jax.tree.leaves((arrays["mean"], arrays["square"]))} == {np.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves((arrays["mean"], arrays["square"]))} == {
+        np.dtype("float32")
+    }
     assert optimizer.with_arrays(arrays, state.figures) == state
     updates, _ = jax.eval_shape(lambda g, s: optimizer.update(g, s, g, lr=0.1), params, state)
     assert {x.dtype for x in jax.tree.leaves(updates)} == {np.dtype("float32")}
@@ -183,5 +209,7 @@ def test_the_update_copies_no_weights():
     arguments = (like, jax.eval_shape(optimizer.init), like)
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile().as_text()
     large = [line for line in program.splitlines() if " copy(" in line and "f32[2,4,64," in line]
-    assert "f32[2,4,64,128]" in program  # the experts' weights, so that the search can find something
+    assert (
+        "f32[2,4,64,128]" in program
+    )  # the experts' weights, so that the search can find something
     assert not large, large

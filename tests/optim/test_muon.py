@@ -50,7 +50,8 @@ def test_polar_express():
 
 
 def test_polar_express_minimax():
-    """No other odd quintic stays nearer to 1 on its interval: the error has equal height at four points in turn."""
+    """No other odd quintic stays nearer to 1 on its interval: the error has equal height at four
+    points in turn."""
     low, high = 0.2, 1.0
     a, b, c = muon._nearest_quintic(low, high)
     x = np.linspace(low, high, 200_001)
@@ -64,16 +65,23 @@ def test_zero_stays_zero_and_stacks_are_apart():
     x = np.random.default_rng(0).standard_normal((3, 8, 12)).astype(np.float32)
     x[1] = 0
     for dtype in (jnp.float32, jnp.bfloat16):
-        got = np.asarray(muon.orthogonalize(jnp.asarray(x), muon.coefficients("keller_jordan", 5), dtype), np.float32)
+        got = np.asarray(
+            muon.orthogonalize(jnp.asarray(x), muon.coefficients("keller_jordan", 5), dtype),
+            np.float32,
+        )
         assert not got[1].any() and np.isfinite(got).all()
         alone = muon.orthogonalize(jnp.asarray(x[2]), muon.coefficients("keller_jordan", 5), dtype)
-        np.testing.assert_allclose(got[2], np.asarray(alone, np.float32), atol=1e-2 if dtype == jnp.bfloat16 else 1e-6)
+        np.testing.assert_allclose(
+            got[2], np.asarray(alone, np.float32), atol=1e-2 if dtype == jnp.bfloat16 else 1e-6
+        )
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum(nesterov):
     random = np.random.default_rng(0)
-    transformation = muon.scale_by_muon(0.9, nesterov, muon.coefficients("keller_jordan", 5), jnp.float32)
+    transformation = muon.scale_by_muon(
+        0.9, nesterov, muon.coefficients("keller_jordan", 5), jnp.float32
+    )
     state, buf = transformation.init({"w": np.zeros((6, 4), np.float32)}), np.zeros((6, 4))
     for _ in range(5):
         g = random.standard_normal((6, 4)).astype(np.float32)
@@ -81,13 +89,17 @@ def test_momentum(nesterov):
         buf = 0.9 * buf + 0.1 * g
         u = 0.1 * g + 0.9 * buf if nesterov else buf
         np.testing.assert_allclose(state.momentum["w"], buf, atol=1e-6)
-        expected = muon.orthogonalize(jnp.asarray(u, jnp.float32), muon.coefficients("keller_jordan", 5), jnp.float32)
+        expected = muon.orthogonalize(
+            jnp.asarray(u, jnp.float32), muon.coefficients("keller_jordan", 5), jnp.float32
+        )
         np.testing.assert_allclose(got["w"], expected, atol=1e-4)
 
 
 def test_bfloat16_momentum_stays_near():
     random = np.random.default_rng(0)
-    kinds = [muon.scale_by_muon(dtype=jnp.float32, momentum_dtype=d) for d in (jnp.float32, jnp.bfloat16)]
+    kinds = [
+        muon.scale_by_muon(dtype=jnp.float32, momentum_dtype=d) for d in (jnp.float32, jnp.bfloat16)
+    ]
     states = [kind.init(np.zeros((16, 24), np.float32)) for kind in kinds]
     assert [s.momentum.dtype for s in states] == [jnp.float32, jnp.bfloat16]
     drift = random.standard_normal((16, 24))
@@ -109,9 +121,9 @@ def test_matched_scale_has_the_size_of_an_adamw_update():
 
 def test_flops_are_the_dots_of_the_program():
     shape = (3, 16, 40)
-    lowered = jax.jit(lambda x: muon.orthogonalize(x, muon.coefficients("keller_jordan", 5), jnp.float32)).lower(
-        jax.ShapeDtypeStruct(shape, jnp.float32)
-    )
+    lowered = jax.jit(
+        lambda x: muon.orthogonalize(x, muon.coefficients("keller_jordan", 5), jnp.float32)
+    ).lower(jax.ShapeDtypeStruct(shape, jnp.float32))
     counted = 0
     for line in lowered.as_text().splitlines():
         if "stablehlo.dot_general" in line:

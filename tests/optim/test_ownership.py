@@ -17,18 +17,39 @@ MOST = 16_384
 MODELS = {
     "zaya1_base": Model(),
     "a small one": Model(
-        vocab_size=32_000, hidden_size=512, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=64, moe_intermediate_size=512, num_experts=8, router_hidden_size=64,
+        vocab_size=32_000,
+        hidden_size=512,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        moe_intermediate_size=512,
+        num_experts=8,
+        router_hidden_size=64,
     ),
     "a dense one": Model(
-        model_type="dense", vocab_size=128_000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, num_experts=1, intermediate_size=14_336,
+        model_type="dense",
+        vocab_size=128_000,
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_experts=1,
+        intermediate_size=14_336,
     ),
     "a tiny one": Model(
-        vocab_size=256, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, moe_intermediate_size=64, num_experts=4, router_hidden_size=16,
+        vocab_size=256,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=64,
+        num_experts=4,
+        router_hidden_size=16,
     ),
-}  # fmt: skip
+}
 SAMPLE = (*range(2, 12), 24, 127, 640, 1016, 1024, 1025, 3072, 16_381)
 
 
@@ -74,23 +95,30 @@ def kinds_of(layout: zero.Layout) -> list[tuple[int, int]]:
 
 
 def least_load(kinds: list[tuple[int, int]], devices: int) -> float:
-    """A lower bound on the busiest device's work for any placement: the mean, the largest one, pigeonholes."""
+    """A lower bound on the busiest device's work for any placement: the mean, the largest one,
+    pigeonholes."""
     costs, ends = np.array([c for c, _ in kinds]), np.cumsum([n for _, n in kinds])
     bound = max(float(costs[0]), sum(c * n for c, n in kinds) / devices)
-    for k in range(1, min(64, -(-int(ends[-1]) // devices))):  # of the k · devices + 1 largest, k + 1 meet
+    for k in range(
+        1, min(64, -(-int(ends[-1]) // devices))
+    ):  # of the k · devices + 1 largest, k + 1 meet
         bound = max(bound, (k + 1) * float(costs[np.searchsorted(ends, k * devices, side="right")]))
     return bound
 
 
 def packs(kinds: list[tuple[int, int]], devices: int, most: float) -> bool:
-    """Whether the dearest matrices fit with no device above `most`, were fractions of devices allowed."""
+    """Whether the dearest matrices fit with no device above `most`, were fractions of devices
+    allowed."""
     large = [(c, n) for c, n in kinds if 4 * c > most][:3]
     patterns = [()]
     for cost, _ in large:
         patterns = [
-            (*p, k) for p in patterns
-            for k in range(int((most - sum(a * c for a, (c, _) in zip(p, large, strict=False))) // cost) + 1)
-        ]  # fmt: skip
+            (*p, k)
+            for p in patterns
+            for k in range(
+                int((most - sum(a * c for a, (c, _) in zip(p, large, strict=False))) // cost) + 1
+            )
+        ]
     table = np.array([p for p in patterns if any(p)])
     found = linprog(np.ones(len(table)), A_ub=-table.T, b_ub=[-n for _, n in large], method="highs")
     return found.status == 0 and found.fun <= devices * (1 + 1e-9)
@@ -102,7 +130,11 @@ def check(name: str, devices: int, of_mesh: dict) -> None:
     kinds, busiest = kinds_of(layout), int(layout.work.max())
     assert sum(c * n for c, n in kinds) == layout.work.sum()
     if busiest > 1.25 * least_load(kinds, devices):
-        assert not packs(kinds, devices, busiest / 1.25), (name, of_mesh, busiest / least_load(kinds, devices))
+        assert not packs(kinds, devices, busiest / 1.25), (
+            name,
+            of_mesh,
+            busiest / least_load(kinds, devices),
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -126,9 +158,12 @@ def test_padding_and_balance_at_many_counts(name):
 
 
 def test_where_matrices_are_few_small_ones_share_devices():
-    """On 1,024 devices 640 have a gate_up, 256 others two downs, 128 one: 12, where stacks side by side gave 16."""
+    """On 1,024 devices 640 have a gate_up, 256 others two downs, 128 one: 12, where stacks side by
+    side gave 16."""
     group = np.arange(1024)[None]
-    counts, loads = ownership.assign([ownership.Kind(640, 10, group), ownership.Kind(640, 6, group)], 1024)
+    counts, loads = ownership.assign(
+        [ownership.Kind(640, 10, group), ownership.Kind(640, 6, group)], 1024
+    )
     assert loads.max() == 12
     assert [np.bincount(c[0]).tolist() for c in counts] == [[384, 640], [640, 128, 256]]
 
@@ -147,19 +182,27 @@ def test_pouring_is_one_after_the_other_to_the_least_loaded():
 
 
 def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
-    """Each device sends and gets one piece a round; of ZAYA1's 40 matrices of a kind on 16,384 devices, too."""
+    """Each device sends and gets one piece a round; of ZAYA1's 40 matrices of a kind on 16,384
+    devices, too."""
     for devices in (3, 8, 127, 1024, 16_384):
         layout = layout_of("zaya1_base", data=devices)
         for bucket in layout.matrices.values():
             if bucket.together:
                 continue
             assert len(bucket.plan.joins) + len(bucket.plan.out) <= 20
-            for pairs in (*bucket.plan.joins, *(leg.pairs for leg in bucket.plan.out if leg.pairs is not None)):
+            for pairs in (
+                *bucket.plan.joins,
+                *(leg.pairs for leg in bucket.plan.out if leg.pairs is not None),
+            ):
                 assert all(len(set(column.tolist())) == len(pairs) for column in pairs.T)
         found = [layout.traffic(name, 2) for name in layout.methods]
-        total = {kind: sum(f.get(kind, 0) for f in found) for kind in ("reduce-scatter", "exchange")}
+        total = {
+            kind: sum(f.get(kind, 0) for f in found) for kind in ("reduce-scatter", "exchange")
+        }
         assert total["exchange"] <= 5 * total["reduce-scatter"] / devices
-    assert layout_of("zaya1_base", data=8).matrices["muon 2048x4096"].plan.nothing  # 80 on each: nothing moves
+    assert (
+        layout_of("zaya1_base", data=8).matrices["muon 2048x4096"].plan.nothing
+    )  # 80 on each: nothing moves
 
 
 def test_boxes_are_the_run_in_order():

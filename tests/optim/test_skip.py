@@ -20,7 +20,9 @@ def noisy(count, mean=1.0):
     return mean * (1 + 0.1 * np.random.default_rng(0).standard_normal(count))
 
 
-@pytest.mark.parametrize(("rule", "expected"), [("never", [True] * 3), ("nonfinite", [False] * 2 + [True])])
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("never", [True] * 3), ("nonfinite", [False] * 2 + [True])]
+)
 def test_not_finite(rule, expected):
     assert run(rule, [np.nan, np.inf, 1e30])[0] == expected
 

@@ -1,4 +1,5 @@
-"""Gradients travel to the devices that own them and back, on any number of devices, and every number arrives."""
+"""Gradients travel to the devices that own them and back, on any number of devices, and every
+number arrives."""
 
 import itertools
 import math
@@ -26,7 +27,8 @@ WEIGHTS = {  # path: (shape, method, spec on a mesh that has these axes)
 
 
 def layout_on(axes: dict[str, int], sharded: tuple[str, ...]) -> zero.Layout:
-    """A layout of the weights above, those of them sharded over these axes that they name and that divide them."""
+    """A layout of the weights above, those of them sharded over these axes that they name and that
+    divide them."""
     weights = []
     for path, (shape, method, spec) in sorted(WEIGHTS.items()):
         dims = [
@@ -38,7 +40,8 @@ def layout_on(axes: dict[str, int], sharded: tuple[str, ...]) -> zero.Layout:
 
 
 def there_and_back(layout: zero.Layout, axes: dict[str, int], dtype=jnp.float32):
-    """The sum of whole-numbered gradients, the shares that `reduce` made of it, and what `gather` made of these."""
+    """The sum of whole-numbered gradients, the shares that `reduce` made of it, and what `gather`
+    made of these."""
     mesh = optim_helpers.mesh_of(**axes)
     random = np.random.default_rng(0)
     specs = {w.path: P(*(dim or None for dim in w.dims)) for w in layout.weights}
@@ -77,9 +80,12 @@ CASES = {
 FAST = (("7 devices", False), ("everything", False), ("everything", True))
 
 
-@pytest.mark.parametrize(("name", "together"), fast_alone(FAST, itertools.product(CASES, (False, True))))
+@pytest.mark.parametrize(
+    ("name", "together"), fast_alone(FAST, itertools.product(CASES, (False, True)))
+)
 def test_every_number_arrives(name, together, monkeypatch):
-    """Sums of whole numbers, which are exact: they come back unchanged, and are meanwhile where `held` says."""
+    """Sums of whole numbers, which are exact: they come back unchanged, and are meanwhile where
+    `held` says."""
     monkeypatch.setattr(matrices, "SMALL", 2**16 if together else 0)
     monkeypatch.setattr(matrices, "WASTE", 1.0)
     axes, sharded = CASES[name]
@@ -88,20 +94,31 @@ def test_every_number_arrives(name, together, monkeypatch):
     total, shares, back, squares = there_and_back(layout, axes, jnp.bfloat16)
     for path, x in total.items():
         np.testing.assert_array_equal(back[path], x, err_msg=path)
-        assert squares[path[:1]] == sum(np.square(total[w.path]).sum() for w in layout.weights if w.group == path[:1])
+        assert squares[path[:1]] == sum(
+            np.square(total[w.path]).sum() for w in layout.weights if w.group == path[:1]
+        )
     check_held(layout, axes, shares, total)
 
 
 def check_held(layout: zero.Layout, axes: dict[str, int], shares: dict, total: dict) -> None:
-    """Every box is where it is said to be, and every number of every weight is in as many boxes as it has holders."""
+    """Every box is where it is said to be, and every number of every weight is in as many boxes as
+    it has holders."""
     seen = {path: np.zeros(x.shape) for path, x in total.items()}
     for name, x in shares.items():
         dims = layout.spec(name)
-        over = () if not len(dims) or dims[0] is None else (dims[0],) if isinstance(dims[0], str) else dims[0]
+        over = (
+            ()
+            if not len(dims) or dims[0] is None
+            else (dims[0],)
+            if isinstance(dims[0], str)
+            else dims[0]
+        )
         parts = x.reshape(*(axes[axis] for axis in over), -1, *x.shape[1:]) if over else x
         copies = math.prod(axes.values()) // layout.parts(name)
         for held in layout.held(name):
-            places = dict(zip(axes, np.unravel_index(held.device, tuple(axes.values())), strict=True))
+            places = dict(
+                zip(axes, np.unravel_index(held.device, tuple(axes.values())), strict=True)
+            )
             own = parts[tuple(places[axis] for axis in over)] if over else parts
             there, box = own[held.place], total[held.weight][held.box]
             assert np.array_equal(there.reshape(-1), box.reshape(-1)), held

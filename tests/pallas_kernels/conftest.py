@@ -1,5 +1,6 @@
-"""Guards around the arrays of interpreted kernels: what they read beyond an array's end is NaN, and a whole array is
-once they write there. A GPU would read and write its neighbours; the interpreter reads the last row again."""
+"""Guards around the arrays of interpreted kernels: what they read beyond an array's end is NaN, and
+a whole array is once they write there. A GPU would read and write its neighbours; the interpreter
+reads the last row again."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from pallas_kernels import chip, tiles
 
 
 def outside(view, mask) -> jax.Array:
-    """Which numbers of a view of an array lie beyond the array's end, of those that the mask does not leave out."""
+    """Which numbers of a view of an array lie beyond the array's end, of those that the mask does
+    not leave out."""
     indexer = view.transforms[-1]
     slices = sum(isinstance(index, Slice) for index in indexer.indices)
     of_numbers, seen = tuple(indexer.int_indexer_shape), 0
@@ -28,7 +30,9 @@ def outside(view, mask) -> jax.Array:
 
 
 def poison(dtype):
-    return jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
+    return jnp.asarray(
+        jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype
+    )
 
 
 @pytest.fixture(autouse=True)

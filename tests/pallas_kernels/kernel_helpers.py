@@ -1,4 +1,5 @@
-"""Arrays for operators, made on the host (a program for each shape would take longer to compile), and gradients."""
+"""Arrays for operators, made on the host (a program for each shape would take longer to compile),
+and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ def normal(rng, *shape, dtype=jnp.float32):
 
 
 def documents(rng, batch, length, share=0.1):
-    """Segment ids: documents 1, 2, .. of uneven lengths, this share of tokens beginning one; padding (0) at the end."""
+    """Segment ids: documents 1, 2, .. of uneven lengths, this share of tokens beginning one;
+    padding (0) at the end."""
     ids = np.cumsum(rng.random((batch, length)) < share, axis=1) + 1
     ids[:, length - length // 8 :] = 0
     return jnp.asarray(ids, jnp.int32)

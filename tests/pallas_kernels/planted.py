@@ -1,7 +1,8 @@
-"""The trial's child with planted faults: `python -m tests.pallas_kernels.planted OPERATOR=FAULT ...`.
+"""The trial's child with planted faults: `python -m tests.pallas_kernels.planted OPERATOR=FAULT
+...`.
 
-XLA's implementations take SLOW seconds more than they need, so that ours, interpreted here, are faster where they are
-right. OPERATOR's own kernels have the FAULT.
+XLA's implementations take SLOW seconds more than they need, so that ours, interpreted here, are
+faster where they are right. OPERATOR's own kernels have the FAULT.
 """
 
 import functools
@@ -77,7 +78,9 @@ def main() -> int:
         for name, (call, target) in offered(case, here).items():
             fault = faults.get(case.operator, "") if name in trial.OURS else "XLA"
             found[name] = functools.partial(_with, fault, call), target
-        return {name: found[name] for name in ("XLA", *list(trial.OURS)[: int(faults.get("tiles", 1))])}
+        return {
+            name: found[name] for name in ("XLA", *list(trial.OURS)[: int(faults.get("tiles", 1))])
+        }
 
     trial.offered = planted
     trial.SAMPLES = 1e-3

@@ -1,4 +1,5 @@
-"""CCA's two convolutions against their definition, token by token; gradients against JAX's own of that definition."""
+"""CCA's two convolutions against their definition, token by token; gradients against JAX's own of
+that definition."""
 
 import itertools
 
@@ -14,7 +15,8 @@ G, B, S, C = 3, 2, 12, 4
 
 
 def normals():
-    """Numbers of any shape, made on the host: a program for each shape would take longer to compile."""
+    """Numbers of any shape, made on the host: a program for each shape would take longer to
+    compile."""
     rng = np.random.default_rng(0)
     return lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
 
@@ -42,7 +44,9 @@ def test_both_convolutions_and_all_gradients(taps, given, cut):
 
     def gradients(function):
         arguments = (0, 1, 2, 3) if given else (0, 2, 3)
-        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(function(*a) * d_out), argnums=arguments))
+        return jax.jit(
+            jax.value_and_grad(lambda *a: jnp.sum(function(*a) * d_out), argnums=arguments)
+        )
 
     ours = gradients(lambda *a: convolve(*a, segments, jnp.float32))(x, before, by_channel, by_head)
     theirs = gradients(lambda *a: reference.convolve(*a, segments))(x, before, by_channel, by_head)

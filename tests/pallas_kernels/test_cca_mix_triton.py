@@ -1,4 +1,5 @@
-"""CCA's mixing by kernels for GPUs, interpreted: values and all gradients against the definition."""
+"""CCA's mixing by kernels for GPUs, interpreted: values and all gradients against the
+definition."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from pallas_kernels.rotary import rope_table, rotate
 MI300X = chip.Chip("cpu", "gfx942", ("cca_mix",))
 
 
-def definition(columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype):
+def definition(
+    columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype
+):
     """What `mix` gives, by the definitions of its parts, in float32."""
     del mean_q, dtype
     _, heads, channels = by_channel.shape
@@ -33,16 +36,24 @@ def arrays(batch, seq, heads, num_kv, channels, values, taps, turned, cut, dtype
     g, reach = heads + num_kv, sum(taps) - 2
     columns = normal(batch, seq, g * channels + values).astype(dtype)
     parameters = (
-        normal(taps[0], g, channels), normal(taps[1], g, channels, channels) / channels**0.5, normal(g, channels),
+        normal(taps[0], g, channels),
+        normal(taps[1], g, channels, channels) / channels**0.5,
+        normal(g, channels),
         normal(num_kv),
-    )  # fmt: skip
+    )
     places = jnp.broadcast_to(jnp.arange(seq), (batch, seq))
     rope = [(None, rope_table(places, 1e4, turned))] if turned else []
     segments = None
     if cut:
         own = np.cumsum(rng.random((batch, seq)) < 0.2, axis=1)
-        segments = jnp.asarray(np.concatenate([np.full((batch, reach), -1), own], axis=1), jnp.int32)
-    d = normal(batch, seq, heads, channels), normal(batch, seq, num_kv, channels), normal(batch, seq, values)
+        segments = jnp.asarray(
+            np.concatenate([np.full((batch, reach), -1), own], axis=1), jnp.int32
+        )
+    d = (
+        normal(batch, seq, heads, channels),
+        normal(batch, seq, num_kv, channels),
+        normal(batch, seq, values),
+    )
     return (columns, *parameters), rope, segments, d
 
 
@@ -56,7 +67,9 @@ def gradients(function, given, dtype):
     found = jax.jit(jax.value_and_grad(objective, argnums=tuple(range(5)), has_aux=True))(*of)
     return {
         "q, k, values": found[0][1],
-        **dict(zip(("columns", "by_channel", "by_head", "bias", "temperature"), found[1], strict=True)),
+        **dict(
+            zip(("columns", "by_channel", "by_head", "bias", "temperature"), found[1], strict=True)
+        ),
     }
 
 
@@ -67,11 +80,23 @@ def assert_equal_to_the_definition(given, target=MI300X):
     theirs = gradients(definition, given, jnp.float32)
     for name in ours:
         for a, b in zip(jax.tree.leaves(ours[name]), jax.tree.leaves(theirs[name]), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 1), err_msg=name)
+            np.testing.assert_allclose(
+                a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 1), err_msg=name
+            )
 
 
 CASES = {  # batch, tokens, heads, num_kv, channels, values, taps, turned, cut
-    "two blocks of tokens, the second reaching over the end": (2, 70, 2, 1, 32, 32, (2, 2), 32, True),
+    "two blocks of tokens, the second reaching over the end": (
+        2,
+        70,
+        2,
+        1,
+        32,
+        32,
+        (2, 2),
+        32,
+        True,
+    ),
     "half of the channels turn, as in ZAYA": (2, 70, 4, 2, 64, 64, (2, 2), 64, True),
     "all channels turn, no values": (2, 70, 3, 1, 64, 0, (3, 1), 64, False),
     "one tap": (2, 70, 2, 2, 16, 16, (1, 1), 0, True),
@@ -91,17 +116,25 @@ def test_values_and_all_gradients(case):
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(
-    batch=st.integers(1, 2), seq=st.integers(1, 140), num_kv=st.integers(1, 2), group=st.integers(1, 3),
-    taps=st.tuples(st.integers(1, 3), st.integers(1, 3)), cut=st.booleans(), turned=st.sampled_from([0, 32]),
-)  # fmt: skip
+    batch=st.integers(1, 2),
+    seq=st.integers(1, 140),
+    num_kv=st.integers(1, 2),
+    group=st.integers(1, 3),
+    taps=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    cut=st.booleans(),
+    turned=st.sampled_from([0, 32]),
+)
 def test_any_shape(batch, seq, num_kv, group, taps, cut, turned):
-    assert_equal_to_the_definition(arrays(batch, seq, num_kv * group, num_kv, 32, 32, taps, turned, cut))
+    assert_equal_to_the_definition(
+        arrays(batch, seq, num_kv * group, num_kv, 32, 32, taps, turned, cut)
+    )
 
 
 @pytest.mark.slow
 def test_bfloat16_errs_as_xlas_does():
-    """Against the definition in float32 of the same numbers. The gradient of the norm's input is rounded before
-    it is summed for the biases: 0.0027 of that one's norm where XLA's is 0.0019; elsewhere ours err less."""
+    """Against the definition in float32 of the same numbers. The gradient of the norm's input is
+    rounded before it is summed for the biases: 0.0027 of that one's norm where XLA's is 0.0019;
+    elsewhere ours err less."""
     given = arrays(1, 70, 4, 2, 32, 64, (2, 2), 32, True, jnp.bfloat16)
     with chip.making(MI300X):
         ours = gradients(mix, given, jnp.bfloat16)
@@ -126,7 +159,8 @@ def test_shares_of_several_blocks_of_tokens(monkeypatch):
 
 
 def test_what_the_kernels_do_not_take_is_left_to_xla():
-    """Odd heads, tables of several widths, rows that continue others, a mean from another device."""
+    """Odd heads, tables of several widths, rows that continue others, a mean from another
+    device."""
     (columns, *parameters), rope, _, _ = arrays(1, 6, 2, 1, 16, 16, (2, 2), 0, False)
     before, mean_q = jnp.ones((1, 2, 48)), jnp.ones((1, 6, 1, 16))
 

@@ -1,4 +1,5 @@
-"""The chip that a program is made for: named, a mesh's, or the default device's; seen wherever code is traced."""
+"""The chip that a program is made for: named, a mesh's, or the default device's; seen wherever code
+is traced."""
 
 import types
 
@@ -11,7 +12,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from pallas_kernels import chip, tiles
 
-H200, MI300X, CPU = chip.Chip("cuda", "NVIDIA H200"), chip.Chip("rocm", "gfx942"), chip.Chip("cpu", "cpu")
+H200, MI300X, CPU = (
+    chip.Chip("cuda", "NVIDIA H200"),
+    chip.Chip("rocm", "gfx942"),
+    chip.Chip("cpu", "cpu"),
+)
 
 
 def abstract_mesh(of: chip.Chip) -> AbstractMesh:
@@ -20,7 +25,8 @@ def abstract_mesh(of: chip.Chip) -> AbstractMesh:
 
 
 def traced_for(wrap, around) -> dict[str, chip.Chip]:
-    """The chips that a function sees where it is wrapped so and differentiated: forward and backward."""
+    """The chips that a function sees where it is wrapped so and differentiated: forward and
+    backward."""
     seen = {}
 
     @jax.custom_vjp
@@ -62,18 +68,28 @@ def test_the_named_chip_is_seen_forward_and_backward(wrap):
     assert chip.current() == CPU
 
 
-@pytest.mark.parametrize(("platform", "kind", "architecture", "expected"), [
-    ("gpu", "AMD Instinct MI300X", "gfx942", ("gfx942", "rocm")),
-    ("gpu", "AMD Radeon Pro W7900", "gfx1100", ("gfx1100", "rocm")),
-    ("gpu", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-", ("gfx942", "rocm")),
-    ("gpu", "AMD Instinct MI300X", None, ("gfx942", "rocm")),  # an abstract mesh's
-    ("gpu", "AMD Instinct MI355X", "<unknown compute-capability>", ("gfx950", "rocm")),  # an absent one
-    ("gpu", "AMD Radeon Pro W7900", None, ("AMD Radeon Pro W7900", "rocm")),
-    ("rocm", "gfx942", None, ("gfx942", "rocm")),
-    ("gpu", "NVIDIA H200", "9.0", ("NVIDIA H200", "cuda")),
-    ("cpu", "cpu", None, ("cpu", "cpu")),
-])  # fmt: skip
-def test_a_device_is_known_by_its_architecture_where_amd_made_it(platform, kind, architecture, expected):
+@pytest.mark.parametrize(
+    ("platform", "kind", "architecture", "expected"),
+    [
+        ("gpu", "AMD Instinct MI300X", "gfx942", ("gfx942", "rocm")),
+        ("gpu", "AMD Radeon Pro W7900", "gfx1100", ("gfx1100", "rocm")),
+        ("gpu", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-", ("gfx942", "rocm")),
+        ("gpu", "AMD Instinct MI300X", None, ("gfx942", "rocm")),  # an abstract mesh's
+        (
+            "gpu",
+            "AMD Instinct MI355X",
+            "<unknown compute-capability>",
+            ("gfx950", "rocm"),
+        ),  # an absent one
+        ("gpu", "AMD Radeon Pro W7900", None, ("AMD Radeon Pro W7900", "rocm")),
+        ("rocm", "gfx942", None, ("gfx942", "rocm")),
+        ("gpu", "NVIDIA H200", "9.0", ("NVIDIA H200", "cuda")),
+        ("cpu", "cpu", None, ("cpu", "cpu")),
+    ],
+)
+def test_a_device_is_known_by_its_architecture_where_amd_made_it(
+    platform, kind, architecture, expected
+):
     device = types.SimpleNamespace(platform=platform, device_kind=kind)
     if architecture:
         device.compute_capability = architecture
@@ -81,17 +97,25 @@ def test_a_device_is_known_by_its_architecture_where_amd_made_it(platform, kind,
     assert (of.kind, of.maker) == expected
 
 
-@pytest.mark.parametrize(("kind", "capability", "own"), [
-    ("AMD Instinct MI300X", "gfx942", True), ("AMD Instinct MI355X", "gfx950", False), ("NVIDIA H200", "9.0", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "capability", "own"),
+    [
+        ("AMD Instinct MI300X", "gfx942", True),
+        ("AMD Instinct MI355X", "gfx950", False),
+        ("NVIDIA H200", "9.0", False),
+    ],
+)
 def test_a_mesh_of_real_devices_gives_the_program_that_is_measured(kind, capability, own):
-    """CDNA3 alone has our rounding to bfloat16 in its kernels: asked of the devices, and of the mesh in a program."""
+    """CDNA3 alone has our rounding to bfloat16 in its kernels: asked of the devices, and of the
+    mesh in a program."""
 
     class Device:
         platform, device_kind, compute_capability, process_index = "gpu", kind, capability, 0
 
     mesh = Mesh(np.array([Device(), Device()], dtype=object), ("x",), axis_types=(AxisType.Auto,))
-    inside = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice(kind, 1, "gpu"))
+    inside = AbstractMesh(
+        (2,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice(kind, 1, "gpu")
+    )
     assert chip.made_for(mesh) == chip.made_for(inside)
 
     def trace(x):
@@ -102,8 +126,10 @@ def test_a_mesh_of_real_devices_gives_the_program_that_is_measured(kind, capabil
     text = []
     mapped = jax.shard_map(
         lambda x: text.append(str(jax.make_jaxpr(trace)(x[0]))) or x,
-        mesh=inside, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"),
-    )  # fmt: skip
+        mesh=inside,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec("x"),
+    )
     jax.jit(mapped).trace(jnp.ones(2))
     assert ("bitcast" in text[0]) is own
 
@@ -126,7 +152,9 @@ def test_a_program_over_a_mesh_is_for_its_devices_unless_another_is_named():
         return x
 
     def trace():
-        mapped = jax.shard_map(f, mesh=abstract_mesh(MI300X), in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
+        mapped = jax.shard_map(
+            f, mesh=abstract_mesh(MI300X), in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
+        )
         jax.jit(mapped).trace(jnp.ones(2))
 
     trace()
@@ -138,13 +166,18 @@ def test_a_program_over_a_mesh_is_for_its_devices_unless_another_is_named():
 def test_whom_a_program_is_made_for():
     real = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     mesh = abstract_mesh(MI300X)
-    assert [chip.made_for(x) for x in (mesh, real, {"a": jnp.ones(2)}, {}, {"a": 1})] == [MI300X, *[CPU] * 4]
+    assert [chip.made_for(x) for x in (mesh, real, {"a": jnp.ones(2)}, {}, {"a": 1})] == [
+        MI300X,
+        *[CPU] * 4,
+    ]
     assert chip.made_for(AbstractMesh((2,), ("x",), (AxisType.Auto,))) == CPU
     with chip.making(H200):
         assert {chip.made_for(x) for x in (mesh, real, {"a": jnp.ones(2)})} == {H200}
     with jax.default_device(jax.devices()[3]):
         assert chip.current() == CPU
-    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(1.0)  # traced arrays are on no device yet
+    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(
+        1.0
+    )  # traced arrays are on no device yet
 
 
 def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():
@@ -159,11 +192,15 @@ def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():
 def test_a_kernel_is_taken_with_its_tile():
     three = H200.taking(("attention:2", "cca_mix", "newton_schulz:3"))
     assert three.kernels == ("attention:2", "cca_mix", "newton_schulz:3")
-    assert [three.tile(name) for name in ("attention", "cca_mix", "cross_entropy")] == ["2", "1", None]
+    assert [three.tile(name) for name in ("attention", "cca_mix", "cross_entropy")] == [
+        "2",
+        "1",
+        None,
+    ]
     assert three.taking(("cca_mix:2",)).kernels == ("cca_mix:2",)
-    assert [*map(chip.is_word, ("attention", "attention:3", "attention:4", "atention", "all"))] == [True] * 2 + [
-        False
-    ] * 3
+    assert [*map(chip.is_word, ("attention", "attention:3", "attention:4", "atention", "all"))] == [
+        True
+    ] * 2 + [False] * 3
 
 
 def test_a_verdict_is_followed_from_then_on_where_the_config_leaves_it_open(monkeypatch):
@@ -174,23 +211,42 @@ def test_a_verdict_is_followed_from_then_on_where_the_config_leaves_it_open(monk
     assert H200.taking(("attention",)).kernels == ("attention",) and H200.taking(("all",)) == H200
 
 
-@pytest.mark.parametrize(("kind", "maker", "architecture", "kib", "tuned"), [
-    ("Tesla V100-SXM2-16GB", "cuda", "sm_70", 96, False), ("Tesla T4", "cuda", "sm_75", 64, False),
-    ("NVIDIA A100-SXM4-80GB", "cuda", "sm_80", 163, False), ("NVIDIA A10", "cuda", "sm_86", 99, False),
-    ("NVIDIA GeForce RTX 4090", "cuda", "sm_89", 99, False), ("NVIDIA L40S", "cuda", "sm_89", 99, False),
-    ("NVIDIA H100 80GB HBM3", "cuda", "sm_90", 227, True), ("NVIDIA B200", "cuda", "sm_100", 227, False),
-    ("NVIDIA X9000", "cuda", "sm", 99, False), ("gfx908", "rocm", "gfx908", 64, False),
-    ("gfx942", "rocm", "gfx942", 64, True), ("gfx950", "rocm", "gfx950", 160, True),
-    ("gfx1100", "rocm", "gfx1100", 64, False), ("AMD Instinct MI999", "rocm", "gfx", 64, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "maker", "architecture", "kib", "tuned"),
+    [
+        ("Tesla V100-SXM2-16GB", "cuda", "sm_70", 96, False),
+        ("Tesla T4", "cuda", "sm_75", 64, False),
+        ("NVIDIA A100-SXM4-80GB", "cuda", "sm_80", 163, False),
+        ("NVIDIA A10", "cuda", "sm_86", 99, False),
+        ("NVIDIA GeForce RTX 4090", "cuda", "sm_89", 99, False),
+        ("NVIDIA L40S", "cuda", "sm_89", 99, False),
+        ("NVIDIA H100 80GB HBM3", "cuda", "sm_90", 227, True),
+        ("NVIDIA B200", "cuda", "sm_100", 227, False),
+        ("NVIDIA X9000", "cuda", "sm", 99, False),
+        ("gfx908", "rocm", "gfx908", 64, False),
+        ("gfx942", "rocm", "gfx942", 64, True),
+        ("gfx950", "rocm", "gfx950", 160, True),
+        ("gfx1100", "rocm", "gfx1100", 64, False),
+        ("AMD Instinct MI999", "rocm", "gfx", 64, False),
+    ],
+)
 def test_what_a_chip_has_follows_from_its_name(kind, maker, architecture, kib, tuned):
     of = chip.Chip("gpu", kind)
-    assert (of.maker, of.architecture, of.shared, of.is_tuned) == (maker, architecture, kib << 10, tuned)
+    assert (of.maker, of.architecture, of.shared, of.is_tuned) == (
+        maker,
+        architecture,
+        kib << 10,
+        tuned,
+    )
     assert ("bfloat16" in of.formats) == (architecture not in ("sm_70", "sm_75"))
-    assert of.lanes == (64 if architecture.startswith(("gfx9", "gfx")) and architecture != "gfx1100" else 32)
+    assert of.lanes == (
+        64 if architecture.startswith(("gfx9", "gfx")) and architecture != "gfx1100" else 32
+    )
 
 
-@pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "gfx908", "gfx1100"])
+@pytest.mark.parametrize(
+    "kind", ["Tesla T4", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "gfx908", "gfx1100"]
+)
 def test_tiles_shrink_until_a_chip_has_room_for_them(kind):
     wide = tiles.Product(256, 128, 64, warps=8, stages=3)
     with chip.making(chip.Chip("gpu", kind)):

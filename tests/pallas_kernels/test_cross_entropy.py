@@ -1,4 +1,5 @@
-"""The chunked cross entropy against a plain one: biases, masks, z-loss, chunks that do not divide, gradients."""
+"""The chunked cross entropy against a plain one: biases, masks, z-loss, chunks that do not divide,
+gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +19,32 @@ def arrays():
     keys = jax.random.split(jax.random.key(0), 5)
     hidden, embedding = jax.random.normal(keys[0], (N, D)), jax.random.normal(keys[1], (V, D))
     weights = jax.random.bernoulli(keys[4], 0.7, (N,)).astype(jnp.float32)
-    return (hidden, embedding, jax.random.normal(keys[2], (V,)), jax.random.randint(keys[3], (N,), 0, V), weights)
+    return (
+        hidden,
+        embedding,
+        jax.random.normal(keys[2], (V,)),
+        jax.random.randint(keys[3], (N,), 0, V),
+        weights,
+    )
 
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("chunk", [None, 1, 8, 36, 100])
-@pytest.mark.parametrize(("z_weight", "with_bias"), [(0.1, True), (0.0, False), slow(0.0, True), slow(0.1, False)])
+@pytest.mark.parametrize(
+    ("z_weight", "with_bias"), [(0.1, True), (0.0, False), slow(0.0, True), slow(0.1, False)]
+)
 def test_values_and_gradients(arrays, chunk, z_weight, with_bias):
     hidden, embedding, bias, targets, weights = arrays
     bias = bias if with_bias else None
 
     def run(function):
         # Scaled after the fact, as a mean over the whole batch is.
-        objective = lambda h, e, b: (lambda loss, z: (0.3 * loss, z))(*function(h, e, b, targets, weights))  # noqa: E731
-        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(hidden, embedding, bias)
+        def objective(h, e, b):
+            return (lambda loss, z: (0.3 * loss, z))(*function(h, e, b, targets, weights))
+
+        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(
+            hidden, embedding, bias
+        )
 
     with jax.default_matmul_precision("highest"):
         ours = run(lambda *a: cross_entropy(*a, dtype=jnp.float32, z_weight=z_weight, chunk=chunk))
@@ -43,14 +56,18 @@ def test_values_and_gradients(arrays, chunk, z_weight, with_bias):
 
 def test_masked_targets_teach_nothing(arrays):
     hidden, embedding, bias, targets, weights = arrays
-    grad = jax.grad(lambda h: cross_entropy(h, embedding, bias, targets, weights, dtype=jnp.float32)[0])(hidden)
+    grad = jax.grad(
+        lambda h: cross_entropy(h, embedding, bias, targets, weights, dtype=jnp.float32)[0]
+    )(hidden)
     np.testing.assert_array_equal(grad[weights == 0], 0)
     assert (np.abs(grad[weights > 0]).sum(-1) > 0).all()
 
 
 def test_without_any_real_target_the_sums_are_zero(arrays):
     hidden, embedding, bias, targets, _ = arrays
-    loss, z = cross_entropy(hidden, embedding, bias, targets, jnp.zeros(N), dtype=jnp.float32, z_weight=0.1)
+    loss, z = cross_entropy(
+        hidden, embedding, bias, targets, jnp.zeros(N), dtype=jnp.float32, z_weight=0.1
+    )
     assert loss == 0 and z == 0
 
 
@@ -63,9 +80,13 @@ def test_large_logits_do_not_overflow(arrays):
 def test_logits_never_exist_in_full():
     """[N, V] in float32 would be 2 GiB; forward and backward need a twelfth of it."""
     n, d, v = 4096, 64, 131_072
-    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (((n, d), jnp.float32), ((v, d), jnp.float32), ((n,), jnp.int32))]
+    shapes = [
+        jax.ShapeDtypeStruct(s, t)
+        for s, t in (((n, d), jnp.float32), ((v, d), jnp.float32), ((n,), jnp.int32))
+    ]
     step = jax.value_and_grad(
-        lambda h, e, t: cross_entropy(h, e, None, t, jnp.ones(n), dtype=jnp.bfloat16)[0], argnums=(0, 1)
+        lambda h, e, t: cross_entropy(h, e, None, t, jnp.ones(n), dtype=jnp.bfloat16)[0],
+        argnums=(0, 1),
     )
     compiled = jax.jit(step).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < n * v * 4 / 8
@@ -75,7 +96,20 @@ def test_logits_never_exist_in_full():
 def test_chunks_are_even_aligned_and_within_the_limit(unit):
     random = np.random.default_rng(0)
     limits = [1, 63, 127, 128, 129, 1023, 1024, 1025, *random.integers(1, 8192, 20)]
-    nums = [1, 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097, 16_384, *random.integers(1, 1 << 17, 200)]
+    nums = [
+        1,
+        127,
+        128,
+        129,
+        1023,
+        1024,
+        1025,
+        4095,
+        4096,
+        4097,
+        16_384,
+        *random.integers(1, 1 << 17, 200),
+    ]
     for limit in limits:
         for num in nums:
             chunk = even_chunk(num, limit, unit)
@@ -87,15 +121,18 @@ def test_chunks_are_even_aligned_and_within_the_limit(unit):
             assert (pieces - 1) * max(limit // unit * unit, unit) < num
 
 
-@pytest.mark.parametrize(("kind", "num", "vocab", "rows", "pieces"), [
-    ("NVIDIA H200", 4096, 262_272, 2048, 2),
-    ("NVIDIA H200", 16_384, 262_272, 2048, 8),
-    ("gfx942", 4096, 262_272, 4096, 1),
-    ("gfx942", 16_384, 262_272, 4096, 4),
-    ("NVIDIA H200", 5000, 262_272, 1792, 3),
-    ("cpu", 4096, 262_272, 64, 64),
-    ("cpu", 4096, 8192, 256, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "num", "vocab", "rows", "pieces"),
+    [
+        ("NVIDIA H200", 4096, 262_272, 2048, 2),
+        ("NVIDIA H200", 16_384, 262_272, 2048, 8),
+        ("gfx942", 4096, 262_272, 4096, 1),
+        ("gfx942", 16_384, 262_272, 4096, 4),
+        ("NVIDIA H200", 5000, 262_272, 1792, 3),
+        ("cpu", 4096, 262_272, 64, 64),
+        ("cpu", 4096, 8192, 256, 16),
+    ],
+)
 def test_default_chunks(kind, num, vocab, rows, pieces):
     with chip.making(chip.Chip("cpu" if kind == "cpu" else "gpu", kind)):
         assert chunk_rows(num, vocab) == rows and -(-num // rows) == pieces
@@ -118,14 +155,19 @@ def test_default_chunks(kind, num, vocab, rows, pieces):
 def test_the_kernel_gives_what_the_definition_gives(kind, tokens, vocab, with_bias):
     """Interpreted: words that fill no tile, one chunk and several, padded ones."""
     keys = jax.random.split(jax.random.key(1), 5)
-    hidden, embedding = jax.random.normal(keys[0], (tokens, 64)), jax.random.normal(keys[1], (vocab, 64))
+    hidden, embedding = (
+        jax.random.normal(keys[0], (tokens, 64)),
+        jax.random.normal(keys[1], (vocab, 64)),
+    )
     bias = jax.random.normal(keys[2], (vocab,)) if with_bias else None
     targets = jax.random.randint(keys[3], (tokens,), 0, vocab)
     weights = jax.random.bernoulli(keys[4], 0.7, (tokens,)).astype(jnp.float32)
 
     def run(function):
         objective = lambda h, e, b: function(h, e, b, targets, weights)  # noqa: E731
-        return jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)(hidden, embedding, bias)
+        return jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)(
+            hidden, embedding, bias
+        )
 
     with chip.making(chip.Chip("cpu", kind)):
         options = {"dtype": jnp.float32, "z_weight": 0.1, "chunk": 128}
@@ -138,10 +180,17 @@ def test_the_kernel_gives_what_the_definition_gives(kind, tokens, vocab, with_bi
 
 
 LARGE_AT_THE_END = np.where(np.arange(300) < 280, 0.0, 3.0)
-GONE = np.where(np.arange(300) < 100, 0.0, -np.inf)  # all of the second tile's 128 words, and of the third's
+GONE = np.where(
+    np.arange(300) < 100, 0.0, -np.inf
+)  # all of the second tile's 128 words, and of the third's
 BESIDE_XLA = {
     "bfloat16, no bias": (256, 64, jnp.bfloat16, None),
-    "several tiles of tokens, channels and words in one chunk": (512, 128, jnp.float32, LARGE_AT_THE_END),
+    "several tiles of tokens, channels and words in one chunk": (
+        512,
+        128,
+        jnp.float32,
+        LARGE_AT_THE_END,
+    ),
     "and in bfloat16": (512, 128, jnp.bfloat16, LARGE_AT_THE_END),
     "words that a bias takes away fill a tile": (128, 64, jnp.float32, GONE),
 }
@@ -151,7 +200,10 @@ BESIDE_XLA = {
 def test_the_kernel_gives_what_xla_gives(case):
     tokens, channels, dtype, bias = BESIDE_XLA[case]
     keys = jax.random.split(jax.random.key(3), 3)
-    hidden, embedding = (jax.random.normal(keys[0], (tokens, channels)), jax.random.normal(keys[1], (300, channels)))
+    hidden, embedding = (
+        jax.random.normal(keys[0], (tokens, channels)),
+        jax.random.normal(keys[1], (300, channels)),
+    )
     embedding = embedding * 8 / channels
     bias = None if bias is None else jnp.asarray(bias, jnp.float32)
     targets = jax.random.randint(keys[2], (tokens,), 0, 100)

@@ -1,5 +1,6 @@
-"""Every operator where its formulas have a root, a quotient or a logarithm at their edge: values and all gradients
-are finite and those of the definition, with each kind of chip's implementation."""
+"""Every operator where its formulas have a root, a quotient or a logarithm at their edge: values
+and all gradients are finite and those of the definition, with each kind of chip's implementation.
+"""
 
 import functools
 import itertools
@@ -23,7 +24,11 @@ from pallas_kernels.newton_schulz import orthogonalize
 from pallas_kernels.residual_norm import Joining
 from pallas_kernels.residual_norm import reference as norm_definition
 
-CHIPS = {"cpu": chip.Chip("cpu", "cpu"), "xla": chip.Chip("gpu", "gfx942", ()), "kernels": chip.Chip("cpu", "gfx942")}
+CHIPS = {
+    "cpu": chip.Chip("cpu", "cpu"),
+    "xla": chip.Chip("gpu", "gfx942", ()),
+    "kernels": chip.Chip("cpu", "gfx942"),
+}
 SHAPE = 1, 64, 2, 32  # batch, tokens, heads, channels
 
 
@@ -39,7 +44,8 @@ def target(request):
 
 @functools.partial(jax.jit, static_argnames="function")
 def results(function, arrays, given=(), weights=None):
-    """What comes out, and the gradients of its sum with these weights, or of some of our own; `given` has none."""
+    """What comes out, and the gradients of its sum with these weights, or of some of our own;
+    `given` has none."""
 
     def objective(*arrays):
         out = jax.tree.leaves(function(*arrays, *given))
@@ -59,7 +65,9 @@ def expected(function, arrays, given=()):
 def assert_equal(ours, theirs, tolerance=2e-5):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.isfinite(a).all() and np.isfinite(b).all()
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(np.abs(b).max(initial=0), 1))
+        np.testing.assert_allclose(
+            a, b, rtol=tolerance, atol=tolerance * max(np.abs(b).max(initial=0), 1)
+        )
 
 
 EQUAL = {
@@ -91,7 +99,9 @@ def reference_softmax(*args):
 def test_linear_attention(target, numbers):
     arrays = numbers(*SHAPE), numbers(*SHAPE), normal(*SHAPE)
     segments = jnp.asarray(np.repeat([[1, 2, 0]], [20, 30, 14], axis=1), jnp.int32)
-    assert_equal(results(in_chunks, arrays, (segments,)), expected(reference_linear, arrays, (segments,)))
+    assert_equal(
+        results(in_chunks, arrays, (segments,)), expected(reference_linear, arrays, (segments,))
+    )
 
 
 def in_chunks(*args):
@@ -99,7 +109,8 @@ def in_chunks(*args):
 
 
 def test_ccas_mixing_of_tokens_that_are_zero(target):
-    """A row of the embedding that is zero, with biases of zero: queries and keys without a direction.
+    """A row of the embedding that is zero, with biases of zero: queries and keys without a
+    direction.
 
     Their gradients are infinite where someone asks for them. A batch's padding does not.
     """
@@ -113,7 +124,9 @@ def test_ccas_mixing_of_tokens_that_are_zero(target):
 
     whole = results(mixed, (columns, *weights))
     alone = results(
-        lambda columns, *weights: mix(columns, None, *weights, [], segments[:, :14], None, jnp.float32)[:2],
+        lambda columns, *weights: mix(
+            columns, None, *weights, [], segments[:, :14], None, jnp.float32
+        )[:2],
         (columns[:, :12], *weights),
     )
     (_, out), (d_columns, *others) = whole
@@ -123,7 +136,9 @@ def test_ccas_mixing_of_tokens_that_are_zero(target):
 
 @pytest.mark.parametrize(
     ("offset", "tokens"),
-    fast_alone({(-np.inf, 128), (-1e30, 100)}, itertools.product((-np.inf, -1e30, 0.0), (100, 128))),
+    fast_alone(
+        {(-np.inf, 128), (-1e30, 100)}, itertools.product((-np.inf, -1e30, 0.0), (100, 128))
+    ),
 )
 def test_a_bias_that_takes_the_word_of_masked_places_away(target, offset, tokens):
     """Masked places, and those that fill up a chunk, have 0 as their target."""
@@ -135,10 +150,15 @@ def test_a_bias_that_takes_the_word_of_masked_places_away(target, offset, tokens
     def loss(function, **options):
         return lambda h, e: function(h, e, bias, targets, weights, z_weight=0.1, **options)[0]
 
-    ours = results(loss(cross_entropy, dtype=jnp.float32, chunk=64 if tokens == 100 else 128), (hidden, table))
+    ours = results(
+        loss(cross_entropy, dtype=jnp.float32, chunk=64 if tokens == 100 else 128), (hidden, table)
+    )
     known = bias.at[0].set(max(offset, -1e4))  # the definition knows no place that does not count
     theirs = results(
-        lambda h, e: reference_entropy.cross_entropy(h, e, known, targets, weights, z_weight=0.1)[0], (hidden, table)
+        lambda h, e: reference_entropy.cross_entropy(h, e, known, targets, weights, z_weight=0.1)[
+            0
+        ],
+        (hidden, table),
     )
     assert_equal(ours, theirs, 2e-4)
 

@@ -12,7 +12,16 @@ from kernel_helpers import CPU
 from rows import slow
 
 from pallas_kernels import chip
-from pallas_kernels.grouped_mlp import cpu, grouped_mlp, layer_mlp, reference, routed_mlp, stacked_mlp, triton, xla
+from pallas_kernels.grouped_mlp import (
+    cpu,
+    grouped_mlp,
+    layer_mlp,
+    reference,
+    routed_mlp,
+    stacked_mlp,
+    triton,
+    xla,
+)
 
 E, D, F = 4, 12, 20
 SIZES = {
@@ -32,7 +41,8 @@ def test_values_and_gradients(sizes, implementation):
 
 @pytest.fixture
 def tiles_of_16(monkeypatch):
-    """Tiles so small that an expert has several, and that they reach over its rows and over all sides."""
+    """Tiles so small that an expert has several, and that they reach over its rows and over all
+    sides."""
     monkeypatch.setattr(triton, "WIDE", triton.Tile(16, 16, 16, 4))
 
 
@@ -51,11 +61,18 @@ def test_blocks_of_any_height(sizes, heights, monkeypatch):
     assert_equal_to_the_reference(sizes, sum(sizes), heights)
 
 
-CASES = st.fixed_dictionaries({
-    "sizes": st.lists(st.integers(0, 70), min_size=1, max_size=5), "more": st.integers(0, 40),
-    "dim": st.integers(1, 70), "width": st.integers(1, 70), "gated": st.booleans(), "seed": st.integers(0, 99),
-    "dtype": st.sampled_from(["float32", "bfloat16"]), "kind": st.sampled_from(["gfx942", "NVIDIA H200"]),
-})  # fmt: skip
+CASES = st.fixed_dictionaries(
+    {
+        "sizes": st.lists(st.integers(0, 70), min_size=1, max_size=5),
+        "more": st.integers(0, 40),
+        "dim": st.integers(1, 70),
+        "width": st.integers(1, 70),
+        "gated": st.booleans(),
+        "seed": st.integers(0, 99),
+        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "kind": st.sampled_from(["gfx942", "NVIDIA H200"]),
+    }
+)
 
 
 @pytest.mark.slow
@@ -73,7 +90,8 @@ def test_sides_of_whole_tiles_and_one_more_and_less(dim, width):
 
 
 @pytest.mark.parametrize(
-    ("gated", "dtype"), [(True, "bfloat16"), (False, "float32"), slow(True, "float32"), slow(False, "bfloat16")]
+    ("gated", "dtype"),
+    [(True, "bfloat16"), (False, "float32"), slow(True, "float32"), slow(False, "bfloat16")],
 )
 def test_tokens_where_they_lie(gated, dtype):
     of = {"dim": 130, "width": 40, "kind": "NVIDIA H200" if gated else "gfx942"}
@@ -98,14 +116,18 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, ki
     with chip.making(chip.Chip("cpu", kind)), jax.default_matmul_precision("highest"):
         mlp = lambda x, gate, *weights: routed_mlp(x, order, sizes, gate, *weights)  # noqa: E731
         ours, theirs = (
-            jax.jit(lambda *args, f=f: (lambda y, pull: (y, *pull(d_out.astype(y.dtype))))(*jax.vjp(f, *args)))(
-                x, gate, gate_up, down
-            )
+            jax.jit(
+                lambda *args, f=f: (lambda y, pull: (y, *pull(d_out.astype(y.dtype))))(
+                    *jax.vjp(f, *args)
+                )
+            )(x, gate, gate_up, down)
             for f in (mlp, plain)
         )
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(a, b, atol=(1e-5 if dtype == "float32" else 2e-2) * max(np.abs(b).max(), 1))
+        np.testing.assert_allclose(
+            a, b, atol=(1e-5 if dtype == "float32" else 2e-2) * max(np.abs(b).max(), 1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,12 +135,15 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, ki
     [slow(False, None, True), (True, None, False), (False, (jnp.negative, jnp.negative), True)],
 )
 def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
-    """In a loop over checkpointed layers, whose gradients' stack is not yet filled, or whose sums are added to; or
-    whose gradients are converted."""
+    """In a loop over checkpointed layers, whose gradients' stack is not yet filled, or whose sums
+    are added to; or whose gradients are converted."""
     layers, num, sizes = 3, 40, jnp.asarray([11, 0, 20, 5], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (num, D))
-    weights = (jax.random.normal(keys[1], (layers, E, D, 2 * F)) / 3, jax.random.normal(keys[2], (layers, E, F, D)) / 3)
+    weights = (
+        jax.random.normal(keys[1], (layers, E, D, 2 * F)) / 3,
+        jax.random.normal(keys[2], (layers, E, F, D)) / 3,
+    )
     order = jnp.arange(num)[::-1]
     gates = jax.random.uniform(keys[0], (layers, num)) if gated else None
 
@@ -127,7 +152,9 @@ def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
         return (jax.lax.scan(body, x, (jnp.arange(layers), gates, *weights))[0] ** 2).sum()
 
     def in_place(x, gates, weights):
-        refs = tuple(jax.new_ref(jnp.ones_like(w) if add else jnp.full_like(w, jnp.nan)) for w in weights)
+        refs = tuple(
+            jax.new_ref(jnp.ones_like(w) if add else jnp.full_like(w, jnp.nan)) for w in weights
+        )
         mlp = lambda h, layer, gate, *_: stacked_mlp(  # noqa: E731
             h, order, sizes, gate, *weights, layer, refs, add, shares
         )
@@ -164,7 +191,8 @@ def test_gradients_of_float32_weights_keep_their_bits():
 
 @functools.cache
 def program(mlp, patched=None):
-    """Values and all gradients by one program for all sizes; another one where something is `patched`."""
+    """Values and all gradients by one program for all sizes; another one where something is
+    `patched`."""
     del patched
 
     def objective(rows, gate_up, down, sizes, weight):
@@ -177,7 +205,10 @@ def program(mlp, patched=None):
 def assert_equal_to_the_reference(sizes, num_rows, patched=None):
     keys = jax.random.split(jax.random.key(0), 4)
     rows, weight = (jax.random.normal(key, (num_rows, D)) for key in keys[:2])
-    gate_up, down = jax.random.normal(keys[2], (E, D, 2 * F)) / 3, jax.random.normal(keys[3], (E, F, D)) / 3
+    gate_up, down = (
+        jax.random.normal(keys[2], (E, D, 2 * F)) / 3,
+        jax.random.normal(keys[3], (E, F, D)) / 3,
+    )
     sizes = jnp.asarray(sizes, jnp.int32)
     with jax.default_matmul_precision("highest"):
         ours = program(grouped_mlp, patched)(rows, gate_up, down, sizes, weight)
@@ -194,7 +225,9 @@ def assert_equal_to_the_reference(sizes, num_rows, patched=None):
 @pytest.mark.parametrize("sizes", [*SIZES.values(), (0, 0, 1, 0)], ids=[*SIZES, "a single row"])
 def test_a_layers_weights_where_they_lie(sizes, implementation, monkeypatch):
     """Weights in strips and whole, blocks of few rows and of many."""
-    monkeypatch.setattr("pallas_kernels.products.cpu.STRIP", 4 * 2 * F * 4)  # 4 of the 12 rows of gate_up
+    monkeypatch.setattr(
+        "pallas_kernels.products.cpu.STRIP", 4 * 2 * F * 4
+    )  # 4 of the 12 rows of gate_up
     monkeypatch.setattr(cpu, "TALL", 32)
     keys = jax.random.split(jax.random.key(0), 3)
     gate_up = jax.random.normal(keys[0], (3, E, D, 2 * F)) / 3
@@ -217,23 +250,29 @@ def of_layer(few):
 
 
 def test_weight_gradients_of_grouped_products_are_rounded_once():
-    """As a GPU computes them: a rounding of each result is all that parts them from float32, however many rows."""
+    """As a GPU computes them: a rounding of each result is all that parts them from float32,
+    however many rows."""
     calls, rows = 16, 256
     keys = jax.random.split(jax.random.key(0), 2)
-    # Of one sign, so that sums grow large: added up in bfloat16 they would stop growing after some 256 rows.
+    # Of one sign, so that sums grow large: added up in bfloat16 they would stop growing after some
+    # 256 rows.
     x = jax.random.uniform(keys[0], (calls, rows, D)).astype(jnp.bfloat16)
     dy = jax.random.uniform(keys[1], (calls, rows, F)).astype(jnp.bfloat16)
     sizes = jnp.asarray([rows - 20, 3, 0, 10], jnp.int32)
 
     def ours(x, dy):
-        # Not jitted: a compiler may leave a rounding out, as XLA's for CPUs does; hipBLASLt's product cannot.
+        # Not jitted: a compiler may leave a rounding out, as XLA's for CPUs does; hipBLASLt's
+        # product cannot.
         return xla.grouped_outer(x, dy, sizes)
 
     ends = np.cumsum(sizes)
     group = (np.arange(rows)[:, None] >= ends).sum(-1)
     wide = [np.asarray(a, np.float64) for a in (x, dy)]
     exact = np.stack(
-        [np.stack([x[group == e].T @ dy[group == e] for e in range(E)]) for x, dy in zip(*wide, strict=True)]
+        [
+            np.stack([x[group == e].T @ dy[group == e] for e in range(E)])
+            for x, dy in zip(*wide, strict=True)
+        ]
     )
     found = np.stack([ours(a, b) for a, b in zip(x, dy, strict=True)])
     assert found.dtype == np.float32

@@ -1,4 +1,5 @@
-"""benchmarks.kernels on a CPU: it runs, compares before it times, and says that its figures are of this host."""
+"""benchmarks.kernels on a CPU: it runs, compares before it times, and says that its figures are of
+this host."""
 
 import csv
 import json
@@ -21,7 +22,12 @@ def run(out, operator):
 @pytest.mark.slow
 def test_three_files_with_the_same_rows(tmp_path):
     found, of = run(tmp_path, "newton_schulz")
-    assert found["of_host"] and found["platform"] == "cpu" and found["product"] > 0 and found["copy"] > 0
+    assert (
+        found["of_host"]
+        and found["platform"] == "cpu"
+        and found["product"] > 0
+        and found["copy"] > 0
+    )
     assert "of no GPU" in (tmp_path / "kernels.md").read_text()
     with (tmp_path / "kernels.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -29,11 +35,16 @@ def test_three_files_with_the_same_rows(tmp_path):
     for name in ("ours", "XLA", "optax"):
         row = of["gate and up of four experts", "alone", name]
         assert row["low"] <= row["seconds"] <= row["high"] and row["samples"] >= 5
-        assert row["rate"] == pytest.approx(row["flops"] / row["seconds"]) and 0 < row["error"] < 0.1
+        assert (
+            row["rate"] == pytest.approx(row["flops"] / row["seconds"]) and 0 < row["error"] < 0.1
+        )
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
-    others = {"half": lambda dtype: lambda x: 0.5 * x.astype(dtype), "none": lambda dtype: lambda x: jnp.zeros(3) + x}
+    others = {
+        "half": lambda dtype: lambda x: 0.5 * x.astype(dtype),
+        "none": lambda dtype: lambda x: jnp.zeros(3) + x,
+    }
     monkeypatch.setattr(kernels, "rivals", lambda *_: others)
     (case,) = cases.of_operator("newton_schulz")
     rows = {row.implementation: row for row in kernels.measure(case, cases.SMALL, HERE, 1e-3)}

@@ -1,4 +1,5 @@
-"""Chunked linear attention against its definition: documents, odd lengths, groups of heads, gradients, memory."""
+"""Chunked linear attention against its definition: documents, odd lengths, groups of heads,
+gradients, memory."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,9 @@ def inputs(length):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("length", "chunk"), [(1, 8), slow(7, 8), slow(40, 8), (43, 8), slow(43, 5), (43, None)])
+@pytest.mark.parametrize(
+    ("length", "chunk"), [(1, 8), slow(7, 8), slow(40, 8), (43, 8), slow(43, 5), (43, None)]
+)
 def test_equal_to_the_definition(length, chunk, packed):
     *qkv, d_out = inputs(length)
     segments = documents(np.random.default_rng(0), B, length, 0.12) if packed else None
@@ -32,19 +35,24 @@ def test_equal_to_the_definition(length, chunk, packed):
 
 
 def test_bfloat16_is_as_exact_as_its_operands():
-    """Long enough that a state rounded to bfloat16 would stop growing: 1/256 of it is more than a token adds."""
+    """Long enough that a state rounded to bfloat16 would stop growing: 1/256 of it is more than a
+    token adds."""
     q, k, v, _ = inputs(2000)
     v = v.at[:, 1000:].add(1)
     low = linear_attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
     assert low.dtype == jnp.bfloat16
-    np.testing.assert_allclose(low.astype(jnp.float32), reference_linear_attention(q, k, v), atol=0.02)
+    np.testing.assert_allclose(
+        low.astype(jnp.float32), reference_linear_attention(q, k, v), atol=0.02
+    )
 
 
 def test_gradients_in_bfloat16():
     *qkv, d_out = inputs(200)
     segments = documents(np.random.default_rng(0), B, 200, 0.12)
     low = with_gradients(
-        lambda *a: linear_attention(*a, segments).astype(jnp.float32), *(x.astype(jnp.bfloat16) for x in qkv), d_out
+        lambda *a: linear_attention(*a, segments).astype(jnp.float32),
+        *(x.astype(jnp.bfloat16) for x in qkv),
+        d_out,
     )
     exact = with_gradients(lambda *a: reference_linear_attention(*a, segments), *qkv, d_out)
     for a, b in zip(low[1:], exact[1:], strict=True):

@@ -1,4 +1,5 @@
-"""Linear attention's kernels for GPUs, interpreted: values and all gradients against the definition."""
+"""Linear attention's kernels for GPUs, interpreted: values and all gradients against the
+definition."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ NAMES = "out", "dq", "dk", "dv"
 
 
 def arrays(batch, length, heads, kv_heads, channels, packed, dtype=jnp.float32, seed=0):
-    """q, k, v, the output's gradient, and segments: documents of uneven lengths, padding (0) at the end."""
+    """q, k, v, the output's gradient, and segments: documents of uneven lengths, padding (0) at the
+    end."""
     rng = np.random.default_rng(seed)
     q, d_out = (normal(rng, batch, length, heads, channels, dtype=dtype) for _ in range(2))
     k, v = (normal(rng, batch, length, kv_heads, channels, dtype=dtype) for _ in range(2))
@@ -55,32 +57,41 @@ def compare(*shape, chunk=16, parts=False, made_for=MI300X, **options):
 
 CASES = {
     "several chunks, a tail, documents": ((1, 43, 2, 1, 16, True), {}),
-    "sums alone, a group of three heads, odd channels": ((1, 70, 6, 2, 20, True), {"parts": True, "chunk": 32}),
+    "sums alone, a group of three heads, odd channels": (
+        (1, 70, 6, 2, 20, True),
+        {"parts": True, "chunk": 32},
+    ),
     "no documents, heads of 5 channels": ((1, 37, 2, 1, 5, False), {}),
     "shorter than a chunk": ((1, 7, 3, 1, 48, True), {"chunk": None}),
     "one token": ((2, 1, 1, 1, 16, True), {"chunk": None}),
     "a group's heads over several rows of a tile, bfloat16": (
-        (1, 150, 4, 1, 32, True), {"chunk": 64, "dtype": jnp.bfloat16, "made_for": H200},
+        (1, 150, 4, 1, 32, True),
+        {"chunk": 64, "dtype": jnp.bfloat16, "made_for": H200},
     ),
     # Whole slices of a state's channels, but no power of two; and one more and one less.
     "heads of 96 channels": ((1, 37, 2, 1, 96, True), {}),
     "heads of 95 channels": ((1, 37, 2, 1, 95, True), {}),
     "heads of 97 channels": ((1, 37, 2, 1, 97, True), {}),
-    "heads of 160 channels, bfloat16": ((1, 37, 2, 1, 160, True), {"dtype": jnp.bfloat16, "made_for": H200}),
+    "heads of 160 channels, bfloat16": (
+        (1, 37, 2, 1, 160, True),
+        {"dtype": jnp.bfloat16, "made_for": H200},
+    ),
     "heads of 192 channels, bfloat16": ((1, 37, 2, 1, 192, True), {"dtype": jnp.bfloat16}),
     "heads of 191 channels, bfloat16": ((1, 37, 2, 1, 191, True), {"dtype": jnp.bfloat16}),
     "heads of 193 channels, bfloat16": ((1, 37, 2, 1, 193, True), {"dtype": jnp.bfloat16}),
     "heads of 224 channels, bfloat16": ((1, 37, 2, 1, 224, False), {"dtype": jnp.bfloat16}),
-}  # fmt: skip
+}
 CASES |= {
     "sums alone, " + name: (shape, options | {"parts": True})
     for name, (shape, options) in CASES.items()
     if "alone" not in name
 }
 FAST = {
-    "several chunks, a tail, documents", "sums alone, a group of three heads, odd channels", "one token",
+    "several chunks, a tail, documents",
+    "sums alone, a group of three heads, odd channels",
+    "one token",
     "sums alone, heads of 160 channels, bfloat16",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", fast_alone(FAST, CASES))
@@ -96,24 +107,35 @@ def test_any_shape(data):
     draw = data.draw
     kv_heads, low = draw(st.integers(1, 3)), draw(st.booleans())
     compare(
-        draw(st.integers(1, 2)), draw(st.integers(1, 150)), kv_heads * draw(st.integers(1, 5)), kv_heads,
-        draw(st.sampled_from([1, 8, 16, 24, 31, 32, 33, 80, 95, 96, 97, 112])), draw(st.booleans()),
-        chunk=draw(st.sampled_from([5, 16, 32, 64, None])), parts=draw(st.booleans()),
-        dtype=jnp.bfloat16 if low else jnp.float32, seed=draw(st.integers(0, 9)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 150)),
+        kv_heads * draw(st.integers(1, 5)),
+        kv_heads,
+        draw(st.sampled_from([1, 8, 16, 24, 31, 32, 33, 80, 95, 96, 97, 112])),
+        draw(st.booleans()),
+        chunk=draw(st.sampled_from([5, 16, 32, 64, None])),
+        parts=draw(st.booleans()),
+        dtype=jnp.bfloat16 if low else jnp.float32,
+        seed=draw(st.integers(0, 9)),
         made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
 def test_bfloat16_errs_as_xlas_does():
-    """Against the definition in float32 of the same numbers, at the chunk and the tiles of a GPU."""
+    """Against the definition in float32 of the same numbers, at the chunk and the tiles of a
+    GPU."""
     given, segments = arrays(1, 400, 4, 1, 64, True, jnp.bfloat16)
-    exact = with_gradients(lambda *a: reference_linear_attention(*a, segments), *(x.astype(jnp.float32) for x in given))
+    exact = with_gradients(
+        lambda *a: reference_linear_attention(*a, segments), *(x.astype(jnp.float32) for x in given)
+    )
 
     def errors(made_for):
         found = with_gradients(lambda *a: linear_attention(*a, segments), *given, made_for)
         norm = np.linalg.norm
-        return np.asarray([norm(a.astype(jnp.float32) - b) / norm(b) for a, b in zip(found, exact, strict=True)])
+        return np.asarray(
+            [norm(a.astype(jnp.float32) - b) / norm(b) for a, b in zip(found, exact, strict=True)]
+        )
 
     ours, xlas = errors(MI300X), errors(chip.Chip("gpu", "gfx942", ()))
     assert (ours <= 1.2 * xlas).all() and ours.max() < 2.0**-6
@@ -132,7 +154,9 @@ def test_a_sequence_over_devices(zigzag):
         return linear.lasp2(q, k, v, segments, axis="context", zigzag=zigzag, chunk=16)
 
     def ours(q, k, v):
-        mapped = jax.shard_map(cut, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
+        mapped = jax.shard_map(
+            cut, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False
+        )
         return mapped(*(x[:, order] for x in (q, k, v, segments)))[:, np.argsort(order)]
 
     found = with_gradients(ours, q, k, v, d_out, MI300X)
@@ -154,19 +178,26 @@ def test_what_the_kernels_do_not_take_is_left_to_xla():
     q = like(129)
     with chip.making(MI300X):
         assert "pallas_call" not in str(jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q))
-        assert "pallas_call" in str(jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q[..., :128]))
+        assert "pallas_call" in str(
+            jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q[..., :128])
+        )
 
 
 def test_the_kernels_are_what_runs():
-    """Forward three, or one where there is one chunk; backward four more, or two; none where they are turned off."""
+    """Forward three, or one where there is one chunk; backward four more, or two; none where they
+    are turned off."""
     (q, k, v, _), _ = arrays(1, 40, 2, 1, 16, False)
 
     def names(made_for, chunk):
         with chip.making(made_for):
-            program = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(linear_attention(q, k, v, chunk=chunk))))(q)
+            program = jax.make_jaxpr(
+                jax.grad(lambda q: jnp.sum(linear_attention(q, k, v, chunk=chunk)))
+            )(q)
         return [w for w in str(program).split() if w.startswith("name=linear_")]
 
     own = ["states", "carry", "outputs", "d_queries", "states", "carry", "d_keys"]
     assert names(MI300X, 16) == [f"name=linear_{name}" for name in own]
-    assert names(MI300X, 64) == [f"name=linear_{name}" for name in ("outputs", "d_queries", "d_keys")]
+    assert names(MI300X, 64) == [
+        f"name=linear_{name}" for name in ("outputs", "d_queries", "d_keys")
+    ]
     assert names(MI300X._replace(kernels=()), 16) == []

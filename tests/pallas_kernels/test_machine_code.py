@@ -1,4 +1,5 @@
-"""Readings of the machine code of compiled kernels: registers, spills, shared memory, occupancy, the inner loop."""
+"""Readings of the machine code of compiled kernels: registers, spills, shared memory, occupancy,
+the inner loop."""
 
 import os
 
@@ -39,10 +40,13 @@ def test_how_many_warps_fit(of, occupancy):
 
 
 @pytest.mark.parametrize(
-    ("arch", "cores", "clock"), [("gfx942", 304, 2.1e9), ("gfx950", 256, 2.4e9), ("sm_90", 132, 1.83e9)]
+    ("arch", "cores", "clock"),
+    [("gfx942", 304, 2.1e9), ("gfx950", 256, 2.4e9), ("sm_90", 132, 1.83e9)],
 )
 def test_a_core_of_the_model_has_the_rate_of_the_data_sheet(arch, cores, clock):
-    sheet = chips.CHIPS[{"gfx942": "mi300x", "gfx950": "mi355x", "sm_90": "h200"}[arch]].peaks["bfloat16"]
+    sheet = chips.CHIPS[{"gfx942": "mi300x", "gfx950": "mi355x", "sm_90": "h200"}[arch]].peaks[
+        "bfloat16"
+    ]
     assert CORES[arch].flops * cores * clock == pytest.approx(sheet, rel=0.002)
 
 
@@ -59,23 +63,34 @@ def product(x, y, *, tile, warps=4):
 
     rows, inner, columns = len(x), len(y), y.shape[1]
     return tiles.call(
-        body, x, y, name=f"product_{tile}", grid=(rows // tile, columns // tile),
+        body,
+        x,
+        y,
+        name=f"product_{tile}",
+        grid=(rows // tile, columns // tile),
         blocks=(
-            (tiles.block((tile, inner), lambda i, j: (i, 0)), tiles.block((inner, tile), lambda i, j: (0, j))),
+            (
+                tiles.block((tile, inner), lambda i, j: (i, 0)),
+                tiles.block((inner, tile), lambda i, j: (0, j)),
+            ),
             tiles.block((tile, tile), lambda i, j: (i, j)),
         ),
         out_shapes=jax.ShapeDtypeStruct((rows, columns), x.dtype),
-        work=tiles.Work(2 * rows * inner * columns), warps=warps,
-    )  # fmt: skip
+        work=tiles.Work(2 * rows * inner * columns),
+        warps=warps,
+    )
 
 
 @pytest.fixture(scope="module", params=ARCH)
 def compiled(request):
-    """(chip, a program with a kernel twice, another of its name's kind, and one whose tile is too large)."""
+    """(chip, a program with a kernel twice, another of its name's kind, and one whose tile is too
+    large)."""
     if not targets.FOLDER.exists():
         pytest.skip("make setup-targets installs the compilers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # changes of it end with these tests
+        patch.setenv(
+            "XLA_FLAGS", os.environ.get("XLA_FLAGS", "")
+        )  # changes of it end with these tests
 
         def f(x):
             y = product(jnp.sin(product(x, x, tile=64)), x, tile=64)
@@ -93,8 +108,10 @@ def test_registers_spills_and_shared_memory_of_a_compiled_program(compiled):
     arch, program = compiled
     found = machine_code.read_kernels(program)
     assert [(c.name, c.arch, c.times) for c in found] == [
-        ("product_64", arch, 2), ("product_128", arch, 1), ("product_256", arch, 1)
-    ]  # fmt: skip
+        ("product_64", arch, 2),
+        ("product_128", arch, 1),
+        ("product_256", arch, 1),
+    ]
     small, middle, large = found
     assert (small.grid, middle.grid, large.grid) == ((8, 8, 1), (4, 4, 1), (2, 2, 1))
     for kernel in (small, middle):

@@ -1,4 +1,5 @@
-"""Reading and joining the residual stream: each implementation against the definition, values and all gradients."""
+"""Reading and joining the residual stream: each implementation against the definition, values and
+all gradients."""
 
 import functools
 
@@ -26,7 +27,8 @@ def normals(seed=0):
 
 
 def block(module, gated, dtype, wide):
-    """A layer's operations on its stream: read, joined and read, joined; every result, and gradients."""
+    """A layer's operations on its stream: read, joined and read, joined; every result, and
+    gradients."""
     read, join, join_and_read = module
 
     def objective(arrays, d):
@@ -34,16 +36,23 @@ def block(module, gated, dtype, wide):
         x, h = read(h, scale, EPS, dtype)
         h, again, product = join_and_read(y, h, how, scale, kernel, EPS, dtype, wide)
         out = join(again, h, how, gate if gated else None)
-        total = sum(jnp.sum(a.astype(jnp.float32) * b) for a, b in zip((out, x, product), d, strict=True))
+        total = sum(
+            jnp.sum(a.astype(jnp.float32) * b) for a, b in zip((out, x, product), d, strict=True)
+        )
         return total, (out, x, again, product)
 
     return jax.jit(jax.value_and_grad(objective, has_aux=True))
 
 
-OURS, THEIRS = ((read, join, join_and_read), (reference.read, reference.join, reference.join_and_read))
+OURS, THEIRS = (
+    (read, join, join_and_read),
+    (reference.read, reference.join, reference.join_and_read),
+)
 
 
-def assert_equal_to_the_reference(target, rows, columns, width, dtype, wide, gated=True, tolerance=2e-5):
+def assert_equal_to_the_reference(
+    target, rows, columns, width, dtype, wide, gated=True, tolerance=2e-5
+):
     normal = normals()
     how = Joining(*(normal(columns) for _ in range(4)))
     y, h, gate = normal(*rows, columns).astype(dtype), normal(*rows, columns), normal(*rows)
@@ -72,10 +81,14 @@ def test_a_narrow_norm_and_a_product_that_may_be_wider(target, wide):
     assert_equal_to_the_reference(target, (2, 33), 64, 8, jnp.bfloat16, wide, tolerance=2.0**-8)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [slow(1, 1), (5, 2048), slow(96, 96), (95, 97), slow(97, 95)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [slow(1, 1), (5, 2048), slow(96, 96), (95, 97), slow(97, 95)]
+)
 def test_tails_of_rows_and_columns_one_of_either_and_rows_that_fill_a_programs_tile(rows, columns):
     target = CHIPS["kernels for ROCm"]
-    assert_equal_to_the_reference(target, (rows,), columns, 3, jnp.float32, jnp.float32, rows in (5, 96))
+    assert_equal_to_the_reference(
+        target, (rows,), columns, 3, jnp.float32, jnp.float32, rows in (5, 96)
+    )
 
 
 @pytest.mark.parametrize("columns", [24, slow(128)])

@@ -1,6 +1,8 @@
-"""Every kernel as the compilers of absent chips see it: nothing spills, it fits, and products run on matrix cores.
+"""Every kernel as the compilers of absent chips see it: nothing spills, it fits, and products run
+on matrix cores.
 
-At ZAYA1's sizes, since tiles follow from them. The cases are those of `benchmarks.cases`: a new kernel needs one there.
+At ZAYA1's sizes, since tiles follow from them. The cases are those of `benchmarks.cases`: a new
+kernel needs one there.
 """
 
 import functools
@@ -20,13 +22,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def judged(*fast: str) -> list:
-    """(chip, case) for all; an operator's first case, on these chips, represents the rest in the default tests."""
+    """(chip, case) for all; an operator's first case, on these chips, represents the rest in the
+    default tests."""
     return [
-        (pytest.param if number == 0 and name in fast else slow)(name, case, id=f"{name}, {operator}, {case.label}")
+        (pytest.param if number == 0 and name in fast else slow)(
+            name, case, id=f"{name}, {operator}, {case.label}"
+        )
         for operator in chip.OPERATORS
         for number, case in enumerate(cases.of_operator(operator))
         for name in ("mi300x", "h200")
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,7 +39,9 @@ def compilers():
     if not targets.FOLDER.exists():
         pytest.skip("make setup-targets installs the compilers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # changes of it end with these tests
+        patch.setenv(
+            "XLA_FLAGS", os.environ.get("XLA_FLAGS", "")
+        )  # changes of it end with these tests
         yield
 
 
@@ -53,7 +60,9 @@ def test_nothing_spills_and_all_fits(name, case):
         assert code.shared <= code.core.a_block and code.occupancy >= 1, code
 
 
-@pytest.mark.parametrize(("name", "case"), judged("mi300x"))  # NVIDIA's disassembler takes a second or two a kernel
+@pytest.mark.parametrize(
+    ("name", "case"), judged("mi300x")
+)  # NVIDIA's disassembler takes a second or two a kernel
 def test_products_run_on_matrix_cores(name, case):
     if missing := inner_loop.missing(page.CHIPS[name]):
         pytest.skip(f"{missing} is not installed")
@@ -61,11 +70,15 @@ def test_products_run_on_matrix_cores(name, case):
     for code in found.codes:
         if any(k.flops for k in found.calls(code.name)):
             loop = inner_loop.read_loop(code)
-            assert inner_loop.count(code) if loop is None else loop.matrix and 0 < loop.share <= 1, code
+            assert (
+                inner_loop.count(code) if loop is None else loop.matrix and 0 < loop.share <= 1
+            ), code
 
 
 def test_every_operator_with_kernels_has_a_case_and_a_place_on_the_page():
     text = (ROOT / "pallas_kernels" / "TARGETS.md").read_text(encoding="utf-8")
     for operator in chip.OPERATORS:
         assert cases.of_operator(operator), f"benchmarks/cases.py has no case of {operator}"
-        assert f"| {operator}" in text, f"{operator} is not on the page; run: python -m benchmarks.targets"
+        assert f"| {operator}" in text, (
+            f"{operator} is not on the page; run: python -m benchmarks.targets"
+        )

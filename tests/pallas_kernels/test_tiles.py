@@ -1,4 +1,5 @@
-"""What kernels are made of: rounding as the chip's own conversion does it, products that keep the bits of float32."""
+"""What kernels are made of: rounding as the chip's own conversion does it, products that keep the
+bits of float32."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,16 @@ from pallas_kernels import chip, tiles
 @pytest.mark.parametrize("kind", ["gfx942", "gfx950", "NVIDIA H200"])
 def test_narrow_rounds_to_the_nearest_and_ties_to_even(kind):
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)  # below, at and above the middle
+    lower = np.array(
+        [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32
+    )  # below, at and above the middle
     numbers = (upper[:, None] | lower).ravel().view(np.float32)
     numbers = np.concatenate([numbers[~np.isnan(numbers)], np.array([np.nan], np.float32)])
     with chip.making(chip.Chip("cpu", kind)):
         found = jax.jit(lambda x: tiles.narrow(x, jnp.bfloat16))(numbers)
-    np.testing.assert_array_equal(np.asarray(found).astype(np.float32), numbers.astype(jnp.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(found).astype(np.float32), numbers.astype(jnp.bfloat16).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 63, 64])
@@ -42,7 +47,9 @@ def test_the_guards_show_reads_and_writes_beyond_an_array(length):
 def test_products_of_float32_ask_for_all_its_bits():
     """The interpreter on a CPU gives them anyway, a GPU does not."""
     precisions = {
-        dtype: jax.make_jaxpr(tiles.dot)(*[jnp.ones((16, 16), dtype)] * 2).eqns[0].params["precision"]
+        dtype: (
+            jax.make_jaxpr(tiles.dot)(*[jnp.ones((16, 16), dtype)] * 2).eqns[0].params["precision"]
+        )
         for dtype in ("float32", "bfloat16")
     }
     assert set(precisions["float32"]) == {jax.lax.Precision.HIGHEST}

@@ -1,4 +1,5 @@
-"""One model, one batch of uneven documents, and its loss and gradients on any mesh, for comparison."""
+"""One model, one batch of uneven documents, and its loss and gradients on any mesh, for
+comparison."""
 
 import dataclasses
 import functools
@@ -23,15 +24,26 @@ ROWS, LENGTH = 8, 32
 SETTINGS = config.check(
     {
         "model": dict(
-            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-            head_dim=8, moe_intermediate_size=16, num_experts=8, router_hidden_size=8, pad_token_id=None,
-            attention_bias=True, lm_head_bias=True, layer_types=("hybrid", "hybrid_sliding"), sliding_window=9,
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=8,
+            moe_intermediate_size=16,
+            num_experts=8,
+            router_hidden_size=8,
+            pad_token_id=None,
+            attention_bias=True,
+            lm_head_bias=True,
+            layer_types=("hybrid", "hybrid_sliding"),
+            sliding_window=9,
         ),
         "precision": {"compute": "float32", "newton_schulz": "float32", "matmul": "highest"},
         "data": {"seq_len": LENGTH},
         "optim": {"newton_schulz_steps": 1},  # five compile longer; test_against_torch.py has them
     }
-)  # fmt: skip
+)
 
 
 def with_model(**keys) -> config.Config:
@@ -40,14 +52,24 @@ def with_model(**keys) -> config.Config:
 
 
 DENSE = with_model(
-    model_type="dense", num_experts=1, intermediate_size=48, attention_bias=False, num_key_value_heads=8,
+    model_type="dense",
+    num_experts=1,
+    intermediate_size=48,
+    attention_bias=False,
+    num_key_value_heads=8,
     rope_parameters=RopeKinds(Rope(partial_rotary_factor=1.0)),
-)  # fmt: skip
+)
 GROUPED = with_model(
-    model_type="dense", num_experts=1, intermediate_size=48, attention_bias=False, num_attention_heads=16,
+    model_type="dense",
+    num_experts=1,
+    intermediate_size=48,
+    attention_bias=False,
+    num_attention_heads=16,
     num_key_value_heads=4,
-)  # fmt: skip
-MIXED = with_model(layer_types=("hybrid_linear", "hybrid") * 2, num_hidden_layers=4, sliding_window=None)
+)
+MIXED = with_model(
+    layer_types=("hybrid_linear", "hybrid") * 2, num_hidden_layers=4, sliding_window=None
+)
 
 
 def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np.ndarray]:
@@ -59,9 +81,12 @@ def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np
     mask = (np.arange(length) < rng.integers(0, length + 1, (rows, 1))).astype(np.float32)
     mask[3], mask[5] = 0, 1
     return {
-        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments,
-        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)), "loss_mask": mask,
-    }  # fmt: skip
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": segments,
+        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        "loss_mask": mask,
+    }
 
 
 def parameters(settings: config.Config):
@@ -72,15 +97,20 @@ def parameters(settings: config.Config):
 @functools.cache
 def _parameters(model: config.Model, precision: config.Precision):
     tree = jax.jit(lambda: zaya.init(model, jax.random.key(0), precision))()
-    # On the host: a program for each shape would take longer to compile. With this seed the router uses most experts.
+    # On the host: a program for each shape would take longer to compile. With this seed the router
+    # uses most experts.
     rng = np.random.default_rng(7)
     return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x) + np.float32(0.1) * rng.standard_normal(x.shape, np.float32)), tree
+        lambda x: jnp.asarray(
+            np.asarray(x) + np.float32(0.1) * rng.standard_normal(x.shape, np.float32)
+        ),
+        tree,
     )
 
 
 def program(settings: config.Config, num_devices: int):
-    """(mesh, function of (params, bias, batch)): loss, counts and summed gradients on the mesh of the settings."""
+    """(mesh, function of (params, bias, batch)): loss, counts and summed gradients on the mesh of
+    the settings."""
     mesh = make_mesh(settings.mesh, jax.devices()[:num_devices])
     spread = spread_of(settings.mesh, mesh.shape)
     sharding.check(settings, spread)
@@ -93,7 +123,9 @@ def program(settings: config.Config, num_devices: int):
         grads, (loss, _, counts) = jax.grad(loss_fn, has_aux=True)(params, bias, micro, total)
 
         def whole(g, spec):
-            used = {axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())}
+            used = {
+                axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())
+            }
             return jax.lax.psum(g, tuple(axis for axis in mesh.axis_names if axis not in used))
 
         grads = jax.tree.map(whole, grads, specs)
@@ -105,7 +137,9 @@ def program(settings: config.Config, num_devices: int):
 
     in_specs = (specs, PartitionSpec(), batch_spec(spread))
     out_specs = (PartitionSpec(), PartitionSpec(), specs)
-    mapped = jax.shard_map(precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped = jax.shard_map(
+        precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     return mesh, jax.jit(mapped)
 
 
@@ -126,7 +160,8 @@ def loss_and_gradients(settings: config.Config, num_devices: int, host: dict, bi
 
 
 def compiled(settings: config.Config, num_devices: int) -> jax.stages.Compiled:
-    """The program that `loss_and_gradients` runs: where a test has run it, none is compiled again."""
+    """The program that `loss_and_gradients` runs: where a test has run it, none is compiled
+    again."""
     mesh, run = program(settings, num_devices)
     return run.lower(*arguments(settings, mesh, batch())).compile()
 
@@ -135,9 +170,15 @@ def assert_same(ours, theirs):
     """Loss within 1e-6, counts equal, every gradient within 1e-5 of its norm."""
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
     np.testing.assert_array_equal(ours[1], theirs[1])
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(ours[2])[0], jax.tree.leaves(theirs[2]), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_flatten_with_path(ours[2])[0], jax.tree.leaves(theirs[2]), strict=True
+    ):
         bound = 1e-5 * np.linalg.norm(b) + 1e-8
-        assert np.linalg.norm(a - b) <= bound, (jax.tree_util.keystr(path), np.linalg.norm(a - b), np.linalg.norm(b))
+        assert np.linalg.norm(a - b) <= bound, (
+            jax.tree_util.keystr(path),
+            np.linalg.norm(a - b),
+            np.linalg.norm(b),
+        )
 
 
 class Run:
@@ -147,9 +188,13 @@ class Run:
         self.settings = dataclasses.replace(SETTINGS, mesh=config.Mesh(**sizes))
         self.mesh = make_mesh(self.settings.mesh, jax.devices()[:devices])
         self.optimizer = states.build_optimizer(self.settings, self.mesh)
-        self.step = steps.make_train_step(self.settings, self.settings.model, self.optimizer, self.mesh)
+        self.step = steps.make_train_step(
+            self.settings, self.settings.model, self.optimizer, self.mesh
+        )
         like = states.abstract(self.settings, self.optimizer, self.mesh)
-        self.copies = snapshot.of_run(self.optimizer, like, spread_of(self.settings.mesh, self.mesh.shape).heads)
+        self.copies = snapshot.of_run(
+            self.optimizer, like, spread_of(self.settings.mesh, self.mesh.shape).heads
+        )
         self.restart()
 
     def restart(self):
@@ -168,6 +213,15 @@ class Run:
 
     def logical(self):
         """The state as a checkpoint holds it, on the host."""
-        state, parts = jax.device_get(self.state), spread_of(self.settings.mesh, self.mesh.shape).heads
-        logical = {"params": state["params"], "optimizer": logical_state.of(self.optimizer, state["optimizer"])}
-        return {**sharding.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}
+        state, parts = (
+            jax.device_get(self.state),
+            spread_of(self.settings.mesh, self.mesh.shape).heads,
+        )
+        logical = {
+            "params": state["params"],
+            "optimizer": logical_state.of(self.optimizer, state["optimizer"]),
+        }
+        return {
+            **sharding.arrange(logical, parts, inverse=True),
+            "balance": state["balance"]._asdict(),
+        }

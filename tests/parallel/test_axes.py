@@ -1,4 +1,5 @@
-"""Every mesh gives the loss and the gradients of one device, with a CPU's algorithm and with a GPU's."""
+"""Every mesh gives the loss and the gradients of one device, with a CPU's algorithm and with a
+GPU's."""
 
 import dataclasses
 import functools
@@ -26,66 +27,73 @@ def over(settings, devices, remat="none", **sizes):
     return helpers.loss_and_gradients(settings, devices, helpers.batch())
 
 
-@pytest.mark.parametrize(("devices", "sizes"), [
-    (8, dict(data=2, expert=2, context=2)),
-    slow(1, {}),
-    slow(8, dict(data=2, expert=4, fsdp=True)),
-    slow(4, dict(context=2, tensor=2, ring=True)),
-    slow(8, dict(expert=2, context=2, tensor=2, tsp=True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("devices", "sizes"),
+    [
+        (8, dict(data=2, expert=2, context=2)),
+        slow(1, {}),
+        slow(8, dict(data=2, expert=4, fsdp=True)),
+        slow(4, dict(context=2, tensor=2, ring=True)),
+        slow(8, dict(expert=2, context=2, tensor=2, tsp=True)),
+    ],
+)
 def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
     with chip.making(chip.Chip("gpu", "NVIDIA H200", kernels=())):
         ours = over(ZAYA, devices, **sizes)
     helpers.assert_same(ours, alone(ZAYA))
 
 
-@pytest.mark.parametrize(("settings", "devices", "sizes"), [
-    slow(ZAYA, 2, dict(tensor=2)),
-    (ZAYA, 4, dict(tensor=4)),  # test_collectives.py reads this program
-    slow(ZAYA, 8, dict(tensor=8)),
-    (ZAYA, 4, dict(data=4, fsdp=True)),  # and this one
-    slow(ZAYA, 8, dict(data=2, tensor=4, fsdp=True)),
-    slow(ZAYA, 8, dict(data=2, context=2, tensor=2)),
-    slow(ZAYA, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
-    slow(ZAYA, 8, dict(data=2, expert=2, context=2)),
-    slow(ZAYA, 8, dict(expert=2, context=2, tensor=2)),
-    slow(ZAYA, 8, dict(data=2, expert=2, tensor=2, fsdp=True)),
-    # Sequences: full and sliding layers, documents over several chunks; over 8 devices a chunk is as short as the halo.
-    slow(ZAYA, 2, dict(context=2)),
-    slow(ZAYA, 4, dict(context=4)),
-    slow(ZAYA, 8, dict(context=8)),
-    slow(ZAYA, 2, dict(context=2, ring=True)),
-    slow(ZAYA, 4, dict(context=4, ring=True)),
-    slow(ZAYA, 8, dict(context=8, ring=True)),
-    slow(ZAYA, 4, dict(context=2, tensor=2, ring=True)),
-    slow(ZAYA, 8, dict(data=2, context=4, ring=True, fsdp=True)),
-    (LONG_TAPS, 2, dict(context=2)),
-    slow(LONG_TAPS, 2, dict(context=2, ring=True)),
-    slow(LONG_TAPS, 2, dict(tensor=2, tsp=True)),
-    slow(ONE_TAP, 8, dict(context=8)),
-    # TSP.
-    slow(GROUPED, 2, dict(tensor=2, tsp=True)),
-    slow(DENSE, 4, dict(tensor=4, tsp=True)),
-    slow(DENSE, 8, dict(tensor=8, tsp=True)),
-    slow(ZAYA, 4, dict(tensor=4, tsp=True)),
-    slow(ZAYA, 8, dict(expert=2, tensor=4, tsp=True)),
-    slow(ZAYA, 8, dict(expert=2, context=2, tensor=2, tsp=True)),
-    slow(ZAYA, 8, dict(context=2, tensor=4, tsp=True)),
-    slow(ZAYA, 8, dict(context=2, tensor=4, tsp=True, ring=True)),
-    slow(ZAYA, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
-    slow(GROUPED, 8, dict(context=2, tensor=4, tsp=True)),
-    slow(DENSE, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
-    slow(DENSE, 4, dict(tensor=4)),
-    slow(GROUPED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
-    # Layers of linear attention between others.
-    slow(MIXED, 2, dict(context=2)),  # test_linear.py has the operator
-    slow(MIXED, 8, dict(context=8)),
-    slow(MIXED, 4, dict(context=4, ring=True)),
-    slow(MIXED, 4, dict(context=2, tensor=2, tsp=True)),
-    slow(MIXED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
-    # tests/model/test_zaya.py has these on one device.
-    slow(DENSE, 4, dict(tensor=4, tsp=True, remat="layer")),
-    slow(DENSE, 4, dict(tensor=4, tsp=True, remat="attention")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "devices", "sizes"),
+    [
+        slow(ZAYA, 2, dict(tensor=2)),
+        (ZAYA, 4, dict(tensor=4)),  # test_collectives.py reads this program
+        slow(ZAYA, 8, dict(tensor=8)),
+        (ZAYA, 4, dict(data=4, fsdp=True)),  # and this one
+        slow(ZAYA, 8, dict(data=2, tensor=4, fsdp=True)),
+        slow(ZAYA, 8, dict(data=2, context=2, tensor=2)),
+        slow(ZAYA, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
+        slow(ZAYA, 8, dict(data=2, expert=2, context=2)),
+        slow(ZAYA, 8, dict(expert=2, context=2, tensor=2)),
+        slow(ZAYA, 8, dict(data=2, expert=2, tensor=2, fsdp=True)),
+        # Sequences: full and sliding layers, documents over several chunks; over 8 devices a chunk
+        # is as short as the halo.
+        slow(ZAYA, 2, dict(context=2)),
+        slow(ZAYA, 4, dict(context=4)),
+        slow(ZAYA, 8, dict(context=8)),
+        slow(ZAYA, 2, dict(context=2, ring=True)),
+        slow(ZAYA, 4, dict(context=4, ring=True)),
+        slow(ZAYA, 8, dict(context=8, ring=True)),
+        slow(ZAYA, 4, dict(context=2, tensor=2, ring=True)),
+        slow(ZAYA, 8, dict(data=2, context=4, ring=True, fsdp=True)),
+        (LONG_TAPS, 2, dict(context=2)),
+        slow(LONG_TAPS, 2, dict(context=2, ring=True)),
+        slow(LONG_TAPS, 2, dict(tensor=2, tsp=True)),
+        slow(ONE_TAP, 8, dict(context=8)),
+        # TSP.
+        slow(GROUPED, 2, dict(tensor=2, tsp=True)),
+        slow(DENSE, 4, dict(tensor=4, tsp=True)),
+        slow(DENSE, 8, dict(tensor=8, tsp=True)),
+        slow(ZAYA, 4, dict(tensor=4, tsp=True)),
+        slow(ZAYA, 8, dict(expert=2, tensor=4, tsp=True)),
+        slow(ZAYA, 8, dict(expert=2, context=2, tensor=2, tsp=True)),
+        slow(ZAYA, 8, dict(context=2, tensor=4, tsp=True)),
+        slow(ZAYA, 8, dict(context=2, tensor=4, tsp=True, ring=True)),
+        slow(ZAYA, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
+        slow(GROUPED, 8, dict(context=2, tensor=4, tsp=True)),
+        slow(DENSE, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
+        slow(DENSE, 4, dict(tensor=4)),
+        slow(GROUPED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
+        # Layers of linear attention between others.
+        slow(MIXED, 2, dict(context=2)),  # test_linear.py has the operator
+        slow(MIXED, 8, dict(context=8)),
+        slow(MIXED, 4, dict(context=4, ring=True)),
+        slow(MIXED, 4, dict(context=2, tensor=2, tsp=True)),
+        slow(MIXED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
+        # tests/model/test_zaya.py has these on one device.
+        slow(DENSE, 4, dict(tensor=4, tsp=True, remat="layer")),
+        slow(DENSE, 4, dict(tensor=4, tsp=True, remat="attention")),
+    ],
+)
 def test_a_mesh_gives_what_one_device_gives(settings, devices, sizes):
     helpers.assert_same(over(settings, devices, **sizes), alone(settings))

@@ -1,4 +1,5 @@
-"""Checkpoints from mesh to mesh: written on each, read on each other, trained on as if nothing had happened."""
+"""Checkpoints from mesh to mesh: written on each, read on each other, trained on as if nothing had
+happened."""
 
 import dataclasses
 import functools
@@ -25,7 +26,10 @@ MESHES = {
     "data x expert x tensor": (8, dict(data=2, expert=2, tensor=2)),
     "fsdp": (8, dict(data=8, fsdp=True)),
 }
-FAST = [("data x expert x tensor", "one", 3), ("data x expert x tensor", "data x expert x tensor", 3)]
+FAST = [
+    ("data x expert x tensor", "one", 3),
+    ("data x expert x tensor", "data x expert x tensor", 3),
+]
 PAIRS = FAST + [slow(a, b, 20) for a in MESHES for b in MESHES]
 
 
@@ -45,7 +49,8 @@ def run(name):
 
 @functools.cache
 def written(folder, name, steps):
-    """(store, the logical state on the host, the losses that follow) of two steps on a mesh, saved."""
+    """(store, the logical state on the host, the losses that follow) of two steps on a mesh,
+    saved."""
     here = run(name)
     here.restart()
     here.train(range(2))
@@ -66,7 +71,9 @@ def test_any_mesh_reads_what_any_mesh_wrote(tmp_path_factory, source, target, st
         np.testing.assert_array_equal(a, b)
     reader = Source(store.root.parent, 2)  # what to_hf reads with
     path = ("params", "layers", "experts", "gate_up")
-    np.testing.assert_array_equal(reader.read(path, 1), logical["params"]["layers"]["experts"]["gate_up"][1])
+    np.testing.assert_array_equal(
+        reader.read(path, 1), logical["params"]["layers"]["experts"]["gate_up"][1]
+    )
     again = there.train(range(2, 2 + steps))
     if source == target:
         assert again == losses
@@ -87,19 +94,26 @@ def test_each_device_holds_its_part_alone():
     }
 
 
-@pytest.mark.parametrize("name", fast_alone(["data x expert x tensor"], [name for name in MESHES if name != "one"]))
+@pytest.mark.parametrize(
+    "name", fast_alone(["data x expert x tensor"], [name for name in MESHES if name != "one"])
+)
 def test_nothing_travels_for_a_copy(name):
-    """No copies of ZeRO-1's buckets or of parameters, which are cut in place; read in the compiled program."""
+    """No copies of ZeRO-1's buckets or of parameters, which are cut in place; read in the compiled
+    program."""
     here = run(name)
     compiled = here.copies.program.lower(snapshot.arrays_of(here.optimizer, here.state)).compile()
     assert hlo.collectives(compiled) == []
     parts = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(here.copies.like["params"])]
-    assert any(part != x.shape for part, x in zip(parts, jax.tree.leaves(here.state["params"]), strict=True))
+    assert any(
+        part != x.shape
+        for part, x in zip(parts, jax.tree.leaves(here.state["params"]), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", [slow("one"), "data x expert x tensor"])
 def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
-    """Where a copy does not fit the devices by their own figures; the next step takes the state's memory meanwhile."""
+    """Where a copy does not fit the devices by their own figures; the next step takes the state's
+    memory meanwhile."""
     here, messages = run(name), []
     here.restart()
     here.train(range(2))

@@ -1,4 +1,5 @@
-"""The collectives that an axis adds to the compiled program, their bytes, and the memory that it saves."""
+"""The collectives that an axis adds to the compiled program, their bytes, and the memory that it
+saves."""
 
 import dataclasses
 import functools
@@ -19,7 +20,9 @@ TOKENS = helpers.ROWS * helpers.LENGTH
 @functools.cache
 def compiled(num_devices, **sizes):
     """The program of loss and gradients."""
-    return helpers.compiled(dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes)), num_devices)
+    return helpers.compiled(
+        dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes)), num_devices
+    )
 
 
 def in_layers(program):
@@ -30,7 +33,9 @@ def in_layers(program):
 def test_more_devices_than_key_value_heads_also_sum_the_queries_of_a_group():
     means = 4 * TOKENS * MODEL.num_key_value_heads * MODEL.head_dim
     found = sorted(in_layers(compiled(4, tensor=4)), key=lambda x: x[1])
-    assert found == [("all-reduce", means, LAYERS)] * 2 + [("all-reduce", 4 * TOKENS * D, LAYERS)] * 4
+    assert (
+        found == [("all-reduce", means, LAYERS)] * 2 + [("all-reduce", 4 * TOKENS * D, LAYERS)] * 4
+    )
 
 
 def test_fsdp_gathers_each_layer_forward_and_again_backward_and_scatters_its_gradient():

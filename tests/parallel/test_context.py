@@ -1,4 +1,5 @@
-"""Sequences cut over devices: traffic, skipped blocks, balance of work; test_axes.py has loss and gradients."""
+"""Sequences cut over devices: traffic, skipped blocks, balance of work; test_axes.py has loss and
+gradients."""
 
 import functools
 
@@ -28,12 +29,18 @@ BATCH, LENGTH = 2, 64
 def on_sequence(spread, body, out_specs, replicated=0):
     """body on devices, its first arguments whole and the others' columns cut."""
     sizes = {axis: getattr(spread, axis) for axis in spread.sequence_axes}
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
 
     def run(*args):
-        specs = [PartitionSpec()] * replicated + [PartitionSpec(None, spread.sequence_axes)] * (len(args) - replicated)
+        specs = [PartitionSpec()] * replicated + [PartitionSpec(None, spread.sequence_axes)] * (
+            len(args) - replicated
+        )
         with jax.default_matmul_precision("highest"):
-            return jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*args)
+            return jax.shard_map(
+                body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
+            )(*args)
 
     return jax.jit(run)
 
@@ -59,16 +66,27 @@ def test_zigzag_and_back(length, parts):
     for device, own in enumerate(order.reshape(parts, -1)):
         if parts > 1:
             starts = device * side, (2 * parts - 1 - device) * side
-            np.testing.assert_array_equal(own, np.concatenate([np.arange(s, s + side) for s in starts]))
+            np.testing.assert_array_equal(
+                own, np.concatenate([np.arange(s, s + side) for s in starts])
+            )
 
 
 # What travels
 
 
 def compiled_layer(
-    spread, batch=BATCH, length=LENGTH, gradient=True, again=False, heads=4, kv=2, channels=8, dtype=jnp.float32
+    spread,
+    batch=BATCH,
+    length=LENGTH,
+    gradient=True,
+    again=False,
+    heads=4,
+    kv=2,
+    channels=8,
+    dtype=jnp.float32,
 ):
-    """Halo of x and attention of q, k, v, compiled; with gradients, and computed again but for the attention."""
+    """Halo of x and attention of q, k, v, compiled; with gradients, and computed again but for the
+    attention."""
 
     def body(x, q, k, v, segments):
         place = context.chunks_of(spread, x.shape[1], segments)
@@ -94,13 +112,16 @@ def sent(found, kinds):
     return sum(c.wire_bytes * (c.times or 1) for c in found if c.kind in kinds)
 
 
-# In a ring of two this small program's forward and backward pass share the one exchange of keys and values.
+# In a ring of two this small program's forward and backward pass share the one exchange of keys and
+# values.
 @pytest.mark.parametrize(
     ("parts", "by_ring"), [(2, False), (4, True), *(slow(8, by_ring) for by_ring in (False, True))]
 )
 def test_what_travels_is_what_the_docstring_says(parts, by_ring):
     spread = Spread(context=parts, ring=by_ring)
-    formula = formulas.of_context(BATCH, LENGTH, parts, num_kv=2, channels=8, width=16, reach=2, size=4, ring=by_ring)
+    formula = formulas.of_context(
+        BATCH, LENGTH, parts, num_kv=2, channels=8, width=16, reach=2, size=4, ring=by_ring
+    )
     forward, both = (hlo.collectives(compiled_layer(spread, gradient=g)) for g in (False, True))
     segments = 4 * BATCH * LENGTH * (parts - 1) / parts  # once a step, not a layer
     every = ("all-gather", "reduce-scatter", "collective-permute", "all-to-all", "all-reduce")
@@ -113,17 +134,28 @@ def test_what_travels_is_what_the_docstring_says(parts, by_ring):
     halo = BATCH * 2 * 16 * 4
     permutes = [c for c in both if c.kind == "collective-permute"]
     assert sum(c.bytes == halo and not c.in_loop for c in permutes) == 4  # one each way, and back
-    gathers = [c for c in both if c.kind == "all-gather" and "s32" not in {a.dtype for a in c.operands}]
+    gathers = [
+        c for c in both if c.kind == "all-gather" and "s32" not in {a.dtype for a in c.operands}
+    ]
     scatters = [c for c in both if c.kind == "reduce-scatter"]
     assert (len(gathers), len(scatters)) == ((0, 0) if by_ring else (1, 1))
     assert by_ring or len(permutes) == 4
 
 
 def test_the_projection_does_not_wait_for_the_halo():
-    """What depends on the exchange, followed through the traced block: not the projection, but its result."""
+    """What depends on the exchange, followed through the traced block: not the projection, but its
+    result."""
     spread = Spread(context=4)
-    model = config.Model(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_bias=True)
-    graph, state = nnx.split(CCA(nnx.Rngs(0), model, config.Precision(compute="float32", matmul="highest")), nnx.Param)
+    model = config.Model(
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_bias=True,
+    )
+    graph, state = nnx.split(
+        CCA(nnx.Rngs(0), model, config.Precision(compute="float32", matmul="highest")), nnx.Param
+    )
 
     def body(state, x):
         here = context.cut(spread, x.shape[1], None, None, Weights())
@@ -154,7 +186,8 @@ def test_the_projection_does_not_wait_for_the_halo():
 
 @pytest.mark.slow
 def test_the_ring_needs_no_more_memory_on_more_devices():
-    """1024 tokens per device: gathered keys and values grow with the number of devices, a ring's don't."""
+    """1024 tokens per device: gathered keys and values grow with the number of devices, a ring's
+    don't."""
 
     @functools.cache
     def temporaries(parts, by_ring):
@@ -172,7 +205,8 @@ def test_the_ring_needs_no_more_memory_on_more_devices():
 
 
 def run_ring(parts, q, k, v, segments, window, monkeypatch):
-    """The ring's output in the sequence's order, and how many pairs of chunks each device attended to."""
+    """The ring's output in the sequence's order, and how many pairs of chunks each device attended
+    to."""
     spread = Spread(context=parts, ring=True)
     visits = []
 
@@ -197,7 +231,10 @@ def run_ring(parts, q, k, v, segments, window, monkeypatch):
     ("case", "expected"),
     [
         ("whole", [9, 9, 9, 9]),  # of 4 x 4 pairs of chunks, half above the diagonal; 2 N + 1
-        ("window", [3, 4, 4, 4]),  # of 9 tokens: each chunk of 8 sees itself and, but for the first, its neighbour
+        (
+            "window",
+            [3, 4, 4, 4],
+        ),  # of 9 tokens: each chunk of 8 sees itself and, but for the first, its neighbour
         ("documents", [2, 2, 2, 2]),  # of a chunk each
         ("two documents", [5, 5, 5, 5]),  # of half the sequence each
     ],
@@ -211,14 +248,18 @@ def test_the_ring_computes_only_pairs_that_see_each_other(case, expected, monkey
     window = np.int32(9) if case == "window" else None
     out, visits = run_ring(4, q, k, v, segments, window, monkeypatch)
     assert visits == expected
-    np.testing.assert_allclose(out, reference_attention(q, k, v, segments, segments, window, scale=0.3)[0], atol=2e-5)
+    np.testing.assert_allclose(
+        out, reference_attention(q, k, v, segments, segments, window, scale=0.3)[0], atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("by_ring", [slow(False), True])
 def test_bfloat16(by_ring):
     spread = Spread(context=4, ring=by_ring)
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((1, LENGTH, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((1, LENGTH, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2)
+    )
     order, back = context.zigzag(LENGTH, 4), context.natural(LENGTH, 4)
 
     def body(q, k, v):
@@ -239,7 +280,8 @@ def test_chunks_that_meet():
 @pytest.mark.parametrize("ring", [slow(False), True])
 @pytest.mark.parametrize("windows", [slow((None,)), (None, 700)])
 def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
-    """Products of a layer's attention, forward and backward, as if it were any of two kinds; the mean over devices."""
+    """Products of a layer's attention, forward and backward, as if it were any of two kinds; the
+    mean over devices."""
     length, parts, block, heads, channels = 4096, 2, 512, 2, 8
     spread = Spread(context=parts, ring=ring)
 
@@ -255,8 +297,12 @@ def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
             return tuple(map(place.join, pull(out)))
 
     x = jax.ShapeDtypeStruct((1, length, heads, channels), jnp.float32)
-    lowered = on_sequence(spread, body, cut(spread)).lower(x, jax.ShapeDtypeStruct((1, parts), jnp.int32))
-    with buffers.uncached():  # without JAX's cache, whose programs may bear the scopes of another day
+    lowered = on_sequence(spread, body, cut(spread)).lower(
+        x, jax.ShapeDtypeStruct((1, parts), jnp.int32)
+    )
+    with (
+        buffers.uncached()
+    ):  # without JAX's cache, whose programs may bear the scopes of another day
         program = kernels.read_program(lowered.compile())
     blocks = np.mean([formulas.blocks_visited(length, parts, block, window) for window in windows])
     assert not program.unknown

@@ -25,11 +25,14 @@ ARGUMENTS = (TOKENS, TOKENS, TOKENS, EXPERTS, EXPERTS)
 def mesh_of(spread):
     shape = (spread.data, spread.expert)
     devices = jax.devices()[: spread.data * spread.expert]
-    return jax.make_mesh(shape, ("data", "expert"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    return jax.make_mesh(
+        shape, ("data", "expert"), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )
 
 
 def on_devices(spread, form):
-    """The function of whole arrays and its gradients: each device's of its part of the loss, then summed over data."""
+    """The function of whole arrays and its gradients: each device's of its part of the loss, then
+    summed over data."""
     mlp = functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
 
     def run(x, choice, gate, gate_up, down, d_out):
@@ -39,7 +42,9 @@ def on_devices(spread, form):
 
     out = (TOKENS, TOKENS, TOKENS, EXPERTS, EXPERTS)
     return jax.jit(
-        jax.shard_map(run, mesh=mesh_of(spread), in_specs=(*ARGUMENTS, TOKENS), out_specs=out, check_vma=False)
+        jax.shard_map(
+            run, mesh=mesh_of(spread), in_specs=(*ARGUMENTS, TOKENS), out_specs=out, check_vma=False
+        )
     )
 
 
@@ -51,8 +56,11 @@ def on_one(x, choice, gate, gate_up, down, d_out):
 
 
 def ragged_all_to_all(operand, output, source, sizes, target, coming, *, axis_name):
-    """What `lax.ragged_all_to_all` is documented to do, which a CPU cannot: every device sees all that is sent."""
-    sent, source, sizes, target = (lax.all_gather(a, axis_name) for a in (operand, source, sizes, target))
+    """What `lax.ragged_all_to_all` is documented to do, which a CPU cannot: every device sees all
+    that is sent."""
+    sent, source, sizes, target = (
+        lax.all_gather(a, axis_name) for a in (operand, source, sizes, target)
+    )
     me = lax.axis_index(axis_name)
     for device in range(sent.shape[0]):
         number = jnp.arange(output.shape[0]) - target[device, me]
@@ -63,7 +71,8 @@ def ragged_all_to_all(operand, output, source, sizes, target, coming, *, axis_na
 
 
 def choices(who, key, num):
-    """Mixed: every device's own mixture. Uneven: a few experts for most tokens, of some devices only."""
+    """Mixed: every device's own mixture. Uneven: a few experts for most tokens, of some devices
+    only."""
     mixed = jax.random.randint(key, (num,), 0, E + 1)
     return {
         "mixed": mixed,
@@ -75,7 +84,9 @@ def choices(who, key, num):
 
 @pytest.mark.parametrize("form", ["slots", slow("ragged")])
 @pytest.mark.parametrize(
-    ("spread", "num"), [(Spread(data=2, expert=4), 30), slow(Spread(expert=8), 13)], ids=["2x4", "1x8"]
+    ("spread", "num"),
+    [(Spread(data=2, expert=4), 30), slow(Spread(expert=8), 13)],
+    ids=["2x4", "1x8"],
 )
 def test_equal_to_one_device_whatever_the_router_chose(monkeypatch, form, spread, num):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
@@ -88,7 +99,9 @@ def test_equal_to_one_device_whatever_the_router_chose(monkeypatch, form, spread
     with jax.default_matmul_precision("highest"):
         for who in ("mixed", "uneven", "all one", "all skip"):
             args = (x, choices(who, keys[5], num), gate, *weights, d_out)
-            for name, a, b in zip(("y", "dx", "d_gate", "d_gate_up", "d_down"), run(*args), on_one(*args), strict=True):
+            for name, a, b in zip(
+                ("y", "dx", "d_gate", "d_gate_up", "d_down"), run(*args), on_one(*args), strict=True
+            ):
                 assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b), (who, name)
 
 
@@ -102,7 +115,9 @@ def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form
             counts = lax.all_gather(own[0], "expert").reshape(devices, devices, -1)
             return dispatch.FORMS[form](counts, num, ("expert",)).rounds
 
-        mapped = jax.shard_map(body, mesh=mesh_of(spread), in_specs=EXPERTS, out_specs=PartitionSpec(), check_vma=False)
+        mapped = jax.shard_map(
+            body, mesh=mesh_of(spread), in_specs=EXPERTS, out_specs=PartitionSpec(), check_vma=False
+        )
         return int(jax.jit(mapped)(jnp.asarray(sizes, jnp.int32)))
 
     even = np.full((devices, E), num // E)
@@ -132,10 +147,12 @@ def lowered(spread, num, dim, width, num_experts, form, backward):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
 
     args = (
-        shape(TOKENS, num * devices, dim), shape(TOKENS, num * devices, dtype=jnp.int32),
-        shape(TOKENS, num * devices), shape(EXPERTS, num_experts, dim, 2 * width),
+        shape(TOKENS, num * devices, dim),
+        shape(TOKENS, num * devices, dtype=jnp.int32),
+        shape(TOKENS, num * devices),
+        shape(EXPERTS, num_experts, dim, 2 * width),
         shape(EXPERTS, num_experts, width, dim),
-    )  # fmt: skip
+    )
     mlp = functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
 
     def gradients(x, choice, gate, gate_up, down, d_out):
@@ -158,13 +175,16 @@ def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
     """One program serves every load, so its traffic per round and its memory are the same too."""
     rows = 4 * dim * devices * dispatch.slot_rows(num, devices)
     counts = 4 * devices * num_experts
-    # Of each round forward there and back; backward cotangents there and back, and later rounds' tokens once more. What
-    # the forward pass does is in both programs, since the gate's gradient needs its result.
+    # Of each round forward there and back; backward cotangents there and back, and later rounds'
+    # tokens once more. What the forward pass does is in both programs, since the gate's gradient
+    # needs its result.
     for backward, first, later in ((False, 2, 2), (True, 4, 5)):
         traced = lowered(Spread(expert=devices), num, dim, width, num_experts, "slots", backward)
         program = traced.lower().compile()
         found = [(c.kind, c.bytes, c.times) for c in hlo.collectives(program)]
-        assert sorted(x[:2] for x in found if x[2] is None) == [("all-to-all", rows)] * (later if devices > 2 else 0)
+        assert sorted(x[:2] for x in found if x[2] is None) == [("all-to-all", rows)] * (
+            later if devices > 2 else 0
+        )
         once = [("all-gather", counts, 1)] + [("all-to-all", rows, 1)] * first
         assert sorted(x for x in found if x[2] is not None) == once
         own = num_experts // devices

@@ -26,7 +26,9 @@ SPEC = PartitionSpec(None, "context")
 
 
 def mesh_of(size):
-    return jax.make_mesh((size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+    return jax.make_mesh(
+        (size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
+    )
 
 
 def inputs(length):
@@ -37,7 +39,8 @@ def inputs(length):
 
 
 def documents(length):
-    """One row whose documents are long and short, begin on a piece's edge or not; one with a single long document."""
+    """One row whose documents are long and short, begin on a piece's edge or not; one with a single
+    long document."""
     ids = np.ones((B, length), np.int32)
     for start in (3, 16, 17, 40, 41, length // 2, length - 9):
         ids[0, start:] += 1
@@ -79,7 +82,9 @@ def test_equal_to_one_device(size, zigzag):
             out = run(q, k, v, segments)
             return jnp.sum(out * d_out), out
 
-        (value, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        (value, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
+            q, k, v
+        )
         return value, out, *grads
 
     ours = with_gradients(on_devices(linear.lasp2, size, zigzag, chunk=4))
@@ -91,20 +96,27 @@ def test_equal_to_one_device(size, zigzag):
 
 def test_a_sequence_over_two_axes():
     """As with TSP, where the tensor axis carries the sequence too."""
-    mesh = jax.make_mesh((2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
     axes = ("context", "tensor")
     spec = PartitionSpec(None, axes)
     q, k, v, _ = inputs(32)
     columns = order(32, 4, True)
     mapped = jax.shard_map(
         lambda q, k, v: linear.lasp2(q, k, v, axis=axes),
-        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
     out = jax.jit(mapped)(*(x[:, columns] for x in (q, k, v)))
     np.testing.assert_allclose(out, linear_attention(q, k, v)[:, columns], atol=1e-6)
 
 
-def compiled(function, length, size=8, zigzag=True, gradient=False, batch=1, heads=H, kv_heads=K, channels=C):
+def compiled(
+    function, length, size=8, zigzag=True, gradient=False, batch=1, heads=H, kv_heads=K, channels=C
+):
     """One call compiled for shapes alone."""
     sharding = NamedSharding(mesh_of(size), SPEC)
 
@@ -114,8 +126,11 @@ def compiled(function, length, size=8, zigzag=True, gradient=False, batch=1, hea
     q, k = shape(heads, channels), shape(kv_heads, channels)
     mapped = jax.shard_map(
         functools.partial(function, axis="context", zigzag=zigzag),
-        mesh=mesh_of(size), in_specs=(SPEC,) * 4, out_specs=SPEC, check_vma=False,
-    )  # fmt: skip
+        mesh=mesh_of(size),
+        in_specs=(SPEC,) * 4,
+        out_specs=SPEC,
+        check_vma=False,
+    )
 
     def backward(q, k, v, segments, d_out):
         return jax.vjp(lambda *a: mapped(*a, segments), q, k, v)[1](d_out)
@@ -128,31 +143,40 @@ def compiled(function, length, size=8, zigzag=True, gradient=False, batch=1, hea
 @pytest.mark.parametrize("length", [8 * 1024, 512 * 1024])
 def test_one_all_gather_each_way_whatever_the_length(length):
     forward, backward = formulas.gathered_bytes(8, 1, K, C)
-    assert [(c.kind, c.bytes, c.times) for c in hlo.collectives(compiled(linear.lasp2, length))] == [
-        ("all-gather", forward, 1)
-    ]
+    assert [
+        (c.kind, c.bytes, c.times) for c in hlo.collectives(compiled(linear.lasp2, length))
+    ] == [("all-gather", forward, 1)]
     both = hlo.collectives(compiled(linear.lasp2, length, gradient=True))
-    assert [(c.kind, c.bytes, c.times) for c in both] == [("all-gather", n, 1) for n in (forward, backward)]
+    assert [(c.kind, c.bytes, c.times) for c in both] == [
+        ("all-gather", n, 1) for n in (forward, backward)
+    ]
 
 
 def test_the_states_do_not_wait_for_the_work_within_a_device():
     """The all-gather's operand does not come from the loop over chunks, so both can run at once."""
     text = compiled(linear.lasp2, 8 * 1024).as_text()
     entry = text[text.index("ENTRY") :]
-    made = {line.split(" = ")[0].split()[-1].lstrip("%"): line for line in entry.splitlines() if " = " in line}
+    made = {
+        line.split(" = ")[0].split()[-1].lstrip("%"): line
+        for line in entry.splitlines()
+        if " = " in line
+    }
     pending, seen = [name for name, line in made.items() if " all-gather(" in line], set()
     while pending:
         name = pending.pop()
         if name in made and name not in seen:
             seen.add(name)
-            pending += [word.strip("%,() ") for word in made[name].split(" = ")[1].replace("(", " ").split()]
+            pending += [
+                word.strip("%,() ") for word in made[name].split(" = ")[1].replace("(", " ").split()
+            ]
     assert len(seen) > 2 and not any(" while(" in made[name] for name in seen)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "attention"])
 def test_linear_layers_of_a_model_gather_states_alone(remat):
-    """Besides the halo's traffic, each layer gathers once forward and once backward, repeated or not."""
+    """Besides the halo's traffic, each layer gathers once forward and once backward, repeated or
+    not."""
     settings = helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)
     settings = dataclasses.replace(settings, mesh=config.Mesh(context=4), remat=remat)
     mesh, run = helpers.program(settings, 4)

@@ -13,23 +13,83 @@ ZAYA, LARGE = helpers.SETTINGS, Config()
 TWELVE_HEADS = dataclasses.replace(
     LARGE, model=dataclasses.replace(ZAYA.model, num_attention_heads=12, num_key_value_heads=4)
 )
-NARROW = dataclasses.replace(helpers.DENSE, model=dataclasses.replace(helpers.DENSE.model, intermediate_size=50))
+NARROW = dataclasses.replace(
+    helpers.DENSE, model=dataclasses.replace(helpers.DENSE.model, intermediate_size=50)
+)
 
 
-@pytest.mark.parametrize(("settings", "spread", "seq_len", "words"), [
-    (ZAYA, Spread(expert=3), 64, r"num_experts=8 does not divide over config\.mesh\.expert=3; .* divisor of 8"),
-    (ZAYA, Spread(expert=4, tensor=4, tsp=True), 64, r"num_experts=8 .*mesh\.expert x tensor=16; "),
-    (ZAYA, Spread(data=2, tensor=3), 64, r"num_attention_heads=8 .*mesh\.tensor=3; "),
-    (ZAYA, Spread(data=5, fsdp=True), 64, r"hidden_size=32 .*mesh\.data=5; .*set config\.mesh\.fsdp=False"),
-    (TWELVE_HEADS, Spread(tensor=6), 64, r"tensor=6 neither divides nor is a multiple of .*num_key_value_heads=4"),
-    (LARGE, Spread(context=4), 60, r"seq_len=60 does not divide into 2 x 4 pieces .*; .*set seq_len=64"),
-    (LARGE, Spread(context=8), 16, r"pieces of 1 tokens, but the convolutions look 2 .*; .*set seq_len=32"),
-    (LARGE, Spread(context=2, tensor=8), 36, r"seq_len=36 over 2 devices does not divide by config\.mesh\.tensor=8"),
-    (helpers.DENSE, Spread(tensor=3, tsp=True), 96, r"num_key_value_heads=8 .*mesh\.tensor=3; .* divisor of 8"),
-    (helpers.DENSE, Spread(expert=2), 64, r"mesh\.expert=2, but a dense model has no experts; set .*expert=1"),
-    (helpers.DENSE, Spread(context=2, tensor=2, tsp=True, ring=True), 64, r"set config\.mesh\.ring=False"),
-    (NARROW, Spread(tensor=4), 64, r"intermediate_size=50 does not divide over config\.mesh\.tensor=4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "spread", "seq_len", "words"),
+    [
+        (
+            ZAYA,
+            Spread(expert=3),
+            64,
+            r"num_experts=8 does not divide over config\.mesh\.expert=3; .* divisor of 8",
+        ),
+        (
+            ZAYA,
+            Spread(expert=4, tensor=4, tsp=True),
+            64,
+            r"num_experts=8 .*mesh\.expert x tensor=16; ",
+        ),
+        (ZAYA, Spread(data=2, tensor=3), 64, r"num_attention_heads=8 .*mesh\.tensor=3; "),
+        (
+            ZAYA,
+            Spread(data=5, fsdp=True),
+            64,
+            r"hidden_size=32 .*mesh\.data=5; .*set config\.mesh\.fsdp=False",
+        ),
+        (
+            TWELVE_HEADS,
+            Spread(tensor=6),
+            64,
+            r"tensor=6 neither divides nor is a multiple of .*num_key_value_heads=4",
+        ),
+        (
+            LARGE,
+            Spread(context=4),
+            60,
+            r"seq_len=60 does not divide into 2 x 4 pieces .*; .*set seq_len=64",
+        ),
+        (
+            LARGE,
+            Spread(context=8),
+            16,
+            r"pieces of 1 tokens, but the convolutions look 2 .*; .*set seq_len=32",
+        ),
+        (
+            LARGE,
+            Spread(context=2, tensor=8),
+            36,
+            r"seq_len=36 over 2 devices does not divide by config\.mesh\.tensor=8",
+        ),
+        (
+            helpers.DENSE,
+            Spread(tensor=3, tsp=True),
+            96,
+            r"num_key_value_heads=8 .*mesh\.tensor=3; .* divisor of 8",
+        ),
+        (
+            helpers.DENSE,
+            Spread(expert=2),
+            64,
+            r"mesh\.expert=2, but a dense model has no experts; set .*expert=1",
+        ),
+        (
+            helpers.DENSE,
+            Spread(context=2, tensor=2, tsp=True, ring=True),
+            64,
+            r"set config\.mesh\.ring=False",
+        ),
+        (
+            NARROW,
+            Spread(tensor=4),
+            64,
+            r"intermediate_size=50 does not divide over config\.mesh\.tensor=4",
+        ),
+    ],
+)
 def test_what_does_not_divide_is_refused(settings, spread, seq_len, words):
     with pytest.raises(UserError, match=words) as refused:
         sharding.check(settings, spread, lengths={"seq_len": seq_len})
@@ -38,7 +98,11 @@ def test_what_does_not_divide_is_refused(settings, spread, seq_len, words):
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
     sharding.check_batch(Spread(data=2, expert=2), (12, 24), 4)
-    with pytest.raises(UserError, match=r"6 sequences .* over 4 devices .*; set config\.data\.micro_batch=4"):
+    with pytest.raises(
+        UserError, match=r"6 sequences .* over 4 devices .*; set config\.data\.micro_batch=4"
+    ):
         sharding.check_batch(Spread(data=2, expert=2), (12,), 6)
-    with pytest.raises(UserError, match=r"over 5 devices .*nor do steps of 12; let data x expert divide 12"):
+    with pytest.raises(
+        UserError, match=r"over 5 devices .*nor do steps of 12; let data x expert divide 12"
+    ):
         sharding.check_batch(Spread(data=5), (12,), 6)

@@ -1,4 +1,5 @@
-"""Whole training steps, Muon and ZeRO-1 included, on meshes that cut weights; and states that go from mesh to mesh."""
+"""Whole training steps, Muon and ZeRO-1 included, on meshes that cut weights; and states that go
+from mesh to mesh."""
 
 import functools
 
@@ -15,7 +16,10 @@ MESHES = {
     "expert": (8, dict(data=2, expert=4)),
     "fsdp and tensor": (8, dict(data=2, tensor=4, fsdp=True)),
     "data, expert and context": (8, dict(data=2, expert=2, context=2)),
-    "data, expert and tensor": (8, dict(data=2, expert=2, tensor=2)),  # as test_checkpoints.py has it
+    "data, expert and tensor": (
+        8,
+        dict(data=2, expert=2, tensor=2),
+    ),  # as test_checkpoints.py has it
     "expert, tensor and fsdp": (8, dict(data=2, expert=2, tensor=2, fsdp=True)),
     "tsp": (8, dict(data=2, expert=2, tensor=2, tsp=True)),
 }
@@ -27,7 +31,9 @@ def reference():
     return run.train(range(4)), run.logical()
 
 
-@pytest.mark.parametrize("name", fast_alone(["data, expert and tensor"], [name for name in MESHES if name != "one"]))
+@pytest.mark.parametrize(
+    "name", fast_alone(["data, expert and tensor"], [name for name in MESHES if name != "one"])
+)
 def test_training_on_a_mesh_is_training_on_one_device(name):
     run = Run(*MESHES[name])
     losses = run.train(range(2))
@@ -45,5 +51,7 @@ def test_training_on_a_mesh_is_training_on_one_device(name):
     assert compiled == [], "a run that goes on needs no other program than one that begins"
     np.testing.assert_allclose(losses, reference()[0], rtol=2e-6)
     for part in ("params", "balance"):
-        for a, b in zip(jax.tree.leaves(run.logical()[part]), jax.tree.leaves(reference()[1][part]), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(run.logical()[part]), jax.tree.leaves(reference()[1][part]), strict=True
+        ):
             np.testing.assert_allclose(a, b, atol=2e-5)

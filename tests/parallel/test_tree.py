@@ -1,4 +1,5 @@
-"""Attention of a new token to a cache in parts is that of one device; test_decode_in_parts.py has its traffic."""
+"""Attention of a new token to a cache in parts is that of one device; test_decode_in_parts.py has
+its traffic."""
 
 import functools
 
@@ -19,7 +20,9 @@ PARTS = PartitionSpec(None, "context")
 
 
 def mesh_of(size):
-    return jax.make_mesh((size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+    return jax.make_mesh(
+        (size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
+    )
 
 
 def lay_out(x, size):
@@ -29,7 +32,13 @@ def lay_out(x, size):
 
 def on_devices(function, size):
     mapped = functools.partial(function, scale=0.3, axis="context")
-    return jax.shard_map(mapped, mesh=mesh_of(size), in_specs=(ALL, PARTS, PARTS, ALL), out_specs=ALL, check_vma=False)
+    return jax.shard_map(
+        mapped,
+        mesh=mesh_of(size),
+        in_specs=(ALL, PARTS, PARTS, ALL),
+        out_specs=ALL,
+        check_vma=False,
+    )
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -39,7 +48,9 @@ def test_equal_to_one_device(size):
     k, v = (jax.random.normal(key, (B, 16, K, C)) for key in keys[1:])
     # Left padding; and a row with a single key, so that most devices have none.
     valid = jnp.stack([(jnp.arange(16) > 2) & (jnp.arange(16) < 13), jnp.arange(16) == 4])
-    out = jax.jit(on_devices(rivals.tree_attention, size))(q, lay_out(k, size), lay_out(v, size), valid)
+    out = jax.jit(on_devices(rivals.tree_attention, size))(
+        q, lay_out(k, size), lay_out(v, size), valid
+    )
     np.testing.assert_allclose(out, decode_attention(q, k, v, valid, scale=0.3), atol=1e-6)
 
 
@@ -55,7 +66,9 @@ def test_a_prompt_and_new_columns_go_where_they_belong():
             held = cache.write(held, x[:, index : index + 1], jnp.int32(index))
         return held.read(), held.stack[::2]
 
-    run = jax.shard_map(fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False)
+    run = jax.shard_map(
+        fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False
+    )
     filled, others = jax.jit(run)(x)
     np.testing.assert_array_equal(filled, lay_out(x, size))
     np.testing.assert_array_equal(others, -1)  # the layers below and above

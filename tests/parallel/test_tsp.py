@@ -21,7 +21,10 @@ def compiled(settings, devices, rows=helpers.ROWS, length=helpers.LENGTH, remat=
     _, run = helpers.program(settings, devices)
     model = settings.model
     bias = jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), "float32")
-    batch = {name: jax.ShapeDtypeStruct((1, rows, length), x.dtype) for name, x in helpers.batch(length=64).items()}
+    batch = {
+        name: jax.ShapeDtypeStruct((1, rows, length), x.dtype)
+        for name, x in helpers.batch(length=64).items()
+    }
     return run.lower(zaya.abstract(model, settings.precision), bias, batch).compile()
 
 
@@ -39,16 +42,21 @@ def test_what_travels_is_the_formula(settings, devices):
     model, layers = settings.model, settings.model.num_hidden_layers
     found = moved(compiled(settings, devices, tensor=devices, tsp=True))
     expected = formulas.of_tsp(model, helpers.ROWS, helpers.LENGTH, devices, size=4)
-    assert sum(found.values()) == pytest.approx(layers * (expected["forward"] + expected["backward"]), rel=1e-9)
+    assert sum(found.values()) == pytest.approx(
+        layers * (expected["forward"] + expected["backward"]), rel=1e-9
+    )
     mlp = 3 * model.hidden_size * model.intermediate_size
     # Twice the shards, once their gradients, by permutes alone; and no activation is summed.
-    assert found["collective-permute"] == pytest.approx(layers * 3 * 4 * mlp * (devices - 1) / devices, rel=1e-9)
+    assert found["collective-permute"] == pytest.approx(
+        layers * 3 * 4 * mlp * (devices - 1) / devices, rel=1e-9
+    )
     assert "all-reduce" not in found
 
 
 @pytest.mark.slow
 def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
-    """Read from the program that test_axes.py compares with one device; each of two groups has half of the rows."""
+    """Read from the program that test_axes.py compares with one device; each of two groups has half
+    of the rows."""
     model = helpers.SETTINGS.model
     settings = dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(expert=2, tensor=4, tsp=True))
     program = helpers.compiled(settings, 8)
@@ -59,17 +67,29 @@ def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
         assert ("all-gather", 4 * weight, model.num_hidden_layers) in found
         assert ("reduce-scatter", 4 * weight, model.num_hidden_layers) in found
     assert ("all-gather", 4 * kv, model.num_hidden_layers) in found
-    assert not [kind for kind, size, _ in found if kind == "all-reduce" and size > 1024], "activations are summed"
+    assert not [kind for kind, size, _ in found if kind == "all-reduce" and size > 1024], (
+        "activations are summed"
+    )
 
 
 @pytest.mark.slow
 def test_weights_tokens_and_what_the_backward_pass_keeps_are_parts():
-    """Against one device: of weights and of activations each of eight holds an eighth, and nothing of full size."""
+    """Against one device: of weights and of activations each of eight holds an eighth, and nothing
+    of full size."""
     wide = helpers.with_model(
-        model_type="dense", num_experts=1, hidden_size=128, head_dim=16, intermediate_size=512, attention_bias=False,
-        num_key_value_heads=8, layer_types=(), num_hidden_layers=4,
-    )  # fmt: skip
-    whole, parted = (compiled(wide, n, 1, 4096, "layer", tensor=n, tsp=n > 1).memory_analysis() for n in (1, 8))
+        model_type="dense",
+        num_experts=1,
+        hidden_size=128,
+        head_dim=16,
+        intermediate_size=512,
+        attention_bias=False,
+        num_key_value_heads=8,
+        layer_types=(),
+        num_hidden_layers=4,
+    )
+    whole, parted = (
+        compiled(wide, n, 1, 4096, "layer", tensor=n, tsp=n > 1).memory_analysis() for n in (1, 8)
+    )
     inputs = 5 * 4 * 4096 + 4 * wide.model.vocab_size * 128
     assert parted.argument_size_in_bytes - inputs < 0.15 * whole.argument_size_in_bytes
     assert parted.temp_size_in_bytes < 0.25 * whole.temp_size_in_bytes

@@ -19,7 +19,9 @@ RATES = rates.for_cluster(CLUSTER)
 
 def case(devices: int, **changes) -> Case:
     """ZAYA1-base with four layers, four sequences at once, and what differs."""
-    return compared.planned(devices, 4, 1, {key.replace("__", "."): value for key, value in changes.items()})
+    return compared.planned(
+        devices, 4, 1, {key.replace("__", "."): value for key, value in changes.items()}
+    )
 
 
 def flops(found: Case, *stages: str) -> float:
@@ -28,15 +30,25 @@ def flops(found: Case, *stages: str) -> float:
 
 # GB of memory and traffic of `benchmarks.plan`'s programs, compiled for MI300X on 23 November 2026.
 COMPILED = {
-    "ZAYA1-base, all 40 layers": (51.74, 676.6), "all 40 layers, remat attention": (36.93, 657.9),
-    "alone": (24.01, 274.2), "8 devices": (16.07, 192.3), "12 devices": (15.69, 197.9),
-    "1,024 devices, 2 micro-batches": (21.88, 226.4), "8 layers, remat elementwise": (20.40, 237.7),
-    "64 devices, nothing recomputed": (12.71, 69.7), "layers recomputed, 4 micro-batches": (23.05, 428.0),
-    "dense": (14.64, 192.1), "8 layers, 6 of them linear": (18.38, 176.6), "sliding window of 1,024": (15.49, 126.0),
-    "fsdp": (16.64, 227.0), "fsdp, 2 micro-batches, layers recomputed": (14.09, 277.1),
-    "experts over 8": (14.49, 204.7), "tensor over 2, 3 micro-batches": (16.10, 211.8),
-    "context over 2": (14.06, 168.6), "context over 8, 131,072 tokens": (14.62, 175.8),
-}  # fmt: skip
+    "ZAYA1-base, all 40 layers": (51.74, 676.6),
+    "all 40 layers, remat attention": (36.93, 657.9),
+    "alone": (24.01, 274.2),
+    "8 devices": (16.07, 192.3),
+    "12 devices": (15.69, 197.9),
+    "1,024 devices, 2 micro-batches": (21.88, 226.4),
+    "8 layers, remat elementwise": (20.40, 237.7),
+    "64 devices, nothing recomputed": (12.71, 69.7),
+    "layers recomputed, 4 micro-batches": (23.05, 428.0),
+    "dense": (14.64, 192.1),
+    "8 layers, 6 of them linear": (18.38, 176.6),
+    "sliding window of 1,024": (15.49, 126.0),
+    "fsdp": (16.64, 227.0),
+    "fsdp, 2 micro-batches, layers recomputed": (14.09, 277.1),
+    "experts over 8": (14.49, 204.7),
+    "tensor over 2, 3 micro-batches": (16.10, 211.8),
+    "context over 2": (14.06, 168.6),
+    "context over 8, 131,072 tokens": (14.62, 175.8),
+}
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -50,8 +62,8 @@ def test_useful_flops_are_the_models_but_for_what_kernels_compute_twice():
     found = case(8)
     computed = flops(found, work.FORWARD, work.BACKWARD)
     useful = chips.model_flops(found.model, 4096) * found.tokens_per_device
-    # The backward pass computes seven products of scores where the formula has four, and CCA's convolution over heads
-    # four times where it has two.
+    # The backward pass computes seven products of scores where the formula has four, and CCA's
+    # convolution over heads four times where it has two.
     assert useful < computed < 1.03 * useful
 
 
@@ -72,7 +84,9 @@ def test_the_exchange_sends_a_float32_gradient_and_a_bfloat16_direction_a_number
     weights = sum(found.numbers.values())
     muon = found.muon_numbers
     assert by_kind["reduce-scatter"] == pytest.approx(4 * weights * 1023 / 1024, rel=0.01)
-    assert by_kind["all-gather"] == pytest.approx((2 * muon + 4 * (weights - muon)) * 1023 / 1024, rel=0.01)
+    assert by_kind["all-gather"] == pytest.approx(
+        (2 * muon + 4 * (weights - muon)) * 1023 / 1024, rel=0.01
+    )
     assert not network.flows(case(1))
 
 
@@ -109,7 +123,10 @@ def test_the_search_gives_what_fits_fastest_first(monkeypatch):
     here = case(8).here
     for tried in _plan.candidates(here, 8, 8, "mi300x"):  # no case that a run would refuse
         assert tried.model.num_attention_heads % tried.spread.tensor == 0
-        assert tried.sequences == tried.rows * tried.micro_batches * tried.spread.data * tried.spread.expert
+        assert (
+            tried.sequences
+            == tried.rows * tried.micro_batches * tried.spread.data * tried.spread.expert
+        )
         assert math.prod(tried.axes.values()) == 8
     found = _plan.fastest(here, 8, 8, CLUSTER, RATES)
     times = [choice.step.seconds for choice in found]
@@ -136,11 +153,17 @@ def figures_of(device: str, path) -> str:
     """A file of figures of 8 devices of this name."""
     second = Timing(1.0, 1.0, 1.0, 5)
     found = measured.Measured(
-        device, "gpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00Z",
+        device,
+        "gpu",
+        8,
+        1,
+        1,
+        "0.12.0",
+        "2026-11-22T18:00:00Z",
         collectives=(measured.CollectiveTiming("reduce-scatter", 8, 1, int(2e11), second),),
         products=(measured.Product("dense", "", 10**4, 10**4, 10**6, 1, "bfloat16", second),),
         copies=tuple(measured.MemoryCopy(int(n * 1e12), second) for n in (1.9, 2.0, 2.1)),
-    )  # fmt: skip
+    )
     path.write_text(measured.to_json(found))
     return str(path)
 

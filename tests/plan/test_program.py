@@ -20,12 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def plan(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "experiments.plan", *options], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "experiments.plan", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
 def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
-    done = plan("--devices=16", "--at_once=1", f"--out={tmp_path}", "--config.model.num_hidden_layers=2")
+    done = plan(
+        "--devices=16", "--at_once=1", f"--out={tmp_path}", "--config.model.num_hidden_layers=2"
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
     assert [p["name"] for p in found["phases"]] == ["pretrain 1", "pretrain 2", "midtrain", "sft"]

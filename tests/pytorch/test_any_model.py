@@ -1,4 +1,5 @@
-"""One name for a model in every program: a run, a step of it, a directory of transformers, the hub's name."""
+"""One name for a model in every program: a run, a step of it, a directory of transformers, the
+hub's name."""
 
 import jax
 import numpy as np
@@ -14,9 +15,18 @@ from zaya_jax.config import Model, UserError
 from zaya_jax.pytorch import any_model, exchange
 
 MODEL = Model(
-    vocab_size=264, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    moe_intermediate_size=12, num_experts=2, router_hidden_size=6, max_position_embeddings=64, initializer_range=0.5,
-)  # fmt: skip
+    vocab_size=264,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    moe_intermediate_size=12,
+    num_experts=2,
+    router_hidden_size=6,
+    max_position_embeddings=64,
+    initializer_range=0.5,
+)
 NAMES = ("RUN", "RUN@0", "HF", "Zyphra/ZAYA1-tiny", "Zyphra/ZAYA1-tiny@v2")
 
 
@@ -36,7 +46,11 @@ def hub(places, monkeypatch):
     """The hub has the directory under one name."""
 
     def download(name, revision, allow_patterns):
-        assert name == "Zyphra/ZAYA1-tiny" and revision in (None, "v2") and "*.safetensors" in allow_patterns
+        assert (
+            name == "Zyphra/ZAYA1-tiny"
+            and revision in (None, "v2")
+            and "*.safetensors" in allow_patterns
+        )
         return places[2]["HF"]
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -50,11 +64,20 @@ def test_each_name_works_wherever_a_model_is_asked_for(places, hub, called, tmp_
     before = sorted(path for path in root.rglob("*"))
     jax.tree.map(np.testing.assert_array_equal, zj.load(name).params, model.params)
     settings = finetune.get_config(name)
-    assert settings.model.hidden_size == 16 and settings.run.init_from == name and settings.data.seq_len == 64
-    state, source = {"params": model.params, "balance": {"bias": model.balance}}, any_model.weights_of(name)
+    assert (
+        settings.model.hidden_size == 16
+        and settings.run.init_from == name
+        and settings.data.seq_len == 64
+    )
+    state, source = (
+        {"params": model.params, "balance": {"bias": model.balance}},
+        any_model.weights_of(name),
+    )
     held = boxes.of_tree(state)
     partial.require_fit(source, held)
-    jax.tree.map(np.testing.assert_array_equal, source.restore(held.leaves, held), trees.flat(state))
+    jax.tree.map(
+        np.testing.assert_array_equal, source.restore(held.leaves, held), trees.flat(state)
+    )
     exported = load_file(exchange.to_hf(name, tmp_path / "out") / "model.safetensors")
     theirs = load_file(f"{folders['HF']}/model.safetensors")
     assert all(x.tobytes() == exported[key].tobytes() for key, x in theirs.items())
@@ -69,11 +92,16 @@ def test_a_name_that_nothing_has_is_one_line(places, monkeypatch, tmp_path):
     monkeypatch.chdir(places[1])
     for name, says in (
         ("run/typo", "run/typo is not a folder; give a run's folder"),  # not asked of the hub
-        ("nobody/nothing", "nobody/nothing is not a folder here, and the Hugging Face hub does not give it"),
+        (
+            "nobody/nothing",
+            "nobody/nothing is not a folder here, and the Hugging Face hub does not give it",
+        ),
         ("run@7", "run has no checkpoint of step 7; it has 0"),
     ):
         with pytest.raises(UserError, match=says) as caught:
             any_model.find(name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"config.run.init_from=run@7: run has no checkpoint of step 7; it has 0"):
+    with pytest.raises(
+        UserError, match=r"config.run.init_from=run@7: run has no checkpoint of step 7; it has 0"
+    ):
         any_model.weights_of("run@7")

@@ -11,9 +11,17 @@ from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.pytorch import hf_names as names
 
 MODEL = Model(
-    vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
-    moe_intermediate_size=4, num_experts=2, router_hidden_size=4, max_position_embeddings=32,
-)  # fmt: skip
+    vocab_size=20,
+    hidden_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    moe_intermediate_size=4,
+    num_experts=2,
+    router_hidden_size=4,
+    max_position_embeddings=32,
+)
 NORM = "model.layers.1.input_layernorm.weight"
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -23,7 +31,9 @@ def source(tmp_path):
     """A good directory, to be spoilt."""
     folder = tmp_path / "in"
     folder.mkdir()
-    tensors = {name: np.ones(shape, np.float32) for name, shape in hf.expected_shapes(MODEL).items()}
+    tensors = {
+        name: np.ones(shape, np.float32) for name, shape in hf.expected_shapes(MODEL).items()
+    }
     save_file(tensors, folder / FILE)
     (folder / "config.json").write_text(json.dumps(names.model_to_json(MODEL, "float32")))
     return folder
@@ -70,8 +80,14 @@ TENSORS = {
         lambda t: t.update({NORM: np.ones((8, 1), np.float32)}),
         rf"{NORM} has shape \(8, 1\), expected \(8,\)",
     ),
-    "of another kind": (lambda t: t.update({NORM: np.ones(8, np.int64)}), f"{NORM} is I64, not F32"),
-    "an untied head": (lambda t: t.update({names.HEAD: 2 * t[names.EMBEDDING]}), "the head must be tied"),
+    "of another kind": (
+        lambda t: t.update({NORM: np.ones(8, np.int64)}),
+        f"{NORM} is I64, not F32",
+    ),
+    "an untied head": (
+        lambda t: t.update({names.HEAD: 2 * t[names.EMBEDDING]}),
+        "the head must be tied",
+    ),
 } | {
     f"{bad} in {name}": (
         lambda t, name=name, bad=bad: t[name].reshape(-1).__setitem__(0, bad),
@@ -100,7 +116,10 @@ def test_files_that_are_missing(tmp_path, source):
     with pytest.raises(UserError, match=r"nowhere.config\.json is missing"):
         hf.Directory(tmp_path / "nowhere")
     (source / FILE).rename(source / "pytorch_model.bin")
-    refused(source, "no safetensors but pytorch_model.bin, which may run code .* safe_serialization=True")
+    refused(
+        source,
+        "no safetensors but pytorch_model.bin, which may run code .* safe_serialization=True",
+    )
     (source / "pytorch_model.bin").unlink()
     refused(source, r"model\.safetensors is missing")
     (source / "config.json").unlink()
@@ -119,7 +138,9 @@ def test_files_that_are_missing(tmp_path, source):
 def test_an_index_that_names_wrong_files(sharded, file, says):
     folder, where = sharded
     read(folder)
-    changed = where | {NORM: file} if file is not None else {n: f for n, f in where.items() if n != NORM}
+    changed = (
+        where | {NORM: file} if file is not None else {n: f for n, f in where.items() if n != NORM}
+    )
     (folder / INDEX).write_text(json.dumps({"weight_map": changed}))
     refused(folder, says)
 
@@ -134,9 +155,18 @@ def test_an_index_that_names_wrong_files(sharded, file, says):
         ({"num_hidden_layers": 3, "layer_types": None}, r"lacks tensor model\.layers\.2\."),
         ({"eos_token_id": 20}, "eos_token_id=20 is outside the vocabulary"),
         ({"num_shared_experts": 1}, "unknown key 'num_shared_experts'=1"),
-        ({"layer_types": ["hybrid", "hybrid_linear"]}, "layer 1 is hybrid_linear, which PyTorch's zaya does not"),
-        ({"rope_parameters": {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}}}, "rope_type='yarn'"),
-        ({"rope_parameters": {"hybrid": {"rope_theta": 1e4, "factor": 8.0}}}, "rope_parameters.hybrid.factor"),
+        (
+            {"layer_types": ["hybrid", "hybrid_linear"]},
+            "layer 1 is hybrid_linear, which PyTorch's zaya does not",
+        ),
+        (
+            {"rope_parameters": {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}}},
+            "rope_type='yarn'",
+        ),
+        (
+            {"rope_parameters": {"hybrid": {"rope_theta": 1e4, "factor": 8.0}}},
+            "rope_parameters.hybrid.factor",
+        ),
     ],
 )
 def test_a_config_with_a_trait_that_is_not_zaya_s(source, changes, says):
@@ -149,4 +179,7 @@ def test_end_of_text_may_be_several(source):
         change_config(source, eos_token_id=eos)
         work, out = source.parent / f"work {eos}", source.parent / f"out {eos}"
         exchange.from_hf(source, work)
-        assert json.loads((exchange.to_hf(work, out) / "config.json").read_text())["eos_token_id"] == eos
+        assert (
+            json.loads((exchange.to_hf(work, out) / "config.json").read_text())["eos_token_id"]
+            == eos
+        )

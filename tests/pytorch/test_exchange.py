@@ -1,4 +1,5 @@
-"""What goes in comes out: directories to workdirs and back, bit for bit, streamed, whole or not at all."""
+"""What goes in comes out: directories to workdirs and back, bit for bit, streamed, whole or not at
+all."""
 
 import dataclasses
 import json
@@ -22,9 +23,17 @@ from zaya_jax.pytorch import hf_names as names
 from zaya_jax.training.workdir import open_workdir, read_config
 
 MODEL = Model(
-    vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    moe_intermediate_size=12, num_experts=2, router_hidden_size=6, max_position_embeddings=64,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    moe_intermediate_size=12,
+    num_experts=2,
+    router_hidden_size=6,
+    max_position_embeddings=64,
+)
 
 
 def write_model(folder, model=MODEL, dtype_of=lambda name: "float32", **further):
@@ -41,7 +50,9 @@ def write_model(folder, model=MODEL, dtype_of=lambda name: "float32", **further)
 
 
 def read_all(folder):
-    return {k: x for file in sorted(folder.glob("*.safetensors")) for k, x in load_file(file).items()}
+    return {
+        k: x for file in sorted(folder.glob("*.safetensors")) for k, x in load_file(file).items()
+    }
 
 
 def assert_same(ours, theirs):
@@ -70,7 +81,9 @@ def test_there_and_back_gives_the_same_bits_and_config(tmp_path, dtype_of, shard
     assert (len(files) > 1) == (shard_gb < 1) == (out / "model.safetensors.index.json").exists()
     with safe_open(files[0], framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}  # which transformers asks for
-    assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((out / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
     # And written shards are read again.
     exchange.from_hf(out, tmp_path / "again")
     assert_same(read_all(exchange.to_hf(tmp_path / "again", tmp_path / "out2")), tensors)
@@ -109,7 +122,11 @@ def train_state(workdir, settings, step):
     params = zaya.init(settings.model, jax.random.key(1))
     bias = jax.random.normal(jax.random.key(2), (MODEL.num_hidden_layers, MODEL.num_experts + 1))
     checkpoints = store.Store(workdir)
-    checkpoints.save(step, {"params": params, "optimizer": {"mean": params}, "balance": {"bias": bias}}, {"step": step})
+    checkpoints.save(
+        step,
+        {"params": params, "optimizer": {"mean": params}, "balance": {"bias": bias}},
+        {"step": step},
+    )
     checkpoints.close()
     return params, bias
 
@@ -179,19 +196,32 @@ print(peak() - before)
 def test_host_memory_stays_near_one_shard(tmp_path):
     """290 MB with tensors of at most 17 MB: both ways need less than half of it."""
     model = Model(
-        vocab_size=8000, hidden_size=512, num_hidden_layers=12, num_attention_heads=4, head_dim=32,
-        moe_intermediate_size=256, num_experts=14, router_hidden_size=32,
-    )  # fmt: skip
+        vocab_size=8000,
+        hidden_size=512,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        head_dim=32,
+        moe_intermediate_size=256,
+        num_experts=14,
+        router_hidden_size=32,
+    )
     source, tensors = tmp_path / "in", hf.expected_shapes(model)
     source.mkdir()
     specs = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in tensors.items()}
     rng = np.random.default_rng(0)
-    tensor_files.write_sharded(source, specs, lambda n: rng.standard_normal(tensors[n], np.float32), 40_000_000)
+    tensor_files.write_sharded(
+        source, specs, lambda n: rng.standard_normal(tensors[n], np.float32), 40_000_000
+    )
     (source / "config.json").write_text(json.dumps(names.model_to_json(model, "float32")))
     size = sum(map(tensor_files.num_bytes, specs.values()))
     assert size > 250e6
-    for way in (("from_hf", source, tmp_path / "work"), ("to_hf", tmp_path / "work", tmp_path / "out")):
-        done = subprocess.run([sys.executable, "-c", PEAK, *map(str, way)], capture_output=True, text=True, check=True)
+    for way in (
+        ("from_hf", source, tmp_path / "work"),
+        ("to_hf", tmp_path / "work", tmp_path / "out"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, *map(str, way)], capture_output=True, text=True, check=True
+        )
         assert int(done.stdout) < size / 2, way[0]
     there, back = hf.Directory(source), hf.Directory(tmp_path / "out")
     for name in tensors:
@@ -203,6 +233,8 @@ def test_a_model_with_linear_attention_is_not_exported(tmp_path):
     given["model"] = config.to_dict(MODEL) | {"layer_types": ("hybrid", "hybrid_linear", "hybrid")}
     given["data"]["seq_len"] = 16
     train_state(tmp_path / "work", config.check(given), 3)
-    with pytest.raises(UserError, match=r"layer 1 is hybrid_linear, which PyTorch's zaya does not have; only"):
+    with pytest.raises(
+        UserError, match=r"layer 1 is hybrid_linear, which PyTorch's zaya does not have; only"
+    ):
         exchange.to_hf(tmp_path / "work", tmp_path / "out")
     assert not (tmp_path / "out").exists()

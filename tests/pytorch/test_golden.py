@@ -1,9 +1,10 @@
-"""The model equals the public PyTorch implementation: the golden cases, through the public API, in float32.
+"""The model equals the public PyTorch implementation: the golden cases, through the public API, in
+float32.
 
 Forward, gradients and decoding, each with the algorithm of a CPU and with that of a GPU.
 
-Bounds: 2e-5 of the greatest magnitude (at least 1) for values, 1e-4 of its norm (and 1e-7) for every gradient, and
-generated tokens exactly.
+Bounds: 2e-5 of the greatest magnitude (at least 1) for values, 1e-4 of its norm (and 1e-7) for
+every gradient, and generated tokens exactly.
 """
 
 import functools
@@ -23,24 +24,35 @@ from zaya_jax.model.placement import Rows
 from zaya_jax.pytorch import named
 
 CPU = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
-KERNELS = ("mixed", "kernels")  # all of a GPU's own kernels, interpreted, and its algorithm for the rest
+KERNELS = (
+    "mixed",
+    "kernels",
+)  # all of a GPU's own kernels, interpreted, and its algorithm for the rest
 SLOW = [
-    ("mixed", "gpu"), ("taps", "cuda"),  # NVIDIA's experts are loops of their own
-    ("mixed", "attention"), ("base", "gpu"), ("sliding", "gpu"), ("base", "kernels"), ("sliding", "kernels"),
-]  # fmt: skip
+    ("mixed", "gpu"),
+    ("taps", "cuda"),  # NVIDIA's experts are loops of their own
+    ("mixed", "attention"),
+    ("base", "gpu"),
+    ("sliding", "gpu"),
+    ("base", "kernels"),
+    ("sliding", "kernels"),
+]
 
 
 def cases(fast):
     """All cases as rows of a test, these in the default run."""
     rows = [case if case in fast else slow(case) for case in (*CPU, KERNELS, *SLOW)]
-    return pytest.mark.parametrize("golden_case", rows, indirect=True, ids=lambda case: "-".join(case))
+    return pytest.mark.parametrize(
+        "golden_case", rows, indirect=True, ids=lambda case: "-".join(case)
+    )
 
 
 IN_FULL = cases([*CPU, KERNELS])
 
-# Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16 pairs of channels
-# turn in heads of 16; cross_entropy, since some 70 tokens fill no tile of 128; newton_schulz, which is the optimizer's;
-# linear_attention, which the public implementation does not have.
+# Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16
+# pairs of channels turn in heads of 16; cross_entropy, since some 70 tokens fill no tile of 128;
+# newton_schulz, which is the optimizer's; linear_attention, which the public implementation does
+# not have.
 RUN = {"attention", "grouped_mlp", "residual_norm"}
 
 
@@ -87,7 +99,9 @@ def assert_near(ours, theirs, name):
 @IN_FULL
 def test_every_residual_stream_router_logit_and_logit(golden_case, loaded, expected):
     model = loaded(golden_case)
-    found = functions.jitted["forward"](model.config, model.params, model.balance, expected["input_ids"], trace=True)
+    found = functions.jitted["forward"](
+        model.config, model.params, model.balance, expected["input_ids"], trace=True
+    )
     assert_near(found["logits"], expected["logits"], "logits")
     for layer in range(model.config.model.num_hidden_layers):
         for kind in ("hidden_states", "router_logits"):
@@ -101,7 +115,9 @@ def test_the_loss_and_every_gradient(golden_case, loaded, expected, run_as_kerne
     loss, grads = model.loss_and_grads(expected["input_ids"], expected["labels"])
     grads = named(grads, model.config.model)
     assert abs(loss - expected["loss"]) <= 2e-5
-    theirs = {name.removeprefix("grad."): g for name, g in expected.items() if name.startswith("grad.")}
+    theirs = {
+        name.removeprefix("grad."): g for name, g in expected.items() if name.startswith("grad.")
+    }
     assert set(grads) == set(theirs)
     for name, g in theirs.items():
         assert grads[name].shape == g.shape, name
@@ -112,7 +128,9 @@ def test_the_loss_and_every_gradient(golden_case, loaded, expected, run_as_kerne
 @functools.partial(jax.jit, static_argnums=0)
 def _padded(config, params, balance, ids, mask):
     with jax.default_matmul_precision("highest"):
-        out = zaya.apply(config.model, params, balance, Rows(ids, mask=mask), precision=config.precision)
+        out = zaya.apply(
+            config.model, params, balance, Rows(ids, mask=mask), precision=config.precision
+        )
         return zaya.logits(config.model, params, out.hidden, config.precision)
 
 
@@ -135,8 +153,12 @@ def test_greedy_decoding_with_the_cache(golden_case, loaded, expected):
 @cases(CPU)
 def test_greedy_decoding_of_a_left_padded_batch(golden_case, golden_dir, loaded):
     cases = load_file(golden_dir / "padded_generation.safetensors")
-    ids, mask, theirs = (cases[f"{golden_case.name}.{name}"] for name in ("ids", "mask", "generated"))
+    ids, mask, theirs = (
+        cases[f"{golden_case.name}.{name}"] for name in ("ids", "mask", "generated")
+    )
     model, num = loaded(golden_case), theirs.shape[1] - ids.shape[1]
-    decoder = decode.Decoder(model.config.model, model.params, model.balance, model.config.precision)
+    decoder = decode.Decoder(
+        model.config.model, model.params, model.balance, model.config.precision
+    )
     new = decode.generate(decoder, ids, num, mask=mask)
     np.testing.assert_array_equal(new, theirs[:, ids.shape[1] :])

@@ -1,4 +1,5 @@
-"""The older layout of the hub's checkpoints, attention and experts in layers of their own, is read as the present."""
+"""The older layout of the hub's checkpoints, attention and experts in layers of their own, is read
+as the present."""
 
 import json
 
@@ -11,26 +12,55 @@ from zaya_jax.config import UserError
 from zaya_jax.pytorch import exchange, hf
 
 CONFIG = {  # the keys of ZAYA1-8B-legacy's, at this size
-    "architectures": ["ZayaForCausalLM"], "model_type": "zaya", "activation_func": "swiglu", "add_bias_linear": False,
-    "attention_bias": False, "bos_token_id": 2, "cca": True, "cca_time0": 2, "cca_time1": 2, "clamp_temp": True,
-    "eos_token_id": 3, "ffn_hidden_size": 24, "gated_linear_unit": True, "head_dim": 8, "hidden_size": 16,
-    "lm_head_bias": False, "max_position_embeddings": 64, "moe_router_topk": 1, "norm_epsilon": 1e-5,
-    "normalization": "RMSNorm", "num_attention_heads": 2, "num_experts": 2, "num_hidden_layers": 6,
-    "num_query_groups": 1, "pad_token_id": 0, "partial_rotary_factor": 0.5, "rope_theta": 5000000,
-    "scale_residual_merge": True, "sliding_window": None, "tie_word_embeddings": True, "vocab_size": 40,
-    "zaya_mlp_expansion": 6, "zaya_use_eda": True, "zaya_use_mod": True,
-}  # fmt: skip
+    "architectures": ["ZayaForCausalLM"],
+    "model_type": "zaya",
+    "activation_func": "swiglu",
+    "add_bias_linear": False,
+    "attention_bias": False,
+    "bos_token_id": 2,
+    "cca": True,
+    "cca_time0": 2,
+    "cca_time1": 2,
+    "clamp_temp": True,
+    "eos_token_id": 3,
+    "ffn_hidden_size": 24,
+    "gated_linear_unit": True,
+    "head_dim": 8,
+    "hidden_size": 16,
+    "lm_head_bias": False,
+    "max_position_embeddings": 64,
+    "moe_router_topk": 1,
+    "norm_epsilon": 1e-5,
+    "normalization": "RMSNorm",
+    "num_attention_heads": 2,
+    "num_experts": 2,
+    "num_hidden_layers": 6,
+    "num_query_groups": 1,
+    "pad_token_id": 0,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 5000000,
+    "scale_residual_merge": True,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "vocab_size": 40,
+    "zaya_mlp_expansion": 6,
+    "zaya_use_eda": True,
+    "zaya_use_mod": True,
+}
 INSIDE = {
-    "self_attn.qkv_proj.q_proj": "self_attn.qkv.linear_q", "self_attn.qkv_proj.k_proj": "self_attn.qkv.linear_k",
+    "self_attn.qkv_proj.q_proj": "self_attn.qkv.linear_q",
+    "self_attn.qkv_proj.k_proj": "self_attn.qkv.linear_k",
     "self_attn.qkv_proj.v_proj_current": "self_attn.qkv.val_proj1",
     "self_attn.qkv_proj.v_proj_delayed": "self_attn.qkv.val_proj2",
     "self_attn.qkv_proj.conv_qk_depthwise": "self_attn.qkv.conv_qk.0",
-    "self_attn.qkv_proj.conv_qk_grouped": "self_attn.qkv.conv_qk.1", "self_attn.qk_norm.temp": "self_attn.qkv.temp",
+    "self_attn.qkv_proj.conv_qk_grouped": "self_attn.qkv.conv_qk.1",
+    "self_attn.qk_norm.temp": "self_attn.qkv.temp",
     "mlp.gate.router_mlp.norm": "zaya_block.router.rmsnorm_eda",
     "mlp.gate.router_mlp.fc1": "zaya_block.router.router_mlp.0",
     "mlp.gate.router_mlp.fc2": "zaya_block.router.router_mlp.2",
-    "mlp.gate.router_mlp.out_proj": "zaya_block.router.router_mlp.4", "mlp.gate": "zaya_block.router",
-}  # fmt: skip
+    "mlp.gate.router_mlp.out_proj": "zaya_block.router.router_mlp.4",
+    "mlp.gate": "zaya_block.router",
+}
 
 
 def older_names(name, x):
@@ -41,19 +71,34 @@ def older_names(name, x):
         return [(name.replace("model.norm.", "model.final_norm."), x)]
     _, _, number, rest = name.split(".", 3)
     at = 2 * int(number)
-    for there, layer in (("post_attention_residual_scale", at + 1), ("post_mlp_residual_scale", at + 2)):
+    for there, layer in (
+        ("post_attention_residual_scale", at + 1),
+        ("post_mlp_residual_scale", at + 2),
+    ):
         if rest.startswith(there):
             place = f"model.layers.{layer}." if layer < 6 else "model."
             return [(f"{place}res_scale.{rest.removeprefix(there + '.')}", x)]
     if rest.startswith("mlp.experts."):
         fc = "linear_fc1" if "gate_up" in rest else "linear_fc2"
         return [
-            (f"model.layers.{at + 1}.zaya_block.experts.local_experts.{e}.{fc}.weight", x[e]) for e in range(len(x))
+            (f"model.layers.{at + 1}.zaya_block.experts.local_experts.{e}.{fc}.weight", x[e])
+            for e in range(len(x))
         ]
     if "layernorm" in rest:
         return [(f"model.layers.{at + ('post' in rest)}.input_norm.weight", x)]
-    part = next(part for part in INSIDE if rest.startswith(part)) if not rest.startswith("self_attn.o_proj") else ""
-    return [(f"model.layers.{at + rest.startswith('mlp')}.{INSIDE.get(part, '')}{rest.removeprefix(part)}", x)]
+    part = (
+        next(part for part in INSIDE if rest.startswith(part))
+        if not rest.startswith("self_attn.o_proj")
+        else ""
+    )
+    return [
+        (
+            (
+                f"model.layers.{at + rest.startswith('mlp')}.{INSIDE.get(part, '')}{rest.removeprefix(part)}"
+            ),
+            x,
+        )
+    ]
 
 
 @pytest.fixture
@@ -63,7 +108,9 @@ def made(tmp_path):
     folder = tmp_path / "older"
     folder.mkdir()
     old = dict(pair for name, x in tensors.items() for pair in older_names(name, x))
-    save_file({name: np.ascontiguousarray(x) for name, x in old.items()}, folder / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(x) for name, x in old.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder, tensors
 
@@ -71,20 +118,35 @@ def made(tmp_path):
 def test_it_is_read_as_the_present_layout_and_exported_in_it(made, tmp_path):
     folder, tensors = made
     model = hf.Directory(folder).model
-    sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "moe_intermediate_size")
+    sizes = (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_experts",
+        "moe_intermediate_size",
+    )
     assert [getattr(model, name) for name in sizes] == [getattr(MODEL, name) for name in sizes]
-    assert model.rope_parameters.hybrid.partial_rotary_factor == 0.5 and model.router_hidden_size == 6
+    assert (
+        model.rope_parameters.hybrid.partial_rotary_factor == 0.5 and model.router_hidden_size == 6
+    )
     written = read_all(exchange.to_hf(folder, tmp_path / "out"))
     assert written.keys() == tensors.keys()
     assert all(written[name].tobytes() == x.tobytes() for name, x in tensors.items())
     (folder / "config.json").write_text(json.dumps(CONFIG | {"swa_layers": [0, 0, 4, 0, 4, 0]}))
     model = hf.Directory(folder).model
-    assert (model.kinds, model.sliding_window) == (("hybrid", "hybrid_sliding", "hybrid_sliding"), 5)
+    assert (model.kinds, model.sliding_window) == (
+        ("hybrid", "hybrid_sliding", "hybrid_sliding"),
+        5,
+    )
 
 
 def test_what_this_model_has_not_is_named(made):
     folder, _ = made
-    for key, value in (("activation_func", "gelu"), ("zaya_use_mod", False), ("moe_router_topk", 2)):
+    for key, value in (
+        ("activation_func", "gelu"),
+        ("zaya_use_mod", False),
+        ("moe_router_topk", 2),
+    ):
         (folder / "config.json").write_text(json.dumps(CONFIG | {key: value}))
         with pytest.raises(UserError, match=f"{key}=.* in the older layout; only"):
             hf.Directory(folder)

@@ -11,7 +11,9 @@ import numpy as np
 from zaya_jax import config as config_module
 
 
-def write_run(path: pathlib.Path, steps: int, layers=6, experts=8, extras=True, load_every=1) -> pathlib.Path:
+def write_run(
+    path: pathlib.Path, steps: int, layers=6, experts=8, extras=True, load_every=1
+) -> pathlib.Path:
     """Writes a workdir of a run: losses fall, one layer starts unbalanced, every file is there."""
     rng = np.random.default_rng(0)
     path.mkdir(parents=True, exist_ok=True)
@@ -27,33 +29,44 @@ def write_run(path: pathlib.Path, steps: int, layers=6, experts=8, extras=True, 
             load = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
             routed = load[:, :-1] / load[:, :-1].sum(-1, keepdims=True)
             record = {
-                "step": step, "tokens": step * 4096, "loss": course + rng.normal(0, 0.06),
+                "step": step,
+                "tokens": step * 4096,
+                "loss": course + rng.normal(0, 0.06),
                 "lr": 1e-3 * min(1, step / (0.05 * steps + 1)) * min(1, (1.0 - done) / 0.25 + 0.02),
                 "grad_norm": (0.5 + 3 * math.exp(-10 * done)) * rng.lognormal(0, 0.2),
-                "step_seconds": seconds, "tokens_per_second": 4096 / seconds,
+                "step_seconds": seconds,
+                "tokens_per_second": 4096 / seconds,
                 "load_entropy": (-(routed * np.log(routed)).sum(-1) / math.log(experts)).tolist(),
-            }  # fmt: skip
+            }
             if step % load_every == 0:
                 record["load"] = load.tolist()
             if step % max(1, steps // 8) == 0:
                 record["eval/loss"] = course + 0.06
             if extras:
                 record |= {
-                    "data/wait_fraction": 0.01 * rng.lognormal(0, 0.5), "mfu": 0.31 * 0.42 / seconds,
-                    "skipped": int(step > steps / 2), "param_norm": 40 + 3 * done,
+                    "data/wait_fraction": 0.01 * rng.lognormal(0, 0.5),
+                    "mfu": 0.31 * 0.42 / seconds,
+                    "skipped": int(step > steps / 2),
+                    "param_norm": 40 + 3 * done,
                     "bias_change": np.abs(rng.normal(0, 1e-3, layers)).tolist(),
-                }  # fmt: skip
+                }
                 for i, group in enumerate(("attention", "experts", "router", "embed")):
-                    record[f"grad_norm/{group}"] = record["grad_norm"] * (0.2 + 0.2 * i) * rng.lognormal(0, 0.1)
+                    record[f"grad_norm/{group}"] = (
+                        record["grad_norm"] * (0.2 + 0.2 * i) * rng.lognormal(0, 0.1)
+                    )
             file.write(json.dumps(record) + "\n")
     config = config_module.to_dict(config_module.Config())
     config["name"] = "tiny"
-    config["model"].update(num_hidden_layers=layers, num_experts=experts, hidden_size=256, vocab_size=257)
+    config["model"].update(
+        num_hidden_layers=layers, num_experts=experts, hidden_size=256, vocab_size=257
+    )
     config["data"].update(seq_len=256, global_batch=16)
     config["run"]["num_steps"] = steps
     (path / "config.json").write_text(json.dumps(config))
     (path / "environment.json").write_text(json.dumps({"device": "2 CPU cores", "jax": "0.12.0"}))
-    (path / "sample.txt").write_text('def read(self, size=-1):\n    """Return up to size <bytes> & more."""\n')
+    (path / "sample.txt").write_text(
+        'def read(self, size=-1):\n    """Return up to size <bytes> & more."""\n'
+    )
     return path
 
 
@@ -70,8 +83,12 @@ class _Checker(html.parser.HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
-        self.loads += [(tag, n) for n in dict(attrs) if n in ("src", "href", "xlink:href", "action", "data")]
-        self.loads += [tag] if tag in ("script", "link", "iframe", "object", "embed", "img", "base") else []
+        self.loads += [
+            (tag, n) for n in dict(attrs) if n in ("src", "href", "xlink:href", "action", "data")
+        ]
+        self.loads += (
+            [tag] if tag in ("script", "link", "iframe", "object", "embed", "img", "base") else []
+        )
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag, self.getpos()
@@ -81,7 +98,8 @@ class _Checker(html.parser.HTMLParser):
 
 
 def checked(source: str) -> str:
-    """A page's text, after the checks that every page must pass: it nests, loads nothing and runs nothing."""
+    """A page's text, after the checks that every page must pass: it nests, loads nothing and runs
+    nothing."""
     checker = _Checker()
     checker.feed(source)
     checker.close()

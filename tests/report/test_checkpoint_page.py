@@ -1,4 +1,5 @@
-"""The page of checkpoint times: of few and of many processes and saves, with a slow host and a bad moment."""
+"""The page of checkpoint times: of few and of many processes and saves, with a slow host and a bad
+moment."""
 
 import json
 import re
@@ -43,10 +44,18 @@ def drawn(workdir):
 def test_page_of_eight_processes(tmp_path):
     page, captions = drawn(make(tmp_path / "run", 8, 12))
     assert captions == [
-        "Copy", "Whole save", "Copy (to the snapshot)", "Serialise (chunks, checksums)", "Write",
-        "Commit (wait for all, then the name)", "Step 10 by process",
-    ]  # fmt: skip
-    assert "Process 7 is slow: its write takes 9 s, the others&#x27; 1 s (medians of 12 saves)." in page
+        "Copy",
+        "Whole save",
+        "Copy (to the snapshot)",
+        "Serialise (chunks, checksums)",
+        "Write",
+        "Commit (wait for all, then the name)",
+        "Step 10 by process",
+    ]
+    assert (
+        "Process 7 is slow: its write takes 9 s, the others&#x27; 1 s (medians of 12 saves)."
+        in page
+    )
     assert page.count("is slow") == 1 and "The longest, 9 min, is beyond the colours." in page
     assert "80 GB onto all processes" in page and "slowest of" not in page
 
@@ -73,7 +82,11 @@ def test_groups_keep_their_slowest(tmp_path):
 
 
 def test_no_slow_process_is_named_without_reason(tmp_path):
-    for name, processes, saves, slow in (("even", 8, 12, 1.2), ("two", 2, 12, 9.0), ("once", 8, 1, 9.0)):
+    for name, processes, saves, slow in (
+        ("even", 8, 12, 1.2),
+        ("two", 2, 12, 9.0),
+        ("once", 8, 1, 9.0),
+    ):
         assert "is slow" not in drawn(make(tmp_path / name, processes, saves, slow))[0]
 
 

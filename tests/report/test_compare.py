@@ -14,10 +14,14 @@ from zaya_jax.report.read import read_workdir
 def write(folder, steps, config=None, name="run", first=1, **figures):
     """A small run: `figures` are functions of the step."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"name": name, "run": {"num_steps": 50}, **(config or {})}))
+    (folder / "config.json").write_text(
+        json.dumps({"name": name, "run": {"num_steps": 50}, **(config or {})})
+    )
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(first, steps + 1):
-            file.write(json.dumps({"step": step, **{k: f(step) for k, f in figures.items()}}) + "\n")
+            file.write(
+                json.dumps({"step": step, **{k: f(step) for k, f in figures.items()}}) + "\n"
+            )
     return folder
 
 
@@ -28,7 +32,9 @@ def compared(*folders):
 
 
 def figure(source, title):
-    return next(f for f in re.findall("<figure.*?</figure>", source, re.S) if f"<figcaption>{title}<" in f)
+    return next(
+        f for f in re.findall("<figure.*?</figure>", source, re.S) if f"<figcaption>{title}<" in f
+    )
 
 
 def table_row(source, label):
@@ -41,9 +47,21 @@ def loss(step):
 
 def test_curves_of_runs_of_different_length_and_metrics(tmp_path):
     whole = write_run(tmp_path / "whole", 40, layers=2)
-    short = write(tmp_path / "short", 12, name='short <&">', loss=loss, tokens=lambda s: 100 * s, mine=lambda s: s)
+    short = write(
+        tmp_path / "short",
+        12,
+        name='short <&">',
+        loss=loss,
+        tokens=lambda s: 100 * s,
+        mine=lambda s: s,
+    )
     source, text = compared(whole, short)
-    for title in ("Held-out loss", "Learning rate", "Time waiting for data", "load_entropy, mean of the layers"):
+    for title in (
+        "Held-out loss",
+        "Learning rate",
+        "Time waiting for data",
+        "load_entropy, mean of the layers",
+    ):
         assert figure(source, title), title
     assert figure(source, "Train loss over tokens").count("<polyline") == 2
     assert "Not recorded by tiny." in figure(source, "mine")
@@ -59,34 +77,54 @@ def test_two_runs_that_do_the_same_are_drawn_the_same_whatever_their_lengths(tmp
     long, short = write(tmp_path / "long", 1000, **wild), write(tmp_path / "short", 500, **wild)
     source, _ = compared(long, short)
     for title in ("Train loss", "Learning rate"):
-        a, b = (p.split() for p in re.findall(r'<polyline[^>]*points="([^"]*)"', figure(source, title)))
+        a, b = (
+            p.split() for p in re.findall(r'<polyline[^>]*points="([^"]*)"', figure(source, title))
+        )
         same = len(b) - 5  # the end of the shorter one is smoothed over fewer
         assert len(a) > len(b) > 100 and a[:same] == b[:same]
 
 
-@pytest.mark.parametrize(("steps", "first", "compared_steps"), [
-    ((60, 48), 1, range(39, 49)),
-    ((3000, 1000, 600), 1, range(589, 601)),
-    ((100, 60), 55, range(55, 61)),  # a fork has no steps before
-])  # fmt: skip
-def test_losses_near_the_last_common_step_are_of_the_same_steps(tmp_path, steps, first, compared_steps):
+@pytest.mark.parametrize(
+    ("steps", "first", "compared_steps"),
+    [
+        ((60, 48), 1, range(39, 49)),
+        ((3000, 1000, 600), 1, range(589, 601)),
+        ((100, 60), 55, range(55, 61)),  # a fork has no steps before
+    ],
+)
+def test_losses_near_the_last_common_step_are_of_the_same_steps(
+    tmp_path, steps, first, compared_steps
+):
     folders = [
         write(tmp_path / f"{i}", count, name=f"{i}", first=first if i else 1, loss=loss)
         for i, count in enumerate(steps)
     ]
-    near, text = compare.near_common_step([read_workdir(folder) for folder in folders]), compared(*folders)[1]
+    near, text = (
+        compare.near_common_step([read_workdir(folder) for folder in folders]),
+        compared(*folders)[1],
+    )
     assert near.steps == f"{compared_steps[0]} to {compared_steps[-1]}"
-    assert near.values == pytest.approx([sum(map(loss, compared_steps)) / len(compared_steps)] * len(steps))
-    assert f"train loss near step {steps[-1]}, the last that all have (mean of steps {near.steps})" in text
+    assert near.values == pytest.approx(
+        [sum(map(loss, compared_steps)) / len(compared_steps)] * len(steps)
+    )
+    assert (
+        f"train loss near step {steps[-1]}, the last that all have (mean of steps {near.steps})"
+        in text
+    )
 
 
 def test_only_differing_keys_are_shown_and_types_count(tmp_path):
     configs = [
-        {"a": {"same": 1, "x": value}, "schedule": {"phases": [{"name": "p", "lr": i}, {"name": "q"}]}}
+        {
+            "a": {"same": 1, "x": value},
+            "schedule": {"phases": [{"name": "p", "lr": i}, {"name": "q"}]},
+        }
         for i, value in enumerate((1, "1", True, 1.0, None, [1], {"deep": 1}))
     ]
     del configs[-1]["schedule"]
-    folders = [write(tmp_path / f"r{i}", 3, config, f"r{i}", loss=loss) for i, config in enumerate(configs)]
+    folders = [
+        write(tmp_path / f"r{i}", 3, config, f"r{i}", loss=loss) for i, config in enumerate(configs)
+    ]
     source, _ = compared(*folders)
     cells = lambda key: re.findall("<td>(.*?)</td>", table_row(source, key))  # noqa: E731
     assert cells("a.x") == ["1", "&quot;1&quot;", "true", "1.0", "null", "[1]", "–"]
@@ -95,9 +133,17 @@ def test_only_differing_keys_are_shown_and_types_count(tmp_path):
 
 
 def test_sixteen_runs_of_many_metrics_stay_small(tmp_path):
-    many = {f"m/{i:02}": (lambda s, i=i: math.sin(s * i)) for i in range(1, 30)}
+    many = {f"m/{i:02}": lambda s, i=i: math.sin(s * i) for i in range(1, 30)}
     folders = [
-        write(tmp_path / f"r{i}", 40, None, "a" * 300 if i else "b", loss=loss, tokens=lambda s: s, **many)
+        write(
+            tmp_path / f"r{i}",
+            40,
+            None,
+            "a" * 300 if i else "b",
+            loss=loss,
+            tokens=lambda s: s,
+            **many,
+        )
         for i in range(compare.MOST_RUNS)
     ]
     source, _ = compared(*folders)
@@ -113,13 +159,18 @@ def test_figures_that_are_zero_in_all_runs_take_no_picture(tmp_path):
     b = write(tmp_path / "b", 5, None, "b", loss=loss, skipped=once, **{"data/retries": zero})
     source, text = compared(a, b)
     assert figure(source, "Skipped updates") and "Data: retries" not in source
-    assert "Zero at every step of all runs: data/retries." in text and "cannot be compared" not in source
+    assert (
+        "Zero at every step of all runs: data/retries." in text
+        and "cannot be compared" not in source
+    )
 
 
 def test_losses_of_different_units_are_not_compared_in_silence(tmp_path):
     a = write(tmp_path / "a", 3, {"data": {"tokenizer": "bytes"}}, "a", loss=loss)
     b = write(tmp_path / "b", 3, {"data": {"tokenizer": "x.json"}}, "b", loss=loss)
-    better = write(tmp_path / "better", 3, {"data": {"tokenizer": "bytes"}}, "better", loss=lambda s: 1 / s)
+    better = write(
+        tmp_path / "better", 3, {"data": {"tokenizer": "bytes"}}, "better", loss=lambda s: 1 / s
+    )
     row, says = (
         "train loss, mean of the last 20 steps",
         "different units and cannot be compared: nats per byte: a; nats",
@@ -127,4 +178,6 @@ def test_losses_of_different_units_are_not_compared_in_silence(tmp_path):
     source, text = compared(a, b)
     assert f"Losses have {says} per token: b." in text
     assert "The units differ: these curves cannot be compared." in figure(source, "Train loss")
-    assert "<b>" in table_row(compared(a, better)[0], row) and "<b>" not in table_row(compared(b, better)[0], row)
+    assert "<b>" in table_row(compared(a, better)[0], row) and "<b>" not in table_row(
+        compared(b, better)[0], row
+    )

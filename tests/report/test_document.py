@@ -1,4 +1,5 @@
-"""Tables, sections and documents: one content as text, as Markdown and as a page; values as people read them."""
+"""Tables, sections and documents: one content as text, as Markdown and as a page; values as people
+read them."""
 
 import math
 
@@ -13,28 +14,58 @@ from zaya_jax.report.text import Markup, byte_size, duration, escape, number, pe
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0"), (1.63499, "1.635"), (-2.5, "−2.5"), (4096, "4096"), (9999.9, "10k"), (12_345, "12.35k"),
-        (1_638_400, "1.638M"), (8_840_488_784, "8.84B"), (1e-5, "1e−5"), (2.33e-7, "2.33e−7"), (1e200, "1e+200"),
-        (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "−∞"),
+        (0, "0"),
+        (1.63499, "1.635"),
+        (-2.5, "−2.5"),
+        (4096, "4096"),
+        (9999.9, "10k"),
+        (12_345, "12.35k"),
+        (1_638_400, "1.638M"),
+        (8_840_488_784, "8.84B"),
+        (1e-5, "1e−5"),
+        (2.33e-7, "2.33e−7"),
+        (1e200, "1e+200"),
+        (math.nan, "NaN"),
+        (math.inf, "∞"),
+        (-math.inf, "−∞"),
     ],
-)  # fmt: skip
+)
 def test_number(value, text):
     assert number(value) == text
 
 
 def test_durations_shares_and_sizes():
     seconds = (0, 2e-5, 0.0123, 4.25, 125, 3600, 90061, math.nan)
-    assert [duration(s) for s in seconds] == ["0 s", "20 µs", "12.3 ms", "4.25 s", "2 min 5 s", "1 h", "1 d 1 h", "–"]
+    assert [duration(s) for s in seconds] == [
+        "0 s",
+        "20 µs",
+        "12.3 ms",
+        "4.25 s",
+        "2 min 5 s",
+        "1 h",
+        "1 d 1 h",
+        "–",
+    ]
     assert [percent(0.1234), percent(math.nan), number(9799.6, 3)] == ["12.3 %", "–", "9800"]
-    assert [byte_size(s) for s in (12, 34_000, 181.3e9, 1.25e12)] == ["12 B", "34 kB", "181.3 GB", "1.25 TB"]
+    assert [byte_size(s) for s in (12, 34_000, 181.3e9, 1.25e12)] == [
+        "12 B",
+        "34 kB",
+        "181.3 GB",
+        "1.25 TB",
+    ]
 
 
 def test_escape_shows_control_characters_and_quotes_markup():
-    assert escape('<a href="x">&\'\x00\x1b[0m\x85\n\t') == ("&lt;a href=&quot;x&quot;&gt;&amp;&#x27;␀␛[0m\ufffd\n\t")
+    assert (
+        escape('<a href="x">&\'\x00\x1b[0m\x85\n\t')
+        == "&lt;a href=&quot;x&quot;&gt;&amp;&#x27;␀␛[0m\ufffd\n\t"
+    )
     assert escape(escape("<")) == "&lt;" and escape(Markup("<b>x</b>")) == "<b>x</b>"
 
 
-TABLE = Table("T <1>", ["name", "value"], [["a|b\nc", "1"], ["\x1b[2J", "23"], [Markup("<b>x</b>"), "<i>"]])
+TABLE = Table(
+    "T <1>", ["name", "value"], [["a|b\nc", "1"], ["\x1b[2J", "23"], [Markup("<b>x</b>"), "<i>"]]
+)
 
 
 def test_a_table_is_markdown_and_html():
@@ -42,13 +73,27 @@ def test_a_table_is_markdown_and_html():
     assert title == "### T <1>"
     assert lines[:3] == ["| name     | value |", "| -------- | ----: |", r"| a\|b c   |     1 |"]
     assert len({len(line) for line in lines}) == 1 and "\x1b" not in lines[3] and "[2J" in lines[3]
-    assert "<h3>T &lt;1&gt;</h3>" in TABLE.html() and "<b>x</b></th><td>&lt;i&gt;</td>" in TABLE.html()
-    assert Table("f", ["k"], [["v"]], folded=False).html().startswith("<details open><summary>f (1)</summary>")
+    assert (
+        "<h3>T &lt;1&gt;</h3>" in TABLE.html() and "<b>x</b></th><td>&lt;i&gt;</td>" in TABLE.html()
+    )
+    assert (
+        Table("f", ["k"], [["v"]], folded=False)
+        .html()
+        .startswith("<details open><summary>f (1)</summary>")
+    )
 
 
 def test_a_document_leaves_out_sections_without_content():
     full = Section("S", "words", [TABLE], ["note"], pictures="<figure></figure>")
-    whole = Page("D", "kind", "about <x>", [Section("empty"), full], [("tile", "1", "of 2")], ["careful"], "foot")
+    whole = Page(
+        "D",
+        "kind",
+        "about <x>",
+        [Section("empty"), full],
+        [("tile", "1", "of 2")],
+        ["careful"],
+        "foot",
+    )
     text = checked(whole.html())
     for words in ("D kind", "about <x>", "S", "words", "note", "tile1of 2", "careful", "foot"):
         assert words in text, words

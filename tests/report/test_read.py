@@ -18,7 +18,10 @@ def test_bins_keep_means_and_extremes():
     values = np.random.default_rng(0).normal(5, 2, 5000)
     series = Series.of(range(1, 5001), values)
     assert series.mean() == pytest.approx(values.mean(), rel=1e-12)
-    assert series.low == (values.min(), values.argmin() + 1) and series.high == (values.max(), values.argmax() + 1)
+    assert series.low == (values.min(), values.argmin() + 1) and series.high == (
+        values.max(),
+        values.argmax() + 1,
+    )
     bins = series.coarse(10)
     assert len(bins.steps) == 10 and bins.steps == sorted(bins.steps) and bins.counts.sum() == 5000
     assert (bins.low.min(), bins.high.max()) == (values.min(), values.max())
@@ -27,12 +30,21 @@ def test_bins_keep_means_and_extremes():
 
 
 def test_what_is_not_finite_is_no_part_of_a_mean():
-    values = [math.nan if step == 7 else math.inf if step == 30 else 1e305 if step == 31 else 2.0 for step in range(40)]
+    values = [
+        math.nan if step == 7 else math.inf if step == 30 else 1e305 if step == 31 else 2.0
+        for step in range(40)
+    ]
     series = Series.of(range(40), values)
     assert series.bad_steps == [7, 30, 31] and series.mean() == 2.0 and series.finite.size == 37
-    assert series.coarse(5).counts.tolist() == [7, 8, 8, 6, 8] and set(series.coarse(5).means) == {2.0}
+    assert series.coarse(5).counts.tolist() == [7, 8, 8, 6, 8] and set(series.coarse(5).means) == {
+        2.0
+    }
     never = Series.of([3, 4], [math.nan, math.inf])
-    assert never.low[1] == -1 and np.isnan(never.coarse(1).means).all() and never.coarse(1).steps == [3.5]
+    assert (
+        never.low[1] == -1
+        and np.isnan(never.coarse(1).means).all()
+        and never.coarse(1).steps == [3.5]
+    )
 
 
 def test_arrays_average_over_bins_and_skip_missing_entries():
@@ -58,8 +70,13 @@ def test_the_made_up_run_is_read_whole(tmp_path):
 
 def test_damaged_lines_are_counted_and_left_out(tmp_path):
     good = lines({"step": 1, "loss": 2.0}, {"step": 3, "loss": 1.0})
-    bad = '[1]\n7\nnull\n{"loss": 1}\n{"step": "4"}\n{"step": -1}\n{"step": 1.5}\n{"step": NaN}\n{"step": true}\n'
-    (tmp_path / "metrics.jsonl").write_bytes((good + bad).encode() + b'\xff\xfe\x00\n\n{"step": 9, "lo')
+    bad = (
+        '[1]\n7\nnull\n{"loss": 1}\n{"step": "4"}\n{"step": -1}\n{"step": 1.5}\n{"step":'
+        ' NaN}\n{"step": true}\n'
+    )
+    (tmp_path / "metrics.jsonl").write_bytes(
+        (good + bad).encode() + b'\xff\xfe\x00\n\n{"step": 9, "lo'
+    )
     run = read_workdir(tmp_path)
     assert run.recorded.tolist() == [1, 3]
     assert run.series["loss"].mean() == 1.5
@@ -69,7 +86,9 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
 
 def test_of_several_lines_of_a_step_the_last_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        lines({"step": 2, "loss": 9.0, "a": [1]}, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0})
+        lines(
+            {"step": 2, "loss": 9.0, "a": [1]}, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}
+        )
     )
     found = metrics(tmp_path)
     assert found["step"].tolist() == [1, 2] and found["loss"].tolist() == [3.0, 2.0]

@@ -14,7 +14,9 @@ from zaya_jax.report import supervised, write_report
 
 
 def spent(time, seconds, first, last, **sections):
-    return Event("spent", time, step=last, seconds=seconds, facts={"from": first, "sections": sections})
+    return Event(
+        "spent", time, step=last, seconds=seconds, facts={"from": first, "sections": sections}
+    )
 
 
 def befallen(faults=3):
@@ -29,9 +31,17 @@ def befallen(faults=3):
         time, step = time + 100, step + 40
         if turn < faults:
             label = ("gpu uncorrectable memory error", "", "disk full")[turn % 3]
-            about = {"node": "node1", "process": turn, "step": step, "seen": "SIGKILL", "concluded": label}
+            about = {
+                "node": "node1",
+                "process": turn,
+                "step": step,
+                "seen": "SIGKILL",
+                "concluded": label,
+            }
             facts = {"start": turn + 1}
-            found.append(Event("died", time, "critical", **about, done="restart", seconds=3.0, facts=facts))
+            found.append(
+                Event("died", time, "critical", **about, done="restart", seconds=3.0, facts=facts)
+            )
             time += 3
     facts = {"step": step - 10, "at": step, "batches": 6}
     found.append(Event("spike", time, "numbers", step=step, seen="loss <9.1>", facts=facts))
@@ -52,7 +62,13 @@ def section(text):
 def test_a_supervised_run_has_its_part(tmp_path):
     source = write_report(write(write_run(tmp_path / "run", 60), befallen())).read_text()
     text = checked(source)
-    for title in ("Timeline", "Goodput", "Interruptions by cause", "Where the time went", "Batches left out"):
+    for title in (
+        "Timeline",
+        "Goodput",
+        "Interruptions by cause",
+        "Where the time went",
+        "Batches left out",
+    ):
         assert title in text, title
     part = section(source)
     assert part.count("gpu uncorrectable memory error") >= 1 and "died: SIGKILL" in part
@@ -66,7 +82,9 @@ def test_the_columns_sum_to_the_time(faults):
     assert shares.sum(1) == pytest.approx([1.0] * supervised.BINS)
     whole, totals = account.end - account.begin, account.totals
     for i, (_, uses, _) in enumerate(supervised.GROUPS):
-        assert shares[:, i].mean() == pytest.approx(sum(totals[use] for use in uses) / whole, abs=1e-9)
+        assert shares[:, i].mean() == pytest.approx(
+            sum(totals[use] for use in uses) / whole, abs=1e-9
+        )
 
 
 def test_every_use_but_idle_is_drawn_in_one_group():
@@ -85,6 +103,8 @@ def test_tables_are_what_the_account_says(tmp_path):
         assert f'<th scope="row">{row.label}</th><td>{row.group}</td><td>{row.count}</td>' in part
         assert supervised.duration(row.lost) in part and row.label in text
     whole = supervised.duration(account.end - account.begin)
-    assert f"<td>{whole}</td><td>100 %</td>" in part and re.search(rf"together +\| +{whole} \| +100 % \|", text)
+    assert f"<td>{whole}</td><td>100 %</td>" in part and re.search(
+        rf"together +\| +{whole} \| +100 % \|", text
+    )
     assert supervised.percent(account.goodput) in text.splitlines()[0]
     assert supervised.account_text(None) == "No agent has recorded a start here.\n"

@@ -38,14 +38,22 @@ def test_points_lie_at_their_values():
     figure = parsed(Chart("t", [Curve("l", values)], (1, 100), (1, 6)))
     pairs = [map(float, p.split(",")) for p in figure.find(".//polyline").get("points").split()]
     for (px, py), (step, value) in zip(pairs, values, strict=True):
-        assert px == pytest.approx(svg.LEFT + (step - 1) / 99 * (svg.WIDTH - svg.RIGHT - svg.LEFT), abs=0.06)
+        assert px == pytest.approx(
+            svg.LEFT + (step - 1) / 99 * (svg.WIDTH - svg.RIGHT - svg.LEFT), abs=0.06
+        )
         assert py == pytest.approx(svg.FLOOR + (value - 1) / 5 * (svg.TOP - svg.FLOOR), abs=0.06)
 
 
-@pytest.mark.parametrize(("values", "low", "high", "levels"), [
-    ([0.0, 0.0], 0.0, 1.0, [0, 0]), ([3.0, 3.0], 0.0, 3.0, [LEVELS - 1] * 2), ([-2.0], -2.0, 0.0, [0]),
-    ([1.0, math.nan, 3.0], 1.0, 3.0, [0, LEVELS - 1]), ([math.nan], 0.0, 1.0, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "low", "high", "levels"),
+    [
+        ([0.0, 0.0], 0.0, 1.0, [0, 0]),
+        ([3.0, 3.0], 0.0, 3.0, [LEVELS - 1] * 2),
+        ([-2.0], -2.0, 0.0, [0]),
+        ([1.0, math.nan, 3.0], 1.0, 3.0, [0, LEVELS - 1]),
+        ([math.nan], 0.0, 1.0, []),
+    ],
+)
 def test_a_scale_without_width_begins_at_zero(values, low, high, levels):
     scale = Scale.between(values)
     assert (scale.low, scale.high) == (low, high)
@@ -54,7 +62,9 @@ def test_a_scale_without_width_begins_at_zero(values, low, high, levels):
 
 def rectangles(figure):
     """{colour: how many}"""
-    return {p.get("class"): p.get("d").count("M") for p in figure.findall(".//g[@class='cells']/path")}
+    return {
+        p.get("class"): p.get("d").count("M") for p in figure.findall(".//g[@class='cells']/path")
+    }
 
 
 def test_a_heat_map_covers_its_cells():
@@ -62,5 +72,7 @@ def test_a_heat_map_covers_its_cells():
     figure = parsed(HeatMap("t", [1, 2, 3], cells, Scale(0, 1), (1, 3), "layer", ("0", "1")))
     # Two equal neighbours are one rectangle; the hole stays open.
     assert rectangles(figure) == {"s0": 1, f"s{LEVELS // 2}": 2, f"s{LEVELS - 1}": 1}
-    empty = parsed(HeatMap("t", [7], np.array([[math.nan]]), Scale(0, 1), (7, 7), "layer", ("0", "1")))
+    empty = parsed(
+        HeatMap("t", [7], np.array([[math.nan]]), Scale(0, 1), (7, 7), "layer", ("0", "1"))
+    )
     assert rectangles(empty) == {}

@@ -1,4 +1,5 @@
-"""experiments/configs/tiny_phases.py, smaller still: three steps a phase, for tests that start it again and again."""
+"""experiments/configs/tiny_phases.py, smaller still: three steps a phase, for tests that start it
+again and again."""
 
 import dataclasses
 
@@ -16,12 +17,17 @@ def get_config():
         size = length * batch
         phases.append(
             dataclasses.replace(
-                phase, seq_len=length, global_batch=batch, eval_seq_len=evaluation, ramp_from=ramp,
+                phase,
+                seq_len=length,
+                global_batch=batch,
+                eval_seq_len=evaluation,
+                ramp_from=ramp,
                 micro_batch=max(phase.micro_batch // 2, 8) if batch > 8 else 2,
-                tokens=3 * size if not ramp else 5 * size // 2, ramp_tokens=size // 2 if ramp else 0,
+                tokens=3 * size if not ramp else 5 * size // 2,
+                ramp_tokens=size // 2 if ramp else 0,
                 mixture=tuple(part.replace("*.py", "json") for part in phase.mixture),
             )
-        )  # fmt: skip
+        )
     c.schedule.phases = tuple(phases)
     c.eval.every, c.eval.windows, c.log.sample_tokens, c.checkpoint.every_steps = 2, 4, 4, 2
     return c

@@ -1,4 +1,5 @@
-"""The training step as it is lowered for GPUs that are not here: float32 that is float32, sums in a fixed order."""
+"""The training step as it is lowered for GPUs that are not here: float32 that is float32, sums in a
+fixed order."""
 
 import collections
 import dataclasses
@@ -20,14 +21,25 @@ from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
 PLATFORMS = ("cuda", "rocm")  # lowered for both at once
-H200, MI300X = AbstractDevice("NVIDIA H200", 132, "cuda"), AbstractDevice("AMD Instinct MI300X", 304, "rocm")
+H200, MI300X = (
+    AbstractDevice("NVIDIA H200", 132, "cuda"),
+    AbstractDevice("AMD Instinct MI300X", 304, "rocm"),
+)
 SHAPE = {"sequences": 8, "length": 32}
 MODELS = {
     "zaya": {"layer_types": ("hybrid", "hybrid_sliding"), "sliding_window": 9},
     "linear": {"layer_types": ("hybrid", "hybrid_linear")},
-    "dense": {"model_type": "dense", "num_experts": 1, "intermediate_size": 32, "attention_bias": False},
+    "dense": {
+        "model_type": "dense",
+        "num_experts": 1,
+        "intermediate_size": 32,
+        "attention_bias": False,
+    },
 }
-MESHES = {"one device": ("zaya", 1, {}), "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True})}
+MESHES = {
+    "one device": ("zaya", 1, {}),
+    "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True}),
+}
 MORE_MESHES = {
     "linear": ("linear", 1, {}),
     "context and tensor": ("zaya", 4, {"context": 2, "tensor": 2}),
@@ -36,25 +48,41 @@ MORE_MESHES = {
     "dense TSP": ("dense", 2, {"tensor": 2, "tsp": True}),
 }
 CASES = [pytest.param(*case, id=name) for name, case in MESHES.items()]
-CASES += [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE_MESHES.items()]
+CASES += [
+    pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE_MESHES.items()
+]
 
 
 def settings(model: str = "zaya", mesh: dict | None = None, **precision) -> config.Config:
-    return config.check({
-        "model": dict(
-            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-            head_dim=8, moe_intermediate_size=16, router_hidden_size=8, pad_token_id=None,
-            lm_head_bias=True, **{"num_experts": 8, "attention_bias": True, **MODELS[model]},
-        ),
-        "precision": precision, "data": {"seq_len": SHAPE["length"]}, "mesh": mesh or {},
-    })  # fmt: skip
+    return config.check(
+        {
+            "model": dict(
+                vocab_size=64,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                head_dim=8,
+                moe_intermediate_size=16,
+                router_hidden_size=8,
+                pad_token_id=None,
+                lm_head_bias=True,
+                **{"num_experts": 8, "attention_bias": True, **MODELS[model]},
+            ),
+            "precision": precision,
+            "data": {"seq_len": SHAPE["length"]},
+            "mesh": mesh or {},
+        }
+    )
 
 
 @functools.cache
 def trace(of: config.Config, devices: int, device: AbstractDevice = H200):
     """The step, traced for so many devices that are not here."""
     shape = shape_of(of.mesh, devices)
-    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), (AxisType.Auto,) * 4, abstract_device=device)
+    mesh = AbstractMesh(
+        tuple(shape.values()), tuple(shape), (AxisType.Auto,) * 4, abstract_device=device
+    )
     optimizer = states.build_optimizer(of, mesh)
     step = steps.make_train_step(of, of.model, optimizer, mesh)
     state = states.abstract(of, optimizer, mesh)
@@ -86,7 +114,10 @@ def element(value) -> str:
 def kernels(operations: list) -> set[str]:
     """Names of the Pallas kernels."""
     calls = [op for op in operations if op.name == "stablehlo.custom_call"]
-    found = [re.search(r'\bname = "(\w+)"', str(op.attributes.get("mhlo.backend_config", ""))) for op in calls]
+    found = [
+        re.search(r'\bname = "(\w+)"', str(op.attributes.get("mhlo.backend_config", "")))
+        for op in calls
+    ]
     return {match[1] for match in found if match}
 
 
@@ -95,7 +126,9 @@ def products(operations: list) -> list[tuple[str, str, str]]:
     found = []
     for op in operations:
         if op.name in ("stablehlo.dot_general", "chlo.ragged_dot"):
-            both = {str(p).split("precision ")[1].rstrip(">") for p in op.attributes["precision_config"]}
+            both = {
+                str(p).split("precision ")[1].rstrip(">") for p in op.attributes["precision_config"]
+            }
             kinds = {element(op.operands[i]) for i in (0, 1)}
             assert len(kinds) == len(both) == 1
             found.append((kinds.pop(), both.pop(), str(op.results[0].type)))
@@ -105,22 +138,28 @@ def products(operations: list) -> list[tuple[str, str, str]]:
 def equations(jaxpr) -> Iterator:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             if hasattr(inner, "eqns"):
                 yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def tricks_of_cpus(traced) -> collections.Counter:
-    """Operations that only algorithms for CPUs have: barriers, orders in memory, choices among blocks.
+    """Operations that only algorithms for CPUs have: barriers, orders in memory, choices among
+    blocks.
 
-    The barriers with which `jax.checkpoint` keeps repeated work apart come with lowering, and are no part of this;
-    nor is the optimizer's one barrier, between reading the weights for their norms and writing them.
+    The barriers with which `jax.checkpoint` keeps repeated work apart come with lowering, and are
+    no part of this; nor is the optimizer's one barrier, between reading the weights for their norms
+    and writing them.
     """
     found: collections.Counter = collections.Counter()
     for equation in equations(traced.jaxpr.jaxpr):
         name = equation.primitive.name
         found[name] += name in ("optimization_barrier", "layout_constraint")
-        found[name] -= name == "optimization_barrier" and "optimizer" in str(equation.source_info.name_stack)
+        found[name] -= name == "optimization_barrier" and "optimizer" in str(
+            equation.source_info.name_stack
+        )
         found[name] += name == "cond" and len(equation.params["branches"]) > 2
     return +found
 
@@ -144,18 +183,24 @@ def test_nor_has_one_for_an_mi300x():
 
 def test_the_cpus_own_step_has_it():
     cpu = AbstractDevice("cpu", None, "cpu")
-    assert set(tricks_of_cpus(trace(settings(), 1, cpu))) == {"optimization_barrier", "layout_constraint", "cond"}
+    assert set(tricks_of_cpus(trace(settings(), 1, cpu))) == {
+        "optimization_barrier",
+        "layout_constraint",
+        "cond",
+    }
     assert not kernels(lowered(settings(), 1, cpu))
 
 
 @pytest.mark.parametrize(
-    ("model", "kinds"), [("zaya", 1), ("linear", 2), pytest.param("dense", 0, marks=pytest.mark.slow)]
+    ("model", "kinds"),
+    [("zaya", 1), ("linear", 2), pytest.param("dense", 0, marks=pytest.mark.slow)],
 )
 def test_float32_of_the_table_is_float32(model, kinds):
     """With bfloat16 products, all that is left of float32 asks for all its bits."""
     found = products(lowered(settings(model), 1))
     exact = [p for p in found if p[0] == "f32"]
-    # For each kind of layer that is traced: the router's four matrices, three products each; the convolutions' biases.
+    # For each kind of layer that is traced: the router's four matrices, three products each; the
+    # convolutions' biases.
     assert [p[1] for p in exact] == ["HIGHEST"] * 15 * kinds
     assert {p[:2] for p in found} - {("f32", "HIGHEST")} == {("bf16", "DEFAULT")}
 
@@ -166,7 +211,9 @@ def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(mat
     assert {p[0] for p in found} == {"f32"}
     assert {p[1] for p in found} == {matmul.upper(), "HIGHEST"}
     if matmul != "highest":
-        router = [p for p in found if p[2] in ("tensor<256x9xf32>", "tensor<256x8xf32>")]  # logits, narrow stream
+        router = [
+            p for p in found if p[2] in ("tensor<256x9xf32>", "tensor<256x8xf32>")
+        ]  # logits, narrow stream
         assert len(router) >= 4 and {p[1] for p in router} == {"HIGHEST"}
 
 

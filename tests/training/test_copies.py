@@ -1,4 +1,5 @@
-"""Devices' bfloat16 copies of weights whose owners have them in float32: the same run, bit for bit, in less memory."""
+"""Devices' bfloat16 copies of weights whose owners have them in float32: the same run, bit for bit,
+in less memory."""
 
 import functools
 import shutil
@@ -80,10 +81,16 @@ def check_same(ours, theirs):
     """The same run, but for the order in which norms of weights are summed."""
     same_state(ours, theirs)
     for a, b in zip(lines(ours), lines(theirs), strict=True):
-        assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"] and a.get("eval/loss") == b.get("eval/loss")
+        assert (
+            a["loss"] == b["loss"]
+            and a["grad_norm"] == b["grad_norm"]
+            and a.get("eval/loss") == b.get("eval/loss")
+        )
         norms = [name for name in a if "_norm" in name]
         assert {"param_norm/experts", "update_norm/experts"} <= set(norms)
-        np.testing.assert_allclose([a[name] for name in norms], [b[name] for name in norms], rtol=1e-5)
+        np.testing.assert_allclose(
+            [a[name] for name in norms], [b[name] for name in norms], rtol=1e-5
+        )
     assert {x.dtype for x in saved(ours).values()} == {np.dtype(np.float32)}
 
 
@@ -147,7 +154,13 @@ def whole(copies, state):
 def test_memory_is_planned(keys):
     for devices, copied in ((4, True), (1, False)):
         config, _, state, _ = on(devices, **keys)
-        case = Case(config, spread_of(config.mesh, jax.tree.leaves(state)[0].sharding.mesh.shape), "mi300x", 8, 1)
+        case = Case(
+            config,
+            spread_of(config.mesh, jax.tree.leaves(state)[0].sharding.mesh.shape),
+            "mi300x",
+            8,
+            1,
+        )
         assert bool(case.copied) == copied
         planned = footprint.estimate(case).always
         for part, name in (("params", "weights"), ("optimizer", "optimizer")):
@@ -157,7 +170,11 @@ def test_memory_is_planned(keys):
 
 def test_what_has_no_copies(keys):
     """Products that may be float32, and weights that are in parts already."""
-    others = {"precision__compute": "float32"}, {"run__lora": 2, "run__init_from": "x"}, {"mesh__fsdp": True}
+    others = (
+        {"precision__compute": "float32"},
+        {"run__lora": 2, "run__init_from": "x"},
+        {"mesh__fsdp": True},
+    )
     for more in (*others, {"precision__weights": "float32"}, {"mesh__tensor": 2}):
         assert not EXPERTS & on(4, **keys | more)[1].layout.copied.keys()
     assert not any("router" in path for path in on(4, **keys)[1].layout.copied)

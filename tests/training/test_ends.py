@@ -1,4 +1,5 @@
-"""However a run ends, its results up to then are on the disk: the figures of its last step, and a report."""
+"""However a run ends, its results up to then are on the disk: the figures of its last step, and a
+report."""
 
 import os
 import shutil
@@ -68,7 +69,9 @@ def raising_always(error):
 
 
 def bad(**figures):
-    return lambda: {"skipped": jnp.float32(1.0)} | {name: jnp.float32(x) for name, x in figures.items()}
+    return lambda: (
+        {"skipped": jnp.float32(1.0)} | {name: jnp.float32(x) for name, x in figures.items()}
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -76,7 +79,10 @@ def test_stopped_by_a_signal(run, tmp_path, number):
     if signal.getsignal(number) is signal.SIG_IGN:  # nohup's, which a run leaves as it is
         signal.signal(number, signal.SIG_DFL)
     asked = []
-    assert run(7, lambda: None if asked else asked.append(os.kill(os.getpid(), number))) == cli.PREEMPTED
+    assert (
+        run(7, lambda: None if asked else asked.append(os.kill(os.getpid(), number)))
+        == cli.PREEMPTED
+    )
     assert last_step(tmp_path / "run") == source.latest_step(tmp_path / "run") == 7
     assert (tmp_path / "run" / "report.html").exists() == (number != signal.SIGTERM)
 
@@ -88,7 +94,9 @@ def test_an_error_in_the_middle(run, tmp_path, error):
     assert last_step(tmp_path / "run") == 6 and (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run_goes_on(run, tmp_path, capsys):
+def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run_goes_on(
+    run, tmp_path, capsys
+):
     """In this process; tests/training/test_killed.py has it as a program's end."""
     root, away = tmp_path / "run" / "checkpoints", tmp_path / "moved away"
 
@@ -129,10 +137,12 @@ def test_unhealthy(run, tmp_path, capsys, monkeypatch):
     assert (workdir / "report.html").exists()
     steps = writing.steps_in(workdir / "checkpoints")
     assert steps == [4, 8, 12, 16]
-    assert f"step 8's: a run in a new workdir begins with its weights by --config.run.init_from={workdir}@8" in (
-        capsys.readouterr().out
+    assert (
+        "step 8's: a run in a new workdir begins with its weights by"
+        f" --config.run.init_from={workdir}@8" in (capsys.readouterr().out)
     )
-    # Started again it goes on from the newest; a sound step makes those in between go, and no others.
+    # Started again it goes on from the newest; a sound step makes those in between go, and no
+    # others.
     assert run(16, dict, reached=16, run__num_steps=18) == cli.DONE
     assert writing.steps_in(workdir / "checkpoints") == [8, 18]
 
@@ -169,7 +179,9 @@ def test_no_target_is_no_loss(run, tmp_path, monkeypatch, capsys, lost):
     assert code == (cli.UNHEALTHY if lost == "all" else cli.DONE)
     found = tiny_runs.lines(tmp_path / "run")
     assert len(found) == 2 and not any("eval/loss" in line for line in found)
-    assert all((line["target_tokens"] == 0) == np.isnan(line["loss"]) == (lost == "all") for line in found)
+    assert all(
+        (line["target_tokens"] == 0) == np.isnan(line["loss"]) == (lost == "all") for line in found
+    )
     assert "eval/loss" not in source.read_meta(tmp_path / "run", 2)["metrics"]
     assert "warning: nothing of eval/loss could be read" in capsys.readouterr().out
 
@@ -183,7 +195,10 @@ def command(folder, num_steps):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
-    program, environ = command(tmp_path, 1_000_000), os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
+    program, environ = (
+        command(tmp_path, 1_000_000),
+        os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)},
+    )
     # The first is seen after the step that it comes in; this one never ends.
     hang = (
         "import time, runpy, sys; from zaya_jax.cluster import multihost as m;"
@@ -192,8 +207,11 @@ def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     )
     process = subprocess.Popen(
         [program[0], "-c", hang, "experiments.pretrain", *program[3:]],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step       5/"):
@@ -216,11 +234,14 @@ def test_no_free_byte_is_one_line_and_the_same_command_works_later(tmp_path):
     assert done.returncode == cli.STORAGE and done.stderr.startswith("error: File too large"), done
     assert done.stderr.count("\n") == 1
     keys = {"data__path": str(tmp_path / "corpus"), "run__num_steps": 3}
-    assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE and last_step(tmp_path / "run") == 3
+    assert (
+        tiny_runs.train(tmp_path / "run", **keys) == cli.DONE and last_step(tmp_path / "run") == 3
+    )
 
 
 def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, capsys):
-    """It comes first thing when the run goes on, of the same weights: the figure is that of a run without a stop."""
+    """It comes first thing when the run goes on, of the same weights: the figure is that of a run
+    without a stop."""
     asked, evaluated, made = [], [], steps.make_eval_step
 
     def make(*args):
@@ -231,7 +252,10 @@ def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, caps
     stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
     assert run(4, stop, eval__every=4, run__num_steps=6) == cli.PREEMPTED
     assert evaluated == []
-    assert "The same command continues, first with the evaluation of step 4." in capsys.readouterr().out
+    assert (
+        "The same command continues, first with the evaluation of step 4."
+        in capsys.readouterr().out
+    )
     assert run(99, None, reached=4, eval__every=4, run__num_steps=6) == cli.DONE
     assert "step 4 | held-out" in capsys.readouterr().out
     found = figures_of(tmp_path / "run")
@@ -249,14 +273,26 @@ def figures_of(workdir):
 def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, capsys):
     keys = {"run__num_steps": 4, "checkpoint__durable": str(tmp_path / "safe")}
     with monkeypatch.context() as patch:
-        patch.setattr(vault_lib.Vault, "complete", raising_always(config.StorageError("no room there")))
+        patch.setattr(
+            vault_lib.Vault, "complete", raising_always(config.StorageError("no room there"))
+        )
         for _ in range(2):  # the second time it is complete but for that
             assert run(99, None, **keys) == cli.STORAGE
             out = capsys.readouterr().out
-            assert "its copy is NOT: no room there" in out and "safe has no whole copy of step 4: no room" in out
-    assert vault_lib.Vault(str(tmp_path / "safe")).steps() == [] and last_step(tmp_path / "run") == 4
+            assert (
+                "its copy is NOT: no room there" in out
+                and "safe has no whole copy of step 4: no room" in out
+            )
+    assert (
+        vault_lib.Vault(str(tmp_path / "safe")).steps() == [] and last_step(tmp_path / "run") == 4
+    )
     assert run(99, None, **keys) == cli.DONE
-    assert vault_lib.Vault(str(tmp_path / "safe")).steps() == [4] and "no whole copy" not in capsys.readouterr().out
+    assert (
+        vault_lib.Vault(str(tmp_path / "safe")).steps() == [4]
+        and "no whole copy" not in capsys.readouterr().out
+    )
     (tmp_path / "run").rename(tmp_path / "first")
-    with pytest.raises(config.UserError, match=r"safe holds step 4 of another run than .*optim\.lr=0\.003"):
+    with pytest.raises(
+        config.UserError, match=r"safe holds step 4 of another run than .*optim\.lr=0\.003"
+    ):
         run(99, None, **keys, optim__lr=0.5)

@@ -35,15 +35,24 @@ def test_it_is_cut_after_the_restored_step(tmp_path):
         assert cut(path, whole, step) == b"".join(good[:step])
         assert cut(path, whole + b'{"step": 10, "lo', step) == b"".join(good[:step])
         assert cut(path, whole + b"\0" * 500, step) == b"".join(good[:step])
-        assert cut(path, whole + b"\0" * 50 + b"\n\0\n" + line(10)[5:], step) == b"".join(good[:step])
-    assert cut(path, b"", 3) == b"" and cut(path, b"no line", 3) == b"" and cut(path, b"\n\n[1]\n7\n", 3) == b""
+        assert cut(path, whole + b"\0" * 50 + b"\n\0\n" + line(10)[5:], step) == b"".join(
+            good[:step]
+        )
+    assert (
+        cut(path, b"", 3) == b""
+        and cut(path, b"no line", 3) == b""
+        and cut(path, b"\n\n[1]\n7\n", 3) == b""
+    )
 
 
 def test_a_writer_goes_on_after_the_cut_and_says_what_was_dropped(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + line(2) + line(3)[:9])
     writer = figures.Writer(tmp_path, 1)
-    assert f"its last {len(line(2)) + 9} bytes, from after step 1, are dropped" in capsys.readouterr().out
+    assert (
+        f"its last {len(line(2)) + 9} bytes, from after step 1, are dropped"
+        in capsys.readouterr().out
+    )
     writer.write(2, {"loss": 2.0})
     writer.close()
     assert path.read_bytes() == line(1) + b'{"step": 2, "loss": 2.0}\n'
@@ -68,7 +77,9 @@ def test_a_run_says_each_place_that_it_comes_to(reports, tmp_path, capsys):
     etas = dict(re.findall(r"step +(\d)/6 .* eta (\S+)", capsys.readouterr().out))
     assert etas["1"] == "?" and etas["6"] == "0s" and len(etas) == 6
     places, laps = reports
-    sections = {n: [s for s, _ in itertools.groupby(p[0] for p in places if p[1] == n)] for n in range(1, 7)}
+    sections = {
+        n: [s for s, _ in itertools.groupby(p[0] for p in places if p[1] == n)] for n in range(1, 7)
+    }
     assert sections == {
         1: ["compile", "step"],
         2: ["step", "compile", "evaluate"],

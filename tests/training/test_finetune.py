@@ -1,4 +1,5 @@
-"""Fine-tuning: a run's weights learn to answer as chats do, and only that; others are refused in one line."""
+"""Fine-tuning: a run's weights learn to answer as chats do, and only that; others are refused in
+one line."""
 
 import json
 import re
@@ -19,19 +20,39 @@ from zaya_jax.pytorch import any_model, exchange, tokenizer_files
 from zaya_jax.training.workdir import read_config
 
 SMALL = {
-    "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8, "model.moe_intermediate_size": 32,
-    "model.num_experts": 4, "model.router_hidden_size": 8, "model.max_position_embeddings": 128,
-    "data.seq_len": 64, "data.global_batch": 8, "eval.windows": 8, "log.sample_tokens": 0, "run.num_steps": 1,
-    "mesh.data": 1, "optim.name": "adamw",
-}  # fmt: skip
+    "model.hidden_size": 32,
+    "model.num_hidden_layers": 1,
+    "model.head_dim": 8,
+    "model.moe_intermediate_size": 32,
+    "model.num_experts": 4,
+    "model.router_hidden_size": 8,
+    "model.max_position_embeddings": 128,
+    "data.seq_len": 64,
+    "data.global_batch": 8,
+    "eval.windows": 8,
+    "log.sample_tokens": 0,
+    "run.num_steps": 1,
+    "mesh.data": 1,
+    "optim.name": "adamw",
+}
 TUNED = {
-    "data.global_batch": 8, "run.num_steps": 16, "eval.every": 16, "eval.windows": 8, "log.sample_tokens": 0,
-    "optim.lr": 0.02, "mesh.data": 1, "checkpoint.every_steps": 8, "balance.lr": 1e-3,
-}  # fmt: skip
+    "data.global_batch": 8,
+    "run.num_steps": 16,
+    "eval.every": 16,
+    "eval.windows": 8,
+    "log.sample_tokens": 0,
+    "optim.lr": 0.02,
+    "mesh.data": 1,
+    "checkpoint.every_steps": 8,
+    "balance.lr": 1e-3,
+}
 
 
 def ask(i, wording="Is {} even?"):
-    return [{"role": "user", "content": wording.format(i)}, {"role": "assistant", "content": "no" if i % 2 else "yes"}]
+    return [
+        {"role": "user", "content": wording.format(i)},
+        {"role": "assistant", "content": "no" if i % 2 else "yes"},
+    ]
 
 
 def write(path, conversations):
@@ -41,7 +62,9 @@ def write(path, conversations):
 
 def settings(weights, path, **keys):
     c = finetune.get_config(str(weights))
-    c.update_from_flattened_dict(TUNED | {"data.path": path} | {k.replace("__", "."): v for k, v in keys.items()})
+    c.update_from_flattened_dict(
+        TUNED | {"data.path": path} | {k.replace("__", "."): v for k, v in keys.items()}
+    )
     return config.check(c)
 
 
@@ -62,8 +85,15 @@ def folder(tmp_path_factory):
 
 def test_the_config_is_the_weights_own(folder):
     base, c = read_config(folder / "base"), settings(folder / "base", "x")
-    assert (c.precision, c.data.seq_len, c.optim.weight_decay) == (base.precision, 64, base.optim.weight_decay)
-    assert {**config.to_dict(c.model), **dict.fromkeys(IDS)} == {**config.to_dict(base.model), **dict.fromkeys(IDS)}
+    assert (c.precision, c.data.seq_len, c.optim.weight_decay) == (
+        base.precision,
+        64,
+        base.optim.weight_decay,
+    )
+    assert {**config.to_dict(c.model), **dict.fromkeys(IDS)} == {
+        **config.to_dict(base.model),
+        **dict.fromkeys(IDS),
+    }
     assert finetune.get_config(f"{folder}/base@1").optim.lr == pytest.approx(0.1 * base.optim.lr)
 
 
@@ -73,17 +103,26 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def test_held_out_answers_are_learnt(folder):
     log = (folder / "tuned" / "logs" / "process-00000.log").read_text()
     assert "72 chats to learn and 8 held out (80 kept, 0 trimmed, 0 reduced, 0 dropped)" in log
-    before = float(re.search(r"step 0 \| held-out ([0-9.]+), with the weights as they came", log)[1])
-    lines = [json.loads(line) for line in (folder / "tuned" / "metrics.jsonl").read_text().splitlines()]
-    # Bytes at the start: ln 264 = 5.6 nats. It cannot fall to half of that unless it learns what answers share.
+    before = float(
+        re.search(r"step 0 \| held-out ([0-9.]+), with the weights as they came", log)[1]
+    )
+    lines = [
+        json.loads(line) for line in (folder / "tuned" / "metrics.jsonl").read_text().splitlines()
+    ]
+    # Bytes at the start: ln 264 = 5.6 nats. It cannot fall to half of that unless it learns what
+    # answers share.
     assert before > 4 and lines[-1]["eval/loss"] < before / 2
-    assert lines[0] == {"step": 0, "eval/loss": pytest.approx(before, abs=1e-4)} and lines[1]["step"] == 1
+    assert (
+        lines[0] == {"step": 0, "eval/loss": pytest.approx(before, abs=1e-4)}
+        and lines[1]["step"] == 1
+    )
     assert "held-out at step 0: " in (folder / "tuned" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("form", ["prepared", pytest.param("jsonl", marks=pytest.mark.slow)])
 def test_one_that_lost_its_last_steps_ends_in_the_same_bits(folder, tmp_path, form):
-    """As after a kill between two saves, of chats read directly and of a prepared directory, a whole run of it."""
+    """As after a kill between two saves, of chats read directly and of a prepared directory, a
+    whole run of it."""
     path, whole = str(folder / "chats.jsonl"), folder / "tuned"
     if form == "prepared":
         options = Options([path], context=64, held_out=0.2)
@@ -96,7 +135,9 @@ def test_one_that_lost_its_last_steps_ends_in_the_same_bits(folder, tmp_path, fo
     assert train(settings(folder / "base", path), cut) == cli.DONE
     states, losses = [], []
     for run in (whole, cut):
-        states.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(partial.read(run, "*"))])
+        states.append(
+            [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(partial.read(run, "*"))]
+        )
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses.append([(line["step"], line.get("loss"), line.get("eval/loss")) for line in lines])
     assert states[0] == states[1] and losses[0] == losses[1]
@@ -112,9 +153,14 @@ def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
     c = settings(folder / "base", paths[0], data__mixture=tuple(f"{path}=1" for path in paths))
     learnt, held_out = set(), set()
     for path in paths:
-        for into, side in zip((learnt, held_out), stores.open_stores(c, path, tokenizers.Bytes()), strict=True):
+        for into, side in zip(
+            (learnt, held_out), stores.open_stores(c, path, tokenizers.Bytes()), strict=True
+        ):
             starts = np.flatnonzero(side.bundle.starts).tolist()
-            into |= {side.bundle.tokens[a:b].tobytes() for a, b in zip(starts, [*starts[1:], None], strict=True)}
+            into |= {
+                side.bundle.tokens[a:b].tobytes()
+                for a, b in zip(starts, [*starts[1:], None], strict=True)
+            }
     assert len(held_out) == 30 and len(learnt) == 270 and not learnt & held_out
 
 
@@ -127,7 +173,10 @@ def test_evaluation_keeps_chats_whole(folder):
 
 def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(folder, tmp_path):
     """As JSON, all of it was predicted: 3.29 nats where the answers alone have 3.58."""
-    own, other = (str(folder / "chats.jsonl"), write(tmp_path / "other.jsonl", [ask(i) for i in range(100, 120)]))
+    own, other = (
+        str(folder / "chats.jsonl"),
+        write(tmp_path / "other.jsonl", [ask(i) for i in range(100, 120)]),
+    )
     long = write(tmp_path / "long.jsonl", [ask(1, "x" * 90), ask(2)])
     text = folder / "text"
     places = (f"other={other}", f"own={own}", f"text={text}", f"long={long}")
@@ -135,9 +184,15 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     tok = tokenizers.Bytes()
     named = windows.named_stores(c, tok)
     found = {name: store.bundle for name, store in named.items()}
-    documents = [chat_template.Template(tok).prepare(chat.read(ask(i)), None)[0] for i in range(100, 120)]
-    assert found["other"].tokens.tolist() == np.concatenate([one.tokens for one in documents]).tolist()
-    assert found["other"].learn.sum() == sum(len(a["content"]) + 2 for _, a in map(ask, range(100, 120)))
+    documents = [
+        chat_template.Template(tok).prepare(chat.read(ask(i)), None)[0] for i in range(100, 120)
+    ]
+    assert (
+        found["other"].tokens.tolist() == np.concatenate([one.tokens for one in documents]).tolist()
+    )
+    assert found["other"].learn.sum() == sum(
+        len(a["content"]) + 2 for _, a in map(ask, range(100, 120))
+    )
     assert found["own"].tokens.tolist() == stores.open_stores(c, own, tok)[1].bundle.tokens.tolist()
     assert found["text"].learn.mean() > 0.9
     notes = stores.notes_on(named.values())
@@ -147,9 +202,18 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
 
 BAD = {
     "text": ('{"text": "a"}\n', "record 0: a text and no chat, but config.data.chats is set"),
-    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', "line 1: a conversation without an answer"),
-    "other fields": ('{"prompt": "a"}\n', "under messages, conversations, conversation; mend it, or let prepare_data"),
-    "too long": (json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n", "its 1 chats are all longer"),
+    "no answer": (
+        '{"messages": [{"role": "user", "content": "a"}]}\n',
+        "line 1: a conversation without an answer",
+    ),
+    "other fields": (
+        '{"prompt": "a"}\n',
+        "under messages, conversations, conversation; mend it, or let prepare_data",
+    ),
+    "too long": (
+        json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n",
+        "its 1 chats are all longer",
+    ),
 }
 
 
@@ -170,11 +234,17 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
     prepare.prepare(Options([str(folder / "text")]), str(prepared), 1, lambda *_: None)
     chats = str(folder / "chats.jsonl")
     for keys, message in (
-        ({"data__tokenizer": str(bare)}, "has no chat marks: it needs one of <|turn|>, <start_of_turn>"),
+        (
+            {"data__tokenizer": str(bare)},
+            "has no chat marks: it needs one of <|turn|>, <start_of_turn>",
+        ),
         ({"data__path": str(folder / "text")}, "0.txt is neither JSONL nor Parquet"),
         ({"data__path": str(prepared)}, "was prepared from text and holds no chats"),
         ({"data__packing": "concat"}, "would part answers from their questions"),
-        ({"schedule__phases": (config.Phase(tokens=4096, seq_len=32),)}, "fits chats to one context"),
+        (
+            {"schedule__phases": (config.Phase(tokens=4096, seq_len=32),)},
+            "fits chats to one context",
+        ),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             train(settings(folder / "base", chats, **keys), tmp_path / "new")
@@ -200,7 +270,9 @@ def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path
     c = settings(folder / "base", str(folder / "chats.jsonl"), **more)
     assert train(c, tmp_path / "fork") == cli.DONE
     again = finetune.get_config(str(tmp_path / "fork"))
-    assert (again.optim.lr, again.balance.lr) == pytest.approx((TUNED["optim.lr"], TUNED["balance.lr"]))
+    assert (again.optim.lr, again.balance.lr) == pytest.approx(
+        (TUNED["optim.lr"], TUNED["balance.lr"])
+    )
     (tmp_path / "fork" / "lineage.json").write_text("{}")
     with pytest.raises(config.UserError, match=r"lineage.json cannot be read .*--config.optim.lr"):
         finetune.get_config(str(tmp_path / "fork"))
@@ -208,10 +280,16 @@ def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path
 
 def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
     made = exchange.to_hf(folder / "tuned", tmp_path / "hf")
-    assert (made / "chat_template.jinja").read_text() == chat_template.make_template(tokenizers.Bytes())
+    assert (made / "chat_template.jinja").read_text() == chat_template.make_template(
+        tokenizers.Bytes()
+    )
     assert (made / "tokenizer.json").read_text() == tokenizers.Bytes().json()
     settings = json.loads((made / "tokenizer_config.json").read_text())
-    assert (settings["bos_token"], settings["eos_token"], settings["pad_token"]) == ("<|bos|>", "<|eos|>", "<|pad|>")
+    assert (settings["bos_token"], settings["eos_token"], settings["pad_token"]) == (
+        "<|bos|>",
+        "<|eos|>",
+        "<|pad|>",
+    )
     assert "as fine-tuning does here" in tokenizer_files.describe_template(made)
     for name in ("config.json", "generation_config.json"):  # an answer ends at the end of its turn
         assert json.loads((made / name).read_text())["eos_token_id"] == [257, 260]
@@ -219,7 +297,12 @@ def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
     c = config.check(finetune.get_config(str(back)))
     assert (c.optim.lr, c.data.seq_len, c.model.vocab_size) == (finetune.IMPORTED_LR, 128, 264)
     again = exchange.to_hf(back, tmp_path / "again")  # untrained weights go out as they came in
-    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in (
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ):
         assert (again / name).read_bytes() == (made / name).read_bytes()
 
 

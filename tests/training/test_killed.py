@@ -1,4 +1,5 @@
-"""The program killed at any moment, or with a storage that fails: nothing lost, repeated, or half there."""
+"""The program killed at any moment, or with a storage that fails: nothing lost, repeated, or half
+there."""
 
 import random
 import signal
@@ -18,7 +19,9 @@ SMALL = tiny_runs.SMALL | {"checkpoint.every_steps": 1}
 @pytest.fixture
 def pretrain(tmp_path):
     """start(workdir, {config key: value}, processes) of the program."""
-    return lambda workdir, keys, count=1: multiprocess_runs.pretrain(tmp_path, workdir, SMALL | keys, count)
+    return lambda workdir, keys, count=1: multiprocess_runs.pretrain(
+        tmp_path, workdir, SMALL | keys, count
+    )
 
 
 def done(runner):
@@ -55,7 +58,9 @@ COPIES = {"checkpoint.durable": "safe"}
         pytest.param(range(20), COPIES, 2, marks=pytest.mark.slow),
     ],
 )
-def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_path, kills, places, processes):
+def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(
+    pretrain, tmp_path, kills, places, processes
+):
     """After each kill the newest step is whole; one of several processes is killed."""
     length = {"run.num_steps": 12 * (max(kills) + 1)}
     data = {"data.path": multiprocess_runs.write_corpus(tmp_path / "corpus")}
@@ -75,8 +80,14 @@ def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_p
                 # Somewhere in its steps and saves.
                 run.wait_for("ms |")
                 latest = time.monotonic() + 60
-                while kill == 1 and not steps_in(workdir / "checkpoints") and time.monotonic() < latest:
-                    time.sleep(0.05)  # the first save compiles its copy: without one the test would show nothing
+                while (
+                    kill == 1
+                    and not steps_in(workdir / "checkpoints")
+                    and time.monotonic() < latest
+                ):
+                    time.sleep(
+                        0.05
+                    )  # the first save compiles its copy: without one the test would show nothing
                 time.sleep(times.uniform(0, 0.6))
             else:
                 # While it looks for its newest checkpoint, restores it, compiles, or starts.

@@ -1,4 +1,5 @@
-"""Low-rank updates: the base stays, adapters alone are trained and saved, and what is made of a run has both merged."""
+"""Low-rank updates: the base stays, adapters alone are trained and saved, and what is made of a run
+has both merged."""
 
 import json
 import shutil
@@ -50,10 +51,14 @@ def test_a_run_begins_as_its_base(folder):
     """With a rate of 0 B stays zero, and so the logits are the base's."""
     still = {"run__num_steps": 1, "optim__lr": 0.0, "balance__enabled": False}
     assert train(folder, folder / "still", **still) == cli.DONE
-    np.testing.assert_array_equal(zj.load(folder / "still").logits(IDS), zj.load(folder / "base").logits(IDS))
+    np.testing.assert_array_equal(
+        zj.load(folder / "still").logits(IDS), zj.load(folder / "base").logits(IDS)
+    )
     moved = zj.load(folder / "run").logits(IDS)
     assert np.abs(moved - zj.load(folder / "base").logits(IDS)).max() > 1e-2
-    before, first, *_, last = tiny_runs.lines(folder / "run")  # before: the held-out loss of the base
+    before, first, *_, last = tiny_runs.lines(
+        folder / "run"
+    )  # before: the held-out loss of the base
     assert before["step"] == 0 and last["loss"] < first["loss"]
 
 
@@ -65,14 +70,19 @@ def test_a_killed_run_ends_in_the_same_bits(folder, tmp_path):
 
 
 def test_the_export_is_the_run(folder, tmp_path):
-    """The loss of the training step's own function is that of the merged weights, which the export has too."""
+    """The loss of the training step's own function is that of the merged weights, which the export
+    has too."""
     model = zj.load(folder / "run")
     loss = steps.make_loss(model.config, model.config.model)
     of_run, base = (partial.read(folder / name, "params.*")["params"] for name in ("run", "base"))
     rows = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:], "segment_ids": None, "positions": None}
     rows |= {"loss_mask": np.ones(rows["targets"].shape, np.float32)}
-    adapted = jax.jit(lambda params, base: loss(params, model.balance, rows, 46.0, frozen=base)[0])(of_run, base)
-    assert adapted == jax.jit(lambda params: loss(params, model.balance, rows, 46.0)[0])(model.params)
+    adapted = jax.jit(lambda params, base: loss(params, model.balance, rows, 46.0, frozen=base)[0])(
+        of_run, base
+    )
+    assert adapted == jax.jit(lambda params: loss(params, model.balance, rows, 46.0)[0])(
+        model.params
+    )
     exported = zj.load(exchange.to_hf(f"{folder}/run", tmp_path / "hf"), dtype="float32")
     np.testing.assert_array_equal(model.logits(IDS), exported.logits(IDS))
     assert zj.load(model.save(tmp_path / "saved")).loss(IDS, IDS) == model.loss(IDS, IDS)
@@ -80,7 +90,8 @@ def test_the_export_is_the_run(folder, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
-    """By PEFT's own names and order, and, where it is installed, by itself: its model is the merged one."""
+    """By PEFT's own names and order, and, where it is installed, by itself: its model is the merged
+    one."""
     given = {"balance__enabled": False, "optim__name": "muon"}
     assert train(folder, tmp_path / "run", **given) == cli.DONE
     made = adapters.to_peft(f"{tmp_path}/run", tmp_path / "adapters")
@@ -88,22 +99,32 @@ def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
     assert (about["r"], about["lora_alpha"], about["target_modules"][0]) == (4, 4, "q_proj")
     found = load_file(made / "adapter_model.safetensors")
     at = "base_model.model.model.layers.1"
-    experts = {f"{at}.mlp.experts.{inner}lora_{x}.weight" for inner in ("", "base_layer.") for x in "AB"}
+    experts = {
+        f"{at}.mlp.experts.{inner}lora_{x}.weight" for inner in ("", "base_layer.") for x in "AB"
+    }
     assert experts <= found.keys() and len(found) == 2 * 2 * 7
     pairs = partial.read(tmp_path / "run", "params.*")["params"]["layers"]
     a, b = (found[f"{at}.mlp.experts.base_layer.lora_{x}.weight"] for x in "AB")
-    delta = np.einsum("ore,eri->eio", b.reshape(32, 4, 4), a.reshape(4, 4, 16))  # as PEFT multiplies them
+    delta = np.einsum(
+        "ore,eri->eio", b.reshape(32, 4, 4), a.reshape(4, 4, 16)
+    )  # as PEFT multiplies them
     pair = pairs["experts"]["gate_up"]
     np.testing.assert_allclose(delta, pair["a"][1] @ pair["b"][1], atol=1e-6)
     q = pairs["cca"]["q"]["kernel"]
-    np.testing.assert_array_equal(found[f"{at}.self_attn.qkv_proj.q_proj.lora_A.weight"], q["a"][1].T)
-    with pytest.raises(UserError, match="has moved the balancing biases, for which PEFT has no place"):
+    np.testing.assert_array_equal(
+        found[f"{at}.self_attn.qkv_proj.q_proj.lora_A.weight"], q["a"][1].T
+    )
+    with pytest.raises(
+        UserError, match="has moved the balancing biases, for which PEFT has no place"
+    ):
         adapters.to_peft(f"{folder}/run", tmp_path / "moved")
     with pytest.raises(UserError, match="has no low-rank updates"):
         adapters.to_peft(f"{folder}/base", tmp_path / "none")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    base = transformers.AutoModelForCausalLM.from_pretrained(exchange.to_hf(f"{folder}/base", tmp_path / "hf"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        exchange.to_hf(f"{folder}/base", tmp_path / "hf")
+    )
     with torch.no_grad():
         theirs = peft.PeftModel.from_pretrained(base, made)(torch.tensor(IDS)).logits.numpy()
     np.testing.assert_allclose(theirs, zj.load(tmp_path / "run").logits(IDS), atol=1e-4)
@@ -113,10 +134,15 @@ def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
 @pytest.mark.parametrize("mesh", [{"mesh__expert": 2, "mesh__fsdp": True}])
 def test_a_mesh_trains_as_one_device(folder, tmp_path, mesh):
     assert train(folder, tmp_path / "mesh", 4, **mesh) == cli.DONE
-    ours, one = (trees.flat(partial.read(run, "params.*")) for run in (tmp_path / "mesh", folder / "run"))
+    ours, one = (
+        trees.flat(partial.read(run, "params.*")) for run in (tmp_path / "mesh", folder / "run")
+    )
     for name, x in one.items():
         np.testing.assert_allclose(ours[name], x, atol=2e-3, err_msg=name)
-    losses = [[line["loss"] for line in tiny_runs.lines(run)[1:]] for run in (tmp_path / "mesh", folder / "run")]
+    losses = [
+        [line["loss"] for line in tiny_runs.lines(run)[1:]]
+        for run in (tmp_path / "mesh", folder / "run")
+    ]
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
@@ -125,7 +151,10 @@ def test_a_mesh_trains_as_one_device(folder, tmp_path, mesh):
     [
         ({"run__lora": 0}, "config.run.lora=0 is out of range; it must be at least 1"),
         ({"run__init_from": ""}, "config.run.lora=4 is given without config.run.init_from"),
-        ({"mesh__tensor": 2}, "config.mesh.tensor=2 with config.run.lora=4: low-rank updates are of whole matrices"),
+        (
+            {"mesh__tensor": 2},
+            "config.mesh.tensor=2 with config.run.lora=4: low-rank updates are of whole matrices",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(folder, tmp_path, keys, says):
@@ -136,14 +165,21 @@ def test_what_cannot_be_is_said(folder, tmp_path, keys, says):
 
 def test_another_base_is_refused(folder, tmp_path):
     """A folder of the same name with other weights: the run is not loaded, nor does it go on."""
-    assert train(folder, tmp_path / "run", run__init_from=f"{folder}/base@2", run__num_steps=1) == cli.DONE
+    assert (
+        train(folder, tmp_path / "run", run__init_from=f"{folder}/base@2", run__num_steps=1)
+        == cli.DONE
+    )
     shutil.move(folder / "base", folder / "kept")
     try:
-        with pytest.raises(UserError, match=r"holds low-rank updates of .*/base@2, which cannot be read"):
+        with pytest.raises(
+            UserError, match=r"holds low-rank updates of .*/base@2, which cannot be read"
+        ):
             zj.load(tmp_path / "run")
         other = {"data__path": str(folder / "corpus"), "run__num_steps": 2, "run__seed": 1}
         assert tiny_runs.train(folder / "base", **other) == cli.DONE
-        with pytest.raises(UserError, match=r"was trained over .* other weights; bring the former back"):
+        with pytest.raises(
+            UserError, match=r"was trained over .* other weights; bring the former back"
+        ):
             zj.load(tmp_path / "run")
     finally:
         shutil.rmtree(folder / "base", ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Named evaluations: their losses next to the held-out one, the same after a stop, drawn, and checked at the start."""
+"""Named evaluations: their losses next to the held-out one, the same after a stop, drawn, and
+checked at the start."""
 
 import json
 import os
@@ -29,19 +30,27 @@ def keys(tmp_path):
             (tmp_path / name / f"{i}.txt").write_text(f"{name} {i * i}".ljust(CONTENT, "."))
     places = tuple(f"{name}={tmp_path / name}" for name in ("one", "two"))
     return dict(
-        data__path=str(tmp_path / "trained"), eval__named=places, eval__every=4, eval__windows=8, run__num_steps=6,
+        data__path=str(tmp_path / "trained"),
+        eval__named=places,
+        eval__every=4,
+        eval__windows=8,
+        run__num_steps=6,
         model__max_position_embeddings=64,
-    )  # fmt: skip
+    )
 
 
 def losses(workdir):
     """{step: {name: loss}} of steps that have some."""
     lines = tiny_runs.lines(workdir)
-    found = {line["step"]: {k: v for k, v in line.items() if k.startswith("eval/")} for line in lines}
+    found = {
+        line["step"]: {k: v for k, v in line.items() if k.startswith("eval/")} for line in lines
+    }
     return {step: names for step, names in found.items() if names}
 
 
-def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, called, keys, tmp_path, monkeypatch, capsys):
+def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(
+    run, called, keys, tmp_path, monkeypatch, capsys
+):
     asked = []
     stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
     assert run(4, stop, **keys) == cli.PREEMPTED
@@ -55,12 +64,15 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, called, keys
     report = (tmp_path / "run" / "report.html").read_text()
     assert "eval/one" in report and "eval/two" in report
 
-    # Documents are windows here, so the program that evaluates gives the same, of the held-out part too.
+    # Documents are windows here, so the program that evaluates gives the same, of the held-out part
+    # too.
     monkeypatch.setattr(multihost, "together", lambda program: program())
     for name, options in [("loss", []), ("one", [f"--data={tmp_path / 'one'}"])]:
         options = [f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out' / name}", *options]
         assert called(evaluate, *options)[0] == cli.DONE
-        (row,) = json.loads((tmp_path / "out" / name / "evaluation.json").read_text())["data"].values()
+        (row,) = json.loads((tmp_path / "out" / name / "evaluation.json").read_text())[
+            "data"
+        ].values()
         assert row["loss"] == pytest.approx(found[6][f"eval/{name}"], rel=1e-5), name
     changed = tmp_path / "trained" / "7.txt"
     before = changed.read_text()
@@ -80,16 +92,26 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, called, keys
         ("one", "is no name=path, such as"),
         ("loss={}/one", "loss is the loss on the run's held-out data"),
         ("x={}/nowhere", r"eval\.named x=.*nowhere: path=.* holds no text file"),
-        ("x={}/trained/3.txt", r"1 of its 1 files are trained on as part of .*trained, such as .*/3\.txt"),
-        ("x={}/links", r"2 of its 2 files are trained on as part of .*trained, such as .*links/hard\.txt"),
+        (
+            "x={}/trained/3.txt",
+            r"1 of its 1 files are trained on as part of .*trained, such as .*/3\.txt",
+        ),
+        (
+            "x={}/links",
+            r"2 of its 2 files are trained on as part of .*trained, such as .*links/hard\.txt",
+        ),
     ],
 )
-def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(keys, tmp_path, given, message):
+def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(
+    keys, tmp_path, given, message
+):
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "hard.txt").hardlink_to(tmp_path / "trained" / "4.txt")
     (tmp_path / "links" / "soft.txt").symlink_to(tmp_path / "trained" / "5.txt")
     settings = tiny.get_config()
-    settings.update_from_flattened_dict({"data.path": keys["data__path"], "data.tokenizer": "bytes"})
+    settings.update_from_flattened_dict(
+        {"data.path": keys["data__path"], "data.tokenizer": "bytes"}
+    )
     settings.eval.named = (f"first={tmp_path}/two", given.format(tmp_path))
     with pytest.raises(UserError, match=message):
         train(config.check(settings), tmp_path / "run")

@@ -1,4 +1,5 @@
-"""A run through phases that change everything at each border: ended by itself where the mesh does, stopped anywhere."""
+"""A run through phases that change everything at each border: ended by itself where the mesh does,
+stopped anywhere."""
 
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from zaya_jax.training import recipe
 SMALL = Path(__file__).with_name("small_phases.py")
 BORDERS = [3, 6, 9]
 LAST = 12
-# Compiles in half the time of Muon, which the slow tests have; several processes are compared with it.
+# Compiles in half the time of Muon, which the slow tests have; several processes are compared with
+# it.
 QUICK = {"optim.name": "adamw", "precision.compute": "float32"}
 
 
@@ -29,7 +31,9 @@ def settings(path=SMALL, **keys):
     found: dict = {}
     exec(compile(path.read_text(), path, "exec"), found)
     given = found["get_config"]()
-    given.update_from_flattened_dict({name.replace("__", "."): value for name, value in keys.items()})
+    given.update_from_flattened_dict(
+        {name.replace("__", "."): value for name, value in keys.items()}
+    )
     return config.check(given)
 
 
@@ -44,7 +48,8 @@ def start(workdir, **keys):
 
 
 def through(workdir, **keys):
-    """The starts of a run until it is done, each but the last at a border; the steps after which they ended."""
+    """The starts of a run until it is done, each but the last at a border; the steps after which
+    they ended."""
     codes, ends = [], []
     while not codes or codes[-1] == cli.PREEMPTED:
         codes.append(start(workdir, **keys))
@@ -56,7 +61,11 @@ def through(workdir, **keys):
 def same(a, b, step=LAST):
     """The same figures of every step and the same state after the last, bit for bit."""
     ours, theirs = tiny_runs.lines(a), tiny_runs.lines(b)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs] == list(range(1, step + 1))
+    assert (
+        [line["step"] for line in ours]
+        == [line["step"] for line in theirs]
+        == list(range(1, step + 1))
+    )
     for name in ("loss", "grad_norm", "lr", "tokens", "target_tokens"):
         assert [line[name] for line in ours] == [line[name] for line in theirs], name
     for mine, other in zip(ours, theirs, strict=True):
@@ -73,7 +82,12 @@ def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("phases")
     ends = []
     while not ends or ends[-1][0] == cli.PREEMPTED:
-        arguments = ["-m", "experiments.pretrain", f"--config={SMALL}", f"--workdir={folder / 'run'}"]
+        arguments = [
+            "-m",
+            "experiments.pretrain",
+            f"--config={SMALL}",
+            f"--workdir={folder / 'run'}",
+        ]
         arguments += [f"--config.{key}={value}" for key, value in QUICK.items()]
         with multiprocess_runs.start(arguments, 1, folder / "out", devices=8) as running:
             (result,) = running.wait()
@@ -96,10 +110,14 @@ def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(
     outputs = [out for *_, out in ends]
     for step, out, phase in zip(BORDERS, outputs[:-1], PHASES, strict=True):
         assert f"saved after step {step}; {phase}: the same command continues." in out
-    assert all("micro-batches" in out and "best_fit" in out for out in outputs)  # the table of phases
+    assert all(
+        "micro-batches" in out and "best_fit" in out for out in outputs
+    )  # the table of phases
     found = tiny_runs.lines(workdir)
     plan = schedule.make_plan(settings())
-    assert [line["tokens"] for line in found] == [plan.tokens_of_step(n) for n in range(1, LAST + 1)]
+    assert [line["tokens"] for line in found] == [
+        plan.tokens_of_step(n) for n in range(1, LAST + 1)
+    ]
     assert [line["step"] for line in found if "eval/loss" in line] == list(range(2, LAST + 1, 2))
     assert all(np.isfinite(line["loss"]) for line in found)
     assert (workdir / "sample.txt").read_text().startswith("def ")
@@ -120,7 +138,13 @@ def test_stopped_anywhere_it_is_the_same_run(tmp_path):
 def test_two_processes_go_through_all_borders(tmp_path, unbroken):
     """Both start again at each border, on meshes that lie on them in four ways."""
     options = [f"--config.{key}={value}" for key, value in {**QUICK, "data.workers": 1}.items()]
-    program = ["-m", "experiments.pretrain", f"--config={SMALL}", f"--workdir={tmp_path / 'run'}", *options]
+    program = [
+        "-m",
+        "experiments.pretrain",
+        f"--config={SMALL}",
+        f"--workdir={tmp_path / 'run'}",
+        *options,
+    ]
     for code in [cli.PREEMPTED] * len(BORDERS) + [cli.DONE]:
         with multiprocess_runs.start(program, 2, tmp_path / "out", devices=4) as run:
             results = run.wait()
@@ -138,7 +162,10 @@ def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch)
     two, eight = recipe.place(settings(), devices[:2]), recipe.place(settings(), devices)
     notes = recipe.check(two)
     assert len(notes) == 2 and "phase 'pretrain 2', from step 4," in notes[0]
-    assert "config.schedule.phases[1].mesh has data x expert x context x tensor = -1 x 4 x 1 x 1" in notes[0]
+    assert (
+        "config.schedule.phases[1].mesh has data x expert x context x tensor = -1 x 4 x 1 x 1"
+        in notes[0]
+    )
     assert recipe.check(eight) == []
     assert recipe.check(recipe.place(settings(run__num_steps=3), devices[:2])) == []
     with pytest.raises(config.UserError, match=r"phases\[1\]\.mesh .* there are 2 devices"):
@@ -151,9 +178,17 @@ def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch)
     ("index", "keys", "words"),
     [
         (2, {"mesh": {"context": 3}}, r"phases\[2\]\.seq_len=64 .*phases\[2\]\.mesh\.context = 3"),
-        (2, {"eval_seq_len": 66}, r"phases\[2\]\.eval_seq_len=66 does not divide into 2 x 2 pieces"),
+        (
+            2,
+            {"eval_seq_len": 66},
+            r"phases\[2\]\.eval_seq_len=66 does not divide into 2 x 2 pieces",
+        ),
         (3, {"eval_seq_len": 2048}, r"phases\[3\]\.eval_seq_len=2048 is above"),
-        (3, {"micro_batch": 1}, r"\(config\.schedule\.phases\[3\]\.micro_batch\) .* over 2 devices"),
+        (
+            3,
+            {"micro_batch": 1},
+            r"\(config\.schedule\.phases\[3\]\.micro_batch\) .* over 2 devices",
+        ),
         (1, {"mixture": ("a",)}, r"phases\[1\]\.mixture has 'a'"),
     ],
 )
@@ -169,8 +204,14 @@ def test_every_phase_is_checked_before_anything_begins(tmp_path, index, keys, wo
 def test_a_config_is_described_without_devices_data_or_files(tmp_path):
     path = Path(__file__).parents[2] / "experiments" / "configs" / "zaya1_base.py"
     command = [sys.executable, "-m", "experiments.pretrain", f"--config={path}", "--describe"]
-    environ = {"PYTHONPATH": str(multiprocess_runs.ROOT), "JAX_PLATFORMS": "none", "HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    environ = {
+        "PYTHONPATH": str(multiprocess_runs.ROOT),
+        "JAX_PLATFORMS": "none",
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == cli.DONE, done.stderr
     assert not list(tmp_path.iterdir())
     plan = schedule.make_plan(settings(path))
@@ -186,7 +227,12 @@ def test_the_full_size_recipe_is_the_published_one():
     phases = [segments[0].phase for _, segments, *_ in schedule.phases_of(given, plan)]
     assert [phase.seq_len for phase in phases] == [4096, 4096, 32_768, 131_072]
     assert [phase.rope_theta for phase in phases] == [1e4, 1e4, 1e6, 5e6]
-    assert [phase.tokens for phase in phases] == [8 * 10**12, 4 * 10**12, 1_200 * 10**9, 660 * 10**9]
+    assert [phase.tokens for phase in phases] == [
+        8 * 10**12,
+        4 * 10**12,
+        1_200 * 10**9,
+        660 * 10**9,
+    ]
     assert [phase.mesh.context for phase in phases] == [1, 1, 2, 8]
     assert [phase.packing for phase in phases] == ["concat"] * 3 + ["best_fit"]
     assert phases[0].global_batch == phases[1].global_batch == 4096
@@ -196,4 +242,6 @@ def test_the_full_size_recipe_is_the_published_one():
     for phase in phases:
         spread = spread_of(phase.mesh, shape_of(phase.mesh, 1024))
         rows = phase.global_batch // (spread.data * spread.expert)
-        assert rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch  # all of a step at once
+        assert (
+            rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch
+        )  # all of a step at once

@@ -27,7 +27,12 @@ def run(corpus):
     """Runs the program in this process, on as many devices as mesh.data says."""
 
     def call(workdir, **keys):
-        keys = {"data__path": corpus, "eval__every": 2, "eval__windows": 4, "checkpoint__every_steps": 2} | keys
+        keys = {
+            "data__path": corpus,
+            "eval__every": 2,
+            "eval__windows": 4,
+            "checkpoint__every_steps": 2,
+        } | keys
         return tiny_runs.train(workdir, keys.get("mesh__data", 1), **keys)
 
     return call
@@ -37,7 +42,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert run(whole, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     assert run(halves, run__num_steps=3, schedule__decay_fraction=0.0) == cli.DONE
-    with (halves / "metrics.jsonl").open("a") as f:  # as a run killed after step 4, before its checkpoint, leaves it
+    with (halves / "metrics.jsonl").open(
+        "a"
+    ) as f:  # as a run killed after step 4, before its checkpoint, leaves it
         f.write(json.dumps({"step": 4, "loss": 0.0}) + "\n" + '{"step": 5, "lo')
     assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     tiny_runs.same_state(whole, halves)
@@ -47,7 +54,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     assert a[-1]["eval/loss"] == b[-1]["eval/loss"]
     of_metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `([^`]+)` \|", of_metrics, re.M))
-    written = {name.partition("/")[0] if "_norm/" in name else name for line in a + b for name in line}
+    written = {
+        name.partition("/")[0] if "_norm/" in name else name for line in a + b for name in line
+    }
     assert written <= listed, f"not in docs/metrics.md: {written - listed}"
     assert {"eval/loss", "load", "data/wait_fraction"} <= written
     capsys.readouterr()
@@ -86,9 +95,16 @@ def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, 
     source = run_document(found).html()
     assert not missed
     assert asked and all(setting(key) is not None for key in asked), asked
-    assert all(f"<figcaption>{title}<" in source for title in ("Loss", "Copy", "Whole save", "Gradient norm by group"))
+    assert all(
+        f"<figcaption>{title}<" in source
+        for title in ("Loss", "Copy", "Whole save", "Gradient norm by group")
+    )
     written = [*found.series, *found.vectors]
-    assert [key for key in curves.TITLES if not any(f"{name}/".startswith(f"{key}/") for name in written)] == []
+    assert [
+        key
+        for key in curves.TITLES
+        if not any(f"{name}/".startswith(f"{key}/") for name in written)
+    ] == []
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Which kernels a run takes: the trial's verdict at its start, the same in each process and at each later start."""
+"""Which kernels a run takes: the trial's verdict at its start, the same in each process and at each
+later start."""
 
 import dataclasses
 import json
@@ -21,7 +22,8 @@ HERE = chip.Chip("cpu", "gfx942")
 
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
-    """The program behaves as if this CPU were an MI300X whose kernels are interpreted; gives the planted faults."""
+    """The program behaves as if this CPU were an MI300X whose kernels are interpreted; gives the
+    planted faults."""
     faults = ["tests.pallas_kernels.planted"]
     find = {"program": faults, "pretend": HERE, "folder": tmp_path / "cache", "seconds": 120}
     monkeypatch.setattr(kernels, "FIND", find)
@@ -38,7 +40,9 @@ def test_a_run_tries_says_keeps_and_goes_on_with_its_verdict(on_a_gpu, tmp_path,
     assert tiny_runs.train(run, run__num_steps=1, **keys) == cli.DONE
     assert "kernels on gfx942: newton_schulz " in capsys.readouterr().out
     record = json.loads((run / "kernels.json").read_text())
-    assert record["tried"] and record["kernels"] == ["newton_schulz"] == read_meta(run, 1)["kernels"]
+    assert (
+        record["tried"] and record["kernels"] == ["newton_schulz"] == read_meta(run, 1)["kernels"]
+    )
     assert record["asked"]["length"] == 16 and record["asked"]["batch"] == 1  # of eight devices
     assert [*chip.Chip("gpu", "gfx942").taking(("auto",)).kernels] == ["newton_schulz"]
     page = write_report(run).read_text()
@@ -51,8 +55,14 @@ def test_a_run_tries_says_keeps_and_goes_on_with_its_verdict(on_a_gpu, tmp_path,
     assert "rounds differently" not in capsys.readouterr().out
     assert tiny_runs.train(run, run__num_steps=3, kernels=("try",), **keys) == cli.DONE
     said = capsys.readouterr().out
-    assert "note: kernels of ours were newton_schulz until step 2, now none: the run rounds differently" in said
-    assert "newton_schulz: XLA's (ours failed: NotImplementedError" in said and read_meta(run, 3)["kernels"] == []
+    assert (
+        "note: kernels of ours were newton_schulz until step 2, now none: the run rounds"
+        " differently" in said
+    )
+    assert (
+        "newton_schulz: XLA's (ours failed: NotImplementedError" in said
+        and read_meta(run, 3)["kernels"] == []
+    )
 
 
 def test_a_config_that_names_kernels_is_not_asked(on_a_gpu):
@@ -75,7 +85,13 @@ def test_the_sizes_are_a_devices_share_of_the_phase_with_most_tokens():
     here = dataclasses.replace(small, mesh=mesh)
     asked = kernels.request(here, 4)
     assert asked["batch"] == 2 and asked["model"]["num_experts"] == small.model.num_experts // 2
-    assert asked["operators"] == ["attention", "cca_mix", "cross_entropy", "grouped_mlp", "residual_norm"]
+    assert asked["operators"] == [
+        "attention",
+        "cca_mix",
+        "cross_entropy",
+        "grouped_mlp",
+        "residual_norm",
+    ]
     cut = dataclasses.replace(small, mesh=dataclasses.replace(small.mesh, data=1, context=2))
     asked = kernels.request(cut, 2)
     assert (asked["length"], asked["whole"]) == (8, 16) and "cca_mix" not in asked["operators"]
@@ -92,7 +108,9 @@ def test_characterize_writes_the_record_and_needs_a_gpu(on_a_gpu, called, monkey
     monkeypatch.setattr(_characterize, "read_config", lambda path: config.check(tiny))
     code, out, _ = called(characterize, "kernels", f"--out={tmp_path / 'out'}")
     record = trial.read(tmp_path / "out" / "kernels.json")
-    assert code == cli.DONE and record["kernels"] == ["newton_schulz"] and trial.words(record) in out
+    assert (
+        code == cli.DONE and record["kernels"] == ["newton_schulz"] and trial.words(record) in out
+    )
     assert "Seconds of one call" in (tmp_path / "out" / "kernels.html").read_text()
     monkeypatch.setattr(trial, "may_be_here", lambda: False)
     code, _, err = called(characterize, "kernels", f"--out={tmp_path / 'out'}")
@@ -100,15 +118,25 @@ def test_characterize_writes_the_record_and_needs_a_gpu(on_a_gpu, called, monkey
 
 
 @pytest.mark.slow
-def test_a_first_hour_on_a_gpu_is_one_command_which_goes_on_past_a_part_that_fails(tmp_path, monkeypatch):
+def test_a_first_hour_on_a_gpu_is_one_command_which_goes_on_past_a_part_that_fails(
+    tmp_path, monkeypatch
+):
     parts = [name for name in gpu.PARTS if "1B" not in name and "100M" not in name]
     assert gpu.main([f"--out={tmp_path}", "--minutes=8", "--parts", *parts]) == 0
     results = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(results) == ["device", *parts] and not any("fault" in results[name] for name in parts)
+    assert list(results) == ["device", *parts] and not any(
+        "fault" in results[name] for name in parts
+    )
     assert all(words.startswith("right") for words in results["golden cases"]["found"].values())
     step = results["training step, 1M"]["found"]
-    assert step["tokens a second"] > 0 and step["peak GB, planned"] > 0 and step["peak GB, compiled"] > 0
-    whole, of = results["resume"]["found"]["equal bit for bit"].removesuffix(" arrays").split(" of ")
+    assert (
+        step["tokens a second"] > 0
+        and step["peak GB, planned"] > 0
+        and step["peak GB, compiled"] > 0
+    )
+    whole, of = (
+        results["resume"]["found"]["equal bit for bit"].removesuffix(" arrays").split(" of ")
+    )
     assert whole == of
     monkeypatch.setattr(gpu, "LEAST", 0.1)
     assert gpu.main([f"--out={tmp_path}", "--minutes=0", "--parts", "resume", "decoding"]) == 1

@@ -1,4 +1,5 @@
-"""The training program as several real processes: the same losses, one writer, one last step, one exit code."""
+"""The training program as several real processes: the same losses, one writer, one last step, one
+exit code."""
 
 import re
 import signal
@@ -14,9 +15,12 @@ from zaya_jax.cluster import beats, multihost
 from zaya_jax.training.workdir import open_workdir
 
 SMALL = tiny_runs.SMALL | {
-    "eval.every": 2, "checkpoint.every_steps": 2, "run.num_steps": 3, "precision.newton_schulz": "float32",
+    "eval.every": 2,
+    "checkpoint.every_steps": 2,
+    "run.num_steps": 3,
+    "precision.newton_schulz": "float32",
     "optim.name": "muon",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -24,7 +28,9 @@ def pretrain(tmp_path):
     """start(workdir, count, devices each, {config key: value}) of the program."""
 
     def call(workdir, count, devices=1, keys=(), **variables):
-        return multiprocess_runs.pretrain(tmp_path, workdir, SMALL | dict(keys), count, devices, variables)
+        return multiprocess_runs.pretrain(
+            tmp_path, workdir, SMALL | dict(keys), count, devices, variables
+        )
 
     return call
 
@@ -52,20 +58,28 @@ def test_two_processes_train_as_one_does(pretrain, tmp_path):
     # The one also saves by the clock of its first process, after the same steps in both.
     (tmp_path / "beats").write_bytes(bytes(2 * beats.SIZE))
     watched = {beats.VARIABLE: str(tmp_path / "beats")}
-    results = done(pretrain(tmp_path / "two", 2, 1, adamw | {"checkpoint.every_minutes": 1e-4}, **watched))
+    results = done(
+        pretrain(tmp_path / "two", 2, 1, adamw | {"checkpoint.every_minutes": 1e-4}, **watched)
+    )
     one = SMALL | adamw | {"data.path": str(tmp_path / "corpus")}
     assert tiny_runs.train(tmp_path / "one", **one) == cli.DONE
     same_training(tiny_runs.lines(tmp_path / "two"), tiny_runs.lines(tmp_path / "one"))
     for index in (0, 1):  # where they were, as they reported it
         last = beats.read(tmp_path / "beats", index)
         assert last and (last.section, last.step) == ("end", 3)
-        assert [one.step for one in last.laps] == [3], last  # the first two compiled, step and evaluation
+        assert [one.step for one in last.laps] == [3], (
+            last
+        )  # the first two compiled, step and evaluation
     assert results[0].out.count("step 3/3") == 1 and "done: 3 steps" in results[0].out
     assert results[1].out == ""
     logs = [tmp_path / "two" / "logs" / f"process-0000{i}.log" for i in (0, 1)]
     assert all("step 3/3" in log.read_text() and "of 2, pid" in log.read_text() for log in logs)
-    there = {path.name for path in (tmp_path / "two").iterdir() if not path.name.startswith("events")}
-    assert there == {path.name for path in (tmp_path / "one").iterdir() if not path.name.startswith("events")}
+    there = {
+        path.name for path in (tmp_path / "two").iterdir() if not path.name.startswith("events")
+    }
+    assert there == {
+        path.name for path in (tmp_path / "one").iterdir() if not path.name.startswith("events")
+    }
     assert len(list((tmp_path / "two").glob("events*"))) == 1
 
 
@@ -80,13 +94,20 @@ def test_two_processes_train_as_one_does(pretrain, tmp_path):
 def test_however_the_mesh_lies_on_the_processes(pretrain, tmp_path, count, devices, mesh):
     keys = {"model.num_attention_heads": 4} | mesh
     done(pretrain(tmp_path / "many", count, devices, keys))
-    done(pretrain(tmp_path / "one", 1, 1, {k: v for k, v in keys.items() if not k.startswith("mesh")}))
+    done(
+        pretrain(
+            tmp_path / "one", 1, 1, {k: v for k, v in keys.items() if not k.startswith("mesh")}
+        )
+    )
     same_training(tiny_runs.lines(tmp_path / "many"), tiny_runs.lines(tmp_path / "one"))
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path):
-    workdir, endless = tmp_path / "run", {"run.num_steps": 100_000, "checkpoint.every_steps": 100_000}
+    workdir, endless = (
+        tmp_path / "run",
+        {"run.num_steps": 100_000, "checkpoint.every_steps": 100_000},
+    )
     with pretrain(workdir, 2, 1, endless) as run:
         run.wait_for("step      3/")
         run.processes[1].send_signal(signal.SIGTERM)
@@ -96,7 +117,9 @@ def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path
     assert match, results[0].out
     step = int(match[1])
     assert match[0] in (workdir / "logs" / "process-00001.log").read_text()
-    assert [path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()] == [str(step)]
+    assert [path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()] == [
+        str(step)
+    ]
     assert read_meta(workdir, step)["step"] == step == tiny_runs.lines(workdir)[-1]["step"]
     for count, devices in ((1, 1), (4, 1)):
         step += 2
@@ -107,11 +130,16 @@ def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("seed", "words"), [(1, "config.run.seed=0 here, but 1 in process 0"), (0, "a file system that all nodes share")]
+    ("seed", "words"),
+    [(1, "config.run.seed=0 here, but 1 in process 0"), (0, "a file system that all nodes share")],
 )
-def test_another_command_or_another_folder_than_the_first_is_refused(tmp_path, monkeypatch, seed, words):
+def test_another_command_or_another_folder_than_the_first_is_refused(
+    tmp_path, monkeypatch, seed, words
+):
     first = config.to_dict(config.Config(run=config.Run(seed=seed)))
-    monkeypatch.setattr(multihost, "from_first", lambda name, function: [str(tmp_path / "run"), first])
+    monkeypatch.setattr(
+        multihost, "from_first", lambda name, function: [str(tmp_path / "run"), first]
+    )
     with pytest.raises(config.UserError, match=words):
         open_workdir(tmp_path / "run", config.Config())
     assert not (tmp_path / "run").exists()

@@ -35,7 +35,8 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def begin(trained, tmp_path, monkeypatch):
-    """begin({key: value}, devices) on a copy of the workdir, or on a new one: UserError, or GoesOn."""
+    """begin({key: value}, devices) on a copy of the workdir, or on a new one: UserError, or
+    GoesOn."""
 
     def stop(*args):
         raise GoesOn
@@ -60,9 +61,15 @@ def refused(begin, keys, devices, new=False):
 def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):
     ocp.save(tmp_path / "theirs", partial.read(trained / "run", "*"))
     for name, place in (("a", trained / "run"), ("b", tmp_path / "theirs")):
-        keys = {"data__path": str(trained / "corpus"), "run__num_steps": 2, "run__init_from": str(place)}
+        keys = {
+            "data__path": str(trained / "corpus"),
+            "run__num_steps": 2,
+            "run__init_from": str(place),
+        }
         assert tiny_runs.train(tmp_path / name, **keys) == cli.DONE
-    ours, theirs = ([x["loss"] for x in tiny_runs.lines(tmp_path / name)[1:]] for name in "ab")  # without step 0
+    ours, theirs = (
+        [x["loss"] for x in tiny_runs.lines(tmp_path / name)[1:]] for name in "ab"
+    )  # without step 0
     assert ours == theirs != [x["loss"] for x in tiny_runs.lines(trained / "run")]
 
 
@@ -70,8 +77,18 @@ def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):
     ("keys", "devices", "words", "way"),
     [
         ({"data.micro_batch": 2}, 4, "set config.data.micro_batch=4", {"data.micro_batch": 4}),
-        ({"mesh.data": 3}, 8, "but there are 8 devices; set config.mesh.data=8 or -1", {"mesh.data": 8}),
-        ({"mesh.expert": 8}, 8, "num_experts=4 does not divide .* give it a divisor of 4", {"mesh.expert": 4}),
+        (
+            {"mesh.data": 3},
+            8,
+            "but there are 8 devices; set config.mesh.data=8 or -1",
+            {"mesh.data": 8},
+        ),
+        (
+            {"mesh.expert": 8},
+            8,
+            "num_experts=4 does not divide .* give it a divisor of 4",
+            {"mesh.expert": 4},
+        ),
     ],
 )
 def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way):
@@ -85,7 +102,15 @@ def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way):
     ("keys", "note"),
     [
         ({"data.micro_batch": 4}, "data.micro_batch (0 before, 4 now): sums have another order"),
-        ({"data.on_corrupt": "skip", "eval.every": 3, "data.workers": 1, "checkpoint.max_failures": 9}, ""),
+        (
+            {
+                "data.on_corrupt": "skip",
+                "eval.every": 3,
+                "data.workers": 1,
+                "checkpoint.max_failures": 9,
+            },
+            "",
+        ),
     ],
 )
 def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, monkeypatch, keys, note):
@@ -98,9 +123,15 @@ def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, monkeypatc
     monkeypatch.setattr(notes, "describe_start", stop)
     shutil.copytree(trained / "run", tmp_path / "run")
     with pytest.raises(GoesOn):
-        tiny_runs.train(tmp_path / "run", **{"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys)
+        tiny_runs.train(
+            tmp_path / "run", **{"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys
+        )
     (text,) = (text for text in said if text.startswith("note: changed"))
-    assert note in text and "learning rate follows the new length" in text and ("order" in text) == bool(note)
+    assert (
+        note in text
+        and "learning rate follows the new length" in text
+        and ("order" in text) == bool(note)
+    )
     recorded = config.editable(read_config(tmp_path / "run"))
     assert {key: recorded[key.split(".")[0]][key.split(".")[1]] for key in keys} == keys
 
@@ -124,7 +155,9 @@ def test_sources_of_a_mixture_may_move_but_not_weigh_otherwise(trained, tmp_path
     for name in "ab":
         shutil.copytree(trained / "corpus", tmp_path / name)
     (tmp_path / "b" / "0.txt").write_text("this one is not in the other\n" * 30)
-    mixture = lambda a, b, weight: {"data.mixture": (f"{tmp_path / a}=0.5", f"{tmp_path / b}={weight}")}  # noqa: E731
+
+    def mixture(a, b, weight):
+        return {"data.mixture": (f"{tmp_path / a}=0.5", f"{tmp_path / b}={weight}")}
 
     def train(steps, *given):
         return tiny_runs.train(tmp_path / "run", **{"run.num_steps": steps}, **mixture(*given))
@@ -132,7 +165,9 @@ def test_sources_of_a_mixture_may_move_but_not_weigh_otherwise(trained, tmp_path
     assert train(2, "a", "b", 0.5) == cli.DONE
     for name in "ab":
         (tmp_path / name).rename(tmp_path / f"new {name}")
-    with pytest.raises(config.UserError, match=r"data\.mixture=\[0\.5, 0\.5\], now it is \[0\.5, 0\.25\]; restore"):
+    with pytest.raises(
+        config.UserError, match=r"data\.mixture=\[0\.5, 0\.5\], now it is \[0\.5, 0\.25\]; restore"
+    ):
         train(4, "new a", "new b", 0.25)
     with pytest.raises(config.UserError, match="the data is not what this run began with"):
         train(4, "new b", "new a", 0.5)
@@ -147,10 +182,13 @@ def test_a_config_is_restored_and_a_shorter_run_is_lengthened(begin):
 
 
 def test_what_has_saved_nothing_may_be_anything(begin, tmp_path):
-    """A first start that failed later than its checks has written a config; the advice to change it can be taken."""
+    """A first start that failed later than its checks has written a config; the advice to change it
+    can be taken."""
     with pytest.raises(GoesOn):
         begin({"run.fork": str(tmp_path / "run")}, new=True)
-    assert (tmp_path / "new" / "config.json").exists() and (tmp_path / "new" / "lineage.json").exists()
+    assert (tmp_path / "new" / "config.json").exists() and (
+        tmp_path / "new" / "lineage.json"
+    ).exists()
     with pytest.raises(GoesOn):
         begin({"run.init_from": str(tmp_path / "run"), "data.seq_len": 64}, new=True)
     assert json.loads((tmp_path / "new" / "config.json").read_text())["data"]["seq_len"] == 64
@@ -158,11 +196,16 @@ def test_what_has_saved_nothing_may_be_anything(begin, tmp_path):
 
 
 def test_phases_that_have_not_begun_may_change(tmp_path):
-    first, other = {"name": "first", "tokens": 2 * 128}, {"tokens": 512, "seq_len": 8, "rope_theta": 77.0}
+    first, other = (
+        {"name": "first", "tokens": 2 * 128},
+        {"tokens": 512, "seq_len": 8, "rope_theta": 77.0},
+    )
 
     def change(before, after, reached):
         old, new = (
-            tiny_runs.settings(schedule__phases=tuple(config.Phase(**phase) for phase in phases), eval__windows=0)
+            tiny_runs.settings(
+                schedule__phases=tuple(config.Phase(**phase) for phase in phases), eval__windows=0
+            )
             for phases in (before, after)
         )
         return check_same(old, new, tmp_path, reached)
@@ -187,7 +230,8 @@ def here(tmp_path, monkeypatch):
 
 def train(workdir=None, **keys):
     return tiny_runs.train(
-        workdir, **{"data__path": f"{cli.__file__[: -len('cli.py')]}optim", "run__num_steps": 2} | keys
+        workdir,
+        **{"data__path": f"{cli.__file__[: -len('cli.py')]}optim", "run__num_steps": 2} | keys,
     )
 
 
@@ -203,7 +247,7 @@ REFUSED = {
     "config.run.init_from=nowhere: nowhere has no checkpoint": {"run__init_from": "nowhere"},
     "nothing://host/x is no folder and no URL": {"checkpoint__durable": "nothing://host/x"},
     "a mixture's source='nowhere' holds no text": {"data__mixture": ("nowhere=1",)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("says", REFUSED)
@@ -230,7 +274,8 @@ def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, mon
 
     monkeypatch.setattr(states, "init", compiled)
     with pytest.raises(
-        UserError, match=rf"init_from(={place}: (nowhere|other) has no|: step 1 of {place} does not fit)"
+        UserError,
+        match=rf"init_from(={place}: (nowhere|other) has no|: step 1 of {place} does not fit)",
     ):
         train(run__init_from=place)
     assert tree(here) == before
@@ -241,14 +286,21 @@ def test_what_was_there_before_a_refused_run_stays(here):
     (here / "runs" / "tiny" / "mine.txt").write_text("x")
     (here / "file").write_text("mine")
     before = tree(here)
-    for place, says in ((None, r"holds mine\.txt"), ("file/a/b", "--workdir=file/a/b cannot be written")):
+    for place, says in (
+        (None, r"holds mine\.txt"),
+        ("file/a/b", "--workdir=file/a/b cannot be written"),
+    ):
         with pytest.raises(UserError, match=says):
             train(place)
     assert tree(here) == before
 
 
 def test_a_loss_that_is_no_number_is_not_done(capsys):
-    assert figures.final_code({"loss": 2.0, "eval/loss": 1.0}, 0, 3) == figures.final_code({}, 2, 3) == cli.DONE
+    assert (
+        figures.final_code({"loss": 2.0, "eval/loss": 1.0}, 0, 3)
+        == figures.final_code({}, 2, 3)
+        == cli.DONE
+    )
     for last in ({"loss": math.nan}, {"loss": 1.0, "eval/loss": math.inf}):
         assert figures.final_code(last, 0, 3) == cli.UNHEALTHY
         assert "is not finite" in capsys.readouterr().out

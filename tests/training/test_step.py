@@ -1,4 +1,5 @@
-"""The compiled training step: what crosses devices and when, and that pieces of a batch add up to the batch."""
+"""The compiled training step: what crosses devices and when, and that pieces of a batch add up to
+the batch."""
 
 import collections
 import functools
@@ -18,14 +19,22 @@ from zaya_jax.training import step as steps
 SETTINGS = config.check(
     {
         "model": dict(
-            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, moe_intermediate_size=16, num_experts=4, router_hidden_size=8, pad_token_id=None,
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            moe_intermediate_size=16,
+            num_experts=4,
+            router_hidden_size=8,
+            pad_token_id=None,
         ),
         "precision": {"compute": "float32", "newton_schulz": "float32", "matmul": "highest"},
         "data": {"seq_len": 16},
         "optim": {"newton_schulz_steps": 1},  # five compile longer
     }
-)  # fmt: skip
+)
 ROWS, LENGTH = 16, 16
 
 
@@ -37,9 +46,12 @@ def batch(rng):
     mask = (np.arange(LENGTH) < rng.integers(0, LENGTH + 1, (ROWS, 1))).astype(np.float32)
     mask[3] = 0
     return {
-        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments,
-        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)), "loss_mask": mask,
-    }  # fmt: skip
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": segments,
+        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
+        "loss_mask": mask,
+    }
 
 
 @functools.cache
@@ -56,14 +68,19 @@ def run(num_devices, micro_batches):
     state = states.init(SETTINGS, optimizer, mesh)
     rng, figures = np.random.default_rng(0), []
     for _ in range(2):
-        state, found = step(state, steps.put_batch(mesh, batch(rng), micro_batches), np.float32(1e-3))
+        state, found = step(
+            state, steps.put_batch(mesh, batch(rng), micro_batches), np.float32(1e-3)
+        )
         figures.append(jax.device_get(found))
     return jax.device_get(state["params"]), figures
 
 
-@pytest.mark.parametrize(("pieces", "whole"), [((8, 2), (8, 1)), pytest.param((2, 4), (1, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("pieces", "whole"), [((8, 2), (8, 1)), pytest.param((2, 4), (1, 1), marks=pytest.mark.slow)]
+)
 def test_micro_batches_add_up_to_the_batch(pieces, whole):
-    """On the devices, and with the programs, of the tests below; tests/parallel compares devices with one."""
+    """On the devices, and with the programs, of the tests below; tests/parallel compares devices
+    with one."""
     (params, figures), whole = run(*pieces), run(*whole)
     for ours, theirs in zip(figures, whole[1], strict=True):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
@@ -76,20 +93,26 @@ def test_micro_batches_add_up_to_the_batch(pieces, whole):
 
 
 def test_shapes_are_known_without_a_program_of_fresh_weights(monkeypatch):
-    """That program has a compiler option of its own where XLA_FLAGS has none; a traced one may have none."""
+    """That program has a compiler option of its own where XLA_FLAGS has none; a traced one may have
+    none."""
     monkeypatch.setenv("XLA_FLAGS", "")
     mesh, optimizer, _ = program(1)
     like, made = states.abstract(SETTINGS, optimizer, mesh), states.init(SETTINGS, optimizer, mesh)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), like) == jax.tree.map(lambda x: (x.shape, x.dtype), made)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), like) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), made
+    )
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """(optimizer, the step's program on eight devices by its number of micro-batches): those that run above."""
+    """(optimizer, the step's program on eight devices by its number of micro-batches): those that
+    run above."""
     mesh, optimizer, step = program(8)
     state = states.init(SETTINGS, optimizer, mesh)
     likes = {n: steps.put_batch(mesh, batch(np.random.default_rng(0)), n) for n in (2, 1)}
-    return optimizer, {n: step.lower(state, x, np.float32(1e-3)).compile() for n, x in likes.items()}
+    return optimizer, {
+        n: step.lower(state, x, np.float32(1e-3)).compile() for n, x in likes.items()
+    }
 
 
 def test_every_product_and_every_transfer_says_what_it_belongs_to(compiled):
@@ -98,7 +121,15 @@ def test_every_product_and_every_transfer_says_what_it_belongs_to(compiled):
         for i in instructions:
             scope = hlo.scope_of(i.op_name) if i.op_name else "?"  # the compiler's own
             found.setdefault(scope, collections.Counter())[i.op] += 1
-    heavy = {"dot", "convolution", "custom-call", "all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
+    heavy = {
+        "dot",
+        "convolution",
+        "custom-call",
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+    }
     kinds = {scope: {op for op in ops if op in heavy} for scope, ops in found.items()}
     for scope in ("embed", "cca", "router", "experts", "head", "optimizer", "balance"):
         assert any(name.split("/")[0] == scope for name in found), scope
@@ -114,12 +145,16 @@ def test_no_weight_crosses_devices_inside_the_accumulation(compiled):
     found = {}
     for micro_batches, program in programs.items():
         collectives = hlo.collectives(program)
-        assert not [c for c in collectives if c.in_loop and not c.scalar], "a weight is reduced once a micro-batch"
+        assert not [c for c in collectives if c.in_loop and not c.scalar], (
+            "a weight is reduced once a micro-batch"
+        )
         found[micro_batches] = sorted((c.kind, c.bytes) for c in collectives if not c.scalar)
-    # The compiler sums scalars together with other small arrays, and two micro-batches have ten scalars more.
+    # The compiler sums scalars together with other small arrays, and two micro-batches have ten
+    # scalars more.
     assert [kind for kind, _ in found[1]] == [kind for kind, _ in found[2]]
     assert all(abs(a - b) < 256 for (_, a), (_, b) in zip(found[1], found[2], strict=True)), found
-    # One reduce-scatter and one all-gather a bucket that is not small, and the small ones together in one sum each way.
+    # One reduce-scatter and one all-gather a bucket that is not small, and the small ones together
+    # in one sum each way.
     travel = [b for b in optimizer.layout.matrices.values() if not b.together]
     for kind in ("reduce-scatter", "all-gather"):
         assert sum(k == kind for k, _ in found[1]) == len(travel) + 1

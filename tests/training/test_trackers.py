@@ -1,4 +1,5 @@
-"""A run's figures with trackers: stand-ins for their packages, and the packages themselves where they are installed."""
+"""A run's figures with trackers: stand-ins for their packages, and the packages themselves where
+they are installed."""
 
 import dataclasses
 import json
@@ -53,7 +54,9 @@ def test_tensorboard_drops_the_steps_that_come_again(reached, dropped_from, tmp_
         content = content[16 + size :]
     (start,) = [event.step for event in found if event.session_log.status == SessionLog.START]
     assert start == dropped_from  # also of a run that was killed before it had saved anything
-    assert [event.step for event in found if event.HasField("summary")] == [reached + 1] * len(FIGURES)
+    assert [event.step for event in found if event.HasField("summary")] == [reached + 1] * len(
+        FIGURES
+    )
 
 
 def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, capsys, monkeypatch):
@@ -65,7 +68,9 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, ca
         own.append((step, figures["loss"]))
         assert step < 3, "no disk"
 
-    monkeypatch.setattr(tiny_runs.run_lib, "train", lambda *a, f=tiny_runs.run_lib.train: f(*a, fails_at_3))
+    monkeypatch.setattr(
+        tiny_runs.run_lib, "train", lambda *a, f=tiny_runs.run_lib.train: f(*a, fails_at_3)
+    )
     assert tiny_runs.train(tmp_path / "run", run__num_steps=4, **keys) == cli.DONE
     assert tiny_runs.train(tmp_path / "run", run__num_steps=6, **keys) == cli.DONE
     written = tiny_runs.lines(tmp_path / "run")
@@ -77,7 +82,9 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, ca
     assert wandb[5] == wandb[-1] == ("end", cli.DONE)
     assert own == [(x["step"], x["loss"]) for x in written[:3]] + [(5, written[4]["loss"])]
     said = capsys.readouterr().out
-    assert said.count("warning: the tracker function fails") == 2 and "AssertionError: no disk" in said
+    assert (
+        said.count("warning: the tracker function fails") == 2 and "AssertionError: no disk" in said
+    )
     assert said.count("warning: the tracker trackio fails") == 2
 
 
@@ -92,10 +99,16 @@ def test_the_end_tells_whether_a_run_goes_on_and_comes_once(wandb, tmp_path):
         found = opened(tmp_path, "wandb")
         found.end(code)
         found.end()
-    assert [x for x in wandb if x[0] != "init"] == [("preempting",), ("end", cli.PREEMPTED), ("end", cli.UNHEALTHY)]
+    assert [x for x in wandb if x[0] != "init"] == [
+        ("preempting",),
+        ("end", cli.PREEMPTED),
+        ("end", cli.UNHEALTHY),
+    ]
 
 
-def test_a_tracker_that_hangs_holds_up_no_step_and_its_end_is_waited_for_only_so_long(tmp_path, monkeypatch, capsys):
+def test_a_tracker_that_hangs_holds_up_no_step_and_its_end_is_waited_for_only_so_long(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(trackers, "PATIENCE", 0.1)
     monkeypatch.setattr(trackers, "_tensorboard", lambda *_: (lambda *_: None, lambda code: None))
     release = threading.Event()
@@ -126,20 +139,47 @@ def written_in_two_starts(folder, name):
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_the_packages_themselves_have_the_run_once(name, tmp_path, monkeypatch):
     package = pytest.importorskip(name)
-    code = f"import test_trackers as t, pathlib; t.written_in_two_starts(pathlib.Path('run'), '{name}')"
-    offline = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/ml", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    offline |= {"TRACKIO_DIR": str(tmp_path / "tr"), "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = (
+        "import test_trackers as t, pathlib; t.written_in_two_starts(pathlib.Path('run'),"
+        f" '{name}')"
+    )
+    offline = {
+        "WANDB_MODE": "offline",
+        "MLFLOW_TRACKING_URI": f"file:{tmp_path}/ml",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }
+    offline |= {
+        "TRACKIO_DIR": str(tmp_path / "tr"),
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     for variable, value in offline.items():
         monkeypatch.setenv(variable, value)
     (tmp_path / "run").mkdir()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
     assert b"warning: the tracker" not in done.stdout and not done.returncode, done
     if name == "wandb":
-        assert len(list(tmp_path.glob(f"run/wandb/offline-run-*-{(tmp_path / 'run/tracker.id').read_text()}"))) == 2
+        assert (
+            len(
+                list(
+                    tmp_path.glob(
+                        f"run/wandb/offline-run-*-{(tmp_path / 'run/tracker.id').read_text()}"
+                    )
+                )
+            )
+            == 2
+        )
     elif name == "trackio":
         with sqlite3.connect(tmp_path / "tr" / "zaya_jax.db") as base:
-            found = base.execute("select run_name, step, metrics from metrics order by id").fetchall()
-        assert len({run for run, *_ in found}) == 1 and [step for _, step, _ in found] == [1, 2, 2, 3]
+            found = base.execute(
+                "select run_name, step, metrics from metrics order by id"
+            ).fetchall()
+        assert len({run for run, *_ in found}) == 1 and [step for _, step, _ in found] == [
+            1,
+            2,
+            2,
+            3,
+        ]
         assert all(json.loads(figures)["loss"] == step for _, step, figures in found)
     else:
         client = package.MlflowClient()
@@ -148,7 +188,9 @@ def test_the_packages_themselves_have_the_run_once(name, tmp_path, monkeypatch):
         assert [x.step for x in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::ResourceWarning"
+)
 def test_a_full_disk_ends_tensorboard_and_blocks_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

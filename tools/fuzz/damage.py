@@ -8,21 +8,77 @@ from typing import Any
 from hypothesis import strategies as st
 
 CONTENTS = (
-    b"", b"\0" * 64, b"{}", b"[]", b"null", b"1e999", b"[" * 3000, b'{"a": NaN}', b"\xff\xfe", b'"x"', b'{"step": -1}',
-    b"{'a': 1}", b'{"model_type": "zaya"}', b"\n\n", b'{"": {"": {}}}', b"<html>",
-)  # fmt: skip
+    b"",
+    b"\0" * 64,
+    b"{}",
+    b"[]",
+    b"null",
+    b"1e999",
+    b"[" * 3000,
+    b'{"a": NaN}',
+    b"\xff\xfe",
+    b'"x"',
+    b'{"step": -1}',
+    b"{'a': 1}",
+    b'{"model_type": "zaya"}',
+    b"\n\n",
+    b'{"": {"": {}}}',
+    b"<html>",
+)
 # Values for a place of a JSON file: of another type, or beyond any sensible number.
 VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**31, 2**64, 10**30, 1.5, 1e300, float("nan"), float("inf"), "", "x", "\u00fc", "../x",
-    "\ud800", [], [1], ["x"], [[1]], {}, {"x": 1}, [None], [-1, 0], [10**12, 10**12], "float32", "NaN",
-)  # fmt: skip
-KINDS = ("flip", "cut", "grow", "content", "json", "json", "json", "gone", "folder", "link", "twice", "swap")
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**64,
+    10**30,
+    1.5,
+    1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "\u00fc",
+    "../x",
+    "\ud800",
+    [],
+    [1],
+    ["x"],
+    [[1]],
+    {},
+    {"x": 1},
+    [None],
+    [-1, 0],
+    [10**12, 10**12],
+    "float32",
+    "NaN",
+)
+KINDS = (
+    "flip",
+    "cut",
+    "grow",
+    "content",
+    "json",
+    "json",
+    "json",
+    "gone",
+    "folder",
+    "link",
+    "twice",
+    "swap",
+)
 
 
 @st.composite
 def damages(draw: Any, folder: Path, only: tuple[str, ...] = ()) -> tuple:
-    """(file, what, how) of one damage to a folder, to one of these files alone if some are named."""
-    files = list(only) or sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    """(file, what, how) of one damage to a folder, to one of these files alone if some are
+    named."""
+    files = list(only) or sorted(
+        str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()
+    )
     # Small files decide how the large ones are read, and there are fewer of them.
     named = [f for f in files if not f.split("/")[-1].startswith("c") or f.endswith(".json")]
     file = draw(st.one_of(st.sampled_from(files), st.sampled_from(named or files)))
@@ -76,7 +132,8 @@ def copied(folder: Path, target: Path) -> Path:
 
 
 def _json(raw: bytes, place: int, value: Any) -> bytes:
-    """JSON (or its first line) with another value, or none, in one place; anything else becomes the value."""
+    """JSON (or its first line) with another value, or none, in one place; anything else becomes the
+    value."""
     first, newline, rest = raw.partition(b"\n") if raw.count(b"}\n{") else (raw, b"", b"")
     try:
         tree = json.loads(first)

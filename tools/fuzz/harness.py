@@ -1,4 +1,5 @@
-"""Calls a program, in this process through its own main or in a process of its own, and checks how it ends.
+"""Calls a program, in this process through its own main or in a process of its own, and checks how
+it ends.
 
 ended = call("generate", ["--model=x"], cwd)       code, output, and whether the tree is unchanged
 ended.check()                                        the promise: see there
@@ -27,12 +28,17 @@ from zaya_jax.hardware import host
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = int(os.environ.get("EXAMPLES", "1000"))
 search = settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    print_blob=True,
 )
 
 
 class Accepted(BaseException):
-    """Raised by a test in the place where a program has found nothing wrong and would begin its work."""
+    """Raised by a test in the place where a program has found nothing wrong and would begin its
+    work."""
 
 
 @dataclasses.dataclass
@@ -46,8 +52,12 @@ class Ended:
     changed: list[str]
 
     def check(self, codes: tuple[int, ...] = (0, 2, 4)) -> "Ended":
-        """Exit code 0, 2 or 4; at most two lines on stderr; no traceback; after a 2 everything is as it was."""
-        words = f"{self.what}\ncode {self.code}, stdout {self.out[-500:]!r}, stderr {self.err[-3000:]!r}"
+        """Exit code 0, 2 or 4; at most two lines on stderr; no traceback; after a 2 everything is
+        as it was."""
+        words = (
+            f"{self.what}\ncode {self.code}, stdout {self.out[-500:]!r}, stderr"
+            f" {self.err[-3000:]!r}"
+        )
         assert self.code in codes, words
         assert stat.S_ISCHR(os.stat(os.devnull).st_mode), words  # root can replace it
         lines = self.err.splitlines()
@@ -60,7 +70,8 @@ class Ended:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A folder for a while, in memory where there is such a place: fsync on a disk would be most of the time."""
+    """A folder for a while, in memory where there is such a place: fsync on a disk would be most of
+    the time."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as here:
         yield Path(here)
@@ -94,9 +105,13 @@ def call_process(program: str, options: list[str], sandbox: Path, seconds: float
     """Starts a program as a person does."""
     before = tree(sandbox)
     done = subprocess.run(
-        [sys.executable, "-m", f"experiments.{program}", *options], cwd=sandbox, capture_output=True,
-        timeout=seconds, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", f"experiments.{program}", *options],
+        cwd=sandbox,
+        capture_output=True,
+        timeout=seconds,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
     out, err = (raw.decode(errors="replace") for raw in (done.stdout, done.stderr))
     return Ended(f"{program} {options}", done.returncode, out, err, _changes(before, tree(sandbox)))
 
@@ -116,7 +131,13 @@ def _call(program: str, run: Any, options: list[str], sandbox: Path) -> Ended:
         raise
     finally:
         os.chdir(where)
-    return Ended(f"{program} {options}", code, out.getvalue(), err.getvalue(), _changes(before, tree(sandbox)))
+    return Ended(
+        f"{program} {options}",
+        code,
+        out.getvalue(),
+        err.getvalue(),
+        _changes(before, tree(sandbox)),
+    )
 
 
 def _run(program: str, module: Any, options: list[str]) -> int:
@@ -126,4 +147,6 @@ def _run(program: str, module: Any, options: list[str]) -> int:
 
 
 def _changes(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
-    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )

@@ -1,4 +1,5 @@
-"""Places of every kind for programs to be sent to: files, folders, links, addresses, and a run's folder."""
+"""Places of every kind for programs to be sent to: files, folders, links, addresses, and a run's
+folder."""
 
 import functools
 import json
@@ -14,23 +15,52 @@ from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.training.workdir import open_workdir
 
-URLS = ("nothing://host/x", "://", "s3://", "s3:/x", "file:///dev/null/x", "memory://x", "a=b", "=", "=1", "a=nan")
+URLS = (
+    "nothing://host/x",
+    "://",
+    "s3://",
+    "s3:/x",
+    "file:///dev/null/x",
+    "memory://x",
+    "a=b",
+    "=",
+    "=1",
+    "a=nan",
+)
 MODEL = Model(
-    vocab_size=264, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
-    moe_intermediate_size=4, num_experts=2, router_hidden_size=4, max_position_embeddings=64, initializer_range=0.5,
-)  # fmt: skip
+    vocab_size=264,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    moe_intermediate_size=4,
+    num_experts=2,
+    router_hidden_size=4,
+    max_position_embeddings=64,
+    initializer_range=0.5,
+)
 
 
 @functools.cache
 def places(sandbox: Path) -> tuple[str, ...]:
     """Paths of every kind in a sandbox that `make_places` has filled."""
     here = sorted(str(path) for path in sandbox.iterdir())
-    odd = ["/dev/null", "/dev/null/x", "/proc/self/mem", ".", "nowhere", "n" * 300, "d/" * 2000 + "d"]
+    odd = [
+        "/dev/null",
+        "/dev/null/x",
+        "/proc/self/mem",
+        ".",
+        "nowhere",
+        "n" * 300,
+        "d/" * 2000 + "d",
+    ]
     return (*here, *(path + "/" for path in here), *odd, *URLS, *(Path(path).name for path in here))
 
 
 def make_places(sandbox: Path) -> None:
-    """A text, an empty file, noise, a folder of texts, an empty folder, links to all and to nothing, no permissions."""
+    """A text, an empty file, noise, a folder of texts, an empty folder, links to all and to
+    nothing, no permissions."""
     text = "".join(f"line {i}, {i * i % 97}\n" for i in range(400))
     (sandbox / "text.txt").write_text(text)
     (sandbox / "empty.txt").write_bytes(b"")
@@ -65,16 +95,35 @@ def make_run(folder: Path) -> Path:
     saved = store.Store(workdir)
     figures = {"loss": 2.0, "eval/loss": 2.0}
     for step in (2,):
-        saved.save(step, state, {
-            "step": step, "tokens": 32 * step, "config": config.to_dict(checked), "metrics": figures, "data": {},
-            "tokenizer": tokenizers.load("bytes").sha256, "version": "0",
-        })  # fmt: skip
+        saved.save(
+            step,
+            state,
+            {
+                "step": step,
+                "tokens": 32 * step,
+                "config": config.to_dict(checked),
+                "metrics": figures,
+                "data": {},
+                "tokenizer": tokenizers.load("bytes").sha256,
+                "version": "0",
+            },
+        )
     saved.close()
     lines = [
-        {"step": i + 1, "loss": 5.0 - i, "lr": 0.1, "grad_norm": 1.0, "step_seconds": 0.1, "tokens_per_second": 9.0,
-         "load": [[0.5, 0.4, 0.1]], "load_entropy": [0.9], "eval/loss": 5.0, "tokens": 32 * i}
+        {
+            "step": i + 1,
+            "loss": 5.0 - i,
+            "lr": 0.1,
+            "grad_norm": 1.0,
+            "step_seconds": 0.1,
+            "tokens_per_second": 9.0,
+            "load": [[0.5, 0.4, 0.1]],
+            "load_entropy": [0.9],
+            "eval/loss": 5.0,
+            "tokens": 32 * i,
+        }
         for i in range(2)
-    ]  # fmt: skip
+    ]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (workdir / "environment.json").write_text('{"device": "cpu", "jax": "0"}')
     (workdir / "sample.txt").write_text("def f():")

@@ -12,16 +12,60 @@ from test_workdirs import NUMBERS, TEXTS
 
 from zaya_jax.data import prepare_task
 
-SMALL = ("characterize", "storage", "--data=prepared", "--out=new", "--seconds=0.1", "--rows=2", "--seq_len=16")
+SMALL = (
+    "characterize",
+    "storage",
+    "--data=prepared",
+    "--out=new",
+    "--seconds=0.1",
+    "--rows=2",
+    "--seq_len=16",
+)
 FLAGS = {
-    "characterize": ("data", "out", "iops_budget", "seconds", "rows", "seq_len", "global_batch", "step_seconds"),
-    "prepare_data": (
-        "input", "tokenizer", "train_bpe", "out", "text_field", "context", "held_out", "skip_bad", "processes",
-        "part_mib", "verify", "part", "merge",
+    "characterize": (
+        "data",
+        "out",
+        "iops_budget",
+        "seconds",
+        "rows",
+        "seq_len",
+        "global_batch",
+        "step_seconds",
     ),
-}  # fmt: skip
-BRIEF = ("-1", "0", "nan", "inf", "-inf", "1e999", "", "x", "0x10", "0.1", "1", "1.5")  # it measures for so long
-PATHS, WORDS = ("data", "out", "input", "tokenizer", "verify"), ("text_field", "skip_bad", "part", "merge")
+    "prepare_data": (
+        "input",
+        "tokenizer",
+        "train_bpe",
+        "out",
+        "text_field",
+        "context",
+        "held_out",
+        "skip_bad",
+        "processes",
+        "part_mib",
+        "verify",
+        "part",
+        "merge",
+    ),
+}
+BRIEF = (
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "",
+    "x",
+    "0x10",
+    "0.1",
+    "1",
+    "1.5",
+)  # it measures for so long
+PATHS, WORDS = (
+    ("data", "out", "input", "tokenizer", "verify"),
+    ("text_field", "skip_bad", "part", "merge"),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,7 +100,11 @@ def options_of(program, sandbox):
         if name in PATHS:
             return new if name == "out" else place
         numbers = st.one_of(st.sampled_from(NUMBERS), st.integers(-3, 300).map(str))
-        return st.sampled_from({"seconds": BRIEF}.get(name, TEXTS)) if name in (*WORDS, "seconds") else numbers
+        return (
+            st.sampled_from({"seconds": BRIEF}.get(name, TEXTS))
+            if name in (*WORDS, "seconds")
+            else numbers
+        )
 
     value = {name: of(name) for name in FLAGS[program]}
     return st.lists(st.sampled_from(FLAGS[program]), max_size=3, unique=True).flatmap(
@@ -65,8 +113,16 @@ def options_of(program, sandbox):
 
 
 def check_options(sandbox, program, found):
-    base = {"input": "texts", "out": "new"} if program == "prepare_data" and "verify" not in found else {}
-    base = dict(word.removeprefix("--").split("=") for word in SMALL[2:]) if program == "characterize" else base
+    base = (
+        {"input": "texts", "out": "new"}
+        if program == "prepare_data" and "verify" not in found
+        else {}
+    )
+    base = (
+        dict(word.removeprefix("--").split("=") for word in SMALL[2:])
+        if program == "characterize"
+        else base
+    )
     options = [f"--{name}={value}" for name, value in {**base, **found}.items()]
     with folder() as elsewhere:
         here = copied(sandbox, elsewhere / "here")
@@ -82,10 +138,12 @@ def test_any_options_end_in_a_line(sandbox, data, program):
 
 
 ON_PREPARED = (
-    SMALL, ("prepare_data", "--verify=prepared"), ("prepare_data", "--input=texts", "--out=prepared"),
+    SMALL,
+    ("prepare_data", "--verify=prepared"),
+    ("prepare_data", "--input=texts", "--out=prepared"),
     ("prepare_data", "--input=prepared", "--out=new"),
     ("prepare_data", "--input=texts", "--tokenizer=prepared/tokenizer", "--out=new"),
-)  # fmt: skip
+)
 
 
 def check_damaged(sandbox, command, found):
@@ -100,5 +158,9 @@ def check_damaged(sandbox, command, found):
 @given(data=st.data(), command=st.sampled_from(ON_PREPARED))
 @search
 def test_a_damaged_prepared_directory_ends_in_a_line(sandbox, data, command):
-    found = data.draw(st.lists(damages(sandbox / "prepared"), min_size=1, max_size=3, unique_by=lambda one: one[0]))
+    found = data.draw(
+        st.lists(
+            damages(sandbox / "prepared"), min_size=1, max_size=3, unique_by=lambda one: one[0]
+        )
+    )
     check_damaged(sandbox, command, found)

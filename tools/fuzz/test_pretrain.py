@@ -1,4 +1,5 @@
-"""pretrain under generated keys: from a config file, from the command line, one bad key or several good ones."""
+"""pretrain under generated keys: from a config file, from the command line, one bad key or several
+good ones."""
 
 import functools
 import json
@@ -19,11 +20,22 @@ from zaya_jax.training import notes
 from zaya_jax.training import state as states
 
 SMALL = {
-    "model.vocab_size": 264, "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8,
-    "model.moe_intermediate_size": 32, "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 32,
-    "data.global_batch": 8, "eval.windows": 4, "log.sample_tokens": 4, "optim.name": "adamw", "run.num_steps": 2,
-    "data.path": "texts", "name": "small",
-}  # fmt: skip
+    "model.vocab_size": 264,
+    "model.hidden_size": 32,
+    "model.num_hidden_layers": 1,
+    "model.head_dim": 8,
+    "model.moe_intermediate_size": 32,
+    "model.num_experts": 4,
+    "model.router_hidden_size": 8,
+    "data.seq_len": 32,
+    "data.global_batch": 8,
+    "eval.windows": 4,
+    "log.sample_tokens": 4,
+    "optim.name": "adamw",
+    "run.num_steps": 2,
+    "data.path": "texts",
+    "name": "small",
+}
 # As a config file does it that builds its values by itself: no types are checked on the way.
 FILE = """
 from ml_collections import ConfigDict
@@ -82,7 +94,9 @@ def check(sandbox, values, options=(), devices=1, workdir="run"):
         ended = call("pretrain", [f"--config={elsewhere}/config.py", *there, *options], sandbox)
         ended.check()
         if ended.code == cli.BAD_INPUT:
-            assert [path.name for path in elsewhere.iterdir() if path.name != "__pycache__"] == ["config.py"]
+            assert [path.name for path in elsewhere.iterdir() if path.name != "__pycache__"] == [
+                "config.py"
+            ]
     shutil.rmtree(sandbox / "runs", ignore_errors=True)
     return ended
 
@@ -91,7 +105,12 @@ def test_what_is_sound_is_accepted_and_what_is_not_is_found(sandbox):
     assert check(sandbox, {}).code == check(sandbox, {}, workdir=None).code == cli.DONE
     assert check(sandbox, {"optim.lr": -1.0}).code == cli.BAD_INPUT
     changed = Ended("x", cli.BAD_INPUT, "", "error: x", ["left"])
-    for bad in (changed, Ended("", 1, "", "", []), Ended("", 0, "", "a\nb\nc", []), Ended("", 2, "", "x", [])):
+    for bad in (
+        changed,
+        Ended("", 1, "", "", []),
+        Ended("", 0, "", "a\nb\nc", []),
+        Ended("", 2, "", "x", []),
+    ):
         with pytest.raises(AssertionError):
             bad.check()
 
@@ -112,7 +131,9 @@ def test_any_keys_end_in_a_line(until_it_would_trace, sandbox, data, devices):
 
 @search
 @given(data=st.data(), devices=DEVICES)
-def test_keys_that_are_good_by_themselves_end_in_a_line(until_it_would_trace, sandbox, data, devices):
+def test_keys_that_are_good_by_themselves_end_in_a_line(
+    until_it_would_trace, sandbox, data, devices
+):
     check(sandbox, data.draw(some_keys(sandbox, good, 5)), devices=devices)
 
 
@@ -125,9 +146,21 @@ def test_any_command_line_ends_in_a_line(until_it_would_trace, sandbox, data):
 @functools.cache
 def command_line(sandbox):
     """Options with any value, the config's keys among them; some that no program has."""
-    word = st.one_of(any_of(sandbox).map(str), st.sampled_from(["", "=", "1,2", "(1, 2)", "[", "None", "nan"]))
-    names = st.sampled_from([*(f"config.{key}" for key in sorted(keys())), "workdir", "describe", "config.", "x",
-                             "config.model", "config.data.mixture[0]", "config.schedule.phases[0].tokens"])  # fmt: skip
+    word = st.one_of(
+        any_of(sandbox).map(str), st.sampled_from(["", "=", "1,2", "(1, 2)", "[", "None", "nan"])
+    )
+    names = st.sampled_from(
+        [
+            *(f"config.{key}" for key in sorted(keys())),
+            "workdir",
+            "describe",
+            "config.",
+            "x",
+            "config.model",
+            "config.data.mixture[0]",
+            "config.schedule.phases[0].tokens",
+        ]
+    )
     one = st.builds(lambda name, value: f"--{name}={value}", names, word)
     return st.lists(one, min_size=1, max_size=3)
 
@@ -142,9 +175,13 @@ def any_of(sandbox):
 def test_real_runs_end_in_a_line(sandbox, data):
     """3 is for a loss that is not finite: that the run's figures must show."""
     values = data.draw(some_keys(sandbox, good, 4))
-    # 65,536 experts on eight devices of one machine fill its memory, which no program survives; 16,384 heads, and a
-    # sample of 72,000 tokens, take hours.
-    sized = [key for key in values if key.startswith(("model.", "data.", "eval.", "log.")) and key != "data.seed"]
+    # 65,536 experts on eight devices of one machine fill its memory, which no program survives;
+    # 16,384 heads, and a sample of 72,000 tokens, take hours.
+    sized = [
+        key
+        for key in values
+        if key.startswith(("model.", "data.", "eval.", "log.")) and key != "data.seed"
+    ]
     assume(all(values[key] <= 1000 for key in sized if isinstance(values[key], int)))
     with folder() as elsewhere:
         write(elsewhere / "config.py", {**values, "run.num_steps": 2})

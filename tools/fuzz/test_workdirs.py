@@ -1,4 +1,5 @@
-"""generate and checkpoint under generated options, and on workdirs and model directories with damaged files."""
+"""generate and checkpoint under generated options, and on workdirs and model directories with
+damaged files."""
 
 import functools
 
@@ -14,8 +15,32 @@ from experiments import _generate
 from zaya_jax import config
 from zaya_jax.training import notes
 
-NUMBERS = ("-1", "0", "1", "2", "5", "nan", "inf", "-inf", "1e999", "1e-320", "", "x", "9" * 30, "9" * 5000, "0x10",
-           "1.5", "-0", " 1", "1_0", "\u0661", "4294967295", "4294967296", "1e6", "1000001")  # fmt: skip
+NUMBERS = (
+    "-1",
+    "0",
+    "1",
+    "2",
+    "5",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "1e-320",
+    "",
+    "x",
+    "9" * 30,
+    "9" * 5000,
+    "0x10",
+    "1.5",
+    "-0",
+    " 1",
+    "1_0",
+    "\u0661",
+    "4294967295",
+    "4294967296",
+    "1e6",
+    "1000001",
+)
 CONFIG = """
 import json
 from ml_collections import ConfigDict
@@ -24,7 +49,20 @@ def get_config():
     return config.editable(config.check({"model": MODEL, "name": "small", "run": {"num_steps": 2},
         "data": {"seq_len": 16, "global_batch": 2, "path": "texts"}}))
 """.replace("MODEL", repr(config.to_dict(MODEL)))
-TEXTS = ("", " ", "def ", "\u00fc\u4e16\U0001f600", "\udce9", "\ud800", "a\0b", "x" * 100, "--", "-", "\n", "<|bos|>")
+TEXTS = (
+    "",
+    " ",
+    "def ",
+    "\u00fc\u4e16\U0001f600",
+    "\udce9",
+    "\ud800",
+    "a\0b",
+    "x" * 100,
+    "--",
+    "-",
+    "\n",
+    "<|bos|>",
+)
 
 
 def accepted(*args, **keys):
@@ -64,12 +102,21 @@ def one_device(monkeypatch):
 @functools.cache
 def options_of(command, sandbox):
     """A command line of a program with some of its options, each with any value."""
-    there = st.one_of(st.sampled_from(["run", "run", str(sandbox / "run")]), st.sampled_from(places(sandbox)))
+    there = st.one_of(
+        st.sampled_from(["run", "run", str(sandbox / "run")]), st.sampled_from(places(sandbox))
+    )
     new = st.one_of(st.sampled_from(["new/a/b", "new", "empty"]), st.sampled_from(places(sandbox)))
-    number, words = st.one_of(st.sampled_from(NUMBERS), st.integers().map(str)), st.sampled_from(TEXTS)
+    number, words = (
+        st.one_of(st.sampled_from(NUMBERS), st.integers().map(str)),
+        st.sampled_from(TEXTS),
+    )
     known = {
         "generate": {
-            "model": there, "prompt": words, "prompt_file": there, "num_tokens": number, "temperature": number,
+            "model": there,
+            "prompt": words,
+            "prompt_file": there,
+            "num_tokens": number,
+            "temperature": number,
             "seed": number,
         },
         "inspect": {"workdir": there, "step": number},
@@ -78,10 +125,12 @@ def options_of(command, sandbox):
         "export_params": {"workdir": there, "step": number, "out": new, "dtype": words},
         "from_hf": {"model": there, "workdir": new},
         "to_hf": {"model": there, "out": new, "dtype": words, "shard_gb": number},
-    }[command]  # fmt: skip
+    }[command]
     needed = {"workdir", "from", "to", "out", "model"} & known.keys()
     return st.lists(st.sampled_from(sorted(known)), max_size=3, unique=True).flatmap(
-        lambda names: st.fixed_dictionaries({name: known[name] for name in sorted({*needed, *names})})
+        lambda names: st.fixed_dictionaries(
+            {name: known[name] for name in sorted({*needed, *names})}
+        )
     )
 
 
@@ -115,17 +164,21 @@ def check_damaged(source, command, found):
 
 
 ON_RUNS = (
-    ("generate", "--model=run", "--num_tokens=3"), ("checkpoint", "inspect", "--workdir=run", "--html"),
-    ("checkpoint", "verify", "--workdir=run"), ("checkpoint", "reshard", "--from=run", "--to=new"),
+    ("generate", "--model=run", "--num_tokens=3"),
+    ("checkpoint", "inspect", "--workdir=run", "--html"),
+    ("checkpoint", "verify", "--workdir=run"),
+    ("checkpoint", "reshard", "--from=run", "--to=new"),
     ("checkpoint", "export_params", "--workdir=run", "--out=new"),
     ("checkpoint", "to_hf", "--model=run", "--out=new"),
-)  # fmt: skip
+)
 
 
 @given(data=st.data(), command=st.sampled_from(ON_RUNS))
 @search
 def test_a_damaged_run_ends_in_a_line(source, data, command):
-    found = data.draw(st.lists(damages(source / "run"), min_size=1, max_size=3, unique_by=lambda one: one[0]))
+    found = data.draw(
+        st.lists(damages(source / "run"), min_size=1, max_size=3, unique_by=lambda one: one[0])
+    )
     check_damaged(source, command, found)
 
 

@@ -1,4 +1,5 @@
-"""Values for every key of the config, from its declaration in config/fields.py: a new key is fuzzed by itself.
+"""Values for every key of the config, from its declaration in config/fields.py: a new key is fuzzed
+by itself.
 
 `any_value` may be right or wrong; `good` is within the declared range, borders included.
 """
@@ -17,17 +18,59 @@ from zaya_jax.config import fields
 from zaya_jax.config.fields import item_type, optional_type
 
 ODD: tuple[Any, ...] = (
-    math.nan, math.inf, -math.inf, -0.0, 5e-324, 1e300, 0, 1, -1, 2**31, 2**63, -(2**63) - 1, 10**400, True, False,
-    None, "", " ", "1", "nan", "a\0b", "x\ny", "\u00fc\u4e16\U0001f600", "\ud800", "-", "--", "x" * 5000, b"x", 1.5, [],
-    (), [1], ["a"], {}, {"a": 1}, [[]], [None], "%s%n{0}", "$HOME", "~", "../../../..",
-)  # fmt: skip
+    math.nan,
+    math.inf,
+    -math.inf,
+    -0.0,
+    5e-324,
+    1e300,
+    0,
+    1,
+    -1,
+    2**31,
+    2**63,
+    -(2**63) - 1,
+    10**400,
+    True,
+    False,
+    None,
+    "",
+    " ",
+    "1",
+    "nan",
+    "a\0b",
+    "x\ny",
+    "\u00fc\u4e16\U0001f600",
+    "\ud800",
+    "-",
+    "--",
+    "x" * 5000,
+    b"x",
+    1.5,
+    [],
+    (),
+    [1],
+    ["a"],
+    {},
+    {"a": 1},
+    [[]],
+    [None],
+    "%s%n{0}",
+    "$HOME",
+    "~",
+    "../../../..",
+)
 
 
 @functools.cache
 def odd(sandbox: Path) -> st.SearchStrategy:
     """Values of any kind."""
     return st.one_of(
-        st.sampled_from(ODD), st.sampled_from(places(sandbox)), st.floats(), st.integers(), st.text(max_size=20)
+        st.sampled_from(ODD),
+        st.sampled_from(places(sandbox)),
+        st.floats(),
+        st.integers(),
+        st.text(max_size=20),
     )
 
 
@@ -46,7 +89,11 @@ def any_value(field: dataclasses.Field, sandbox: Path) -> st.SearchStrategy:
     choices = [good(field, sandbox), odd(sandbox)]
     if "range" in field.metadata:
         least, greatest = field.metadata["range"]
-        choices.append(st.sampled_from([least - 1, greatest + 1, math.nextafter(greatest, math.inf), -greatest]))
+        choices.append(
+            st.sampled_from(
+                [least - 1, greatest + 1, math.nextafter(greatest, math.inf), -greatest]
+            )
+        )
     return st.one_of(choices)
 
 
@@ -72,13 +119,21 @@ def _good_item(field: dataclasses.Field, sandbox: Path) -> st.SearchStrategy:
 @functools.cache
 def group(cls: type, sandbox: Path) -> st.SearchStrategy:
     """A group as a dict: some of its keys, each good or odd; required keys are always there."""
-    found = {f.name: any_value(f, sandbox) for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)}
+    found = {
+        f.name: any_value(f, sandbox)
+        for f in dataclasses.fields(cls)
+        if not dataclasses.is_dataclass(f.type)
+    }
     some = st.lists(st.sampled_from(sorted(found)), max_size=4, unique=True).flatmap(
         lambda names: st.fixed_dictionaries({name: found[name] for name in names})
     )
     if cls is not config.Phase:
         return some
-    return st.builds(lambda tokens, more: {"tokens": tokens, **more}, st.sampled_from([256, 300, 2000, 10**6]), some)
+    return st.builds(
+        lambda tokens, more: {"tokens": tokens, **more},
+        st.sampled_from([256, 300, 2000, 10**6]),
+        some,
+    )
 
 
 def keys() -> dict[str, dataclasses.Field]:

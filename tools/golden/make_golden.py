@@ -74,7 +74,9 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 def main() -> None:
     """Makes the model, runs it and writes the case."""
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     args.add_argument("out", type=Path)
     args.add_argument("--seed", type=int, default=0)
     args.add_argument("--batch", type=int, default=2)
@@ -126,10 +128,15 @@ def main() -> None:
     for layer, logits in zip(model.model.layers, out.router_logits, strict=True):
         top = (logits.softmax(-1) + layer.mlp.gate.balancing_biases).topk(2, -1).values
         margins.append((top[:, 0] - top[:, 1]).min().item())
-    print(f"least routing margin {min(margins):.1e} (below 1e-4 rounding could flip a token: take another seed)")
+    print(
+        f"least routing margin {min(margins):.1e} (below 1e-4 rounding could flip a token: take"
+        " another seed)"
+    )
     winners = [r.softmax(-1).argmax(-1) for r in out.router_logits]
     counts = torch.stack([w.bincount(minlength=config.num_experts + 1) for w in winners])
-    print(f"loss {out.loss.item():.6f}; unbiased argmax per layer and expert (last = skip):\n{counts}")
+    print(
+        f"loss {out.loss.item():.6f}; unbiased argmax per layer and expert (last = skip):\n{counts}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the public PyTorch implementation's generations for the left-padded batches of golden cases.
+"""Writes the public PyTorch implementation's generations for the left-padded batches of golden
+cases.
 
     oracle/bin/python tools/golden/make_padded.py base sliding taps mixed
 
-(the environment is make_golden.py's). tests/golden/padded_generation.safetensors then holds, for each case, CASE.ids
-and CASE.mask [2,S], whose rows begin with 5 and 11 padding tokens, and CASE.generated [2,S+12], greedy and cached.
+(the environment is make_golden.py's). tests/golden/padded_generation.safetensors then holds, for
+each case, CASE.ids and CASE.mask [2,S], whose rows begin with 5 and 11 padding tokens, and
+CASE.generated [2,S+12], greedy and cached.
 """
 
 import sys
@@ -24,7 +26,9 @@ def main() -> None:
         model = ZayaForCausalLM.from_pretrained(GOLDEN / case).float().eval()
         weights = load_file(GOLDEN / case / "model.safetensors")
         for i, layer in enumerate(model.model.layers):  # from_pretrained resets the skip expert's
-            layer.mlp.gate.balancing_biases.data.copy_(weights[f"model.layers.{i}.mlp.gate.balancing_biases"])
+            layer.mlp.gate.balancing_biases.data.copy_(
+                weights[f"model.layers.{i}.mlp.gate.balancing_biases"]
+            )
         expected = load_file(GOLDEN / case / "expected.safetensors")
         ids, mask = expected["padded_input_ids"].clone(), expected["padded_mask"].clone()
         ids[1, :11], mask[1, :11] = model.config.pad_token_id, 0

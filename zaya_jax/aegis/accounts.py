@@ -28,25 +28,39 @@ from zaya_jax.aegis.events import Event
 from zaya_jax.cluster.beats import SECTIONS
 
 LABELS = {
-    "step": "training", "start": "starting", "compile": "compiling", "evaluate": "evaluating", "save": "saving",
-    "end": "ending", "redone": "steps done again or left out", "silent": "faults before they were noticed",
-    "stopping": "stopping and waiting", "again": "starting again", "idle": "not supervised", "untold": "not recorded",
-}  # fmt: skip
+    "step": "training",
+    "start": "starting",
+    "compile": "compiling",
+    "evaluate": "evaluating",
+    "save": "saving",
+    "end": "ending",
+    "redone": "steps done again or left out",
+    "silent": "faults before they were noticed",
+    "stopping": "stopping and waiting",
+    "again": "starting again",
+    "idle": "not supervised",
+    "untold": "not recorded",
+}
 USES = tuple(LABELS)
 INTERRUPTIONS = ("died", "hangs", "lost", "found", "border")
 LEAST, SHARE = 10.0, 0.01  # a window's seconds at least, and its share of the start's age
-# Seconds between two windows that are the later one's: they are counted by another clock than events.
+# Seconds between two windows that are the later one's: they are counted by another clock than
+# events.
 GAP = 1.0
 WORDS = {
-    "border": "border of phases, planned", "hangs": "a process hangs", "lost": "a node is lost", "spike": "a spike",
+    "border": "border of phases, planned",
+    "hangs": "a process hangs",
+    "lost": "a node is lost",
+    "spike": "a spike",
     "corrupt": "silent corruption",
-}  # fmt: skip
+}
 DECISIONS = ("spike", "corrupt")  # of the training itself, which goes back
 
 
 @dataclasses.dataclass
 class Piece:
-    """Some seconds with one use; `cause`: to which of the causes they are lost; `steps`: done before, and after."""
+    """Some seconds with one use; `cause`: to which of the causes they are lost; `steps`: done
+    before, and after."""
 
     begin: float
     seconds: float
@@ -65,7 +79,8 @@ class Cause:
 
     @property
     def label(self) -> str:
-        """The cause in a few words: without names and numbers, so that equal ones are counted together."""
+        """The cause in a few words: without names and numbers, so that equal ones are counted
+        together."""
         event = self.event
         if event.concluded and event.kind in ("found", "died"):
             return event.concluded[:60]
@@ -99,7 +114,8 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """The share of the supervised time in steps that counted; NaN where no start reported anything."""
+        """The share of the supervised time in steps that counted; NaN where no start reported
+        anything."""
         totals = self.totals
         whole = sum(totals.values()) - totals["idle"]
         reported = whole - totals["untold"]
@@ -108,7 +124,8 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class CauseRow:
-    """Interruptions of one cause. `detect` and `recover`: median and worst seconds; NaN where none recovered."""
+    """Interruptions of one cause. `detect` and `recover`: median and worst seconds; NaN where none
+    recovered."""
 
     label: str
     group: str
@@ -125,11 +142,14 @@ def by_cause(account: Account) -> list[CauseRow]:
         alike.setdefault((cause.label, cause.event.group), []).append(cause)
     rows = [
         CauseRow(
-            *key, len(causes), sum(cause.lost for cause in causes), _spread([cause.event.seconds for cause in causes]),
+            *key,
+            len(causes),
+            sum(cause.lost for cause in causes),
+            _spread([cause.event.seconds for cause in causes]),
             _spread([cause.recover for cause in causes if cause.recover is not None]),
         )
         for key, causes in alike.items()
-    ]  # fmt: skip
+    ]
     return sorted(rows, key=lambda row: (-row.lost, row.label))
 
 
@@ -138,7 +158,8 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def account_of(events: Sequence[Event]) -> Account | None:
-    """The account of a run's events, which are in order of time; None where no start was recorded."""
+    """The account of a run's events, which are in order of time; None where no start was
+    recorded."""
     starts = [i for i, event in enumerate(events) if event.kind == "started"]
     if not starts:
         return None
@@ -156,7 +177,9 @@ def account_of(events: Sequence[Event]) -> Account | None:
         fault = max(min(began, until), at)
         if pending is not None:
             recovered = _first(mine, "restarted")
-            at = _add(account, at, min(recovered.time, fault) if recovered else fault, "again", pending)
+            at = _add(
+                account, at, min(recovered.time, fault) if recovered else fault, "again", pending
+            )
             if recovered:
                 account.causes[pending].recover = recovered.seconds
                 pending = None
@@ -184,12 +207,25 @@ def account_of(events: Sequence[Event]) -> Account | None:
 
 
 def _first(events: Sequence[Event], *kinds: str) -> Event | None:
-    """The first event of these kinds. An interruption counts only if it names the start that it ended."""
-    return next((e for e in events if e.kind in kinds and (e.kind not in INTERRUPTIONS or "start" in e.facts)), None)
+    """The first event of these kinds. An interruption counts only if it names the start that it
+    ended."""
+    return next(
+        (
+            e
+            for e in events
+            if e.kind in kinds and (e.kind not in INTERRUPTIONS or "start" in e.facts)
+        ),
+        None,
+    )
 
 
 def _add(
-    account: Account, begin: float, end: float, use: str, cause: int | None = None, steps: tuple[int, int] = (-1, -1)
+    account: Account,
+    begin: float,
+    end: float,
+    use: str,
+    cause: int | None = None,
+    steps: tuple[int, int] = (-1, -1),
 ) -> float:
     """Some seconds more; the time that is reached."""
     if end > begin:
@@ -220,7 +256,8 @@ def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> 
 
 
 def _go_back(account: Account, time: float, step: int, cause: int | None) -> None:
-    """The run goes on from this step: later steps that were computed before that time are done again."""
+    """The run goes on from this step: later steps that were computed before that time are done
+    again."""
     pieces: list[Piece] = []
     for piece in account.pieces:
         before, after = piece.steps
@@ -244,7 +281,8 @@ class Spending:
     given = spending.see(section, step, now)      each second or so, of process 0; sometimes the fields of an event
     given = spending.end(now)                     the start has ended
 
-    `now` is of any steady clock. Windows grow with the start's age, so that a month is some thousand lines.
+    `now` is of any steady clock. Windows grow with the start's age, so that a month is some
+    thousand lines.
     """
 
     def __init__(self, now: float, step: int):
@@ -275,8 +313,9 @@ class Spending:
     def _take(self, now: float) -> dict[str, Any]:
         sections = {name: round(seconds, 3) for name, seconds in self._sections.items()}
         given = {
-            "seconds": round(now - self._since, 3), "step": self._step,
+            "seconds": round(now - self._since, 3),
+            "step": self._step,
             "facts": {"sections": sections, "from": self._from},
-        }  # fmt: skip
+        }
         self._since, self._from, self._sections = now, self._step, {}
         return given

@@ -2,9 +2,9 @@
 
     code = agent.run(plan, rank)     until the run has ended, or cannot go on
 
-Members hold a connection to the leader (`cluster.lines`), which sends heartbeats that idle agents answer too. A member
-whose connection breaks is a lost node. Members that lose their leader end with their processes, so that a scheduler can
-start all of them again.
+Members hold a connection to the leader (`cluster.lines`), which sends heartbeats that idle agents
+answer too. A member whose connection breaks is a lost node. Members that lose their leader end with
+their processes, so that a scheduler can start all of them again.
 """
 
 import abc
@@ -45,9 +45,13 @@ class Agent(abc.ABC):
         self.keeper, self.terminal = Keeper(plan.workdir), Terminal()
         self.node = Node(plan, self.selector, self.keeper, self.terminal, self.tell)
         self.digest = _digest(plan)
-        differs = "it has another command or another zaya_jax; start all agents with the same of both"
+        differs = (
+            "it has another command or another zaya_jax; start all agents with the same of both"
+        )
         agents = plan.rules.agents
-        self.door = lines.Door(self.selector, self.digest, agents, differs, self.came, self.hear, self.lost)
+        self.door = lines.Door(
+            self.selector, self.digest, agents, differs, self.came, self.hear, self.lost
+        )
         self.end: tuple[int, str] | None = None
         self._signals: list[int] = []
         self._searches = False  # for its leader: there is nobody to tell of a signal

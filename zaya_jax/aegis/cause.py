@@ -2,11 +2,12 @@
 
     cause = first_end(exits, findings, saved, node_of)
 
-Several processes end for one reason, and the first end may be reported after those that followed from it. Among the
-ends within TOGETHER seconds of the first bad one, the lowest `_rank` began it. A finding explains it: for the codes by
-which all processes end together (a wrong device, the storage) the one that names its process; for a signal only one of
-that process; else the first critical finding, or the first that is no consequence of another. Where two processes each
-say that the other is gone, their connection broke.
+Several processes end for one reason, and the first end may be reported after those that followed
+from it. Among the ends within TOGETHER seconds of the first bad one, the lowest `_rank` began it. A
+finding explains it: for the codes by which all processes end together (a wrong device, the storage)
+the one that names its process; for a signal only one of that process; else the first critical
+finding, or the first that is no consequence of another. Where two processes each say that the other
+is gone, their connection broke.
 """
 
 import dataclasses
@@ -77,13 +78,22 @@ def cause_of(fact: facts.Found, time: float) -> Cause:
     """A finding that ends a start."""
     finding = fact.finding
     return Cause(
-        "found", time, fact.node, finding.process, finding.seen, finding.name, group=finding.group,
+        "found",
+        time,
+        fact.node,
+        finding.process,
+        finding.seen,
+        finding.name,
+        group=finding.group,
         exclude=finding.action == "exclude",
-    )  # fmt: skip
+    )
 
 
-def first_end(exits: Exits, findings: Findings, saved: bool, node_of: Callable[[int], int]) -> Cause:
-    """The end that began it, and the finding that explains it. `saved`: whether this start has made a checkpoint."""
+def first_end(
+    exits: Exits, findings: Findings, saved: bool, node_of: Callable[[int], int]
+) -> Cause:
+    """The end that began it, and the finding that explains it. `saved`: whether this start has made
+    a checkpoint."""
     bad = [e for e in exits if e[1].code not in (DONE, PREEMPTED)] or exits
     together = [e for e in bad if e[0] - bad[0][0] <= TOGETHER]
     time, first = min(together, key=lambda e: (_rank(e[1].code), e[0]))
@@ -110,18 +120,29 @@ def first_end(exits: Exits, findings: Findings, saved: bool, node_of: Callable[[
 
 def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
     follows = log_rules.consequences()
-    found = [e for e in before if e[1].finding.action != "note" and e[1].finding.name not in follows]
+    found = [
+        e for e in before if e[1].finding.action != "note" and e[1].finding.name not in follows
+    ]
     if by_signal(first.code):  # later lines of others follow from it
-        found = [e for e in found if e[1].finding.process in (-1, first.process) and e[1].node == first.node]
+        found = [
+            e
+            for e in found
+            if e[1].finding.process in (-1, first.process) and e[1].node == first.node
+        ]
     # A critical error isolates its host; of those that several see the first counts.
-    worst = [e for e in found if e[1].finding.group == "critical" and e[1].finding.action != "warn"] or found
+    worst = [
+        e for e in found if e[1].finding.group == "critical" and e[1].finding.action != "warn"
+    ] or found
     return min(worst, key=lambda e: e[0], default=(0.0, None))[1]
 
 
 def _accuse_each_other(reported: Iterable[Finding]) -> tuple[int, int] | None:
-    """Two processes that each say that the other is gone, and were there to say so: their connection broke."""
+    """Two processes that each say that the other is gone, and were there to say so: their
+    connection broke."""
     lines = [f for f in reported if f.name == "process gone"]
-    gone = {(f.process, int(other)) for f in lines for other in re.findall(r"process (\d+) on ", f.seen)}
+    gone = {
+        (f.process, int(other)) for f in lines for other in re.findall(r"process (\d+) on ", f.seen)
+    }
     return next(((a, b) for a, b in sorted(gone) if a < b and (b, a) in gone), None)
 
 
@@ -130,7 +151,9 @@ def _name_process(cause: Cause, reported: Iterable[Finding], node_of: Callable[[
     wrong = cause.code == HARDWARE
     cause.group, cause.exclude = ("critical", True) if wrong else ("storage", False)
     cause.concluded = "a device computes wrongly" if wrong else "the storage fails"
-    lines = [f for f in reported if f.group == cause.group and (not wrong or f.name.endswith(WRONG))]
+    lines = [
+        f for f in reported if f.group == cause.group and (not wrong or f.name.endswith(WRONG))
+    ]
     if not lines:
         return
     cause.seen, cause.process = f"{cause.seen}; {lines[-1].seen}", lines[-1].process

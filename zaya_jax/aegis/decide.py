@@ -3,9 +3,10 @@
     decider = Decider(Rules(nodes=2, agents=3, min_nodes=2), now)
     for action in decider.take(facts.Exited(node=1, process=3, code=-9), now): ...
 
-Facts go in with their time, actions come out; docs/aegis.md has the table. A start takes `nodes` of the nodes whose
-agents have come. When a process ends, the others get a moment to end too, since the first end may be reported after
-those that followed from it; then the rest is killed, the cause is named, and the run starts again or ends.
+Facts go in with their time, actions come out; docs/aegis.md has the table. A start takes `nodes` of
+the nodes whose agents have come. When a process ends, the others get a moment to end too, since the
+first end may be reported after those that followed from it; then the rest is killed, the cause is
+named, and the run starts again or ends.
 """
 
 import dataclasses
@@ -19,13 +20,16 @@ from zaya_jax.aegis.cause import COMPUTES_WRONGLY, Cause, by_signal, cause_of, f
 from zaya_jax.aegis.events import Finding
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY
 
-# Seconds that the others have after a process has ended: with these codes they still save, or report an error.
+# Seconds that the others have after a process has ended: with these codes they still save, or
+# report an error.
 PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD_INPUT: 10.0}
 GRACE = 3.0  # with any other: the training's own lines end all within a second or so
 KILLED = 1.0  # where a signal killed it, which nothing that comes later began
 COLLECT = 15.0  # until stacks are there
 STOP = 20.0  # until a killed node says that nothing runs there
-SILENT = 5.0  # until an agent that owes such an answer is given up, where the others suffice for a start
+SILENT = (
+    5.0  # until an agent that owes such an answer is given up, where the others suffice for a start
+)
 LEAVE = 600.0  # until a run that is asked to save has ended
 STORAGE_PAUSE = 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # before the second restart without progress, and at most
@@ -33,7 +37,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # before the second restart without pro
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How many nodes a start has (and at least, where some are lost), of how many agents; restarts without progress."""
+    """How many nodes a start has (and at least, where some are lost), of how many agents; restarts
+    without progress."""
 
     nodes: int
     agents: int
@@ -75,7 +80,8 @@ MAY_FOLLOW = {
 
 
 class Decider:
-    """The state machine: gathering, checking, running, leaving, ending, collecting, stopping, waiting or ended."""
+    """The state machine: gathering, checking, running, leaving, ending, collecting, stopping,
+    waiting or ended."""
 
     def __init__(self, rules: Rules, now: float):
         self.rules = rules
@@ -88,8 +94,12 @@ class Decider:
         self._asked: list[str] = []
         self._failures, self._newest, self._base, self._step = 0, -1, -1, -1
         self._faults: dict[int, int] = {}  # of a node, since the last progress
-        self._tried: set[int] = set()  # codes after which one more start was made, since the last progress
-        self._recovering: tuple[Cause, int] | None = None  # and the step that was reached; until the first new one
+        self._tried: set[int] = (
+            set()
+        )  # codes after which one more start was made, since the last progress
+        self._recovering: tuple[Cause, int] | None = (
+            None  # and the step that was reached; until the first new one
+        )
         self._begin()
 
     def _begin(self) -> None:
@@ -118,8 +128,8 @@ class Decider:
     def gives_up(self, node: int, silent: float) -> bool:
         """Whether an agent that has been silent for so long is lost before its time.
 
-        Only while the run waits for its answer, and where a start can do without it: a node without a spare may come
-        back for as long as answers are waited for.
+        Only while the run waits for its answer, and where a start can do without it: a node without
+        a spare may come back for as long as answers are waited for.
         """
         waits = node in self.nodes and self.state in (S.COLLECTING, S.STOPPING)
         return waits and silent > SILENT and self._can_exclude(node)
@@ -132,7 +142,9 @@ class Decider:
                 self._idle.discard(node)
                 if self.state != S.GATHERING:
                     out = node in self.excluded
-                    self._say("came", node, done="it stays left out" if out else "it waits as a spare")
+                    self._say(
+                        "came", node, done="it stays left out" if out else "it waits as a spare"
+                    )
             case facts.Ready(node):
                 self._idle.add(node)
             case facts.Lost(node, why):
@@ -144,9 +156,15 @@ class Decider:
             case facts.Hung(node, process, seen, concluded, seconds):
                 if self.state in (S.RUNNING, S.LEAVING):
                     self._cause = Cause(
-                        "hangs", self._now - seconds, node, process, seen, concluded, seconds=seconds,
+                        "hangs",
+                        self._now - seconds,
+                        node,
+                        process,
+                        seen,
+                        concluded,
+                        seconds=seconds,
                         group="distributed",
-                    )  # fmt: skip
+                    )
                     self._turn(S.COLLECTING, COLLECT, facts.Order.COLLECT)
             case facts.Collected(text):
                 if self.state == S.COLLECTING and self._cause:
@@ -185,7 +203,11 @@ class Decider:
         self._kill()
 
     def _exited(self, fact: facts.Exited) -> None:
-        if fact.node not in self.nodes or self._killed or self.state not in (S.RUNNING, S.LEAVING, S.ENDING):
+        if (
+            fact.node not in self.nodes
+            or self._killed
+            or self.state not in (S.RUNNING, S.LEAVING, S.ENDING)
+        ):
             return
         patience = PATIENCE.get(fact.code, KILLED if by_signal(fact.code) else GRACE)
         if self.state == S.LEAVING and fact.code == PREEMPTED:
@@ -200,7 +222,9 @@ class Decider:
         self._findings.append((self._now, fact))
         if self.state == S.RUNNING and finding.action in ("restart", "exclude"):
             done = self._act_on(fact)
-        kind = "straggles" if finding.name == "straggler" else "hardware" if finding.device else "log"
+        kind = (
+            "straggles" if finding.name == "straggler" else "hardware" if finding.device else "log"
+        )
         self._say_found(kind, fact.node, finding, done)
 
     def _act_on(self, fact: facts.Found) -> str:
@@ -215,7 +239,9 @@ class Decider:
             self._kill()
             return "restart"
         self._cause.free = True
-        self._turn(S.LEAVING, LEAVE, facts.Order.ASK)  # it computes rightly, so that nothing need be lost
+        self._turn(
+            S.LEAVING, LEAVE, facts.Order.ASK
+        )  # it computes rightly, so that nothing need be lost
         return "restart after saving"
 
     def _stepped(self, step: int) -> None:
@@ -226,15 +252,23 @@ class Decider:
             cause, was = self._recovering
             self._recovering = None
             self._say(
-                "restarted", cause.node, cause.process, step=step, seconds=round(self._now - cause.time, 3),
-                concluded=f"after it {cause.kind}", done=f"start {self.number} goes on", was_at=was,
-            )  # fmt: skip
+                "restarted",
+                cause.node,
+                cause.process,
+                step=step,
+                seconds=round(self._now - cause.time, 3),
+                concluded=f"after it {cause.kind}",
+                done=f"start {self.number} goes on",
+                was_at=was,
+            )
 
     def _ask(self, name: str) -> None:
         self._asked.append(name)
         if len(self._asked) > 1:
             if self.state in LIVE:
-                self._cause = self._cause or Cause("asked", self._now, seen=name, concluded="a second signal")
+                self._cause = self._cause or Cause(
+                    "asked", self._now, seen=name, concluded="a second signal"
+                )
                 self._kill()
             elif self.state != S.STOPPING:
                 self._end(128 + signal.Signals[name], f"{name} a second time")
@@ -256,16 +290,24 @@ class Decider:
             if self.state == S.STOPPING:
                 for node in [n for n in self.nodes if n not in self._idle and n not in self._lost]:
                     self._lost.add(node)
-                    self._say("lost", node, seen=f"no answer within {STOP:g} s of the order to stop")
+                    self._say(
+                        "lost", node, seen=f"no answer within {STOP:g} s of the order to stop"
+                    )
                     self._out.append(facts.Drop(node))
                 return self._conclude()
             if self.state == S.ENDING and {e.code for _, e in self._exits} <= {DONE, PREEMPTED}:
                 ended, still = self._exits[0][1], [n for n in self.nodes if n not in self._idle]
                 self._cause = self._cause or Cause(
-                    "hangs", self._exits[0][0], still[0], group="distributed",
-                    seen=f"runs {PATIENCE[DONE]:g} s after process {ended.process} has ended with {ended.code}",
+                    "hangs",
+                    self._exits[0][0],
+                    still[0],
+                    group="distributed",
+                    seen=(
+                        f"runs {PATIENCE[DONE]:g} s after process {ended.process} has ended with"
+                        f" {ended.code}"
+                    ),
                     seconds=self._now - self._exits[0][0],
-                )  # fmt: skip
+                )
             return self._kill()
         if self.state == S.WAITING and late:
             self._turn(S.GATHERING, self.rules.join)
@@ -290,10 +332,14 @@ class Decider:
             self._idle -= set(there)
             self._turn(S.RUNNING, 0.0, facts.Start(self.number, self.nodes))
             self._say(
-                "started", step=self._newest, start=self.number, nodes=[self._hosts[n] for n in there],
-                places=there, spares=[self._hosts[n] for n in usable if n not in there],
+                "started",
+                step=self._newest,
+                start=self.number,
+                nodes=[self._hosts[n] for n in there],
+                places=there,
+                spares=[self._hosts[n] for n in usable if n not in there],
                 done="from the newest checkpoint" if self._newest >= 0 else "from the beginning",
-            )  # fmt: skip
+            )
         elif nobody_more or len(usable) + len(to_come) < wanted.min_nodes:
             what = f"{len(there)} of {wanted.nodes} nodes are there"
             gone = sorted(self._lost | set(self.excluded))
@@ -306,7 +352,8 @@ class Decider:
         return None
 
     def _judge(self, findings: Sequence[tuple[int, Finding]], seconds: float) -> None:
-        """Judges the check before a start: unfit nodes are left out where spares can take their place."""
+        """Judges the check before a start: unfit nodes are left out where spares can take their
+        place."""
         if self.state != S.CHECKING:
             return None
         hopeless: Finding | None = None
@@ -352,12 +399,18 @@ class Decider:
         if codes == {DONE} and not self._killed:
             return self._end(DONE, "done")
         if len(self._asked) > 1:
-            return self._end(128 + signal.Signals[self._asked[-1]], f"{self._asked[-1]}, a second time")
+            return self._end(
+                128 + signal.Signals[self._asked[-1]], f"{self._asked[-1]}, a second time"
+            )
         if self._asked:
-            # Before its first step there is nothing to save: the training ends as a signal ends a program.
+            # Before its first step there is nothing to save: the training ends as a signal ends a
+            # program.
             early = {128 + signal.SIGTERM, -signal.SIGTERM}
             clean = codes <= {DONE, PREEMPTED, *early} and not self._killed
-            return self._end(PREEMPTED if clean else shell(cause.code), "stopped as asked" if clean else cause.seen)
+            return self._end(
+                PREEMPTED if clean else shell(cause.code),
+                "stopped as asked" if clean else cause.seen,
+            )
         if cause.code in (BAD_INPUT, UNHEALTHY):
             self._tell(cause, "end: a person is wanted")
             return self._end(cause.code, cause.concluded or cause.seen)
@@ -365,7 +418,9 @@ class Decider:
         hopeless = cause.code == STORAGE or (cause.code == HARDWARE and stays)
         if hopeless and cause.code in self._tried:
             self._tell(cause, "end: a person is wanted")
-            return self._end(cause.code, f"{cause.concluded or cause.seen}, again and without progress")
+            return self._end(
+                cause.code, f"{cause.concluded or cause.seen}, again and without progress"
+            )
         self._tried.add(cause.code)
         return self._again(cause)
 
@@ -387,7 +442,8 @@ class Decider:
             code = shell(cause.code) or 1
             return self._end(
                 1 if code == PREEMPTED else code,
-                f"{self.rules.restarts} restarts without a newer checkpoint, the last for: {cause.seen or cause.kind}",
+                f"{self.rules.restarts} restarts without a newer checkpoint, the last for:"
+                f" {cause.seen or cause.kind}",
             )
         if cause.code == STORAGE:
             pause = max(pause, STORAGE_PAUSE)
@@ -405,10 +461,21 @@ class Decider:
 
     def _tell(self, cause: Cause, done: str) -> None:
         self._say(
-            cause.kind, cause.node, cause.process, group=cause.group, seen=cause.seen, concluded=cause.concluded,
-            done=done, seconds=round(cause.seconds, 3), step=self._step, start=self.number, failures=self._failures,
-            stop=round(self._now - cause.time - cause.seconds, 3),  # from when it was noticed to when nothing ran
-        )  # fmt: skip
+            cause.kind,
+            cause.node,
+            cause.process,
+            group=cause.group,
+            seen=cause.seen,
+            concluded=cause.concluded,
+            done=done,
+            seconds=round(cause.seconds, 3),
+            step=self._step,
+            start=self.number,
+            failures=self._failures,
+            stop=round(
+                self._now - cause.time - cause.seconds, 3
+            ),  # from when it was noticed to when nothing ran
+        )
 
     def _can_exclude(self, node: int) -> bool:
         return len([n for n in self.usable() if n != node]) >= self.rules.min_nodes
@@ -418,11 +485,23 @@ class Decider:
         self._say("excluded", node, concluded=reason, done="no later start uses it")
 
     def _end(self, code: int, text: str) -> None:
-        self._say("ended", seen=text, done=f"exit code {code}", step=self._step, code=code, starts=self.number)
+        self._say(
+            "ended",
+            seen=text,
+            done=f"exit code {code}",
+            step=self._step,
+            code=code,
+            starts=self.number,
+        )
         self._turn(S.ENDED, 0.0, facts.End(code, text))
 
     def _say_found(self, kind: str, node: int, finding: Finding, done: str) -> None:
-        given = {"group": finding.group, "seen": finding.seen, "concluded": finding.name, "device": finding.device}
+        given = {
+            "group": finding.group,
+            "seen": finding.seen,
+            "concluded": finding.name,
+            "device": finding.device,
+        }
         self._say(kind, node, finding.process, done=done, **given)
 
     def _say(self, kind: str, node: int = -1, process: int = -1, **given: Any) -> None:
@@ -430,4 +509,6 @@ class Decider:
         more = {name: value for name, value in given.items() if name not in known and value != ""}
         given = {name: value for name, value in given.items() if name in known}
         where = self._hosts.get(node, "")
-        self._out.append(facts.Say(kind, {"node": where, "process": process, **given, "facts": more}))
+        self._out.append(
+            facts.Say(kind, {"node": where, "process": process, **given, "facts": more})
+        )

@@ -8,8 +8,9 @@ A decision says to which step the run goes back, and how many batches it leaves 
 
     {"kind": "spike" or "corrupt", "step", "batches", "seen", "at": the step after which it was made}
 
-A checkpoint has all that were made when it was saved. One of a later step than a decision that it does not have is of
-a past that was given up (`checkpoint.stale`): it is set aside, however the run is started again.
+A checkpoint has all that were made when it was saved. One of a later step than a decision that it
+does not have is of a past that was given up (`checkpoint.stale`): it is set aside, however the run
+is started again.
 """
 
 import json
@@ -39,8 +40,9 @@ def read(workdir: str | os.PathLike) -> list[Decision]:
         return []
     except (OSError, ValueError) as error:
         raise StorageError(
-            f"{path} cannot be read ({error}); it says which checkpoints are given up: restore it, each checkpoint has "
-            'the decisions made before it, in meta/data.json under "decisions"'
+            f"{path} cannot be read ({error}); it says which checkpoints are given up: restore it,"
+            " each checkpoint has the decisions made before it, in meta/data.json under"
+            ' "decisions"'
         ) from None
 
 
@@ -49,7 +51,9 @@ def _whole(one: Any) -> bool:
     if not isinstance(one, dict) or one.get("kind") not in ("spike", "corrupt"):
         return False
     numbers: list[Any] = [one.get(name) for name in ("step", "batches", "at")]
-    return all(type(number) is int and number >= 0 for number in numbers) and numbers[0] <= numbers[2]
+    return (
+        all(type(number) is int and number >= 0 for number in numbers) and numbers[0] <= numbers[2]
+    )
 
 
 def add(workdir: str | os.PathLike, made: Sequence[Decision], new: Decision) -> list[Decision]:
@@ -67,13 +71,17 @@ def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
         writing.sync_folder(path)
 
 
-def agreed(here: Sequence[Decision], saved: Sequence[Decision], place: str | Path) -> list[Decision]:
-    """All decisions, by the run's file and by the checkpoint that it goes on from: one of them may know more."""
+def agreed(
+    here: Sequence[Decision], saved: Sequence[Decision], place: str | Path
+) -> list[Decision]:
+    """All decisions, by the run's file and by the checkpoint that it goes on from: one of them may
+    know more."""
     longer, shorter = (here, saved) if len(here) >= len(saved) else (saved, here)
     if list(longer[: len(shorter)]) != list(shorter):
         raise UserError(
-            f"{place}/{events.FOLDER}/{FILE} and the newest checkpoint tell of other decisions; restore the file "
-            'that belongs to it, or copy "decisions" of the checkpoint\'s meta/data.json into it'
+            f"{place}/{events.FOLDER}/{FILE} and the newest checkpoint tell of other decisions;"
+            ' restore the file that belongs to it, or copy "decisions" of the checkpoint\'s'
+            " meta/data.json into it"
         )
     return list(longer)
 
@@ -83,39 +91,62 @@ def left_out(made: Sequence[Decision]) -> list[list[int]]:
     return [[one["step"], one["batches"]] for one in made if one["batches"]]
 
 
-def after_spike(spike: Spike, saved: Sequence[int], made: Sequence[Decision], begin: int) -> Decision:
-    """Back to the newest checkpoint before it began; further, if it came again soon after the last time."""
+def after_spike(
+    spike: Spike, saved: Sequence[int], made: Sequence[Decision], begin: int
+) -> Decision:
+    """Back to the newest checkpoint before it began; further, if it came again soon after the last
+    time."""
     before = [step for step in saved if step < spike.began]
     last = next((one for one in reversed(made) if one["kind"] == "spike"), None)
     if last and spike.began - last["step"] <= SETTLE:
         before = [step for step in before if step < last["step"]] or before
     step = max(before, default=begin)
     return {
-        "kind": "spike", "step": step, "batches": spike.step - step, "at": spike.step, "began": spike.began,
+        "kind": "spike",
+        "step": step,
+        "batches": spike.step - step,
+        "at": spike.step,
+        "began": spike.began,
         "seen": str(spike),
-    }  # fmt: skip
+    }
 
 
 def after_mismatch(step: int, clean: int, saved: Sequence[int], begin: int) -> Decision:
-    """Back to the newest checkpoint from when all devices were last known to be right; otherwise the oldest there is.
+    """Back to the newest checkpoint from when all devices were last known to be right; otherwise
+    the oldest there is.
 
     A run that is not older than that begins anew: nothing of it is known to be right.
     """
     before = [one for one in saved if one <= clean]
     oldest = begin if clean <= begin else min(saved, default=begin)
-    return {"kind": "corrupt", "step": max(before, default=oldest), "batches": 0, "at": step, "clean": clean}
+    return {
+        "kind": "corrupt",
+        "step": max(before, default=oldest),
+        "batches": 0,
+        "at": step,
+        "clean": clean,
+    }
 
 
 def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:
-    """Writes an event for each decision that has none yet: it may have been made just before a kill."""
+    """Writes an event for each decision that has none yet: it may have been made just before a
+    kill."""
     written = {event.facts.get("decision") for event in events.read(workdir)}
     log = events.Log(workdir, "run")
     for number, one in enumerate(made):
         if number not in written:
             group = "critical" if one["kind"] == "corrupt" else "numbers"
             log.add(
-                one["kind"], group=group, step=one["at"], seen=one.get("seen", ""),
-                process=(one.get("processes") or [-1])[0], node=", ".join(one.get("hosts", [])),
-                done=f"back to step {one['step']}" + (f", {one['batches']} batches left out" if one["batches"] else ""),
-                facts={"decision": number, **{key: one[key] for key in one if key not in ("kind", "seen")}},
-            )  # fmt: skip
+                one["kind"],
+                group=group,
+                step=one["at"],
+                seen=one.get("seen", ""),
+                process=(one.get("processes") or [-1])[0],
+                node=", ".join(one.get("hosts", [])),
+                done=f"back to step {one['step']}"
+                + (f", {one['batches']} batches left out" if one["batches"] else ""),
+                facts={
+                    "decision": number,
+                    **{key: one[key] for key in one if key not in ("kind", "seen")},
+                },
+            )

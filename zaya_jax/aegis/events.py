@@ -3,8 +3,9 @@
     log = Log(workdir, "run"); log.add("spike", step=..., seen="loss 9.1", done="back to step 60")
     read(workdir)                  the lines of all writers, by time
 
-Each writer has a file of its own, since appends of two machines to one file of a shared system may lose each other:
-`events.jsonl` is the leading agent's, `events-run.jsonl` that of process 0 of the training.
+Each writer has a file of its own, since appends of two machines to one file of a shared system may
+lose each other: `events.jsonl` is the leading agent's, `events-run.jsonl` that of process 0 of the
+training.
 """
 
 import dataclasses
@@ -18,13 +19,15 @@ FOLDER = "aegis"
 FILES = {"agent": "events.jsonl", "run": "events-run.jsonl"}
 LARGEST = 1e11  # seconds or steps in an event; a wall clock comes there in the year 5138
 _log = logging.getLogger("zaya_jax")
-# critical: of one node, which is judged; distributed: at several, and the first one counts; storage; data; user.
+# critical: of one node, which is judged; distributed: at several, and the first one counts;
+# storage; data; user.
 CLASSES = ("critical", "distributed", "storage", "data", "user", "numbers", "note")
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One line. `kind` is a word such as died, hangs, straggles, spike, corrupt, hardware, log, started, ended."""
+    """One line. `kind` is a word such as died, hangs, straggles, spike, corrupt, hardware, log,
+    started, ended."""
 
     kind: str
     time: float  # of the wall clock
@@ -44,11 +47,13 @@ class Event:
         where = f"on {self.node}" if self.node else ""
         step = f"at step {self.step}" if self.step >= 0 else ""
         head = " ".join(filter(None, (self.kind, who, where, step)))
-        return ": ".join(filter(None, (head, "; ".join(filter(None, (self.seen, self.concluded, self.done))))))
+        return ": ".join(
+            filter(None, (head, "; ".join(filter(None, (self.seen, self.concluded, self.done)))))
+        )
 
 
-# "note": only written down; "warn": it may explain an end; "exclude": restart without the node; "stop": a person is
-# wanted.
+# "note": only written down; "warn": it may explain an end; "exclude": restart without the node;
+# "stop": a person is wanted.
 ACTIONS = ("note", "warn", "restart", "exclude", "stop")
 
 
@@ -86,12 +91,14 @@ class Log:
 
 
 def printable(text: str) -> str:
-    """Without the characters that steer a terminal, or turn its text around: events are read on terminals."""
+    """Without the characters that steer a terminal, or turn its text around: events are read on
+    terminals."""
     return "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
 
 
 def read(workdir: str | Path) -> list[Event]:
-    """All events of a run by their time; lines that a kill cut short, or a hand damaged, are counted and left out."""
+    """All events of a run by their time; lines that a kill cut short, or a hand damaged, are
+    counted and left out."""
     found, left_out = list[Event](), 0
     for name in FILES.values():
         path = Path(workdir) / FOLDER / name
@@ -102,7 +109,9 @@ def read(workdir: str | Path) -> list[Event]:
                 left_out += 1
     if left_out:
         _log.warning(
-            "%d lines of %s cannot be read and are left out", left_out, Path(workdir) / FOLDER / "events*.jsonl"
+            "%d lines of %s cannot be read and are left out",
+            left_out,
+            Path(workdir) / FOLDER / "events*.jsonl",
         )
     return sorted(found, key=lambda event: event.time)
 
@@ -110,9 +119,21 @@ def read(workdir: str | Path) -> list[Event]:
 def _event(line: bytes) -> Event:
     """An error where a number that others compute with is none."""
     given = dict(json.loads(line))
-    event = Event(**{field.name: given[field.name] for field in dataclasses.fields(Event) if field.name in given})
+    event = Event(
+        **{
+            field.name: given[field.name]
+            for field in dataclasses.fields(Event)
+            if field.name in given
+        }
+    )
     counted = [event.facts.get(name, 0) for name in ("decision", "from", "start", "step", "stop")]
-    numbers = [event.time, event.seconds, event.step, *counted, *event.facts.get("sections", {}).values()]
+    numbers = [
+        event.time,
+        event.seconds,
+        event.step,
+        *counted,
+        *event.facts.get("sections", {}).values(),
+    ]
     if not all(-1 <= number < LARGEST for number in numbers):  # NaN is not
         raise ValueError("no number of seconds or steps")
     return event

@@ -49,7 +49,9 @@ class Hung(NamedTuple):
     seen: str
     concluded: str
     seconds: float
-    alike: bool = False  # all wait in one step's program, each with a sign of life: as when a link is away
+    alike: bool = (
+        False  # all wait in one step's program, each with a sign of life: as when a link is away
+    )
 
 
 class Collected(NamedTuple):
@@ -81,13 +83,27 @@ class Tick(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The findings of the check before a start, by node (-1: of no single one), and how long it took."""
+    """The findings of the check before a start, by node (-1: of no single one), and how long it
+    took."""
 
     findings: tuple[tuple[int, Finding], ...]
     seconds: float
 
 
-Fact = Came | Ready | Lost | Exited | Found | Hung | Collected | Saved | Stepped | Asked | Checked | Tick
+Fact = (
+    Came
+    | Ready
+    | Lost
+    | Exited
+    | Found
+    | Hung
+    | Collected
+    | Saved
+    | Stepped
+    | Asked
+    | Checked
+    | Tick
+)
 
 
 class Check(NamedTuple):

@@ -7,8 +7,8 @@
     guard.due(step)                                     whether gradients are to be computed again now (`replay`)
     guard.checked(step, finding, mesh, saved, begin)    takes the result; a decision if a device is wrong
 
-The training carries a decision out: it stops where it is, and begins again, in the same process or another, without the
-checkpoints that the decision gives up.
+The training carries a decision out: it stops where it is, and begins again, in the same process or
+another, without the checkpoints that the decision gives up.
 """
 
 import math
@@ -31,7 +31,12 @@ class Guard:
     """One start's."""
 
     def __init__(
-        self, settings: Settings, workdir: Path, made: Sequence[Decision], meta: Mapping[str, Any], reached: int
+        self,
+        settings: Settings,
+        workdir: Path,
+        made: Sequence[Decision],
+        meta: Mapping[str, Any],
+        reached: int,
     ):
         self._settings, self._workdir, self.made = settings, workdir, list(made)
         self._spikes = Spikes(settings, meta.get("spikes"))
@@ -70,11 +75,17 @@ class Guard:
         return {"data/left_out": count} if count else {}
 
     def go_back(self, saved: Sequence[int], begin: int) -> Decision | None:
-        """Where to, of these checkpoints or to the begin; None where it went back as often as it may."""
+        """Where to, of these checkpoints or to the begin; None where it went back as often as it
+        may."""
         spike = self.spike
         assert spike is not None
         if sum(one["kind"] == "spike" for one in self.made) >= self._settings.rollbacks:
-            self._tell("spike", spike.step, str(spike), f"ended: it went back {self._settings.rollbacks} times before")
+            self._tell(
+                "spike",
+                spike.step,
+                str(spike),
+                f"ended: it went back {self._settings.rollbacks} times before",
+            )
             return None
         return self._decide(lambda: decisions.after_spike(spike, saved, self.made, begin))
 
@@ -85,9 +96,15 @@ class Guard:
         return bool(every) and self._reproducible and (step % every == 0 or suspect)
 
     def checked(
-        self, step: int, finding: Mismatch | None, mesh: Mesh, saved: Callable[[], Sequence[int]], begin: int
+        self,
+        step: int,
+        finding: Mismatch | None,
+        mesh: Mesh,
+        saved: Callable[[], Sequence[int]],
+        begin: int,
     ) -> Decision | None:
-        """Takes the result after a step; the decision to go back, written down, if a device is wrong."""
+        """Takes the result after a step; the decision to go back, written down, if a device is
+        wrong."""
         if finding is None:
             self._clean = step
             return None
@@ -99,11 +116,21 @@ class Guard:
 
         def decide() -> Decision:
             devices = [mesh.devices.flat[i] for i in finding.devices]
-            named = [f"{d} of process {d.process_index} on {hosts[d.process_index]}" for d in devices if hosts]
+            named = [
+                f"{d} of process {d.process_index} on {hosts[d.process_index]}"
+                for d in devices
+                if hosts
+            ]
             which = ("one of " if len(devices) > 1 else "") + ", ".join(named)
             return decisions.after_mismatch(step, self._clean, steps, begin) | {
-                "seen": f"{which} computes wrongly: {finding.why} (of {', '.join(finding.weights[:3])}"
-                + (f" and {len(finding.weights) - 3} more)" if len(finding.weights) > 3 else ")"),
+                "seen": (
+                    f"{which} computes wrongly: {finding.why} (of {', '.join(finding.weights[:3])}"
+                    + (
+                        f" and {len(finding.weights) - 3} more)"
+                        if len(finding.weights) > 3
+                        else ")"
+                    )
+                ),
                 "reproduces": finding.kind == "others",
                 "devices": [int(d.id) for d in devices],
                 "processes": sorted({d.process_index for d in devices}),
@@ -124,4 +151,6 @@ class Guard:
 
     def _tell(self, kind: str, step: int, seen: str, done: str) -> None:
         if multihost.is_writer():
-            events.Log(self._workdir, "run").add(kind, group="numbers", step=step, seen=seen, done=done)
+            events.Log(self._workdir, "run").add(
+                kind, group="numbers", step=step, seen=seen, done=done
+            )

@@ -5,8 +5,8 @@
     watch.woke(now)                             an agent stood still itself: no process is blamed for it
     watch.find(now)                             facts.Hung, or None
 
-A run hangs when its least advanced process has stayed at one position for longer than the limit of that position. The
-others wait for it, so only its own limit counts. docs/aegis.md has the limits.
+A run hangs when its least advanced process has stayed at one position for longer than the limit of
+that position. The others wait for it, so only its own limit counts. docs/aegis.md has the limits.
 """
 
 import collections
@@ -17,9 +17,18 @@ from typing import NamedTuple
 from zaya_jax.aegis.facts import Hung
 from zaya_jax.cluster.beats import MARKS, SECTIONS
 
-# Seconds that a place may take at least, whatever was learned. Data may be slow for a while without any help from a
-# restart; a first compilation of a large model takes minutes, as do restoring, saving and evaluating.
-FLOORS = {"start": 600.0, "compile": 1800.0, "step": 4.5, "fetch": 30.0, "evaluate": 600.0, "save": 600.0, "end": 600.0}
+# Seconds that a place may take at least, whatever was learned. Data may be slow for a while without
+# any help from a restart; a first compilation of a large model takes minutes, as do restoring,
+# saving and evaluating.
+FLOORS = {
+    "start": 600.0,
+    "compile": 1800.0,
+    "step": 4.5,
+    "fetch": 30.0,
+    "evaluate": 600.0,
+    "save": 600.0,
+    "end": 600.0,
+}
 TIMES = 3  # as long as the longest usual time
 STEADY = 3  # laps before a start's own times say how long a step is
 UNSTEADY = 60.0  # seconds for a step until then, at least
@@ -50,7 +59,9 @@ class _Seen:
     pulse: float
     stopped: float | None = None  # since when
     ended: int = -1  # the newest step
-    laps: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=LAPS))
+    laps: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=LAPS)
+    )
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -84,7 +95,9 @@ class Hangs:
                 continue  # of a later version
             seen = self._seen.get(view.process)
             if seen is None:
-                seen = self._seen[view.process] = _Seen(node, view, now - view.age, now - view.quiet)
+                seen = self._seen[view.process] = _Seen(
+                    node, view, now - view.age, now - view.quiet
+                )
             since = now - view.age
             if view.section != seen.view.section:
                 self._learn(seen.view.section, since - max(seen.since, self._woke))
@@ -106,7 +119,9 @@ class Hangs:
     def find(self, now: float) -> Hung | None:
         """The process that has stood still for longer than it may, if there is one."""
         stopped = [
-            p for p, s in self._seen.items() if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
+            p
+            for p, s in self._seen.items()
+            if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
         ]
         if not self._seen:
             return None
@@ -122,8 +137,13 @@ class Hangs:
             return max(FLOORS[section], TIMES * self._longest.get(section, 0.0))
         if not laps:  # its first step of a start may compile
             return max(FLOORS["compile"], TIMES * self._longest.get("compile", 0.0))
-        if seen.view.mark in ("fetch", "figures"):  # it waits for a disk: for data, or to write its figures
-            return max(FLOORS["fetch"], TIMES * _usual(laps), TIMES * self._longest.get("fetch", 0.0))
+        if seen.view.mark in (
+            "fetch",
+            "figures",
+        ):  # it waits for a disk: for data, or to write its figures
+            return max(
+                FLOORS["fetch"], TIMES * _usual(laps), TIMES * self._longest.get("fetch", 0.0)
+            )
         if len(laps) < STEADY:
             return max(UNSTEADY, TIMES * self._longest.get("step", 0.0))
         return max(FLOORS["step"], TIMES * _usual(laps))
@@ -143,7 +163,11 @@ class Hangs:
         view, since = seen.view, max(seen.since, self._woke)
         if seen.stopped is not None:
             since = max(since, seen.stopped)
-        where = f"{view.section} {view.step} {view.mark}".strip() if view.section else "an unknown place"
+        where = (
+            f"{view.section} {view.step} {view.mark}".strip()
+            if view.section
+            else "an unknown place"
+        )
         quiet = now - max(seen.pulse, self._woke) > QUIET
         how = {"T": "stopped", "D": "waits for a disk or a driver", "Z": "dead"}.get(view.state, "")
         seen_words = f"process {first} stands at {where} for {now - since:.1f} s"
@@ -154,11 +178,16 @@ class Hangs:
         if not others:
             return Hung(seen.node, first, seen_words, f"process {first} hangs", now - since)
         if alike:
-            concluded = f"process {first} and {len(alike)} more stand alike at one place: which began it does not show"
+            concluded = (
+                f"process {first} and {len(alike)} more stand alike at one place: which began it"
+                " does not show"
+            )
         else:
             concluded = f"process {first} stopped first; {len(others)} wait for it"
         together = len(alike) == len(others) and view.section == "step" and view.mark in DEVICE
-        return Hung(seen.node, first, seen_words, concluded, now - since, together and not quiet and not how)
+        return Hung(
+            seen.node, first, seen_words, concluded, now - since, together and not quiet and not how
+        )
 
 
 def _usual(laps: Sequence[float]) -> float:

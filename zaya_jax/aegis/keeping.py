@@ -1,12 +1,13 @@
-"""Writes an agent's files and terminal output and runs its command, each in a thread, so that the agent never waits.
+"""Writes an agent's files and terminal output and runs its command, each in a thread, so that the
+agent never waits.
 
     terminal = Terminal(); terminal.show(1, b"...")         the processes' output
     keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis
     keeper.add(event)                                       the leader's events
     hook = Hook(["page-me", "--team=training"]); hook.tell(event)
 
-The hook's command gets each event as JSON on its standard input, and as ZAYA_EVENT (kind), ZAYA_NODE, ZAYA_GROUP and
-ZAYA_TEXT. A command that fails never fails the run.
+The hook's command gets each event as JSON on its standard input, and as ZAYA_EVENT (kind),
+ZAYA_NODE, ZAYA_GROUP and ZAYA_TEXT. A command that fails never fails the run.
 """
 
 import abc
@@ -31,7 +32,8 @@ _log = logging.getLogger("zaya_jax")
 
 
 class _Worker(abc.ABC):
-    """A queue, and the thread that empties it. `lost` counts items that came while `most` were waiting, or failed."""
+    """A queue, and the thread that empties it. `lost` counts items that came while `most` were
+    waiting, or failed."""
 
     def __init__(self, name: str, most: int):
         self._most, self.lost = most, 0
@@ -89,7 +91,8 @@ class Terminal(_Worker):
 class Keeper(_Worker):
     """Writes below WORKDIR/aegis, from the run's first step on.
 
-    Training refuses a folder that holds something else, and a refused start must leave nothing behind.
+    Training refuses a folder that holds something else, and a refused start must leave nothing
+    behind.
     """
 
     def __init__(self, workdir: Path):
@@ -106,7 +109,8 @@ class Keeper(_Worker):
         self._put(event, 0)
 
     def ended(self, code: int) -> None:
-        """A process has ended: unless it refused to begin, the folder is a run's if it looks like one."""
+        """A process has ended: unless it refused to begin, the folder is a run's if it looks like
+        one."""
         self._accepted = self._accepted or code != 2
 
     def close(self, seconds: float = SECONDS) -> None:
@@ -118,7 +122,11 @@ class Keeper(_Worker):
         config, closing = self._workdir / "config.json", False
         resumes = config.exists()
         # A training writes its figures from the first step on, when nothing can refuse it any more.
-        while not (resumes or (self._workdir / "metrics.jsonl").exists() or (self._accepted and config.exists())):
+        while not (
+            resumes
+            or (self._workdir / "metrics.jsonl").exists()
+            or (self._accepted and config.exists())
+        ):
             if closing:
                 return
             closing = self._closing.wait(0.2)
@@ -150,12 +158,22 @@ class Hook(_Worker):
         self._put(event, 1)
 
     def _do(self, item: events.Event) -> None:
-        words = {"ZAYA_EVENT": item.kind, "ZAYA_NODE": item.node, "ZAYA_GROUP": item.group, "ZAYA_TEXT": item.text()}
+        words = {
+            "ZAYA_EVENT": item.kind,
+            "ZAYA_NODE": item.node,
+            "ZAYA_GROUP": item.group,
+            "ZAYA_TEXT": item.text(),
+        }
         try:
             subprocess.run(
-                self._command, input=json.dumps(dataclasses.asdict(item)).encode(), env=os.environ | words,
-                timeout=self._seconds, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                self._command,
+                input=json.dumps(dataclasses.asdict(item)).encode(),
+                env=os.environ | words,
+                timeout=self._seconds,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         except (OSError, subprocess.SubprocessError) as error:
             self.failed += 1
             if self.failed == 1:  # once: a service that is down would say it at each event

@@ -6,8 +6,8 @@
     leader.turn(now)                    called often
     leader.end                          once it is decided: (exit code, words)
 
-`order(node, message)` carries ["start", number, address, count, first], ["ask"], ["kill"], ["collect"], ["drop"] or
-an order of `preflight.Checking` to a node's agent.
+`order(node, message)` carries ["start", number, address, count, first], ["ask"], ["kill"],
+["collect"], ["drop"] or an order of `preflight.Checking` to a node's agent.
 """
 
 import contextlib
@@ -37,11 +37,18 @@ class Leader:
     """See the module."""
 
     def __init__(
-        self, plan: Plan, keeper: Keeper, say: Callable[[str], None], order: Callable[[int, list], None], now: float
+        self,
+        plan: Plan,
+        keeper: Keeper,
+        say: Callable[[str], None],
+        order: Callable[[int, list], None],
+        now: float,
     ):
         self._plan, self._keeper, self._say, self._order = plan, keeper, say, order
         self.decider = Decider(plan.rules, now)
-        self.decider.number = _starts(plan.workdir)  # those of an agent before this one keep their logs
+        self.decider.number = _starts(
+            plan.workdir
+        )  # those of an agent before this one keep their logs
         self._hangs = Hangs()
         self._stragglers: Stragglers | None = None
         self._addresses: dict[int, str] = {}  # by which others reach a node
@@ -53,7 +60,9 @@ class Leader:
         self._stacks: dict[int, list[str]] = {}
         self._spending: Spending | None = None
         self.hook = Hook(plan.hook) if plan.hook else None
-        self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
+        self._first = (
+            self._collecting
+        ) = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
         self.end: tuple[int, str] | None = None
@@ -117,7 +126,8 @@ class Leader:
         self.take(facts.Tick(), now)
 
     def _wait_out(self, found: facts.Hung | None) -> bool:
-        """Whether a hang that all share is given time; reports when that begins, and when it has ended well."""
+        """Whether a hang that all share is given time; reports when that begins, and when it has
+        ended well."""
         before, patience = self._awaited, self._plan.patience
         if before and (found is None or found.seconds < before.seconds):
             words = {"concluded": "a link or a device was away", "done": "it goes on"}
@@ -151,11 +161,13 @@ class Leader:
 
     def _finding(self, slow: straggle.Straggler) -> Finding:
         return Finding(
-            "straggler", "note", "exclude" if self._plan.exclude_stragglers else "warn",
-            f"process {slow.process}: own work {slow.ratio:.2f} times that of the others over steps "
-            f"{slow.steps[0]} to {slow.steps[1]}, {100 * slow.costs:.0f}% of a step",
+            "straggler",
+            "note",
+            "exclude" if self._plan.exclude_stragglers else "warn",
+            f"process {slow.process}: own work {slow.ratio:.2f} times that of the others over steps"
+            f" {slow.steps[0]} to {slow.steps[1]}, {100 * slow.costs:.0f}% of a step",
             slow.process,
-        )  # fmt: skip
+        )
 
     def take(self, fact: facts.Fact, now: float) -> None:
         """Has `decide` take a fact, and carries out its actions."""
@@ -168,7 +180,9 @@ class Leader:
             match action:
                 case facts.Check(nodes):
                     self._checks += 1
-                    self._checking = Checking(self._checks, nodes, self._addresses, self._order, now)
+                    self._checking = Checking(
+                        self._checks, nodes, self._addresses, self._order, now
+                    )
                 case facts.Start(number, nodes):
                     self._spending = Spending(now, self._newest)
                     self._start(number, nodes)
@@ -203,7 +217,9 @@ class Leader:
             if process != self._first:
                 others.setdefault(line, []).append(process)
         for line, processes in sorted(others.items(), key=lambda item: -len(item[1]))[:3]:
-            named = ", ".join(map(str, processes[:NAMED])) + (" ..." if len(processes) > NAMED else "")
+            named = ", ".join(map(str, processes[:NAMED])) + (
+                " ..." if len(processes) > NAMED else ""
+            )
             places.append(f"{named} at {line}")
         return "; ".join(places)
 
@@ -233,5 +249,8 @@ class Leader:
 
 def _starts(workdir: Path) -> int:
     """How many starts this workdir has seen under an agent."""
-    named = (path.name.removeprefix("start-") for path in (workdir / events.FOLDER / "logs").glob("start-*"))
+    named = (
+        path.name.removeprefix("start-")
+        for path in (workdir / events.FOLDER / "logs").glob("start-*")
+    )
     return max((int(number) for number in named if number.isdecimal()), default=0)

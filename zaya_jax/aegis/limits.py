@@ -1,15 +1,17 @@
-"""The limits for hardware counters and levels, each with its reason, and how the node's files are compared with them.
+"""The limits for hardware counters and levels, each with its reason, and how the node's files are
+compared with them.
 
     tree = Tree("/"); tree.number("proc/loadavg")          an unreadable file is noted once, and is no error
     judge.counter(name, device, source, value)             findings, if it has grown too much
     judge.state(name, device, on, seen)                    findings, if it is so for too long
     Watcher(tree).look(judge)                              findings about one kind of hardware
 
-A counter is judged by its growth over a window, never by its value: errors before the run do not count. It is reported
-once in a window, and begins anew when it falls (reset, wrapped). A state is reported once, until it is over.
+A counter is judged by its growth over a window, never by its value: errors before the run do not
+count. It is reported once in a window, and begins anew when it falls (reset, wrapped). A state is
+reported once, until it is over.
 
-docs/watching.md shows the table, and a test holds that. A fault that only slows a node down, or needs a person some
-day, is a note: a process that ends soon after has not ended for it.
+docs/watching.md shows the table, and a test holds that. A fault that only slows a node down, or
+needs a person some day, is a note: a process that ends soon after has not ended for it.
 """
 
 import abc
@@ -26,7 +28,8 @@ MOST_READ = 1 << 20  # bytes of a file
 
 
 class Limit(NamedTuple):
-    """So much of a counter within so many seconds, or such a level over so many looks, is a finding."""
+    """So much of a counter within so many seconds, or such a level over so many looks, is a
+    finding."""
 
     name: str  # of the finding
     at: float  # from this on
@@ -39,40 +42,148 @@ class Limit(NamedTuple):
 
 LIMITS = (
     # GPUs
-    Limit("gpu uncorrectable memory error", 1, HOUR, "critical", "exclude", "errors: umc `ue`, NVML volatile DRAM",
-          "wrong data was read; the page is retired at the next reset at best"),
-    Limit("gpu uncorrectable error", 1, HOUR, "critical", "exclude", "errors: `ue` of gfx, sdma, xgmi and other blocks",
-          "the block computed or moved wrong data"),
-    Limit("gpu deferred error", 1, HOUR, "critical", "warn", "errors: `de` of any block",
-          "poisoned data, not used yet; using it is an uncorrectable error"),
-    Limit("gpu page not retired", 1, 1, "critical", "exclude", "pages flagged F, NVML row remapping failed",
-          "there is no spare left: the bad memory stays in use"),
-    Limit("gpu slow clock", 0.7, 6, "critical", "note", "share of the busy GPUs' median clock, at or below",
-          "GPUs under one load clock within some 10 % of each other; a slow one makes all wait"),
-    Limit("gpu lost", 1, 2, "critical", "exclude", "cards that were there at the first look",
-          "it has fallen off the bus; only a reset brings it back"),
-    Limit("gpu does not answer", 10, 1, "critical", "exclude", "seconds that a reading takes",
-          "the driver waits for a card whose firmware is stuck; the agent does not ask again"),
+    Limit(
+        "gpu uncorrectable memory error",
+        1,
+        HOUR,
+        "critical",
+        "exclude",
+        "errors: umc `ue`, NVML volatile DRAM",
+        "wrong data was read; the page is retired at the next reset at best",
+    ),
+    Limit(
+        "gpu uncorrectable error",
+        1,
+        HOUR,
+        "critical",
+        "exclude",
+        "errors: `ue` of gfx, sdma, xgmi and other blocks",
+        "the block computed or moved wrong data",
+    ),
+    Limit(
+        "gpu deferred error",
+        1,
+        HOUR,
+        "critical",
+        "warn",
+        "errors: `de` of any block",
+        "poisoned data, not used yet; using it is an uncorrectable error",
+    ),
+    Limit(
+        "gpu page not retired",
+        1,
+        1,
+        "critical",
+        "exclude",
+        "pages flagged F, NVML row remapping failed",
+        "there is no spare left: the bad memory stays in use",
+    ),
+    Limit(
+        "gpu slow clock",
+        0.7,
+        6,
+        "critical",
+        "note",
+        "share of the busy GPUs' median clock, at or below",
+        "GPUs under one load clock within some 10 % of each other; a slow one makes all wait",
+    ),
+    Limit(
+        "gpu lost",
+        1,
+        2,
+        "critical",
+        "exclude",
+        "cards that were there at the first look",
+        "it has fallen off the bus; only a reset brings it back",
+    ),
+    Limit(
+        "gpu does not answer",
+        10,
+        1,
+        "critical",
+        "exclude",
+        "seconds that a reading takes",
+        "the driver waits for a card whose firmware is stuck; the agent does not ask again",
+    ),
     # Network
-    Limit("nic down", 1, 1, "distributed", "warn", "ports that were active at the first look",
-          "a short flap is ridden out by the collectives' time-out; a long one ends the step by itself"),
-    Limit("nic flaps", 3, HOUR, "distributed", "exclude", "`link_downed`",
-          "a port that comes and goes costs a restart each time"),
-    Limit("nic gone", 1, 2, "distributed", "exclude", "cards that were there at the first look",
-          "its driver or firmware has given up"),
-    Limit("nic link errors", 10, HOUR, "distributed", "note",
-          "`symbol_error`, `link_error_recovery`, `local_link_integrity_errors`, `port_rcv_errors`, CRC errors",
-          "a clean link has none in a day; the usual acceptance limit of InfiniBand cables is 10 an hour"),
-    Limit("nic time-outs", 10, 600, "distributed", "warn", "acknowledge time-outs, retries exceeded",
-          "each stalls a queue pair for 4 µs · 2^NCCL_IB_TIMEOUT: packets are lost somewhere on the way"),
+    Limit(
+        "nic down",
+        1,
+        1,
+        "distributed",
+        "warn",
+        "ports that were active at the first look",
+        "a short flap is ridden out by the collectives' time-out; a long one ends the step by"
+        " itself",
+    ),
+    Limit(
+        "nic flaps",
+        3,
+        HOUR,
+        "distributed",
+        "exclude",
+        "`link_downed`",
+        "a port that comes and goes costs a restart each time",
+    ),
+    Limit(
+        "nic gone",
+        1,
+        2,
+        "distributed",
+        "exclude",
+        "cards that were there at the first look",
+        "its driver or firmware has given up",
+    ),
+    Limit(
+        "nic link errors",
+        10,
+        HOUR,
+        "distributed",
+        "note",
+        "`symbol_error`, `link_error_recovery`, `local_link_integrity_errors`, `port_rcv_errors`,"
+        " CRC errors",
+        "a clean link has none in a day; the usual acceptance limit of InfiniBand cables is 10 an"
+        " hour",
+    ),
+    Limit(
+        "nic time-outs",
+        10,
+        600,
+        "distributed",
+        "warn",
+        "acknowledge time-outs, retries exceeded",
+        "each stalls a queue pair for 4 µs · 2^NCCL_IB_TIMEOUT: packets are lost somewhere on"
+        " the way",
+    ),
     # The host
-    Limit("host memory short", 0.03, 3, "critical", "warn", "share of memory that is available, at or below",
-          "the OOM killer is next, and it takes the largest process"),
-    Limit("oom killer", 1, HOUR, "critical", "warn", "`oom_kill` of /proc/vmstat or the cgroup",
-          "the kernel's log names the process; a process of the run is missed at once"),
-    Limit("host uncorrectable memory error", 1, HOUR, "critical", "exclude", "EDAC `ue_count`",
-          "wrong data was read from the host's memory"),
-)  # fmt: skip
+    Limit(
+        "host memory short",
+        0.03,
+        3,
+        "critical",
+        "warn",
+        "share of memory that is available, at or below",
+        "the OOM killer is next, and it takes the largest process",
+    ),
+    Limit(
+        "oom killer",
+        1,
+        HOUR,
+        "critical",
+        "warn",
+        "`oom_kill` of /proc/vmstat or the cgroup",
+        "the kernel's log names the process; a process of the run is missed at once",
+    ),
+    Limit(
+        "host uncorrectable memory error",
+        1,
+        HOUR,
+        "critical",
+        "exclude",
+        "EDAC `ue_count`",
+        "wrong data was read from the host's memory",
+    ),
+)
 BY_NAME = {limit.name: limit for limit in LIMITS}
 assert len(BY_NAME) == len(LIMITS)
 
@@ -93,12 +204,14 @@ class Tree:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            # Drivers answer EINVAL or EOPNOTSUPP for a feature that a card lacks: no news either, but said once.
+            # Drivers answer EINVAL or EOPNOTSUPP for a feature that a card lacks: no news either,
+            # but said once.
             self.note(f"{path}: {error.strerror}")
             return None
 
     def number(self, path: str) -> float | None:
-        """A file's number; an empty file and "N/A" are no news, since not every card has every figure."""
+        """A file's number; an empty file and "N/A" are no news, since not every card has every
+        figure."""
         text = self.text(path)
         if not text or text.upper().startswith(("N/A", "UNKNOWN")):
             return None
@@ -148,9 +261,13 @@ class Judge:
         self.now = 0.0
         self._counters: dict[tuple[str, str, str], deque[tuple[float, float]]] = {}
         self._quiet_until: dict[tuple[str, str, str], float] = {}  # once it is reported
-        self._states: dict[tuple[str, str], tuple[int, bool]] = {}  # looks in a row, and whether it is reported
+        self._states: dict[
+            tuple[str, str], tuple[int, bool]
+        ] = {}  # looks in a row, and whether it is reported
 
-    def counter(self, name: str, device: str, source: str, value: float | None) -> Iterator[Finding]:
+    def counter(
+        self, name: str, device: str, source: str, value: float | None
+    ) -> Iterator[Finding]:
         """A counter's value now; a finding where it has grown too much within its window."""
         if value is None:
             return
@@ -168,10 +285,15 @@ class Judge:
             return
         self._quiet_until[key] = self.now + limit.within
         yield Finding(
-            name, limit.group, limit.action,
-            f"{source}: {before[1]:g} -> {value:g} in {_time(min(self.now - before[0], limit.within))}; "
-            f"limit {limit.at:g} in {_time(limit.within)}", -1, device,
-        )  # fmt: skip
+            name,
+            limit.group,
+            limit.action,
+            f"{source}: {before[1]:g} -> {value:g} in"
+            f" {_time(min(self.now - before[0], limit.within))}; limit {limit.at:g} in"
+            f" {_time(limit.within)}",
+            -1,
+            device,
+        )
 
     def state(self, name: str, device: str, on: bool, seen: str) -> Iterator[Finding]:
         """Whether something is so now; a finding when it has been for so many looks."""

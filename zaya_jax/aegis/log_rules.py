@@ -4,8 +4,8 @@
     matcher.feed(process, line)             [] or [Finding]
     Kernel(root).look()                     findings in the kernel's lines since the last look
 
-The first rule that fits wins, in the order of the file. A flood is counted: lines that differ in numbers alone
-are reported at the 1st, the 10th, the 100th, ... with their count.
+The first rule that fits wins, in the order of the file. A flood is counted: lines that differ in
+numbers alone are reported at the 1st, the 10th, the 100th, ... with their count.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from zaya_jax.aegis import events
 from zaya_jax.aegis.events import Finding
 
 KINDS = ("process", "kernel")
-LONGEST = 1024  # characters of a line that are looked at: the time for some patterns grows with their square
+# characters of a line that are looked at: the time for some patterns grows with their square
+LONGEST = 1024
 SHOWN = 400  # and that a finding keeps
 MOST_KINDS = 1000  # of lines that are counted apart; later ones are counted by their rule alone
 READ = 1 << 20  # bytes of the kernel's log at one look
@@ -78,7 +79,9 @@ class Matcher:
             found = rule.regex.search(line)
             if found:
                 named = found.groupdict()
-                whose = int(named.get("process") or process)  # a line may name another process than its own
+                whose = int(
+                    named.get("process") or process
+                )  # a line may name another process than its own
                 return self._count(rule, whose, line, named.get("device") or "")
         return []
 
@@ -110,21 +113,26 @@ class Kernel:
             if self._file is None:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 os.lseek(self._file, 0, os.SEEK_END)
-            return [found for line in self._lines(self._file) for found in self._matcher.feed(-1, line)]
+            return [
+                found for line in self._lines(self._file) for found in self._matcher.feed(-1, line)
+            ]
         except OSError as error:  # on some systems everybody may open it, and few may read it
             said, self._said = self._said, True
             seen = f"{self._path}: {error.strerror}"
             return [] if said else [Finding("kernel log unreadable", "note", "note", seen)]
 
     def _lines(self, file: int) -> list[bytes]:
-        """The new records without their numbers; a record's further lines (` KEY=value`) say nothing more."""
+        """The new records without their numbers; a record's further lines (` KEY=value`) say
+        nothing more."""
         data = b""
         while len(data) < READ:
             try:
                 part = os.read(file, 8192)
             except BlockingIOError:
                 break
-            except BrokenPipeError:  # overwritten before it was read; the next read goes on after it
+            except (
+                BrokenPipeError
+            ):  # overwritten before it was read; the next read goes on after it
                 continue
             if not part:
                 break

@@ -17,8 +17,9 @@ from pathlib import Path
 PCI = "/sys/bus/pci/devices"
 RETRIES = 7  # the most that a queue pair can do
 ACCELERATORS = ("0x1200", "0x0302")  # processing accelerator (MI300X), 3D controller (H100, H200)
-# The system kills the program when the agent ends, however that ends: nothing trains on alone. It is no function called
-# between fork and exec, since the agent has threads, and one may hold a lock at that moment.
+# The system kills the program when the agent ends, however that ends: nothing trains on alone. It
+# is no function called between fork and exec, since the agent has threads, and one may hold a lock
+# at that moment.
 BECOME = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -38,7 +39,8 @@ def ends_with_this() -> list[str]:
 
 
 def gpus(environ: Mapping[str, str]) -> list[int]:
-    """The NUMA nodes of the accelerators (-1: none), in the order of their PCI addresses, which is the drivers'."""
+    """The NUMA nodes of the accelerators (-1: none), in the order of their PCI addresses, which is
+    the drivers'."""
     found = []
     for device in sorted(Path(environ.get("PCI_DEVICES", PCI)).glob("*")):
         with contextlib.suppress(OSError):
@@ -60,7 +62,8 @@ def time_outs(patience: float) -> dict[str, str]:
 
 
 def on_numa_node(numa: int) -> list[str]:
-    """Starts a program on this NUMA node; else batches and checkpoints pass the link between the sockets."""
+    """Starts a program on this NUMA node; else batches and checkpoints pass the link between the
+    sockets."""
     if numa < 0 or not shutil.which("numactl"):
         return []
     return ["numactl", f"--cpunodebind={numa}", f"--preferred={numa}"]

@@ -1,4 +1,5 @@
-"""Starts a node's processes, follows their output and heartbeats, and ends them, for the node's agent.
+"""Starts a node's processes, follows their output and heartbeats, and ends them, for the node's
+agent.
 
     node = Node(plan, selector, keeper, terminal, tell)
     node.start(number, address, count, first)   its part of a start: processes first, first + 1, ... of count
@@ -6,9 +7,9 @@
     node.ask(), node.kill(), node.collect()
     node.check(number), node.link(number, coordinator, index)   its part of the check before a start
 
-`tell` gets lists as they go over a line: ["exited", start, process, code], ["ready", port], ["views", start, [...]],
-["finding", {...}], ["stacks", start, {process: [how, line]}], ["checked", number, [{...}], port],
-["linked", number, bandwidth, wrong].
+`tell` gets lists as they go over a line: ["exited", start, process, code], ["ready", port],
+["views", start, [...]], ["finding", {...}], ["stacks", start, {process: [how, line]}], ["checked",
+number, [{...}], port], ["linked", number, bandwidth, wrong].
 """
 
 import contextlib
@@ -71,11 +72,23 @@ class Node:
     """See the module."""
 
     def __init__(
-        self, plan: Plan, selector: selectors.BaseSelector, keeper: Keeper, terminal: Terminal,
+        self,
+        plan: Plan,
+        selector: selectors.BaseSelector,
+        keeper: Keeper,
+        terminal: Terminal,
         tell: Callable[[list], None],
-    ):  # fmt: skip
-        self._plan, self._tell, self._selector, self._keeper, self._terminal = (plan, tell, selector, keeper, terminal)
-        self._memory = -1  # a file in memory, to which the processes of this start write their beats
+    ):
+        self._plan, self._tell, self._selector, self._keeper, self._terminal = (
+            plan,
+            tell,
+            selector,
+            keeper,
+            terminal,
+        )
+        self._memory = (
+            -1
+        )  # a file in memory, to which the processes of this start write their beats
         self.processes: dict[int, Process] = {}
         self._number, self._looked = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
@@ -102,16 +115,22 @@ class Node:
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""
-        self._number, self._matcher = number, log_rules.Matcher()  # each start counts its lines anew
+        self._number, self._matcher = (
+            number,
+            log_rules.Matcher(),
+        )  # each start counts its lines anew
         self._forget_beats()
         self._memory = os.memfd_create("beats")
         os.truncate(self._memory, count * beats.SIZE)
         for i in range(self._plan.rules.processes):
             index = first + i
             variables = {
-                "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index),
-                beats.VARIABLE: f"/proc/{os.getpid()}/fd/{self._memory}", "PYTHONUNBUFFERED": "1",
-            }  # fmt: skip
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(count),
+                "JAX_PROCESS_ID": str(index),
+                beats.VARIABLE: f"/proc/{os.getpid()}/fd/{self._memory}",
+                "PYTHONUNBUFFERED": "1",
+            }
             near: list[str] = []
             if len(self._numa) >= self._plan.rules.processes:
                 near = machine.on_numa_node(self._numa[i])
@@ -119,9 +138,12 @@ class Node:
                     variables["JAX_LOCAL_DEVICE_IDS"] = str(i)
             popen = subprocess.Popen(
                 [*machine.ends_with_this(), *near, *self._plan.command],
-                env={**machine.time_outs(self._plan.patience), **os.environ, **variables}, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
+                env={**machine.time_outs(self._plan.patience), **os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
             process = self.processes[index] = Process(index, popen, time.monotonic())
             for stream, pipe in process.pipes.items():
                 os.set_blocking(pipe.fileno(), False)
@@ -129,7 +151,8 @@ class Node:
                 self._selector.register(pipe, selectors.EVENT_READ, hear)
 
     def ask(self) -> None:
-        """Has the run save and stop: one signal to each process, since a second one would end it without saving."""
+        """Has the run save and stop: one signal to each process, since a second one would end it
+        without saving."""
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.popen.send_signal(signal.SIGTERM)
@@ -142,7 +165,10 @@ class Node:
     def collect(self) -> None:
         """Begins to collect the stacks of all processes here."""
         logs = self._plan.workdir / "logs"
-        targets = {i: stacks.Target(p.popen.pid, logs / f"process-{i:05d}.log") for i, p in self.processes.items()}
+        targets = {
+            i: stacks.Target(p.popen.pid, logs / f"process-{i:05d}.log")
+            for i, p in self.processes.items()
+        }
         self._begin(functools.partial(self._collect, self._number, targets))
 
     def turn(self, now: float) -> None:
@@ -161,7 +187,13 @@ class Node:
             self.ready()
         if self.processes and now - self._looked >= LOOK:
             self._looked = now
-            self._tell(["views", self._number, [self._view(p, time.monotonic()) for p in self.processes.values()]])
+            self._tell(
+                [
+                    "views",
+                    self._number,
+                    [self._view(p, time.monotonic()) for p in self.processes.values()],
+                ]
+            )
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tell(self._done.get_nowait())
@@ -186,12 +218,22 @@ class Node:
             return View(process.index, "", 0, "", age, age, state)
         laps = [lap for lap in beat.laps if lap.step > process.lap]
         process.lap = laps[-1].step if laps else process.lap
-        # Its words for the time are CLOCK_MONOTONIC's, as ours: ages mean the same on another machine.
-        return View(process.index, beat.section, beat.step, beat.mark, now - beat.since, now - beat.pulse, state, laps)
+        # Its words for the time are CLOCK_MONOTONIC's, as ours: ages mean the same on another
+        # machine.
+        return View(
+            process.index,
+            beat.section,
+            beat.step,
+            beat.mark,
+            now - beat.since,
+            now - beat.pulse,
+            state,
+            laps,
+        )
 
     def _hear(self, process: Process, stream: int, pipe: Any, last: bool = False) -> None:
-        """Takes a process's output. After its end that is no more than a pipe holds: a child of its own that
-        left its group, and has the pipe too, may print for ever."""
+        """Takes a process's output. After its end that is no more than a pipe holds: a child of its
+        own that left its group, and has the pipe too, may print for ever."""
         if pipe.closed:
             return
         for _ in range(PIPE // LINE if last else 1):
@@ -205,7 +247,9 @@ class Node:
                 last = True
                 break
             self._terminal.show(stream, data)
-            self._keeper.append(f"logs/start-{self._number:03d}/process-{process.index:05d}.log", data)
+            self._keeper.append(
+                f"logs/start-{self._number:03d}/process-{process.index:05d}.log", data
+            )
             *lines, rest = (process.rest[stream] + data).split(b"\n")
             process.rest[stream] = b"" if len(rest) > LINE else rest
             for line in [*lines, rest] if len(rest) > LINE else lines:
@@ -228,7 +272,8 @@ class Node:
         found = stacks.collect(targets)
         for process, stack in found.items():
             self._keeper.append(
-                f"stacks/start-{number:03d}/process-{process:05d}.txt", f"{stack.how}\n{stack.text}".encode()
+                f"stacks/start-{number:03d}/process-{process:05d}.txt",
+                f"{stack.how}\n{stack.text}".encode(),
             )
         return ["stacks", number, {p: [s.how, s.line] for p, s in found.items()}]
 

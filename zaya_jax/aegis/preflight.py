@@ -1,4 +1,5 @@
-"""Checks nodes before a start, in under a minute: whether each computes correctly and reaches its neighbours.
+"""Checks nodes before a start, in under a minute: whether each computes correctly and reaches its
+neighbours.
 
     check(expected=8)                       list[Finding] of this node: devices, products, watchers
     rounds([0, 1, 2, 3])                    the pairs of nodes that try their link in each round
@@ -6,8 +7,9 @@
     judge([((0, 1), tried), ...])           findings, each with the node that it names (-1: none alone)
     Checking(...)                           the leader's part: orders all of that, and gathers the findings
 
-Anything that may hang runs in a process of its own, this module as a program, with a time limit: a device that does not
-answer is a finding too. Each part of that program's work prints a line of JSON with its name when it ends:
+Anything that may hang runs in a process of its own, this module as a program, with a time limit: a
+device that does not answer is a finding too. Each part of that program's work prints a line of JSON
+with its name when it ends:
 
     python -m zaya_jax.aegis.preflight devices
     python -m zaya_jax.aegis.preflight link COORDINATOR INDEX SECONDS
@@ -32,7 +34,9 @@ from zaya_jax.aegis.events import Finding
 SECONDS = 50.0  # for all of a node's check
 LINK_SECONDS = 50.0  # for a pair's
 SLOW_LINK = 0.5  # of the other links' median: rings share switches
-ANSWER = 10.0  # seconds that an answer to the leader may take beyond the time that a node gives itself
+ANSWER = (
+    10.0  # seconds that an answer to the leader may take beyond the time that a node gives itself
+)
 TAIL = 300  # characters of a probe's last line on stderr
 
 # Of the probe, on a CPU and elsewhere
@@ -49,7 +53,8 @@ Pair = tuple[int, int]  # of nodes
 
 
 class Probed(NamedTuple):
-    """The parts of its work that a probe has reported; and how it failed ("" where it did not), with the words."""
+    """The parts of its work that a probe has reported; and how it failed ("" where it did not),
+    with the words."""
 
     parts: dict[str, Any]
     failed: str = ""
@@ -57,14 +62,18 @@ class Probed(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """How a pair's link did, seen from one end: bytes a second, 0 where it failed; and the reason."""
+    """How a pair's link did, seen from one end: bytes a second, 0 where it failed; and the
+    reason."""
 
     bandwidth: float
     wrong: str = ""
 
 
 def check(
-    expected: int | None = None, root: str | Path = "/", seconds: float = SECONDS, environ: Environ = None
+    expected: int | None = None,
+    root: str | Path = "/",
+    seconds: float = SECONDS,
+    environ: Environ = None,
 ) -> list[Finding]:
     """The faults of this node."""
     watchers = watch.Watchers(root)
@@ -91,7 +100,8 @@ def judge_devices(parts: Mapping[str, Any], expected: int | None) -> list[Findin
 
 
 def rounds(nodes: Sequence[int]) -> list[list[Pair]]:
-    """Rounds of disjoint pairs along a ring: each node tries two others, so that judge can tell nodes from links.
+    """Rounds of disjoint pairs along a ring: each node tries two others, so that judge can tell
+    nodes from links.
 
     Two rounds, three for an odd number of nodes; one for two nodes, whose faults look alike.
     """
@@ -102,10 +112,15 @@ def rounds(nodes: Sequence[int]) -> list[list[Pair]]:
     return [one for one in (ring[0::2], ring[1::2], last) if one]
 
 
-def link(coordinator: str, index: int, seconds: float = LINK_SECONDS, environ: Environ = None) -> Tried:
-    """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and checks them."""
+def link(
+    coordinator: str, index: int, seconds: float = LINK_SECONDS, environ: Environ = None
+) -> Tried:
+    """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and
+    checks them."""
     joins = str(max(int(seconds - 10), 5))
-    parts, _, seen = _probe("link", coordinator, str(index), joins, seconds=seconds, environ=environ)
+    parts, _, seen = _probe(
+        "link", coordinator, str(index), joins, seconds=seconds, environ=environ
+    )
     wrong = parts.get("exchanged", {}).get("wrong", [])
     if wrong:
         return Tried(0.0, "; ".join(wrong))
@@ -114,9 +129,11 @@ def link(coordinator: str, index: int, seconds: float = LINK_SECONDS, environ: E
 
 
 def judge(results: Iterable[tuple[Pair, Tried]]) -> list[tuple[int, Finding]]:
-    """Which nodes are bad (all their links fail) and which links (their ends are well with others); then slow ones.
+    """Which nodes are bad (all their links fail) and which links (their ends are well with others);
+    then slow ones.
 
-    The views of both ends of a pair may be given. Each finding has its node, -1 where it names none alone.
+    The views of both ends of a pair may be given. Each finding has its node, -1 where it names none
+    alone.
     """
     pairs: dict[Pair, list[Tried]] = {}
     for pair, tried in results:
@@ -124,8 +141,22 @@ def judge(results: Iterable[tuple[Pair, Tried]]) -> list[tuple[int, Finding]]:
     bad = {pair: "; ".join(t.wrong for t in tried if t.wrong) for pair, tried in pairs.items()}
     bad = {pair: words for pair, words in bad.items() if words}
     if len(pairs) > 1 and len(bad) == len(pairs):
-        return [(-1, Finding("no link works", "distributed", "stop", next(iter(bad.values())), -1, "all nodes"))]
-    rates = {pair: min(t.bandwidth for t in tried) for pair, tried in pairs.items() if pair not in bad}
+        return [
+            (
+                -1,
+                Finding(
+                    "no link works",
+                    "distributed",
+                    "stop",
+                    next(iter(bad.values())),
+                    -1,
+                    "all nodes",
+                ),
+            )
+        ]
+    rates = {
+        pair: min(t.bandwidth for t in tried) for pair, tried in pairs.items() if pair not in bad
+    }
     usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
     slow = {
         pair: f"{rate / 1e9:.1f} GB/s, the median is {usual / 1e9:.1f}"
@@ -146,13 +177,20 @@ def _named(
     for a, b in pairs:
         tries.setdefault(a, {})[b] = a, b
         tries.setdefault(b, {})[a] = a, b
-    culprits = sorted(node for node, own in tries.items() if len(own) > 1 and set(own.values()) <= bad.keys())
+    culprits = sorted(
+        node for node, own in tries.items() if len(own) > 1 and set(own.values()) <= bad.keys()
+    )
     found = []
     for node in culprits:
         seen = "; ".join(f"with node {other}: {bad[pair]}" for other, pair in tries[node].items())
         found.append((node, Finding(node_name, "critical", action, seen, -1, f"node {node}")))
     return found + [
-        (-1, Finding(link_name, "distributed", "warn", bad[pair], -1, "node {}-node {}".format(*pair)))
+        (
+            -1,
+            Finding(
+                link_name, "distributed", "warn", bad[pair], -1, "node {}-node {}".format(*pair)
+            ),
+        )
         for pair in sorted(bad)
         if not set(culprits) & set(pair)
     ]
@@ -160,13 +198,27 @@ def _named(
 
 def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
     """Runs a probe to its end, or kills it when its time is up."""
-    variables = {**(os.environ if environ is None else environ), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [*machine.ends_with_this(), sys.executable, "-m", "zaya_jax.aegis.preflight", *arguments]
+    variables = {
+        **(os.environ if environ is None else environ),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    command = [
+        *machine.ends_with_this(),
+        sys.executable,
+        "-m",
+        "zaya_jax.aegis.preflight",
+        *arguments,
+    ]
     try:
         probe = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],
+        )
     except OSError as error:
         return Probed({}, "could not begin", f"{type(error).__name__}: {error}")
     code: int | None = None
@@ -196,20 +248,25 @@ def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
 
 
 class Checking:
-    """The check of a start's nodes as the leader sees it: all try themselves, then in pairs the links between them.
+    """The check of a start's nodes as the leader sees it: all try themselves, then in pairs the
+    links between them.
 
     checking = Checking(number, nodes, addresses, order, now)
     checking.hear(node, message)        ["checked", number, findings, port] or ["linked", number, bandwidth, wrong]
     checking.turn(now)                  findings by node (-1: none alone), once all is over; else None
 
-    A node that gives no answer in time is found too. `order` carries ["check", number] and
-    ["link", number, coordinator, index].
+    A node that gives no answer in time is found too. `order` carries ["check", number] and ["link",
+    number, coordinator, index].
     """
 
     def __init__(
-        self, number: int, nodes: Sequence[int], addresses: Mapping[int, str], order: Callable[[int, list], None],
+        self,
+        number: int,
+        nodes: Sequence[int],
+        addresses: Mapping[int, str],
+        order: Callable[[int, list], None],
         now: float,
-    ):  # fmt: skip
+    ):
         self.number, self.nodes, self.begun = number, tuple(nodes), now
         self._addresses, self._order = addresses, order
         self._waiting, self._until = set(nodes), now + SECONDS + ANSWER
@@ -243,12 +300,19 @@ class Checking:
         if self._waiting and now < self._until:
             return None
         if self._rounds is None:
-            hung = Finding("check of the node hangs", "critical", "exclude", f"no answer within {SECONDS + ANSWER:g} s")
+            hung = Finding(
+                "check of the node hangs",
+                "critical",
+                "exclude",
+                f"no answer within {SECONDS + ANSWER:g} s",
+            )
             self._found += [(node, hung) for node in self._waiting]
             unfit = {node for node, finding in self._found if finding.action == "exclude"}
             self._rounds = rounds([node for node in self.nodes if node not in unfit])
         silent = Tried(0.0, f"no answer within {LINK_SECONDS + ANSWER:g} s")
-        self._links += [(pair, self._tried.get(node, silent)) for pair in self._pairs for node in pair]
+        self._links += [
+            (pair, self._tried.get(node, silent)) for pair in self._pairs for node in pair
+        ]
         if not self._rounds:
             return self._found + judge(self._links)
         self._pairs, self._tried = self._rounds.pop(0), {}
@@ -268,7 +332,8 @@ def say(part: str, **given: Any) -> None:
 
 
 def products(devices: list, wanted: Callable | None = None) -> list[str]:
-    """Multiplies on every device in bfloat16 and float32, and compares with NumPy: the differences in words."""
+    """Multiplies on every device in bfloat16 and float32, and compares with NumPy: the differences
+    in words."""
     import jax  # here and below: an agent, which starts these parts, imports none of it
     import jax.numpy as jnp
     import numpy as np
@@ -292,7 +357,10 @@ def products(devices: list, wanted: Callable | None = None) -> list[str]:
         # NumPy multiplies whole numbers slowly; float64 holds them exactly and goes through BLAS.
         right = (wanted or np.matmul)(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
         for kind in (jnp.bfloat16, jnp.float32):
-            each = [jax.device_put(np.broadcast_to(m.astype(kind), (count, side, side)), own) for m in (a, b)]
+            each = [
+                jax.device_put(np.broadcast_to(m.astype(kind), (count, side, side)), own)
+                for m in (a, b)
+            ]
             for shard in program(*each).addressable_shards:
                 out = np.asarray(shard.data)[0]
                 bad = int((out != right).sum())
@@ -300,8 +368,9 @@ def products(devices: list, wanted: Callable | None = None) -> list[str]:
                     where = np.argwhere(out != right)[0]
                     got, should = out[tuple(where)], right[tuple(where)]
                     wrong.append(
-                        f"device {shard.device.id}: {bad} of {out.size} sums of a {np.dtype(kind).name} product are "
-                        f"wrong, such as {got:g} in place of {should:g}"
+                        f"device {shard.device.id}: {bad} of {out.size} sums of a"
+                        f" {np.dtype(kind).name} product are wrong, such as {got:g} in place of"
+                        f" {should:g}"
                     )
     return wrong
 
@@ -311,12 +380,18 @@ def try_devices() -> None:
     import jax
 
     here = jax.local_devices()
-    say("devices", count=len(here), platform=here[0].platform, kinds=sorted({d.device_kind for d in here}))
+    say(
+        "devices",
+        count=len(here),
+        platform=here[0].platform,
+        kinds=sorted({d.device_kind for d in here}),
+    )
     say("products", wrong=products(here))
 
 
 def try_link(coordinator: str, index: str, seconds: str) -> None:
-    """One of two nodes: every device sends known numbers to its partner on the other one, and checks its own."""
+    """One of two nodes: every device sends known numbers to its partner on the other one, and
+    checks its own."""
     import jax
     import numpy as np
     from jax import lax
@@ -324,9 +399,13 @@ def try_link(coordinator: str, index: str, seconds: str) -> None:
     from jax.sharding import PartitionSpec as P
 
     jax.distributed.initialize(
-        coordinator, 2, int(index), initialization_timeout=int(seconds), cluster_detection_method="deactivate",
+        coordinator,
+        2,
+        int(index),
+        initialization_timeout=int(seconds),
+        cluster_detection_method="deactivate",
         shutdown_timeout_seconds=10,
-    )  # fmt: skip
+    )
     here, everything = len(jax.local_devices()), jax.devices()
     count = len(everything)
     say("joined", devices=here)
@@ -345,12 +424,19 @@ def try_link(coordinator: str, index: str, seconds: str) -> None:
     x = jax.make_array_from_callback((count, numbers), NamedSharding(mesh, P("devices")), of_shard)
     pairs = [(i, (i + here) % count) for i in range(count)]
     over = jax.shard_map(
-        lambda x: lax.ppermute(x, "devices", pairs), mesh=mesh, in_specs=P("devices"), out_specs=P("devices")
+        lambda x: lax.ppermute(x, "devices", pairs),
+        mesh=mesh,
+        in_specs=P("devices"),
+        out_specs=P("devices"),
     )
     send = jax.jit(over).lower(x).compile()
     wrong = []
     for shard in jax.block_until_ready(send(x)).addressable_shards:
-        bad = int((np.asarray(shard.data) != of_device((everything.index(shard.device) - here) % count)).sum())
+        bad = int(
+            (
+                np.asarray(shard.data) != of_device((everything.index(shard.device) - here) % count)
+            ).sum()
+        )
         if bad:
             wrong.append(f"device {shard.device.id}: {bad} of {numbers} numbers came wrong")
     say("exchanged", wrong=wrong)

@@ -1,17 +1,20 @@
-"""Checks that the devices compute correctly: a step's gradients again, on the same devices and on others.
+"""Checks that the devices compute correctly: a step's gradients again, on the same devices and on
+others.
 
     replay = Replay(config, mesh)                   of a phase; `faults` on purpose go through `hook`
     finding = replay(params, bias, batch)           None, or a Mismatch, the same in all processes
 
-Every device hashes the gradient of each weight as it leaves its layer, before anything is summed over data, and its
-share of the loss. That is done twice on the same devices, and once with the batch moved on by one along the data
-axis: all data shards have the same weights, so sound devices give the same bits wherever a part of the batch lies. One
-that differs from itself does not reproduce. Otherwise two places differ about a part of the batch, and a third one
-tells which of them is wrong; with two data shards both are named, with one the device can only differ from itself.
+Every device hashes the gradient of each weight as it leaves its layer, before anything is summed
+over data, and its share of the loss. That is done twice on the same devices, and once with the
+batch moved on by one along the data axis: all data shards have the same weights, so sound devices
+give the same bits wherever a part of the batch lies. One that differs from itself does not
+reproduce. Otherwise two places differ about a part of the batch, and a third one tells which of
+them is wrong; with two data shards both are named, with one the device can only differ from itself.
 
-Devices that compute a part together (the axes expert, context and tensor; with fsdp all) are named as a group, since
-an error of one is in the others' results. With fsdp gradients are summed over data before they can be seen,
-in another order when the batch has moved: then the move compares only the sums of the loss.
+Devices that compute a part together (the axes expert, context and tensor; with fsdp all) are named
+as a group, since an error of one is in the others' results. With fsdp gradients are summed over
+data before they can be seen, in another order when the batch has moved: then the move compares only
+the sums of the loss.
 
 It sees one micro-batch. A hash changes with each bit of a gradient, and with its place.
 """
@@ -41,9 +44,12 @@ FIGURES = "loss"  # stands for the loss's sums among the names of weights
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """The devices that compute wrongly, as far as can be determined, by their places in the mesh."""
+    """The devices that compute wrongly, as far as can be determined, by their places in the
+    mesh."""
 
-    kind: str  # "itself": differs from itself; "others": from the others; "program": nearly all differ from themselves
+    # "itself": differs from itself; "others": from the others; "program": nearly all differ from
+    # themselves
+    kind: str
     devices: tuple[int, ...]  # of several it is not known which
     weights: tuple[str, ...]  # whose gradients differ
     why: str
@@ -86,19 +92,31 @@ class Replay:
             return jax.tree.map(lambda x: lax.ppermute(x, "data", there), one)
 
         batches, everywhere = batch_spec(spread), PartitionSpec(AXES)
-        specs = (trained_specs(config, spread), REPLICATED, batches, frozen_specs(config, spread).get("frozen", {}))
+        specs = (
+            trained_specs(config, spread),
+            REPLICATED,
+            batches,
+            frozen_specs(config, spread).get("frozen", {}),
+        )
         self._program = steps.on_mesh(config, mesh, hashes, specs, out=everywhere)
         self._moves = [
-            steps.on_mesh(config, mesh, lambda batch, by=by: move(batch, by), (batches,), out=batches)
+            steps.on_mesh(
+                config, mesh, lambda batch, by=by: move(batch, by), (batches,), out=batches
+            )
             for by in range(3)
         ]
         self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
 
-    def __call__(self, params: Any, bias: jax.Array, batch: dict, frozen: Any = None) -> Mismatch | None:
-        """Computes it and compares; all processes together. `frozen`: the weights under params that are adapters."""
+    def __call__(
+        self, params: Any, bias: jax.Array, batch: dict, frozen: Any = None
+    ) -> Mismatch | None:
+        """Computes it and compares; all processes together. `frozen`: the weights under params that
+        are adapters."""
 
         def compute(by: int) -> np.ndarray:
-            return np.asarray(self._gather(self._program(params, bias, self._moves[by](batch), frozen or {})))
+            return np.asarray(
+                self._gather(self._program(params, bias, self._moves[by](batch), frozen or {}))
+            )
 
         first, again = compute(0), compute(0)
         parts = 1 if self._spread.fsdp else self._spread.data
@@ -109,12 +127,15 @@ class Replay:
         compared = np.array([name == FIGURES or not self._spread.fsdp for name in self._names])
         found = differs_from_others(seen, compared, self._spread.data, self._names)
         if found and self._spread.data > 2:
-            found = differs_from_others([*seen, compute(2)], compared, self._spread.data, self._names)
+            found = differs_from_others(
+                [*seen, compute(2)], compared, self._spread.data, self._names
+            )
         return found
 
 
 class _Hashed:
-    """Takes the place of a way in which a layer's gradients travel (`optim.by_layer`), and keeps only their hash."""
+    """Takes the place of a way in which a layer's gradients travel (`optim.by_layer`), and keeps
+    only their hash."""
 
     def __init__(self, layers: int):
         self.shape = (layers, HALVES)
@@ -126,9 +147,11 @@ class _Hashed:
 
 
 def hashed(x: jax.Array) -> jax.Array:
-    """Four floats, each a whole number below 2**16: one other bit, or two numbers in each other's places, change them.
+    """Four floats, each a whole number below 2**16: one other bit, or two numbers in each other's
+    places, change them.
 
-    Each number is mixed with its place by a function that has an inverse, so a change of one always changes the sum.
+    Each number is mixed with its place by a function that has an inverse, so a change of one always
+    changes the sum.
     """
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
@@ -136,19 +159,25 @@ def hashed(x: jax.Array) -> jax.Array:
     for dim in range(x.ndim):
         place = place * np.uint32(x.shape[dim]) + lax.broadcasted_iota(jnp.uint32, x.shape, dim)
     mixed = _mix(bits + place * np.uint32(0x9E3779B9))
-    sums = [jnp.sum(_mix(mixed ^ np.uint32(salt)), dtype=jnp.uint32) for salt in (0x85EBCA6B, 0xC2B2AE35)]
+    sums = [
+        jnp.sum(_mix(mixed ^ np.uint32(salt)), dtype=jnp.uint32)
+        for salt in (0x85EBCA6B, 0xC2B2AE35)
+    ]
     halves = [part for one in sums for part in (one & np.uint32(0xFFFF), one >> np.uint32(16))]
     return jnp.stack(halves).astype(jnp.float32)
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """MurmurHash3's last step: each bit of the input changes about half of the output's; it has an inverse."""
+    """MurmurHash3's last step: each bit of the input changes about half of the output's; it has an
+    inverse."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))
 
 
-def differs_from_itself(first: np.ndarray, again: np.ndarray, parts: int, names: list[str]) -> Mismatch | None:
+def differs_from_itself(
+    first: np.ndarray, again: np.ndarray, parts: int, names: list[str]
+) -> Mismatch | None:
     """Of hashes [devices, words]: the parts of the mesh that gave others the second time."""
     wrong = (first != again).reshape(parts, -1, first.shape[1])
     guilty = np.flatnonzero(wrong.any((1, 2)))
@@ -158,13 +187,19 @@ def differs_from_itself(first: np.ndarray, again: np.ndarray, parts: int, names:
     devices = tuple(int(unit * group + i) for unit in guilty for i in range(group))
     weights = _weights(wrong.any((0, 1)), names)
     if len(guilty) > max(parts / 2, 1):
-        why = f"{len(guilty)} of {parts} parts of the mesh differ from themselves, which is no device's fault"
+        why = (
+            f"{len(guilty)} of {parts} parts of the mesh differ from themselves, which is no"
+            " device's fault"
+        )
         return Mismatch("program", devices, weights, why)
     return Mismatch("itself", devices, weights, "computed twice, it gave other bits")
 
 
-def differs_from_others(seen: list[np.ndarray], compared: np.ndarray, parts: int, names: list[str]) -> Mismatch | None:
-    """Of hashes [devices, words] of batches moved on by 0, 1 and, if given, 2: the parts of the mesh that are wrong."""
+def differs_from_others(
+    seen: list[np.ndarray], compared: np.ndarray, parts: int, names: list[str]
+) -> Mismatch | None:
+    """Of hashes [devices, words] of batches moved on by 0, 1 and, if given, 2: the parts of the
+    mesh that are wrong."""
     at = [x[:, compared].reshape(parts, -1) for x in seen]
     votes: Counter[int] = Counter()
     for batch in range(parts):
@@ -182,7 +217,10 @@ def differs_from_others(seen: list[np.ndarray], compared: np.ndarray, parts: int
     weights = _weights((seen[0].reshape(moved.shape) != moved).any((0, 1)) & compared, names)
     why = "others computed the same part of the batch, and gave other bits"
     if parts == 2:
-        why = "two data shards gave other bits for the same part of the batch, and a third to decide is not there"
+        why = (
+            "two data shards gave other bits for the same part of the batch, and a third to decide"
+            " is not there"
+        )
     return Mismatch("others", devices, weights, why)
 
 

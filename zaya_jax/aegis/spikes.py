@@ -4,17 +4,20 @@
     spike = spikes.add(step, phase, loss, norm)            of each step, in order; a Spike, or None
     spikes.state()                                         for the next checkpoint
 
-A step is *high* if its loss or its gradient norm lies more than `spike_deviations` robust standard deviations above the
-level, the median of the last LEVEL steps that were not high, or is not finite. Each step is compared with its own
-level, over the last WINDOW such steps: a loss that falls, or slowly rises, is no deviation. A robust standard deviation
-is 1.4826 times the median distance of these from their median, but at least a share (LEAST) of the level.
+A step is *high* if its loss or its gradient norm lies more than `spike_deviations` robust standard
+deviations above the level, the median of the last LEVEL steps that were not high, or is not finite.
+Each step is compared with its own level, over the last WINDOW such steps: a loss that falls, or
+slowly rises, is no deviation. A robust standard deviation is 1.4826 times the median distance of
+these from their median, but at least a share (LEAST) of the level.
 
-High steps count up and others down, not below 0. At `spike_steps` there is a spike, which began with the first that
-counted: so many high steps in a row, or so many more than others. Fewer are noise, or leaving out single updates
-mends them (`optim.skip`). A high step never raises the level: nine in ten, taken in with the tenth, made all others
-usual. A higher level for good is a spike, or another phase.
+High steps count up and others down, not below 0. At `spike_steps` there is a spike, which began
+with the first that counted: so many high steps in a row, or so many more than others. Fewer are
+noise, or leaving out single updates mends them (`optim.skip`). A high step never raises the level:
+nine in ten, taken in with the tenth, made all others usual. A higher level for good is a spike, or
+another phase.
 
-Nothing is high before SETTLE steps were seen, and each phase begins anew: its losses are of other text or lengths.
+Nothing is high before SETTLE steps were seen, and each phase begins anew: its losses are of other
+text or lengths.
 """
 
 import math
@@ -27,12 +30,18 @@ from zaya_jax.config import Guard
 LEVEL = 32
 WINDOW = 128
 SETTLE = 64
-ROBUST = 1.4826  # a normal distribution's standard deviation over its median distance from the median
-LEAST = {"loss": 0.005, "grad_norm": 0.25}  # below it a deviation is taken for noise, however steady it was
+ROBUST = (
+    1.4826  # a normal distribution's standard deviation over its median distance from the median
+)
+LEAST = {
+    "loss": 0.005,
+    "grad_norm": 0.25,
+}  # below it a deviation is taken for noise, however steady it was
 
 
 class Spike(NamedTuple):
-    """A spike: the steps from the first high one to the last, and of the worse figure the greatest value."""
+    """A spike: the steps from the first high one to the last, and of the worse figure the greatest
+    value."""
 
     began: int
     step: int
@@ -43,7 +52,11 @@ class Spike(NamedTuple):
 
     def __str__(self) -> str:
         steps = self.step - self.began + 1
-        many = f"{steps} steps in a row" if self.high in (0, steps) else f"{self.high} of {steps} steps"
+        many = (
+            f"{steps} steps in a row"
+            if self.high in (0, steps)
+            else f"{self.high} of {steps} steps"
+        )
         return (
             f"{self.figure} was too high in {many}, from step {self.began} on "
             f"(up to {self.value:.4g}; before, the median was {self.median:.4g})"
@@ -51,7 +64,8 @@ class Spike(NamedTuple):
 
 
 class _High(NamedTuple):
-    """The count so far: of `steps` steps `high` were high, `ahead` more than others; their greatest figures."""
+    """The count so far: of `steps` steps `high` were high, `ahead` more than others; their greatest
+    figures."""
 
     ahead: int = 0
     steps: int = 0
@@ -67,7 +81,9 @@ class _High(NamedTuple):
         return _High(self.ahead + 1, self.steps + 1, self.high + 1, *tops)
 
     def less(self) -> "_High":
-        return self._replace(ahead=self.ahead - 1, steps=self.steps + 1) if self.ahead > 1 else _High()
+        return (
+            self._replace(ahead=self.ahead - 1, steps=self.steps + 1) if self.ahead > 1 else _High()
+        )
 
 
 class Spikes:
@@ -83,12 +99,19 @@ class Spikes:
 
     @property
     def suspicious(self) -> bool:
-        """Whether the last steps count as high: a spike that is found later may have begun before now."""
+        """Whether the last steps count as high: a spike that is found later may have begun before
+        now."""
         return self._high.ahead > 0
 
     def state(self) -> dict[str, Any]:
-        """Numbers for JSON, None for one that is not finite; copies, since a save writes them while steps go on."""
-        return {"phase": self._phase, "usual": [*self._usual], "off": [*self._off], "high": [*self._high]}
+        """Numbers for JSON, None for one that is not finite; copies, since a save writes them while
+        steps go on."""
+        return {
+            "phase": self._phase,
+            "usual": [*self._usual],
+            "off": [*self._off],
+            "high": [*self._high],
+        }
 
     def add(self, step: int, phase: int, loss: float, norm: float) -> Spike | None:
         """A step's figures; the spike that they complete, if they do."""

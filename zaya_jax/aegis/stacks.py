@@ -2,8 +2,9 @@
 
     collect(targets)        {process: Stack} of {process: Target}; a second or two, in whatever state they are
 
-First from the process itself: faulthandler at SIGUSR1, which answers as long as the process takes signals, even while
-the interpreter's lock is held. Otherwise from the system: the state, and the position and stack in the kernel.
+First from the process itself: faulthandler at SIGUSR1, which answers as long as the process takes
+signals, even while the interpreter's lock is held. Otherwise from the system: the state, and the
+position and stack in the kernel.
 """
 
 import contextlib
@@ -35,7 +36,8 @@ class Stack(NamedTuple):
 
 
 def state(pid: int | str) -> str:
-    """R, S, D, T, t or Z of a process, or PID/task/NUMBER, as the system has it; "?" where there is none."""
+    """R, S, D, T, t or Z of a process, or PID/task/NUMBER, as the system has it; "?" where there is
+    none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -50,7 +52,9 @@ def collect(targets: dict[int, Target]) -> dict[int, Stack]:
         text = dumps.get(process, "")
         line = _line(text) or _where_in_kernel(target.pid)
         text = text or _system(target.pid)
-        found[process] = Stack("faulthandler" if process in dumps else "/proc", line, text.strip() + "\n")
+        found[process] = Stack(
+            "faulthandler" if process in dumps else "/proc", line, text.strip() + "\n"
+        )
     return found
 
 
@@ -105,7 +109,9 @@ def _where_in_kernel(pid: int) -> str:
 
 def _line(text: str) -> str:
     """The innermost line of the main thread, and the innermost that is this project's."""
-    frames = FRAME.findall(text[text.rfind("hread 0x") :])  # the main one, "Thread 0x" or "Current thread 0x", is last
+    frames = FRAME.findall(
+        text[text.rfind("hread 0x") :]
+    )  # the main one, "Thread 0x" or "Current thread 0x", is last
     if not frames:
         return ""
     first = frames[0]

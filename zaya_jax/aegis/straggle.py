@@ -4,9 +4,10 @@
     watch.add(process, step, whole, own)        seconds of a lap, as `beats.lap` says them
     watch.look()                                those found since the last look, each once a start
 
-The measure is the ratio of a process's own work in a step to the median of the others'. A process is named if its
-median ratio over each of two windows in a row is above SLOWER, by more than the noise of its ratios allows, and costs
-more than COSTS of the step. Medians ignore garbage collection, and anything else in fewer than half of the steps.
+The measure is the ratio of a process's own work in a step to the median of the others'. A process
+is named if its median ratio over each of two windows in a row is above SLOWER, by more than the
+noise of its ratios allows, and costs more than COSTS of the step. Medians ignore garbage
+collection, and anything else in fewer than half of the steps.
 """
 
 import collections
@@ -18,13 +19,15 @@ import numpy as np
 WINDOW = 64  # steps
 SLOWER = 1.15
 COSTS = 0.05
-FIGURES = 0.05  # seconds that process 0 may take more: it writes the figures, 8 to 20 ms on a crowded machine
+# seconds that process 0 may take more: it writes the figures, 8 to 20 ms on a crowded machine
+FIGURES = 0.05
 SIGMAS = 6.0
 WAITS = 1000  # steps that some process has not reported yet
 
 
 class Straggler(NamedTuple):
-    """A process and its node, its ratio, the share of a step that it costs, and over which steps."""
+    """A process and its node, its ratio, the share of a step that it costs, and over which
+    steps."""
 
     node: int
     process: int
@@ -39,7 +42,9 @@ class Stragglers:
     def __init__(self, nodes: Sequence[int]):
         self._nodes = list(nodes)
         self._waiting: dict[int, dict[int, tuple[float, float]]] = {}
-        self._rows: collections.deque[tuple[int, np.ndarray, np.ndarray]] = collections.deque(maxlen=2 * WINDOW)
+        self._rows: collections.deque[tuple[int, np.ndarray, np.ndarray]] = collections.deque(
+            maxlen=2 * WINDOW
+        )
         self._new, self._named = 0, set[int]()
 
     def add(self, process: int, step: int, whole: float, own: float) -> None:
@@ -69,15 +74,22 @@ class Stragglers:
         steps = self._rows[0][0], self._rows[-1][0]
         ratios = np.median([row[1] for row in self._rows], axis=0)
         costs = np.median([row[2] for row in self._rows], axis=0)
-        return [Straggler(self._nodes[p], p, float(ratios[p]), float(costs[p]), steps) for p in sorted(found)]
+        return [
+            Straggler(self._nodes[p], p, float(ratios[p]), float(costs[p]), steps)
+            for p in sorted(found)
+        ]
 
     def _judge(self) -> set[int]:
         """The processes that are slow in both windows."""
-        ratios, costs = (np.array([row[i] for row in self._rows]).reshape(2, WINDOW, -1) for i in (1, 2))
+        ratios, costs = (
+            np.array([row[i] for row in self._rows]).reshape(2, WINDOW, -1) for i in (1, 2)
+        )
         middle = np.median(ratios, axis=1)
         spread = 1.4826 * np.median(abs(ratios - middle[:, None]), axis=1)
         noise = 1.2533 * spread / WINDOW**0.5  # of a median of so many
-        slow = (middle > SLOWER) & (middle - 1 > SIGMAS * noise) & (np.median(costs, axis=1) > COSTS)
+        slow = (
+            (middle > SLOWER) & (middle - 1 > SIGMAS * noise) & (np.median(costs, axis=1) > COSTS)
+        )
         return set(np.flatnonzero(slow.all(0)).tolist())
 
 

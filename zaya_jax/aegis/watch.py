@@ -3,8 +3,8 @@
     watchers = Watchers("/")
     watchers.look()        list[Finding]; the first call only remembers the state that it finds
 
-`limits` has the limits, and compares counters and states with them. Each watcher has a thread of its own: a
-driver that hangs is a finding, and delays nothing else.
+`limits` has the limits, and compares counters and states with them. Each watcher has a thread of
+its own: a driver that hangs is a finding, and delays nothing else.
 """
 
 import re
@@ -18,12 +18,16 @@ from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.limits import BY_NAME, Judge, Tree, Watcher
 
 INFINIBAND = "sys/class/infiniband"
-# The finding that a port's counter belongs to, by the first pattern that fits. The names of time-outs differ from
-# driver to driver (mlx5, bnxt_re, ionic, irdma).
+# The finding that a port's counter belongs to, by the first pattern that fits. The names of
+# time-outs differ from driver to driver (mlx5, bnxt_re, ionic, irdma).
 KINDS = {
     "nic flaps": r"link_downed",
-    "nic link errors": r"symbol_error|link_error_recovery|local_link_integrity_errors|port_rcv_errors|rx_icrc",
-    "nic time-outs": r"local_ack_timeout|ack_timeout|retry_exc|max_retry|req_transport_retries_exceeded",
+    "nic link errors": (
+        r"symbol_error|link_error_recovery|local_link_integrity_errors|port_rcv_errors|rx_icrc"
+    ),
+    "nic time-outs": (
+        r"local_ack_timeout|ack_timeout|retry_exc|max_retry|req_transport_retries_exceeded"
+    ),
 }
 
 
@@ -47,12 +51,16 @@ class Host(Watcher):
             seen = f"{left / 2**20:.1f} of {whole / 2**20:.1f} GiB are available"
             yield from judge.state("host memory short", "memory", low, seen)
         for place in ("proc/vmstat", "sys/fs/cgroup/memory.events"):
-            yield from judge.counter("oom killer", place, "oom_kill", self._pairs(place).get("oom_kill"))
+            yield from judge.counter(
+                "oom killer", place, "oom_kill", self._pairs(place).get("oom_kill")
+            )
         edac = "sys/devices/system/edac/mc"
         for mc in tree.names(edac):
             if mc.startswith("mc") and mc[2:].isdigit():
                 uncorrected = tree.number(f"{edac}/{mc}/ue_count")
-                yield from judge.counter("host uncorrectable memory error", mc, "ue_count", uncorrected)
+                yield from judge.counter(
+                    "host uncorrectable memory error", mc, "ue_count", uncorrected
+                )
 
     def _pairs(self, path: str) -> dict[str, float]:
         """`name value` or `name: value kB`, a line each."""
@@ -82,7 +90,9 @@ class Ports(Watcher):
             for port in tree.names(f"{INFINIBAND}/{card}/ports"):
                 now[f"{card}/{port}"] = f"{INFINIBAND}/{card}/ports/{port}"
         for device in sorted(self._active):
-            yield from judge.state("nic gone", device, device not in now, f"{device} is no longer here")
+            yield from judge.state(
+                "nic gone", device, device not in now, f"{device} is no longer here"
+            )
         for device, place in now.items():
             state = tree.text(f"{place}/state")
             if state is None:
@@ -104,7 +114,12 @@ class Ports(Watcher):
 class Watchers:
     """All of a node. `nvml` and `clock` are given by tests."""
 
-    def __init__(self, root: str | Path = "/", nvml: object | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        root: str | Path = "/",
+        nvml: object | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._clock, self._patience = clock, BY_NAME["gpu does not answer"].at
         kinds = (watch_gpu.Amd, lambda tree: watch_gpu.Nvidia(tree, nvml), Ports, Host)
         self._slots = [_Slot(make(Tree(root))) for make in kinds]
@@ -114,7 +129,9 @@ class Watchers:
         for slot in self._slots:
             slot.begin(self._clock())
         until = time.monotonic() + self._patience
-        return [found for slot in self._slots for found in slot.end(max(until - time.monotonic(), 0.0))]
+        return [
+            found for slot in self._slots for found in slot.end(max(until - time.monotonic(), 0.0))
+        ]
 
 
 class _Slot:
@@ -130,7 +147,9 @@ class _Slot:
         """Starts reading, unless the last time goes on still."""
         if self._thread is None:
             self._found, self._judge.now, self._since = [], now, time.monotonic()
-            self._thread = threading.Thread(target=self._read, name=f"watch {self._watcher.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._read, name=f"watch {self._watcher.name}", daemon=True
+            )
             self._thread.start()
 
     def end(self, seconds: float) -> list[Finding]:
@@ -144,7 +163,10 @@ class _Slot:
         return self._found + self._watcher.tree.notes()
 
     def _is_late(self) -> Finding:
-        seen = f"reading of {self._watcher.name} has not ended after {time.monotonic() - self._since:.0f} s"
+        seen = (
+            f"reading of {self._watcher.name} has not ended after"
+            f" {time.monotonic() - self._since:.0f} s"
+        )
         if self._watcher.name in ("amd", "nvidia"):
             limit = BY_NAME["gpu does not answer"]
             return Finding(limit.name, limit.group, limit.action, seen, -1, self._watcher.name)

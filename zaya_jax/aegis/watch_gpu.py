@@ -50,8 +50,12 @@ class _Gpus(Watcher):
         readings = self.read()
         here = {reading.device for reading in readings}
         for device, identity in self._seen.items():
-            yield from judge.state("gpu lost", device, device not in here, f"{device} {identity} is no longer here")
-        busy = {r.device: r.clock for r in readings if r.clock and r.busy is not None and r.busy >= BUSY}
+            yield from judge.state(
+                "gpu lost", device, device not in here, f"{device} {identity} is no longer here"
+            )
+        busy = {
+            r.device: r.clock for r in readings if r.clock and r.busy is not None and r.busy >= BUSY
+        }
         usual = statistics.median(busy.values()) if len(busy) > 2 else None
         for gpu in readings:
             self._seen.setdefault(gpu.device, gpu.identity)
@@ -63,7 +67,9 @@ class _Gpus(Watcher):
             clock = busy.get(gpu.device)
             if clock and usual:
                 slow = clock <= BY_NAME["gpu slow clock"].at * usual
-                seen = f"{clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
+                seen = (
+                    f"{clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
+                )
                 yield from judge.state("gpu slow clock", gpu.device, slow, seen)
 
 
@@ -76,7 +82,11 @@ class Amd(_Gpus):
         """Cards of AMD; outputs (card0-DP-1) and partitions without a vendor are none."""
         cards = [n for n in self.tree.names("sys/class/drm") if re.fullmatch(r"card\d+", n)]
         places = {card: f"sys/class/drm/{card}/device" for card in cards}
-        return [self._card(card, place) for card, place in places.items() if self.tree.text(f"{place}/vendor") == AMD]
+        return [
+            self._card(card, place)
+            for card, place in places.items()
+            if self.tree.text(f"{place}/vendor") == AMD
+        ]
 
     def _card(self, card: str, place: str) -> Reading:
         tree = self.tree
@@ -85,7 +95,9 @@ class Amd(_Gpus):
         gpu.clock = self._clock(f"{place}/pp_dpm_sclk")
         for name in tree.names(f"{place}/ras"):
             if name.endswith("_err_count"):
-                self._errors(gpu, name.removesuffix("_err_count"), tree.text(f"{place}/ras/{name}") or "")
+                self._errors(
+                    gpu, name.removesuffix("_err_count"), tree.text(f"{place}/ras/{name}") or ""
+                )
         # `0x027f5d43 : 0x00001000 : R`: a page, its size, and R retired, P pending, F could not be.
         pages = tree.text(f"{place}/ras/gpu_vram_bad_pages")
         gpu.failed = len(re.findall(r": *F$", pages, re.M)) if pages is not None else None
@@ -93,7 +105,9 @@ class Amd(_Gpus):
 
     def _errors(self, gpu: Reading, block: str, text: str) -> None:
         """`ue: 0`, `ce: 0` (corrected, which is usual) and, of newer drivers, `de: 0`."""
-        uncorrectable = "gpu uncorrectable memory error" if block == "umc" else "gpu uncorrectable error"
+        uncorrectable = (
+            "gpu uncorrectable memory error" if block == "umc" else "gpu uncorrectable error"
+        )
         for kind, value in re.findall(r"^(ue|de): *(\d+)$", text, re.M):
             name = uncorrectable if kind == "ue" else "gpu deferred error"
             gpu.counters.append((name, f"{block} {kind}", float(value)))
@@ -105,7 +119,8 @@ class Amd(_Gpus):
 
 
 class Nvidia(_Gpus):
-    """Asks NVML. Every call may fail for a card that does not have it; one that all fail for is lost."""
+    """Asks NVML. Every call may fail for a card that does not have it; one that all fail for is
+    lost."""
 
     name = "nvidia"
 
@@ -140,15 +155,23 @@ class Nvidia(_Gpus):
             return []
         count = self._ask("nvmlDeviceGetCount") or 0
         handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
-        named = [(i, handle, self._ask("nvmlDeviceGetUUID", handle)) for i, handle in handles if handle is not None]
+        named = [
+            (i, handle, self._ask("nvmlDeviceGetUUID", handle))
+            for i, handle in handles
+            if handle is not None
+        ]
         # A card that has fallen off the bus keeps its handle, and answers nothing.
         return [self._card(i, handle, name) for i, handle, name in named if name is not None]
 
     def _card(self, index: int, handle: Any, name: Any) -> Reading:
         gpu = Reading(f"gpu{index}", str(name))
-        errors = self._ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0)  # uncorrected, since the driver was loaded
+        errors = self._ask(
+            "nvmlDeviceGetTotalEccErrors", handle, 1, 0
+        )  # uncorrected, since the driver was loaded
         gpu.counters.append(("gpu uncorrectable memory error", "uncorrected errors", errors))
-        rows = self._ask("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
+        rows = self._ask(
+            "nvmlDeviceGetRemappedRows", handle
+        )  # corrected, uncorrected, pending, failed
         gpu.failed = float(bool(rows[3])) if rows is not None else None
         use = self._ask("nvmlDeviceGetUtilizationRates", handle)
         gpu.busy = float(use.gpu) if use is not None else None

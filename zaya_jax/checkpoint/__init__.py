@@ -1,4 +1,5 @@
-"""Saves, verifies, moves and restores checkpoints, in the layout of Orbax; `Handler` is for who saves with Orbax."""
+"""Saves, verifies, moves and restores checkpoints, in the layout of Orbax; `Handler` is for who
+saves with Orbax."""
 
 from typing import TYPE_CHECKING, Any
 

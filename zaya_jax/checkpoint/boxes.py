@@ -1,8 +1,9 @@
-"""Maps each device's memory to boxes of a checkpoint's arrays, so that saving and restoring move nothing between them.
+"""Maps each device's memory to boxes of a checkpoint's arrays, so that saving and restoring move
+nothing between them.
 
-A run keeps its state in arrays of its own: ZeRO-1's buckets of whole matrices from many weights, widths in another
-order, rows of padding. A checkpoint has plain arrays. A list of parts connects the two, each a box of a
-checkpoint's array that lies on one device:
+A run keeps its state in arrays of its own: ZeRO-1's buckets of whole matrices from many weights,
+widths in another order, rows of padding. A checkpoint has plain arrays. A list of parts connects
+the two, each a box of a checkpoint's array that lies on one device:
 
     held = Holding(arrays, leaves, parts)       for a run; `of_tree` if its arrays are the checkpoint's own
     plan = held.plan()                          the writer of each part, and the chunks of the arrays
@@ -23,7 +24,8 @@ from zaya_jax.checkpoint.layout import Array, Box
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeldBox:
-    """A box of a checkpoint's array, and its place in one device's part of one of the run's arrays."""
+    """A box of a checkpoint's array, and its place in one device's part of one of the run's
+    arrays."""
 
     name: str  # the checkpoint's array
     box: Box
@@ -35,7 +37,10 @@ class HeldBox:
 
     def of(self, own: np.ndarray) -> np.ndarray:
         """A view of its numbers in the device's part of the leaf, in the shape of the box."""
-        place: tuple[Any, ...] = (*self.place, ...)  # a scalar's is empty, and its number a view all the same
+        place: tuple[Any, ...] = (
+            *self.place,
+            ...,
+        )  # a scalar's is empty, and its number a view all the same
         inner: tuple[Any, ...] = (*self.inner, ...)
         return own[place].reshape(layout.sizes(self.outer or self.box), copy=False)[inner]
 
@@ -51,7 +56,8 @@ class Writers:
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """Where a whole state lies. `parts` names every holder of a box, so a replicated box several times."""
+    """Where a whole state lies. `parts` names every holder of a box, so a replicated box several
+    times."""
 
     arrays: dict[str, Any]  # the checkpoint's, as ShapeDtypeStructs
     leaves: dict[str, Any]  # the run's, as ShapeDtypeStructs with their shardings
@@ -71,7 +77,11 @@ class Holding:
             holders[part.name, part.box].append(part)
         itemsize = {name: np.dtype(x.dtype).itemsize for name, x in self.arrays.items()}
         found = [
-            (layout.volume(box) * itemsize[name], of, len({part.device.process_index for part in of}) > 1)
+            (
+                layout.volume(box) * itemsize[name],
+                of,
+                len({part.device.process_index for part in of}) > 1,
+            )
             for (name, box), of in holders.items()
         ]
         # First the parts that only one process can write, then the greatest first.
@@ -79,7 +89,10 @@ class Holding:
         load: dict[int, int] = defaultdict(int)
         chosen: dict[str, list[HeldBox]] = defaultdict(list)
         for size, of, _ in found:
-            part = min(of, key=lambda p: (load[p.device.process_index], p.device.process_index, p.device.id))
+            part = min(
+                of,
+                key=lambda p: (load[p.device.process_index], p.device.process_index, p.device.id),
+            )
             chosen[part.name].append(part)
             load[part.device.process_index] += size
         arrays, parts = {}, defaultdict(list)
@@ -97,12 +110,18 @@ class Holding:
 def of_tree(abstract: Any) -> Holding:
     """The holding of a tree whose arrays are the checkpoint's own, by their shardings."""
     leaves = {name: _about(x) for name, x in trees.flat(abstract).items()}
-    return Holding(leaves, leaves, [part for name, x in leaves.items() for part in parts_of(name, x)])
+    return Holding(
+        leaves, leaves, [part for name, x in leaves.items() for part in parts_of(name, x)]
+    )
 
 
 def _about(x: Any) -> Any:
     """An array without its numbers, which may be freed before the plan is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+    return (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        if isinstance(x, jax.Array)
+        else x
+    )
 
 
 def parts_of(name: str, x: Any) -> list[HeldBox]:
@@ -110,11 +129,15 @@ def parts_of(name: str, x: Any) -> list[HeldBox]:
     found = []
     for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
         box = layout.box_of(index, tuple(x.shape))
-        found.append(HeldBox(name, box, name, device, tuple(slice(0, n) for n in layout.sizes(box))))
+        found.append(
+            HeldBox(name, box, name, device, tuple(slice(0, n) for n in layout.sizes(box)))
+        )
     return found
 
 
-def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox]) -> tuple[int, ...]:
+def _chunk(
+    name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox]
+) -> tuple[int, ...]:
     """Chunks that one process can write alone; one device, unless such chunks would be small."""
     part = shape
     for owner in (lambda p: p.device.id, lambda p: p.device.process_index):
@@ -122,7 +145,8 @@ def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox
         part = tuple(math.gcd(n, *cuts) for n, cuts in zip(shape, borders, strict=True))
         if math.prod(part) * itemsize >= layout.PART_BYTES:
             return layout.chunk_shape(name, shape, itemsize, part)
-    # Where borders do not divide the size (257 of 262,272 rows per device), the last chunk is filled up instead.
+    # Where borders do not divide the size (257 of 262,272 rows per device), the last chunk is
+    # filled up instead.
     filled = tuple(math.gcd(*cuts) or n for n, cuts in zip(shape, borders, strict=True))
     return layout.chunk_shape(name, shape, itemsize, max(part, filled, key=math.prod))
 
@@ -130,7 +154,10 @@ def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox
 def _borders(shape: tuple[int, ...], parts: list[HeldBox], owner: Any) -> list[list[int]]:
     """Along each dim, the borders between different owners."""
     starts = [sorted({part.box[dim].start for part in parts}) for dim in range(len(shape))]
-    stops = [dict(zip(s, range(len(s)), strict=True)) | {n: len(s)} for s, n in zip(starts, shape, strict=True)]
+    stops = [
+        dict(zip(s, range(len(s)), strict=True)) | {n: len(s)}
+        for s, n in zip(starts, shape, strict=True)
+    ]
     owners = np.full([len(s) for s in starts], -1, np.int64)
     for part in parts:
         cells = tuple(slice(at[s.start], at[s.stop]) for at, s in zip(stops, part.box, strict=True))

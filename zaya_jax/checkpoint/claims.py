@@ -1,12 +1,14 @@
-"""Claims folders: one program at a time writes in a workdir, and no place of a run lies inside another.
+"""Claims folders: one program at a time writes in a workdir, and no place of a run lies inside
+another.
 
     take(workdir, say)                  claims it for this process; UserError names the process that has it
     require_apart(own, place, option)   refuses places inside each other, or inside a checkpoint
     new_folder(path, option)            checks that it can be made
     with whole_or_nothing(target):      a new folder that appears when it is complete
 
-The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it across nodes, forked
-workers do not inherit it, and a killed process leaves nothing to clean up. The first process of a run takes it.
+The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it
+across nodes, forked workers do not inherit it, and a killed process leaves nothing to clean up. The
+first process of a run takes it.
 """
 
 import contextlib
@@ -30,13 +32,14 @@ LOCK = ".lock"
 PATIENCE = 5.0  # seconds: a process that was just killed may still be giving back its memory
 WITHOUT = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
-# Opened once a process: closing any of its descriptors of a file gives up the process's locks on it.
+# Opened once a process: closing any of its descriptors of a file gives up the process's locks on
+# it.
 _taken: dict[Path, BinaryIO] = {}
 
 
-########################################################################################################################
+# ################################################################################################
 # The lock
-########################################################################################################################
+# ##################################################################################################
 
 
 def take(workdir: Path, say: Callable[[str], None] = print) -> None:
@@ -51,12 +54,16 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _bears(file, path):
                 break
-            # A run that was refused has taken its new folder away, and this file with it: it locks nothing any more.
+            # A run that was refused has taken its new folder away, and this file with it: it locks
+            # nothing any more.
             file.close()
             file = _opened(path)
         except OSError as error:
             if error.errno in WITHOUT:
-                say(f"note: {workdir} lies where files cannot be locked; another run that writes there is not seen")
+                say(
+                    f"note: {workdir} lies where files cannot be locked; another run that writes"
+                    " there is not seen"
+                )
                 break
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
@@ -64,7 +71,8 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
                 who = _signature(file)
                 file.close()
                 raise UserError(
-                    f"--workdir={workdir} is in use by {who}; wait until that has ended, or give another folder"
+                    f"--workdir={workdir} is in use by {who}; wait until that has ended, or give"
+                    " another folder"
                 ) from None
             time.sleep(0.1)
     _taken[path] = file
@@ -72,7 +80,11 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
     with contextlib.suppress(OSError):  # on a full disk the message to the next process says less
         file.truncate(0)
         file.seek(0)
-        file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}).encode())
+        file.write(
+            json.dumps(
+                {"process": os.getpid(), "host": socket.gethostname(), "since": since}
+            ).encode()
+        )
 
 
 def require_free(workdir: Path) -> None:
@@ -115,9 +127,9 @@ def _signature(file: BinaryIO) -> str:
     return "another process"
 
 
-########################################################################################################################
+# ################################################################################################
 # Folders
-########################################################################################################################
+# ##################################################################################################
 
 
 def require_apart(own: Iterable[Path], place: Path, option: str) -> None:
@@ -125,31 +137,33 @@ def require_apart(own: Iterable[Path], place: Path, option: str) -> None:
     for theirs in own:
         if overlap(place, theirs):
             raise UserError(
-                f"{option} and the run's own {theirs} lie in each other: copies would be written over checkpoints, "
-                "and deleted with them; give a place apart"
+                f"{option} and the run's own {theirs} lie in each other: copies would be written"
+                " over checkpoints, and deleted with them; give a place apart"
             )
     require_outside(place, option)
 
 
 def overlap(a: Path, b: Path) -> bool:
-    """Whether one of two folders is the other or lies in it, through links and `..`, and before they exist."""
+    """Whether one of two folders is the other or lies in it, through links and `..`, and before
+    they exist."""
     a, b = Path(os.path.realpath(a)), Path(os.path.realpath(b))
     return a.is_relative_to(b) or b.is_relative_to(a)
 
 
 def require_outside(folder: Path, option: str) -> None:
-    """UserError for a folder in a checkpoint or among a run's checkpoints, where anything more counts as damage."""
+    """UserError for a folder in a checkpoint or among a run's checkpoints, where anything more
+    counts as damage."""
     folder = Path(os.path.realpath(folder))
     for above in (folder, *folder.parents):
         if os.path.exists(above / MARKER) and os.path.exists(above / META):
             raise UserError(
-                f"{option} lies in the checkpoint {above}, where all that is not its own counts as damage; "
-                "give a folder elsewhere"
+                f"{option} lies in the checkpoint {above}, where all that is not its own counts as"
+                " damage; give a folder elsewhere"
             )
         if above != folder and os.path.exists(above / RUN):
             raise UserError(
-                f"{option} lies in {above}, among the checkpoints of a run, and would count as one of them or as "
-                "damage; give a folder elsewhere"
+                f"{option} lies in {above}, among the checkpoints of a run, and would count as one"
+                " of them or as damage; give a folder elsewhere"
             )
 
 
@@ -159,11 +173,14 @@ def require_writable(folder: Path, option: str) -> None:
     if not there.is_dir():
         raise UserError(f"{option} cannot be written ({there} is a file); give a folder that can")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{option} cannot be written (no right to write in {there}); give a folder that can")
+        raise UserError(
+            f"{option} cannot be written (no right to write in {there}); give a folder that can"
+        )
 
 
 def new_folder(path: str | os.PathLike, option: str) -> Path:
-    """A folder that may be made: it does not exist, or is empty; and it can be written. Nothing is made yet."""
+    """A folder that may be made: it does not exist, or is empty; and it can be written. Nothing is
+    made yet."""
     target = Path(os.path.realpath(path))  # a link is followed: no folder can take its name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{option}={path} exists and is not empty; give a new folder")
@@ -174,7 +191,8 @@ def new_folder(path: str | os.PathLike, option: str) -> Path:
 
 @contextlib.contextmanager
 def whole_or_nothing(target: Path) -> Iterator[Path]:
-    """A folder next to `target` that takes its name when the block is over, and disappears if it fails.
+    """A folder next to `target` that takes its name when the block is over, and disappears if it
+    fails.
 
     One program at a time: a second is refused, or sees the first one's folder.
     """
@@ -185,7 +203,9 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
     except UserError as error:
         raise UserError(str(error).replace(f"--workdir={part}", str(target))) from None
     except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror}); give a folder that can") from None
+        raise UserError(
+            f"{target} cannot be written ({error.strerror}); give a folder that can"
+        ) from None
     try:
         new_folder(target, "the folder")  # which another may have made meanwhile
         for left in part.iterdir():  # the rest of an interrupted attempt
@@ -207,7 +227,8 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
 
 
 def remove_empty(made: Iterable[Path]) -> None:
-    """Removes folders that this program made, innermost first, up to the first that is not empty."""
+    """Removes folders that this program made, innermost first, up to the first that is not
+    empty."""
     with contextlib.suppress(OSError):
         for folder in made:
             if folder.exists():

@@ -5,8 +5,9 @@
     durable.owe([step])                has a step copied
     durable.close()                    returns the steps without a whole copy
 
-All processes call these together; each sends and fetches its share of the files. Copies are made by a thread of their
-own. A place that is slow or dead delays no save: steps wait in a set and are copied one at a time, the newest first.
+All processes call these together; each sends and fetches its share of the files. Copies are made by
+a thread of their own. A place that is slow or dead delays no save: steps wait in a set and are
+copied one at a time, the newest first.
 """
 
 import concurrent.futures
@@ -47,12 +48,13 @@ class Durable:
         self._owed: set[int] = set()
         self._failed: dict[int, str] = {}  # steps whose last copy failed, and why
 
-    ####################################################################################################################
+    # #############################################################################################
     # To the place
-    ####################################################################################################################
+    # ##############################################################################################
 
     def owe(self, steps: list[int]) -> None:
-        """Has steps copied; all processes do so at the same points, since their threads must do as many copies."""
+        """Has steps copied; all processes do so at the same points, since their threads must do as
+        many copies."""
         self._owed |= {*steps}
         self._copies = [job for job in self._copies if not job.done()]
         self._copies += [self._copier.submit(self._copy_newest) for _ in steps]
@@ -63,7 +65,9 @@ class Durable:
             try:
                 self._here.seal(step)
             except StorageError as error:
-                self._say(f"WARNING: {error}; it is neither read nor copied: move it away, or restore it")
+                self._say(
+                    f"WARNING: {error}; it is neither read nor copied: move it away, or restore it"
+                )
         self.owe(self._missing()[0])
 
     def settle(self, seconds: float | None = None) -> None:
@@ -76,26 +80,33 @@ class Durable:
     def close(self, again: bool = True) -> list[int]:
         """Finishes copying and retries failures once; returns the steps without a whole copy.
 
-        Without `again` a scheduler waits for the end: copies have as long as a save, the next start makes them up.
+        Without `again` a scheduler waits for the end: copies have as long as a save, the next start
+        makes them up.
         """
         self.settle(None if again else self._settings.max_wait)
-        missing, error = self._missing() if again else (self._known_missing(), "")  # a dead place would hold the end up
+        missing, error = (
+            self._missing() if again else (self._known_missing(), "")
+        )  # a dead place would hold the end up
         if missing and again and not error:
             self.owe(missing)
             self.settle()
             missing, error = self._missing()
         self._copier.shutdown()
         if missing and multihost.is_writer():
-            why = error or next((self._failed[step] for step in missing if step in self._failed), "")
+            why = error or next(
+                (self._failed[step] for step in missing if step in self._failed), ""
+            )
             self._say(
-                f"error: {self._settings.durable} has no whole copy of step {', '.join(map(str, missing))}"
-                f"{f': {why}' if why else ''}; the same command tries again"
+                f"error: {self._settings.durable} has no whole copy of step"
+                f" {', '.join(map(str, missing))}{f': {why}' if why else ''}; the same command"
+                " tries again"
             )
         return missing
 
     def _copy_newest(self) -> None:
         def choose() -> int | None:
-            # Copied before the look at the folder: another thread adds the step that it has just saved.
+            # Copied before the look at the folder: another thread adds the step that it has just
+            # saved.
             owed = set(self._owed)
             here = {*writing.steps_in(self.root)}  # the rules delete some before their turn comes
             self.copying = max(owed & here, default=None)
@@ -111,12 +122,16 @@ class Durable:
         if error:
             self._failed[step] = error
             if multihost.is_writer():
-                self._say(f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on")
+                self._say(
+                    f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on"
+                )
 
     def _known_missing(self) -> list[int]:
         """Steps here whose copies have failed or were not made, without a look at the place."""
         known = {*self._failed, *self._owed}
-        return multihost.from_first("failed", lambda: [step for step in writing.steps_in(self.root) if step in known])
+        return multihost.from_first(
+            "failed", lambda: [step for step in writing.steps_in(self.root) if step in known]
+        )
 
     def _missing(self) -> tuple[list[int], str]:
         """Steps here without a whole copy, and the error if that could not be determined."""
@@ -137,7 +152,8 @@ class Durable:
         return missing, error
 
     def _has_copy(self, step: int) -> bool:
-        """Whether a step there is a copy of the one here; or whole by itself, where the one here is damaged."""
+        """Whether a step there is a copy of the one here; or whole by itself, where the one here is
+        damaged."""
         whole = None
         with contextlib.suppress(StorageError):
             whole = self._here.seal(step)
@@ -149,7 +165,8 @@ class Durable:
             return False
 
     def _send(self, step: int, begun: float) -> str | None:
-        """Copies a step, unless it is there already or was deleted here meanwhile; returns an error, if any."""
+        """Copies a step, unless it is there already or was deleted here meanwhile; returns an
+        error, if any."""
         clock, folder = time.perf_counter(), self.root / str(step)
 
         def look() -> list:
@@ -169,7 +186,9 @@ class Durable:
             damages = self._here.verify_together("before a copy goes", step)
             error = f"{folder} is damaged: {damages[0]}" if damages else None
             # No whole copy any more from before the first of its files is written anew.
-            error = error or writing.together("reopen", lambda: None, lambda _: self.vault.reopen(step))
+            error = error or writing.together(
+                "reopen", lambda: None, lambda _: self.vault.reopen(step)
+            )
         if error or not wanted:
             return error
 
@@ -183,21 +202,28 @@ class Durable:
             clock = time.perf_counter()
             self.vault.complete(step, self._here.seal(step))
             commit = {"commit": time.perf_counter() - clock}
-            record(self.root.parent, "copy", step, begun, [(seconds | commit, size) for seconds, size in parts])
+            record(
+                self.root.parent,
+                "copy",
+                step,
+                begun,
+                [(seconds | commit, size) for seconds, size in parts],
+            )
             while self.obsolete:
                 self.vault.remove(self.obsolete[0])
                 self.obsolete.pop(0)
 
         return writing.together("copy sent", work, end)
 
-    ####################################################################################################################
+    # #############################################################################################
     # From the place
-    ####################################################################################################################
+    # ##############################################################################################
 
     def fetch_newest(self, accept: Accept | None) -> None:
         """Fetches the newest whole step, if it is newer than all steps here.
 
-        If a step is here, a place that does not answer is skipped: it ends no run, so it ends no restart.
+        If a step is here, a place that does not answer is skipped: it ends no run, so it ends no
+        restart.
         """
 
         def look() -> list[int]:
@@ -211,14 +237,17 @@ class Durable:
                 if not here and accept:
                     self._require_accepted(accept)
                 self.vault.clear()
-                return sorted((step for step in self.vault.steps() if step > max(here, default=-1)), reverse=True)
+                return sorted(
+                    (step for step in self.vault.steps() if step > max(here, default=-1)),
+                    reverse=True,
+                )
             except Unreachable as failure:
                 if not here:
                     raise
                 self.silent = failure
                 self._say(
-                    f"WARNING: {failure}; going on from step {here[-1]}, which is here, without having seen whether it "
-                    "has a newer one"
+                    f"WARNING: {failure}; going on from step {here[-1]}, which is here, without"
+                    " having seen whether it has a newer one"
                 )
                 return []
 
@@ -228,12 +257,18 @@ class Durable:
             if not error:
                 return
             if self._settings.on_corrupt == "stop":
-                raise StorageError(f"{error}; --config.checkpoint.on_corrupt=previous goes on from the one before")
+                raise StorageError(
+                    f"{error}; --config.checkpoint.on_corrupt=previous goes on from the one before"
+                )
             if multihost.is_writer():
-                self._say(f"WARNING: step {step} could not be fetched: {error}; looking for the one before")
+                self._say(
+                    f"WARNING: step {step} could not be fetched: {error}; looking for the one"
+                    " before"
+                )
         if error and not multihost.from_first("left", lambda: bool(writing.numbered(self.root))):
             raise StorageError(
-                f"{error}; no copy in {self.vault.url} is whole: restore one, or give another checkpoint.durable"
+                f"{error}; no copy in {self.vault.url} is whole: restore one, or give another"
+                " checkpoint.durable"
             )
 
     def _require_accepted(self, accept: Accept) -> None:
@@ -243,8 +278,8 @@ class Durable:
                 accept(self.vault.meta(step))
             except UserError as error:
                 raise UserError(
-                    f"config.checkpoint.durable={self.vault.url} holds step {step} of another run than "
-                    f"{self.root.parent} ({error}); give each run a place of its own"
+                    f"config.checkpoint.durable={self.vault.url} holds step {step} of another run"
+                    f" than {self.root.parent} ({error}); give each run a place of its own"
                 ) from None
             except Unreachable:
                 raise

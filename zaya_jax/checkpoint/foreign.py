@@ -1,9 +1,11 @@
-"""Reads a state that plain Orbax saved, in any layout that it knows: OCDBT, zarr files, zstd, v0, safetensors.
+"""Reads a state that plain Orbax saved, in any layout that it knows: OCDBT, zarr files, zstd, v0,
+safetensors.
 
     source = open_source(place, step)       a `Source`, also where Orbax alone has written
 
-`place` is the folder of one such checkpoint, a folder of steps, or FOLDER@STEP. The tree must have our names
-(`params.layers.cca.q.kernel`). Such a state has no checksums: Orbax 0.12.8 loads a changed bit without an error.
+`place` is the folder of one such checkpoint, a folder of steps, or FOLDER@STEP. The tree must have
+our names (`params.layers.cca.q.kernel`). Such a state has no checksums: Orbax 0.12.8 loads a
+changed bit without an error.
 """
 
 import threading
@@ -20,7 +22,9 @@ from zaya_jax.checkpoint.source import Source, place_and_step
 from zaya_jax.config import StorageError, UserError
 
 SIGNS = ("_CHECKPOINT_METADATA", "_METADATA")  # Orbax's own files, in v1 and in v0
-READ_BYTES = 96 << 20  # under way at once: without a limit Orbax takes 1.67 states of memory, with it 1.31
+READ_BYTES = (
+    96 << 20
+)  # under way at once: without a limit Orbax takes 1.67 states of memory, with it 1.31
 
 
 def open_source(place: str | Path, step: int | None = None) -> Source:
@@ -42,7 +46,8 @@ def foreign_folder(place: str | Path, step: int | None = None) -> Path | None:
 
 
 class Unsealed(Source):
-    """A folder of another program: it has no checksums, and nothing deletes it. A kind adds `arrays` and `_chunk`."""
+    """A folder of another program: it has no checksums, and nothing deletes it. A kind adds
+    `arrays` and `_chunk`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -76,7 +81,9 @@ class Foreign(Unsealed):
             with self._context():
                 self._tree = ocp.metadata(folder).metadata
         except Exception as error:  # of many classes
-            raise StorageError(f"{folder} cannot be read by Orbax: {writing.reason(error)}") from error
+            raise StorageError(
+                f"{folder} cannot be read by Orbax: {writing.reason(error)}"
+            ) from error
 
     def _context(self) -> Any:
         context, me = self._ocp.Context(), jax.process_index()
@@ -90,11 +97,17 @@ class Foreign(Unsealed):
     def arrays(self) -> dict[str, Array]:
         """All arrays by name."""
         about = {name: x for name, x in trees.flat(self._tree).items() if hasattr(x, "shape")}
-        return {n: Array(n, tuple(x.shape), np.dtype(x.dtype).name, tuple(x.shape)) for n, x in about.items()}
+        return {
+            n: Array(n, tuple(x.shape), np.dtype(x.dtype).name, tuple(x.shape))
+            for n, x in about.items()
+        }
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
         wanted = np.broadcast_to(np.zeros((), array.dtype), array.shape)
-        only = lambda path, _: wanted if trees.name_of(path) == array.name else self._ocp.PLACEHOLDER  # noqa: E731
+
+        def only(path, _):
+            return wanted if trees.name_of(path) == array.name else self._ocp.PLACEHOLDER
+
         flat = array.name in self._tree  # as safetensors are, which take no placeholder
         like = {array.name: wanted} if flat else jax.tree_util.tree_map_with_path(only, self._tree)
         with self._lock, self._context():

@@ -5,9 +5,10 @@
         state = ocp.load(folder, like)
     ocp.training.Checkpointer(root, context=zj.checkpoint.Handler.context())
 
-The files of `state` are those of `layout`, with `checksums.json` beside them; Orbax makes, renames and deletes the
-folder around them. Orbax commits a step as soon as process 0 has done its part. So process 0 is done only when every
-process has said, through the coordinator, that its chunks are on the disk, and a failure anywhere is one everywhere.
+The files of `state` are those of `layout`, with `checksums.json` beside them; Orbax makes, renames
+and deletes the folder around them. Orbax commits a step as soon as process 0 has done its part. So
+process 0 is done only when every process has said, through the coordinator, that its chunks are on
+the disk, and a failure anywhere is one everywhere.
 """
 
 import asyncio
@@ -39,7 +40,8 @@ class Handler:
 
     @classmethod
     def context(cls) -> Any:
-        """A new context of Orbax in which `state` is this class's; other checkpointables keep their handlers."""
+        """A new context of Orbax in which `state` is this class's; other checkpointables keep their
+        handlers."""
         # Imported here: it takes seconds.
         from orbax.checkpoint import v1 as ocp
 
@@ -55,11 +57,13 @@ class Handler:
         return context
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Begins to copy the state on its devices, after which the caller may donate it; the rest is awaited."""
+        """Begins to copy the state on its devices, after which the caller may donate it; the rest
+        is awaited."""
         snapshot: tuple[Holding, Copies] | Exception
         try:
             snapshot = _snapshot(checkpointable)
-        except Exception as failure:  # raised at the roll call: otherwise the other processes would wait for this one
+        except Exception as failure:
+            # raised at the roll call: otherwise the other processes would wait for this one
             snapshot = failure
         return self._write(directory, snapshot)
 
@@ -72,13 +76,16 @@ class Handler:
             raise StorageError(f"{folder.parent.parent / step} is not saved: {error}")
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """The tree as the abstract one says; leaves without a sharding, and all without a tree, as NumPy's arrays."""
+        """The tree as the abstract one says; leaves without a sharding, and all without a tree, as
+        NumPy's arrays."""
         return asyncio.to_thread(_load, _source(directory), abstract_checkpointable)
 
     async def metadata(self, directory: Any) -> Any:
         """The shapes and types."""
         arrays = _source(directory).arrays().values()
-        return trees.nested({x.name: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in arrays})
+        return trees.nested(
+            {x.name: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in arrays}
+        )
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """What it cannot take is refused with a reason."""
@@ -93,11 +100,13 @@ def _copier(sharding: Sharding) -> Any:
 
 
 def _snapshot(tree: Any) -> tuple[Holding, Copies]:
-    """A copy that lies on the devices, a share on each device that has an array; its copying is only begun."""
+    """A copy that lies on the devices, a share on each device that has an array; its copying is
+    only begun."""
     leaves, first = trees.flat(tree), jax.devices()[0]
     if len(leaves) < len(jax.tree.leaves(tree)) or any(not name or "/" in name for name in leaves):
         raise UserError(
-            f"an array's path is its file's name, so each needs a key, without '.' and '/'; given: {sorted(leaves)}"
+            "an array's path is its file's name, so each needs a key, without '.' and '/'; given:"
+            f" {sorted(leaves)}"
         )
     like, copies = {}, {}
     for name, x in leaves.items():
@@ -120,7 +129,8 @@ def _snapshot(tree: Any) -> tuple[Holding, Copies]:
 
 
 class _Inside(layout.Array):
-    """An array whose files are written below the state's folder, which has a passing name while Orbax saves."""
+    """An array whose files are written below the state's folder, which has a passing name while
+    Orbax saves."""
 
     @property
     def folder(self) -> str:
@@ -128,7 +138,8 @@ class _Inside(layout.Array):
 
 
 def _write_together(folder: Path, step: str, so_far: list[Any]) -> str | None:
-    """Writes this process's chunks, and in process 0 the list when all have; an error of any process, in each.
+    """Writes this process's chunks, and in process 0 the list when all have; an error of any
+    process, in each.
 
     `so_far`: the folder and the snapshot, or an error in place of each.
     """
@@ -139,12 +150,15 @@ def _write_together(folder: Path, step: str, so_far: list[Any]) -> str | None:
                 raise failed
         held, copies = so_far[1]
         plan, me = held.plan(), jax.process_index()
-        inside = dataclasses.replace(plan, arrays={name: _Inside(**vars(x)) for name, x in plan.arrays.items()})
+        inside = dataclasses.replace(
+            plan, arrays={name: _Inside(**vars(x)) for name, x in plan.arrays.items()}
+        )
         sums = writing.write_parts(folder, inside, plan.parts.get(me, []), copies, writing.Times())
         if multihost.is_writer():
             small = layout.frame(tuple(plan.arrays.values()), {})
             sums |= writing.write_files(
-                folder, {n.removeprefix(_BELOW): x for n, x in small.items() if n.startswith(_BELOW)}
+                folder,
+                {n.removeprefix(_BELOW): x for n, x in small.items() if n.startswith(_BELOW)},
             )
         return sums
 
@@ -152,7 +166,10 @@ def _write_together(folder: Path, step: str, so_far: list[Any]) -> str | None:
         whole = {file: entry for part in told for file, entry in part.items()}
         for below in {folder / Path(file).parent for file in whole}:
             writing.sync_folder(below)
-        listed = Seal({_BELOW + file: entry for file, entry in whole.items()}, int(step) if step.isdecimal() else 0)
+        listed = Seal(
+            {_BELOW + file: entry for file, entry in whole.items()},
+            int(step) if step.isdecimal() else 0,
+        )
         writing.write_files(folder.parent, {layout.MARKER: listed.content()})
         writing.sync_folder(folder.parent)
 
@@ -167,15 +184,19 @@ def _local(folder: Any) -> Path:
 
 
 def _source(directory: Any) -> Source:
-    """The checkpoint around a state's folder; StorageError where it has no list of its files, or another step's."""
+    """The checkpoint around a state's folder; StorageError where it has no list of its files, or
+    another step's."""
     folder = _local(directory).parent
     if not (folder / layout.MARKER).is_file():
         raise StorageError(
-            f"{folder} has no {layout.MARKER}: what Orbax saved without this handler is loaded without its context"
+            f"{folder} has no {layout.MARKER}: what Orbax saved without this handler is loaded"
+            " without its context"
         )
     source = Source(folder)
     if folder.name.isdecimal() and source.step not in (0, int(folder.name)):
-        raise StorageError(f"{folder} is of step {source.step}: whole steps were exchanged or renamed")
+        raise StorageError(
+            f"{folder} is of step {source.step}: whole steps were exchanged or renamed"
+        )
     return source
 
 
@@ -190,6 +211,8 @@ def _load(source: Source, like: Any) -> Any:
     for name in wanted.keys() - placed.keys():
         x, shape = source.read([name]), getattr(wanted[name], "shape", None)
         if shape not in (None, x.shape):
-            raise StorageError(f"{source.name}: its array {name} is {list(x.shape)}, {list(shape)} is asked for")
+            raise StorageError(
+                f"{source.name}: its array {name} is {list(x.shape)}, {list(shape)} is asked for"
+            )
         found[name] = np.asarray(x, getattr(wanted[name], "dtype", None))
     return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])

@@ -1,4 +1,5 @@
-"""Defines the files of a checkpoint: its arrays, their chunks, and the sharding from which they are written.
+"""Defines the files of a checkpoint: its arrays, their chunks, and the sharding from which they are
+written.
 
 A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, which reads it:
 
@@ -8,9 +9,10 @@ A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, wh
     state/NAME/zarr.json    one array (zarr v3); NAME is its path, such as params.layers.cca.q.kernel
     state/NAME/c.1.0        one chunk of it: the raw numbers, then their crc32c, which any reader checks
 
-Arrays are stored whole and un-padded, whatever mesh wrote them (only where chunks do not divide a dim is the last one
-filled up, as zarr has it). For saving, each device holds its own part of every array that is worth cutting (`spread`),
-also of one that the run keeps on all devices; so nothing is copied or written twice. `boxes` assigns the writers.
+Arrays are stored whole and un-padded, whatever mesh wrote them (only where chunks do not divide a
+dim is the last one filled up, as zarr has it). For saving, each device holds its own part of every
+array that is worth cutting (`spread`), also of one that the run keeps on all devices; so nothing is
+copied or written twice. `boxes` assigns the writers.
 """
 
 import dataclasses
@@ -24,16 +26,27 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-CHUNK_BYTES = 32 << 20  # at most this much in a chunk, since a reader of any part must read a whole one
-PART_BYTES = 4 << 20  # arrays are cut over replicas, and layers into chunks of their own, down to this size
+CHUNK_BYTES = (
+    32 << 20
+)  # at most this much in a chunk, since a reader of any part must read a whole one
+PART_BYTES = (
+    4 << 20
+)  # arrays are cut over replicas, and layers into chunks of their own, down to this size
 MARKER = "checksums.json"
-COMMITTED, DONE = "commit_success.txt", b"done\n"  # Orbax's own marker, where folders cannot be renamed
+COMMITTED, DONE = (
+    "commit_success.txt",
+    b"done\n",
+)  # Orbax's own marker, where folders cannot be renamed
 META = "meta/data.json"
 STATE = "state"
 IMPORTED = "imported.json"  # in a workdir whose first weights came from a model directory
 
 # Types to which arrays may be exported.
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 
 Box = tuple[slice, ...]  # a stretch of each dim
 
@@ -43,8 +56,10 @@ _FRAME = {
         "state": f"{_HANDLERS}.pytree_handler.PyTreeHandler",
         "meta": f"{_HANDLERS}.json_handler.JsonHandler",
     },
-    "metrics": {}, "performance_metrics": {}, "custom_metadata": {},
-}  # fmt: skip
+    "metrics": {},
+    "performance_metrics": {},
+    "custom_metadata": {},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +93,26 @@ class Array:
     def touched(self, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
         """(index, box) of each chunk that a box overlaps."""
         firsts = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
-        counts = [-(-s.stop // c) - first for s, c, first in zip(box, self.chunk, firsts, strict=True)]
+        counts = [
+            -(-s.stop // c) - first for s, c, first in zip(box, self.chunk, firsts, strict=True)
+        ]
         for at in np.ndindex(*counts):
             index = tuple(first + i for first, i in zip(firsts, at, strict=True))
             yield (
                 index,
-                tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(index, self.chunk, self.shape, strict=True)),
+                tuple(
+                    slice(i * c, min((i + 1) * c, n))
+                    for i, c, n in zip(index, self.chunk, self.shape, strict=True)
+                ),
             )
 
     @classmethod
     def of_json(cls, name: str, about: dict[str, Any]) -> "Array":
         """The array of a zarr.json; ValueError for one that this package has not written."""
-        shape, chunk = tuple(about["shape"]), tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
+        shape, chunk = (
+            tuple(about["shape"]),
+            tuple(about["chunk_grid"]["configuration"]["chunk_shape"]),
+        )
         if not all(type(length) is int and 0 <= length < 2**63 for length in (*shape, *chunk)):
             raise ValueError(f"array {name} has an invalid shape")
         found = cls(name, shape, about["data_type"], chunk)
@@ -102,11 +125,18 @@ class Array:
         # Orbax takes no 0 for these two.
         fill = False if self.dtype == "bool" else [0, 0] if self.dtype.startswith("complex") else 0
         return {
-            "zarr_format": 3, "node_type": "array", "shape": list(self.shape), "data_type": self.dtype,
-            "fill_value": fill, "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunk)}},
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.dtype,
+            "fill_value": fill,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunk)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-        }  # fmt: skip
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "crc32c"},
+            ],
+        }
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
@@ -133,7 +163,9 @@ def overlap(a: Box, b: Box) -> Box:
 
 def within(box: Box, outer: Box) -> Box:
     """A box in the coordinates of an outer one."""
-    return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True))
+    return tuple(
+        slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True)
+    )
 
 
 def is_real(dtype: Any) -> bool:
@@ -152,9 +184,14 @@ def by_layer(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def chunk_shape(
-    name: str, shape: tuple[int, ...], itemsize: int, part: tuple[int, ...] | None = None, most: int = 0
+    name: str,
+    shape: tuple[int, ...],
+    itemsize: int,
+    part: tuple[int, ...] | None = None,
+    most: int = 0,
 ) -> tuple[int, ...]:
-    """Chunks that tile a device's part of an array: of single layers unless these are small, and never large.
+    """Chunks that tile a device's part of an array: of single layers unless these are small, and
+    never large.
 
     `most`: bytes of a chunk, if not CHUNK_BYTES.
     """
@@ -163,7 +200,9 @@ def chunk_shape(
     chunk = list(part)
     if by_layer(name, shape):
         layer = math.prod(part[1:]) * itemsize
-        chunk[0] = max(n for n in _divisors(part[0]) if n == 1 or n * layer <= min(PART_BYTES, most))
+        chunk[0] = max(
+            n for n in _divisors(part[0]) if n == 1 or n * layer <= min(PART_BYTES, most)
+        )
     for dim, size in enumerate(part):
         rest = math.prod(chunk) * itemsize
         if rest > most:
@@ -175,8 +214,8 @@ def chunk_shape(
 def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> NamedSharding:
     """A sharding that also cuts replicated parts, over the devices that hold them.
 
-    Each device's new part lies within its old one, so the array need not travel. Parts do not get smaller than
-    PART_BYTES.
+    Each device's new part lies within its old one, so the array need not travel. Parts do not get
+    smaller than PART_BYTES.
     """
     assert isinstance(sharding.mesh, Mesh)
     mesh, names = factored(sharding.mesh)
@@ -205,18 +244,27 @@ def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
         keys = array.name.split(".")
         tree[str(tuple(keys))] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],
-            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(array.shape)},
+            "value_metadata": {
+                "value_type": "np.ndarray",
+                "skip_deserialize": False,
+                "write_shape": list(array.shape),
+            },
         }
     state = {
-        "tree_metadata": tree, "use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True,
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
-    }  # fmt: skip
+    }
     files = {f"{array.folder}/zarr.json": array.to_json() for array in arrays}
     files |= {"_CHECKPOINT_METADATA": _FRAME, f"{STATE}/_METADATA": state, META: meta}
     return {COMMITTED: DONE} | {name: json.dumps(value).encode() for name, value in files.items()}
 
 
-def in_factors(names: dict[str, list[str]], spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+def in_factors(
+    names: dict[str, list[str]], spec: PartitionSpec, ndim: int
+) -> list[tuple[str, ...]]:
     """The axes of each dim that a spec names, in the names of `factored`."""
     dims = []
     for axes in [*spec, *[None] * (ndim - len(spec))]:

@@ -1,4 +1,5 @@
-"""Summarises a run's checkpoints from their small files alone, for `inspect` and its page; a run may be writing."""
+"""Summarises a run's checkpoints from their small files alone, for `inspect` and its page; a run
+may be writing."""
 
 import dataclasses
 import re
@@ -12,7 +13,10 @@ from zaya_jax.config import StorageError, UserError
 
 # Beginnings of the names of other folders among the checkpoints, and their meaning.
 OTHERS = {
-    (writing.SAVING, writing.DELETING): "Not complete (being written or deleted, or left by a run that was killed)",
+    (
+        writing.SAVING,
+        writing.DELETING,
+    ): "Not complete (being written or deleted, or left by a run that was killed)",
     (writing.DAMAGED,): "Set aside as damaged",
     (writing.STALE,): "Set aside since the run went back behind them",
 }
@@ -50,7 +54,8 @@ def see(workdir: str | Path, step: int) -> Seen:
 
 
 def see_all(workdir: str | Path) -> tuple[list[Seen], list[int]]:
-    """Looks at all steps, oldest first: those whose small files can be read, and those that are damaged.
+    """Looks at all steps, oldest first: those whose small files can be read, and those that are
+    damaged.
 
     A step that its run deletes meanwhile is neither.
     """
@@ -70,13 +75,18 @@ def remarks(workdir: str | Path, seen_all: list[Seen], damaged: list[int]) -> li
     root = Path(workdir) / "checkpoints"
     figures = {str(seen.step): seen.meta.get("metrics") or {} for seen in seen_all}
     doubtful = [step for step, of_step in figures.items() if of_step.get("suspicious")]
-    unsound = [s for s, of_step in figures.items() if not retention.sound(of_step) and s not in doubtful]
+    unsound = [
+        s for s, of_step in figures.items() if not retention.sound(of_step) and s not in doubtful
+    ]
     names = sorted(path.name for path in root.iterdir())
     found = {
         "DAMAGED, `verify` says where": list(map(str, damaged)),
         "Saved after an update that was skipped or not finite": unsound,
         "Saved among losses or gradients that were too high": doubtful,
-        **{what: [name for name in names if name.startswith(begins)] for begins, what in OTHERS.items()},
+        **{
+            what: [name for name in names if name.startswith(begins)]
+            for begins, what in OTHERS.items()
+        },
     }
     return [f"{what}: {', '.join(which)}." for what, which in found.items() if which]
 

@@ -1,8 +1,10 @@
-"""The weights of a run of low-rank updates (`run.lora`): its checkpoint holds adapters alone, and names its base.
+"""The weights of a run of low-rank updates (`run.lora`): its checkpoint holds adapters alone, and
+names its base.
 
     source = Merged(adapters, base)     two sources; reads like a checkpoint of all weights, each base + A B in float32
 
-The base is rounded as the run holds it, so the run and everything made of its merged weights compute with the same.
+The base is rounded as the run holds it, so the run and everything made of its merged weights
+compute with the same.
 """
 
 import hashlib
@@ -28,7 +30,10 @@ def mark_of(base: Source) -> str:
     found = hashlib.sha256()
     for name, array in sorted(base.arrays().items()):
         if layout.is_weight(name):
-            box = tuple(slice(0, min(n, CORNER if i >= len(array.shape) - 2 else 1)) for i, n in enumerate(array.shape))
+            box = tuple(
+                slice(0, min(n, CORNER if i >= len(array.shape) - 2 else 1))
+                for i, n in enumerate(array.shape)
+            )
             out = np.empty(layout.sizes(box), np.float32)
             base.fill(array, box, out)
             found.update(f"{name}{array.shape}".encode() + out.tobytes())
@@ -39,7 +44,8 @@ def check_mark(base: Source, meta: Mapping[str, Any], name: str) -> None:
     """UserError if this is not the base that a checkpoint with this metadata names."""
     if mark_of(base) != meta["base"]["mark"]:
         raise UserError(
-            f"{name} was trained over {meta['base']['name']}, and {base.name} has other weights; bring the former back"
+            f"{name} was trained over {meta['base']['name']}, and {base.name} has other weights;"
+            " bring the former back"
         )
 
 
@@ -51,7 +57,11 @@ class Merged(Unsealed):
         self.place, self.workdir, self.run = adapters.place, adapters.workdir, adapters.run
         self.step, self.name, self.warning = adapters.step, adapters.name, base.warning
         self._adapters, self._base = adapters, base
-        self._bases, self._pairs, self._arrays = base.arrays(), dict[str, np.ndarray](), dict[str, Array]()
+        self._bases, self._pairs, self._arrays = (
+            base.arrays(),
+            dict[str, np.ndarray](),
+            dict[str, Array](),
+        )
         self._narrow = config_lib.check(self.meta()["config"]).precision.compute
         check_mark(base, self.meta(), self.name)
 
@@ -76,16 +86,23 @@ class Merged(Unsealed):
         return self._pairs, not np.array_equal(self._adapters.read(bias), self._base.read(bias))
 
     def arrays(self) -> dict[str, Array]:
-        """The base's parameters and the run's balancing biases; reads the adapters, which are small, the first time."""
+        """The base's parameters and the run's balancing biases; reads the adapters, which are
+        small, the first time."""
         if not self._arrays:
             own = self._adapters.arrays()
-            self._pairs = {name: self._adapters.read(name.split(".")) for name in own if name.startswith("params.")}
+            self._pairs = {
+                name: self._adapters.read(name.split("."))
+                for name in own
+                if name.startswith("params.")
+            }
             found = {
                 name: Array(name, x.shape, "float32", x.chunk)
                 for name, x in self._bases.items()
                 if name.startswith("params.")
             }
-            self._arrays = found | {name: x for name, x in own.items() if name.startswith("balance.")}
+            self._arrays = found | {
+                name: x for name, x in own.items() if name.startswith("balance.")
+            }
         return self._arrays
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:

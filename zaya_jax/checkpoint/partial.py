@@ -20,44 +20,55 @@ from zaya_jax.config import UserError
 
 
 def read(
-    place: str | Path | Source, pattern: str = "params.*", step: int | None = None, dtype: str | None = None
+    place: str | Path | Source,
+    pattern: str = "params.*",
+    step: int | None = None,
+    dtype: str | None = None,
 ) -> dict[str, Any]:
     """The arrays of a checkpoint whose names fit a pattern (params.layers.router.*), on the host.
 
-    `place` is a workdir, the folder of one checkpoint or of exported parameters, a URL, or an open source; floating
-    point numbers become `dtype`.
+    `place` is a workdir, the folder of one checkpoint or of exported parameters, a URL, or an open
+    source; floating point numbers become `dtype`.
     """
     source = place if isinstance(place, Source) else open_source(place, step)
-    chosen = [array for name, array in source.arrays().items() if fnmatch.fnmatchcase(name, pattern)]
+    chosen = [
+        array for name, array in source.arrays().items() if fnmatch.fnmatchcase(name, pattern)
+    ]
     if not chosen:
         names = ", ".join(sorted({name.split(".")[0] + ".*" for name in source.arrays()}))
         raise UserError(f"no array of {source.name} is called {pattern!r}; it has {names}")
     source.check(names=[array.folder for array in chosen])
     found = {}
     for array in chosen:
-        out = np.empty(array.shape, np.dtype(dtype if dtype and layout.is_real(array.dtype) else array.dtype))
+        out = np.empty(
+            array.shape, np.dtype(dtype if dtype and layout.is_real(array.dtype) else array.dtype)
+        )
         source.fill(array, tuple(slice(0, n) for n in array.shape), out)
         found[array.name] = out
     return trees.nested(found)
 
 
 def require_fit(source: Source, held: Holding) -> None:
-    """UserError where a run that holds these weights cannot begin with a checkpoint's; StorageError for damage."""
+    """UserError where a run that holds these weights cannot begin with a checkpoint's; StorageError
+    for damage."""
     theirs = {name: x for name, x in source.arrays().items() if layout.is_weight(name)}
-    wrong = [n for n, x in held.arrays.items() if n not in theirs or theirs[n].shape != tuple(x.shape)]
+    wrong = [
+        n for n, x in held.arrays.items() if n not in theirs or theirs[n].shape != tuple(x.shape)
+    ]
     wrong += sorted(theirs.keys() - held.arrays.keys())
     if wrong:
         name = wrong[0]
         has = f"has {theirs[name].shape}" if name in theirs else f"has none{source.nearest(name)}"
         needs = tuple(held.arrays[name].shape) if name in held.arrays else "none"
         raise UserError(
-            f"config.run.init_from: {source.name} does not fit this model: of {name} it {has}, the model needs {needs} "
-            f"({len(wrong)} such arrays); give a checkpoint of the same shapes"
+            f"config.run.init_from: {source.name} does not fit this model: of {name} it {has}, the"
+            f" model needs {needs} ({len(wrong)} such arrays); give a checkpoint of the same shapes"
         )
     for name, x in theirs.items():
         if not layout.is_real(x.dtype):
             raise UserError(
-                f"config.run.init_from: {source.name} has {name} as {x.dtype}, and weights are floating-point numbers: "
-                "multiply quantised ones by their scales before they are saved"
+                f"config.run.init_from: {source.name} has {name} as {x.dtype}, and weights are"
+                " floating-point numbers: multiply quantised ones by their scales before they are"
+                " saved"
             )
     multihost.from_first("init", lambda: source.check(names=[x.folder for x in theirs.values()]))

@@ -1,7 +1,9 @@
-"""Puts a checkpoint's arrays onto devices: each process reads its devices' parts, verifying each chunk, once.
+"""Puts a checkpoint's arrays onto devices: each process reads its devices' parts, verifying each
+chunk, once.
 
-Each device's part of an array is filled on the host and handed over, one array after the other: on top of
-the state the host holds one array and the chunks under way. Places that no part fills, ZeRO-1's padding, are zeros.
+Each device's part of an array is filled on the host and handed over, one array after the other: on
+top of the state the host holds one array and the chunks under way. Places that no part fills,
+ZeRO-1's padding, are zeros.
 """
 
 import concurrent.futures
@@ -37,7 +39,9 @@ def on_devices(read: ReadChunk, arrays: Mapping[str, Array], held: Holding) -> d
 
 def _leaf(ahead: Any, x: Any, parts: list[HeldBox], arrays: Mapping[str, Array]) -> jax.Array:
     """One array of the run."""
-    by_device: dict[jax.Device, list[HeldBox]] = {device: [] for device in x.sharding.addressable_devices}
+    by_device: dict[jax.Device, list[HeldBox]] = {
+        device: [] for device in x.sharding.addressable_devices
+    }
     for part in parts:
         by_device[part.device].append(part)
     # Devices that have the same have it from one reading.
@@ -54,13 +58,16 @@ def _leaf(ahead: Any, x: Any, parts: list[HeldBox], arrays: Mapping[str, Array])
 
 
 def _chunks(ahead: Any, filled: list, arrays: Mapping[str, Array]) -> Iterator[tuple]:
-    """(target, part, chunk, (where in the chunk, where in the array)), each chunk read once, a few ahead."""
+    """(target, part, chunk, (where in the chunk, where in the array)), each chunk read once, a few
+    ahead."""
     wanted: dict[tuple[str, tuple[int, ...]], list] = defaultdict(list)
     for target, parts, _ in filled:
         for part in parts:
             for index, holds in arrays[part.name].touched(part.box):
                 inside = layout.overlap(holds, part.box)
-                wanted[part.name, index].append((target, part, (layout.within(inside, holds), inside)))
+                wanted[part.name, index].append(
+                    (target, part, (layout.within(inside, holds), inside))
+                )
     coming = (ahead(arrays[name], index) for name, index in wanted)
     largest = max((arrays[name].chunk_bytes for name, _ in wanted), default=1)
     count = min(max(AHEAD_BYTES // largest, 1), 2 * THREADS)
@@ -73,7 +80,8 @@ def _chunks(ahead: Any, filled: list, arrays: Mapping[str, Array]) -> Iterator[t
 
 
 def chunk_of(content: bytes, array: Array, index: tuple[int, ...], crc: int) -> np.ndarray:
-    """The numbers of a chunk's file, if they and its tail have this checksum; ValueError otherwise."""
+    """The numbers of a chunk's file, if they and its tail have this checksum; ValueError
+    otherwise."""
     raw = np.frombuffer(content, np.uint8)
     numbers, tail = raw[: array.chunk_bytes], raw[array.chunk_bytes :].tobytes()
     if tail != crc.to_bytes(TAIL, "little") or crc32c(numbers) != crc:

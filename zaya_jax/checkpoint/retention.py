@@ -1,16 +1,18 @@
-"""Decides which checkpoints to keep: the newest, every n-th, the best, and token milestones; none of a past given up.
+"""Decides which checkpoints to keep: the newest, every n-th, the best, and token milestones; none
+of a past given up.
 
     retention.to_delete(saved, rules)                 the steps that no rule keeps
     retention.drop_stale(root, durable, decisions)    in all processes together, before looking for the newest
 
-A checkpoint that was saved after an update without effect (skipped, or not finite), or among steps that may become a
-spike (`aegis.spikes`), is not sound: it replaces none that was kept before, and while it is the newest nothing is
-deleted.
+A checkpoint that was saved after an update without effect (skipped, or not finite), or among steps
+that may become a spike (`aegis.spikes`), is not sound: it replaces none that was kept before, and
+while it is the newest nothing is deleted.
 
-A run that goes back to step c has decided so before anything of it is touched, and each checkpoint has the decisions
-that were made before it was saved. So a checkpoint by itself tells whether it is of an abandoned past, and a run that
-is killed while it sets some aside does the rest at its next start. First all are compared with the decisions: judged by
-another run's file, every checkpoint would look stale.
+A run that goes back to step c has decided so before anything of it is touched, and each checkpoint
+has the decisions that were made before it was saved. So a checkpoint by itself tells whether it is
+of an abandoned past, and a run that is killed while it sets some aside does the rest at its next
+start. First all are compared with the decisions: judged by another run's file, every checkpoint
+would look stale.
 """
 
 import contextlib
@@ -47,7 +49,8 @@ class Candidate:
 
 
 def saved_in(root: Path) -> list[Candidate]:
-    """The complete checkpoints of a folder; a step whose small file is damaged is left out, and so never deleted."""
+    """The complete checkpoints of a folder; a step whose small file is damaged is left out, and so
+    never deleted."""
     saved = []
     for step in writing.steps_in(root):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -62,8 +65,9 @@ def saved_in(root: Path) -> list[Candidate]:
 def sound(figures: Mapping[str, Any]) -> bool:
     """Whether a step's update was made, of finite numbers, and nothing was suspicious.
 
-    An update skipped for a spike counts as not made too. Its state is as good as the one before; but a run that spikes
-    on and on may have gone wrong earlier, and then the older checkpoints are the ones to go back to.
+    An update skipped for a spike counts as not made too. Its state is as good as the one before;
+    but a run that spikes on and on may have gone wrong earlier, and then the older checkpoints are
+    the ones to go back to.
     """
     doubtful = figures.get("skipped") or figures.get("suspicious")
     return not doubtful and all(_finite(figures.get(name, 0.0)) for name in FIGURES)
@@ -94,9 +98,9 @@ def _finite(value: Any) -> bool:
     return value is not None and not isinstance(value, str) and math.isfinite(value)
 
 
-########################################################################################################################
+# ################################################################################################
 # A past that was given up
-########################################################################################################################
+# ##################################################################################################
 
 
 def is_stale(step: int, known: int, decisions: Decisions) -> bool:
@@ -105,7 +109,8 @@ def is_stale(step: int, known: int, decisions: Decisions) -> bool:
 
 
 def conflict(checkpoints: Iterable[Known], decisions: Decisions) -> str:
-    """The first checkpoint that a run with these decisions cannot have saved, and why; "" where it can have all."""
+    """The first checkpoint that a run with these decisions cannot have saved, and why; "" where it
+    can have all."""
     for place, step, known in checkpoints:
         if known[: len(decisions)] != list(decisions[: len(known)]):
             return f"{place} has other decisions"
@@ -116,7 +121,8 @@ def conflict(checkpoints: Iterable[Known], decisions: Decisions) -> str:
 
 
 def drop_stale(root: Path, durable: Durable | None, decisions: Decisions) -> list[int]:
-    """Cleans both places and returns the steps set aside. UserError, before deleting, if these are another run's."""
+    """Cleans both places and returns the steps set aside. UserError, before deleting, if these are
+    another run's."""
 
     def first() -> list[int]:
         why = conflict(known_in(Vault(root), decisions), decisions)
@@ -127,8 +133,9 @@ def drop_stale(root: Path, durable: Durable | None, decisions: Decisions) -> lis
                 durable.silent = failure  # nothing is fetched from there; the next start deletes
         if why:
             raise UserError(
-                f"{root.parent / FILE} is not that of these checkpoints: {why}. Nothing was deleted; restore the "
-                "run's own file, or move this one away: then it goes on from its newest checkpoint and its decisions"
+                f"{root.parent / FILE} is not that of these checkpoints: {why}. Nothing was"
+                " deleted; restore the run's own file, or move this one away: then it goes on from"
+                " its newest checkpoint and its decisions"
             )
         if durable and not durable.silent:  # first, or the rest would be fetched
             for step in stale_in(durable.vault, decisions):
@@ -151,11 +158,16 @@ def known_in(vault: Vault, decisions: Decisions) -> Iterator[Known]:
 
 def stale_in(vault: Vault, decisions: Decisions) -> list[int]:
     """The stale ones among them."""
-    return [step for _, step, known in known_in(vault, decisions) if is_stale(step, len(known), decisions)]
+    return [
+        step
+        for _, step, known in known_in(vault, decisions)
+        if is_stale(step, len(known), decisions)
+    ]
 
 
 def set_aside(root: Path, decisions: Decisions) -> list[int]:
-    """Those in workdir/checkpoints become `.stale-N-STEP`, N being the number of decisions; those of fewer go."""
+    """Those in workdir/checkpoints become `.stale-N-STEP`, N being the number of decisions; those
+    of fewer go."""
     steps = stale_in(Vault(root), decisions)
     for step in steps:
         target = root / f"{writing.STALE}{len(decisions)}-{step}"

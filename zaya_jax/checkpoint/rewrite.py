@@ -1,10 +1,12 @@
-"""Rewrites checkpoints a chunk at a time: with other chunks, in a new workdir, or the parameters alone.
+"""Rewrites checkpoints a chunk at a time: with other chunks, in a new workdir, or the parameters
+alone.
 
     reshard(source, target, step, chunk_mb)         a workdir, or a place such as s3://bucket/run, to a new workdir
     export_params(workdir, out, step, dtype)        an Orbax checkpoint for readers that have no use for the rest
     begin_run(workdir, source, state, meta)         step 0 of a new run, of weights that lie anywhere
 
-Memory holds one chunk of the result and one of the source. Sources are checked whole before anything is written.
+Memory holds one chunk of the result and one of the source. Sources are checked whole before
+anything is written.
 """
 
 import shutil
@@ -52,10 +54,18 @@ def reshard(
 
 
 def begin_run(
-    workdir: Path, source: Source, state: Any, meta: dict[str, Any], progress: Progress | None = None
+    workdir: Path,
+    source: Source,
+    state: Any,
+    meta: dict[str, Any],
+    progress: Progress | None = None,
 ) -> None:
-    """Writes step 0 of a new run: the arrays of an abstract state, zeros where the source has none of that name."""
-    arrays = [_stored(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in trees.flat(state).items()]
+    """Writes step 0 of a new run: the arrays of an abstract state, zeros where the source has none
+    of that name."""
+    arrays = [
+        _stored(name, tuple(x.shape), np.dtype(x.dtype).name)
+        for name, x in trees.flat(state).items()
+    ]
     _write_step(workdir, 0, "", source, arrays, meta, progress)
 
 
@@ -66,18 +76,23 @@ def export_params(
     dtype: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes the parameters, in float32 or another type, and the balancing biases (always float32)."""
+    """Writes the parameters, in float32 or another type, and the balancing biases (always
+    float32)."""
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
     source = Source(workdir, step)
     if "base" in source.meta():
         raise UserError(
-            f"{workdir} holds low-rank updates alone; to_hf writes them merged with their base, and so does "
-            f"zaya_jax.load({str(workdir)!r}).save(DIR)"
+            f"{workdir} holds low-rank updates alone; to_hf writes them merged with their base, and"
+            f" so does zaya_jax.load({str(workdir)!r}).save(DIR)"
         )
     target = claims.new_folder(out, "--out")
     arrays = [
-        _stored(name, x.shape, dtype if dtype and name.startswith("params.") and layout.is_real(x.dtype) else x.dtype)
+        _stored(
+            name,
+            x.shape,
+            dtype if dtype and name.startswith("params.") and layout.is_real(x.dtype) else x.dtype,
+        )
         for name, x in source.arrays().items()
         if layout.is_weight(name)
     ]
@@ -91,10 +106,18 @@ def export_params(
 
 def _stored(name: str, shape: tuple[int, ...], dtype: str, chunk_mb: float = 0.0) -> Array:
     most = int(chunk_mb * 2**20)
-    return Array(name, shape, dtype, layout.chunk_shape(name, shape, np.dtype(dtype).itemsize, most=most))
+    return Array(
+        name, shape, dtype, layout.chunk_shape(name, shape, np.dtype(dtype).itemsize, most=most)
+    )
 
 
-def _write(folder: Path, source: Source, arrays: list[Array], meta: dict[str, Any], progress: Progress | None) -> Sums:
+def _write(
+    folder: Path,
+    source: Source,
+    arrays: list[Array],
+    meta: dict[str, Any],
+    progress: Progress | None,
+) -> Sums:
     """All files but the marker, one after the other; their sizes and checksums."""
     sums = writing.write_files(folder, layout.frame(tuple(arrays), meta))
     total = sum(array.bytes for array in arrays)
@@ -102,7 +125,10 @@ def _write(folder: Path, source: Source, arrays: list[Array], meta: dict[str, An
     for array in arrays:
         for index, box in array.touched(tuple(slice(0, n) for n in array.shape)):
             chunk = np.zeros(array.chunk, array.dtype)
-            inside: Any = (*layout.within(box, box), ...)  # the dots: a view of a single number, too
+            inside: Any = (
+                *layout.within(box, box),
+                ...,
+            )  # the dots: a view of a single number, too
             if array.name in originals:
                 source.fill(originals[array.name], box, chunk[inside])
             sums[array.file(index)] = writing.write_chunk(folder / array.file(index), chunk)
@@ -114,7 +140,13 @@ def _write(folder: Path, source: Source, arrays: list[Array], meta: dict[str, An
 
 
 def _write_step(
-    workdir: Path, step: int, run: str, source: Source, arrays: list[Array], meta: dict, progress: Progress | None
+    workdir: Path,
+    step: int,
+    run: str,
+    source: Source,
+    arrays: list[Array],
+    meta: dict,
+    progress: Progress | None,
 ) -> None:
     """Writes the only step of a new workdir; the run is called anew where it has no name."""
     root = workdir.absolute() / "checkpoints"

@@ -1,10 +1,11 @@
-"""Lists a checkpoint's files with their checksums, its step and its run; with this list the checkpoint is complete.
+"""Lists a checkpoint's files with their checksums, its step and its run; with this list the
+checkpoint is complete.
 
     checksums.json    {"format": 2, "run": ..., "step": ..., "files": {NAME: [bytes, crc32c, tail]}, "crc32c": ...}
 
-A chunk ends in its own crc32c, a tail of four bytes. A checksum taken over both would be the same for every chunk, so
-it is the raw numbers' that is listed, and the tail must be equal to it. So a chunk of another
-array, step or run is found.
+A chunk ends in its own crc32c, a tail of four bytes. A checksum taken over both would be the same
+for every chunk, so it is the raw numbers' that is listed, and the tail must be equal to it. So a
+chunk of another array, step or run is found.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ TAIL = 4  # bytes
 RUN = ".run"  # the file next to the steps with the name of their run
 BLOCK = 4 << 20  # summed at a time: the checksum holds the interpreter's lock meanwhile
 
-Sums = dict[str, list[int]]  # a file's [bytes, crc32c of its content, bytes of the tail that repeats it]
+Sums = dict[
+    str, list[int]
+]  # a file's [bytes, crc32c of its content, bytes of the tail that repeats it]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,9 @@ def parse(content: bytes) -> Seal:
     """A seal from its file's content; ValueError if a byte has changed."""
     found = unsigned(content)
     if found.get("format") != FORMAT:
-        raise ValueError(f"of format {shown(found.get('format'))}, but this version reads {FORMAT}; take another")
+        raise ValueError(
+            f"of format {shown(found.get('format'))}, but this version reads {FORMAT}; take another"
+        )
     seal = Seal(found["files"], found["step"], found["run"])
     for name in seal.files:  # it may come from anywhere, and files are written by these names
         if name.startswith("/") or ".." in name.split("/"):
@@ -67,9 +72,15 @@ def signed(found: dict[str, Any]) -> bytes:
 
 def unsigned(content: bytes) -> dict[str, Any]:
     """The object given to `signed`; ValueError if a byte has changed."""
-    with contextlib.suppress(ValueError, RecursionError):  # text may be read deeper than it can be written
+    with contextlib.suppress(
+        ValueError, RecursionError
+    ):  # text may be read deeper than it can be written
         found = json.loads(content)
-        if isinstance(found, dict) and found.pop("crc32c", None) is not None and signed(found) == content:
+        if (
+            isinstance(found, dict)
+            and found.pop("crc32c", None) is not None
+            and signed(found) == content
+        ):
             return found
     raise ValueError("changed: it does not have its own checksum")
 

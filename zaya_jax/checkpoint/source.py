@@ -45,7 +45,9 @@ class Source:
                 which = f" of step {shown(step)}" if step is not None else ""
                 raise UserError(f"--from={place} has no checkpoint{which}")
             name = max(steps) if step is None else step
-        elif (Path(place) / layout.MARKER).is_file():  # one checkpoint's own folder, or exported parameters
+        elif (
+            Path(place) / layout.MARKER
+        ).is_file():  # one checkpoint's own folder, or exported parameters
             folder = Path(place).absolute()
             vault, name = Vault(folder.parent), folder.name
             if vault.owner() and folder.name.isdecimal():
@@ -70,13 +72,17 @@ class Source:
                 raise
             has = f"it has {', '.join(map(str, left))}" if left else "it has no other"
             raise UserError(
-                f"step {self._name} of {self.place} is gone meanwhile, its run has deleted it; {has}"
+                f"step {self._name} of {self.place} is gone meanwhile, its run has deleted it;"
+                f" {has}"
             ) from None
 
     def check(self, progress: Progress | None = None, names: Sequence[str] = ("",)) -> None:
-        """StorageError if files that begin with one of these names, or by which they are found, are damaged."""
+        """StorageError if files that begin with one of these names, or by which they are found, are
+        damaged."""
         wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
-        self.check_files({n: entry for n, entry in self.files.items() if n.startswith(wanted)}, progress)
+        self.check_files(
+            {n: entry for n, entry in self.files.items() if n.startswith(wanted)}, progress
+        )
 
     def check_files(self, sums: Sums, progress: Progress | None = None) -> None:
         """StorageError if one of these is damaged."""
@@ -92,7 +98,8 @@ class Source:
             return json.loads(self._vault.get(self._name, name))
 
     def meta(self) -> dict[str, Any]:
-        """Its small file; what Orbax has saved, by `Handler` too, has none: then as much as is known without."""
+        """Its small file; what Orbax has saved, by `Handler` too, has none: then as much as is
+        known without."""
         if layout.META not in self.files:
             return {"step": self.step, "tokens": 0}
         self.check(names=[layout.META])
@@ -130,7 +137,8 @@ class Source:
         return out if index is None else out[0]
 
     def fill(self, array: Array, box: Box, out: np.ndarray) -> None:
-        """Fills `out` with a part of an array, in `out`'s own type; holds one chunk, until the next is read."""
+        """Fills `out` with a part of an array, in `out`'s own type; holds one chunk, until the next
+        is read."""
         for index, holds in array.touched(box):
             if self._kept is None or self._kept[0] != array.file(index):
                 self._kept = None  # before the next is read
@@ -139,16 +147,20 @@ class Source:
             out[layout.within(inside, box)] = self._kept[1][layout.within(inside, holds)]
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
-        """One chunk, verified by its own checksum, which is the listed one: so it is not another chunk."""
+        """One chunk, verified by its own checksum, which is the listed one: so it is not another
+        chunk."""
         name = array.file(index)
         with self._unless_deleted():
-            return reading.chunk_of(self._vault.get(self._name, name), array, index, self.files[name][1])
+            return reading.chunk_of(
+                self._vault.get(self._name, name), array, index, self.files[name][1]
+            )
 
     def restore(self, like: Any, held: Holding | None = None, everything: bool = False) -> Any:
-        """A tree of arrays laid out as `like`'s ShapeDtypeStructs with shardings say; StorageError for damage.
+        """A tree of arrays laid out as `like`'s ShapeDtypeStructs with shardings say; StorageError
+        for damage.
 
-        `held` says where the checkpoint's arrays lie in it, if it is not a tree of them; `everything`: the checkpoint
-        must have no others.
+        `held` says where the checkpoint's arrays lie in it, if it is not a tree of them;
+        `everything`: the checkpoint must have no others.
         """
         held = held or boxes.of_tree(like)
         try:
@@ -160,7 +172,9 @@ class Source:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{self.name} cannot be read: {error}") from error
-        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in trees.flat(like)])
+        return jax.tree.unflatten(
+            jax.tree.structure(like), [found[name] for name in trees.flat(like)]
+        )
 
 
 def misfit(theirs: Mapping[str, Array], wanted: Mapping[str, Any], everything: bool = False) -> str:
@@ -171,10 +185,17 @@ def misfit(theirs: Mapping[str, Array], wanted: Mapping[str, Any], everything: b
         if theirs[name].shape != tuple(x.shape):
             return f"its array {name} is {list(theirs[name].shape)}, {list(x.shape)} is needed"
         if layout.is_real(theirs[name].dtype) != layout.is_real(x.dtype):
-            needed = f"{np.dtype(x.dtype)} is needed; multiply quantised weights by their scales before they are saved"
+            needed = (
+                f"{np.dtype(x.dtype)} is needed; multiply quantised weights by their scales before"
+                " they are saved"
+            )
             return f"its array {name} is of {theirs[name].dtype}, and {needed}"
     more = sorted(theirs.keys() - wanted.keys())
-    return f"it has {len(more)} arrays that the run has not, such as {more[0]}" if more and everything else ""
+    return (
+        f"it has {len(more)} arrays that the run has not, such as {more[0]}"
+        if more and everything
+        else ""
+    )
 
 
 def place_and_step(place: str | Path, step: int | None) -> tuple[str | Path, int | None]:
@@ -186,18 +207,23 @@ def place_and_step(place: str | Path, step: int | None) -> tuple[str | Path, int
 
 
 def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
-    """The newest checkpoint of a workdir, or `step`; UserError where there is none, StorageError where it is damaged.
+    """The newest checkpoint of a workdir, or `step`; UserError where there is none, StorageError
+    where it is damaged.
 
-    The newest is the one of the greatest name, as for a start: a folder gets its name with its list in it, so one
-    without is damaged, and an older one in its place would be another model without a word.
+    The newest is the one of the greatest name, as for a start: a folder gets its name with its list
+    in it, so one without is damaged, and an older one in its place would be another model without a
+    word.
     """
     root = Path(workdir) / "checkpoints"
     steps = writing.numbered(root)
     if not steps:
-        raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
+        raise UserError(
+            f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run"
+        )
     if step is not None and step not in steps:
         raise UserError(
-            f"--workdir={workdir} has no checkpoint of step {shown(step)}; it has {', '.join(map(str, steps))}"
+            f"--workdir={workdir} has no checkpoint of step {shown(step)}; it has"
+            f" {', '.join(map(str, steps))}"
         )
     chosen = steps[-1] if step is None else step
     try:
@@ -208,11 +234,13 @@ def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
         others = [other for other in writing.steps_in(root) if other != chosen]
         way_out = f", --step={others[-1]} or {workdir}@{others[-1]} takes another" if others else ""
         raise StorageError(
-            f"{error}; `python -m experiments.checkpoint verify --workdir={workdir}` lists it all{way_out}"
+            f"{error}; `python -m experiments.checkpoint verify --workdir={workdir}` lists it"
+            f" all{way_out}"
         ) from None
     return chosen
 
 
 def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
-    """The JSON part of a checkpoint alone, checked; touches nothing, so a run may be writing there."""
+    """The JSON part of a checkpoint alone, checked; touches nothing, so a run may be writing
+    there."""
     return Vault(Path(workdir) / "checkpoints").meta(step)

@@ -1,4 +1,5 @@
-"""Saves a run's checkpoints during training and restores them on any mesh; each is complete or absent.
+"""Saves a run's checkpoints during training and restores them on any mesh; each is complete or
+absent.
 
     store = Store(workdir, config.checkpoint, say)
     step = store.bring_newest()                             the newest complete one, verified; None without one
@@ -6,10 +7,11 @@
     store.save(step, snapshot, meta)                        begins, and returns; the training goes on
     store.save_now(step, snapshot, meta)                    the last one: returns when it is there
 
-The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`source`) by this package, each process the
-parts of its own devices (`boxes`). A save goes: copy (the caller's snapshot), serialise and write (by threads), commit
-(process 0, when all have finished). A failure is reported and counted, and the run continues; nothing is deleted
-before a newer checkpoint is complete.
+The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`source`) by this
+package, each process the parts of its own devices (`boxes`). A save goes: copy (the caller's
+snapshot), serialise and write (by threads), commit (process 0, when all have finished). A failure
+is reported and counted, and the run continues; nothing is deleted before a newer checkpoint is
+complete.
 """
 
 import concurrent.futures
@@ -50,7 +52,8 @@ class Store:
         say: Callable[[str], None] = print,
         accept: Accept | None = None,
     ):
-        """`accept` raises UserError for the meta of another run, which a new workdir must not adopt."""
+        """`accept` raises UserError for the meta of another run, which a new workdir must not
+        adopt."""
         self.root = Path(workdir).absolute() / "checkpoints"
         self.settings, self._say = settings or Checkpoint(), say
         self._accept = accept
@@ -61,12 +64,13 @@ class Store:
         self._verify_seconds, self._asked = 0.0, 0.0
         self._plan: tuple[Holding, Writers] | None = None
 
-    ####################################################################################################################
+    # #############################################################################################
     # Saving
-    ####################################################################################################################
+    # ##############################################################################################
 
     def wait_for_room(self, step: int) -> bool:
-        """Whether a save can begin: waits a while for the one before. The same answer in every process.
+        """Whether a save can begin: waits a while for the one before. The same answer in every
+        process.
 
         StorageError when too many saves have failed in a row.
         """
@@ -75,14 +79,21 @@ class Store:
         late = bool(multihost.over_processes({"late": float(late)}, {"late": np.max})["late"])
         if late:
             self._failures += 1
-            self._complain(step, f"the one before is still being written after {time.perf_counter() - begun:.0f} s")
+            self._complain(
+                step,
+                f"the one before is still being written after {time.perf_counter() - begun:.0f} s",
+            )
         self._stop_after_too_many()
         return not late
 
-    def save(self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None) -> None:
-        """Begins to write a checkpoint of arrays that do not change any more; call `wait_for_room` before.
+    def save(
+        self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None
+    ) -> None:
+        """Begins to write a checkpoint of arrays that do not change any more; call `wait_for_room`
+        before.
 
-        `held` says where they lie, if they are not the checkpoint's own. Copies on the host need it.
+        `held` says where they lie, if they are not the checkpoint's own. Copies on the host need
+        it.
         """
         self._collect(None)
         if held is None:
@@ -94,9 +105,13 @@ class Store:
         meta = {**meta, "processes": processes, "run": writing.run_of(self.root)}
         waited = time.perf_counter() - self._asked if self._asked else 0.0
         self._asked = 0.0
-        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time(), waited)
+        self._pending = self._thread.submit(
+            self._save, step, state, plan, meta, time.time(), waited
+        )
 
-    def save_now(self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None) -> None:
+    def save_now(
+        self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None
+    ) -> None:
         """Writes the last checkpoint, with several attempts; StorageError if none succeeds."""
         self._see_through()
         for attempt in range(self.settings.max_failures):
@@ -118,7 +133,9 @@ class Store:
         """Waits for the save in flight, and says so where that takes long."""
         begun = time.perf_counter()
         while not self._collect(max(self.settings.max_wait, 1.0)):
-            self._say(f"the last save is still being written, since {time.perf_counter() - begun:.0f} s")
+            self._say(
+                f"the last save is still being written, since {time.perf_counter() - begun:.0f} s"
+            )
 
     def close(self, again: bool = True) -> list[int]:
         """Finishes writing and copying; returns the steps that lack a durable copy."""
@@ -132,7 +149,8 @@ class Store:
         return {f"checkpoint/{name}_seconds": value for name, value in figures.items()}
 
     def _collect(self, seconds: float | None) -> bool:
-        """Waits for the save in flight and counts how it ended; False if it has not within `seconds`."""
+        """Waits for the save in flight and counts how it ended; False if it has not within
+        `seconds`."""
         if self._pending is None:
             return True
         try:
@@ -147,9 +165,10 @@ class Store:
     def _stop_after_too_many(self) -> None:
         if self._failures >= self.settings.max_failures:
             raise StorageError(
-                f"{self._failures} saves failed in a row, the last with: {self._last_error or 'it took too long'}. "
-                f"{self._newest_line()}; mend the storage and start the same command again, or raise "
-                "config.checkpoint.max_failures"
+                f"{self._failures} saves failed in a row, the last with:"
+                f" {self._last_error or 'it took too long'}. {self._newest_line()}; mend the"
+                " storage and start the same command again, or raise"
+                " config.checkpoint.max_failures"
             )
 
     def _complain(self, step: int, error: str) -> None:
@@ -160,10 +179,20 @@ class Store:
 
     def _newest_line(self) -> str:
         steps = self.steps()
-        return f"The newest complete checkpoint is step {steps[-1]}'s" if steps else "No checkpoint is complete yet"
+        return (
+            f"The newest complete checkpoint is step {steps[-1]}'s"
+            if steps
+            else "No checkpoint is complete yet"
+        )
 
     def _save(
-        self, step: int, state: State, plan: Writers, meta: dict[str, Any], begun: float, waited: float
+        self,
+        step: int,
+        state: State,
+        plan: Writers,
+        meta: dict[str, Any],
+        begun: float,
+        waited: float,
     ) -> str | None:
         """Returns an error, if any; runs in a thread, in all processes together.
 
@@ -176,7 +205,9 @@ class Store:
             with times.stage("copy"):
                 jax.block_until_ready(state)  # arrays on the host are ready
             folder.mkdir(parents=True, exist_ok=True)
-            sums = writing.write_parts(folder, plan, plan.parts.get(me, []), writing.copies_of(state), times)
+            sums = writing.write_parts(
+                folder, plan, plan.parts.get(me, []), writing.copies_of(state), times
+            )
             if me == 0:
                 sums |= writing.write_files(folder, layout.frame(tuple(plan.arrays.values()), meta))
             nonlocal written
@@ -185,10 +216,18 @@ class Store:
 
         def end(parts: list) -> None:
             sums = {name: entry for part in parts for name, entry in part[0].items()}
-            writing.commit(folder, self.root / str(step), Seal(sums, step, writing.run_of(self.root) or None))
+            writing.commit(
+                folder, self.root / str(step), Seal(sums, step, writing.run_of(self.root) or None)
+            )
             self._delete_old()
             commit = {"commit": time.perf_counter() - written}
-            record(self.root.parent, "save", step, begun, [(part[1] | commit, part[2]) for part in parts])
+            record(
+                self.root.parent,
+                "save",
+                step,
+                begun,
+                [(part[1] | commit, part[2]) for part in parts],
+            )
 
         error = writing.together("save", work, end)
         if error:
@@ -202,7 +241,8 @@ class Store:
         return None
 
     def _delete_old(self) -> None:
-        """Deletes the steps that no rule keeps and that are not being copied; their copies go with the next."""
+        """Deletes the steps that no rule keeps and that are not being copied; their copies go with
+        the next."""
         for step in retention.to_delete(retention.saved_in(self.root), self.settings):
             if self.durable:
                 if step == self.durable.copying:
@@ -212,34 +252,41 @@ class Store:
                 writing.remove(self.root, step)
 
     def way_back(self) -> str:
-        """The newest checkpoint of a sound step, and how a run begins with it; for one that has gone wrong."""
+        """The newest checkpoint of a sound step, and how a run begins with it; for one that has
+        gone wrong."""
         sound = [saved.step for saved in retention.saved_in(self.root) if saved.sound]
         if not sound:
             return "No checkpoint is from before"
         return (
-            f"The newest checkpoint from before is step {sound[-1]}'s: a run in a new workdir begins with its weights "
-            f"by --config.run.init_from={self.root.parent}@{sound[-1]}"
+            f"The newest checkpoint from before is step {sound[-1]}'s: a run in a new workdir"
+            f" begins with its weights by --config.run.init_from={self.root.parent}@{sound[-1]}"
         )
 
-    ####################################################################################################################
+    # #############################################################################################
     # Loading
-    ####################################################################################################################
+    # ##############################################################################################
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints here, oldest first."""
         return writing.steps_in(self.root)
 
     def drop_stale(self, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """Sets aside checkpoints of a past that these decisions abandoned. All processes together."""
+        """Sets aside checkpoints of a past that these decisions abandoned. All processes
+        together."""
         steps = retention.drop_stale(self.root, self.durable, decisions)
         if steps and multihost.is_writer():
             there = f"{self.root}/{writing.STALE}{len(decisions)}-*"
-            self._say(f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was given up")
+            self._say(
+                f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was"
+                " given up"
+            )
 
     def bring_newest(self) -> int | None:
-        """Brings the newest checkpoint of either place here, complete; None if there is none. All processes together.
+        """Brings the newest checkpoint of either place here, complete; None if there is none. All
+        processes together.
 
-        A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one before.
+        A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one
+        before.
         """
         multihost.from_first("tidy", self._tidy)
         if self.durable:
@@ -254,20 +301,26 @@ class Store:
         try:
             writing.clear(self.root)
             self.root.mkdir(parents=True, exist_ok=True)
-            if not writing.run_of(self.root):  # of a new run, or lost: then its newest checkpoint has it
+            if not writing.run_of(
+                self.root
+            ):  # of a new run, or lost: then its newest checkpoint has it
                 known = ""
                 with contextlib.suppress(OSError, ValueError):
                     known = writing.read_seal(self.root / str(max(self.steps()))).run or ""
                 writing.begin_run(self.root, known)
         except OSError as error:
             raise StorageError(
-                f"{self.root} cannot be used for checkpoints ({writing.reason(error)}); move the file there away"
+                f"{self.root} cannot be used for checkpoints ({writing.reason(error)}); move the"
+                " file there away"
             ) from None
 
     def _newest_whole(self) -> int | None:
         while True:
-            # A folder that has a step's name and no marker is a damaged one: it got its name with the marker in it.
-            step = multihost.from_first("newest", lambda: max(writing.numbered(self.root), default=None))
+            # A folder that has a step's name and no marker is a damaged one: it got its name with
+            # the marker in it.
+            step = multihost.from_first(
+                "newest", lambda: max(writing.numbered(self.root), default=None)
+            )
             if step is None:
                 return None
             clock = time.perf_counter()
@@ -278,7 +331,8 @@ class Store:
             self._set_aside(step, damages)
 
     def _set_aside(self, step: int, damages: list[str]) -> None:
-        """Puts a damaged step aside for the one before; StorageError where there is none, or the settings say stop."""
+        """Puts a damaged step aside for the one before; StorageError where there is none, or the
+        settings say stop."""
         found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
         found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
         before = multihost.from_first("before", lambda: min(writing.numbered(self.root))) < step
@@ -286,25 +340,33 @@ class Store:
             way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
             none = "there is none before it: restore it, or give a new workdir"
             raise StorageError(
-                f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}` lists it all; "
-                f"{way_out if before else none}"
+                f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}`"
+                f" lists it all; {way_out if before else none}"
             )
         where = multihost.from_first("aside", lambda: str(writing.set_aside(self.root, step)))
         if multihost.is_writer():
             self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
 
     def restore(
-        self, step: int, like: dict[str, Any], held: Holding | None = None, place: Callable[[Any], Any] | None = None
+        self,
+        step: int,
+        like: dict[str, Any],
+        held: Holding | None = None,
+        place: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """(state, meta) of a step, laid out as `like` (ShapeDtypeStructs with shardings) says.
 
-        `held` says where the checkpoint's arrays lie in it, if it is not a tree of them. `place` is applied to the
-        state; its time is recorded as a stage of its own.
+        `held` says where the checkpoint's arrays lie in it, if it is not a tree of them. `place` is
+        applied to the state; its time is recorded as a stage of its own.
         """
         began, clock = time.time(), time.perf_counter()
-        state = jax.block_until_ready(Source(self.root / str(step)).restore(like, held, everything=True))
+        state = jax.block_until_ready(
+            Source(self.root / str(step)).restore(like, held, everything=True)
+        )
         stages = {"verify": self._verify_seconds, "read": time.perf_counter() - clock}
-        size = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
+        size = sum(
+            shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards
+        )
         if place is not None:
             clock = time.perf_counter()
             state = jax.block_until_ready(place(state))

@@ -1,7 +1,9 @@
-"""Records and reads how long saves, loads and copies of checkpoints took, in checkpoint_times.jsonl.
+"""Records and reads how long saves, loads and copies of checkpoints took, in
+checkpoint_times.jsonl.
 
-The file may be long (1,024 processes write as many lines a save), is read while a run writes, and may hold lines that a
-kill has cut short. Needs no JAX: `inspect`, its page and the training report all read it here.
+The file may be long (1,024 processes write as many lines a save), is read while a run writes, and
+may hold lines that a kill has cut short. Needs no JAX: `inspect`, its page and the training report
+all read it here.
 """
 
 import contextlib
@@ -19,10 +21,18 @@ STAGES = ("copy", "serialise", "write", "commit")  # of a save, in their order
 
 
 def record(workdir: Path, kind: str, step: int, begun: float, parts: Iterable) -> None:
-    """Adds a line for each process's (seconds by stage, bytes), in process 0; an error stops nothing."""
+    """Adds a line for each process's (seconds by stage, bytes), in process 0; an error stops
+    nothing."""
     with contextlib.suppress(OSError), (workdir / TIMES).open("ab") as file:
         for process, (seconds, size) in enumerate(parts):
-            line = {"kind": kind, "step": step, "process": process, "stages": seconds, "bytes": size, "time": begun}
+            line = {
+                "kind": kind,
+                "step": step,
+                "process": process,
+                "stages": seconds,
+                "bytes": size,
+                "time": begun,
+            }
             file.write(f"{json.dumps(line)}\n".encode())
 
 
@@ -50,13 +60,19 @@ class Event:
         return max(self.stages.get(stage, {}).values(), default=math.nan)
 
     def whole(self) -> float:
-        """The time from begin to end: process 0's stages follow each other, and its commit waits for all others."""
-        sums = np.nansum([self.of(stage) for stage in self.stages], axis=0) if self.stages else np.zeros(1)
+        """The time from begin to end: process 0's stages follow each other, and its commit waits
+        for all others."""
+        sums = (
+            np.nansum([self.of(stage) for stage in self.stages], axis=0)
+            if self.stages
+            else np.zeros(1)
+        )
         return float(sums[0] or sums.max())
 
 
 def read(workdir: Path) -> dict[str, dict[int, Event]]:
-    """The newest event of each kind (save, load, copy) and step: a resumed run may have saved a step again."""
+    """The newest event of each kind (save, load, copy) and step: a resumed run may have saved a
+    step again."""
     found: dict[str, dict[int, Event]] = defaultdict(dict)
     try:
         with (workdir / TIMES).open("rb", 1 << 20) as file:

@@ -1,4 +1,5 @@
-"""Checkpoints of one run in one place: `workdir/checkpoints`, another folder, s3://, gs:// or whatever fsspec reaches.
+"""Checkpoints of one run in one place: `workdir/checkpoints`, another folder, s3://, gs:// or
+whatever fsspec reaches.
 
     vault = Vault("s3://bucket/run")          the endpoint of s3:// is AWS_ENDPOINT_URL's
     for damage in vault.verify(step):         every file against the sizes and checksums taken while writing
@@ -6,8 +7,9 @@
     vault.copy(step, names, other)            files of a step to another place, checked on the way
     other.complete(step, vault.seal(step))    its list, last: before this the step does not exist there
 
-Files lie at URL/STEP/NAME. Object stores cannot rename, so `checksums.json` makes a step whole; deleting takes it away
-first. Orbax has a file for the same purpose, `commit_success.txt`, which goes with it.
+Files lie at URL/STEP/NAME. Object stores cannot rename, so `checksums.json` makes a step whole;
+deleting takes it away first. Orbax has a file for the same purpose, `commit_success.txt`, which
+goes with it.
 """
 
 import concurrent.futures
@@ -70,15 +72,21 @@ class Vault:
     def __init__(self, url: str | Path):
         self.url = str(url).rstrip("/")
         if "::" in self.url:
-            raise UserError(f"{self.url} is a chain of file systems; give the address itself, without ::")
+            raise UserError(
+                f"{self.url} is a chain of file systems; give the address itself, without ::"
+            )
         protocol = self.url.split("://", 1)[0] if "://" in self.url else "file"
         self._local = protocol in ("file", "local")
         options: dict[str, Any] = {}
         if protocol in ("s3", "s3a"):
-            # Attempts are made here, so that the first that fails is said soon: with botocore's and s3fs's own, a store
-            # that takes requests and never answers was silent for 605 s.
+            # Attempts are made here, so that the first that fails is said soon: with botocore's and
+            # s3fs's own, a store that takes requests and never answers was silent for 605 s.
             once = {"total_max_attempts": 1}
-            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": READ_TIMEOUT, "retries": once}
+            options["config_kwargs"] = {
+                "connect_timeout": 10,
+                "read_timeout": READ_TIMEOUT,
+                "retries": once,
+            }
         if not self._local:
             options["use_listings_cache"] = False  # others write there too
         try:
@@ -87,9 +95,13 @@ class Vault:
             # fsspec's text names the package.
             raise UserError(f"{self.url} needs a package that is not installed: {error}") from None
         except ValueError as error:
-            raise UserError(f"{self.url} is no folder and no URL that fsspec knows ({error})") from None
+            raise UserError(
+                f"{self.url} is no folder and no URL that fsspec knows ({error})"
+            ) from None
         except OSError as error:  # some file systems connect at once
-            raise StorageError(f"{self.url} cannot be reached ({error}); see that it can, or give another") from None
+            raise StorageError(
+                f"{self.url} cannot be reached ({error}); see that it can, or give another"
+            ) from None
         if protocol in ("s3", "s3a"):
             self._files.retries = 1
         self.tell: Callable[[str], None] = lambda _: None  # called once when attempts begin to fail
@@ -102,9 +114,9 @@ class Vault:
         """Its folder, if it is on this machine."""
         return Path(self._root) if self._local else None
 
-    ####################################################################################################################
+    # #############################################################################################
     # Steps, and whose they are
-    ####################################################################################################################
+    # ##############################################################################################
 
     def numbered(self) -> list[int]:
         """All folders named like a step, whole or not, oldest first."""
@@ -123,7 +135,9 @@ class Vault:
     def steps(self) -> list[int]:
         """The whole checkpoints, oldest first."""
         numbered = self.numbered()
-        return [step for step, whole in zip(numbered, each(self.has, numbered), strict=True) if whole]
+        return [
+            step for step, whole in zip(numbered, each(self.has, numbered), strict=True) if whole
+        ]
 
     def has(self, step: int) -> bool:
         """Whether it has this one."""
@@ -142,34 +156,38 @@ class Vault:
         owner = self.owner()
         if owner and owner != run:
             raise StorageError(
-                f"{self.url} is run {owner}'s by now, this is run {run}; give each run a place of its own"
+                f"{self.url} is run {owner}'s by now, this is run {run}; give each run a place of"
+                " its own"
             )
         if not owner and run:
             self._attempt("write", seal.RUN, self._write, seal.RUN, run.encode())
 
     def require_own(self, run: str, who: str, option: str) -> None:
-        """UserError where a place is another run's, or holds steps and no name. `run` is "" for one that has none yet.
+        """UserError where a place is another run's, or holds steps and no name. `run` is "" for one
+        that has none yet.
 
-        Asked before anything is fetched, copied or deleted: a place bears its name from before the first copy on.
+        Asked before anything is fetched, copied or deleted: a place bears its name from before the
+        first copy on.
         """
         owner = self.owner()
         if not owner and self.numbered():
             raise UserError(
-                f"{option} holds step {self.numbered()[-1]}, and no {seal.RUN} tells whose it is; write the run's "
-                "name there, or give another place"
+                f"{option} holds step {self.numbered()[-1]}, and no {seal.RUN} tells whose it is;"
+                " write the run's name there, or give another place"
             )
         if owner and run and owner != run:
             raise UserError(
-                f"{option} is the place of another run than {who} (that is run {owner}, this is run {run}); "
-                "give each run a place of its own"
+                f"{option} is the place of another run than {who} (that is run {owner}, this is run"
+                f" {run}); give each run a place of its own"
             )
 
-    ####################################################################################################################
+    # #############################################################################################
     # Reading and checking
-    ####################################################################################################################
+    # ##############################################################################################
 
     def seal(self, step: Step) -> Seal:
-        """A step's list; StorageError where it is damaged, or of another step or run than it lies as."""
+        """A step's list; StorageError where it is damaged, or of another step or run than it lies
+        as."""
         found = self._seal(step)
         if isinstance(found, Damage):
             raise StorageError(f"{self.url}/{step} is damaged: {found}")
@@ -240,7 +258,8 @@ class Vault:
         return [Damage(name, "not part of the checkpoint") for name in sorted(there)]
 
     def verify_together(self, name: str, step: int) -> list[str]:
-        """All damages of a step, each file read by one process; all processes call this and get the same answer."""
+        """All damages of a step, each file read by one process; all processes call this and get the
+        same answer."""
         found = self._seal(step)
         if isinstance(found, Damage):
             damages = [found]
@@ -248,35 +267,44 @@ class Vault:
             damages = self.check(step, {name: found.files[name] for name in share(found.files)})
             damages += self._foreign(step, found) if multihost.is_writer() else []
         reports = multihost.to_first(name, [str(damage) for damage in damages[:100]])
-        return multihost.from_first(f"{name}: all", lambda: sorted({d for part in reports or [] for d in part}))
+        return multihost.from_first(
+            f"{name}: all", lambda: sorted({d for part in reports or [] for d in part})
+        )
 
     def holds(self, step: int, whole: Seal) -> bool:
-        """Whether it has a copy of `whole`, all files of the right size; their content is checked by `verify`."""
+        """Whether it has a copy of `whole`, all files of the right size; their content is checked
+        by `verify`."""
         found = self._seal(step)
-        return isinstance(found, Seal) and found.files == whole.files and not self._wrong_sizes(step, whole)
+        return (
+            isinstance(found, Seal)
+            and found.files == whole.files
+            and not self._wrong_sizes(step, whole)
+        )
 
-    ####################################################################################################################
+    # #############################################################################################
     # Writing
-    ####################################################################################################################
+    # ##############################################################################################
 
     def put(self, step: Step, name: str, content: bytes | memoryview) -> None:
         """One file; the list comes last, by `complete`."""
         self._attempt("write", f"{step}/{name}", self._write, f"{step}/{name}", bytes(content))
 
     def copy(self, step: int, names: Iterable[str], target: "Vault", to: str = "") -> None:
-        """Copies files of a step, checked on the way, to another place, and there below another name if it is given."""
+        """Copies files of a step, checked on the way, to another place, and there below another
+        name if it is given."""
         sums = self.seal(step).files
         names = [name for name in names if to or name != COMMITTED]  # `complete` writes that one
         each(lambda name: target.put(to or step, name, self.checked(step, name, sums)), names)
 
     def complete(self, step: int, whole: Seal) -> None:
-        """Makes an uploaded step whole, if all its files are there; deletes leftovers of an earlier upload."""
+        """Makes an uploaded step whole, if all its files are there; deletes leftovers of an earlier
+        upload."""
         wrong = [name for name in self._wrong_sizes(step, whole) if name != COMMITTED]
         lacking = [name for name in wrong if name in whole.files]
         if lacking:
             raise StorageError(
-                f"{self.url}/{step} lacks {len(lacking)} of {len(whole.files)} files, such as {lacking[0]}; "
-                "upload them first"
+                f"{self.url}/{step} lacks {len(lacking)} of {len(whole.files)} files, such as"
+                f" {lacking[0]}; upload them first"
             )
         self._delete(step, wrong)
         if COMMITTED in whole.files:
@@ -307,9 +335,9 @@ class Vault:
             self.remove(step)
         return left
 
-    ####################################################################################################################
+    # #############################################################################################
     # Files
-    ####################################################################################################################
+    # ##############################################################################################
 
     def _wrong_sizes(self, step: int, whole: Seal) -> list[str]:
         there = self._sizes(step)
@@ -317,12 +345,17 @@ class Vault:
         return wrong + sorted(there.keys() - {MARKER})
 
     def _sizes(self, step: Step) -> dict[str, int]:
-        """The size of each file of a step; in a folder also links and empty folders, which a checkpoint has not."""
+        """The size of each file of a step; in a folder also links and empty folders, which a
+        checkpoint has not."""
         prefix = f"{self._root}/{step}"
 
         def find() -> dict[str, int]:
             if self._local:
-                paths = [p for p in Path(prefix).rglob("*") if p.is_symlink() or not p.is_dir() or not any(p.iterdir())]
+                paths = [
+                    p
+                    for p in Path(prefix).rglob("*")
+                    if p.is_symlink() or not p.is_dir() or not any(p.iterdir())
+                ]
                 return {str(path.relative_to(prefix)): path.lstat().st_size for path in paths}
             found = self._files.find(prefix, detail=True)
             return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items()}
@@ -351,12 +384,18 @@ class Vault:
     def _unlink(self, name: str) -> None:
         path = f"{self._root}/{name}"
         with contextlib.suppress(FileNotFoundError):
-            empty = self._local and os.path.isdir(path) and not os.path.islink(path)  # a folder, as a kill leaves it
+            empty = (
+                self._local and os.path.isdir(path) and not os.path.islink(path)
+            )  # a folder, as a kill leaves it
             (os.rmdir if empty else self._files.rm_file)(path)
 
     def _attempt(self, verb: str, name: str, function: Callable[..., T], *args: Any) -> T:
         where = f"{self.url}/{name}" if name else self.url
-        advice = "" if self._local else "; look at the address, the credentials and (for s3://) AWS_ENDPOINT_URL"
+        advice = (
+            ""
+            if self._local
+            else "; look at the address, the credentials and (for s3://) AWS_ENDPOINT_URL"
+        )
         for number, pause in enumerate((*PAUSES, None), 1):
             if self.given_up.is_set():
                 raise Unreachable(f"{where} is slow or dead, and the run may not wait")
@@ -366,7 +405,8 @@ class Vault:
                 self._failing_since = None
                 return found
             except Exception as error:  # client libraries' own classes are no OSErrors
-                # A disk that cannot read a file now will not in a second: that is damage, and reported at once.
+                # A disk that cannot read a file now will not in a second: that is damage, and
+                # reported at once.
                 of_file = isinstance(error, OSError if self._local and verb == "read" else ODD)
                 final = of_file or isinstance(error, PermissionError)
                 first = not final and self._failing_since is None
@@ -375,9 +415,13 @@ class Vault:
                 if final or pause is None or time.monotonic() - since > PATIENCE:
                     tries = "" if final else f" after {number} attempt{'s' if number > 1 else ''}"
                     kind = StorageError if of_file else Unreachable
-                    raise kind(f"cannot {verb} {where}{tries}: {writing.reason(error)}{advice}") from error
+                    raise kind(
+                        f"cannot {verb} {where}{tries}: {writing.reason(error)}{advice}"
+                    ) from error
                 if first:
-                    self.tell(f"warning: cannot {verb} {where} yet: {writing.reason(error)}; trying again")
+                    self.tell(
+                        f"warning: cannot {verb} {where} yet: {writing.reason(error)}; trying again"
+                    )
             self.given_up.wait(pause)
         raise AssertionError("not reached")
 
@@ -393,12 +437,15 @@ def vault_at(place: str | Path) -> Vault | None:
 def _in_words(error: StorageError) -> str:
     cause = error.__cause__
     if isinstance(cause, OSError) and not isinstance(error, Unreachable):
-        return "missing" if isinstance(cause, FileNotFoundError) else f"unreadable ({cause.strerror})"
+        return (
+            "missing" if isinstance(cause, FileNotFoundError) else f"unreadable ({cause.strerror})"
+        )
     return str(error)
 
 
 def share(sums: Sums) -> list[str]:
-    """The files that this process handles: as many bytes as each other one, but for at most the largest file's."""
+    """The files that this process handles: as many bytes as each other one, but for at most the
+    largest file's."""
     by_size = sorted(sums, key=lambda name: (-sums[name][0], name))
     return by_size[jax.process_index() :: jax.process_count()]
 

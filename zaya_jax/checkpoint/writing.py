@@ -1,7 +1,9 @@
-"""Writes a checkpoint's files with threads, sums them on the way, and makes the folder whole by one rename.
+"""Writes a checkpoint's files with threads, sums them on the way, and makes the folder whole by one
+rename.
 
-Every byte of a checkpoint goes through `write_file`. A folder being written is called `.saving-STEP`, one being deleted
-`.deleting-STEP`, a damaged one `.damaged-STEP`, one of an abandoned past `.stale-N-STEP`; only `STEP` is a checkpoint.
+Every byte of a checkpoint goes through `write_file`. A folder being written is called
+`.saving-STEP`, one being deleted `.deleting-STEP`, a damaged one `.damaged-STEP`, one of an
+abandoned past `.stale-N-STEP`; only `STEP` is a checkpoint.
 """
 
 import concurrent.futures
@@ -30,7 +32,9 @@ from zaya_jax.config import files, first_line
 THREADS = 4
 SAVING, DELETING, DAMAGED, STALE = ".saving-", ".deleting-", ".damaged-", ".stale-"
 
-Copies = Mapping[str, Mapping[jax.Device, jax.Array | np.ndarray]]  # of each array each device's part
+Copies = Mapping[
+    str, Mapping[jax.Device, jax.Array | np.ndarray]
+]  # of each array each device's part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,8 @@ def write_file(path: Path, buffers: Sequence[Any]) -> None:
 
 
 class Times:
-    """Seconds that the threads of one save spent on each stage, as wall time if they had worked together."""
+    """Seconds that the threads of one save spent on each stage, as wall time if they had worked
+    together."""
 
     def __init__(self) -> None:
         self._lock, self._seconds = threading.Lock(), dict[str, float]()
@@ -64,21 +69,28 @@ class Times:
             yield
         finally:
             with self._lock:
-                self._seconds[name] = self._seconds.get(name, 0.0) + (time.perf_counter() - begun) / threads
+                self._seconds[name] = (
+                    self._seconds.get(name, 0.0) + (time.perf_counter() - begun) / threads
+                )
 
     def seconds(self) -> dict[str, float]:
         """The stages so far."""
         return {name: round(value, 6) for name, value in self._seconds.items()}
 
 
-def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: Copies, times: Times) -> Sums:
+def write_parts(
+    folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: Copies, times: Times
+) -> Sums:
     """Writes one process's parts below a folder, fetching arrays from devices one by one.
 
-    Beyond the copies it needs the memory of one device's part of one array, of THREADS chunks, and of those that
-    are put together of several devices' parts: these are at most PART_BYTES each, unless no device has as much.
+    Beyond the copies it needs the memory of one device's part of one array, of THREADS chunks, and
+    of those that are put together of several devices' parts: these are at most PART_BYTES each,
+    unless no device has as much.
     """
     sums: Sums = {}
-    begun: dict[str, tuple[np.ndarray, int]] = {}  # incomplete chunks, and how many numbers each lacks
+    begun: dict[
+        str, tuple[np.ndarray, int]
+    ] = {}  # incomplete chunks, and how many numbers each lacks
     own: Any = None
     last = None
     with concurrent.futures.ThreadPoolExecutor(THREADS, "checkpoint") as pool:
@@ -104,7 +116,8 @@ def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: C
                         continue
                     chunk = buffer
                 waiting.append((name, pool.submit(write_chunk, folder / name, chunk, times)))
-            # Otherwise a fast device would fill the host's memory with chunks that a slow disk has yet to take.
+            # Otherwise a fast device would fill the host's memory with chunks that a slow disk has
+            # yet to take.
             while len(waiting) > 4 * THREADS:
                 name, done = waiting.pop(0)
                 sums[name] = done.result()
@@ -113,11 +126,15 @@ def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: C
 
 
 def copies_of(snapshot: Any) -> Copies:
-    """The parts of a snapshot on this process's devices: of a tree of arrays, or of a copy on the host."""
+    """The parts of a snapshot on this process's devices: of a tree of arrays, or of a copy on the
+    host."""
     if isinstance(snapshot, OnHost):
         return snapshot.copies
     leaves = trees.flat(snapshot)
-    return {name: {shard.device: shard.data for shard in x.addressable_shards} for name, x in leaves.items()}
+    return {
+        name: {shard.device: shard.data for shard in x.addressable_shards}
+        for name, x in leaves.items()
+    }
 
 
 def on_host(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -148,7 +165,8 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> Sums:
 
 
 def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None]) -> str | None:
-    """Runs `work` in all processes, then `end` in process 0 if all succeeded; returns any error in every process.
+    """Runs `work` in all processes, then `end` in process 0 if all succeeded; returns any error in
+    every process.
 
     `end` gets the results of `work` in all processes (JSON).
     """
@@ -221,7 +239,9 @@ def numbered(root: Path) -> list[int]:
 
 def steps_of(names: Iterable[str]) -> list[int]:
     """The steps among some names: 40, but neither 040 nor ٤٠, which would be another folder."""
-    return [int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name]
+    return [
+        int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name
+    ]
 
 
 def run_of(root: Path) -> str:

@@ -1,13 +1,14 @@
-"""Heartbeats: a process tells its watcher how far it is, by a few words of shared memory, 5 us a call.
+"""Heartbeats: a process tells its watcher how far it is, by a few words of shared memory, 5 us a
+call.
 
     beats.begin(index)                  from now on writes its slot of the file that ZAYA_BEATS names, if there is one
     beats.at("step", 17, "dispatch")    section, step and mark that the main thread has come to
     beats.lap(17, whole, own, data)     seconds of a step: whole, this process's own work, waiting for data
     beats.read(path, index)             another process's last report, whole, or None
 
-A second thread says every PULSE seconds that the process is alive. If marks stand still while the pulse goes on, the
-main thread waits or hangs; without a pulse the process was stopped, or its interpreter lock is held. Times are of
-CLOCK_MONOTONIC, which all processes of a machine share.
+A second thread says every PULSE seconds that the process is alive. If marks stand still while the
+pulse goes on, the main thread waits or hangs; without a pulse the process was stopped, or its
+interpreter lock is held. Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 import mmap
@@ -25,7 +26,10 @@ MARKS = ("", "fetch", "dispatch", "wait", "figures")
 PULSE = 0.5
 LAPS = 64  # steps that are remembered
 
-_TURN, _REST = struct.Struct("<Q"), struct.Struct("<qqqqddQ")  # pid, section, step, mark, since, pulse, laps
+_TURN, _REST = (
+    struct.Struct("<Q"),
+    struct.Struct("<qqqqddQ"),
+)  # pid, section, step, mark, since, pulse, laps
 _HEAD = struct.Struct("<QqqqqddQ")  # both
 _LAP = struct.Struct("<qddd")
 SIZE = _HEAD.size + LAPS * _LAP.size  # of a slot
@@ -76,7 +80,9 @@ class Beats:
 
     def _write(self, lap: tuple[int, float, float, float] | None = None) -> None:
         with self._lock:
-            section, step, mark, since = self._where  # read here: another thread may have moved it meanwhile
+            section, step, mark, since = (
+                self._where
+            )  # read here: another thread may have moved it meanwhile
             self._turn += 2
             _TURN.pack_into(self._memory, self._slot, self._turn - 1)  # an odd turn: being written
             if lap:
@@ -85,7 +91,9 @@ class Beats:
                 self._laps += 1
             # Packed apart from the turn, since packing clears its bytes before it writes.
             now, place = time.monotonic(), self._slot + _TURN.size
-            _REST.pack_into(self._memory, place, os.getpid(), section, step, mark, since, now, self._laps)
+            _REST.pack_into(
+                self._memory, place, os.getpid(), section, step, mark, since, now, self._laps
+            )
             _TURN.pack_into(self._memory, self._slot, self._turn)
 
     def _live(self) -> None:

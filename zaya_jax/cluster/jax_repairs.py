@@ -19,29 +19,36 @@ _open: list[socket.socket] = []  # must never be closed, not even as garbage
 
 
 def compile_together(barrier: Callable[[str], None]) -> None:
-    """All processes compile a shared program before one runs it, and all keep CPU programs in the cache.
+    """All processes compile a shared program before one runs it, and all keep CPU programs in the
+    cache.
 
-    The first process to enter a collective waits at most 30 s for the others (gloo, jaxlib 0.12.0), and with a warm
-    cache it is there minutes before them. All processes compile these programs in the same order, since they run the
-    same ones.
+    The first process to enter a collective waits at most 30 s for the others (gloo, jaxlib 0.12.0),
+    and with a warm cache it is there minutes before them. All processes compile these programs in
+    the same order, since they run the same ones.
 
-    JAX lets only process 0 write to the cache. For a CPU the key depends on the process, by the fingerprint of its
-    devices, so the others would never find anything.
+    JAX lets only process 0 write to the cache. For a CPU the key depends on the process, by the
+    fingerprint of its devices, so the others would never find anything.
     """
     compile_first, write = compiler.compile_or_get_cached, compiler._cache_write
 
-    def compile_and_wait(backend: Any, computation: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_and_wait(
+        backend: Any, computation: Any, devices: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         executable = compile_first(backend, computation, devices, *args, **kwargs)
         if len({device.process_index for device in devices.flat}) > 1:
             name = str(computation.operation.attributes["sym_name"]).strip('"')
             barrier(f"compiled {name}")
         return executable
 
-    def write_each(cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any) -> None:
+    def write_each(
+        cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any
+    ) -> None:
         shortest = jax.config.jax_persistent_cache_min_compile_time_secs
         if backend.platform == "cpu" and backend.process_index() and compile_time_secs >= shortest:
             seconds = int(compile_time_secs)
-            compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, seconds)
+            compilation_cache.put_executable_and_time(
+                cache_key, module_name, executable, backend, seconds
+            )
         else:
             write(cache_key, compile_time_secs, module_name, backend, executable)
 
@@ -51,12 +58,16 @@ def compile_together(barrier: Callable[[str], None]) -> None:
 def through(host: str, port: int) -> str:
     """An address that leads to host:port through a relay that lives as long as the process.
 
-    The client keeps a call open on which the coordinator would report errors. When the connection closes, which the
-    system sees to as soon as process 0 is killed, the client ends its own process with SIGABRT and a stack trace. JAX
-    passes it no callback for that, and one passed by hand fails too (std::bad_cast, jaxlib 0.12.0). Behind the relay
+    The client keeps a call open on which the coordinator would report errors. When the connection
+    closes, which the
+    system sees to as soon as process 0 is killed, the client ends its own process with SIGABRT and
+    a stack trace. JAX
+    passes it no callback for that, and one passed by hand fails too (std::bad_cast, jaxlib 0.12.0).
+    Behind the relay
     the client's connection stays open, and silent: `lifelines` ends the process, and says why.
 
-    Called once in a process. On Linux the address is a name without a file, which no http_proxy is asked for.
+    Called once in a process. On Linux the address is a name without a file, which no http_proxy is
+    asked for.
     """
     if sys.platform != "linux":
         return f"{host}:{port}"
@@ -80,7 +91,9 @@ def _serve(server: socket.socket, host: str, port: int) -> None:
         far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _open.extend((near, far))
         for source, target in ((near, far), (far, near)):
-            threading.Thread(target=_carry, args=(source, target), name="relay", daemon=True).start()
+            threading.Thread(
+                target=_carry, args=(source, target), name="relay", daemon=True
+            ).start()
 
 
 def _carry(source: socket.socket, target: socket.socket) -> None:

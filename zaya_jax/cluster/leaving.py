@@ -1,4 +1,5 @@
-"""Ends a process at once, without waiting for other processes or for a disk, after its last lines are written.
+"""Ends a process at once, without waiting for other processes or for a disk, after its last lines
+are written.
 
 code_of(error)             the exit code of a program that an error ends, and a line for a person
 before(function)           calls a function on the way out
@@ -22,15 +23,35 @@ from zaya_jax.cluster.rank import LostProcess
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.config.fields import first_line, on_a_line
 
-DONE, FAILED, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 1, 2, 3, 4, 5, 75  # docs/exit_codes.md
+DONE, FAILED, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    75,
+)  # docs/exit_codes.md
 SIGNALLED = 128  # and a signal's number, as a shell reports a program that the signal ended
 PATIENCE = 10.0  # seconds; a disk that hangs would take for ever
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-# Errors that are the storage's, whatever was being written: a full or failing disk, one that is gone or read-only.
-OF_STORAGE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN))
-# Errors of something else in the place of a file, or of missing rights, where the error names a file.
+# Errors that are the storage's, whatever was being written: a full or failing disk, one that is
+# gone or read-only.
+OF_STORAGE = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
+)
+# Errors of something else in the place of a file, or of missing rights, where the error names a
+# file.
 IN_THE_WAY = frozenset(
-    (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+    (
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.ELOOP,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENAMETOOLONG,
+    )
 )
 
 _functions: list[Callable[[], None]] = []
@@ -61,7 +82,11 @@ def now(code: int, line: str = "") -> None:
         if line:
             with contextlib.suppress(OSError, ValueError):
                 print(line, file=sys.stderr)
-        for function in [*_functions, logging.shutdown, *(f.flush for f in (sys.stdout, sys.stderr) if f)]:
+        for function in [
+            *_functions,
+            logging.shutdown,
+            *(f.flush for f in (sys.stdout, sys.stderr) if f),
+        ]:
             with contextlib.suppress(Exception):
                 function()
 
@@ -70,7 +95,8 @@ def now(code: int, line: str = "") -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Sends a stream that cannot be written (no reader, a full disk) to nowhere, at the interpreter's end too."""
+    """Sends a stream that cannot be written (no reader, a full disk) to nowhere, at the
+    interpreter's end too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -83,7 +109,8 @@ def complain(line: str) -> None:
 
 
 def code_of(error: BaseException) -> tuple[int, str]:
-    """The exit code of a program that an error ends, and a line with the reason; FAILED for unexpected errors."""
+    """The exit code of a program that an error ends, and a line with the reason; FAILED for
+    unexpected errors."""
     match error:
         case UserError():
             return BAD_INPUT, on_a_line(error)
@@ -93,9 +120,14 @@ def code_of(error: BaseException) -> tuple[int, str]:
             return FAILED, str(error)
         case BrokenPipeError():
             return SIGNALLED + signal.SIGPIPE, "broken pipe: the output is no longer read"
-        case OSError() if error.errno in OF_STORAGE or (error.errno in IN_THE_WAY and error.filename):
+        case OSError() if error.errno in OF_STORAGE or (
+            error.errno in IN_THE_WAY and error.filename
+        ):
             where = f" ({error.filename})" if error.filename else ""
-            return STORAGE, f"{error.strerror}{where}; mend the storage and start the same command again"
+            return (
+                STORAGE,
+                f"{error.strerror}{where}; mend the storage and start the same command again",
+            )
         case KeyboardInterrupt():
             number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
             return SIGNALLED + number, f"interrupted by {number.name}; nothing more was saved"
@@ -105,8 +137,9 @@ def code_of(error: BaseException) -> tuple[int, str]:
 
 
 def at_signal(which: int, how: Callable[[signal.Signals], None]) -> None:
-    """Calls `how` at the `which`-th SIGTERM or SIGINT from now on, in a thread: Python's own handlers wait while the
-    main thread compiles, computes or writes. A handler must be set for both, if only one that does nothing."""
+    """Calls `how` at the `which`-th SIGTERM or SIGINT from now on, in a thread: Python's own
+    handlers wait while the main thread compiles, computes or writes. A handler must be set for
+    both, if only one that does nothing."""
     listening, telling = os.pipe()
     os.set_blocking(telling, False)
     before_this = signal.set_wakeup_fd(telling, warn_on_full_buffer=False)
@@ -126,8 +159,12 @@ def at_signal(which: int, how: Callable[[signal.Signals], None]) -> None:
 
 @contextlib.contextmanager
 def signals_as_they_were() -> Iterator[None]:
-    """Restores the caller's signal handlers after a run, which listens to signals until its process ends."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """Restores the caller's signal handlers after a run, which listens to signals until its process
+    ends."""
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     before = signal.set_wakeup_fd(-1)  # an event loop's, which a run would close
     try:
         yield

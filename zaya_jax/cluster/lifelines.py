@@ -1,15 +1,18 @@
-"""Keeps a connection from each process of a run to process 0, so that a killed or stopped process is noticed.
+"""Keeps a connection from each process of a run to process 0, so that a killed or stopped process
+is noticed.
 
     lines = Lifelines(rank, seconds, leave)    a thread of its own, whatever the main one is doing
     lines.roll_call(seconds)                   returns when all are there; LostProcess names the absent
     lines.report(code, text)                   this process must end: so do all, with the first report's code
     lines.hang_up()                            the orderly end
 
-The system closes a killed process's line at once. A stopped one's stays silent: process 0 asks each process every tenth
-of `seconds`, and one that is silent for `seconds` is lost. Then `leave` is called with the reason in all others.
+The system closes a killed process's line at once. A stopped one's stays silent: process 0 asks each
+process every tenth of `seconds`, and one that is silent for `seconds` is lost. Then `leave` is
+called with the reason in all others.
 
-The lines (`lines`) are connections to the coordinator's port, which JAX's service takes over once all have called. Only
-a process that knows the job's key counts; nothing that strangers send to that port has an effect.
+The lines (`lines`) are connections to the coordinator's port, which JAX's service takes over once
+all have called. Only a process that knows the job's key counts; nothing that strangers send to that
+port has an effect.
 """
 
 import contextlib
@@ -50,9 +53,18 @@ class Lifelines:
         self._host = socket.gethostname()
         self._selector = selectors.DefaultSelector()
         self.lost: list[int] = []  # processes that this one found to be lost
-        differs = "process {index} on {host} counts {digest} processes, process 0 counts " + str(rank.count)
+        differs = "process {index} on {host} counts {digest} processes, process 0 counts " + str(
+            rank.count
+        )
         self._door = lines.Door(
-            self._selector, str(rank.count), rank.count, differs, self._came, self._take, self._gone, self._refused
+            self._selector,
+            str(rank.count),
+            rank.count,
+            differs,
+            self._came,
+            self._take,
+            self._gone,
+            self._refused,
         )
         self._lines = self._door.known  # in process 0 to all others, in the others to process 0
         self._called = threading.Event()
@@ -63,11 +75,14 @@ class Lifelines:
         self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
 
     def roll_call(self, seconds: float) -> None:
-        """Returns on every process when all have called; LostProcess names those that did not within `seconds`."""
+        """Returns on every process when all have called; LostProcess names those that did not
+        within `seconds`."""
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
         if self.index == 0:
             way = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
-            self._door.open(int(self._place.coordinator.rsplit(":", 1)[1]), "the coordinator's", way)
+            self._door.open(
+                int(self._place.coordinator.rsplit(":", 1)[1]), "the coordinator's", way
+            )
         self._main, inside = socket.socketpair()  # on it the main thread speaks to this one
         self._inside = Line(inside)
         self._door.attend(self._inside)
@@ -75,13 +90,17 @@ class Lifelines:
         self._called.wait()
         if self._refusal:
             self._thread.join()
-            raise (UserError(self._refusal.text) if self._refusal.code == 2 else LostProcess(self._refusal.text))
+            raise (
+                UserError(self._refusal.text)
+                if self._refusal.code == 2
+                else LostProcess(self._refusal.text)
+            )
 
     def report(self, code: int, text: str, certain: bool) -> None:
         """Ends all processes with this code, and waits for the end.
 
-        An uncertain error may follow from the loss of another process, which then is the cause: the report counts once
-        all others have given a later sign of life.
+        An uncertain error may follow from the loss of another process, which then is the cause: the
+        report counts once all others have given a later sign of life.
         """
         end = End(code, self.index, self._host, text)
         with contextlib.suppress(OSError):
@@ -118,7 +137,9 @@ class Lifelines:
         now = time.monotonic()
         if now - begun - patience > self._seconds / 2:
             self._slept, self._woke = now - begun, now
-            _log.warning("this process stood still for %.0f s: stopped, or its machine was", self._slept)
+            _log.warning(
+                "this process stood still for %.0f s: stopped, or its machine was", self._slept
+            )
             self._door.forgive(now)
         if not self._ended.is_set():
             self._look(now)
@@ -133,14 +154,21 @@ class Lifelines:
             self._door.turn(now, self._seconds / 10)
         if not self._called.is_set() and self.index == 0 and now > self._deadline:
             absent = [i for i in range(self._place.count) if i and i not in self._lines]
-            text = f"{name_processes(absent)} of {self._place.count} did not come within {self._allowed:.0f} s"
+            text = (
+                f"{name_processes(absent)} of {self._place.count} did not come within"
+                f" {self._allowed:.0f} s"
+            )
             return self._end(End(1, NO_PROCESS, self._host, text))
         limit = ALLOWED * self._seconds
         if any(now - line.heard > limit for line in self._lines.values()):
             silent = [line for line in self._lines.values() if now - line.heard > 0.8 * limit]
-            return self._lost(silent, f"silent for {limit:.0f} s: stopped, or machine or network down")
+            return self._lost(
+                silent, f"silent for {limit:.0f} s: stopped, or machine or network down"
+            )
         if self._doubt and all(
-            line.heard > self._doubt[0] for line in self._lines.values() if line.index != self._doubt[1].process
+            line.heard > self._doubt[0]
+            for line in self._lines.values()
+            if line.index != self._doubt[1].process
         ):
             return self._end(self._doubt[1])
         return None
@@ -204,7 +232,9 @@ class Lifelines:
         names = [f"process {line.index} on {line.name}" for line in lost[:16]]
         text = f"{', '.join(names)} {'are' if len(lost) > 1 else 'is'} {what}"
         if self._slept > 0.8 * self._seconds > time.monotonic() - self._woke:
-            text = f"this process stood still for {self._slept:.0f} s, and the others ended without it"
+            text = (
+                f"this process stood still for {self._slept:.0f} s, and the others ended without it"
+            )
         for line in lost:
             self._lines.pop(line.index or 0, None)
         self.lost = [line.index or 0 for line in lost]
@@ -224,5 +254,6 @@ class Lifelines:
             self.see_off()
 
     def see_off(self) -> list[int]:
-        """Process 0 waits until the others have hung up, so that messages on their way arrive; returns the silent."""
+        """Process 0 waits until the others have hung up, so that messages on their way arrive;
+        returns the silent."""
         return self._door.see_off(GOODBYE) if self.index == 0 else []

@@ -4,9 +4,10 @@
     Door(selector, digest, ...)        all lines of one end: greets callers, hears, hangs up
     call(address, index, digest, ...)  the others' connection to number 0
 
-An empty line asks for, or gives, a sign of life. Both ends prove that they know the job's key (HMAC of the other's
-random number) before either trusts the other. The key is ZAYA_SECRET, or else the number of the Slurm job, which keeps
-out mistakes but not attackers. A stranger's bytes close the stranger's connection and do nothing else.
+An empty line asks for, or gives, a sign of life. Both ends prove that they know the job's key (HMAC
+of the other's random number) before either trusts the other. The key is ZAYA_SECRET, or else the
+number of the Slurm job, which keeps out mistakes but not attackers. A stranger's bytes close the
+stranger's connection and do nothing else.
 """
 
 import contextlib
@@ -42,8 +43,15 @@ def _proof(secret: bytes, *parts: Any) -> str:
 class Line:
     """One connection, cut into messages. `answers`: whether an empty line is answered with one."""
 
-    def __init__(self, connection: socket.socket, address: str = "", limit: int = LONG, answers: bool = False):
-        self.connection, self.address, self.limit, self.answers = connection, address, limit, answers
+    def __init__(
+        self, connection: socket.socket, address: str = "", limit: int = LONG, answers: bool = False
+    ):
+        self.connection, self.address, self.limit, self.answers = (
+            connection,
+            address,
+            limit,
+            answers,
+        )
         self.name = ""  # of the other end's host
         self.heard = self.opened = time.monotonic()
         self.index: int | None = None  # of the other end, once that has proved to be of this job
@@ -65,7 +73,8 @@ class Line:
                 del self._out[: self.connection.send(self._out)]
 
     def read(self) -> list[list] | None:
-        """The messages that have arrived; None if the other end has hung up, or sends anything else."""
+        """The messages that have arrived; None if the other end has hung up, or sends anything
+        else."""
         try:
             data = self.connection.recv(1 << 16)
         except BlockingIOError:
@@ -84,23 +93,34 @@ class Line:
             found = [json.loads(line) for line in whole if line]
         except (ValueError, RecursionError):
             return None
-        return found if all(isinstance(m, list) and m and isinstance(m[0], str) for m in found) else None
+        return (
+            found
+            if all(isinstance(m, list) and m and isinstance(m[0], str) for m in found)
+            else None
+        )
 
 
 class Door:
-    """All lines of one end: greets callers at number 0, hears each line when the selector says so, and hangs up.
+    """All lines of one end: greets callers at number 0, hears each line when the selector says so,
+    and hangs up.
 
-    For lines of the job alone are called `came(line, before)`, with the line that had this number before; `hear(line,
-    message)`, in which a ValueError or TypeError is the other end's fault; and `lost(line)`, where the other end has
-    hung up. `refused(words)`: a caller knows the key and is not expected. `digest` must be the same at both ends;
-    `differs` is the message if it is not.
+    For lines of the job alone are called `came(line, before)`, with the line that had this number
+    before; `hear(line, message)`, in which a ValueError or TypeError is the other end's fault; and
+    `lost(line)`, where the other end has hung up. `refused(words)`: a caller knows the key and is
+    not expected. `digest` must be the same at both ends; `differs` is the message if it is not.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, digest: str, count: int, differs: str,
-        came: Callable[[Line, Line | None], None], hear: Callable[[Line, list], None], lost: Callable[[Line], None],
+        self,
+        selector: selectors.BaseSelector,
+        digest: str,
+        count: int,
+        differs: str,
+        came: Callable[[Line, Line | None], None],
+        hear: Callable[[Line, list], None],
+        lost: Callable[[Line], None],
         refused: Callable[[str], None] = lambda words: None,
-    ):  # fmt: skip
+    ):
         self._selector, self._digest, self._count, self._differs = selector, digest, count, differs
         self._came, self._hear, self._lost, self._refused = came, hear, lost, refused
         self._key = key()
@@ -113,14 +133,20 @@ class Door:
         """Lets callers in; UserError with the way out where the port cannot be opened."""
         # A line here and one of JAX's for each process: 1,024 open files, as is usual, are few.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with contextlib.suppress(OSError, ValueError):  # macOS says "without limit" and takes no such number
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # macOS says "without limit" and takes no such number
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         try:
-            server = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
+            server = socket.create_server(
+                ("", port), family=family, dualstack_ipv6=dual, backlog=1024
+            )
         except OSError as error:
-            raise UserError(f"{whose} port {port} cannot be opened ({error.strerror}); {way}") from None
+            raise UserError(
+                f"{whose} port {port} cannot be opened ({error.strerror}); {way}"
+            ) from None
         server.setblocking(False)
         self._server = server
         self._selector.register(server, selectors.EVENT_READ, self._accept)
@@ -150,7 +176,8 @@ class Door:
         return known
 
     def turn(self, now: float, every: float) -> None:
-        """Asks for signs of life, and drops strangers that have been silent for too long, or are too many."""
+        """Asks for signs of life, and drops strangers that have been silent for too long, or are
+        too many."""
         late = [line for line in self.strangers if now - line.opened > GREETING]
         for line in late + self.strangers[: max(len(self.strangers) - STRANGERS, 0)]:
             self.drop(line)
@@ -165,7 +192,8 @@ class Door:
             line.heard = now
 
     def see_off(self, seconds: float) -> list[int]:
-        """Waits until the others have hung up, so that messages on their way arrive; returns the silent."""
+        """Waits until the others have hung up, so that messages on their way arrive; returns the
+        silent."""
         until = time.monotonic() + seconds
         while self.known and time.monotonic() < until:
             for index, line in list(self.known.items()):
@@ -203,10 +231,18 @@ class Door:
     def _greet(self, line: Line, message: list) -> None:
         """Admits a caller; ValueError sends it away."""
         kind, index, line.name, digest, nonce, shown = message
-        if kind != "here" or not isinstance(index, int) or not all(isinstance(x, str) for x in message[2:]):
+        if (
+            kind != "here"
+            or not isinstance(index, int)
+            or not all(isinstance(x, str) for x in message[2:])
+        ):
             raise ValueError(kind)
-        if not hmac.compare_digest(shown, _proof(self._key, "caller", line.nonce, index, line.name, digest)):
-            line.say("refused", f"it is not of this job: {SECRET}, or SLURM_JOB_ID, is another there")
+        if not hmac.compare_digest(
+            shown, _proof(self._key, "caller", line.nonce, index, line.name, digest)
+        ):
+            line.say(
+                "refused", f"it is not of this job: {SECRET}, or SLURM_JOB_ID, is another there"
+            )
             raise ValueError("proof")
         words = ""
         if digest != self._digest:
@@ -240,13 +276,17 @@ def call(address: str, index: int, digest: str, seconds: float, kind: str = "pro
             nonce = secrets.token_hex(16)
             if answer == "who":
                 shown = _proof(secret, "caller", theirs, index, here, digest)
-                connection.sendall(json.dumps(["here", index, here, digest, nonce, shown]).encode() + b"\n")
+                connection.sendall(
+                    json.dumps(["here", index, here, digest, nonce, shown]).encode() + b"\n"
+                )
                 # From here on it knows this end and would count a hang-up as a loss.
                 connection.settimeout(max(until - time.monotonic(), GREETING))
                 answer, word = _first(connection)
                 if answer == "refused":
                     raise UserError(f"{whom} at {address} refuses {who}: {word}")
-                if answer == "welcome" and hmac.compare_digest(word, _proof(secret, "called", nonce)):
+                if answer == "welcome" and hmac.compare_digest(
+                    word, _proof(secret, "called", nonce)
+                ):
                     line = Line(connection, host, answers=True)
                     line.index, connection = 0, None
                     return line
@@ -262,8 +302,8 @@ def call(address: str, index: int, digest: str, seconds: float, kind: str = "pro
                 connection.close()
         time.sleep(0.2)
     raise LostProcess(
-        f"{who}: {whom} does not answer at {address} within {seconds:g} s ({why}); see its log, and whether the "
-        "address can be reached from here"
+        f"{who}: {whom} does not answer at {address} within {seconds:g} s ({why}); see its log, and"
+        " whether the address can be reached from here"
     )
 
 

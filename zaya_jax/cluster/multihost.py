@@ -1,4 +1,5 @@
-"""Runs several processes as one: they start together, wait for each other by name, stop at one step, and end together.
+"""Runs several processes as one: they start together, wait for each other by name, stop at one
+step, and end together.
 
     multihost.together(program)     finds the other processes, runs the program, and returns their common exit code
     is_writer()                     whether this process writes the files that exist once
@@ -7,8 +8,8 @@
     barrier(name)                   LostProcess names the absent
     StopSignal, Timer               the same decision after the same step in every process
 
-Messages go through the key-value store of JAX's coordinator, in process 0. With one process all of this is free and
-needs no set-up.
+Messages go through the key-value store of JAX's coordinator, in process 0. With one process all of
+this is free and needs no set-up.
 """
 
 import argparse
@@ -34,9 +35,13 @@ from zaya_jax.cluster.lifelines import NO_PROCESS, End, Lifelines
 from zaya_jax.cluster.rank import NAMES, LostProcess, Rank, find_rank, name_processes
 from zaya_jax.config import UserError, first_line
 
-# Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk decides.
+# Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk
+# decides.
 JOIN = ("ZAYA_JOIN_SECONDS", 600)  # until all processes have come
-WAIT = ("ZAYA_WAIT_SECONDS", 3600)  # at a barrier, or for process 0: restoring and reporting take their time
+WAIT = (
+    "ZAYA_WAIT_SECONDS",
+    3600,
+)  # at a barrier, or for process 0: restoring and reporting take their time
 HEARTBEAT = ("ZAYA_HEARTBEAT_SECONDS", 60)  # after which a silent process counts as dead
 NEVER = 10**6  # for JAX's own heartbeats, which end a process with SIGABRT and no name
 GARBAGE_EVERY = 100  # steps; a collection takes 20 to 100 ms, and delays all processes
@@ -53,14 +58,16 @@ _lines: list[Lifelines] = []  # of several processes: by them an error here ends
 def together(program: Callable[[], int], options: argparse.Namespace | None = None) -> int:
     """Runs a program as one of the processes that its options, variables or Slurm name, or alone.
 
-    An error in one process ends all of them with its exit code; that process and process 0 print the line.
+    An error in one process ends all of them with its exit code; that process and process 0 print
+    the line.
     """
     given = {name: getattr(options, name, None) for name in NAMES}
     rank = find_rank(os.environ, given)
     beats.begin(rank.index if rank else 0)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until StopSignal takes over there is nothing to save. Python's own handler would raise KeyboardInterrupt
-        # wherever it is: one in a callback of XLA's was lost, one in JAX's cache became a ValueError of 159 lines.
+        # Until StopSignal takes over there is nothing to save. Python's own handler would raise
+        # KeyboardInterrupt wherever it is: one in a callback of XLA's was lost, one in JAX's cache
+        # became a ValueError of 159 lines.
         signal.signal(signal.SIGINT, lambda *_: None)
         leaving.at_signal(1, _interrupted)
     if rank is None:
@@ -90,17 +97,24 @@ def _join(rank: Rank) -> None:
         host, port = address.rsplit(":", 1)
         address = jax_repairs.through(host, int(port))
     jax.distributed.initialize(
-        address, rank.count, rank.index, local_device_ids=list(rank.devices) or None,
-        cluster_detection_method="deactivate", initialization_timeout=seconds_of(JOIN),
-        heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=seconds_of(WAIT),
-    )  # fmt: skip
+        address,
+        rank.count,
+        rank.index,
+        local_device_ids=list(rank.devices) or None,
+        cluster_detection_method="deactivate",
+        initialization_timeout=seconds_of(JOIN),
+        heartbeat_timeout_seconds=NEVER,
+        shutdown_timeout_seconds=seconds_of(WAIT),
+    )
     jax_repairs.compile_together(barrier)
-    # JAX has SIGTERM only noted, for its own protocol; until StopSignal takes over there is nothing to save.
+    # JAX has SIGTERM only noted, for its own protocol; until StopSignal takes over there is nothing
+    # to save.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def place() -> tuple[int, int]:
-    """This process's index and the number of processes, without starting JAX's backend, which takes the devices."""
+    """This process's index and the number of processes, without starting JAX's backend, which takes
+    the devices."""
     from jax._src import distributed  # JAX's public functions start it
 
     return distributed.global_state.process_id or 0, distributed.global_state.num_processes or 1
@@ -140,7 +154,8 @@ def to_first(name: str, value: Any) -> list[Any] | None:
 
 
 def barrier(name: str, seconds: float | None = None) -> None:
-    """Returns when every process has called it; LostProcess names those that have not within `seconds`."""
+    """Returns when every process has called it; LostProcess names those that have not within
+    `seconds`."""
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return
@@ -155,24 +170,31 @@ def barrier(name: str, seconds: float | None = None) -> None:
         if not absent:
             raise LostProcess(f"{name!r}: {first_line(error)}") from error
         raise LostProcess(
-            f"{name_processes(absent)} of {count} did not come to {name!r} within {seconds:g} s; see logs/ there"
+            f"{name_processes(absent)} of {count} did not come to {name!r} within {seconds:g} s;"
+            " see logs/ there"
         ) from error
     _client().key_value_delete(f"{here}/{index}")
 
 
 def over_processes(figures: dict[str, float], how: dict[str, Callable]) -> dict[str, float]:
-    """Each figure of all processes as one, by the NumPy function that `how` names for it, otherwise the mean."""
+    """Each figure of all processes as one, by the NumPy function that `how` names for it, otherwise
+    the mean."""
     if jax.process_count() == 1:
         return figures
-    # Through the coordinator, with its timeout: a collective on the devices would wait for the steps in flight.
+    # Through the coordinator, with its timeout: a collective on the devices would wait for the
+    # steps in flight.
     every = to_first("figures", list(figures.values())) or []
     columns = dict(zip(figures, zip(*every, strict=True), strict=False))
-    joined = lambda: {name: float(how.get(name, np.mean)(column)) for name, column in columns.items()}  # noqa: E731
+
+    def joined():
+        return {name: float(how.get(name, np.mean)(column)) for name, column in columns.items()}
+
     return from_first("figures: joined", joined)
 
 
 def collect_garbage(step: int) -> None:
-    """Collects Python's garbage after the same steps in all processes, since a pause of one delays all."""
+    """Collects Python's garbage after the same steps in all processes, since a pause of one delays
+    all."""
     if jax.process_count() == 1:
         return
     if gc.isenabled():
@@ -186,9 +208,9 @@ def collect_garbage(step: int) -> None:
 class _Ahead:
     """A wish of one process that all follow after the same step.
 
-    A process with a wish at step n writes n + 2 into the store before it dispatches step n + 1. No process ends step
-    n + 1 without the others, so at step n + 2 all know; the loop must read each step's figures before it asks about the
-    next step but one.
+    A process with a wish at step n writes n + 2 into the store before it dispatches step n + 1. No
+    process ends step n + 1 without the others, so at step n + 2 all know; the loop must read each
+    step's figures before it asks about the next step but one.
     """
 
     def __init__(self, name: str):
@@ -210,13 +232,16 @@ class _Ahead:
 
 
 class StopSignal:
-    """SIGTERM, SIGINT or SIGHUP as a wish that the loop reads: it finishes and saves the step in flight, everywhere."""
+    """SIGTERM, SIGINT or SIGHUP as a wish that the loop reads: it finishes and saves the step in
+    flight, everywhere."""
 
     def __init__(self) -> None:
         self.asked, self._ahead = "", _Ahead("stop")
         for number in leaving.STOPPING:
             signal.signal(number, self._ask)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that closes, without nohup
+        if (
+            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        ):  # a terminal that closes, without nohup
             signal.signal(signal.SIGHUP, self._ask)
         leaving.at_signal(2, _interrupted)
 
@@ -236,7 +261,8 @@ class StopSignal:
 
 
 class Timer:
-    """Every so many seconds of process 0, after the same step in all processes; 0 seconds: never."""
+    """Every so many seconds of process 0, after the same step in all processes; 0 seconds:
+    never."""
 
     def __init__(self, seconds: float):
         self._seconds, self._begun, self._ahead = seconds, time.monotonic(), _Ahead("timer")
@@ -260,7 +286,8 @@ def _because(error: BaseException) -> None:
 
 
 def _leave(end: End) -> None:
-    """Ends this process with a line in its log and, in process 0 and the one that reports, on the terminal."""
+    """Ends this process with a line in its log and, in process 0 and the one that reports, on the
+    terminal."""
     lines = _lines[-1]
     me = lines.index  # JAX may not have begun
     mine = end.process == me
@@ -299,21 +326,26 @@ def _client() -> Any:
 
 
 def _wait_for(key: str, process: int, name: str) -> Any:
-    """A process's value in the store; LostProcess if it does not come within the seconds of WAIT."""
+    """A process's value in the store; LostProcess if it does not come within the seconds of
+    WAIT."""
     try:
         return json.loads(_client().blocking_key_value_get(key, 1000 * seconds_of(WAIT)))
     except jax.errors.JaxRuntimeError as error:
-        raise LostProcess(f"process {process} did not come to {name!r} within {seconds_of(WAIT)} s") from error
+        raise LostProcess(
+            f"process {process} did not come to {name!r} within {seconds_of(WAIT)} s"
+        ) from error
 
 
 def _turn(name: str) -> int:
-    """How often a name has been used: the same in all processes, since they run the same program."""
+    """How often a name has been used: the same in all processes, since they run the same
+    program."""
     _calls[name] += 1
     return _calls[name]
 
 
 def seconds_of(setting: tuple[str, int]) -> int:
-    """The seconds of JOIN, WAIT or HEARTBEAT by the environment; UserError if it is not a number."""
+    """The seconds of JOIN, WAIT or HEARTBEAT by the environment; UserError if it is not a
+    number."""
     name, usual = setting
     try:
         return int(os.environ.get(name) or usual)

@@ -1,4 +1,5 @@
-"""Finds the rank of a process in its run, or of an agent among agents, from flags, variables or Slurm.
+"""Finds the rank of a process in its run, or of an agent among agents, from flags, variables or
+Slurm.
 
     rank = find_rank(os.environ)              None for a process alone
     rank = find_agent_rank(os.environ)        None for an agent alone
@@ -21,18 +22,27 @@ NAMES = {
     "process_id": ("process_id", "JAX_PROCESS_ID"),
 }
 OF_AGENTS = NAMES | {"num_processes": ("agents", "NODES"), "process_id": ("agent", "NODE")}
-SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-POD_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes gives it to every pod of an indexed Job, a JobSet's included
+SLURM_STEP = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+)
+# Kubernetes gives it to every pod of an indexed Job, a JobSet's included
+POD_INDEX = "JOB_COMPLETION_INDEX"
 VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 class LostProcess(RuntimeError):
-    """A process of the run that did not come, or is gone: one line, exit code 1; a restart may help."""
+    """A process of the run that did not come, or is gone: one line, exit code 1; a restart may
+    help."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """One process among `count`: the `index`-th; `devices` are the local ones it takes, () for all it sees."""
+    """One process among `count`: the `index`-th; `devices` are the local ones it takes, () for all
+    it sees."""
 
     coordinator: str
     count: int
@@ -41,7 +51,8 @@ class Rank:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """--coordinator, --num_processes and --process_id, for a program of one or several processes."""
+    """--coordinator, --num_processes and --process_id, for a program of one or several
+    processes."""
     add = parser.add_argument
     add("--coordinator", metavar="HOST:PORT", help="process 0, where there are several processes")
     add("--num_processes", type=int, metavar="N", help="how many processes take part")
@@ -49,9 +60,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find_rank(
-    environ: Mapping[str, str], given: Mapping[str, Any] | None = None, names: Mapping[str, tuple[str, str]] = NAMES
+    environ: Mapping[str, str],
+    given: Mapping[str, Any] | None = None,
+    names: Mapping[str, tuple[str, str]] = NAMES,
 ) -> Rank | None:
-    """The rank that flags (`given`), variables or Slurm name, in this order; None if there is one process.
+    """The rank that flags (`given`), variables or Slurm name, in this order; None if there is one
+    process.
 
     The index may also be that of a pod. UserError if it is incomplete or contradicts itself.
     """
@@ -60,19 +74,29 @@ def find_rank(
     started = dict(found)
     if all(name in environ for name in SLURM_STEP):
         tasks, task = environ["SLURM_NTASKS"], environ["SLURM_PROCID"]
-        found = {"coordinator": _slurm_address(environ), "num_processes": tasks, "process_id": task} | found
-    elif not found and _number("SLURM_NTASKS", environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
+        found = {
+            "coordinator": _slurm_address(environ),
+            "num_processes": tasks,
+            "process_id": task,
+        } | found
+    elif (
+        not found
+        and _number("SLURM_NTASKS", environ.get("SLURM_NTASKS", "1")) > 1
+        and "SLURM_PROCID" in environ
+    ):
         unset = next(name for name in SLURM_STEP if name not in environ)
         raise UserError(
-            f"this is a job of {environ['SLURM_NTASKS']} Slurm tasks, but srun did not start this one ({unset} is "
-            "not set); start the program with srun, as launch/slurm.sbatch does, or ask for one task"
+            f"this is a job of {environ['SLURM_NTASKS']} Slurm tasks, but srun did not start this"
+            f" one ({unset} is not set); start the program with srun, as launch/slurm.sbatch does,"
+            " or ask for one task"
         )
     variables = " and ".join(names[name][1] for name in ("coordinator", "num_processes"))
     if POD_INDEX in environ:
         if not found:
             raise UserError(
-                f"{POD_INDEX}={environ[POD_INDEX]} says that this is a pod of an indexed Job, but {variables} are not "
-                f"set; set both, as launch/jobset.yaml does, or {names['num_processes'][1]}=1 for a pod alone"
+                f"{POD_INDEX}={environ[POD_INDEX]} says that this is a pod of an indexed Job, but"
+                f" {variables} are not set; set both, as launch/jobset.yaml does, or"
+                f" {names['num_processes'][1]}=1 for a pod alone"
             )
         found.setdefault("process_id", environ[POD_INDEX])
     if not found:
@@ -80,34 +104,47 @@ def find_rank(
     called = {name: f"--{flag} ({variable})" for name, (flag, variable) in names.items()}
     if "num_processes" in found and _number(names["num_processes"][0], found["num_processes"]) == 1:
         if str(started.get("process_id", 0)) != "0":
-            raise UserError(f"{called['process_id']} is {found['process_id']}, but {called['num_processes']} is 1")
+            raise UserError(
+                f"{called['process_id']} is {found['process_id']}, but {called['num_processes']}"
+                " is 1"
+            )
         return None
     missing = [name for name in names if name not in found]
     if missing:
         raise UserError(
-            f"{called[next(iter(found))]} is given, but not {' and '.join(called[name] for name in missing)}; "
-            "several need all three, one needs none"
+            f"{called[next(iter(found))]} is given, but not"
+            f" {' and '.join(called[name] for name in missing)}; several need all three, one needs"
+            " none"
         )
     how_many, which = names["num_processes"][0], names["process_id"][0]
     count, index = _number(how_many, found["num_processes"]), _number(which, found["process_id"])
     if count < 1 or not 0 <= index < count:
-        raise UserError(f"{which}={index} of {how_many}={count} is none; they go from 0 to {how_many} - 1")
+        raise UserError(
+            f"{which}={index} of {how_many}={count} is none; they go from 0 to {how_many} - 1"
+        )
     coordinator = str(found["coordinator"])
     if not re.fullmatch(r".+:\d{1,5}", coordinator):
         raise UserError(f"{called['coordinator']} is {coordinator!r}; give host:port of number 0")
-    return Rank(coordinator, count, index, () if "process_id" in started else _slurm_devices(environ))
+    return Rank(
+        coordinator, count, index, () if "process_id" in started else _slurm_devices(environ)
+    )
 
 
 def find_agent_rank(
-    environ: Mapping[str, str], coordinator: str | None = None, agents: int | None = None, agent: int | None = None
+    environ: Mapping[str, str],
+    coordinator: str | None = None,
+    agents: int | None = None,
+    agent: int | None = None,
 ) -> Rank | None:
-    """One agent per node: from flags, NODES and NODE, Slurm or a pod's index, as processes find their rank."""
+    """One agent per node: from flags, NODES and NODE, Slurm or a pod's index, as processes find
+    their rank."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     alone = re.fullmatch(r"1(\(x\d+\))?", tasks)
     if agents is None and "NODES" not in environ and "SLURM_PROCID" in environ and not alone:
         raise UserError(
-            f"Slurm starts {tasks} tasks on a node, but an agent starts the node's processes itself; "
-            "start one task a node (srun --ntasks-per-node=1), as launch/slurm.sbatch does"
+            f"Slurm starts {tasks} tasks on a node, but an agent starts the node's processes"
+            " itself; start one task a node (srun --ntasks-per-node=1), as launch/slurm.sbatch"
+            " does"
         )
     given = {"coordinator": coordinator, "num_processes": agents, "process_id": agent}
     return find_rank(environ, given, OF_AGENTS)
@@ -117,20 +154,27 @@ def _number(name: str, text: Any) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"{name}={text!r} is not a whole number; see docs/clusters.md for what to set") from None
+        raise UserError(
+            f"{name}={text!r} is not a whole number; see docs/clusters.md for what to set"
+        ) from None
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str:
-    """The first host of the step's list (a1,a2 or a[01-16,20]-ib), and a port that differs between jobs."""
+    """The first host of the step's list (a1,a2 or a[01-16,20]-ib), and a port that differs between
+    jobs."""
     first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
     if first is None:
         raise UserError(f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} names no host")
-    port = environ.get("JAX_COORDINATOR_PORT") or 61440 + _number("SLURM_JOB_ID", environ["SLURM_JOB_ID"]) % 4096
+    port = (
+        environ.get("JAX_COORDINATOR_PORT")
+        or 61440 + _number("SLURM_JOB_ID", environ["SLURM_JOB_ID"]) % 4096
+    )
     return f"{''.join(part or '' for part in first.groups())}:{port}"
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """The device of this task, unless it is alone on its node or already sees only its own device."""
+    """The device of this task, unless it is alone on its node or already sees only its own
+    device."""
     visible = [environ[name] for name in VISIBLE_DEVICES if environ.get(name)]
     bound = any("," not in devices for devices in visible)
     alone = re.fullmatch(r"1(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))

@@ -1,8 +1,10 @@
-"""The config: an ml_collections ConfigDict at the border, frozen dataclasses inside, every key checked.
+"""The config: an ml_collections ConfigDict at the border, frozen dataclasses inside, every key
+checked.
 
-A config file's `get_config()` starts from `default()` and sets its own values; `check()` turns the result into a
-`Config`, or raises one `UserError` that names the key, the value given, those expected and the way out. keys.py
-declares the keys, fields.py how a key is declared, checks.py holds rules between keys, page.py lists them for people.
+A config file's `get_config()` starts from `default()` and sets its own values; `check()` turns the
+result into a `Config`, or raises one `UserError` that names the key, the value given, those
+expected and the way out. keys.py declares the keys, fields.py how a key is declared, checks.py
+holds rules between keys, page.py lists them for people.
 """
 
 import dataclasses
@@ -36,10 +38,35 @@ from zaya_jax.config.keys import (
 )
 
 __all__ = [
-    "LAYER_KINDS", "SHIPPED", "Balance", "Checkpoint", "Config", "Data", "Guard", "Mesh", "Model", "Optim", "Phase",
-    "Precision", "Rope", "RopeKinds", "Run", "Schedule", "StorageError", "UserError", "all_keys", "check",
-    "check_model", "default", "editable", "first_line", "read_config", "read_config_dict", "shown", "to_dict",
-]  # fmt: skip
+    "LAYER_KINDS",
+    "SHIPPED",
+    "Balance",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Guard",
+    "Mesh",
+    "Model",
+    "Optim",
+    "Phase",
+    "Precision",
+    "Rope",
+    "RopeKinds",
+    "Run",
+    "Schedule",
+    "StorageError",
+    "UserError",
+    "all_keys",
+    "check",
+    "check_model",
+    "default",
+    "editable",
+    "first_line",
+    "read_config",
+    "read_config_dict",
+    "shown",
+    "to_dict",
+]
 
 # Configs of the repository, or in site-packages.
 SHIPPED = Path(__file__).resolve().parents[2] / "experiments" / "configs"
@@ -51,12 +78,14 @@ def default() -> config_dict.ConfigDict:
 
 
 def editable(config: Config) -> config_dict.ConfigDict:
-    """A Config in the form that config files return: for files that start from a recorded config."""
+    """A Config in the form that config files return: for files that start from a recorded
+    config."""
     return _to_config_dict(config).lock()
 
 
 def check(cfg: config_dict.ConfigDict | dict) -> Config:
-    """The frozen Config of a ConfigDict, or of the dict in config.json; UserError names a wrong key."""
+    """The frozen Config of a ConfigDict, or of the dict in config.json; UserError names a wrong
+    key."""
     config = fields.build(Config, cfg)
     fields.check_fields(config)
     checks.check_config(config)
@@ -110,7 +139,9 @@ def read_config_dict(given: str) -> config_dict.ConfigDict:
     if not path.is_file() and path.parts[:-1] == ("experiments", "configs"):
         path = SHIPPED / path.name
     if not path.is_file():
-        raise UserError(f"--config={given} is not a file; give a Python file with get_config(), see {SHIPPED}")
+        raise UserError(
+            f"--config={given} is not a file; give a Python file with get_config(), see {SHIPPED}"
+        )
     try:
         found = runpy.run_path(str(path))["get_config"](*([argument] if argument else []))
     except UserError:
@@ -118,7 +149,9 @@ def read_config_dict(given: str) -> config_dict.ConfigDict:
     except (Exception, SystemExit) as error:  # a config file is a program, and may do anything
         raise UserError(f"--config={given} gives no config ({_reason(error, path)})") from None
     if not isinstance(found, config_dict.ConfigDict):
-        raise UserError(f"--config={given}: get_config() returns {type(found).__name__}, not a ConfigDict")
+        raise UserError(
+            f"--config={given}: get_config() returns {type(found).__name__}, not a ConfigDict"
+        )
     return found
 
 

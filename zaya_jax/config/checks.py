@@ -1,4 +1,5 @@
-"""Rules between keys of a config; a key's own rule is declared in keys.py, those of batches are the schedule's."""
+"""Rules between keys of a config; a key's own rule is declared in keys.py, those of batches are the
+schedule's."""
 
 import re
 
@@ -12,7 +13,9 @@ def check_config(c: Config) -> None:
     _check_run(c.run)
     _check_kernels(c.kernels)
     if c.log.profile and not re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,3})?", c.log.profile):
-        raise UserError(f"config.log.profile={shown(c.log.profile)} is not STEP or STEP:STEPS, such as 100:3")
+        raise UserError(
+            f"config.log.profile={shown(c.log.profile)} is not STEP or STEP:STEPS, such as 100:3"
+        )
     if c.data.chats:
         _check_chats(c)
 
@@ -22,33 +25,35 @@ def _check_chats(c: Config) -> None:
     if "concat" in packings or c.data.cross_documents:
         given = "packing='concat'" if "concat" in packings else "cross_documents=True"
         raise UserError(
-            f"config.data.chats is set with {given}, which would part answers from their questions or mix chats; give "
-            "--config.data.packing=best_fit and no cross_documents"
+            f"config.data.chats is set with {given}, which would part answers from their questions"
+            " or mix chats; give --config.data.packing=best_fit and no cross_documents"
         )
     for i, phase in enumerate(c.schedule.phases):
         for key in ("seq_len", "eval_seq_len"):
             if getattr(phase, key) not in (0, c.data.seq_len):
                 raise UserError(
-                    f"config.schedule.phases[{i}].{key}={getattr(phase, key)}, but config.data.chats fits chats to one "
-                    f"context, data.seq_len={c.data.seq_len}; leave it out, or prepare chats for each context"
+                    f"config.schedule.phases[{i}].{key}={getattr(phase, key)}, but"
+                    f" config.data.chats fits chats to one context, data.seq_len={c.data.seq_len};"
+                    " leave it out, or prepare chats for each context"
                 )
 
 
 def _check_run(r: Run) -> None:
     if r.fork and r.init_from:
         raise UserError(
-            f"config.run.fork={r.fork} and config.run.init_from={r.init_from} are both given; a run begins from one: "
-            "fork takes the optimizer's state too, init_from the weights alone"
+            f"config.run.fork={r.fork} and config.run.init_from={r.init_from} are both given; a run"
+            " begins from one: fork takes the optimizer's state too, init_from the weights alone"
         )
     if bool(r.fork_step) != bool(r.fork_tokens) or (r.fork_step and not r.fork):
         raise UserError(
-            f"config.run.fork_step={r.fork_step} and fork_tokens={r.fork_tokens} are filled in where run.fork names a "
-            "run; leave them out"
+            f"config.run.fork_step={r.fork_step} and fork_tokens={r.fork_tokens} are filled in"
+            " where run.fork names a run; leave them out"
         )
     if r.lora is not None and not r.init_from:
         raise UserError(
-            f"config.run.lora={r.lora} is given without config.run.init_from: low-rank updates are of weights that are "
-            "there; name a model, or give --config=experiments/configs/finetune.py:MODEL,lora=RANK"
+            f"config.run.lora={r.lora} is given without config.run.init_from: low-rank updates are"
+            " of weights that are there; name a model, or give"
+            " --config=experiments/configs/finetune.py:MODEL,lora=RANK"
         )
 
 
@@ -56,15 +61,19 @@ def _check_kernels(names: tuple[str, ...]) -> None:
     alone = ("auto", "try", "all", "none")
     if len(names) == 1 and names[0] in alone:
         return
-    from pallas_kernels.chip import OPERATORS, is_word  # imports JAX, which a config of default kernels does not need
+    from pallas_kernels.chip import (
+        OPERATORS,
+        is_word,
+    )  # imports JAX, which a config of default kernels does not need
 
     for i, name in enumerate(names):
         if not is_word(name):
             near = "" if name in alone else nearest(name, OPERATORS)
             raise UserError(
-                f"config.kernels[{i}]={shown(name)} is not one of {', '.join(OPERATORS)}{near}; 'auto', 'try', 'all' "
-                f"and 'none' stand alone, several are --config.kernels=\"('{OPERATORS[0]}', '{OPERATORS[-1]}')\", and "
-                f"{OPERATORS[0]}:2 has another tile"
+                f"config.kernels[{i}]={shown(name)} is not one of {', '.join(OPERATORS)}{near};"
+                " 'auto', 'try', 'all' and 'none' stand alone, several are"
+                f" --config.kernels=\"('{OPERATORS[0]}', '{OPERATORS[-1]}')\", and {OPERATORS[0]}:2"
+                " has another tile"
             )
 
 
@@ -72,55 +81,63 @@ def check_model(m: Model) -> None:
     """UserError if keys of a model contradict each other."""
     if m.num_attention_heads % m.num_key_value_heads:
         raise UserError(
-            f"config.model.num_attention_heads={m.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads={m.num_key_value_heads}; each key-value head serves an equal group of query heads"
+            f"config.model.num_attention_heads={m.num_attention_heads} is not a multiple of"
+            f" num_key_value_heads={m.num_key_value_heads}; each key-value head serves an equal"
+            " group of query heads"
         )
     if m.num_key_value_heads * m.head_dim % 2:
         raise UserError(
-            f"config.model.num_key_value_heads x head_dim = {m.num_key_value_heads * m.head_dim} is odd; half of the "
-            "value channels come from the token before, so it must be even"
+            f"config.model.num_key_value_heads x head_dim = {m.num_key_value_heads * m.head_dim} is"
+            " odd; half of the value channels come from the token before, so it must be even"
         )
     if m.layer_types and len(m.layer_types) != m.num_hidden_layers:
         raise UserError(
-            f"config.model.layer_types names {len(m.layer_types)} layers, num_hidden_layers={m.num_hidden_layers}; "
-            'give one kind per layer, or () for "hybrid" throughout'
+            f"config.model.layer_types names {len(m.layer_types)} layers,"
+            f' num_hidden_layers={m.num_hidden_layers}; give one kind per layer, or () for "hybrid"'
+            " throughout"
         )
     if "hybrid_sliding" in m.kinds and (m.sliding_window is None or m.sliding_window < 1):
         raise UserError(
-            f"config.model.sliding_window={m.sliding_window} but layer_types has hybrid_sliding layers; "
-            "give the window in tokens, the query included"
+            f"config.model.sliding_window={m.sliding_window} but layer_types has hybrid_sliding"
+            " layers; give the window in tokens, the query included"
         )
     if m.model_type == "dense":
         _check_dense(m)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if (getattr(m, name) or 0) >= m.vocab_size:
             raise UserError(
-                f"config.model.{name}={getattr(m, name)} is outside the vocabulary of model.vocab_size={m.vocab_size}; "
-                f"give an id from 0 to {m.vocab_size - 1}, or None for the tokenizer's"
+                f"config.model.{name}={getattr(m, name)} is outside the vocabulary of"
+                f" model.vocab_size={m.vocab_size}; give an id from 0 to {m.vocab_size - 1}, or"
+                " None for the tokenizer's"
             )
     for kind in sorted(set(m.kinds) - {"hybrid_linear"}):
         rope = getattr(m.rope_parameters, kind)
         if int(m.head_dim * rope.partial_rotary_factor) % 2:
             raise UserError(
-                f"config.model.rope_parameters.{kind}.partial_rotary_factor={rope.partial_rotary_factor} turns "
-                f"{m.head_dim * rope.partial_rotary_factor:g} of {m.head_dim} channels; it must be an even number"
+                f"config.model.rope_parameters.{kind}.partial_rotary_factor={rope.partial_rotary_factor}"
+                f" turns {m.head_dim * rope.partial_rotary_factor:g} of {m.head_dim} channels; it"
+                " must be an even number"
             )
 
 
 def _check_dense(m: Model) -> None:
     if m.intermediate_size < 1:
         raise UserError(
-            f"config.model.intermediate_size={m.intermediate_size} must be at least 1 with model_type='dense': "
-            "the width of the gated MLP"
+            f"config.model.intermediate_size={m.intermediate_size} must be at least 1 with"
+            " model_type='dense': the width of the gated MLP"
         )
     if m.num_experts != 1:
         raise UserError(
-            f"config.model.num_experts={m.num_experts} with model_type='dense', which has no router; set it to 1"
+            f"config.model.num_experts={m.num_experts} with model_type='dense', which has no"
+            " router; set it to 1"
         )
     if m.attention_bias:
-        raise UserError("config.model.attention_bias is set, but model_type='dense' has no biases; set it to False")
+        raise UserError(
+            "config.model.attention_bias is set, but model_type='dense' has no biases; set it to"
+            " False"
+        )
     if "hybrid_linear" in m.kinds:
         raise UserError(
-            "config.model.layer_types has hybrid_linear, which is a form of ZAYA's attention, but model_type='dense'; "
-            "dense layers are hybrid (full attention) or hybrid_sliding"
+            "config.model.layer_types has hybrid_linear, which is a form of ZAYA's attention, but"
+            " model_type='dense'; dense layers are hybrid (full attention) or hybrid_sliding"
         )

@@ -1,8 +1,10 @@
-"""Declares keys with default, allowed values and meaning in one place, and checks values against the declaration.
+"""Declares keys with default, allowed values and meaning in one place, and checks values against
+the declaration.
 
     lr: float = ranged(1e-3, 0, 100, "the schedule's peak")
 
-Every key is declared this way (a test holds it), so no check and no line of docs/config.md is forgotten.
+Every key is declared this way (a test holds it), so no check and no line of docs/config.md is
+forgotten.
 """
 
 import dataclasses
@@ -26,10 +28,15 @@ class StorageError(RuntimeError):
 
 # Of strings; a path may be an address, a source is "path=weight".
 KINDS = ("name", "path", "text", "source")
-WITHDRAWN = ("checkpoint.local", "run.init_grow")  # keys of older versions' records, which are not read
+WITHDRAWN = (
+    "checkpoint.local",
+    "run.init_grow",
+)  # keys of older versions' records, which are not read
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
-MODEL_FORMS = "a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub"
+MODEL_FORMS = (
+    "a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub"
+)
 LONGEST = 80  # characters of a value in a message
 
 
@@ -50,12 +57,14 @@ def ranged(default: float | None, least: float, greatest: float, meaning: str) -
 
 
 def choice(default: Any, choices: tuple, meaning: str) -> Any:
-    """One of a few words, or a row of them; a single choice is kept because other formats write the key."""
+    """One of a few words, or a row of them; a single choice is kept because other formats write the
+    key."""
     return _declare(default, meaning, choices=choices)
 
 
 def text(default: Any, kind: str, meaning: str) -> Any:
-    """Other words, or a row of them, of one of KINDS; an empty one only where that is the default."""
+    """Other words, or a row of them, of one of KINDS; an empty one only where that is the
+    default."""
     assert kind in KINDS, kind
     return _declare(default, meaning, kind=kind)
 
@@ -66,7 +75,8 @@ def switch(default: bool, meaning: str) -> Any:
 
 
 def group(default: Any, meaning: str) -> Any:
-    """A row of dataclasses, or an optional one; a dataclass that is always there is described by its docstring."""
+    """A row of dataclasses, or an optional one; a dataclass that is always there is described by
+    its docstring."""
     return _declare(default, meaning)
 
 
@@ -74,13 +84,14 @@ def _declare(default: Any, meaning: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata={"meaning": meaning, **metadata})
 
 
-########################################################################################################################
+# ################################################################################################
 # From nested dicts to frozen dataclasses
-########################################################################################################################
+# ##################################################################################################
 
 
 def build(cls: type, given: Any, prefix: str = "") -> Any:
-    """The dataclass of a nested dict, every key known and of its type; UserError names the key as config.PREFIXkey."""
+    """The dataclass of a nested dict, every key known and of its type; UserError names the key as
+    config.PREFIXkey."""
     if isinstance(given, config_dict.ConfigDict):
         given = given.to_dict()
     elif dataclasses.is_dataclass(given) and not isinstance(given, type):
@@ -93,12 +104,19 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
     for key in given:
         if key not in fields:
             path = f"{prefix}{key}"
-            raise UserError(f"unknown config key config.{path}{nearest(path, [prefix + name for name in fields])}")
-    return cls(**{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()})
+            raise UserError(
+                "unknown config key"
+                f" config.{path}{nearest(path, [prefix + name for name in fields])}"
+            )
+    return cls(
+        **{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()}
+    )
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    if isinstance(value, config_dict.FieldReference):  # in a phase: ConfigDict does not look into tuples
+    if isinstance(
+        value, config_dict.FieldReference
+    ):  # in a phase: ConfigDict does not look into tuples
         value = value.get()
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, path + ".")
@@ -120,7 +138,10 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _wrong(path: str, value: Any, expected: str) -> UserError:
-    return UserError(f"config.{path}={shown(value)} has the wrong type {type(value).__name__}; it must be {expected}")
+    return UserError(
+        f"config.{path}={shown(value)} has the wrong type {type(value).__name__}; it must be"
+        f" {expected}"
+    )
 
 
 def optional_type(kind: Any) -> type | None:
@@ -138,7 +159,8 @@ def item_type(kind: Any) -> Any:
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
-    """Every key of a dataclass except groups, dotted, with its declaration. Rows of groups count as one key."""
+    """Every key of a dataclass except groups, dotted, with its declaration. Rows of groups count as
+    one key."""
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.type):
             yield from leaves(typing.cast(type, field.type), f"{prefix}{field.name}.")
@@ -146,13 +168,14 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
             yield prefix + field.name, field
 
 
-########################################################################################################################
+# ################################################################################################
 # Allowed values
-########################################################################################################################
+# ##################################################################################################
 
 
 def check_fields(value: Any, prefix: str = "") -> None:
-    """UserError on the first key of a dataclass, its groups and rows included, that breaks its declaration."""
+    """UserError on the first key of a dataclass, its groups and rows included, that breaks its
+    declaration."""
     for field in dataclasses.fields(value):
         found, path = getattr(value, field.name), f"{prefix}{field.name}"
         row = isinstance(found, tuple)
@@ -194,7 +217,8 @@ def check_path(option: str, value: str, addresses: bool = False, kind: str = "pa
 def path_problem(value: str, addresses: bool = False) -> str:
     """Why a text cannot be a path, before any file is looked for; "" where it can.
 
-    An address would become a folder called `s3:` below the current one, and nothing would reach the store.
+    An address would become a folder called `s3:` below the current one, and nothing would reach the
+    store.
     """
     if not value.strip():
         return "is empty"

@@ -13,12 +13,15 @@ from typing import Any
 
 
 def write(path: str | os.PathLike, content: bytes) -> None:
-    """A file of these bytes, on the disk when this returns; a reader, and a kill, find the old one or the new one.
+    """A file of these bytes, on the disk when this returns; a reader, and a kill, find the old one
+    or the new one.
 
     A link is replaced, its target stays as it is.
     """
     target = Path(path)
-    part = target.with_name(f"{_hidden(target)}.{os.getpid()}.part")  # two programs may write it at once
+    part = target.with_name(
+        f"{_hidden(target)}.{os.getpid()}.part"
+    )  # two programs may write it at once
     try:
         with part.open("wb") as file:
             file.write(content)

@@ -1,4 +1,5 @@
-"""Every key of a config with its default, allowed values and meaning. docs/config.md is this file as a page.
+"""Every key of a config with its default, allowed values and meaning. docs/config.md is this file
+as a page.
 
 Upper bounds only catch slips: they lie far above any training run so far.
 """
@@ -28,8 +29,12 @@ class Rope:
     """A rotary embedding."""
 
     rope_type: str = choice("default", ("default",), "no scaling is known")
-    rope_theta: float = ranged(10_000.0, 1, 1e15, "base: channel pair i of n turns by base^(-i/n) a token")
-    partial_rotary_factor: float = ranged(0.5, 0, 1, "share of a head's channels that turn; an even number")
+    rope_theta: float = ranged(
+        10_000.0, 1, 1e15, "base: channel pair i of n turns by base^(-i/n) a token"
+    )
+    partial_rotary_factor: float = ranged(
+        0.5, 0, 1, "share of a head's channels that turn; an even number"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,34 +49,54 @@ class RopeKinds:
 class Model:
     """The architecture, under transformers' names; the defaults are ZAYA1-base at 4K context."""
 
-    model_type: str = choice("zaya", ("zaya", "dense"), "dense: plain attention, one gated MLP a layer")
+    model_type: str = choice(
+        "zaya", ("zaya", "dense"), "dense: plain attention, one gated MLP a layer"
+    )
     vocab_size: int = ranged(262_272, 1, 2**26, "rows of the embedding")
     hidden_size: int = ranged(2048, 1, 2**20, "width of the residual stream")
     num_hidden_layers: int = ranged(40, 1, 10_000, "layers")
     num_attention_heads: int = ranged(8, 1, 2**14, "query heads")
-    num_key_value_heads: int = ranged(2, 1, 2**14, "key-value heads; each serves an equal group of queries")
+    num_key_value_heads: int = ranged(
+        2, 1, 2**14, "key-value heads; each serves an equal group of queries"
+    )
     head_dim: int = ranged(128, 1, 2**14, "channels of a head")
-    intermediate_size: int = ranged(0, 0, 2**22, "a dense model's width of the gated MLP; 0 in others")
+    intermediate_size: int = ranged(
+        0, 0, 2**22, "a dense model's width of the gated MLP; 0 in others"
+    )
     moe_intermediate_size: int = ranged(2048, 1, 2**22, "an expert's width")
-    num_experts: int = ranged(16, 1, 2**16, "experts per layer; a dense model's one MLP counts as one")
+    num_experts: int = ranged(
+        16, 1, 2**16, "experts per layer; a dense model's one MLP counts as one"
+    )
     num_experts_per_tok: int = ranged(1, 1, 1, "experts that a token goes to")
     router_hidden_size: int = ranged(256, 1, 2**16, "the router's width")
     cca_time0: int = ranged(2, 1, 1024, "taps of the depthwise convolution over queries and keys")
     cca_time1: int = ranged(2, 1, 1024, "taps of the grouped convolution after it")
     hidden_act: str = choice("silu", ("silu",), "the experts' activation")
     rms_norm_eps: float = ranged(1e-5, 1e-30, 1, "added to the mean square under the root")
-    layer_types: tuple[str, ...] = choice((), LAYER_KINDS, 'kinds of layers, bottom first; (): all "hybrid"')
-    sliding_window: int | None = ranged(None, 1, MOST, "of hybrid_sliding layers, in tokens with the query")
+    layer_types: tuple[str, ...] = choice(
+        (), LAYER_KINDS, 'kinds of layers, bottom first; (): all "hybrid"'
+    )
+    sliding_window: int | None = ranged(
+        None, 1, MOST, "of hybrid_sliding layers, in tokens with the query"
+    )
     rope_parameters: RopeKinds = RopeKinds()
-    max_position_embeddings: int = ranged(131_072, 1, MOST, "the longest context that the model is meant for")
+    max_position_embeddings: int = ranged(
+        131_072, 1, MOST, "the longest context that the model is meant for"
+    )
     attention_bias: bool = switch(False, "biases in attention's projections")
     lm_head_bias: bool = switch(False, "a bias per token on the logits")
-    tie_word_embeddings: bool = choice(True, (True,), "the head is the embedding; ZAYA has no other")
+    tie_word_embeddings: bool = choice(
+        True, (True,), "the head is the embedding; ZAYA has no other"
+    )
     attention_dropout: float = ranged(0.0, 0, 0, "ZAYA has none")
     initializer_range: float = ranged(0.02, 0, 100, "standard deviation of fresh matrices")
     pad_token_id: int | None = ranged(None, 0, 2**26, "the id of padding; None: the tokenizer's")
-    bos_token_id: int | None = ranged(None, 0, 2**26, "the id that begins a document; None: the tokenizer's")
-    eos_token_id: int | None = ranged(None, 0, 2**26, "the id that ends a document; None: the tokenizer's")
+    bos_token_id: int | None = ranged(
+        None, 0, 2**26, "the id that begins a document; None: the tokenizer's"
+    )
+    eos_token_id: int | None = ranged(
+        None, 0, 2**26, "the id that ends a document; None: the tokenizer's"
+    )
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -83,17 +108,33 @@ class Model:
 class Data:
     """The training data and its batches; docs/data.md."""
 
-    path: str = text("stdlib", "path", '"stdlib", a directory or glob of text files, or a prepared directory')
-    mixture: tuple[str, ...] = text((), "source", 'in place of path, several sources: "path=weight"')
-    chats: bool = switch(False, "the data is chats (JSONL, Parquet, prepared): only answers are learnt")
-    tokenizer: str = text("bytes", "path", '"bytes", a tokenizer.json, or the folder of a saved tokenizer')
+    path: str = text(
+        "stdlib", "path", '"stdlib", a directory or glob of text files, or a prepared directory'
+    )
+    mixture: tuple[str, ...] = text(
+        (), "source", 'in place of path, several sources: "path=weight"'
+    )
+    chats: bool = switch(
+        False, "the data is chats (JSONL, Parquet, prepared): only answers are learnt"
+    )
+    tokenizer: str = text(
+        "bytes", "path", '"bytes", a tokenizer.json, or the folder of a saved tokenizer'
+    )
     seq_len: int = ranged(4096, 1, 2**27, "tokens of a sequence, the context")
     global_batch: int = ranged(4096, 1, 2**24, "sequences per step")
-    micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices, at most; 0: the whole batch")
-    packing: str = choice("concat", PACKINGS, "fill rows by concat (and split), or best_fit (decreasing)")
+    micro_batch: int = ranged(
+        0, 0, 2**24, "sequences at once over all devices, at most; 0: the whole batch"
+    )
+    packing: str = choice(
+        "concat", PACKINGS, "fill rows by concat (and split), or best_fit (decreasing)"
+    )
     cross_documents: bool = switch(False, "let documents of a row attend to each other")
-    on_corrupt: str = choice("stop", ("stop", "skip"), "at a damaged record: stop, or replace it by padding")
-    workers: int = ranged(0, 0, 1024, "processes that prepare batches; 0: a thread, fastest on few cores")
+    on_corrupt: str = choice(
+        "stop", ("stop", "skip"), "at a damaged record: stop, or replace it by padding"
+    )
+    workers: int = ranged(
+        0, 0, 1024, "processes that prepare batches; 0: a thread, fastest on few cores"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +146,19 @@ class Optim:
     b1: float = ranged(0.9, 0, BELOW_ONE, "AdamW's decay of the mean gradient")
     b2: float = ranged(0.95, 0, BELOW_ONE, "AdamW's decay of the mean squared gradient")
     eps: float = ranged(1e-8, 0, 1, "AdamW's, added to the root")
-    adamw_lr_factor: float = ranged(1.0, 0, 1e6, "AdamW's learning rate over Muon's; with spectral, say, 0.1")
+    adamw_lr_factor: float = ranged(
+        1.0, 0, 1e6, "AdamW's learning rate over Muon's; with spectral, say, 0.1"
+    )
     weight_decay: float = ranged(0.1, 0, 1000, "times the learning rate, off each matrix per step")
-    clip_norm: float = ranged(1.0, 0, 1e30, "greatest norm of the gradient over all weights; 0: no clipping")
+    clip_norm: float = ranged(
+        1.0, 0, 1e30, "greatest norm of the gradient over all weights; 0: no clipping"
+    )
     z_loss: float = ranged(0.0, 0, 1000, "weight of the mean log² Z in the loss")
     momentum: float = ranged(0.95, 0, BELOW_ONE, "Muon's")
     nesterov: bool = switch(True, "Muon looks ahead by its momentum")
-    muon_scale: str = choice("match_rms_adamw", SCALES, "size of Muon's update: AdamW's, or spectral")
+    muon_scale: str = choice(
+        "match_rms_adamw", SCALES, "size of Muon's update: AdamW's, or spectral"
+    )
     newton_schulz: str = choice("keller_jordan", ITERATIONS, "the coefficients of Muon's iteration")
     newton_schulz_steps: int = ranged(5, 1, 99, "rounds of Muon's iteration")
 
@@ -124,25 +171,34 @@ class Balance:
     lr: float = ranged(1e-3, 0, 1000, "their learning rate")
     b1: float = ranged(0.9, 0, BELOW_ONE, "as AdamW's")
     b2: float = ranged(0.95, 0, BELOW_ONE, "as AdamW's")
-    dead_after: int = ranged(100, 1, MOST, "steps without a token after which an expert counts as dead")
+    dead_after: int = ranged(
+        100, 1, MOST, "steps without a token after which an expert counts as dead"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """The devices as a box of four axes; docs/parallelism.md."""
 
-    data: int = ranged(-1, -1, 2**20, "devices that share out sequences; -1: all that other axes leave")
+    data: int = ranged(
+        -1, -1, 2**20, "devices that share out sequences; -1: all that other axes leave"
+    )
     expert: int = ranged(1, 1, 2**16, "devices over which experts are spread, and sequences too")
     context: int = ranged(1, 1, 2**16, "devices over which the tokens of a sequence are spread")
     tensor: int = ranged(1, 1, 2**14, "devices over which heads and widths are spread")
     fsdp: bool = switch(False, "weights lie over data too, gathered layer by layer")
-    tsp: bool = switch(False, "tensor splits the sequence too: weights travel in place of activations")
-    ring: bool = switch(False, "over context, keys and values travel round a ring in place of being gathered")
+    tsp: bool = switch(
+        False, "tensor splits the sequence too: weights travel in place of activations"
+    )
+    ring: bool = switch(
+        False, "over context, keys and values travel round a ring in place of being gathered"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A stretch of training; with 0, "", () or None a key takes its value from the key named in its row."""
+    """A stretch of training; with 0, "", () or None a key takes its value from the key named in its
+    row."""
 
     name: str = text("", "name", "for tables and messages")
     tokens: int = ranged(0, 1, TOKENS, "its length, padding counted; every phase must have one")
@@ -150,11 +206,13 @@ class Phase:
     rope_theta: float = ranged(0.0, 0, 1e15, "model.rope_parameters.hybrid.rope_theta")
     global_batch: int = ranged(0, 0, 2**24, "sequences per step: data.global_batch")
     micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices: data.micro_batch")
-    ramp_from: int = ranged(0, 0, 2**24, "sequences per step at first, doubled to global_batch; 0: no ramp")
+    ramp_from: int = ranged(
+        0, 0, 2**24, "sequences per step at first, doubled to global_batch; 0: no ramp"
+    )
     ramp_tokens: int = ranged(0, 0, TOKENS, "over which the doublings are spread")
     mixture: tuple[str, ...] = text((), "source", 'of "path=weight": data.mixture, or data.path')
     packing: str = choice("", ("", *PACKINGS), "data.packing")
-    mesh: Mesh | None = group(  # noqa: RUF009  (what `group` gives is a declaration, not a default)
+    mesh: Mesh | None = group(  # noqa: RUF009
         None, "the whole group; where it differs from the phase before, a new start takes over"
     )
     remat: str = choice("", ("", *REMATS), "remat")
@@ -163,28 +221,46 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The learning rate over the whole run: warm-up, constant, decay; the fractions are of all its tokens."""
+    """The learning rate over the whole run: warm-up, constant, decay; the fractions are of all its
+    tokens."""
 
     warmup_fraction: float = ranged(0.02, 0, 1, "over which the learning rate rises from 0")
-    decay_fraction: float = ranged(0.2, 0, 1, "over which it falls; 1 - warmup_fraction: plain cosine, say")
-    decay_steps: int = ranged(0, 0, MOST, "steps of the decay, in place of decay_fraction; 0: by that")
+    decay_fraction: float = ranged(
+        0.2, 0, 1, "over which it falls; 1 - warmup_fraction: plain cosine, say"
+    )
+    decay_steps: int = ranged(
+        0, 0, MOST, "steps of the decay, in place of decay_fraction; 0: by that"
+    )
     decay: str = choice("linear", ("linear", "cosine", "1-sqrt"), "how it falls")
     final_lr_fraction: float = ranged(0.0, 0, 1, "where it ends, of optim.lr")
-    phases: tuple[Phase, ...] = group((), "of config.Phase, in order; (): one phase of run.num_steps steps")
+    phases: tuple[Phase, ...] = group(
+        (), "of config.Phase, in order; (): one phase of run.num_steps steps"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The run's length and its beginning."""
 
-    # Above that, random keys take the number modulo 2**32: two seeds would begin with the same weights.
+    # Above that, random keys take the number modulo 2**32: two seeds would begin with the same
+    # weights.
     seed: int = ranged(0, 0, 2**32 - 1, "of weights, data order and sampling")
     num_steps: int = ranged(1000, 1, MOST, "the last step; it may end a run with phases early")
-    skip_update: str = choice("nonfinite", SKIPS, "gradients left out: not finite, or also far too large")
-    spike_deviations: float = ranged(6.0, 0, 1e6, 'of the gradient norm above its mean, for "spike"')
-    init_from: str = text("", "path", "first weights: any model's name (docs/pytorch.md), or exported parameters")
-    lora: int | None = ranged(None, 1, 2**14, "train updates of this rank over init_from's weights; None: all weights")
-    fork: str = text("", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md")
+    skip_update: str = choice(
+        "nonfinite", SKIPS, "gradients left out: not finite, or also far too large"
+    )
+    spike_deviations: float = ranged(
+        6.0, 0, 1e6, 'of the gradient norm above its mean, for "spike"'
+    )
+    init_from: str = text(
+        "", "path", "first weights: any model's name (docs/pytorch.md), or exported parameters"
+    )
+    lora: int | None = ranged(
+        None, 1, 2**14, "train updates of this rank over init_from's weights; None: all weights"
+    )
+    fork: str = text(
+        "", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md"
+    )
     fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")
     fork_tokens: int = ranged(0, 0, TOKENS, "tokens that had been seen there; filled in")
 
@@ -194,8 +270,12 @@ class Eval:
     """The loss on held-out text."""
 
     every: int = ranged(100, 1, MOST, "steps between evaluations; the last step has one always")
-    windows: int = ranged(64, 0, 2**20, "held-out windows, each of the phase's eval_seq_len tokens; 0: none")
-    named: tuple[str, ...] = text((), "source", 'more text, not trained on: "name=path", logged as eval/name')
+    windows: int = ranged(
+        64, 0, 2**20, "held-out windows, each of the phase's eval_seq_len tokens; 0: none"
+    )
+    named: tuple[str, ...] = text(
+        (), "source", 'more text, not trained on: "name=path", logged as eval/name'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,54 +283,78 @@ class Checkpoint:
     """When the state is saved, where, and which checkpoints stay; docs/checkpoints.md."""
 
     every_steps: int = ranged(500, 1, MOST, "steps between saves; the last step is always saved")
-    every_minutes: float = ranged(0.0, 0, MINUTES, "and whenever so much time has passed; 0: by steps alone")
+    every_minutes: float = ranged(
+        0.0, 0, MINUTES, "and whenever so much time has passed; 0: by steps alone"
+    )
     keep: int = ranged(3, 1, MOST, "the newest so many")
     keep_every: int = ranged(0, 0, MOST, "also those of every so many steps")
     keep_best: int = ranged(0, 0, MOST, "also the so many of least held-out loss")
     keep_tokens: int = ranged(0, 0, TOKENS, "also the first after every so many tokens")
     durable: str = text("", "path", "a folder or URL (s3://, gs://) that gets a copy of each")
-    on_corrupt: str = choice("stop", ("stop", "previous"), "newest is damaged: stop, or take an older one")
+    on_corrupt: str = choice(
+        "stop", ("stop", "previous"), "newest is damaged: stop, or take an older one"
+    )
     max_failures: int = ranged(3, 1, MOST, "saves that may fail in a row before the run stops")
-    max_wait: float = ranged(60.0, 0, 60 * MINUTES, "seconds that a save waits for the last; then it fails")
+    max_wait: float = ranged(
+        60.0, 0, 60 * MINUTES, "seconds that a save waits for the last; then it fails"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
     """How a run guards its numbers; docs/guard.md."""
 
-    spike_steps: int = ranged(10, 0, MOST, "steps of too high a loss or gradient that make a spike; 0: never")
-    spike_deviations: float = ranged(8.0, 1, 1e6, "robust deviations above the last steps' median: too high")
-    rollbacks: int = ranged(10, 0, MOST, "times that a run goes back before a spike; the next ends it with 3")
-    replay_every: int = ranged(500, 0, MOST, "steps between two that are computed twice and compared; 0: off")
+    spike_steps: int = ranged(
+        10, 0, MOST, "steps of too high a loss or gradient that make a spike; 0: never"
+    )
+    spike_deviations: float = ranged(
+        8.0, 1, 1e6, "robust deviations above the last steps' median: too high"
+    )
+    rollbacks: int = ranged(
+        10, 0, MOST, "times that a run goes back before a spike; the next ends it with 3"
+    )
+    replay_every: int = ranged(
+        500, 0, MOST, "steps between two that are computed twice and compared; 0: off"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """The one table of number formats, and their meaning on each chip.
 
-    Weights (but for copies of them, `weights`), residual stream, norms, softmaxes and losses are always float32, and a
-    product adds up in float32. TF32 is float32 cut to 10 bits in front of a product: XLA's choice for float32 on NVIDIA
-    and, as XF32, on MI300X, unless it is asked for more. CPUs have none.
+    Weights (but for copies of them, `weights`), residual stream, norms, softmaxes and losses are
+    always float32, and a product adds up in float32. TF32 is float32 cut to 10 bits in front of a
+    product: XLA's choice for float32 on NVIDIA and, as XF32, on MI300X, unless it is asked for
+    more. CPUs have none.
     """
 
-    # Partial sums over tensor, and gradients of keys and values over context, add up in it. A weight's gradient leaves
-    # its product in float32; that of experts on a GPU rounded once to bfloat16, for each micro-batch, and is float32
-    # from there on.
-    compute: str = choice("bfloat16", FLOATS, "format of matrix products, and of layers' messages between devices")
-    router: str = choice("float32", FLOATS, "format of the router's products; float32 is never TF32")
-    # With "default" and "high" TF32 if the chip has it, with "highest" float32. Nothing else depends on it.
-    matmul: str = choice("default", MATMULS, 'float32 where compute is "float32": TF32, or "highest"')
+    # Partial sums over tensor, and gradients of keys and values over context, add up in it. A
+    # weight's gradient leaves its product in float32; that of experts on a GPU rounded once to
+    # bfloat16, for each micro-batch, and is float32 from there on.
+    compute: str = choice(
+        "bfloat16", FLOATS, "format of matrix products, and of layers' messages between devices"
+    )
+    router: str = choice(
+        "float32", FLOATS, "format of the router's products; float32 is never TF32"
+    )
+    # With "default" and "high" TF32 if the chip has it, with "highest" float32. Nothing else
+    # depends on it.
+    matmul: str = choice(
+        "default", MATMULS, 'float32 where compute is "float32": TF32, or "highest"'
+    )
     newton_schulz: str = choice(
         "compute",
         ("compute", "bfloat16", "float32"),
-        "Muon's iteration and, between devices, its directions; compute: like compute. float32 is never TF32",
+        "Muon's iteration and, between devices, its directions; compute: like compute. float32 is"
+        " never TF32",
     )
     momentum: str = choice("float32", FLOATS, "format of Muon's momentum")
     # Copies that products make anyway: a step gives the same bits.
     weights: str = choice(
         "compute",
         ("compute", "float32"),
-        "devices' copies of matrices whose gradients are reduced layer by layer; their owners have float32",
+        "devices' copies of matrices whose gradients are reduced layer by layer; their owners have"
+        " float32",
     )
 
 
@@ -258,10 +362,18 @@ class Precision:
 class Log:
     """Output during the run, and the sample at the end."""
 
-    every: int = ranged(10, 1, MOST, "steps between lines on the terminal; the files get every step")
-    trackers: tuple[str, ...] = choice((), TRACKERS, "that get each step's figures too; docs/metrics.md")
-    profile: str = text("", "text", "STEP or STEP:STEPS to trace with jax.profiler; docs/howto/profile.md")
-    sample_prompt: str = text("def ", "text", "text that the sample continues; with data.chats, the user's turn")
+    every: int = ranged(
+        10, 1, MOST, "steps between lines on the terminal; the files get every step"
+    )
+    trackers: tuple[str, ...] = choice(
+        (), TRACKERS, "that get each step's figures too; docs/metrics.md"
+    )
+    profile: str = text(
+        "", "text", "STEP or STEP:STEPS to trace with jax.profiler; docs/howto/profile.md"
+    )
+    sample_prompt: str = text(
+        "def ", "text", "text that the sample continues; with data.chats, the user's turn"
+    )
     sample_tokens: int = ranged(256, 0, 2**20, "its length")
     sample_temperature: float = ranged(0.7, 0, 1000, "of its sampling; 0: greedy")
 
@@ -283,10 +395,13 @@ class Config:
     guard: Guard = Guard()
     precision: Precision = Precision()
     log: Log = Log()
-    remat: str = choice("none", REMATS, "the parts that the backward pass recomputes, to save memory")
+    remat: str = choice(
+        "none", REMATS, "the parts that the backward pass recomputes, to save memory"
+    )
     kernels: tuple[str, ...] = text(
         ("auto",),
         "name",
-        "operators whose own kernels a program for a GPU takes, by their folders in pallas_kernels, or one word: auto: "
-        "those that a trial found right and faster; try: of a new trial; all; none",
+        "operators whose own kernels a program for a GPU takes, by their folders in pallas_kernels,"
+        " or one word: auto: those that a trial found right and faster; try: of a new trial; all;"
+        " none",
     )

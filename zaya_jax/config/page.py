@@ -16,7 +16,8 @@ type Row = tuple[str, str, str, str]  # key, default, allowed values and meaning
 def listing() -> str:
     """All keys, for a terminal."""
     lines = [
-        "keys of the config, as --config.KEY=VALUE (phases: in the file alone), where the file leaves the default:"
+        "keys of the config, as --config.KEY=VALUE (phases: in the file alone), where the file"
+        " leaves the default:"
     ]
     for title, about, rows in groups():
         lines += ["", f"{title}: {about}"]
@@ -41,7 +42,14 @@ def _rows(cls: type, prefix: str) -> list[Row]:
     rows = []
     for field in dataclasses.fields(cls):
         if not dataclasses.is_dataclass(field.type):
-            rows.append((prefix + field.name, repr(field.default), _allowed(field), field.metadata["meaning"]))
+            rows.append(
+                (
+                    prefix + field.name,
+                    repr(field.default),
+                    _allowed(field),
+                    field.metadata["meaning"],
+                )
+            )
         elif prefix:  # the outermost groups have tables of their own
             rows += _rows(typing.cast(type, field.type), f"{prefix}{field.name}.")
     return rows
@@ -52,7 +60,9 @@ def _allowed(field: dataclasses.Field) -> str:
     if only is not None:
         return f"only {only!r}"
     if "range" in field.metadata:
-        return " to ".join(str(x) if isinstance(x, int) else f"{x:g}" for x in field.metadata["range"])
+        return " to ".join(
+            str(x) if isinstance(x, int) else f"{x:g}" for x in field.metadata["range"]
+        )
     if item_type(field.type) is bool:
         return "False, True"
     return ", ".join(word or '""' for word in field.metadata.get("choices", ()))

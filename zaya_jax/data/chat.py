@@ -1,7 +1,8 @@
-"""Reads conversations: the many forms in which records spell turns, reasoning and calls of tools, as one.
+"""Reads conversations: the many forms in which records spell turns, reasoning and calls of tools,
+as one.
 
-The model's role is always "assistant" and the person's "user", since generation and servers use these names. Other
-roles keep their names. `chat_template` turns what is read into tokens.
+The model's role is always "assistant" and the person's "user", since generation and servers use
+these names. Other roles keep their names. `chat_template` turns what is read into tokens.
 """
 
 import collections
@@ -14,23 +15,30 @@ from typing import Any
 
 from zaya_jax.data.tokenizers import NotUnicode, utf8
 
-VERSION = 3  # of how chats are read: 1 kept the roles' own names, 2 had tools after a record's system text
+# of how chats are read: 1 kept the roles' own names, 2 had tools after a record's system text
+VERSION = 3
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
-# Fields of a chat's record before its turns: descriptions of tools, a text. In this order, since a template has
-# tools before all turns, and the system text is one.
+# Fields of a chat's record before its turns: descriptions of tools, a text. In this order, since a
+# template has tools before all turns, and the system text is one.
 LEADING_FIELDS = ("tools", "system")
 RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
-KEPT, TRIMMED, REDUCED, DROPPED = "kept", "trimmed", "reduced", "dropped"  # samples, fitted to a context
+KEPT, TRIMMED, REDUCED, DROPPED = (
+    "kept",
+    "trimmed",
+    "reduced",
+    "dropped",
+)  # samples, fitted to a context
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 class BadChat(ValueError):
-    """A conversation that is not a list of turns with role and content; its message names the kind found."""
+    """A conversation that is not a list of turns with role and content; its message names the kind
+    found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +63,8 @@ class Message:
 def read(messages: Any) -> list[Message]:
     """The turns of a chat sample as text: a list of {"role", "content"} or of {"from", "value"}.
 
-    Content is a text, or a list of parts of text; the reasoning stands inside it or in a field of its own.
+    Content is a text, or a list of parts of text; the reasoning stands inside it or in a field of
+    its own.
     """
     if not isinstance(messages, list) or not messages:
         raise BadChat(f"a conversation is a list of turns, not {type(messages).__name__}")
@@ -69,7 +78,8 @@ def leading_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools and system text of a chat's record, as turns of these roles before the first."""
     found = {role: record[role] for role in LEADING_FIELDS if record.get(role)}
     return [
-        {"role": role, "content": value if isinstance(value, str) else _json(value)} for role, value in found.items()
+        {"role": role, "content": value if isinstance(value, str) else _json(value)}
+        for role, value in found.items()
     ]
 
 
@@ -128,17 +138,27 @@ def _text(content: Any, role: str) -> tuple[str, str]:
     if isinstance(content, dict) and role.lower() in RESULT_ROLES:
         return "", _json(content)
     if not isinstance(content, list):
-        raise BadChat(f"a turn's content and reasoning are text or lists of parts, not {type(content).__name__}")
+        raise BadChat(
+            "a turn's content and reasoning are text or lists of parts, not"
+            f" {type(content).__name__}"
+        )
     reasoning, text = "", ""
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        held = (part.get(kind) or part.get("text")) if isinstance(part, dict) and isinstance(kind, str) else part
+        held = (
+            (part.get(kind) or part.get("text"))
+            if isinstance(part, dict) and isinstance(kind, str)
+            else part
+        )
         if kind in REASONING_PARTS and (held is None or isinstance(held, str)):
             reasoning += held or ""
         elif kind in TEXT_PARTS and (held is None or isinstance(held, str)):
             text += held or ""
         else:
-            raise BadChat(f"a turn has a part of type {ascii(kind)[:40]}, and only parts of text can be learnt")
+            raise BadChat(
+                f"a turn has a part of type {ascii(kind)[:40]}, and only parts of text can be"
+                " learnt"
+            )
     return reasoning, text
 
 
@@ -151,18 +171,24 @@ def _calls(given: dict[str, Any]) -> list[dict[str, Any]]:
     for call in filter(None, [*calls, given.get("function_call")]):
         function = call.get("function", call) if isinstance(call, dict) else call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadChat(f"a call of a tool needs a function with a name, this one has {_fields(function)}")
+            raise BadChat(
+                f"a call of a tool needs a function with a name, this one has {_fields(function)}"
+            )
         arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
         if isinstance(arguments, str):  # JSON within JSON, mostly
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
-        found.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        found.append(
+            {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        )
     return found
 
 
 def _json(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)  # Parquet has types that JSON has not
+        return json.dumps(
+            value, ensure_ascii=False, default=str
+        )  # Parquet has types that JSON has not
     except RecursionError:
         raise BadChat("a tool's JSON is nested too deep to be written") from None
 
@@ -170,4 +196,6 @@ def _json(value: Any) -> str:
 def _fields(value: Any) -> str:
     if not isinstance(value, dict):
         return f"a {type(value).__name__}"
-    return ascii(", ".join(f"{key} ({type(value[key]).__name__})" for key in sorted(value)[:8]))[1:-1][:200]
+    return ascii(", ".join(f"{key} ({type(value[key]).__name__})" for key in sorted(value)[:8]))[
+        1:-1
+    ][:200]

@@ -1,12 +1,14 @@
 """Chat templates: a model's own, rendered as transformers does, or ours for a model that has none.
 
-`Template(tokenizer)` is the format in which a model is tuned, evaluated and talked to: the `chat_template` among its
-files, or else TEMPLATE, which an export takes along for transformers and the servers that read its folders.
+`Template(tokenizer)` is the format in which a model is tuned, evaluated and talked to: the
+`chat_template` among its files, or else TEMPLATE, which an export takes along for transformers and
+the servers that read its folders.
 
-Only what the model writes is learnt. Where a template says what that is, by `{% generation %}`, it is that; otherwise
-an answer is what the text up to it has more than the text before it with a generation prompt. Templates may rewrite
-earlier turns (most leave their reasoning out): an answer that does not stand in the whole text as the model wrote it is
-not learnt. A text that spells a mark becomes the mark, as in transformers.
+Only what the model writes is learnt. Where a template says what that is, by `{% generation %}`, it
+is that; otherwise an answer is what the text up to it has more than the text before it with a
+generation prompt. Templates may rewrite earlier turns (most leave their reasoning out): an answer
+that does not stand in the whole text as the model wrote it is not learnt. A text that spells a mark
+becomes the mark, as in transformers.
 """
 
 import dataclasses
@@ -30,7 +32,8 @@ OWN = "Written by zaya_jax"
 ANSWER = "<@ an answer @>"  # to see how a template ends one
 TRIES = 4  # to cut a reasoning to a length
 
-# A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between <think> and </think>
+# A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between
+# <think> and </think>
 # before the answer, and tool calls after it, each as JSON between <tool_call> and </tool_call>.
 TEMPLATE = r"""
 {#- Written by zaya_jax: zaya_jax/data/chat_template.py, for tuning, talking and export. -#}
@@ -124,17 +127,21 @@ def source_of(tokenizer: Tokenizer) -> str:
 
 
 def has_marks(tokenizer: Tokenizer) -> bool:
-    """Whether a vocabulary has ids for the marks around turns; otherwise our template spells them out as text."""
+    """Whether a vocabulary has ids for the marks around turns; otherwise our template spells them
+    out as text."""
     return all(len(tokenizer.chat_token(role)) == 1 for role in ("turn", "end_turn"))
 
 
 def require_marks(tokenizer: Tokenizer, named: str) -> None:
-    """UserError where a model has no template of its own, and its vocabulary no marks of turns for ours."""
+    """UserError where a model has no template of its own, and its vocabulary no marks of turns for
+    ours."""
     if not own_source(tokenizer.extra_files) and not has_marks(tokenizer):
-        names = " and ".join(f"one of {', '.join(CHAT_TOKENS[role])}" for role in ("turn", "end_turn"))
+        names = " and ".join(
+            f"one of {', '.join(CHAT_TOKENS[role])}" for role in ("turn", "end_turn")
+        )
         raise UserError(
-            f"{named} has no chat marks: it needs {names} as tokens; give unused ids of its tokenizer.json these "
-            "names, as special tokens"
+            f"{named} has no chat marks: it needs {names} as tokens; give unused ids of its"
+            " tokenizer.json these names, as special tokens"
         )
 
 
@@ -142,19 +149,33 @@ def make_template(tokenizer: Tokenizer) -> str:
     """Our template for a vocabulary."""
     marks = {role: tokenizer.chat_mark(role) for role in CHAT_TOKENS}
     names: dict[str, Any] = {
-        "END_TURN": marks["end_turn"], "TURN": marks["turn"], "END_THINK": marks["end_think"], "THINK": marks["think"],
-        "TEXT_KINDS": list(chat.TEXT_PARTS), "REASONING_KINDS": list(chat.REASONING_PARTS),
-        "MODEL_ROLES": list(chat.MODEL_ROLES), "USER_ROLES": list(chat.USER_ROLES),
-        "BOS": tokenizer.mark(tokenizer.bos_id), "EOS": tokenizer.mark(tokenizer.eos_id),
-    }  # fmt: skip
+        "END_TURN": marks["end_turn"],
+        "TURN": marks["turn"],
+        "END_THINK": marks["end_think"],
+        "THINK": marks["think"],
+        "TEXT_KINDS": list(chat.TEXT_PARTS),
+        "REASONING_KINDS": list(chat.REASONING_PARTS),
+        "MODEL_ROLES": list(chat.MODEL_ROLES),
+        "USER_ROLES": list(chat.USER_ROLES),
+        "BOS": tokenizer.mark(tokenizer.bos_id),
+        "EOS": tokenizer.mark(tokenizer.eos_id),
+    }
     keys = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
-    spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()} | {"REASONING_KEYS": keys}
-    return re.sub(rf"\b({'|'.join(spelt)})\b", lambda found: spelt[found[0]], TEMPLATE.strip()) + "\n"
+    spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()} | {
+        "REASONING_KEYS": keys
+    }
+    return (
+        re.sub(rf"\b({'|'.join(spelt)})\b", lambda found: spelt[found[0]], TEMPLATE.strip()) + "\n"
+    )
 
 
 def own_source(files: Mapping[str, bytes]) -> str:
     """The template among a tokenizer's files that is not ours; "" where there is none."""
-    source = files[TEMPLATE_FILE].decode("utf-8", "replace") if TEMPLATE_FILE in files else _settings(files).get(KEY)
+    source = (
+        files[TEMPLATE_FILE].decode("utf-8", "replace")
+        if TEMPLATE_FILE in files
+        else _settings(files).get(KEY)
+    )
     if isinstance(source, list):  # several, by name
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")
@@ -164,7 +185,10 @@ def own_source(files: Mapping[str, bytes]) -> str:
 def special_names(files: Mapping[str, bytes]) -> dict[str, str]:
     """The names of special tokens as the template's variables: those of tokenizer_config.json."""
     given = {key: value for key, value in _settings(files).items() if key.endswith("_token")}
-    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in given.items()}
+    named = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in given.items()
+    }
     return {key: value for key, value in named.items() if isinstance(value, str)}
 
 
@@ -184,19 +208,32 @@ class Template:
         self._tokenizer, self.source = tokenizer, source_of(tokenizer)
         self._generations, self._blocks = list[tuple[int, int]](), list[str]()
         try:
-            self._template = _environment(self._around, OWN in self.source[:200]).from_string(self.source)
+            self._template = _environment(self._around, OWN in self.source[:200]).from_string(
+                self.source
+            )
         except Exception as error:  # Jinja's own classes, and Python's for what it cannot compile
-            raise UserError(f"the model's chat template cannot be read: {first_line(error)}") from None
-        names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+            raise UserError(
+                f"the model's chat template cannot be read: {first_line(error)}"
+            ) from None
+        names = {
+            "bos_token": tokenizer.bos_id,
+            "eos_token": tokenizer.eos_id,
+            "pad_token": tokenizer.pad_id,
+        }
         self._names = {name: tokenizer.mark(token) for name, token in names.items()}
         self._names |= special_names(tokenizer.extra_files)
 
     @functools.cached_property
     def ending(self) -> tuple[list[int], list[str]]:
-        """(the id that ends an answer, or else the text that does): of these one is there, mostly."""
-        text = self.render([Message("user", "", "?"), Message("assistant", "", ANSWER)]).rpartition(ANSWER)[2]
+        """(the id that ends an answer, or else the text that does): of these one is there,
+        mostly."""
+        text = self.render([Message("user", "", "?"), Message("assistant", "", ANSWER)]).rpartition(
+            ANSWER
+        )[2]
         ids = self._tokenizer.spelt(text)[0]
-        special = next((i for i, token in enumerate(ids) if not self._tokenizer.decode([token])), len(ids))
+        special = next(
+            (i for i, token in enumerate(ids) if not self._tokenizer.decode([token])), len(ids)
+        )
         before = self._tokenizer.decode(ids[:special]).strip()
         return ([], [before]) if before else (ids[special : special + 1], [])
 
@@ -213,11 +250,17 @@ class Template:
         self._generations, self._blocks = [], []
         try:
             for block in self._template.generate(
-                messages=turns, tools=tools, documents=None, add_generation_prompt=prompt, **self._names
+                messages=turns,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._names,
             ):
                 self._blocks.append(block)
         except Exception as error:  # a template may fail in any way
-            raise Refused(f"the model's chat template refuses this conversation: {first_line(error)}") from None
+            raise Refused(
+                f"the model's chat template refuses this conversation: {first_line(error)}"
+            ) from None
         return "".join(self._blocks)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -225,7 +268,8 @@ class Template:
         return self._tokenizer.spelt(self.render(messages, prompt=True))[0]
 
     def answered(self, messages: Sequence[Message], text: str, ids: Sequence[int]) -> Message:
-        """The answer to a conversation that is this text, and was these ids: they tell marks of reasoning from text.
+        """The answer to a conversation that is this text, and was these ids: they tell marks of
+        reasoning from text.
 
         Reasoning that the prompt has begun belongs to it.
         """
@@ -235,12 +279,16 @@ class Template:
         text += "</think>" if "<think>" in text and "</think>" not in text else ""
         return chat.read([{"role": "assistant", "content": text}])[0]
 
-    def prepare(self, messages: Sequence[Message], context: int | None) -> tuple[Document | None, str]:
-        """(the document of a chat fitted to a context, KEPT or how it changed); None where it is dropped.
+    def prepare(
+        self, messages: Sequence[Message], context: int | None
+    ) -> tuple[Document | None, str]:
+        """(the document of a chat fitted to a context, KEPT or how it changed); None where it is
+        dropped.
 
-        A chat that fits is kept. Otherwise all answers but the last lose their reasoning (reduced); where that is not
-        enough, or there is one answer only, the end of the last reasoning is cut, just before the answer (trimmed). A
-        chat that is too long without any reasoning is dropped. Prompts and answers are never touched.
+        A chat that fits is kept. Otherwise all answers but the last lose their reasoning (reduced);
+        where that is not enough, or there is one answer only, the end of the last reasoning is cut,
+        just before the answer (trimmed). A chat that is too long without any reasoning is dropped.
+        Prompts and answers are never touched.
         """
         document = self.document(messages)
         if context is None or len(document.tokens) <= context:
@@ -257,7 +305,9 @@ class Template:
             if len(document.tokens) <= context:
                 return document, outcome
             kept = self._tokenizer.encode(turns[last].reasoning)[: context - len(document.tokens)]
-            reasoning = self._tokenizer.decode(kept).rstrip("\N{REPLACEMENT CHARACTER}")  # half of a character
+            reasoning = self._tokenizer.decode(kept).rstrip(
+                "\N{REPLACEMENT CHARACTER}"
+            )  # half of a character
             turns[last] = dataclasses.replace(turns[last], reasoning=reasoning)
         return shortest, outcome
 
@@ -268,7 +318,8 @@ class Template:
         ids, places = self._tokenizer.spelt(text)
         firsts, lasts = np.array(places, np.int64).reshape(-1, 2).T
         begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-        # As transformers' mask has it, also where a token joins an answer's first space with the line's end before it.
+        # As transformers' mask has it, also where a token joins an answer's first space with the
+        # line's end before it.
         learn = np.searchsorted(begins, lasts) > np.searchsorted(ends, firsts, side="right")
         return Document(np.array(ids, self._tokenizer.dtype), learn)
 
@@ -279,15 +330,22 @@ class Template:
             if message.answer and number:
                 upto = self.render(messages[: number + 1])
                 if text.startswith(upto):
-                    found.append((_alike(self.render(messages[:number], prompt=True), upto), len(upto)))
+                    found.append(
+                        (_alike(self.render(messages[:number], prompt=True), upto), len(upto))
+                    )
         return found
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """A message as templates take it; one that knows no field of reasoning finds it in the text."""
+        """A message as templates take it; one that knows no field of reasoning finds it in the
+        text."""
         turn = {"role": message.role, "content": message.content, **message.more}
         if not message.reasoning:
             return turn
-        keys = [key for key in chat.REASONING_KEYS if f"message.{key}" in self.source or f"'{key}'" in self.source]
+        keys = [
+            key
+            for key in chat.REASONING_KEYS
+            if f"message.{key}" in self.source or f"'{key}'" in self.source
+        ]
         if keys:
             return turn | dict.fromkeys(keys, message.reasoning)
         return turn | {"content": f"<think>\n{message.reasoning}\n</think>\n\n{message.content}"}
@@ -301,11 +359,14 @@ class Template:
 
 def _alike(a: str, b: str) -> int:
     """The number of characters with which both begin."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _environment(around: Any, ours: bool) -> Any:
-    """Jinja's sandbox with transformers' settings; our own template takes a third of the time outside it."""
+    """Jinja's sandbox with transformers' settings; our own template takes a third of the time
+    outside it."""
     import jinja2.ext
     import jinja2.sandbox
 
@@ -315,7 +376,9 @@ def _environment(around: Any, ours: bool) -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_around"), [], [], body).set_lineno(line)
+            return jinja2.nodes.CallBlock(self.call_method("_around"), [], [], body).set_lineno(
+                line
+            )
 
         def _around(self, caller: Any) -> str:
             return around(caller)
@@ -324,10 +387,14 @@ def _environment(around: Any, ours: bool) -> Any:
         raise jinja2.exceptions.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, default=str, **options)  # Parquet has types of its own
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, default=str, **options
+        )  # Parquet has types of its own
 
     kind = jinja2.Environment if ours else jinja2.sandbox.ImmutableSandboxedEnvironment
-    made = kind(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    made = kind(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = raise_exception
     made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

@@ -1,7 +1,9 @@
-"""Reads chats that need no preparing: JSONL or Parquet to documents that fit the context, some of them held out.
+"""Reads chats that need no preparing: JSONL or Parquet to documents that fit the context, some of
+them held out.
 
-A record that is no chat ends the run in one line that names file and line, before anything is compiled; a preparation
-(experiments/prepare_data.py) can leave such records out. Everything is in memory: prepare large sets.
+A record that is no chat ends the run in one line that names file and line, before anything is
+compiled; a preparation (experiments/prepare_data.py) can leave such records out. Everything is in
+memory: prepare large sets.
 """
 
 import dataclasses
@@ -32,23 +34,27 @@ class Chats:
     tokenizer: Tokenizer
 
     def split(self, last: bytes) -> tuple[Bundle, Bundle, str]:
-        """(those to learn, those held out, whose hashes are `last` and below, a note on how they were fitted)."""
+        """(those to learn, those held out, whose hashes are `last` and below, a note on how they
+        were fitted)."""
         sides = [
-            [d for key, held in self.documents.items() if (key <= last) == out for d in held] for out in (False, True)
+            [d for key, held in self.documents.items() if (key <= last) == out for d in held]
+            for out in (False, True)
         ]
         train, held_out = (_bundle(side, self.tokenizer) for side in sides)
         note = (
-            f"{self.path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out ({self.counts}); "
-            f"{train.learn.sum() + held_out.learn.sum():,} of {len(train) + len(held_out):,} tokens are answers"
+            f"{self.path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out"
+            f" ({self.counts}); {train.learn.sum() + held_out.learn.sum():,} of"
+            f" {len(train) + len(held_out):,} tokens are answers"
         )
         return train, held_out, note
 
 
 def last_held_out(found: Iterable[Chats]) -> bytes:
-    """The greatest hash of a chat that is held out: one for all sources of a run, so that copies are on one side.
+    """The greatest hash of a chat that is held out: one for all sources of a run, so that copies
+    are on one side.
 
-    By all chats, whatever the context, so that phases of other contexts hold out the same. Each source keeps one to
-    learn.
+    By all chats, whatever the context, so that phases of other contexts hold out the same. Each
+    source keeps one to learn.
     """
     found = list(found)
     hashes = sorted(frozenset[bytes]().union(*(one.hashes for one in found)))
@@ -64,14 +70,20 @@ def require_prepared(path: str, shards: Prepared, context: int) -> None:
     found = shards.manifest.get("trim")
     again = f"prepare it with --context={context}"
     if not found:
-        raise UserError(f"{path} was prepared from text and holds no chats, but config.data.chats is set; {again}")
+        raise UserError(
+            f"{path} was prepared from text and holds no chats, but config.data.chats is set;"
+            f" {again}"
+        )
     if not 0 < found["context"] <= context:
         has = f"for a context of {found['context']}" if found["context"] else "for no context"
-        raise UserError(f"{path} was prepared {has}, config.data.seq_len={context} would cut its chats; {again}")
+        raise UserError(
+            f"{path} was prepared {has}, config.data.seq_len={context} would cut its chats; {again}"
+        )
 
 
 def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
-    """The chats of a file, directory or glob; UserError where one is none, or none has an answer that fits."""
+    """The chats of a file, directory or glob; UserError where one is none, or none has an answer
+    that fits."""
     form, counts = chat_template.Template(tokenizer), chat.Counts()
     documents: dict[bytes, list[Document]] = {}
     hashes = set()
@@ -81,16 +93,22 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         counts[outcome] += 1
-        said = repr(messages) + "".join(repr(calls) for one in messages if (calls := one.more.get("tool_calls")))
+        said = repr(messages) + "".join(
+            repr(calls) for one in messages if (calls := one.more.get("tool_calls"))
+        )
         hashes.add(key := hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest())
         if document is not None:
             documents.setdefault(key, []).append(document)
     if not counts:
-        raise UserError(f"config.data.path={path!r} has no chat; give records with a list of turns under {FIELDS}")
+        raise UserError(
+            f"config.data.path={path!r} has no chat; give records with a list of turns under"
+            f" {FIELDS}"
+        )
     if not documents:
         raise UserError(
-            f"config.data.path={path!r}: its {sum(counts.values()):,} chats are all longer than "
-            f"config.data.seq_len={context}, and prompts and answers are never cut; give a longer context"
+            f"config.data.path={path!r}: its {sum(counts.values()):,} chats are all longer than"
+            f" config.data.seq_len={context}, and prompts and answers are never cut; give a longer"
+            " context"
         )
     return Chats(path, documents, frozenset(hashes), counts, tokenizer)
 
@@ -99,29 +117,39 @@ def whole(path: str, tokenizer: Tokenizer, context: int) -> tuple[Bundle, str]:
     """All chats of a file, directory or glob as one bundle, and how many they are."""
     read_here = read_chats(path, tokenizer, context)
     found = list(itertools.chain.from_iterable(read_here.documents.values()))
-    return _bundle(found, tokenizer), f"{path}: {len(found):,} chats to evaluate on ({read_here.counts})"
+    return (
+        _bundle(found, tokenizer),
+        f"{path}: {len(found):,} chats to evaluate on ({read_here.counts})",
+    )
 
 
 def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
-    return sources.concatenate([d.tokens for d in documents], tokenizer, [d.learn for d in documents])  # type: ignore
+    return sources.concatenate(
+        [d.tokens for d in documents], tokenizer, [d.learn for d in documents]
+    )  # type: ignore
 
 
 def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
     """(a name for messages, turns) of every record."""
     for _, file in sources.files_for_memory(path):
-        for part in itertools.chain(*inputs.split([(str(file), *inputs.stamp(str(file)))], sys.maxsize)):
+        for part in itertools.chain(
+            *inputs.split([(str(file), *inputs.stamp(str(file)))], sys.maxsize)
+        ):
             if part.kind == "text":
                 raise UserError(
-                    f"config.data.chats is set, but {part} is neither JSONL nor Parquet; give records with a list of "
-                    f"turns under {FIELDS}"
+                    f"config.data.chats is set, but {part} is neither JSONL nor Parquet; give"
+                    f" records with a list of turns under {FIELDS}"
                 )
             for sample in inputs.samples(part, "text"):
                 if isinstance(sample, inputs.BadInput):
-                    raise UserError(f"{sample}; mend it, or let prepare_data --skip_bad leave it out")
+                    raise UserError(
+                        f"{sample}; mend it, or let prepare_data --skip_bad leave it out"
+                    )
                 name, messages = sample
                 at = f"{part}, record {name.removeprefix(part.name + ':')}"
                 if not isinstance(messages, list):
                     raise UserError(
-                        f"{at}: a text and no chat, but config.data.chats is set; give a list of turns under {FIELDS}"
+                        f"{at}: a text and no chat, but config.data.chats is set; give a list of"
+                        f" turns under {FIELDS}"
                     )
                 yield at, messages

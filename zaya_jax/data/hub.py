@@ -1,7 +1,9 @@
-"""Reads data sets of the Hugging Face hub as a preparation's input: `hf:NAME[/SUBSET][:SPLIT]`, through `datasets`.
+"""Reads data sets of the Hugging Face hub as a preparation's input: `hf:NAME[/SUBSET][:SPLIT]`,
+through `datasets`.
 
-NAME is `owner/name` of the hub, or a folder that `datasets.load_dataset` reads. Each of its shards is an input of its
-own, such as `hf:owner/name:train#3/64`, so that machines and processes share them as they share files.
+NAME is `owner/name` of the hub, or a folder that `datasets.load_dataset` reads. Each of its shards
+is an input of its own, such as `hf:owner/name:train#3/64`, so that machines and processes share
+them as they share files.
 """
 
 import os
@@ -14,7 +16,8 @@ PREFIX = "hf:"
 
 
 def shards(given: str) -> list[str]:
-    """The inputs that --input=hf:... names; UserError where there is no such data set, or `datasets` is missing."""
+    """The inputs that --input=hf:... names; UserError where there is no such data set, or
+    `datasets` is missing."""
     count = _load(given).num_shards
     return [f"{given}#{index}/{count}" for index in range(count)]
 
@@ -25,10 +28,16 @@ def rows(shard: str) -> Iterator[dict[str, Any]]:
     index, count = map(int, place.split("/"))
     data = _load(given)
     if data.num_shards != count:
-        raise UserError(f"{given} had {count} shards when the preparation began, and has {data.num_shards} now")
+        raise UserError(
+            f"{given} had {count} shards when the preparation began, and has {data.num_shards} now"
+        )
     try:
         yield from data.shard(num_shards=count, index=index)
-    except (OSError, ValueError, RuntimeError) as error:  # no bad record: --skip_bad must not pass over the rest
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # no bad record: --skip_bad must not pass over the rest
         raise UserError(f"{shard} cannot be read on: {first_line(error)}") from None
 
 

@@ -1,9 +1,9 @@
 """Reads input files as named samples: text, JSONL and Parquet, plain or compressed.
 
-Large uncompressed JSONL files are shared out by byte ranges and Parquet files by row groups, so that one big file
-keeps all processes busy. A sample's name is its file and place, and its hash decides whether it is held out. Input
-that cannot be read comes as a `BadInput` among the samples: a bad record costs one record, a damaged compressed file
-its rest, damaged Parquet a row group.
+Large uncompressed JSONL files are shared out by byte ranges and Parquet files by row groups, so
+that one big file keeps all processes busy. A sample's name is its file and place, and its hash
+decides whether it is held out. Input that cannot be read comes as a `BadInput` among the samples: a
+bad record costs one record, a damaged compressed file its rest, damaged Parquet a row group.
 """
 
 import concurrent.futures
@@ -24,7 +24,11 @@ Sample = tuple[str, str | list[chat.Message]]  # a name, and a text or the turns
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 OPENED_AT_ONCE = 16
-ARROW_EXTRAS = ("dataset_dict.json", "dataset_info.json", "state.json")  # `datasets.save_to_disk` writes them, too
+ARROW_EXTRAS = (
+    "dataset_dict.json",
+    "dataset_info.json",
+    "state.json",
+)  # `datasets.save_to_disk` writes them, too
 
 
 class BadInput(UserError):
@@ -57,7 +61,8 @@ def shown(path: str) -> str:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """A file's size and time of change. A shard of the hub has no size, and revisions of its data set look the same."""
+    """A file's size and time of change. A shard of the hub has no size, and revisions of its data
+    set look the same."""
     if path.startswith(hub.PREFIX):
         return 1, 1
     try:
@@ -68,8 +73,8 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
-    """The files that globs, directories and paths name, sorted, each once, but none below `out`; UserError where one
-    of them names nothing.
+    """The files that globs, directories and paths name, sorted, each once, but none below `out`;
+    UserError where one of them names nothing.
     """
     found: list[pathlib.Path] = []
     written = os.path.join(os.path.realpath(out), "")
@@ -82,17 +87,21 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
         if any(kind_of(p.name) == "arrow" for p in here):
             here = [p for p in here if p.name not in ARROW_EXTRAS]
         if not here:
-            raise UserError(f"--input={pattern} names no file; give paths, directories or globs (quoted)")
+            raise UserError(
+                f"--input={pattern} names no file; give paths, directories or globs (quoted)"
+            )
         sources.refuse_shards(here, f"--input={pattern}", "give a directory without it")
         found += here
     return [*sorted(map(str, sources.once(found))), *streamed]
 
 
 def split(files: Sequence[tuple[str, int, int]], part_bytes: int) -> list[list[InputRange]]:
-    """Tasks of about `part_bytes` of input each: parts of large files, or several small files together.
+    """Tasks of about `part_bytes` of input each: parts of large files, or several small files
+    together.
 
-    Files come with their sizes, so that all who share a preparation divide it alike. Those of Parquet are opened, for
-    the number of their row groups, many at a time: on a file system over the network each is a wait.
+    Files come with their sizes, so that all who share a preparation divide it alike. Those of
+    Parquet are opened, for the number of their row groups, many at a time: on a file system over
+    the network each is a wait.
     """
     here = [os.path.dirname(os.path.abspath(path)) for path, *_ in files if kind_of(path) != "hub"]
     root = os.path.commonpath(here) if here else ""
@@ -112,7 +121,8 @@ def split(files: Sequence[tuple[str, int, int]], part_bytes: int) -> list[list[I
 
 
 def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    """The samples of a part of an input file, each with its name, and its unreadable parts as BadInput."""
+    """The samples of a part of an input file, each with its name, and its unreadable parts as
+    BadInput."""
     try:
         if part.kind == "text":
             yield from _text(part)
@@ -121,7 +131,9 @@ def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
         elif part.kind == "parquet":
             yield from _parquet(part, text_field)
         else:
-            yield from _group(part, (hub.rows if part.kind == "hub" else _arrow_rows)(part.path), 0, text_field)
+            yield from _group(
+                part, (hub.rows if part.kind == "hub" else _arrow_rows)(part.path), 0, text_field
+            )
     except BadInput as error:
         yield error
     except OSError as error:
@@ -136,7 +148,9 @@ def _row_groups(path: str) -> int:
         return 1  # found bad again when it is to be read, and named there
 
 
-def _parts(file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]) -> Iterator[InputRange]:
+def _parts(
+    file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]
+) -> Iterator[InputRange]:
     path, size, _ = file
     kind = kind_of(path)
     if kind == "hub":  # a task of its own
@@ -158,14 +172,21 @@ def _parts(file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[
 
 
 def kind_of(path: str) -> str:
-    """The kind of content by a file's name: text, jsonl, parquet, arrow; hub for a shard of the hub."""
+    """The kind of content by a file's name: text, jsonl, parquet, arrow; hub for a shard of the
+    hub."""
     if path.startswith(hub.PREFIX):
         return "hub"
     stem = path.lower()
     for suffix in COMPRESSION:
         stem = stem.removesuffix(suffix)
     suffix = pathlib.Path(stem).suffix
-    kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+    kinds = {
+        ".jsonl": "jsonl",
+        ".ndjson": "jsonl",
+        ".json": "jsonl",
+        ".parquet": "parquet",
+        ".arrow": "arrow",
+    }
     return kinds.get(suffix, "text")
 
 
@@ -191,10 +212,14 @@ def _text(part: InputRange) -> Iterator[Sample]:
     try:
         yield part.name, raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        if binary or part.path.startswith(str(sources.stdlib())):  # Python's tests have other encodings
+        if binary or part.path.startswith(
+            str(sources.stdlib())
+        ):  # Python's tests have other encodings
             raise NotText(str(part)) from None
         line = 1 + raw[: error.start].count(b"\n")
-        raise BadInput(f"{part}, line {line}: not UTF-8; convert the file, or leave it out") from None
+        raise BadInput(
+            f"{part}, line {line}: not UTF-8; convert the file, or leave it out"
+        ) from None
 
 
 def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
@@ -207,7 +232,8 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
         number = 0
 
         def place() -> str:
-            """The line, or in a later part of a file the byte where it begins: the lines before are not counted."""
+            """The line, or in a later part of a file the byte where it begins: the lines before are
+            not counted."""
             return f"{part}, byte {at}" if part.start else f"{part}, line {number:,}"
 
         while compressed or at < part.stop:
@@ -215,7 +241,9 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             try:
                 line = file.readline()
             except OSError as error:
-                yield BadInput(f"{place()}: cannot be read, nor what follows it: {first_line(error)}")
+                yield BadInput(
+                    f"{place()}: cannot be read, nor what follows it: {first_line(error)}"
+                )
                 return
             if not line:
                 return
@@ -249,7 +277,9 @@ def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
         columns = [c for c in (text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS) if c in names]
         for group in range(part.start, part.stop):
             batches = file.iter_batches(256, [group], columns)
-            yield from _group(part, (row for batch in batches for row in batch.to_pylist()), group, text_field)
+            yield from _group(
+                part, (row for batch in batches for row in batch.to_pylist()), group, text_field
+            )
 
 
 def _arrow_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -280,7 +310,8 @@ def _group(
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without the empty fields that every struct of a Parquet column has for those that other rows need."""
+    """A value without the empty fields that every struct of a Parquet column has for those that
+    other rows need."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -308,4 +339,7 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
 
 
 def _wanted(text_field: str) -> str:
-    return f"neither a text under {text_field!r} (--text_field) nor a chat under {', '.join(CHAT_FIELDS)}"
+    return (
+        f"neither a text under {text_field!r} (--text_field) nor a chat under"
+        f" {', '.join(CHAT_FIELDS)}"
+    )

@@ -1,12 +1,12 @@
 """Mixtures: says which source each row of the global batch comes from, by weight, in closed form.
 
-One table of M entries holds each source in proportion to its weight and as evenly spread as possible; row r of a
-stretch of steps takes entry r mod M. So every batch is as balanced as its size allows, and the number of rows that a
-source gave before any (step, slot) is a prefix count instead of a replay. Weights and batch size may change from
-stretch to stretch; counts add up.
+One table of M entries holds each source in proportion to its weight and as evenly spread as
+possible; row r of a stretch of steps takes entry r mod M. So every batch is as balanced as its size
+allows, and the number of rows that a source gave before any (step, slot) is a prefix count instead
+of a replay. Weights and batch size may change from stretch to stretch; counts add up.
 
-`leave_out` passes over the rows that some steps have taken: the steps' batch sizes, weights and entries of the table
-stay where they are, and each source goes on after the last row that it gave.
+`leave_out` passes over the rows that some steps have taken: the steps' batch sizes, weights and
+entries of the table stay where they are, and each source goes on after the last row that it gave.
 """
 
 import bisect
@@ -32,12 +32,16 @@ class Stretch:
 
 
 class Mixture:
-    """The sources of all rows of some stretches of steps that follow one another, the last without an end.
+    """The sources of all rows of some stretches of steps that follow one another, the last without
+    an end.
 
-    `passed` has, for each step that a run went back to, the rows of each source that are passed over from there on.
+    `passed` has, for each step that a run went back to, the rows of each source that are passed
+    over from there on.
     """
 
-    def __init__(self, stretches: list[Stretch], passed: Sequence[tuple[int, tuple[int, ...]]] = ()) -> None:
+    def __init__(
+        self, stretches: list[Stretch], passed: Sequence[tuple[int, tuple[int, ...]]] = ()
+    ) -> None:
         self.stretches, self._passed = stretches, tuple(passed)
         self.num_sources = len(stretches[0].weights)
         self.starts = [s.first_step for s in stretches]
@@ -55,7 +59,8 @@ class Mixture:
         return self._tables[p][rows % TABLE_SIZE]
 
     def ranks(self, step: int, source: int) -> np.ndarray:
-        """For each slot of the step: how many rows the source gave or passed over before it, in all steps and slots."""
+        """For each slot of the step: how many rows the source gave or passed over before it, in all
+        steps and slots."""
         p, rows = self._rows(step)
         inside = self._count(p, rows, source) - self._count(p, rows[:1], source)
         return self.until(step, source) + inside
@@ -66,15 +71,19 @@ class Mixture:
         return self._planned(step, source) + passed
 
     def leave_out(self, first: int, stop: int) -> "Mixture":
-        """From step `first` on without the rows that it and the steps after it, up to `stop`, have taken.
+        """From step `first` on without the rows that it and the steps after it, up to `stop`, have
+        taken.
 
         Nothing may have been left out behind `stop` before.
         """
         rows = tuple(self.until(stop, k) - self._planned(first, k) for k in range(self.num_sources))
-        return Mixture(self.stretches, [*(one for one in self._passed if one[0] < first), (first, rows)])
+        return Mixture(
+            self.stretches, [*(one for one in self._passed if one[0] < first), (first, rows)]
+        )
 
     def rows_of(self, source: int) -> tuple[int, int]:
-        """(rows that the source has at most in a batch, and as a rule), where it has most; (0, 0) without any."""
+        """(rows that the source has at most in a batch, and as a rule), where it has most; (0, 0)
+        without any."""
         most = share = 0
         for p, (stretch, prefix) in enumerate(zip(self.stretches, self._prefixes, strict=True)):
             places = np.arange(TABLE_SIZE)
@@ -89,10 +98,13 @@ class Mixture:
         return p, (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
 
     def _planned(self, step: int, source: int) -> int:
-        """How many rows the source would have given before this step if nothing had been left out."""
+        """How many rows the source would have given before this step if nothing had been left
+        out."""
         p, _ = self.at(step)
         ends = [*self.starts[1 : p + 1], step]
-        sizes = [(end - s.first_step) * s.batch for s, end in zip(self.stretches, ends, strict=False)]
+        sizes = [
+            (end - s.first_step) * s.batch for s, end in zip(self.stretches, ends, strict=False)
+        ]
         return sum(int(self._count(q, np.int64(size), source)) for q, size in enumerate(sizes))
 
     def _count(self, p: int, rows, source: int) -> np.ndarray:
@@ -111,8 +123,8 @@ def _quotas(weights: tuple[float, ...]) -> np.ndarray:
     for k, weight in enumerate(weights):
         if weight > 0 and quotas[k] == 0:
             raise UserError(
-                f"a mixture weight of {weight} is below the resolution of 1/{TABLE_SIZE} of all rows; raise it or "
-                "drop it"
+                f"a mixture weight of {weight} is below the resolution of 1/{TABLE_SIZE} of all"
+                " rows; raise it or drop it"
             )
     return quotas
 
@@ -147,7 +159,10 @@ def parse(parts: tuple[str, ...], where: str = "config.data.mixture") -> dict[st
         except ValueError:
             weight = -1.0
         if not path or not 0 <= weight < float("inf") or path in weights:
-            raise UserError(f"{where} has {part!r}; write each source once as path=weight, such as /data/web=0.7")
+            raise UserError(
+                f"{where} has {part!r}; write each source once as path=weight, such as"
+                " /data/web=0.7"
+            )
         weights[path] = weight
     if parts and sum(weights.values()) <= 0:
         raise UserError(f"{where}={parts} gives no source any weight; raise one above 0")
@@ -155,8 +170,8 @@ def parse(parts: tuple[str, ...], where: str = "config.data.mixture") -> dict[st
 
 
 def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, str, Stretch]]]:
-    """(paths of all sources, (context length, packing, stretch) of each part of the run) from data.* and
-    schedule.phases.
+    """(paths of all sources, (context length, packing, stretch) of each part of the run) from
+    data.* and schedule.phases.
     """
     default = parse(config.data.mixture) or {config.data.path: 1.0}
     if not config.schedule.phases:
@@ -168,8 +183,13 @@ def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, str, Stretc
         for i, phase in enumerate(config.schedule.phases)
     ]
     left = {path for segment in segments for path in named[segment.phase_index]}
-    # In the order of the whole run, by which a mixture breaks ties, also where a fork has only some phases left.
-    paths = [path for path in dict.fromkeys(path for weights in named for path in weights) if path in left]
+    # In the order of the whole run, by which a mixture breaks ties, also where a fork has only some
+    # phases left.
+    paths = [
+        path
+        for path in dict.fromkeys(path for weights in named for path in weights)
+        if path in left
+    ]
     stretches = []
     for segment in segments:
         weights = named[segment.phase_index]

@@ -1,8 +1,9 @@
 """Plans which documents share a row, fills the rows of a batch, and labels each token of it.
 
-Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row goes on in another, as a
-segment of its own there. Best-fit-decreasing keeps documents whole where they fit into a row, and leaves a little
-padding. Segment ids count documents within a row from 1; 0 is padding.
+Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row goes
+on in another, as a segment of its own there. Best-fit-decreasing keeps documents whole where they
+fit into a row, and leaves a little padding. Segment ids count documents within a row from 1; 0 is
+padding.
 """
 
 import bisect
@@ -19,8 +20,8 @@ Piece = tuple[Bundle, int, int]  # start, stop within a bundle: a piece of a spa
 def plan(lengths: np.ndarray, seq_len: int) -> list[list[Span]]:
     """Rows of at most S tokens from documents of these lengths, one after another from 0 on.
 
-    The longest come first, each into the row that it fills best. A document longer than S is cut into pieces of S and a
-    rest.
+    The longest come first, each into the row that it fills best. A document longer than S is cut
+    into pieces of S and a rest.
     """
     spans: list[Span] = []
     at = 0
@@ -52,10 +53,13 @@ class Rows:
         self.starts = np.zeros((num_rows, seq_len), bool)
         self.learn = np.zeros((num_rows, seq_len), bool)
         self.filled = np.zeros(num_rows, np.int64)
-        self.holes: list[tuple[int, int, int]] = []  # (row, start, stop) of tokens that could not be read
+        self.holes: list[
+            tuple[int, int, int]
+        ] = []  # (row, start, stop) of tokens that could not be read
 
     def add(self, row: int, parts: list[Piece]) -> None:
-        """Append the parts of one span; a segment begins where they do, and after unreadable tokens."""
+        """Append the parts of one span; a segment begins where they do, and after unreadable
+        tokens."""
         begins = True
         for bundle, start, stop in parts:
             at = int(self.filled[row])
@@ -73,7 +77,8 @@ class Rows:
 
 
 def finish(rows: Rows, cross_documents: bool = False) -> Batch:
-    """The batch of filled rows; with `cross_documents` a row is one segment, cut by unreadable tokens alone.
+    """The batch of filled rows; with `cross_documents` a row is one segment, cut by unreadable
+    tokens alone.
 
     Linear attention hands a segment's state from chunk to chunk: its tokens have to lie together.
     """

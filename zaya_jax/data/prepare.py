@@ -1,8 +1,10 @@
-"""Makes a prepared directory: input files to token shards, by one machine or many, killable at any moment.
+"""Makes a prepared directory: input files to token shards, by one machine or many, killable at any
+moment.
 
-The work is a fixed list of tasks (`prepare_task`), and `manifest.json` comes last. Machines that share the work need
-nothing in common but `--out`: each does its part of the tasks, and the same command without a part does the rest.
-There are no locks, which some network file systems lack: two processes that do the same write the same.
+The work is a fixed list of tasks (`prepare_task`), and `manifest.json` comes last. Machines that
+share the work need nothing in common but `--out`: each does its part of the tasks, and the same
+command without a part does the rest. There are no locks, which some network file systems lack: two
+processes that do the same write the same.
 """
 
 import collections
@@ -46,12 +48,18 @@ Tell = Callable[[Progress], None]
 
 
 def prepare(
-    options: Options, out: str, processes: int, tell: Tell, engine: str = "processes", part: tuple | None = None
+    options: Options,
+    out: str,
+    processes: int,
+    tell: Tell,
+    engine: str = "processes",
+    part: tuple | None = None,
 ) -> tuple[dict[str, Any] | None, bool]:
     """(manifest, whether it was there already) of the prepared directory `out`, made or continued.
 
-    With a part (index, count) only the tasks of this part are done, while machines do other parts or this one;
-    the manifest is then made by a call without one, which does what they left. `tell` is called after each task.
+    With a part (index, count) only the tasks of this part are done, while machines do other parts
+    or this one; the manifest is then made by a call without one, which does what they left. `tell`
+    is called after each task.
     """
     if engine == "ray" and importlib.util.find_spec("ray") is None:
         raise UserError("--engine=ray needs Ray, which is not installed: pip install ray")
@@ -61,7 +69,9 @@ def prepare(
         _clear(directory)  # what one that was killed just before the end left
         manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
         if manifest["plan"] != tokens_lib.manifest_hash(plan):
-            raise UserError(f"--out={out} is complete, from other input or options; give another directory")
+            raise UserError(
+                f"--out={out} is complete, from other input or options; give another directory"
+            )
         return manifest, True
     _begin(directory, plan)
     with _failing(out):
@@ -73,7 +83,9 @@ def prepare(
         mine = [task for task in tasks if task.number % count == index]
         todo = prepare_task.undone(job, mine)
         total = sum(task.cost for task in mine)
-        progress = Progress(total - sum(task.cost for task in todo), total, 0, len(mine) - len(todo), len(mine))
+        progress = Progress(
+            total - sum(task.cost for task in todo), total, 0, len(mine) - len(todo), len(mine)
+        )
         for task, written in run(job, todo, processes) if todo else ():
             progress.done += task.cost
             progress.tokens += written
@@ -90,9 +102,13 @@ def _failing(out: str) -> Iterator[None]:
     except inputs.BadInput as error:
         raise UserError(f"{error}{GOES_ON}, also with --skip_bad added") from None
     except OSError as error:  # reading input raises BadInput, so this was written
-        raise StorageError(f"--out={out} cannot be written: {error.strerror or error}{GOES_ON}") from None
+        raise StorageError(
+            f"--out={out} cannot be written: {error.strerror or error}{GOES_ON}"
+        ) from None
     except MemoryError:
-        raise UserError(f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}") from None
+        raise UserError(
+            f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}"
+        ) from None
 
 
 def _begin(directory: pathlib.Path, plan: Plan) -> None:
@@ -106,12 +122,16 @@ def _begin(directory: pathlib.Path, plan: Plan) -> None:
         if not path.exists():
             tokens_lib.write_atomically(path, json.dumps(plan).encode())
     except OSError as error:
-        raise UserError(f"--out={directory} cannot be written: {error.strerror}; give another directory") from None
+        raise UserError(
+            f"--out={directory} cannot be written: {error.strerror}; give another directory"
+        ) from None
     begun = json.loads(path.read_bytes())
     differ = [name for name in plan if name != "skip_bad" and begun.get(name) != plan[name]]
     words = [name for name in differ if name != "files"]
     if "files" in differ:
-        changed = {tuple(file) for file in begun.get("files", [])} ^ {tuple(file) for file in plan["files"]}
+        changed = {tuple(file) for file in begun.get("files", [])} ^ {
+            tuple(file) for file in plan["files"]
+        }
         words.append(f"input files ({inputs.shown(min(changed)[0])} was changed, added or removed)")
     if words:
         raise UserError(
@@ -125,8 +145,13 @@ def _directory(out: str) -> pathlib.Path:
     fields.check_path("--out", out)
     directory = pathlib.Path(out)
     names = set(os.listdir(out)) if os.path.isdir(out) else set()
-    if names and not names & {tokens_lib.MANIFEST, WORK}:  # one look: another process may begin here just now
-        raise UserError(f"--out={out} exists and is not a preparation; give an empty or new directory")
+    if names and not names & {
+        tokens_lib.MANIFEST,
+        WORK,
+    }:  # one look: another process may begin here just now
+        raise UserError(
+            f"--out={out} exists and is not a preparation; give an empty or new directory"
+        )
     return directory
 
 
@@ -163,7 +188,9 @@ def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
                 texts = [sample[i : i + BPE_PIECE] for i in range(0, len(sample), BPE_PIECE)]
             else:
                 texts = list(map(str, sample))
-            yield from (text for i, text in enumerate(texts) if sources.held_out(f"bpe {name} {i}", share))
+            yield from (
+                text for i, text in enumerate(texts) if sources.held_out(f"bpe {name} {i}", share)
+            )
 
 
 def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[str, Any]:
@@ -190,7 +217,10 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         shutil.rmtree(directory / tokens_lib.TOKENIZER)
         with contextlib.suppress(OSError):  # where other files are in it
             directory.rmdir()
-        raise UserError("the input has no document for training: every file is empty, undecodable, dropped or held out")
+        raise UserError(
+            "the input has no document for training: every file is empty, undecodable, dropped or"
+            " held out"
+        )
     content = np.concatenate(list(of_split.values())).tobytes()
     tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content, directory / WORK)
     width = np.dtype(tokenizer.dtype).itemsize
@@ -199,26 +229,34 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         "version": tokens_lib.VERSION,
         "corpus": job.corpus,
         "tokenizer": {
-            "kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256,
-            "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id,
+            "kind": tokenizer.kind,
+            "vocab_size": tokenizer.vocab_size,
+            "sha256": tokenizer.sha256,
+            "bos_id": tokenizer.bos_id,
+            "eos_id": tokenizer.eos_id,
+            "pad_id": tokenizer.pad_id,
         },
         "token_bytes": width,
         "bundle_tokens": tokens_lib.BUNDLE_BYTES // width,
         "totals": {
             split: {
                 "shards": len(held),
-                **{key: int(held[key].sum()) for key in ("tokens", "documents", "bundles", "bytes")},
+                **{
+                    key: int(held[key].sum()) for key in ("tokens", "documents", "bundles", "bytes")
+                },
             }
             for split, held in of_split.items()
         },
         "trim": {"context": plan["context"], **dict(outcomes)} if outcomes else None,
         "left_out": left_out,
-        "storage_factor": int(shards["pages"].sum())
-        * tokens_lib.PAGE_BYTES
-        / (int(shards["tokens"].sum()) * width),
+        "storage_factor": (
+            int(shards["pages"].sum())
+            * tokens_lib.PAGE_BYTES
+            / (int(shards["tokens"].sum()) * width)
+        ),
         "shards_crc32c": google_crc32c.value(content),
         "plan": tokens_lib.manifest_hash(plan),
-    }  # fmt: skip
+    }
     manifest["sha256"] = tokens_lib.manifest_hash(manifest)
     content = json.dumps(manifest, indent=1).encode()
     tokens_lib.write_atomically(directory / tokens_lib.MANIFEST, content, directory / WORK)
@@ -227,5 +265,6 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
 
 
 def _clear(directory: pathlib.Path) -> None:
-    """Remove `.work/`, also where another process still writes into it: it will find that all is done."""
+    """Remove `.work/`, also where another process still writes into it: it will find that all is
+    done."""
     shutil.rmtree(directory / WORK, ignore_errors=True)

@@ -1,8 +1,9 @@
 """The unit of work of a preparation: a task's ranges of input become its shards, on any machine.
 
-A task is done when its record in `.work/` exists and its shards are there. The record comes last, so an unfinished
-shard never counts. Files in progress have unique names: two processes that run one task write the same bytes twice.
-Tasks run in processes of this machine or on a Ray cluster, and both give the same files.
+A task is done when its record in `.work/` exists and its shards are there. The record comes last,
+so an unfinished shard never counts. Files in progress have unique names: two processes that run one
+task write the same bytes twice. Tasks run in processes of this machine or on a Ray cluster, and
+both give the same files.
 """
 
 import concurrent.futures
@@ -31,7 +32,8 @@ File = tuple[str, int, int]  # path, bytes, time of change in ns
 WORK = ".work"
 EXAMPLES = 20  # of left-out input, named in the manifest
 AT_ONCE = 16  # records read at a time: each is a wait on a network file system
-RETRIES = 3  # of a task whose Ray worker or node died: a task that always kills its worker must end some day
+# of a task whose Ray worker or node died: a task that always kills its worker must end some day
+RETRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The unit of work: ranges of the input that become at most one training and one held-out shard."""
+    """The unit of work: ranges of the input that become at most one training and one held-out
+    shard."""
 
     number: int
     ranges: list[InputRange]
@@ -63,10 +66,16 @@ class Task:
 
 
 def make_plan(options: Options, paths: list[str]) -> Plan:
-    """The plan of these options and input files; the machines that share a preparation all make the same one."""
+    """The plan of these options and input files; the machines that share a preparation all make the
+    same one."""
     files = [[path, *inputs.stamp(path)] for path in paths]
     tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
-    return {**dataclasses.asdict(options), "tokenizer": tokenizer, "files": files, "version": tokens_lib.VERSION}
+    return {
+        **dataclasses.asdict(options),
+        "tokenizer": tokenizer,
+        "files": files,
+        "version": tokens_lib.VERSION,
+    }
 
 
 def tasks_of(plan: Plan) -> list[Task]:
@@ -97,7 +106,8 @@ def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: T
     """The job of a plan, whose tokenizer lies in the directory already."""
     # Skipping changes nothing where nothing had to be skipped.
     made = [tokens_lib.manifest_hash({**plan, "skip_bad": None}), *_versions(tokenizer)]
-    # Shards carry a number of the corpus, which does not depend on where the input lies or on its times.
+    # Shards carry a number of the corpus, which does not depend on where the input lies or on its
+    # times.
     files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
     corpus = tokens_lib.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
     return Job(directory, options, corpus, made)
@@ -105,7 +115,9 @@ def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: T
 
 def _versions(tokenizer: Tokenizer) -> list[Any]:
     """Everything but the plan that decides which ids a text becomes."""
-    form = hashlib.sha256(f"{chat.VERSION} {chat_template.source_of(tokenizer)}".encode()).hexdigest()
+    form = hashlib.sha256(
+        f"{chat.VERSION} {chat_template.source_of(tokenizer)}".encode()
+    ).hexdigest()
     return [tokenizer.sha256, form, importlib.metadata.version("tokenizers")]
 
 
@@ -114,8 +126,8 @@ def run(task: Task, job: Job) -> int:
     tokenizer = tokenizers.load(job.directory / tokens_lib.TOKENIZER)
     if _versions(tokenizer) != job.made[1:]:
         raise UserError(
-            "a worker has another version of this program, of its tokenizer or of the library tokenizers than the "
-            "preparation; install the same on all machines"
+            "a worker has another version of this program, of its tokenizer or of the library"
+            " tokenizers than the preparation; install the same on all machines"
         )
     writing = _Writing(task, job, tokenizer)
     try:
@@ -137,18 +149,23 @@ def undone(job: Job, tasks: list[Task]) -> list[Task]:
 
 
 def _done(job: Job, number: int) -> bool:
-    """Whether a task has its record and its shards, made with these options, input files and versions."""
+    """Whether a task has its record and its shards, made with these options, input files and
+    versions."""
     try:
         record = json.loads(job.record(number).read_bytes())
         if record["made"] != job.made or (record["left_out"]["bad"] and not job.options.skip_bad):
             return False
-        return all((job.directory / shard["file"]).stat().st_size == shard["bytes"] for shard in record["shards"])
+        return all(
+            (job.directory / shard["file"]).stat().st_size == shard["bytes"]
+            for shard in record["shards"]
+        )
     except (OSError, ValueError, KeyError, TypeError):  # missing, or of another version
         return False
 
 
 class LeftOut(dict[str, Any]):
-    """Counts of input that is in no shard, beside dropped chats: bad records, files that are no text, empty texts."""
+    """Counts of input that is in no shard, beside dropped chats: bad records, files that are no
+    text, empty texts."""
 
     def __init__(self) -> None:
         super().__init__(bad=0, not_text=0, empty=0, bad_examples=[], not_text_examples=[])
@@ -156,7 +173,9 @@ class LeftOut(dict[str, Any]):
     def add(self, more: dict[str, Any]) -> None:
         """Add counts, and what is named of them, up to EXAMPLES."""
         for kind, held in more.items():
-            self[kind] = (self[kind] + held)[:EXAMPLES] if isinstance(held, list) else self[kind] + held
+            self[kind] = (
+                (self[kind] + held)[:EXAMPLES] if isinstance(held, list) else self[kind] + held
+            )
 
 
 class _Writing:
@@ -189,12 +208,18 @@ class _Writing:
         """Put the shards in their places, then record the task; returns its number of tokens."""
         entries = [self._writers[s].close() for s in tokens_lib.SPLITS if s in self._writers]
         for entry in entries:
-            (self._job.directory / WORK / entry.pop("partial")).replace(self._job.directory / entry["file"])
+            (self._job.directory / WORK / entry.pop("partial")).replace(
+                self._job.directory / entry["file"]
+            )
         record = {
-            "made": self._job.made, "shards": entries, "trim": dict(self._outcomes),
+            "made": self._job.made,
+            "shards": entries,
+            "trim": dict(self._outcomes),
             "left_out": self._left_out,
-        }  # fmt: skip
-        tokens_lib.write_atomically(self._job.record(self._task.number), json.dumps(record).encode())
+        }
+        tokens_lib.write_atomically(
+            self._job.record(self._task.number), json.dumps(record).encode()
+        )
         return sum(entry["tokens"] for entry in entries)
 
     @functools.cached_property
@@ -232,13 +257,15 @@ class _Writing:
             kind = tokens_lib.SPLITS.index(split)
             number = self._task.number
             path = self._job.directory / WORK / tokens_lib.shard_name(kind, number)
-            self._writers[split] = ShardWriter(path, self._tokenizer.dtype, self._job.corpus, kind, number)
+            self._writers[split] = ShardWriter(
+                path, self._tokenizer.dtype, self._job.corpus, kind, number
+            )
         self._writers[split].add(document)
 
 
 def run_processes(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task, int]]:
-    """Run the tasks in processes of this machine, one per core where `at_once` is 0; yields each when it is done, with
-    its number of tokens.
+    """Run the tasks in processes of this machine, one per core where `at_once` is 0; yields each
+    when it is done, with its number of tokens.
     """
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
@@ -251,8 +278,8 @@ def run_processes(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Ta
                 yield running.pop(future), future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise UserError(
-                "a worker process was killed (out of memory?); run the same command again, perhaps with fewer "
-                "--processes"
+                "a worker process was killed (out of memory?); run the same command again, perhaps"
+                " with fewer --processes"
             ) from None
         except BaseException:  # the other tasks must not go on writing
             pool.shutdown(wait=False, cancel_futures=True)
@@ -263,7 +290,9 @@ def run_processes(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Ta
 def _start_worker(stop: Any, parent: int) -> None:
     """In a worker: leave Ctrl-C to the parent, and end when the parent has or says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library's threads: processes share the cores here
+    os.environ["RAYON_NUM_THREADS"] = (
+        "1"  # the tokenizers library's threads: processes share the cores here
+    )
 
     def watch() -> None:
         while os.getppid() == parent and not stop.wait(0.2):
@@ -274,13 +303,16 @@ def _start_worker(stop: Any, parent: int) -> None:
 
 
 def run_on_ray(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task, int]]:
-    """As `run_processes`, on the Ray cluster of RAY_ADDRESS, or that this machine belongs to: one core a task."""
+    """As `run_processes`, on the Ray cluster of RAY_ADDRESS, or that this machine belongs to: one
+    core a task."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
     address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error", ignore_reinit_error=True)
+        ray.init(
+            address=address, log_to_driver=False, logging_level="error", ignore_reinit_error=True
+        )
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"no Ray cluster at RAY_ADDRESS={address}: {first_line(error)}") from None
     remote, shared = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work), ray.put(job)
@@ -296,8 +328,8 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task,
         raise error.cause from None
     except ray.exceptions.RayError as error:
         raise UserError(
-            f"Ray gave a task up after {RETRIES} retries ({type(error).__name__}: out of memory, or nodes lost?); run "
-            "the same command again, perhaps with fewer --processes"
+            f"Ray gave a task up after {RETRIES} retries ({type(error).__name__}: out of memory, or"
+            " nodes lost?); run the same command again, perhaps with fewer --processes"
         ) from None
     finally:  # after a failure the other tasks must not go on writing
         for ref in running:

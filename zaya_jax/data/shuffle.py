@@ -1,7 +1,8 @@
 """Random order without memory: a keyed permutation of range(n), each element computed on its own.
 
-An eight-round Feistel network over the next even power of two, walked until the value falls below n. NumPy's own
-generators promise no fixed stream across versions, and a run that is resumed under another version must not reshuffle.
+An eight-round Feistel network over the next even power of two, walked until the value falls below
+n. NumPy's own generators promise no fixed stream across versions, and a run that is resumed under
+another version must not reshuffle.
 """
 
 import numpy as np
@@ -10,18 +11,24 @@ ROUNDS = 8  # with four, the permutations of a few dozen numbers are biased by u
 
 
 def permute(indices: np.ndarray, size: np.ndarray | int, keys: np.ndarray | int) -> np.ndarray:
-    """The places of `indices`, each below its `size`, in the permutation of range(size) that the key of each names."""
+    """The places of `indices`, each below its `size`, in the permutation of range(size) that the
+    key of each names."""
     out = np.array(indices, np.uint64)
     keys = np.broadcast_to(np.asarray(keys, np.uint64), out.shape)
     size = np.broadcast_to(np.asarray(size, np.uint64), out.shape)
-    bits = np.frexp(np.maximum(size.astype(np.int64) - 1, 1).astype(np.float64))[1]  # exact below 2^53
+    bits = np.frexp(np.maximum(size.astype(np.int64) - 1, 1).astype(np.float64))[
+        1
+    ]  # exact below 2^53
     half = ((bits + 1) // 2).astype(np.uint64)
     walking = np.ones(out.shape, bool)
     with np.errstate(over="ignore"):
-        # Once for all walks and under one errstate: mixing was two thirds of the time of reading rows of 4,096 tokens.
+        # Once for all walks and under one errstate: mixing was two thirds of the time of reading
+        # rows of 4,096 tokens.
         round_keys = [_mix(keys + np.uint64(i + 1)) for i in range(ROUNDS)]
         while walking.any():
-            out[walking] = _feistel(out[walking], [one[walking] for one in round_keys], half[walking])
+            out[walking] = _feistel(
+                out[walking], [one[walking] for one in round_keys], half[walking]
+            )
             walking &= out >= size
     return out.astype(np.int64)
 
@@ -50,7 +57,8 @@ def _feistel(values: np.ndarray, round_keys: list[np.ndarray], half: np.ndarray)
 
 
 def _mix(value):
-    """The finalising mix of the splitmix64 generator: every input bit moves about half of the output's.
+    """The finalising mix of the splitmix64 generator: every input bit moves about half of the
+    output's.
 
     The caller ignores overflow, since NumPy warns of it for single numbers.
     """

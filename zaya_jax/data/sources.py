@@ -1,7 +1,9 @@
-"""Reads text that needs no preparing: the interpreter's standard library, or a folder, file or glob of text files.
+"""Reads text that needs no preparing: the interpreter's standard library, or a folder, file or glob
+of text files.
 
-Everything here is deterministic: files come in the order of their relative paths, and a file is held out for evaluation
-by the hash of that path alone, so that adding a file never moves another one to the other side.
+Everything here is deterministic: files come in the order of their relative paths, and a file is
+held out for evaluation by the hash of that path alone, so that adding a file never moves another
+one to the other side.
 """
 
 import collections
@@ -24,8 +26,13 @@ from zaya_jax.data.tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
-LONGEST = 256 << 20  # bytes of a file that is one text: while it is encoded, a token takes some 100 bytes
-TOO_LONG = f"has more than {LONGEST >> 20} MiB, too many for one document; split it, or make a JSONL file of it"
+LONGEST = (
+    256 << 20
+)  # bytes of a file that is one text: while it is encoded, a token takes some 100 bytes
+TOO_LONG = (
+    f"has more than {LONGEST >> 20} MiB, too many for one document; split it, or make a JSONL file"
+    " of it"
+)
 NAMED = 3  # files left out that are named; the others are counted
 SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
 _log = logging.getLogger(__name__)
@@ -46,7 +53,8 @@ class Bundle:
 
 
 def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
-    """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the standard library."""
+    """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the
+    standard library."""
     found = find(path)
     if path == "stdlib":
         root = stdlib()
@@ -55,18 +63,23 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
     else:
         root = pathlib.Path(os.path.commonpath([file.parent for file in found]) if found else "")
     refuse_shards(
-        found, f"config.data.path={path!r}", "give its directory, or continue its preparation if that has not finished"
+        found,
+        f"config.data.path={path!r}",
+        "give its directory, or continue its preparation if that has not finished",
     )
     if not found:
-        raise UserError(f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a glob")
+        raise UserError(
+            f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a"
+            " glob"
+        )
     return sorted((p.relative_to(root).as_posix(), p) for p in found)
 
 
 def find(pattern: str) -> list[pathlib.Path]:
     """The files that a path, a directory, a glob or "stdlib" names, each once.
 
-    Links to files and folders are followed, and a file with several names counts once, under its own name rather than
-    a link's. Hidden names are left out, unless the pattern spells them.
+    Links to files and folders are followed, and a file with several names counts once, under its
+    own name rather than a link's. Hidden names are left out, unless the pattern spells them.
     """
     names: Iterator[pathlib.Path]
     if pattern == "stdlib":
@@ -80,7 +93,9 @@ def find(pattern: str) -> list[pathlib.Path]:
     else:
         names = _expand(pathlib.Path(), pathlib.Path(pattern).parts)
     # A dangling link must not vanish silently from the input: reading it will fail.
-    return once(path for path in names if path.is_file() or (path.is_symlink() and not path.exists()))
+    return once(
+        path for path in names if path.is_file() or (path.is_symlink() and not path.exists())
+    )
 
 
 def once(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
@@ -92,11 +107,14 @@ def once(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     def rank(path: pathlib.Path) -> tuple:
         return path.is_symlink(), os.path.realpath(path) != os.path.abspath(path), path
 
-    return sorted(min(several, key=rank) if len(several) > 1 else several[0] for several in names.values())
+    return sorted(
+        min(several, key=rank) if len(several) > 1 else several[0] for several in names.values()
+    )
 
 
 def _folders(root: pathlib.Path, skip: Collection[str] = ()) -> Iterator[pathlib.Path]:
-    """A folder and all below it, each once; those that links lead to come last, under the link's name."""
+    """A folder and all below it, each once; those that links lead to come last, under the link's
+    name."""
     seen: set[object] = set()
     waiting, linked = collections.deque([root]), collections.deque[pathlib.Path]()
     while waiting or linked:
@@ -113,9 +131,13 @@ def _folders(root: pathlib.Path, skip: Collection[str] = ()) -> Iterator[pathlib
 def _entries(folder: pathlib.Path, hidden: bool = False) -> list[pathlib.Path]:
     """The entries of a folder, sorted; UserError where it cannot be listed."""
     try:
-        return sorted(folder / name for name in os.listdir(folder) if hidden or not name.startswith("."))
+        return sorted(
+            folder / name for name in os.listdir(folder) if hidden or not name.startswith(".")
+        )
     except OSError as error:
-        raise UserError(f"cannot list {folder}: {error.strerror}; make it readable, or move it away") from None
+        raise UserError(
+            f"cannot list {folder}: {error.strerror}; make it readable, or move it away"
+        ) from None
 
 
 def _expand(place: pathlib.Path, parts: Sequence[str]) -> Iterator[pathlib.Path]:
@@ -148,7 +170,9 @@ def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> Non
     """UserError where files that are to be read as text are a preparation's shards."""
     for path in files:
         if SHARD.match(path.name):
-            raise UserError(f"{what} holds {path}, a shard of prepared tokens and no text; {way_out}")
+            raise UserError(
+                f"{what} holds {path}, a shard of prepared tokens and no text; {way_out}"
+            )
 
 
 def stdlib() -> pathlib.Path:
@@ -193,14 +217,16 @@ def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
 
 
 def files_for_memory(path: str) -> Iterator[tuple[str, pathlib.Path]]:
-    """The files of `list_files`, one after another; UserError where they are too large to be read at every start."""
+    """The files of `list_files`, one after another; UserError where they are too large to be read
+    at every start."""
     total = 0
     for name, file in list_files(path):
         total += _stat(file)[2]
         if total > IN_MEMORY_LIMIT:
             raise UserError(
-                f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB, too much to tokenise at every "
-                "start; prepare it once with python -m experiments.prepare_data and give that directory"
+                f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB, too much to"
+                " tokenise at every start; prepare it once with python -m experiments.prepare_data"
+                " and give that directory"
             )
         yield name, file
 
@@ -220,19 +246,27 @@ def named_texts(path: str) -> list[tuple[str, str]]:
         if text.strip():
             documents.append((name, text))
     if not documents:
-        raise UserError(f"config.data.path={path!r} has files, but none with UTF-8 text; give a corpus with text in it")
+        raise UserError(
+            f"config.data.path={path!r} has files, but none with UTF-8 text; give a corpus with"
+            " text in it"
+        )
     if unreadable and path != "stdlib":  # its few files of other encodings are Python's tests
         _log.warning(
             "%s: left out %d files that are not UTF-8 text, such as %s",
-            path, len(unreadable), ", ".join(map(ascii, unreadable[:NAMED])),
-        )  # fmt: skip
+            path,
+            len(unreadable),
+            ", ".join(map(ascii, unreadable[:NAMED])),
+        )
     records = [name for name, _ in documents if name.lower().endswith((".jsonl", ".ndjson"))]
     if records:
         _log.warning(
-            "%s: %d of %d files are JSONL, taken as they stand with their braces and quotes (such as %s); prepare_data "
-            "takes the text of their records, and data.chats their chats",
-            path, len(records), len(documents), ascii(records[0])[1:-1],
-        )  # fmt: skip
+            "%s: %d of %d files are JSONL, taken as they stand with their braces and quotes (such"
+            " as %s); prepare_data takes the text of their records, and data.chats their chats",
+            path,
+            len(records),
+            len(documents),
+            ascii(records[0])[1:-1],
+        )
     return documents
 
 
@@ -249,12 +283,16 @@ def concatenate(
 
 
 def with_targets(
-    tokens: np.ndarray, starts: np.ndarray, learn: np.ndarray | None = None, after: tuple[int, bool] | None = None
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    learn: np.ndarray | None = None,
+    after: tuple[int, bool] | None = None,
 ) -> Bundle:
     """The bundle of tokens: each one's target is the next, unless a document starts there.
 
-    `learn[i]` says whether token i is to be predicted (all of them by default); `after` is the token that follows
-    the last one, and whether it is to be predicted, where the document goes on in another bundle.
+    `learn[i]` says whether token i is to be predicted (all of them by default); `after` is the
+    token that follows the last one, and whether it is to be predicted, where the document goes on
+    in another bundle.
     """
     both = np.zeros(len(tokens) + 1, tokens.dtype)  # tokens and targets are two views of it
     both[:-1] = tokens
@@ -266,4 +304,7 @@ def with_targets(
 
 
 def _hash_share(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
+    return (
+        int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+        / 2**64
+    )

@@ -1,8 +1,10 @@
-"""Prepared shards wherever they lie: one store over local files and anything that fsspec reaches (s3://, gs://, ...).
+"""Prepared shards wherever they lie: one store over local files and anything that fsspec reaches
+(s3://, gs://, ...).
 
-A start reads the manifest and the table of shards, some fifty bytes per shard; a shard's own tables are read when they
-are needed. A failed read is retried with a growing pause and counted. Only bytes prove damage: a record that differs
-from the one written is named, and then either ends the run or becomes padding, as the caller chose.
+A start reads the manifest and the table of shards, some fifty bytes per shard; a shard's own tables
+are read when they are needed. A failed read is retried with a growing pause and counted. Only bytes
+prove damage: a record that differs from the one written is named, and then either ends the run or
+becomes padding, as the caller chose.
 """
 
 import collections
@@ -55,7 +57,8 @@ class Counters:
 
 
 class Lru[K, V]:
-    """A thread-safe cache that forgets the value used longest ago once the sum of all sizes is above `limit`.
+    """A thread-safe cache that forgets the value used longest ago once the sum of all sizes is
+    above `limit`.
 
     Pickled, it is empty.
     """
@@ -105,10 +108,15 @@ def read_ranges(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
 
 
 class Prepared:
-    """One split of a prepared directory as a tape of tokens, with retries, checksums and a bounded cache."""
+    """One split of a prepared directory as a tape of tokens, with retries, checksums and a bounded
+    cache."""
 
     def __init__(
-        self, directory: str, split: str = "train", on_corrupt: str = "stop", cache_bytes: int = CACHE_BYTES
+        self,
+        directory: str,
+        split: str = "train",
+        on_corrupt: str = "stop",
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.name, self.split, self.on_corrupt = directory, split, on_corrupt
         self.manifest = load_manifest(directory)
@@ -133,9 +141,10 @@ class Prepared:
         made, copied = self.manifest["tokenizer"], "" if is_local(self.name) else "a copy of "
         if made["sha256"] != tokenizer.sha256:
             raise UserError(
-                f"{self.name} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than "
-                f"{given} ({tokenizer.kind}, {tokenizer.vocab_size} ids); give {copied}{join(self.name, 'tokenizer')} "
-                "instead, or prepare the text again"
+                f"{self.name} was prepared with another tokenizer ({made['kind']},"
+                f" {made['vocab_size']} ids) than {given} ({tokenizer.kind}, {tokenizer.vocab_size}"
+                f" ids); give {copied}{join(self.name, 'tokenizer')} instead, or prepare the text"
+                " again"
             )
 
     @property
@@ -150,7 +159,9 @@ class Prepared:
 
     def file(self, shard: int) -> str:
         """A shard's file name."""
-        return tokens_lib.shard_name(int(self.shards["split"][shard]), int(self.shards["task"][shard]))
+        return tokens_lib.shard_name(
+            int(self.shards["split"][shard]), int(self.shards["task"][shard])
+        )
 
     def lengths(self, shard: int) -> np.ndarray:
         """The tokens of each document of a shard."""
@@ -158,14 +169,19 @@ class Prepared:
         if found is None:
             entry = self.shards[shard]
             try:
-                found = self._table(shard, tokens_lib.LENGTHS, int(entry["lengths_at"]), int(entry["documents"]))
+                found = self._table(
+                    shard, tokens_lib.LENGTHS, int(entry["lengths_at"]), int(entry["documents"])
+                )
             except CorruptRecord as error:
-                raise StorageError(f"{self.name}: {error}; packing cannot do without it: restore the shard") from None
+                raise StorageError(
+                    f"{self.name}: {error}; packing cannot do without it: restore the shard"
+                ) from None
             self._lengths.put(shard, found, len(found))
         return found
 
     def parts(self, spans: Sequence[Span]) -> list[list[Piece]]:
-        """For each (start, stop) of the tape: the pieces of bundles that it is, one after another."""
+        """For each (start, stop) of the tape: the pieces of bundles that it is, one after
+        another."""
         wanted = [list(self._bundles_of(*span)) for span in spans]
         bundles = self._read([key for pieces in wanted for key, _, _ in pieces])
         return [[(bundles[key], start, stop) for key, start, stop in pieces] for pieces in wanted]
@@ -185,7 +201,9 @@ class Prepared:
 
     def _size(self, shard: int, bundle: int) -> int:
         """Tokens of a bundle."""
-        return min(self.bundle_tokens, int(self.shards["tokens"][shard]) - bundle * self.bundle_tokens)
+        return min(
+            self.bundle_tokens, int(self.shards["tokens"][shard]) - bundle * self.bundle_tokens
+        )
 
     def _read(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Bundle]:
         """Bundles from the cache or from storage (many shards at once)."""
@@ -199,7 +217,9 @@ class Prepared:
         for part in _readers.map(lambda item: self._read_shard(*item), by_shard.items()):
             out.update(part)
             for key, bundle in part.items():
-                size = bundle.tokens.nbytes + bundle.starts.nbytes + bundle.learn.nbytes  # targets share tokens' memory
+                size = (
+                    bundle.tokens.nbytes + bundle.starts.nbytes + bundle.learn.nbytes
+                )  # targets share tokens' memory
                 self.cache.put(key, bundle, size)
         return out
 
@@ -230,7 +250,8 @@ class Prepared:
         }
 
     def _places_of(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where each bundle of a shard begins in its file, and the last one ends; and the checksum of each."""
+        """Where each bundle of a shard begins in its file, and the last one ends; and the checksum
+        of each."""
         found = self._places.get(shard)
         if found is None:
             entry = self.shards[shard]
@@ -252,8 +273,8 @@ class Prepared:
             self.counters.corrupt.add(f"{self.fingerprint} {shard} {bundle}")
         if self.on_corrupt != "skip":
             raise StorageError(
-                f"{error} ({self.name}); restore the shard (--verify of prepare_data checks all), or set "
-                "data.on_corrupt to 'skip'"
+                f"{error} ({self.name}); restore the shard (--verify of prepare_data checks all),"
+                " or set data.on_corrupt to 'skip'"
             )
         count = self._size(shard, bundle)
         _log.warning("%s: %s; its %d tokens become padding", self.name, error, count)
@@ -267,11 +288,14 @@ class Prepared:
                 self.counters.retries += 1
 
         url = join(self.name, self.file(shard))
-        return retried(lambda: read_ranges(url, ranges), f"shard {self.file(shard)} of {self.name}", count)
+        return retried(
+            lambda: read_ranges(url, ranges), f"shard {self.file(shard)} of {self.name}", count
+        )
 
 
 def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lambda: None) -> T:
-    """The result of `read`, tried again, and counted by `count`, where it fails; StorageError at the end."""
+    """The result of `read`, tried again, and counted by `count`, where it fails; StorageError at
+    the end."""
     pause = FIRST_PAUSE
     for attempt in range(2, ATTEMPTS + 2):
         try:
@@ -284,7 +308,9 @@ def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lam
             if attempt > ATTEMPTS or final:
                 raise StorageError(f"cannot read {what}: {why}") from None
             count()
-            _log.warning("reading %s failed (%s); attempt %d follows in %.2f s", what, why, attempt, pause)
+            _log.warning(
+                "reading %s failed (%s); attempt %d follows in %.2f s", what, why, attempt, pause
+            )
             time.sleep(pause)
             pause = min(2 * pause, GREATEST_PAUSE)
     raise AssertionError
@@ -301,7 +327,8 @@ def join(directory: str, name: str) -> str:
 
 
 def is_prepared(directory: str) -> bool:
-    """Whether an address is a directory that prepare_data wrote; UserError where it is one left unfinished."""
+    """Whether an address is a directory that prepare_data wrote; UserError where it is one left
+    unfinished."""
     if not is_local(directory):
         return True  # text corpora are local
     path = pathlib.Path(directory)
@@ -309,27 +336,36 @@ def is_prepared(directory: str) -> bool:
         return True
     if (path / ".work").is_dir():
         raise UserError(
-            f"{directory} is a preparation that has not finished; run the same prepare_data command again, it continues"
+            f"{directory} is a preparation that has not finished; run the same prepare_data command"
+            " again, it continues"
         )
     return False
 
 
 def load_manifest(directory: str) -> dict[str, Any]:
     """The manifest of a prepared directory."""
-    return tokens_lib.check_manifest(_fetch(directory, tokens_lib.MANIFEST), join(directory, tokens_lib.MANIFEST))
+    return tokens_lib.check_manifest(
+        _fetch(directory, tokens_lib.MANIFEST), join(directory, tokens_lib.MANIFEST)
+    )
 
 
 def load_shards(directory: str, manifest: dict[str, Any]) -> np.ndarray:
     """One entry per shard, checked against the manifest."""
     content = _fetch(directory, tokens_lib.SHARDS)
     if google_crc32c.value(content) != manifest["shards_crc32c"]:
-        raise StorageError(f"{join(directory, tokens_lib.SHARDS)} is damaged: its CRC32C differs from the manifest's")
+        raise StorageError(
+            f"{join(directory, tokens_lib.SHARDS)} is damaged: its CRC32C differs from the"
+            " manifest's"
+        )
     return np.frombuffer(content, tokens_lib.SHARD_TYPE)
 
 
 def verify(directory: str) -> list[str]:
-    """Every difference between a prepared directory and its manifest: files, sizes, and each record's checksum."""
-    _fetch(directory, tokens_lib.MANIFEST)  # a place that does not answer is an error, no difference
+    """Every difference between a prepared directory and its manifest: files, sizes, and each
+    record's checksum."""
+    _fetch(
+        directory, tokens_lib.MANIFEST
+    )  # a place that does not answer is an error, no difference
     try:
         stores = [Prepared(directory, split, cache_bytes=0) for split in tokens_lib.SPLITS]
     except (StorageError, UserError) as error:
@@ -339,11 +375,21 @@ def verify(directory: str) -> list[str]:
     # Preparations before 25 November 2026 listed their input files in sources.jsonl.
     known |= {tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.TOKENIZER, "sources.jsonl"}
     files, root = fsspec.core.url_to_fs(directory)
-    sizes = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"] for entry in files.ls(root, detail=True)}
-    problems += [f"{name} does not belong to the prepared directory" for name in sorted(sizes.keys() - known)]
-    if is_local(directory):  # elsewhere a run reads its tokenizer from a local copy, and compares that
+    sizes = {
+        entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"]
+        for entry in files.ls(root, detail=True)
+    }
+    problems += [
+        f"{name} does not belong to the prepared directory" for name in sorted(sizes.keys() - known)
+    ]
+    if is_local(
+        directory
+    ):  # elsewhere a run reads its tokenizer from a local copy, and compares that
         try:
-            if tokenizers.load(join(directory, tokens_lib.TOKENIZER)).sha256 != manifest["tokenizer"]["sha256"]:
+            if (
+                tokenizers.load(join(directory, tokens_lib.TOKENIZER)).sha256
+                != manifest["tokenizer"]["sha256"]
+            ):
                 problems.append(f"{tokens_lib.TOKENIZER} is not the manifest's")
         except (UserError, OSError, ValueError) as error:
             problems.append(f"{tokens_lib.TOKENIZER} cannot be read: {error}")
@@ -354,11 +400,14 @@ def verify(directory: str) -> list[str]:
 
 
 def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[str]:
-    """The records follow one another without a gap, so that their checksums and the size say all of the file."""
+    """The records follow one another without a gap, so that their checksums and the size say all of
+    the file."""
     size, name = int(store.shards["bytes"][number]), store.file(number)
     if name not in sizes:
         return [f"shard {name} is missing"]
-    problems = [] if sizes[name] == size else [f"shard {name} has {sizes[name]} bytes instead of {size}"]
+    problems = (
+        [] if sizes[name] == size else [f"shard {name} has {sizes[name]} bytes instead of {size}"]
+    )
     begin, end = store.first_token[number : number + 2].tolist()
     reads: list[Callable[[], object]] = [
         functools.partial(store.parts, [(start, min(start + store.bundle_tokens, end))])
@@ -382,7 +431,9 @@ def _fetch(directory: str, name: str) -> bytes:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             if name != tokens_lib.MANIFEST:
-                raise StorageError(f"{directory} has no {name}, which its manifest names; restore it") from None
+                raise StorageError(
+                    f"{directory} has no {name}, which its manifest names; restore it"
+                ) from None
             raise UserError(f"{directory} is not a prepared directory: it has no {name}") from None
         except ImportError as error:
             raise UserError(f"{url} needs another package: {error}") from None

@@ -1,4 +1,5 @@
-"""Opens the data behind a path of the config, once per program, as a training and a held-out store."""
+"""Opens the data behind a path of the config, once per program, as a training and a held-out
+store."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,9 @@ from zaya_jax.data.sources import Bundle
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import SPLITS
 
-_tokenised: dict[tuple, tuple[tuple, object]] = {}  # {arguments: (the files that it was made of, the store)}
+_tokenised: dict[
+    tuple, tuple[tuple, object]
+] = {}  # {arguments: (the files that it was made of, the store)}
 
 
 class Memory:
@@ -47,7 +50,8 @@ def notes_on(stores: Iterable[TokenStore]) -> list[str]:
 
 
 def tokenised[T](paths: Sequence[str], what: tuple, make: Callable[[], T]) -> T:
-    """The result of `make` for the text of some paths, made once per program as long as their files do not change."""
+    """The result of `make` for the text of some paths, made once per program as long as their files
+    do not change."""
     key, files = (*paths, *what), tuple(sources.stamp(path) for path in paths)
     if key not in _tokenised or _tokenised[key][0] != files:
         _tokenised[key] = files, make()
@@ -55,7 +59,8 @@ def tokenised[T](paths: Sequence[str], what: tuple, make: Callable[[], T]) -> T:
 
 
 def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
-    """(training, held-out) stores of a path; a text corpus is tokenised once a program, and so are chats."""
+    """(training, held-out) stores of a path; a text corpus is tokenised once a program, and so are
+    chats."""
     data = config.data
     if data.chats:
         chat_template.require_marks(tokenizer, f"config.data.tokenizer={data.tokenizer!r}")
@@ -70,7 +75,9 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
     try:
         if data.chats:
             return _chats(config, path, tokenizer)
-        return tokenised([path], (tokenizer.sha256,), lambda: _sides(path, *sources.text_corpus(path, tokenizer)))
+        return tokenised(
+            [path], (tokenizer.sha256,), lambda: _sides(path, *sources.text_corpus(path, tokenizer))
+        )
     except UserError as error:
         named = "config.data.path" if path == config.data.path else "a mixture's source"
         raise UserError(str(error).replace("config.data.path", named)) from None
@@ -79,7 +86,11 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
 def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Memory]:
     """A chat is held out by the hash of its content, the same in all sources of the run."""
     context = config.data.seq_len
-    paths = [one for one in mix.plan_sources(config)[0] if one == "stdlib" or not storage.is_prepared(one)]
+    paths = [
+        one
+        for one in mix.plan_sources(config)[0]
+        if one == "stdlib" or not storage.is_prepared(one)
+    ]
 
     def make() -> dict[str, tuple[Memory, Memory]]:
         found = {one: chats.read_chats(one, tokenizer, context) for one in paths}
@@ -90,7 +101,8 @@ def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Mem
 
 
 def _sides(path: str, train: Bundle, held_out: Bundle, note: str = "") -> tuple[Memory, Memory]:
-    """The stores of both sides, each with a fingerprint over both: held-out data belong to the run, too."""
+    """The stores of both sides, each with a fingerprint over both: held-out data belong to the run,
+    too."""
     held = hashlib.sha256()
     for side in (train, held_out):
         held.update(len(side).to_bytes(8, "little"))
@@ -112,7 +124,10 @@ def local_rows(batch: int, process: tuple[int, int]) -> range:
     """The rows of a global batch that belong to process (index, count)."""
     index, count = process
     if batch % count:
-        raise UserError(f"a global batch of {batch} sequences does not divide among {count} processes; give a multiple")
+        raise UserError(
+            f"a global batch of {batch} sequences does not divide among {count} processes; give a"
+            " multiple"
+        )
     share = batch // count
     return range(index * share, (index + 1) * share)
 

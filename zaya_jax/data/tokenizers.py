@@ -1,7 +1,8 @@
-"""Tokenizers: text to ids and back, independent of any framework, stored in a workdir as plain files.
+"""Tokenizers: text to ids and back, independent of any framework, stored in a workdir as plain
+files.
 
-`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. All tokenizers share one
-interface, so no other module asks for their kind.
+`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. All
+tokenizers share one interface, so no other module asks for their kind.
 """
 
 import abc
@@ -22,16 +23,30 @@ from zaya_jax.config import Config, UserError, files, first_line
 
 META_FILE = "zaya_tokenizer.json"
 FILE = "tokenizer.json"
-EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+EXTRA_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
-# The roles a special token plays in chats, and the names under which vocabularies have it, ours first.
+# The roles a special token plays in chats, and the names under which vocabularies have it, ours
+# first.
 CHAT_TOKENS = {
     "turn": ("<|turn|>", "<start_of_turn>", "<|im_start|>", "<|start_header_id|>"),
     "end_turn": ("<|end_turn|>", "<end_of_turn>", "<|im_end|>", "<|eot_id|>"),
     "think": ("<think>", "<|think|>", "<|start_thinking|>"),
     "end_think": ("</think>", "<|end_think|>", "<|end_thinking|>"),
 }
-BOS_NAMES = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[CLS]", "<|endoftext|>")
+BOS_NAMES = (
+    "<|bos|>",
+    "<bos>",
+    "<s>",
+    "<|begin_of_text|>",
+    "<|startoftext|>",
+    "[CLS]",
+    "<|endoftext|>",
+)
 EOS_NAMES = ("<|eos|>", "<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[SEP]")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 
@@ -43,13 +58,14 @@ class NotUnicode(UserError):
 
 
 def utf8(text: str) -> bytes:
-    """A text's bytes; NotUnicode where it holds half of a surrogate pair, as JSON's \\u escapes can."""
+    """A text's bytes; NotUnicode where it holds half of a surrogate pair, as JSON's \\u escapes
+    can."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise NotUnicode(
-            f"the text is not Unicode: character {error.start + 1:,} is U+{ord(text[error.start]):04X}, half of a "
-            "surrogate pair"
+            f"the text is not Unicode: character {error.start + 1:,} is"
+            f" U+{ord(text[error.start]):04X}, half of a surrogate pair"
         ) from None
 
 
@@ -64,7 +80,9 @@ class Tokenizer(abc.ABC):
     sha256: str  # of everything that decides which ids a text becomes
     adds_bos = False  # of itself, before each text that it encodes for transformers
     _tokenizer: Any  # the tokenizers library's
-    extra_files: Mapping[str, bytes] = types.MappingProxyType({})  # EXTRA_FILES, which other programs read
+    extra_files: Mapping[str, bytes] = types.MappingProxyType(
+        {}
+    )  # EXTRA_FILES, which other programs read
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -72,7 +90,8 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens give nothing, broken UTF-8 gives replacement characters."""
+        """The text of ids; special tokens give nothing, broken UTF-8 gives replacement
+        characters."""
 
     def _ids(self, text: str) -> Sequence[int] | np.ndarray:
         """The same, in the form that is copied fastest."""
@@ -91,7 +110,8 @@ class Tokenizer(abc.ABC):
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def chat_token(self, role: str) -> list[int]:
-        """The ids that mark `role` (see CHAT_TOKENS): one special id, or its name spelt out where there is none."""
+        """The ids that mark `role` (see CHAT_TOKENS): one special id, or its name spelt out where
+        there is none."""
         found = self._id(self.chat_mark(role))
         return self.encode(CHAT_TOKENS[role][0]) if found is None else [found]
 
@@ -109,7 +129,8 @@ class Tokenizer(abc.ABC):
         return self._marked.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def spelt(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """(ids, their places) of a text in which the names of special ids stand for these, as a template writes it."""
+        """(ids, their places) of a text in which the names of special ids stand for these, as a
+        template writes it."""
         found = self._marked.encode(utf8(text).decode(), add_special_tokens=False)
         return found.ids, found.offsets
 
@@ -129,8 +150,14 @@ class Tokenizer(abc.ABC):
     @property
     def pads_alone(self) -> bool:
         """Whether the padding id stands for nothing else: no text or chat ever has it."""
-        others = {self.bos_id, self.eos_id, *(self._id(name) for names in CHAT_TOKENS.values() for name in names)}
-        added = self._tokenizer.get_added_tokens_decoder().get(self.pad_id)  # no text is encoded with special ones
+        others = {
+            self.bos_id,
+            self.eos_id,
+            *(self._id(name) for names in CHAT_TOKENS.values() for name in names),
+        }
+        added = self._tokenizer.get_added_tokens_decoder().get(
+            self.pad_id
+        )  # no text is encoded with special ones
         return self.pad_id not in others and added is not None and added.special
 
     def save(self, directory: str | pathlib.Path) -> None:
@@ -140,9 +167,13 @@ class Tokenizer(abc.ABC):
         for name, content in {**self.extra_files, **self._files()}.items():
             (directory / name).write_bytes(content)
         meta = {
-            "kind": self.kind, "vocab_size": self.vocab_size, "bos_id": self.bos_id, "eos_id": self.eos_id,
-            "pad_id": self.pad_id, "sha256": self.sha256,
-        }  # fmt: skip
+            "kind": self.kind,
+            "vocab_size": self.vocab_size,
+            "bos_id": self.bos_id,
+            "eos_id": self.eos_id,
+            "pad_id": self.pad_id,
+            "sha256": self.sha256,
+        }
         (directory / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")
 
     def _files(self) -> dict[str, bytes]:
@@ -163,7 +194,12 @@ class Bytes(Tokenizer):
     kind = "bytes"
     vocab_size, bos_id, eos_id, pad_id = 264, 256, 257, 258
     _ends: ClassVar = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}  # no text has these names
-    _specials: ClassVar = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}  # 263 is free
+    _specials: ClassVar = {
+        "<|turn|>": 259,
+        "<|end_turn|>": 260,
+        "<think>": 261,
+        "</think>": 262,
+    }  # 263 is free
 
     def __init__(self) -> None:
         self.sha256 = self._hash(json.dumps(self._specials).encode())
@@ -188,14 +224,20 @@ class Bytes(Tokenizer):
 
         shown = [byte for byte in range(256) if chr(byte).isprintable() and not chr(byte).isspace()]
         shown = [byte for byte in shown if byte != 0xAD]
-        hidden = [byte for byte in range(256) if byte not in shown]  # GPT-2's way: these as U+0100 and on
-        spelt = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+        hidden = [
+            byte for byte in range(256) if byte not in shown
+        ]  # GPT-2's way: these as U+0100 and on
+        spelt = {byte: chr(byte) for byte in shown} | {
+            byte: chr(256 + i) for i, byte in enumerate(hidden)
+        }
         vocabulary = {spelt[byte]: byte for byte in range(256)}
         names = self._ends | self._specials | {"<|unused|>": 263}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary | names, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
+        tokenizer.add_special_tokens(
+            [tokenizers.AddedToken(name, special=True, normalized=False) for name in names]
+        )
         return tokenizer
 
 
@@ -210,7 +252,9 @@ class HuggingFace(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"tokenizer {where} is not a Hugging Face tokenizer.json: {first_line(error)}") from None
+            raise UserError(
+                f"tokenizer {where} is not a Hugging Face tokenizer.json: {first_line(error)}"
+            ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
@@ -222,10 +266,14 @@ class HuggingFace(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         try:
-            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without places
+            (found,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=False
+            )  # without places
         except Exception as error:  # the library raises bare Exceptions
             utf8(text)
-            raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {first_line(error)}") from None
+            raise UserError(
+                f"the tokenizer cannot encode {text[:40]!r}: {first_line(error)}"
+            ) from None
         return found.ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -244,7 +292,9 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         return Bytes()
     path = pathlib.Path(spec)
     if not path.exists():
-        raise UserError(f"tokenizer {spec} does not exist; give bytes, a tokenizer.json or a directory")
+        raise UserError(
+            f"tokenizer {spec} does not exist; give bytes, a tokenizer.json or a directory"
+        )
     directory, path = (path, path / FILE) if path.is_dir() else (path.parent, path)
     described = path.name == FILE and (directory / META_FILE).exists()
     meta = _read_json(directory / META_FILE) if described else {}
@@ -252,50 +302,76 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         return Bytes()
     if path.suffix == ".model" or not path.exists():
         raise UserError(
-            f"{directory} holds no {META_FILE} or {FILE}; of a SentencePiece model transformers writes the latter: "
-            f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(FOLDER)"
+            f"{directory} holds no {META_FILE} or {FILE}; of a SentencePiece model transformers"
+            " writes the latter:"
+            f" AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(FOLDER)"
         )
-    ids = {key: meta[key] for key in MODEL_IDS.values() if key in meta} or _config_ids(directory, path)
+    ids = {key: meta[key] for key in MODEL_IDS.values() if key in meta} or _config_ids(
+        directory, path
+    )
     tokenizer = HuggingFace(path.read_bytes(), ids, str(path))
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
-        raise UserError(f"{path} is not the file that {META_FILE} next to it describes (SHA-256 differs); restore it")
+        raise UserError(
+            f"{path} is not the file that {META_FILE} next to it describes (SHA-256 differs);"
+            " restore it"
+        )
     if path.name == FILE:
         extra = {name: directory / name for name in EXTRA_FILES}
-        tokenizer.extra_files = {name: file.read_bytes() for name, file in extra.items() if file.is_file()}
+        tokenizer.extra_files = {
+            name: file.read_bytes() for name, file in extra.items() if file.is_file()
+        }
     return tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
-    """A byte-level BPE of exactly `vocab_size` ids, specials first, trained on `texts`: it encodes any text."""
+    """A byte-level BPE of exactly `vocab_size` ids, specials first, trained on `texts`: it encodes
+    any text."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    specials = [BOS_NAMES[0], EOS_NAMES[0], PAD_NAMES[0], *(names[0] for names in CHAT_TOKENS.values())]
+    specials = [
+        BOS_NAMES[0],
+        EOS_NAMES[0],
+        PAD_NAMES[0],
+        *(names[0] for names in CHAT_TOKENS.values()),
+    ]
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(texts, trainer)
     if (made := tokenizer.get_vocab_size()) != vocab_size:
-        advice = "give more text or a smaller vocabulary" if made < vocab_size else "bytes and specials need as many"
-        raise UserError(f"the input gives a BPE of {made} ids, {vocab_size} were asked for; {advice}")
+        advice = (
+            "give more text or a smaller vocabulary"
+            if made < vocab_size
+            else "bytes and specials need as many"
+        )
+        raise UserError(
+            f"the input gives a BPE of {made} ids, {vocab_size} were asked for; {advice}"
+        )
     return HuggingFace(tokenizer.to_str().encode("utf-8"), {}, "trained here")
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """The documents of texts, encoded by all cores."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # the tokenizers library runs in parallel
+    with concurrent.futures.ThreadPoolExecutor(
+        os.cpu_count()
+    ) as pool:  # the tokenizers library runs in parallel
         return list(pool.map(tokenizer.document, texts))
 
 
 def with_model_ids(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config with the tokenizer's ids where it leaves them open (None); UserError where it has other ids.
+    """The config with the tokenizer's ids where it leaves them open (None); UserError where it has
+    other ids.
 
-    The model never learns the embedding row of its padding id (`zaya.Embedding`). So where the tokenizer pads with a
-    token that has another use too (the end of documents or of a turn, a character), the model has no padding id.
+    The model never learns the embedding row of its padding id (`zaya.Embedding`). So where the
+    tokenizer pads with a token that has another use too (the end of documents or of a turn, a
+    character), the model has no padding id.
     """
     ids: dict[str, Any] = {ours: getattr(tokenizer, theirs) for ours, theirs in MODEL_IDS.items()}
     if not tokenizer.pads_alone:
@@ -303,15 +379,21 @@ def with_model_ids(config: Config, tokenizer: Tokenizer) -> Config:
     for key, has in ids.items():
         given = getattr(config.model, key)
         if given not in (None, has):
-            own = f"has {has}; give that, or" if has is not None else "has no token of its own for it;"
+            own = (
+                f"has {has}; give that, or"
+                if has is not None
+                else "has no token of its own for it;"
+            )
             raise UserError(
-                f"config.model.{key}={given}, but tokenizer {config.data.tokenizer} {own} leave the key at its default "
-                "None, which takes the tokenizer's"
+                f"config.model.{key}={given}, but tokenizer {config.data.tokenizer} {own} leave the"
+                " key at its default None, which takes the tokenizer's"
             )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **ids))
 
 
-def _special_ids(lookup, given: dict[str, int], where: str, vocab_size: int) -> tuple[int, int, int]:
+def _special_ids(
+    lookup, given: dict[str, int], where: str, vocab_size: int
+) -> tuple[int, int, int]:
     def find(key: str, names: Sequence[str]) -> int | None:
         if key in given:
             return given[key]
@@ -331,20 +413,23 @@ def _special_ids(lookup, given: dict[str, int], where: str, vocab_size: int) -> 
     for key, value in found.items():
         if type(value) is not int or not 0 <= value < vocab_size:
             raise UserError(
-                f"tokenizer {where} has ids below {vocab_size:,}, but {key}={value!r} in {META_FILE} or config.json "
-                f"next to it; write the right one into {META_FILE}"
+                f"tokenizer {where} has ids below {vocab_size:,}, but {key}={value!r} in"
+                f" {META_FILE} or config.json next to it; write the right one into {META_FILE}"
             )
     return found["bos_id"], found["eos_id"], found["pad_id"]
 
 
 def _config_ids(directory: pathlib.Path, path: pathlib.Path) -> dict[str, int]:
-    """The ids that transformers' config.json next to a tokenizer file gives to begin, end and padding."""
+    """The ids that transformers' config.json next to a tokenizer file gives to begin, end and
+    padding."""
     config = directory / "config.json"
     if path.name != FILE or not config.exists():
         return {}
     content = _read_json(config)
     held: dict[str, Any] = {ours: content.get(theirs) for theirs, ours in MODEL_IDS.items()}
-    held |= {key: value[0] for key, value in held.items() if isinstance(value, list) and value}  # Gemma's ends
+    held |= {
+        key: value[0] for key, value in held.items() if isinstance(value, list) and value
+    }  # Gemma's ends
     return {
         key: value for key, value in held.items() if isinstance(value, int) and value >= 0
     }  # some write -1 for none

@@ -1,12 +1,14 @@
-"""The format of prepared token shards: a shard's writer and decoder, a directory's manifest and table of shards.
+"""The format of prepared token shards: a shard's writer and decoder, a directory's manifest and
+table of shards.
 
-The shards of a split, one after another, are its *tape*: whole documents, each between a begin and an end token. A
-shard's file is a row of *bundles* of one size (64 KiB of tokens, the last one shorter), so that a token's place on the
-tape says which bundle holds it, and one read brings it. A bundle has the places where documents begin, the loss mask if
-there is one, the token that follows, and a checksum over all of it and over where it belongs: corpus, shard and number.
-Behind the bundles lie two more records: where each bundle begins with its checksum, and the length of each document,
-for packing. Their checksums are in shards.bin, whose own is in the manifest: so a bundle is the one that was written,
-not only one that agrees with itself.
+The shards of a split, one after another, are its *tape*: whole documents, each between a begin and
+an end token. A shard's file is a row of *bundles* of one size (64 KiB of tokens, the last one
+shorter), so that a token's place on the tape says which bundle holds it, and one read brings it. A
+bundle has the places where documents begin, the loss mask if there is one, the token that follows,
+and a checksum over all of it and over where it belongs: corpus, shard and number. Behind the
+bundles lie two more records: where each bundle begins with its checksum, and the length of each
+document, for packing. Their checksums are in shards.bin, whose own is in the manifest: so a bundle
+is the one that was written, not only one that agrees with itself.
 
     manifest.json   written last: without it there is no dataset      shards.bin      one entry per shard
     train-00000.tokens, held_out-00000.tokens, ...
@@ -37,20 +39,31 @@ PAGE_BYTES = 4096
 
 SHARD_TYPE = np.dtype(
     [
-        ("task", "<u4"), ("split", "<u4"), ("bundles", "<u4"), ("crc32c", "<u4"), ("bytes", "<u8"),
-        ("tokens", "<u8"), ("documents", "<u8"), ("pages", "<u8"), ("places_at", "<u8"), ("lengths_at", "<u8"),
-        ("places_crc32c", "<u4"), ("lengths_crc32c", "<u4"),
+        ("task", "<u4"),
+        ("split", "<u4"),
+        ("bundles", "<u4"),
+        ("crc32c", "<u4"),
+        ("bytes", "<u8"),
+        ("tokens", "<u8"),
+        ("documents", "<u8"),
+        ("pages", "<u8"),
+        ("places_at", "<u8"),
+        ("lengths_at", "<u8"),
+        ("places_crc32c", "<u4"),
+        ("lengths_crc32c", "<u4"),
     ]
-)  # fmt: skip
+)
 
-# magic, crc32c of the rest, corpus, shard, number, tokens (or entries), starts, token after, bytes per token, flags
+# magic, crc32c of the rest, corpus, shard, number, tokens (or entries), starts, token after, bytes
+# per token, flags
 _HEADER = struct.Struct("<4sIQIIIIqHH")
 BUNDLE, PLACES, LENGTHS = b"ZJB2", b"ZJP2", b"ZJL2"
 _HAS_MASK, _LEARN_AFTER = 1, 2
 
 
 class Place(NamedTuple):
-    """Where a record belongs; part of what its checksum covers, so that none can stand in for another."""
+    """Where a record belongs; part of what its checksum covers, so that none can stand in for
+    another."""
 
     corpus: int  # `corpus_id` of the preparation
     shard: int  # `shard_id`
@@ -66,7 +79,8 @@ class CorruptRecord(Exception):
 
 @dataclasses.dataclass
 class Document:
-    """Tokens of one document, begin and end included; `learn` marks those to be predicted (None: all)."""
+    """Tokens of one document, begin and end included; `learn` marks those to be predicted (None:
+    all)."""
 
     tokens: np.ndarray
     learn: np.ndarray | None = None
@@ -88,12 +102,18 @@ def corpus_id(facts: Any) -> int:
 
 
 def encode_bundle(
-    tokens: np.ndarray, starts: np.ndarray, learn: np.ndarray | None, after: tuple[int, bool] | None, place: Place
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    learn: np.ndarray | None,
+    after: tuple[int, bool] | None,
+    place: Place,
 ) -> bytes:
-    """The record of a bundle: `starts` are the places where documents begin, `after` the token that follows it in
-    its last document, and whether that is to be learnt.
+    """The record of a bundle: `starts` are the places where documents begin, `after` the token that
+    follows it in its last document, and whether that is to be learnt.
     """
-    flags = (_HAS_MASK if learn is not None else 0) | (_LEARN_AFTER if after is not None and after[1] else 0)
+    flags = (_HAS_MASK if learn is not None else 0) | (
+        _LEARN_AFTER if after is not None and after[1] else 0
+    )
     parts = [starts.astype("<u4").tobytes()]
     if learn is not None:
         parts.append(np.packbits(learn).tobytes())
@@ -104,15 +124,20 @@ def encode_bundle(
 
 
 def decode_bundle(record: bytes, shard: str, number: int, crc: int) -> Bundle:
-    """The bundle in a record; CorruptRecord where it is not the one that was written there, bit for bit."""
-    count, num_starts, next_token, width, flags = _opened(record, BUNDLE, shard, f"record {number}", crc)
+    """The bundle in a record; CorruptRecord where it is not the one that was written there, bit for
+    bit."""
+    count, num_starts, next_token, width, flags = _opened(
+        record, BUNDLE, shard, f"record {number}", crc
+    )
     at = _HEADER.size
     mask_bytes = (count + 7) // 8 if flags & _HAS_MASK else 0
     places = np.frombuffer(record, "<u4", num_starts, at)
     at += 4 * num_starts
     learn = None
     if mask_bytes:
-        learn = np.unpackbits(np.frombuffer(record, np.uint8, mask_bytes, at), count=count).view(bool)
+        learn = np.unpackbits(np.frombuffer(record, np.uint8, mask_bytes, at), count=count).view(
+            bool
+        )
     tokens = np.frombuffer(record, f"<u{width}", count, at + mask_bytes)
     starts = np.zeros(count, bool)
     starts[places] = True
@@ -121,14 +146,15 @@ def decode_bundle(record: bytes, shard: str, number: int, crc: int) -> Bundle:
 
 
 def encode_numbers(magic: bytes, numbers: np.ndarray, place: Place) -> bytes:
-    """One of the two records behind the bundles: where each begins, where the last ends, and the checksum of each; or
-    documents' lengths.
+    """One of the two records behind the bundles: where each begins, where the last ends, and the
+    checksum of each; or documents' lengths.
     """
     return _sealed(magic, place, (len(numbers), 0, 0, 8, 0), numbers.astype("<u8").tobytes())
 
 
 def decode_numbers(record: bytes, magic: bytes, shard: str, crc: int) -> np.ndarray:
-    """The numbers in such a record; CorruptRecord where it is not the one that was written there, bit for bit."""
+    """The numbers in such a record; CorruptRecord where it is not the one that was written there,
+    bit for bit."""
     what = "table of bundles" if magic == PLACES else "table of documents"
     count, *_ = _opened(record, magic, shard, what, crc)
     return np.frombuffer(record, "<u8", count, _HEADER.size).astype(np.int64)
@@ -151,7 +177,8 @@ def crc_of(record: bytes) -> int:
 
 
 def _opened(record: bytes, magic: bytes, shard: str, what: str, expected: int) -> tuple[int, ...]:
-    """The counts in the header of a record, whose checksum, in the shard's tables, covers its place as well."""
+    """The counts in the header of a record, whose checksum, in the shard's tables, covers its place
+    as well."""
     if len(record) < _HEADER.size:
         raise CorruptRecord(shard, what, f"only {len(record)} bytes")
     found, crc, _, _, _, *counts = _HEADER.unpack_from(record)
@@ -159,13 +186,16 @@ def _opened(record: bytes, magic: bytes, shard: str, what: str, expected: int) -
         raise CorruptRecord(shard, what, "CRC32C differs")
     if crc != expected:
         raise CorruptRecord(
-            shard, what, f"it is whole, but not the one that was written here ({crc:08x} for {expected:08x})"
+            shard,
+            what,
+            f"it is whole, but not the one that was written here ({crc:08x} for {expected:08x})",
         )
     return tuple(counts)
 
 
 class ShardWriter:
-    """Writes documents into the bundles of one shard, under a temporary name; giving it its own is the caller's."""
+    """Writes documents into the bundles of one shard, under a temporary name; giving it its own is
+    the caller's."""
 
     def __init__(self, path: pathlib.Path, dtype: type, corpus: int, split: int, task: int) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
@@ -175,9 +205,15 @@ class ShardWriter:
         self._partial = partial_path(path)
         self._file = self._partial.open("wb")
         self._crc = 0
-        self._pending: list[tuple[np.ndarray, ...]] = []  # tokens, whether a document begins there, whether to learn
+        self._pending: list[
+            tuple[np.ndarray, ...]
+        ] = []  # tokens, whether a document begins there, whether to learn
         self._pending_tokens = 0  # at most a bundle's
-        self._offsets, self._crcs, self._lengths = array.array("Q", [0]), array.array("Q"), array.array("Q")
+        self._offsets, self._crcs, self._lengths = (
+            array.array("Q", [0]),
+            array.array("Q"),
+            array.array("Q"),
+        )
         self._tokens = self._pages = 0
 
     def add(self, document: Document) -> None:
@@ -189,7 +225,9 @@ class ShardWriter:
         self._lengths.append(len(tokens))
         self._pending.append((tokens, starts, learn))
         self._pending_tokens += len(tokens)
-        if self._pending_tokens > self._size:  # one more than it holds, so that what follows it is known
+        if (
+            self._pending_tokens > self._size
+        ):  # one more than it holds, so that what follows it is known
             self._flush()
 
     def close(self) -> dict[str, Any]:
@@ -197,7 +235,10 @@ class ShardWriter:
         self._flush(last=True)
         places_at = self._offsets[-1]
         numbers = ((PLACES, self._offsets + self._crcs), (LENGTHS, self._lengths))
-        records = [encode_numbers(magic, np.frombuffer(held, np.uint64), self._place) for magic, held in numbers]
+        records = [
+            encode_numbers(magic, np.frombuffer(held, np.uint64), self._place)
+            for magic, held in numbers
+        ]
         for record in records:
             self._write(record)
         self._file.flush()
@@ -205,12 +246,21 @@ class ShardWriter:
         self._file.close()
         lengths_at = places_at + len(records[0])
         return {
-            "file": self.path.name, "partial": self._partial.name, "split": self._split, "task": self._task,
-            "bundles": len(self._offsets) - 1, "crc32c": self._crc, "bytes": lengths_at + len(records[1]),
-            "tokens": self._tokens, "documents": len(self._lengths), "pages": self._pages,
-            "places_at": places_at, "lengths_at": lengths_at,
-            "places_crc32c": crc_of(records[0]), "lengths_crc32c": crc_of(records[1]),
-        }  # fmt: skip
+            "file": self.path.name,
+            "partial": self._partial.name,
+            "split": self._split,
+            "task": self._task,
+            "bundles": len(self._offsets) - 1,
+            "crc32c": self._crc,
+            "bytes": lengths_at + len(records[1]),
+            "tokens": self._tokens,
+            "documents": len(self._lengths),
+            "pages": self._pages,
+            "places_at": places_at,
+            "lengths_at": lengths_at,
+            "places_crc32c": crc_of(records[0]),
+            "lengths_crc32c": crc_of(records[1]),
+        }
 
     def discard(self) -> None:
         """Close the file, and remove it where it has no name of its own by now."""
@@ -221,7 +271,9 @@ class ShardWriter:
         """Write all full pending bundles, at last the rest too."""
         if not self._pending:
             return
-        tokens, starts, learn = (np.concatenate(parts) for parts in zip(*self._pending, strict=True))
+        tokens, starts, learn = (
+            np.concatenate(parts) for parts in zip(*self._pending, strict=True)
+        )
         begin, whole = 0, len(tokens)
         while begin < whole if last else begin + self._size < whole:
             end = min(begin + self._size, whole)
@@ -249,8 +301,11 @@ class ShardWriter:
         self._crc = google_crc32c.extend(self._crc, record)
 
 
-def write_atomically(path: pathlib.Path, content: bytes, folder: pathlib.Path | None = None) -> None:
-    """Write a file so that it is there whole or not at all; until then it has another name there, or in `folder`."""
+def write_atomically(
+    path: pathlib.Path, content: bytes, folder: pathlib.Path | None = None
+) -> None:
+    """Write a file so that it is there whole or not at all; until then it has another name there,
+    or in `folder`."""
     partial = partial_path((folder or path.parent) / path.name)
     with partial.open("wb") as file:
         file.write(content)
@@ -260,7 +315,8 @@ def write_atomically(path: pathlib.Path, content: bytes, folder: pathlib.Path | 
 
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:
-    """Where a file is written before it has its name: pods on two nodes have the same process ids."""
+    """Where a file is written before it has its name: pods on two nodes have the same process
+    ids."""
     return path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -272,10 +328,16 @@ def check_manifest(content: bytes, where: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         readable = False
     if not readable:
-        raise UserError(f"{where} is not a manifest of {FORMAT} of version {VERSION}; prepare the directory again")
+        raise UserError(
+            f"{where} is not a manifest of {FORMAT} of version {VERSION}; prepare the directory"
+            " again"
+        )
     sealed = {k: v for k, v in manifest.items() if k != "sha256"}
     if manifest.get("sha256") != manifest_hash(sealed):
-        raise UserError(f"{where} was changed after it was written (SHA-256 differs); restore it or prepare it again")
+        raise UserError(
+            f"{where} was changed after it was written (SHA-256 differs); restore it or prepare it"
+            " again"
+        )
     return manifest
 
 

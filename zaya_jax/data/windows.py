@@ -1,8 +1,10 @@
-"""Makes the fixed batches of evaluation: windows over held-out data, and over further text (`eval.named`).
+"""Makes the fixed batches of evaluation: windows over held-out data, and over further text
+(`eval.named`).
 
-A named path of prepared data gives its held-out part. Text files are taken whole, except those of a source of the run:
-these give the part that the run holds out. Files that the run trains on under another path are refused. In a run of
-chats, JSONL and Parquet are chats too, and the loss is over their answers; other files are text.
+A named path of prepared data gives its held-out part. Text files are taken whole, except those of a
+source of the run: these give the part that the run holds out. Files that the run trains on under
+another path are refused. In a run of chats, JSONL and Parquet are chats too, and the loss is over
+their answers; other files are text.
 """
 
 import dataclasses
@@ -17,29 +19,40 @@ from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.stores import Memory, TokenStore, fill, local_rows, open_stores, tokenised
 from zaya_jax.data.tokenizers import Tokenizer
 
-damaged: set[str] = set()  # pieces of data that could not be read, since the last training stream was made
+damaged: set[str] = (
+    set()
+)  # pieces of data that could not be read, since the last training stream was made
 
 
 def eval_batches(
     config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1), rows: int | None = None
 ) -> list[Batch]:
-    """Fixed held-out batches of `eval.windows` windows, an equal share from each source, spread evenly over its text.
+    """Fixed held-out batches of `eval.windows` windows, an equal share from each source, spread
+    evenly over its text.
 
-    A batch has `rows` rows over all processes (otherwise the global batch's). The last is filled up with empty rows;
-    without held-out text the list is empty.
+    A batch has `rows` rows over all processes (otherwise the global batch's). The last is filled up
+    with empty rows; without held-out text the list is empty.
     """
     stores = [open_stores(config, path, tokenizer)[1] for path in mix.plan_sources(config)[0]]
-    return spread_windows(config, [s for s in stores if s.num_tokens], tokenizer.pad_id, process, rows)
+    return spread_windows(
+        config, [s for s in stores if s.num_tokens], tokenizer.pad_id, process, rows
+    )
 
 
 def spread_windows(
-    config: Config, stores: list[TokenStore], pad_id: int, process: tuple[int, int], rows: int | None
+    config: Config,
+    stores: list[TokenStore],
+    pad_id: int,
+    process: tuple[int, int],
+    rows: int | None,
 ) -> list[Batch]:
     """`eval_batches` of these stores."""
     count, chosen = config.eval.windows, list[tuple[TokenStore, list[Span]]]()
     for k, store in enumerate(stores):
         # An answer is judged with all that it answers.
-        layout = order.layout_of(store, config.data.seq_len, "best_fit" if config.data.chats else "concat")
+        layout = order.layout_of(
+            store, config.data.seq_len, "best_fit" if config.data.chats else "concat"
+        )
         share = min(count * (k + 1) // len(stores) - count * k // len(stores), layout.num_rows)
         chosen += [(store, layout.spans(n * layout.num_rows // share)) for n in range(share)]
     mine = local_rows(rows := rows or config.data.global_batch, process)
@@ -56,26 +69,35 @@ def spread_windows(
 
 
 def eval_config(config: Config, phase: Phase) -> Config:
-    """The config as evaluation sees it in a phase: its window's length, and the sources of the whole run.
+    """The config as evaluation sees it in a phase: its window's length, and the sources of the
+    whole run.
 
     Without the phases: those that leave a key open would take it from this one.
     """
     here = schedule.phase_config(config, phase)
     every = tuple(f"{path}=1" for path in mix.plan_sources(config)[0])
     data = dataclasses.replace(here.data, seq_len=phase.eval_seq_len, mixture=every)
-    return dataclasses.replace(here, data=data, schedule=dataclasses.replace(here.schedule, phases=()))
+    return dataclasses.replace(
+        here, data=data, schedule=dataclasses.replace(here.schedule, phases=())
+    )
 
 
 def named_paths(config: Config) -> dict[str, str]:
     """{name: path} of config.eval.named."""
     found: dict[str, str] = {}
     if config.eval.named and not config.eval.windows:
-        raise UserError("config.eval.windows=0 evaluates on nothing, and eval.named is given; take one of them away")
+        raise UserError(
+            "config.eval.windows=0 evaluates on nothing, and eval.named is given; take one of them"
+            " away"
+        )
     for i, part in enumerate(config.eval.named):
         name, _, path = part.partition("=")
         where = f"config.eval.named[{i}]={shown(part)}"
         if not path or not name.replace("-", "_").isidentifier():
-            raise UserError(f"{where} is no name=path, such as python=data/python; a name has letters, digits, _ and -")
+            raise UserError(
+                f"{where} is no name=path, such as python=data/python; a name has letters, digits,"
+                " _ and -"
+            )
         if name in found or name == "loss":
             taken = "the loss on the run's held-out data" if name == "loss" else "another one's"
             raise UserError(f"{where}: {name} is {taken}; give each a name of its own")
@@ -85,7 +107,9 @@ def named_paths(config: Config) -> dict[str, str]:
 
 def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
     """The tokens of each; UserError for what cannot be evaluated on."""
-    return {name: _open(config, name, path, tokenizer) for name, path in named_paths(config).items()}
+    return {
+        name: _open(config, name, path, tokenizer) for name, path in named_paths(config).items()
+    }
 
 
 def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenStore:
@@ -119,8 +143,8 @@ def _refuse_trained(path: str, trained: list[str]) -> None:
             if both:
                 some = min(own[file] for file in both)
                 raise UserError(
-                    f"{len(both):,} of its {len(own):,} files are trained on as part of {source}, such as {some}; "
-                    "give others, or move them away from there"
+                    f"{len(both):,} of its {len(own):,} files are trained on as part of {source},"
+                    f" such as {some}; give others, or move them away from there"
                 )
 
 

@@ -1,8 +1,10 @@
-"""Runs processes that compute batches ahead: each has its own part of this process's rows, in every batch.
+"""Runs processes that compute batches ahead: each has its own part of this process's rows, in every
+batch.
 
-So one worker reads a bundle, as one process does, and any number of workers may share the rows. They send batches,
-counters and log lines through pipes, which leave nothing behind however a process ends. A worker is a program of its
-own: it imports only the modules that reading needs, and nothing of the program that started it.
+So one worker reads a bundle, as one process does, and any number of workers may share the rows.
+They send batches, counters and log lines through pipes, which leave nothing behind however a
+process ends. A worker is a program of its own: it imports only the modules that reading needs, and
+nothing of the program that started it.
 """
 
 import logging
@@ -27,7 +29,8 @@ _log = logging.getLogger(__name__)
 
 
 class Workers:
-    """The batches from a step on, each put together from the workers' parts of it; to be read one after another."""
+    """The batches from a step on, each put together from the workers' parts of it; to be read one
+    after another."""
 
     def __init__(self, batches: Any, count: int, step: int, ahead: int) -> None:
         self._next, self._length = step, len(batches)
@@ -39,7 +42,8 @@ class Workers:
         for _ in range(count):
             ours, theirs = multiprocessing.Pipe()
             self._pipes.append(ours)
-            # Not with the folder that the program runs in on its path; and the training handles interrupts.
+            # Not with the folder that the program runs in on its path; and the training handles
+            # interrupts.
             program = (
                 "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
                 f"from zaya_jax.data import workers; workers.work({theirs.fileno()})"
@@ -68,8 +72,8 @@ class Workers:
         except (EOFError, ConnectionError):
             code = self._processes[index].wait()
             raise StorageError(
-                f"data worker {index} ended with code {code} (out of memory?); start the same command again, perhaps "
-                "with a smaller data.workers"
+                f"data worker {index} ended with code {code} (out of memory?); start the same"
+                " command again, perhaps with a smaller data.workers"
             ) from None
         for line in lines:
             line.msg = f"worker {index}: {line.msg}"
@@ -92,8 +96,12 @@ class Workers:
 
 
 def work(descriptor: int) -> None:
-    """In a worker: computes its part of each batch, a few ahead of the last one sent, until the reader is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the training decides when it ends, and closes the pipe
+    """In a worker: computes its part of each batch, a few ahead of the last one sent, until the
+    reader is gone."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the training decides when it ends, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(descriptor)
     try:

@@ -1,1 +1,2 @@
-"""Evaluates a model: the loss on any text (`texts`) and lm-eval-harness's tasks (`harness`), on one `scorer`."""
+"""Evaluates a model: the loss on any text (`texts`) and lm-eval-harness's tasks (`harness`), on one
+`scorer`."""

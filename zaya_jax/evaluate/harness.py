@@ -1,11 +1,13 @@
-"""Runs lm-eval-harness on our models, in this process: an `LM` with (rolling) log-likelihoods and generation.
+"""Runs lm-eval-harness on our models, in this process: an `LM` with (rolling) log-likelihoods and
+generation.
 
     results = run(model, ["arc_easy"], include_path=None, limit=None, ...)
 
-The numbers equal those of lm-eval's own `hf` model on the exported weights, so the conventions are the same: a begin of
-document before a text where the tokenizer adds one itself or `add_bos_token` asks for it, an empty context is the begin
-of document, a text longer than the model's context loses its left end, and a generation ends before the first of its
-`until`. Several processes all run the same tasks; scoring and generation share out their batches.
+The numbers equal those of lm-eval's own `hf` model on the exported weights, so the conventions are
+the same: a begin of document before a text where the tokenizer adds one itself or `add_bos_token`
+asks for it, an empty context is the begin of document, a text longer than the model's context loses
+its left end, and a generation ends before the first of its `until`. Several processes all run the
+same tasks; scoring and generation share out their batches.
 """
 
 import dataclasses
@@ -32,13 +34,19 @@ from zaya_jax.model.sampling import Sampling
 MAX_GEN_TOKS = 256
 FEWSHOT_SEED = 1234
 BOOTSTRAPS = 1000
-PLAIN = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, False)}  # accepted values
+PLAIN = {
+    "do_sample": (True, False),
+    "num_beams": (1,),
+    "use_cache": (True, False),
+}  # accepted values
 
 
 def require() -> None:
     """UserError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks needs lm-eval-harness: pip install lm-eval, or make setup EXTRAS=eval")
+        raise UserError(
+            "--tasks needs lm-eval-harness: pip install lm-eval, or make setup EXTRAS=eval"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +69,27 @@ def asked_for(given: dict[str, Any]) -> Asked:
     limits = {name: options.pop(name) for name in names if options.get(name) is not None}
     for name, value in options.items():
         if value is not None and value not in PLAIN.get(name, ()):
-            raise UserError(f"a task asks for generation with {name}={shown(value)}, which is not supported")
+            raise UserError(
+                f"a task asks for generation with {name}={shown(value)}, which is not supported"
+            )
     if options["do_sample"] and not temperature:
-        raise UserError("a task asks for samples without a temperature; give it one, or do_sample: false")
-    return Asked(stops, num_tokens, Sampling(temperature, **limits) if options["do_sample"] else Sampling())
+        raise UserError(
+            "a task asks for samples without a temperature; give it one, or do_sample: false"
+        )
+    return Asked(
+        stops, num_tokens, Sampling(temperature, **limits) if options["do_sample"] else Sampling()
+    )
 
 
 def model_of(
-    model: LanguageModel, add_bos_token: bool | None = None, tokens: int = TOKENS, seed: int = 0, in_chat: bool = False
+    model: LanguageModel,
+    add_bos_token: bool | None = None,
+    tokens: int = TOKENS,
+    seed: int = 0,
+    in_chat: bool = False,
 ) -> Any:
-    """An lm-eval `LM` of a model; `in_chat`: texts come from its chat template, whose marks are ids."""
+    """An lm-eval `LM` of a model; `in_chat`: texts come from its chat template, whose marks are
+    ids."""
     from lm_eval.api.model import TemplateLM
 
     if model.tokenizer is None:
@@ -86,7 +105,8 @@ def model_of(
 
 
 class _Answers:
-    """The part of an `LM` that lm-eval's TemplateLM leaves to a model; lm-eval is imported only to run tasks."""
+    """The part of an `LM` that lm-eval's TemplateLM leaves to a model; lm-eval is imported only to
+    run tasks."""
 
     max_length: int
     eot_token_id: int
@@ -94,7 +114,13 @@ class _Answers:
     cache_hook: Any
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, add_bos: bool | None, tokens: int, seed: int, in_chat: bool
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        add_bos: bool | None,
+        tokens: int,
+        seed: int,
+        in_chat: bool,
     ):
         super().__init__()
         self._model, self._tokenizer, self._tokens, self._seed = model, tokenizer, tokens, seed
@@ -103,9 +129,16 @@ class _Answers:
             chat_template.require_marks(tokenizer, f"the tokenizer of {model.source}")
         self._template = chat_template.Template(tokenizer) if in_chat else None
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids, by default with a begin of document where the tokenizer adds one or `add_bos_token` asks for it."""
-        ids = self._tokenizer.spelt(string)[0] if self._template else list(self._tokenizer.encode(string))
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Ids, by default with a begin of document where the tokenizer adds one or `add_bos_token`
+        asks for it."""
+        ids = (
+            self._tokenizer.spelt(string)[0]
+            if self._template
+            else list(self._tokenizer.encode(string))
+        )
         bos = self._add_bos if add_special_tokens is None else add_special_tokens
         return [self.prefix_token_id, *ids] if bos and ids[:1] != [self.prefix_token_id] else ids
 
@@ -113,10 +146,15 @@ class _Answers:
         """The template, for lm-eval's record."""
         return self._template.source if self._template else ""
 
-    def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, with the beginning of an answer or to go on in its last turn."""
+    def apply_chat_template(
+        self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, with the beginning of an answer or to go on in its last
+        turn."""
         assert self._template is not None
-        text = self._template.render([chat.message(turn) for turn in chat_history], prompt=add_generation_prompt)
+        text = self._template.render(
+            [chat.message(turn) for turn in chat_history], prompt=add_generation_prompt
+        )
         last = str(chat_history[-1]["content"]).rstrip()
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
@@ -126,23 +164,31 @@ class _Answers:
             raise UserError("a task asks for the likelihood of an answer that is empty")
         return super().loglikelihood(requests, disable_tqdm)  # type: ignore[misc]
 
-    def _loglikelihood_tokens(self, requests: Sequence, disable_tqdm: bool = False, **_: Any) -> list:
+    def _loglikelihood_tokens(
+        self, requests: Sequence, disable_tqdm: bool = False, **_: Any
+    ) -> list:
         rows = []
         for _, given, continuation in requests:
             if not continuation:
                 raise UserError("a task has an answer that adds no token to its question")
-            # Only white space: lm-eval has moved it to the answer, and its hf model stops at an assertion.
+            # Only white space: lm-eval has moved it to the answer, and its hf model stops at an
+            # assertion.
             context = list(given) or [self.prefix_token_id]
             ids = (context + list(continuation))[-(self.max_length + 1) :]
             if len(continuation) >= len(ids):
                 raise UserError(
-                    f"a task has an answer of {len(continuation)} tokens, above the model's context of "
-                    f"{self.max_length}"
+                    f"a task has an answer of {len(continuation)} tokens, above the model's context"
+                    f" of {self.max_length}"
                 )
             rows.append(TokenRow(ids, len(ids) - len(continuation)))
         with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
-            found = Scorer(self._model, self._tokens)(rows, lambda numbers: bar.update(len(numbers)))
-        answers = [(float(log_probs.sum(dtype="float64")), bool(likeliest.all())) for log_probs, likeliest in found]
+            found = Scorer(self._model, self._tokens)(
+                rows, lambda numbers: bar.update(len(numbers))
+            )
+        answers = [
+            (float(log_probs.sum(dtype="float64")), bool(likeliest.all()))
+            for log_probs, likeliest in found
+        ]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -155,7 +201,9 @@ class _Answers:
         windows, counts = [], []
         for request in requests:
             ids = self.tok_encode(request.args[0])
-            found = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            found = get_rolling_token_windows(
+                ids, self.prefix_token_id, self.max_length, context_len=1
+            )
             own = [(None, *make_disjoint_window(pair)) for pair in found]
             windows += own
             counts.append(len(own))
@@ -170,7 +218,9 @@ class _Answers:
         groups: dict[str, list[int]] = {}  # requests with the same options go together
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
-        batches = [batch for numbers in groups.values() for batch in self._batches(requests, numbers)]
+        batches = [
+            batch for numbers in groups.values() for batch in self._batches(requests, numbers)
+        ]
         answers: dict[int, str] = {}
         with tqdm(total=len(requests), desc="generations", disable=disable_tqdm) as bar:
             for turn, (prompts, asked) in enumerate(batches):
@@ -178,20 +228,28 @@ class _Answers:
                     answers |= zip(prompts, self._generate(prompts, asked), strict=True)
                 bar.update(len(prompts))
         parts = multihost.to_first("generated", list(answers.items()))
-        everyones = dict(multihost.from_first("generated", lambda: [one for part in parts or [] for one in part]))
+        everyones = dict(
+            multihost.from_first("generated", lambda: [one for part in parts or [] for one in part])
+        )
         for number, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, everyones[number])
         return [everyones[number] for number in range(len(requests))]
 
-    def _batches(self, requests: Sequence, numbers: list[int]) -> Iterator[tuple[dict[int, list[int]], Asked]]:
+    def _batches(
+        self, requests: Sequence, numbers: list[int]
+    ) -> Iterator[tuple[dict[int, list[int]], Asked]]:
         """Prompts by the number of their request, the longest first, and the task's options."""
         asked = asked_for(requests[numbers[0]].args[1])
         room = self.max_length - asked.num_tokens
         if room < 1:
             raise UserError(
-                f"a task asks for {asked.num_tokens} new tokens, and the model's context is {self.max_length}"
+                f"a task asks for {asked.num_tokens} new tokens, and the model's context is"
+                f" {self.max_length}"
             )
-        prompts = {n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:] for n in numbers}
+        prompts = {
+            n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:]
+            for n in numbers
+        }
         order = sorted(numbers, key=lambda n: -len(prompts[n]))
         while order:
             count = max(self._tokens // (len(prompts[order[0]]) + asked.num_tokens), 1)
@@ -211,13 +269,21 @@ class _Answers:
 
 
 def run(
-    model: LanguageModel, tasks: Sequence[str], *, include_path: str | None = None, limit: int | None = None,
-    num_fewshot: int | None = None, add_bos_token: bool | None = None, tokens: int = TOKENS, seed: int = 0,
+    model: LanguageModel,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    add_bos_token: bool | None = None,
+    tokens: int = TOKENS,
+    seed: int = 0,
     **chat_options: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The results of lm-eval's simple_evaluate, with the samples of each task.
 
-    `chat_options` are its apply_chat_template, system_instruction, fewshot_as_multiturn and gen_kwargs.
+    `chat_options` are its apply_chat_template, system_instruction, fewshot_as_multiturn and
+    gen_kwargs.
     """
     require()
     import lm_eval
@@ -235,13 +301,23 @@ def run(
     try:
         manager.load(list(tasks))  # simple_evaluate does it again, from the cache on the disk
     except Exception as error:  # YAML, data sets and the network fail in many ways
-        raise UserError(f"--tasks={','.join(tasks)} cannot be loaded: {first_line(error)}") from None
+        raise UserError(
+            f"--tasks={','.join(tasks)} cannot be loaded: {first_line(error)}"
+        ) from None
     lm = model_of(model, add_bos_token, tokens, seed, bool(chat_options.get("apply_chat_template")))
     return lm_eval.simple_evaluate(
-        lm, tasks=list(tasks), limit=limit, num_fewshot=num_fewshot,
-        task_manager=manager, random_seed=seed, numpy_random_seed=seed, torch_random_seed=None,
-        fewshot_random_seed=FEWSHOT_SEED, bootstrap_iters=BOOTSTRAPS, **chat_options,
-    )  # fmt: skip
+        lm,
+        tasks=list(tasks),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        task_manager=manager,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=None,
+        fewshot_random_seed=FEWSHOT_SEED,
+        bootstrap_iters=BOOTSTRAPS,
+        **chat_options,
+    )
 
 
 def figures(found: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
@@ -250,10 +326,18 @@ def figures(found: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | N
     for task, values in found.get("results", {}).items():
         for name, value in values.items():
             metric, _, which = name.partition(",")
-            if isinstance(value, int | float) and not isinstance(value, bool) and which and "_stderr" not in metric:
+            if (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and which
+                and "_stderr" not in metric
+            ):
                 error = values.get(f"{metric}_stderr,{which}")
                 label = metric if which == "none" else f"{metric} ({which})"
-                tables.setdefault(task, {})[label] = float(value), error if isinstance(error, float) else None
+                tables.setdefault(task, {})[label] = (
+                    float(value),
+                    error if isinstance(error, float) else None,
+                )
     return tables
 
 

@@ -3,9 +3,10 @@
     scorer = Scorer(model)
     for log_probs, likeliest in scorer([TokenRow(ids, first=3), ...]): ...
 
-Rows of similar length go together, so there is little padding and few programs are compiled: lengths are rounded up to
-powers of two and the midpoints between, rows of a batch to powers of two, within `tokens` a batch. Each of several
-processes has the whole model on its own devices; they share the batches, and all get all results.
+Rows of similar length go together, so there is little padding and few programs are compiled:
+lengths are rounded up to powers of two and the midpoints between, rows of a batch to powers of two,
+within `tokens` a batch. Each of several processes has the whole model on its own devices; they
+share the batches, and all get all results.
 """
 
 import dataclasses
@@ -35,12 +36,15 @@ class TokenRow:
 
 
 class Scorer:
-    """See the module. Results are in the order of the rows and, up to rounding, independent of other rows."""
+    """See the module. Results are in the order of the rows and, up to rounding, independent of
+    other rows."""
 
     def __init__(self, model: LanguageModel, tokens: int = TOKENS):
         self.model, self._tokens = model, tokens
 
-    def __call__(self, rows: Sequence[TokenRow], tell: Callable[[list], object] = lambda numbers: None) -> list[Scores]:
+    def __call__(
+        self, rows: Sequence[TokenRow], tell: Callable[[list], object] = lambda numbers: None
+    ) -> list[Scores]:
         """`tell` is called with the numbers of the rows of each finished batch."""
         lengths = [len(row.ids) - 1 for row in rows]
         counts = [len(row.ids) - row.first for row in rows]
@@ -53,7 +57,9 @@ class Scorer:
                 found = self._score([rows[number] for number in numbers], length)
                 for place, number in enumerate(numbers):
                     own, first = slice(begins[number], begins[number + 1]), rows[number].first
-                    log_probs[own], likeliest[own] = (x[place, first - 1 : lengths[number]] for x in found)
+                    log_probs[own], likeliest[own] = (
+                        x[place, first - 1 : lengths[number]] for x in found
+                    )
             tell(numbers)
         if processes > 1:
             log_probs, likeliest = sum_over_processes(log_probs), sum_over_processes(likeliest)
@@ -74,23 +80,30 @@ class Scorer:
 
 def sum_over_processes(own: np.ndarray) -> np.ndarray:
     """The exact sum of arrays in which each entry is zero on all processes except one."""
-    from jax.experimental import multihost_utils  # imported here: it pulls in half of JAX's experiments
+    from jax.experimental import (
+        multihost_utils,
+    )  # imported here: it pulls in half of JAX's experiments
 
     padded = np.pad(own, (0, power_of_two(len(own)) - len(own)))  # few lengths: each is a program
     parts = np.asarray(multihost_utils.process_allgather(padded))[:, : len(own)]
     return parts.any(axis=0) if own.dtype == bool else parts.sum(axis=0, dtype=own.dtype)
 
 
-def batches(lengths: Sequence[int], tokens: int, longest: int | None = None) -> Iterator[tuple[list[int], int]]:
+def batches(
+    lengths: Sequence[int], tokens: int, longest: int | None = None
+) -> Iterator[tuple[list[int], int]]:
     """The rows of each batch, and their padded length, at most `longest`.
 
     The longest come first: they need the most memory.
     """
     waiting: list[int] = []
-    padded = [max(min(rounded(length, SHORTEST), longest or sys.maxsize), length) for length in lengths]
+    padded = [
+        max(min(rounded(length, SHORTEST), longest or sys.maxsize), length) for length in lengths
+    ]
     for number in sorted(range(len(lengths)), key=lambda n: (-padded[n], n)):
         full = waiting and (
-            padded[number] != padded[waiting[0]] or len(waiting) >= power_of_two(tokens // padded[waiting[0]], up=False)
+            padded[number] != padded[waiting[0]]
+            or len(waiting) >= power_of_two(tokens // padded[waiting[0]], up=False)
         )
         if full:
             yield waiting, padded[waiting[0]]

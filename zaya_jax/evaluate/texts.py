@@ -3,9 +3,10 @@
     loss = evaluate(scorer, documents("docs/*.md", tokenizer), context=2048)
     loss.figures()     loss, perplexity, bits_per_byte, by_position, ...
 
-A document is a row of tokens with its begin and end, as in training; every token except the first is predicted, in a
-chat only the answers. A document longer than the context is read in windows that advance by half of it, so every token
-beyond the first window is predicted after at least half a context.
+A document is a row of tokens with its begin and end, as in training; every token except the first
+is predicted, in a chat only the answers. A document longer than the context is read in windows that
+advance by half of it, so every token beyond the first window is predicted after at least half a
+context.
 """
 
 import dataclasses
@@ -23,12 +24,15 @@ from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
 PART = 64 << 20  # bytes of an input file that are read at a time
 BUCKETS = 32  # powers of two of places in a document
-AT_ONCE = 1 << 22  # tokens of full windows that are scored at a time: enough for batches of similar lengths
+AT_ONCE = (
+    1 << 22
+)  # tokens of full windows that are scored at a time: enough for batches of similar lengths
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text or chat: its tokens, a mask of the predicted ones, and the bytes that these represent."""
+    """One text or chat: its tokens, a mask of the predicted ones, and the bytes that these
+    represent."""
 
     tokens: np.ndarray
     learn: np.ndarray  # never the first
@@ -70,16 +74,26 @@ class Loss:
     def figures(self) -> dict:
         """All figures, for JSON."""
         return {
-            "documents": self.documents, "tokens": self.tokens, "bytes": self.bytes, "loss": self.loss,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "loss": self.loss,
             "perplexity": math.exp(min(self.loss, 700.0)) if self.tokens else math.nan,
             "bits_per_byte": self.nats / math.log(2) / self.bytes if self.bytes else None,
             "accuracy": self.likeliest / self.tokens if self.tokens else math.nan,
             "by_position": [
-                {"from": 1 << bucket, "to": (2 << bucket) - 1, "tokens": int(tokens), "loss": float(nats / tokens)}
-                for bucket, (tokens, nats) in enumerate(zip(self.tokens_in, self.nats_in, strict=True))
+                {
+                    "from": 1 << bucket,
+                    "to": (2 << bucket) - 1,
+                    "tokens": int(tokens),
+                    "loss": float(nats / tokens),
+                }
+                for bucket, (tokens, nats) in enumerate(
+                    zip(self.tokens_in, self.nats_in, strict=True)
+                )
                 if tokens
             ],
-        }  # fmt: skip
+        }
 
 
 def documents(
@@ -89,9 +103,11 @@ def documents(
     limit: int | None = None,
     skipped: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Document]:
-    """The documents of files, a glob or a directory, or of prepared data's held-out part; at most `limit`.
+    """The documents of files, a glob or a directory, or of prepared data's held-out part; at most
+    `limit`.
 
-    `skipped` is called with a line for each sample left out: files that are not text, texts of white space alone.
+    `skipped` is called with a line for each sample left out: files that are not text, texts of
+    white space alone.
     """
     if storage.is_prepared(path):
         return itertools.islice(_prepared(path, tokenizer), limit)
@@ -108,7 +124,9 @@ def files_of(path: str) -> list[str]:
         raise UserError(str(error).replace("--input", "--data")) from None
 
 
-def held_out(config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None) -> Iterator[Document]:
+def held_out(
+    config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None
+) -> Iterator[Document]:
     """The held-out documents of one source of a run with this config; at most `limit`."""
     store = pipeline.open_stores(config, path, tokenizer)[1]
     if not store.num_tokens:
@@ -116,7 +134,9 @@ def held_out(config: Config, path: str, tokenizer: Tokenizer, limit: int | None 
     return itertools.islice(_of_store(store, tokenizer), limit)
 
 
-def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]) -> Iterator[Document]:
+def _files(
+    path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
+) -> Iterator[Document]:
     template = chat_template.Template(tokenizer)
     files = [(name, *inputs.stamp(name)) for name in files_of(path)]
     for stretch in itertools.chain.from_iterable(inputs.split(files, PART)):
@@ -147,7 +167,9 @@ def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
     store = storage.Prepared(path, "held_out")
     store.require_tokenizer(tokenizer, "the model's")
     if not store.num_tokens:
-        raise UserError(f"--data={path} has no held-out part; prepare it with --held_out, or give files")
+        raise UserError(
+            f"--data={path} has no held-out part; prepare it with --held_out, or give files"
+        )
     yield from _of_store(store, tokenizer)
 
 
@@ -172,7 +194,8 @@ def _learnt(tokens: np.ndarray, learn: np.ndarray, tokenizer: Tokenizer) -> Docu
 
 
 def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first predicted) of the windows of a document of this length: each token is predicted once."""
+    """(begin, end, first predicted) of the windows of a document of this length: each token is
+    predicted once."""
     begin, done = 0, 1
     while done < count:
         end = min(begin + context + 1, count)
@@ -181,7 +204,10 @@ def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 
 def evaluate(
-    scorer: Scorer, found: Iterable[Document], context: int, tell: Callable[[int], object] = lambda tokens: None
+    scorer: Scorer,
+    found: Iterable[Document],
+    context: int,
+    tell: Callable[[int], object] = lambda tokens: None,
 ) -> Loss:
     """The loss over documents; `tell` is called with the number of tokens of each batch."""
     loss = Loss()
@@ -193,8 +219,11 @@ def evaluate(
     return loss
 
 
-def _rows(found: Iterable[Document], context: int, loss: Loss) -> Iterator[tuple[TokenRow, int, np.ndarray]]:
-    """(row, the place in its document of the row's first predicted token, a mask of the predicted ones)."""
+def _rows(
+    found: Iterable[Document], context: int, loss: Loss
+) -> Iterator[tuple[TokenRow, int, np.ndarray]]:
+    """(row, the place in its document of the row's first predicted token, a mask of the predicted
+    ones)."""
     for document in found:
         loss.documents += 1
         loss.bytes += document.bytes

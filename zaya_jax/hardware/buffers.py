@@ -3,9 +3,10 @@
     compiled, memory = buffers.compile_watched(lowered)
     memory.peak, memory.at_peak()
 
-XLA places each value at an offset of one large allocation for temporaries, for the instructions between its first and
-its last use. Values that share a place, as a loop's carried arrays do with their initial values, count once. Arguments
-and results have allocations of their own; donated ones are both.
+XLA places each value at an offset of one large allocation for temporaries, for the instructions
+between its first and its last use. Values that share a place, as a loop's carried arrays do with
+their initial values, count once. Arguments and results have allocations of their own; donated ones
+are both.
 """
 
 import contextlib
@@ -24,14 +25,18 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$")
 _VALUE = re.compile(r"^ value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 # By a word in an allocation's line; the first that is there counts.
 _KINDS = {
-    "preallocated-temp": "temporaries", "parameter": "arguments", "constant": "constants", "live-out": "results",
-}  # fmt: skip
+    "preallocated-temp": "temporaries",
+    "parameter": "arguments",
+    "constant": "constants",
+    "live-out": "results",
+}
 _RANGE = re.compile(r"^    (\S+):(\d+)-(\d+)$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A value at its place among the temporaries, from the instruction that makes it to the last that needs it."""
+    """A value at its place among the temporaries, from the instruction that makes it to the last
+    that needs it."""
 
     name: str  # of the instruction that makes it, without the index into a tuple
     shape: str
@@ -57,12 +62,15 @@ class ProgramMemory:
         return self.arguments + self.results + self.constants + self.temporaries
 
     def live(self, time: int) -> list[Buffer]:
-        """The temporaries that are in use while an instruction runs, one for each place, largest first."""
+        """The temporaries that are in use while an instruction runs, one for each place, largest
+        first."""
         found: list[Buffer] = []
         alive = (b for b in self.buffers if b.first <= time <= b.last and b.size)
         end = -1
         for b in sorted(alive, key=lambda b: (b.offset, -b.size)):
-            if b.offset >= end:  # otherwise a part of the one before, or the same one under another name
+            if (
+                b.offset >= end
+            ):  # otherwise a part of the one before, or the same one under another name
                 found.append(b)
                 end = b.offset + b.size
         return sorted(found, key=lambda b: -b.size)
@@ -76,7 +84,9 @@ class ProgramMemory:
 def compile_watched(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, ProgramMemory]:
     """Compiles a program, never from JAX's cache, and reads XLA's record of its buffers."""
     with uncached(), tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        compiled = lowered.compile(
+            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        )
         return compiled, _read_memory(Path(folder))
 
 
@@ -98,7 +108,9 @@ def _cache(enabled: bool) -> None:
 
 def _read_memory(folder: Path) -> ProgramMemory:
     """The memory of the program with a record in this folder; of several, the largest one's."""
-    files = sorted(folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size)
+    files = sorted(
+        folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size
+    )
     assert files, f"XLA wrote no buffer assignment into {folder}"
     ranges = _ranges(Path(str(files[-1]).replace("-buffer-assignment.txt", "-live-range.txt")))
     sizes = dict.fromkeys(_KINDS.values(), 0)
@@ -112,7 +124,9 @@ def _read_memory(folder: Path) -> ProgramMemory:
             name, size, offset, shape = value.groups()
             name = name if name.endswith("}") else name + "{}"
             if name in ranges and hlo.arrays(shape):
-                found.append(Buffer(name.split("{")[0], shape, int(offset), int(size), *ranges[name]))
+                found.append(
+                    Buffer(name.split("{")[0], shape, int(offset), int(size), *ranges[name])
+                )
     return ProgramMemory(**sizes, buffers=tuple(found))
 
 

@@ -1,4 +1,5 @@
-"""Describes the chips that are known, and counts the FLOPs of a training step: the two halves of an MFU."""
+"""Describes the chips that are known, and counts the FLOPs of a training step: the two halves of an
+MFU."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from zaya_jax.config import Model, Precision
 class DataSheet:
     """A chip by its vendor's data sheet."""
 
-    peaks: Mapping[str, float]  # dense FLOP/s by format, without sparsity; AMD calls TF32 XF32, which MI355X has not
+    peaks: Mapping[
+        str, float
+    ]  # dense FLOP/s by format, without sparsity; AMD calls TF32 XF32, which MI355X has not
     bandwidth: float  # of HBM, bytes/s
     measured: float  # the same where a measurement was published
     tile: int  # side of the tile that large products are computed in
@@ -18,8 +21,12 @@ class DataSheet:
 
 _HOPPER = {"bfloat16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}
 CHIPS = {
-    "mi300x": DataSheet({"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12}, 5.3e12, 4.33e12, 256),
-    "mi355x": DataSheet({"bfloat16": 2516.6e12, "tf32": 157.3e12, "float32": 157.3e12}, 8.0e12, 8.0e12, 256),
+    "mi300x": DataSheet(
+        {"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12}, 5.3e12, 4.33e12, 256
+    ),
+    "mi355x": DataSheet(
+        {"bfloat16": 2516.6e12, "tf32": 157.3e12, "float32": 157.3e12}, 8.0e12, 8.0e12, 256
+    ),
     "h200": DataSheet(_HOPPER, 4.8e12, 4.8e12, 128),
     "h100": DataSheet(_HOPPER, 3.35e12, 3.35e12, 128),
 }
@@ -31,7 +38,8 @@ def named(kind: str) -> str | None:
 
 
 def peak_flops(kind: str, precision: Precision) -> float | None:
-    """The peak of a chip of this kind for the format of most products; None for an unknown chip: no guess.
+    """The peak of a chip of this kind for the format of most products; None for an unknown chip: no
+    guess.
 
     Unless `precision.matmul` is "highest", XLA may take TF32 for float32 there.
     """
@@ -45,8 +53,9 @@ def peak_flops(kind: str, precision: Precision) -> float | None:
 def model_flops(model: Model, seq_len: int) -> float:
     """FLOPs a token of one training step (forward, and twice that backward), from the real shapes.
 
-    Attention counts the causal half, and a sliding layer's window; linear attention counts a state written and read a
-    token; a token counts one expert, as if none were skipped; norms, softmaxes and recomputation count nothing.
+    Attention counts the causal half, and a sliding layer's window; linear attention counts a state
+    written and read a token; a token counts one expert, as if none were skipped; norms, softmaxes
+    and recomputation count nothing.
     """
     return sum(flops_by_scope(model, seq_len).values())
 
@@ -58,17 +67,29 @@ def flops_by_scope(model: Model, seq_len: int) -> dict[str, float]:
     packed, layers = (h + k) * c, len(model.kinds)
     mixing = 0.0
     for kind in model.kinds:
-        window = min(model.sliding_window or seq_len, seq_len) if kind == "hybrid_sliding" else seq_len
+        window = (
+            min(model.sliding_window or seq_len, seq_len) if kind == "hybrid_sliding" else seq_len
+        )
         # Token i sees min(i + 1, window) keys.
         seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
         mixing += (h + k) * c * (c + 1) if kind == "hybrid_linear" else 2 * h * c * seen
     if model.model_type == "dense":
-        projections, mlp = 2 * d * packed, 3 * d * model.intermediate_size  # q, o, k, v; gate, up, down
+        projections, mlp = (
+            2 * d * packed,
+            3 * d * model.intermediate_size,
+        )  # q, o, k, v; gate, up, down
         found = {"attention": layers * projections + mixing, "mlp": layers * mlp}
     else:
         cca = d * (packed + k * c) + h * c * d  # q, k, both halves of v; o
         cca += packed * model.cca_time0 + packed * c * model.cca_time1
         router = d * r + 2 * r * r + r * (model.num_experts + 1)
         expert = 3 * d * model.moe_intermediate_size
-        found = {"cca": layers * cca + mixing, "router": layers * router, "experts": layers * expert}
-    return {scope: 6.0 * products for scope, products in (found | {"head": d * model.vocab_size}).items()}
+        found = {
+            "cca": layers * cca + mixing,
+            "router": layers * router,
+            "experts": layers * expert,
+        }
+    return {
+        scope: 6.0 * products
+        for scope, products in (found | {"head": d * model.vocab_size}).items()
+    }

@@ -1,7 +1,7 @@
 """Describes clusters for plans: the links between their chips, with the source of each number.
 
-Rates are bytes per second of one device in one direction, as the vendors state them; `experiments.characterize`
-measures the share that a program reaches.
+Rates are bytes per second of one device in one direction, as the vendors state them;
+`experiments.characterize` measures the share that a program reaches.
 """
 
 import collections
@@ -24,13 +24,15 @@ class Cluster:
     source: str
 
     def of_devices(self, count: int) -> "Cluster":
-        """The cluster of so many of its devices, in nodes of equal size: 12 are two nodes of six."""
+        """The cluster of so many of its devices, in nodes of equal size: 12 are two nodes of
+        six."""
         return dataclasses.replace(self, node=devices_of_a_node(count, self.node))
 
     def bandwidth(self, members: Sequence[int]) -> float:
         """The rate at which each of these devices can send in a collective over all of them.
 
-        Where several devices of a node take part, each stretch of a ring between nodes has a card of its own.
+        Where several devices of a node take part, each stretch of a ring between nodes has a card
+        of its own.
         """
         of_node = collections.Counter(member // self.node for member in members)
         if len(of_node) == 1:
@@ -40,22 +42,38 @@ class Cluster:
 
 CLUSTERS = {
     "mi300x_pollara": Cluster(
-        "mi300x", 8, 448 * GB, 50 * GB, 8e-6, 200 * GB,
-        "MI300X platform data sheet: seven Infinity Fabric links of 64 GB/s to the others; Pollara 400: 400 Gb/s a "
-        "device; latency and storage assumed",
+        "mi300x",
+        8,
+        448 * GB,
+        50 * GB,
+        8e-6,
+        200 * GB,
+        "MI300X platform data sheet: seven Infinity Fabric links of 64 GB/s to the others; Pollara"
+        " 400: 400 Gb/s a device; latency and storage assumed",
     ),
     "mi355x_pollara": Cluster(
-        "mi355x", 8, 537.6 * GB, 50 * GB, 8e-6, 200 * GB,
-        "MI355X platform data sheet: seven Infinity Fabric links of 76.8 GB/s; Pollara 400; the rest assumed",
+        "mi355x",
+        8,
+        537.6 * GB,
+        50 * GB,
+        8e-6,
+        200 * GB,
+        "MI355X platform data sheet: seven Infinity Fabric links of 76.8 GB/s; Pollara 400; the"
+        " rest assumed",
     ),
 } | {
     f"{chip}_ib": Cluster(
-        chip, 8, 450 * GB, 50 * GB, 5e-6, 200 * GB,
-        f"HGX {chip.upper()} data sheet: NVLink 900 GB/s both ways; InfiniBand NDR 400 Gb/s a device; latency and "
-        "storage assumed",
+        chip,
+        8,
+        450 * GB,
+        50 * GB,
+        5e-6,
+        200 * GB,
+        f"HGX {chip.upper()} data sheet: NVLink 900 GB/s both ways; InfiniBand NDR 400 Gb/s a"
+        " device; latency and storage assumed",
     )
     for chip in ("h200", "h100")
-}  # fmt: skip
+}
 
 
 def devices_of_a_node(count: int, most: int) -> int:

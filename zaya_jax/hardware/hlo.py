@@ -1,10 +1,12 @@
-"""Reads a compiled program: its collectives, how many bytes they move, and whether they sit in a loop.
+"""Reads a compiled program: its collectives, how many bytes they move, and whether they sit in a
+loop.
 
     found = hlo.collectives(jax.jit(f).lower(*args).compile())
     [c.kind for c in found if c.in_loop]
 
-The compiled text is the only proof of how a program communicates; tests and plans read it here. It is XLA's own and
-the same on every backend; asynchronous pairs (`all-gather-start`, `all-gather-done`) count once.
+The compiled text is the only proof of how a program communicates; tests and plans read it here. It
+is XLA's own and the same on every backend; asynchronous pairs (`all-gather-start`,
+`all-gather-done`) count once.
 """
 
 import dataclasses
@@ -15,12 +17,27 @@ from typing import Any
 import numpy as np
 
 KINDS = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
     "collective-broadcast",
-)  # fmt: skip
+)
 SCOPES = (
-    "embed", "cca", "router", "experts", "attention", "mlp", "head", "accumulation", "optimizer", "balance", "exchange",
-)  # fmt: skip
+    "embed",
+    "cca",
+    "router",
+    "experts",
+    "attention",
+    "mlp",
+    "head",
+    "accumulation",
+    "optimizer",
+    "balance",
+    "exchange",
+)
 BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
@@ -58,7 +75,9 @@ class Collective:
     results: tuple[Array, ...]  # that it gets out
     group_size: int  # devices that take part together
     in_loop: bool  # inside the body of a while loop
-    times: int | None  # how often it runs: the product of the loops' known lengths; None if one is unknown
+    times: (
+        int | None
+    )  # how often it runs: the product of the loops' known lengths; None if one is unknown
     op_name: str  # where in the Python program it comes from
     groups: tuple[tuple[int, ...], ...] = ()  # of devices; of a permutation its pairs
 
@@ -69,10 +88,16 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """The least that a device must send: (g - 1) / g of the payload, twice that for an all-reduce."""
+        """The least that a device must send: (g - 1) / g of the payload, twice that for an
+        all-reduce."""
         if self.kind in ("collective-permute", "collective-broadcast"):
             return float(self.bytes)
-        return self.bytes * (self.group_size - 1) / self.group_size * (2 if self.kind == "all-reduce" else 1)
+        return (
+            self.bytes
+            * (self.group_size - 1)
+            / self.group_size
+            * (2 if self.kind == "all-reduce" else 1)
+        )
 
     @property
     def scalar(self) -> bool:
@@ -130,7 +155,11 @@ def collectives(compiled: Any) -> list[Collective]:
             times = None if None in lengths else math.prod(n for n in lengths if n is not None)
             groups = _groups(i.rest, devices)
             size = devices if "source_target_pairs" in i.rest else len(groups[0])
-            result.append(Collective(kind, i.name, given, results, size, bool(lengths), times, i.op_name, groups))
+            result.append(
+                Collective(
+                    kind, i.name, given, results, size, bool(lengths), times, i.op_name, groups
+                )
+            )
     return result
 
 
@@ -154,9 +183,13 @@ def parse(text: str) -> dict[str, list[Instruction]]:
 
 def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | None, ...]]:
     """For every computation that runs inside loops, the lengths of these, outermost first."""
-    called = {name for instructions in computations.values() for i in instructions for _, name in calls(i)}
+    called = {
+        name for instructions in computations.values() for i in instructions for _, name in calls(i)
+    }
     found: dict[str, tuple[int | None, ...]] = {}
-    pending: list[tuple[str, tuple[int | None, ...]]] = [(name, ()) for name in computations if name not in called]
+    pending: list[tuple[str, tuple[int | None, ...]]] = [
+        (name, ()) for name in computations if name not in called
+    ]
     while pending:
         name, lengths = pending.pop()
         if name in found and len(found[name]) >= len(lengths):
@@ -164,7 +197,9 @@ def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | 
         found[name] = lengths
         for i in computations.get(name, []):
             for how, callee in calls(i):
-                pending.append((callee, (*lengths, i.trip_count) if how in ("body", "condition") else lengths))
+                pending.append(
+                    (callee, (*lengths, i.trip_count) if how in ("body", "condition") else lengths)
+                )
     return found
 
 
@@ -189,20 +224,35 @@ def operands(i: Instruction) -> list[str]:
 
 def arrays(shape: str) -> tuple[Array, ...]:
     """The arrays of a shape, which may be a tuple."""
-    return tuple(Array(d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _SHAPE.findall(shape))
+    return tuple(
+        Array(d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _SHAPE.findall(shape)
+    )
 
 
 def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """The groups, or pairs, that an instruction lists, or cuts from a mesh's devices after transposing it; or all."""
-    if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d, ]+\},?)+)\}", rest):
-        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", listed[1]))
+    """The groups, or pairs, that an instruction lists, or cuts from a mesh's devices after
+    transposing it; or all."""
+    if listed := re.search(
+        r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d, ]+\},?)+)\}", rest
+    ):
+        return tuple(
+            tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", listed[1])
+        )
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        shape, sizes, order = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())
+        shape, sizes, order = (
+            [int(n) for n in part.split(",")] if part else [] for part in iota.groups()
+        )
         each = shape[-1]
     elif mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
         axes, over = re.findall(r"'([^']*)'=(\d+)", mesh[1]), re.findall(r"'([^']*)'", mesh[2])
-        sizes, chosen = [int(size) for _, size in axes], [i for i, (axis, _) in enumerate(axes) if axis in over]
-        order, each = [i for i in range(len(axes)) if i not in chosen] + chosen, math.prod(sizes[i] for i in chosen)
+        sizes, chosen = (
+            [int(size) for _, size in axes],
+            [i for i, (axis, _) in enumerate(axes) if axis in over],
+        )
+        order, each = (
+            [i for i in range(len(axes)) if i not in chosen] + chosen,
+            math.prod(sizes[i] for i in chosen),
+        )
     else:
         return (tuple(range(devices)),)
     numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order or None)

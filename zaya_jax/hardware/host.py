@@ -1,4 +1,5 @@
-"""Settings of the host: freed memory is kept, compiled programs are cached, 64-bit numbers are refused.
+"""Settings of the host: freed memory is kept, compiled programs are cached, 64-bit numbers are
+refused.
 
 keep_memory()      before JAX starts
 keep_compiled()    before JAX starts
@@ -22,12 +23,14 @@ from zaya_jax.config import UserError
 def keep_memory() -> None:
     """On a CPU with glibc, makes it keep freed memory, in huge pages, and runs one step at a time.
 
-    XLA's CPU backend allocates its temporaries anew each step; handed back and taken again they cost a page fault every
-    4 KiB, 148,000 a step of a 15M-parameter model and a fifth of its time. In pages of 2 MiB the processor also finds
-    them faster. With a step begun before the last one ended, two steps' temporaries lie side by side, the next fit in
-    neither's place, and the process grows by a step's memory at a time.
+    XLA's CPU backend allocates its temporaries anew each step; handed back and taken again they
+    cost a page fault every 4 KiB, 148,000 a step of a 15M-parameter model and a fifth of its time.
+    In pages of 2 MiB the processor also finds them faster. With a step begun before the last one
+    ended, two steps' temporaries lie side by side, the next fit in neither's place, and the process
+    grows by a step's memory at a time.
     """
-    # Asking JAX for its backend would start the threads whose arenas must not be made: look for a GPU's plugin.
+    # Asking JAX for its backend would start the threads whose arenas must not be made: look for a
+    # GPU's plugin.
     accelerated = any(entry_points(group="jax_plugins"))
     if accelerated or platform.libc_ver()[0] != "glibc":
         return
@@ -36,15 +39,16 @@ def keep_memory() -> None:
     libc.mallopt(mmap_max, 0)
     libc.mallopt(trim_threshold, -1)  # never
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # One device's temporaries are now the main thread's, whose arena is the heap. Virtual devices have threads of their
-    # own, whose arenas are too small.
+    # One device's temporaries are now the main thread's, whose arena is the heap. Virtual devices
+    # have threads of their own, whose arenas are too small.
     if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         libc.mallopt(arena_max, 1)
     _ask_for_huge_pages(libc, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
 
 
 def _ask_for_huge_pages(libc: ctypes.CDLL, size: int) -> None:
-    """For the next `size` bytes of the heap: addresses, which take no memory until something is written there.
+    """For the next `size` bytes of the heap: addresses, which take no memory until something is
+    written there.
 
     Where the system counts addresses as memory, or limits them, pages stay small.
     """
@@ -62,7 +66,8 @@ def _ask_for_huge_pages(libc: ctypes.CDLL, size: int) -> None:
 
 
 def keep_compiled() -> None:
-    """Compiled programs outlive the process, below the user's cache folder unless JAX is set to keep them elsewhere."""
+    """Compiled programs outlive the process, below the user's cache folder unless JAX is set to
+    keep them elsewhere."""
     if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax"
         jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -71,17 +76,19 @@ def keep_compiled() -> None:
 def for_one_call(target: Chip) -> dict[str, int]:
     """Compiler options for a program that runs once, such as one that makes fresh weights.
 
-    LLVM's first level gives the same bits: for 35M parameters on two cores 6.0 s instead of 34.6 s, and then 1.9 s
-    instead of 1.0 s to run. Level 0 (3.0 s, then 8.3 s) rounds differently. A GPU's compiler keeps its own level.
+    LLVM's first level gives the same bits: for 35M parameters on two cores 6.0 s instead of 34.6 s,
+    and then 1.9 s instead of 1.0 s to run. Level 0 (3.0 s, then 8.3 s) rounds differently. A GPU's
+    compiler keeps its own level.
     """
     level = "xla_backend_optimization_level"
     return {} if level in os.environ.get("XLA_FLAGS", "") or not target.is_host else {level: 1}
 
 
 def require_x32() -> None:
-    """UserError where JAX is set to make 64-bit numbers: weights, sums and indices are float32 and int32."""
+    """UserError where JAX is set to make 64-bit numbers: weights, sums and indices are float32 and
+    int32."""
     if jax.config.jax_enable_x64:
         raise UserError(
-            "JAX makes float64 and int64 here, but a training step is of float32 and int32; unset JAX_ENABLE_X64, or "
-            "take jax_enable_x64 out of the config file"
+            "JAX makes float64 and int64 here, but a training step is of float32 and int32; unset"
+            " JAX_ENABLE_X64, or take jax_enable_x64 out of the config file"
         )

@@ -1,17 +1,20 @@
-"""Reads the kernels that a GPU launches to run a compiled program, with the bytes, FLOPs and scope of each.
+"""Reads the kernels that a GPU launches to run a compiled program, with the bytes, FLOPs and scope
+of each.
 
     found = kernels.read_program(compiled)
     sum(k.times for k in found.kernels)                     # launches
     sum(k.times * (k.reads + k.writes) for k in ...)        # HBM traffic
 
-A kernel is an instruction of the entry computation, or of a loop's body or condition, that computes: no tuple,
-parameter or bitcast. It runs as often as the loops around it turn. Where the compiler does not know how often that is,
-the scope says so (`turning` and `visiting` in `pallas_kernels.loops`). `unknown` counts the loops without any such
-number; each counts as one turn.
+A kernel is an instruction of the entry computation, or of a loop's body or condition, that
+computes: no tuple, parameter or bitcast. It runs as often as the loops around it turn. Where the
+compiler does not know how often that is, the scope says so (`turning` and `visiting` in
+`pallas_kernels.loops`). `unknown` counts the loops without any such number; each counts as one
+turn.
 
-A fusion reads its operands and writes its results once each: only the slices or rows that it takes of an operand, and
-only the update of an operand that it updates in place. Caches do not count: a kernel's results are read again by the
-next. FLOPs are those of matrix products. A Pallas kernel states its own (`pallas_kernels.tiles`).
+A fusion reads its operands and writes its results once each: only the slices or rows that it takes
+of an operand, and only the update of an operand that it updates in place. Caches do not count: a
+kernel's results are read again by the next. FLOPs are those of matrix products. A Pallas kernel
+states its own (`pallas_kernels.tiles`).
 """
 
 import collections
@@ -25,15 +28,49 @@ from typing import Any
 from zaya_jax.hardware import hlo
 from zaya_jax.hardware.hlo import Instruction
 
-FREE = frozenset({
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id",
-    "replica-id", "add-dependency",
-})  # fmt: skip
+FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "after-all",
+        "opt-barrier",
+        "partition-id",
+        "replica-id",
+        "add-dependency",
+    }
+)
 # A part of the result needs that part of the operands alone.
-ELEMENTWISE = frozenset({
-    "convert", "copy", "negate", "abs", "exponential", "log", "sqrt", "rsqrt", "tanh", "logistic", "sign", "not", "add",
-    "subtract", "multiply", "divide", "maximum", "minimum", "power", "and", "or", "compare", "select", "clamp",
-})  # fmt: skip
+ELEMENTWISE = frozenset(
+    {
+        "convert",
+        "copy",
+        "negate",
+        "abs",
+        "exponential",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "tanh",
+        "logistic",
+        "sign",
+        "not",
+        "add",
+        "subtract",
+        "multiply",
+        "divide",
+        "maximum",
+        "minimum",
+        "power",
+        "and",
+        "or",
+        "compare",
+        "select",
+        "clamp",
+    }
+)
 SLICES = ("dynamic-slice", "slice", "gather")  # take a part of their first operand
 # The counts that our own kernels state in their names (`pallas_kernels.tiles`).
 _SAID = re.compile(r"flops=([\d.e+]+)(?:of([\d.e+]+))?(?:,reads=([\d.e+]+),writes=([\d.e+]+))?")
@@ -62,9 +99,14 @@ class GpuKernel:
 
     @property
     def scope(self) -> str:
-        """The named scopes around it; "stacks" without one, where it moves parts of arrays stacked over layers."""
+        """The named scopes around it; "stacks" without one, where it moves parts of arrays stacked
+        over layers."""
         found = hlo.scope_of(self.op_name)
-        stacking = ("dynamic_update_index_in_dim", "dynamic_index_in_dim", "transpose(jvp())/broadcast_in_dim")
+        stacking = (
+            "dynamic_update_index_in_dim",
+            "dynamic_index_in_dim",
+            "transpose(jvp())/broadcast_in_dim",
+        )
         return found or ("stacks" if any(x in self.op_name for x in stacking) else "other")
 
     @property
@@ -83,7 +125,9 @@ class Program:
 
     kernels: tuple[GpuKernel, ...]
     unknown: Mapping[str, int]
-    under: Mapping[str, tuple[int, int]]  # by a collective's name: the kernels [from, to) between its start and end
+    under: Mapping[
+        str, tuple[int, int]
+    ]  # by a collective's name: the kernels [from, to) between its start and end
 
     @property
     def launches(self) -> float:
@@ -115,7 +159,12 @@ def table(
     rows: dict[Any, dict[str, float]] = {}
     for k in program.kernels:
         row = rows.setdefault(key(k), dict.fromkeys(("launches", "reads", "writes", "flops"), 0.0))
-        for name, value in (("launches", 1), ("reads", k.reads), ("writes", k.writes), ("flops", k.flops)):
+        for name, value in (
+            ("launches", 1),
+            ("reads", k.reads),
+            ("writes", k.writes),
+            ("flops", k.flops),
+        ):
             row[name] += k.times * value
     return dict(sorted(rows.items(), key=lambda item: -item[1]["reads"] - item[1]["writes"]))
 
@@ -140,7 +189,13 @@ class _Reader:
         self.kernels: list[GpuKernel] = []
         self.under: dict[str, tuple[int, int]] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
-        for question in ("_users", "_share", "_reads", "_writes", "_flops"):  # asked again for each loop
+        for question in (
+            "_users",
+            "_share",
+            "_reads",
+            "_writes",
+            "_flops",
+        ):  # asked again for each loop
             setattr(self, question, functools.cache(getattr(self, question)))
 
     def run(self, name: str, times: float) -> None:
@@ -199,10 +254,14 @@ class _Reader:
         if (stated := _SAID.search(i.op_name)) and i.op == "custom-call":
             visits = _VISITS.findall(i.op_name) if stated[2] else []
             flops = float(visits[-1]) * float(stated[2]) if visits else float(stated[1])
-            reads, writes = (int(float(stated[3])), int(float(stated[4]))) if stated[3] else (reads, writes)
+            reads, writes = (
+                (int(float(stated[3])), int(float(stated[4]))) if stated[3] else (reads, writes)
+            )
             wide = flops > 0 and hlo.arrays(given[0])[0].dtype == "f32"
         collective = kind if kind in hlo.KINDS else None
-        return GpuKernel(i.name, i.op, i.op_name, times, reads, max(writes, 0), flops, wide, collective)
+        return GpuKernel(
+            i.name, i.op, i.op_name, times, reads, max(writes, 0), flops, wide, collective
+        )
 
     def _users(self, fused: str) -> dict[str, list[tuple[Instruction, int]]]:
         users: dict[str, list[tuple[Instruction, int]]] = {}
@@ -218,7 +277,8 @@ class _Reader:
         return math.ceil(size(value.shape) * self._share(fused, value))
 
     def _share(self, fused: str, value: Instruction, made: bool = False) -> float:
-        """Which share of a value's numbers the rest of a fusion takes; of one that is `made` there, all to give it."""
+        """Which share of a value's numbers the rest of a fusion takes; of one that is `made` there,
+        all to give it."""
         total, numbers = 0.0, max(_numbers(value.shape), 1)
         users = self._users(fused).get(value.name, [])
         if made and not users:
@@ -226,12 +286,19 @@ class _Reader:
         for user, place in users:
             if user.op in SLICES and place == 0:
                 total += _numbers(user.shape) / numbers
-            elif user.op in ("dynamic-update-slice", "scatter") and place == 0 and not made and self._ends(fused, user):
+            elif (
+                user.op in ("dynamic-update-slice", "scatter")
+                and place == 0
+                and not made
+                and self._ends(fused, user)
+            ):
                 continue  # in place
             elif user.op == "tuple":
                 total += made  # otherwise it is handed through
             elif user.op == "fusion":
-                total += self._reads(dict(hlo.calls(user))["calls"], place) / max(size(value.shape), 1)
+                total += self._reads(dict(hlo.calls(user))["calls"], place) / max(
+                    size(value.shape), 1
+                )
             elif user.op == "bitcast":
                 total += self._share(fused, user, made)
             elif user.op in ELEMENTWISE and _numbers(user.shape) == numbers:
@@ -272,22 +339,30 @@ class _Reader:
         """FLOPs of a fusion's products, and whether any multiplies float32."""
         shapes = {i.name: i.shape for i in self.computations[fused]}
         found = [
-            self._flops(dict(hlo.calls(i))["calls"])
-            if i.op == "fusion"
-            else _product(i, [shapes.get(name, "") for name in hlo.operands(i)])
+            (
+                self._flops(dict(hlo.calls(i))["calls"])
+                if i.op == "fusion"
+                else _product(i, [shapes.get(name, "") for name in hlo.operands(i)])
+            )
             for i in self.computations[fused]
         ]
         return sum(flops for flops, _ in found), any(wide for _, wide in found)
 
 
 def _product(i: Instruction, given: list[str]) -> tuple[float, bool]:
-    """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for anything else."""
+    """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for anything
+    else."""
     target = re.search(r'custom_call_target="([^"]*)"', i.rest) if i.op == "custom-call" else None
     if i.op != "dot" and not (target and re.search("gemm|matmul", target[1], re.IGNORECASE)):
         return 0.0, False
     left, out = hlo.arrays(given[0])[0], hlo.arrays(i.shape)[0]
-    if target and "grouped" in target[1]:  # each row meets one matrix, or each pair of rows one group
+    if (
+        target and "grouped" in target[1]
+    ):  # each row meets one matrix, or each pair of rows one group
         return 2.0 * math.prod(left.shape) * out.shape[-1], left.dtype == "f32"
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
     summed = re.findall(r"\d+", found[1]) if found else []
-    return 2.0 * math.prod(left.shape[int(d)] for d in summed) * math.prod(out.shape), left.dtype == "f32"
+    return (
+        2.0 * math.prod(left.shape[int(d)] for d in summed) * math.prod(out.shape),
+        left.dtype == "f32",
+    )

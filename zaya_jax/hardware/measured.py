@@ -1,7 +1,8 @@
-"""Measured figures: a file that `experiments.characterize` writes and plans read; docs/hardware.md has its format.
+"""Measured figures: a file that `experiments.characterize` writes and plans read; docs/hardware.md
+has its format.
 
-figures = measured.load("out/all.json")
-figures.memory_bandwidth(), figures.rows_knee(), figures.collectives
+figures = measured.load("out/all.json") figures.memory_bandwidth(), figures.rows_knee(),
+figures.collectives
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ from zaya_jax.config import UserError, files
 
 FORMAT = 2
 
-# Bus bandwidth over algorithm bandwidth for n devices, and the bytes that count: nccl-tests, doc/PERFORMANCE.md.
+# Bus bandwidth over algorithm bandwidth for n devices, and the bytes that count: nccl-tests,
+# doc/PERFORMANCE.md.
 BUS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,  # bytes that each device puts in, and gets
     "reduce-scatter": lambda n: (n - 1) / n,  # that each puts in; it gets one n-th
@@ -43,9 +45,11 @@ class CollectiveTiming:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class ProductShape:
-    """One matrix product [m, k] x [k, n], or that of `groups` of `m` rows, each with its own matrices.
+    """One matrix product [m, k] x [k, n], or that of `groups` of `m` rows, each with its own
+    matrices.
 
-    A grouped one is the operator pallas_kernels.grouped_mlp: k is the model's width, n the experts'.
+    A grouped one is the operator pallas_kernels.grouped_mlp: k is the model's width, n the
+    experts'.
     """
 
     name: str  # dense, grouped forward, grouped backward
@@ -88,7 +92,11 @@ class MemoryCopy:
         return 2 * self.bytes / self.seconds.median
 
 
-LISTS: dict[str, type] = {"collectives": CollectiveTiming, "products": Product, "copies": MemoryCopy}
+LISTS: dict[str, type] = {
+    "collectives": CollectiveTiming,
+    "products": Product,
+    "copies": MemoryCopy,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +137,14 @@ def load(path: str | os.PathLike) -> Measured:
         if given["format"] != FORMAT:
             raise ValueError(f"format {given['format']!r}, expected {FORMAT}")
         found = {field.name: given[field.name] for field in dataclasses.fields(Measured)}
-        lists = {name: tuple(_read(kind, entry) for entry in given[name]) for name, kind in LISTS.items()}
+        lists = {
+            name: tuple(_read(kind, entry) for entry in given[name]) for name, kind in LISTS.items()
+        }
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path} cannot be read as figures of experiments.characterize ({type(error).__name__}: {error}); give its "
-            "all.json, collectives.json, matmul.json or memory.json, or measure again"
+            f"{path} cannot be read as figures of experiments.characterize ({type(error).__name__}:"
+            f" {error}); give its all.json, collectives.json, matmul.json or memory.json, or"
+            " measure again"
         ) from None
     return Measured(**found | lists)
 

@@ -1,9 +1,11 @@
-"""Finds the dimensions of a model and a run that fall off a chip's fast path, each with a better value.
+"""Finds the dimensions of a model and a run that fall off a chip's fast path, each with a better
+value.
 
     for advice in sizing_rules.advise(config, chip, num_devices): print(advice)
 
-Facts about shapes, before anything runs: `experiments.plan` estimates the seconds. docs/hardware.md has the rules as a
-table. Figures that `experiments.characterize` measured on such a chip take the place of published ones.
+Facts about shapes, before anything runs: `experiments.plan` estimates the seconds. docs/hardware.md
+has the rules as a table. Figures that `experiments.characterize` measured on such a chip take the
+place of published ones.
 """
 
 import dataclasses
@@ -40,18 +42,28 @@ class Advice:
 
 
 def notes(config: Config, devices: list) -> list[str]:
-    """A line of advice each, for a run of one phase on these devices; none where their chip is not known."""
+    """A line of advice each, for a run of one phase on these devices; none where their chip is not
+    known."""
     name = chips.named(devices[0].device_kind)
-    return [] if name is None else [str(advice) for advice in _of_phase(config, name, len(devices), None)]
+    return (
+        []
+        if name is None
+        else [str(advice) for advice in _of_phase(config, name, len(devices), None)]
+    )
 
 
-def advise(config: Config, name: str, num_devices: int, figures: Measured | None = None) -> list[Advice]:
-    """Advice for every phase that fits the devices; the same advice for two phases is given once."""
+def advise(
+    config: Config, name: str, num_devices: int, figures: Measured | None = None
+) -> list[Advice]:
+    """Advice for every phase that fits the devices; the same advice for two phases is given
+    once."""
     found: dict[Advice, None] = {}
     judged, misfit = 0, None
     for segment in schedule.make_plan(config).segments:
         try:
-            of_phase = list(_of_phase(schedule.phase_config(config, segment.phase), name, num_devices, figures))
+            of_phase = list(
+                _of_phase(schedule.phase_config(config, segment.phase), name, num_devices, figures)
+            )
         except UserError as error:  # its mesh needs more devices
             misfit = misfit or error
             continue
@@ -66,7 +78,9 @@ def advise(config: Config, name: str, num_devices: int, figures: Measured | None
     return list(found)
 
 
-def _of_phase(config: Config, name: str, num_devices: int, figures: Measured | None) -> Iterator[Advice]:
+def _of_phase(
+    config: Config, name: str, num_devices: int, figures: Measured | None
+) -> Iterator[Advice]:
     mesh, chip = shape_of(config.mesh, num_devices), chips.CHIPS[name]
     # With tensor parallelism a token lies on all its devices, but with TSP.
     tensor = 1 if config.mesh.tsp else mesh["tensor"]
@@ -77,7 +91,8 @@ def _of_phase(config: Config, name: str, num_devices: int, figures: Measured | N
 
 
 def _widths(config: Config, tensor: int, tile: int) -> Iterator[Advice]:
-    """Multiples of 64, then of the tile of large products. Another number of heads would be another model."""
+    """Multiples of 64, then of the tile of large products. Another number of heads would be another
+    model."""
     model = config.model
     inner = "intermediate_size" if model.model_type == "dense" else "moe_intermediate_size"
     # Gate and up are one product, which tensor parallelism cuts.
@@ -85,19 +100,30 @@ def _widths(config: Config, tensor: int, tile: int) -> Iterator[Advice]:
         value = getattr(model, key)
         width = -(-value * factor // cut)
         if width % LOADED:
-            rule, source, what = "multiple of 64", CODESIGN, "64, whose 128 bytes are loaded at once"
+            rule, source, what = (
+                "multiple of 64",
+                CODESIGN,
+                "64, whose 128 bytes are loaded at once",
+            )
         elif _empty(width, tile) > EMPTY:
             rule, source, what = "tile", TILES, f"the tile of {tile}"
         else:
             continue
         for multiple in (LOADED, tile):
             step = math.lcm(multiple, factor) // factor * cut
-            steps = math.ceil(value / step) if key == "vocab_size" else round(value / step)  # every token needs its row
+            steps = (
+                math.ceil(value / step) if key == "vocab_size" else round(value / step)
+            )  # every token needs its row
             better = max(1, steps) * step
             if _empty(better * factor // cut, tile) <= EMPTY:
                 break
         yield Advice(
-            rule, f"model.{key}", value, better, f"its width on a device, {width:,}, is no multiple of {what}", source
+            rule,
+            f"model.{key}",
+            value,
+            better,
+            f"its width on a device, {width:,}, is no multiple of {what}",
+            source,
         )
     if model.head_dim % LOADED:
         better = max(LOADED, round(model.head_dim / LOADED) * LOADED)
@@ -111,12 +137,20 @@ def _empty(width: int, tile: int) -> float:
 
 
 def _rows_of_experts(
-    config: Config, mesh: dict[str, int], num_devices: int, tensor: int, chip: chips.DataSheet,
+    config: Config,
+    mesh: dict[str, int],
+    num_devices: int,
+    tensor: int,
+    chip: chips.DataSheet,
     figures: Measured | None,
-) -> Iterator[Advice]:  # fmt: skip
+) -> Iterator[Advice]:
     """With few rows an expert's products wait for its weights to be read."""
-    # A weight of two bytes serves one multiply-add a row: at peak / bandwidth rows, both take as long.
-    needed, source = math.ceil(chip.peaks[config.precision.compute] / chip.measured), "peak over memory bandwidth"
+    # A weight of two bytes serves one multiply-add a row: at peak / bandwidth rows, both take as
+    # long.
+    needed, source = (
+        math.ceil(chip.peaks[config.precision.compute] / chip.measured),
+        "peak over memory bandwidth",
+    )
     if figures and (knee := figures.rows_knee()):
         needed, source = knee, f"measured, {figures.date[:10]}"
     batch, sequences = config.data.global_batch, config.data.micro_batch or config.data.global_batch
@@ -127,5 +161,8 @@ def _rows_of_experts(
         least = math.ceil(sequences * needed / rows)
         better = next((n for n in range(least, batch + 1) if batch % n == 0), None)
         less = "" if better else ", or fewer devices"
-        reason = f"{rows:,} tokens per expert and device, of {needed:,} that hide the reading of its weights{less}"
+        reason = (
+            f"{rows:,} tokens per expert and device, of {needed:,} that hide the reading of its"
+            f" weights{less}"
+        )
         yield Advice("tokens per expert", "data.micro_batch", sequences, better, reason, source)

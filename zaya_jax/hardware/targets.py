@@ -3,8 +3,9 @@
     make setup-targets                              # once: XLA's GPU plugins, into .venv-targets
     devices = targets.devices("mi300x", 1024)       # to build a mesh of; nothing can be put on them
 
-XLA takes a GPU's numbers from a text, so no GPU is needed. It then picks kernels by rule instead of measuring them
-(autotuning). Without ROCm, stand-ins take the place of its libraries: the process can compile but never run.
+XLA takes a GPU's numbers from a text, so no GPU is needed. It then picks kernels by rule instead of
+measuring them (autotuning). Without ROCm, stand-ins take the place of its libraries: the process
+can compile but never run.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ from zaya_jax.hardware import chips, clusters, flags
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
 A_NODE = 8  # GPUs of a node
 GIB = 1 << 30
-# AMD's devices by the names that a machine with them gives, which programs ask for the chip that they are made for.
+# AMD's devices by the names that a machine with them gives, which programs ask for the chip that
+# they are made for.
 ARCHITECTURES = {"AMD Instinct MI300X": "gfx942", "AMD Instinct MI355X": "gfx950"}
 
 
@@ -45,9 +47,12 @@ def _gpu(platform: str, memory: int, name: str, about: str, versions: str) -> Ta
     return Target(platform, memory, text)
 
 
-def _amd(memory: int, name: str, cores: int, gigahertz: float, bandwidth: float, shared: int) -> Target:
+def _amd(
+    memory: int, name: str, cores: int, gigahertz: float, bandwidth: float, shared: int
+) -> Target:
     about = (
-        "threads_per_warp: 64 block_dim_limit_y: 65536 block_dim_limit_z: 65536 l2_cache_size: 4194304 "
+        "threads_per_warp: 64 block_dim_limit_y: 65536 block_dim_limit_z: 65536 l2_cache_size:"
+        " 4194304 "
         "registers_per_core_limit: 131072 registers_per_block_limit: 131072 "
         f'rocm_compute_capability {{ gcn_arch_name: "{ARCHITECTURES[name]}:sramecc+:xnack-" }} '
         f"core_count: {cores} clock_rate_ghz: {gigahertz} memory_bandwidth: {bandwidth:.0f} "
@@ -57,19 +62,31 @@ def _amd(memory: int, name: str, cores: int, gigahertz: float, bandwidth: float,
 
 def _hopper(memory: int, name: str, bandwidth: float) -> Target:
     about = (
-        "threads_per_warp: 32 block_dim_limit_y: 65535 block_dim_limit_z: 65535 core_count: 132 clock_rate_ghz: 1.98 "
-        "shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472 "
-        "registers_per_core_limit: 65536 registers_per_block_limit: 65536 l2_cache_size: 52428800 "
-        f"memory_bandwidth: {bandwidth:.0f} "
-        "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"
+        "threads_per_warp: 32 block_dim_limit_y: 65535 block_dim_limit_z: 65535 core_count: 132"
+        " clock_rate_ghz: 1.98 shared_memory_per_block: 49152 shared_memory_per_block_optin:"
+        " 232448 shared_memory_per_core: 233472 registers_per_core_limit: 65536"
+        " registers_per_block_limit: 65536 l2_cache_size: 52428800 memory_bandwidth:"
+        f" {bandwidth:.0f} cuda_compute_capability {{ major: 9 minor: 0 feature_extension:"
+        " ACCELERATED_FEATURES }"
     )
-    return _gpu("cuda", memory, name, about, "runtime_version { major: 13 } dnn_version_info { major: 9 minor: 28 }")
+    return _gpu(
+        "cuda",
+        memory,
+        name,
+        about,
+        "runtime_version { major: 13 } dnn_version_info { major: 9 minor: 28 }",
+    )
 
 
-# Cores, clock and bandwidth: the vendors' data sheets. Memory: as a process finds it, a little less than is sold.
+# Cores, clock and bandwidth: the vendors' data sheets. Memory: as a process finds it, a little less
+# than is sold.
 TARGETS = {
-    "mi300x": _amd(192 * GIB, "AMD Instinct MI300X", 304, 2.1, chips.CHIPS["mi300x"].bandwidth, 65536),
-    "mi355x": _amd(288 * 10**9, "AMD Instinct MI355X", 256, 2.4, chips.CHIPS["mi355x"].bandwidth, 163840),
+    "mi300x": _amd(
+        192 * GIB, "AMD Instinct MI300X", 304, 2.1, chips.CHIPS["mi300x"].bandwidth, 65536
+    ),
+    "mi355x": _amd(
+        288 * 10**9, "AMD Instinct MI355X", 256, 2.4, chips.CHIPS["mi355x"].bandwidth, 163840
+    ),
     "h200": _hopper(151_397_597_184, "NVIDIA H200", chips.CHIPS["h200"].bandwidth),
     "h100": _hopper(84_942_979_072, "NVIDIA H100 80GB HBM3", chips.CHIPS["h100"].bandwidth),
 }
@@ -81,9 +98,11 @@ def memory_for_jax(name: str) -> int:
 
 
 def devices(name: str, count: int) -> list[Any]:
-    """So many devices of a kind, in nodes of at most eight; UserError where their compiler is not installed.
+    """So many devices of a kind, in nodes of at most eight; UserError where their compiler is not
+    installed.
 
-    To be called before JAX has compiled anything for a GPU in this process: the flags of `hardware.flags` are set here.
+    To be called before JAX has compiled anything for a GPU in this process: the flags of
+    `hardware.flags` are set here.
     """
     if name == "cpu":
         if count > len(jax.devices("cpu")):
@@ -95,12 +114,16 @@ def devices(name: str, count: int) -> list[Any]:
     from jax.experimental import topologies
 
     target = TARGETS[name]
-    os.environ["XLA_FLAGS"] = flags.merged(os.environ.get("XLA_FLAGS", ""), flags.PLATFORMS[target.platform])
+    os.environ["XLA_FLAGS"] = flags.merged(
+        os.environ.get("XLA_FLAGS", ""), flags.PLATFORMS[target.platform]
+    )
     jax.devices("cpu")  # the plugins that JAX finds by itself are registered then
     _register(target.platform)
     a_node = clusters.devices_of_a_node(count, A_NODE)
     topology = topologies.get_topology_desc(
-        platform=target.platform, target_config=target.text, topology=f"1x{count // a_node}x{a_node}"
+        platform=target.platform,
+        target_config=target.text,
+        topology=f"1x{count // a_node}x{a_node}",
     )
     return list(topology.devices)
 
@@ -119,8 +142,8 @@ def _register(platform: str) -> None:
     version = re.search(r"jax ([\w.]+),", stamp.read_text() if stamp.exists() else "")
     if not version or version[1] != jax.__version__:
         raise UserError(
-            f"{FOLDER.name} holds compilers for jax {version[1] if version else '?'}, this is {jax.__version__}; "
-            "run: make setup-targets"
+            f"{FOLDER.name} holds compilers for jax {version[1] if version else '?'}, this is"
+            f" {jax.__version__}; run: make setup-targets"
         )
     if platform == "rocm":
         _stand_in()
@@ -130,8 +153,11 @@ def _register(platform: str) -> None:
 
 
 def tell_pallas() -> None:
-    """Tells Pallas the architectures of AMD's absent devices; it knows only those of present ones."""
-    from jax._src.pallas.triton import gpu_info  # as for new chips of others; there is no public way
+    """Tells Pallas the architectures of AMD's absent devices; it knows only those of present
+    ones."""
+    from jax._src.pallas.triton import (
+        gpu_info,
+    )  # as for new chips of others; there is no public way
 
     for name, architecture in ARCHITECTURES.items():
         info = gpu_info.GpuInfo(gpu_version=None, arch_name=architecture, compute_capability=0)

@@ -20,8 +20,8 @@ from pallas_kernels.cpu import apart_on_cpus
 class Held:
     """One layer's part of a stack over all layers.
 
-    A new column is written into the stack. Written into a layer's own array, taken out of the stack, all columns of the
-    layer would be copied for each token, out of the stack and into it.
+    A new column is written into the stack. Written into a layer's own array, taken out of the
+    stack, all columns of the layer would be copied for each token, out of the stack and into it.
     """
 
     stack: Float[Array, "L ..."]
@@ -35,7 +35,8 @@ class Held:
         return lax.dynamic_index_in_dim(self.stack, self.layer, 0, keepdims=False)
 
     def read_at_once(self) -> "Held":
-        """For an array that a layer will replace: read before the write, or a CPU's compiler copies the stack."""
+        """For an array that a layer will replace: read before the write, or a CPU's compiler copies
+        the stack."""
         own, stack = apart_on_cpus((self.read(), self.stack))
         return Held(stack, self.layer, own)
 
@@ -43,13 +44,18 @@ class Held:
         """With `new` in the layer's array, from the indices `start` on (0 by default)."""
         new = new.astype(self.stack.dtype)[None]
         rest = (0,) * (new.ndim - 1 - len(start))
-        return Held(lax.dynamic_update_slice(self.stack, new, (self.layer, *start, *rest)), self.layer)
+        return Held(
+            lax.dynamic_update_slice(self.stack, new, (self.layer, *start, *rest)), self.layer
+        )
 
     def write_rows(self, new: Float[Array, "B ..."], index: Int[Array, "B"]) -> "Held":
         """With a new column in each row, at an index of its own."""
         if len(new) == 1:  # no scatter
             return self.write(new[:, None], 0, index[0])
-        rows, new = self.stack.at[self.layer, jnp.arange(len(new)), index], new.astype(self.stack.dtype)
+        rows, new = (
+            self.stack.at[self.layer, jnp.arange(len(new)), index],
+            new.astype(self.stack.dtype),
+        )
         return Held(rows.set(new, mode="promise_in_bounds", unique_indices=True), self.layer)
 
 
@@ -64,7 +70,8 @@ class Cache:
         return length
 
     def write(self, held: Held, new: Float[Array, "B S K C"], index: jax.Array) -> Held:
-        """With new columns from `index` on: a prompt's or a piece's, or a single token's at each row's own index."""
+        """With new columns from `index` on: a prompt's or a piece's, or a single token's at each
+        row's own index."""
         if jnp.ndim(index):
             return held.write_rows(new[:, 0], index)
         return held.write(new, 0, index)

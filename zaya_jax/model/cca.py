@@ -1,11 +1,14 @@
-"""Compressed convolutional attention (CCA): the queries, keys and values of ZAYA, and its attention block.
+"""Compressed convolutional attention (CCA): the queries, keys and values of ZAYA, and its attention
+block.
 
-Queries and keys are in a latent space, are mixed over the last few tokens by a depthwise and a per-head convolution,
-and keep a path around it; half of each value comes from the token before. Letters: B batch, S sequence, D model,
-H query heads, K key-value heads, G = H / K, C head channels, P = (H + K) C packed channels.
+Queries and keys are in a latent space, are mixed over the last few tokens by a depthwise and a
+per-head convolution, and keep a path around it; half of each value comes from the token before.
+Letters: B batch, S sequence, D model, H query heads, K key-value heads, G = H / K, C head channels,
+P = (H + K) C packed channels.
 
-At the start of a document or sequence, the tokens before count as absent: zero in the packed columns (so that the
-second convolution sees the first one's bias) and a zero input for the delayed value (so that its bias remains).
+At the start of a document or sequence, the tokens before count as absent: zero in the packed
+columns (so that the second convolution sees the first one's bias) and a zero input for the delayed
+value (so that its bias remains).
 """
 
 import functools
@@ -26,7 +29,9 @@ from zaya_jax.model.weights import Linear, weight
 class Conv(nnx.Module):
     """The taps of a causal convolution (the last tap is the current token) and its bias."""
 
-    def __init__(self, rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], channels: int, std: float):
+    def __init__(
+        self, rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], channels: int, std: float
+    ):
         self.kernel = weight(rngs, shape, axes, std)
         self.bias = weight(rngs, (channels,), ("packed",), "zeros")
 
@@ -35,14 +40,23 @@ class CCA(nnx.Module):
     """Attention on x [B, S, D] in the compressed space; see SPEC §1 for the six steps."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
-        d, h, k, c = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
+        d, h, k, c = (
+            model.hidden_size,
+            model.num_attention_heads,
+            model.num_key_value_heads,
+            model.head_dim,
+        )
         std, bias = model.initializer_range, model.attention_bias
         self.q = Linear(rngs, d, h * c, ("embed", "heads"), std, bias)
         self.k = Linear(rngs, d, k * c, ("embed", "kv_heads"), std, bias)
         self.v_now = Linear(rngs, d, k * c // 2, ("embed", "values"), std, bias)
         self.v_prev = Linear(rngs, d, k * c // 2, ("embed", "values"), std, bias)
-        self.conv_depthwise = Conv(rngs, (model.cca_time0, (h + k) * c), (None, "packed"), (h + k) * c, std)
-        self.conv_grouped = Conv(rngs, (model.cca_time1, h + k, c, c), (None, "packed", None, None), (h + k) * c, std)
+        self.conv_depthwise = Conv(
+            rngs, (model.cca_time0, (h + k) * c), (None, "packed"), (h + k) * c, std
+        )
+        self.conv_grouped = Conv(
+            rngs, (model.cca_time1, h + k, c, c), (None, "packed", None, None), (h + k) * c, std
+        )
         self.temperature = weight(rngs, (k,), ("kv_heads",), "ones")
         self.o = Linear(rngs, h * c, d, ("heads", "embed"), std, bias)
         self.channels = c
@@ -53,8 +67,8 @@ class CCA(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and with a cache the layer's new one.
 
-        `rope` is a list of (selected, table), empty for no rotation. Left padding is zeroed, as the public port does:
-        its columns then hold the projections' biases.
+        `rope` is a list of (selected, table), empty for no rotation. Left padding is zeroed, as the
+        public port does: its columns then hold the projections' biases.
         """
         if here.mask is not None:
             x = x * here.mask[..., None].astype(x.dtype)
@@ -69,7 +83,9 @@ class CCA(nnx.Module):
         now, late = here.weights.split_values(values)
         v = self._values(now, late, before, nothing, here)
         out, kept = here.attend(q, k, v, columns=packed, value=late)
-        y = here.weights.sum(dot(out.reshape(*x.shape[:2], -1), self.o.kernel[...], self.dtype), self.dtype)
+        y = here.weights.sum(
+            dot(out.reshape(*x.shape[:2], -1), self.o.kernel[...], self.dtype), self.dtype
+        )
         return y + self.o.bias[...].astype(y.dtype) if hasattr(self.o, "bias") else y, kept
 
     def _side_by_side(self, here: Placement):
@@ -88,7 +104,8 @@ class CCA(nnx.Module):
     def _project(self, weights, x):
         """Packed queries and keys, the values' current half and the one to be delayed: one product.
 
-        For a single token a row, the product takes as long as reading the kernels, so they are not joined.
+        For a single token a row, the product takes as long as reading the kernels, so they are not
+        joined.
         """
         kernels, bias = weights
         if x.shape[1] > 1:
@@ -104,8 +121,9 @@ class CCA(nnx.Module):
     def _mix(self, columns, before: Before, rope, segments, mean_q):
         """Queries, keys, and the columns of the values.
 
-        Only the first one's bias comes between them, so both biases are added once, at the end. Documents are
-        cut the same way: a document's tokens are contiguous, so both would mask the tokens before it.
+        Only the first one's bias comes between them, so both biases are added once, at the end.
+        Documents are cut the same way: a document's tokens are contiguous, so both would mask the
+        tokens before it.
         """
         w1 = self.conv_grouped.kernel[...]
         heads = w1.shape[1]
@@ -113,11 +131,14 @@ class CCA(nnx.Module):
         if segments is not None:
             segments = _with_earlier(segments, before.segments, self._history())
         first_bias, last_bias = (
-            conv.bias[...].reshape(heads, self.channels) for conv in (self.conv_depthwise, self.conv_grouped)
+            conv.bias[...].reshape(heads, self.channels)
+            for conv in (self.conv_depthwise, self.conv_grouped)
         )
         passed_on = jnp.einsum("gc,tgcd->gd", first_bias, w1, precision=whole(w1.dtype))
         bias, temperature = passed_on + last_bias, self.temperature[...]
-        return mix(columns, before.columns, w0, w1, bias, temperature, rope, segments, mean_q, self.dtype)
+        return mix(
+            columns, before.columns, w0, w1, bias, temperature, rope, segments, mean_q, self.dtype
+        )
 
     def _values(self, now, late, before: Before, nothing, here: Placement):
         """Half of each token's own value and half of the one before it, [B, S, K, C]."""
@@ -143,8 +164,8 @@ class CCA(nnx.Module):
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
-    """The cache of decoding, stacked over layers: every layer has its last packed columns and delayed value; softmax
-    layers have K and V, linear layers a state."""
+    """The cache of decoding, stacked over layers: every layer has its last packed columns and
+    delayed value; softmax layers have K and V, linear layers a state."""
     layers, k, c = model.num_hidden_layers, model.num_key_value_heads, model.head_dim
     history = model.cca_time0 + model.cca_time1 - 2
     dtype = jnp.dtype(precision.compute)
@@ -154,14 +175,17 @@ def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> 
         "value": jnp.zeros((layers, batch, k * c // 2), dtype),
     }
     if linear < layers:
-        cache |= {name: jnp.zeros((layers - linear, batch, length, k, c), dtype) for name in ("k", "v")}
+        cache |= {
+            name: jnp.zeros((layers - linear, batch, length, k, c), dtype) for name in ("k", "v")
+        }
     if linear:
         cache["state"] = jnp.zeros((linear, batch, k, c, c + 1), jnp.float32)
     return cache
 
 
 def _with_earlier(segments, earlier, num):
-    """Segments with those of the `num` tokens before the first; `earlier` [B, >= num] ends with them, otherwise -1."""
+    """Segments with those of the `num` tokens before the first; `earlier` [B, >= num] ends with
+    them, otherwise -1."""
     if earlier is None:
         return jnp.pad(segments, ((0, 0), (num, 0)), constant_values=-1)
     return jnp.concatenate([earlier[:, earlier.shape[1] - num :], segments], axis=1)

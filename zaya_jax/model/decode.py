@@ -1,13 +1,14 @@
 """Continuing rows of tokens with the cache: prompts piece by piece, then one token a row at a time.
 
-Rows of unequal length start in column 0, so a token's column is its position. The padding after a short
-row is overwritten by its next tokens before any token sees it. Prompts go through the model in pieces
-(`PIECE`), so scores and logits never exist for more than a piece. Compiled programs depend on the number of rows,
-padded to a power of two, on the length of the cache and of a piece (a few values each), and on `Sampling.kind`, but not
-on a prompt's length.
+Rows of unequal length start in column 0, so a token's column is its position. The padding after a
+short row is overwritten by its next tokens before any token sees it. Prompts go through the model
+in pieces (`PIECE`), so scores and logits never exist for more than a piece. Compiled programs
+depend on the number of rows, padded to a power of two, on the length of the cache and of a piece (a
+few values each), and on `Sampling.kind`, but not on a prompt's length.
 
-Several devices hold the keys and values in parts, for caches that one cannot hold (`zaya_jax.parallel.tree.InParts`);
-everything else, including the prompts' pass, is the same on all of them.
+Several devices hold the keys and values in parts, for caches that one cannot hold
+(`zaya_jax.parallel.tree.InParts`); everything else, including the prompts' pass, is the same on all
+of them.
 """
 
 import functools
@@ -30,19 +31,23 @@ from zaya_jax.model.placement import ALONE, Cached, Devices, Rows
 from zaya_jax.model.sampling import Sampling, pick
 from zaya_jax.model.stored import SCANNED, Stored
 
-# Tokens of each prompt that go through the model at once, and of all prompts together, at least LEAST_PIECE of each.
-# On two CPU cores a prompt of 2048 took 2.2 s in one piece, 3.4 in two and 4.9 in four (354M weights, eight experts):
-# products of few rows are slow.
+# Tokens of each prompt that go through the model at once, and of all prompts together, at least
+# LEAST_PIECE of each. On two CPU cores a prompt of 2048 took 2.2 s in one piece, 3.4 in two and 4.9
+# in four (354M weights, eight experts): products of few rows are slow.
 PIECE, PIECES = 2048, 16384
 LEAST_PIECE = 16
-SHORT = 64, 256  # columns of pieces of short rows: 50 sentences of any lengths take two programs, not 20
+SHORT = (
+    64,
+    256,
+)  # columns of pieces of short rows: 50 sentences of any lengths take two programs, not 20
 CACHES = 256, 512, 1024  # columns of caches: each takes two programs, which compile for seconds
 TURN = 16  # new tokens of each row between two checks for ended rows
 REPLICATED = PartitionSpec()
 
 
 class Decoder(NamedTuple):
-    """A model to decode with, and its devices. `kernels`, from a config, are the operators with kernels on a GPU."""
+    """A model to decode with, and its devices. `kernels`, from a config, are the operators with
+    kernels on a GPU."""
 
     model: Model
     params: dict
@@ -52,8 +57,11 @@ class Decoder(NamedTuple):
     kernels: tuple[str, ...] = ("all",)
 
 
-def generate(decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> list[list[int]]:
-    """The next ids of each row, at most `num_tokens`, without the id that ended it; options are Generation's."""
+def generate(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
+) -> list[list[int]]:
+    """The next ids of each row, at most `num_tokens`, without the id that ended it; options are
+    Generation's."""
     rows = Generation(decoder, prompts, num_tokens, **options)
     found: list[list[int]] = [[] for _ in prompts]
     while not rows.ended:
@@ -65,9 +73,10 @@ def generate(decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int
 class Generation:
     """Rows that are being continued. `more` gives each row's new ids; the caller may `end` a row.
 
-    `seeds` is one for all rows, or one for each; a row's noise depends only on its own seed. `ends` are ids
-    that end a row. `mask` (1 = real) is for prompts [B, S] padded at the left, whose padding has the same effect as
-    in the public port: it leaves the projections' biases in the columns before the first token.
+    `seeds` is one for all rows, or one for each; a row's noise depends only on its own seed. `ends`
+    are ids that end a row. `mask` (1 = real) is for prompts [B, S] padded at the left, whose
+    padding has the same effect as in the public port: it leaves the projections' biases in the
+    columns before the first token.
     """
 
     def __init__(
@@ -89,16 +98,25 @@ class Generation:
         if piece is not None and piece < 1:
             raise UserError(f"piece={shown(piece)} must be a whole number of at least 1, or None")
         mask = None if mask is None else _mask(mask, lengths)
-        self._asked, self.rows = len(ids), 1 << (len(ids) - 1).bit_length()  # the others copy the first, already ended
+        self._asked, self.rows = (
+            len(ids),
+            1 << (len(ids) - 1).bit_length(),
+        )  # the others copy the first, already ended
         spare = self.rows - self._asked
-        ids, lengths, row_seeds = ids + ids[:1] * spare, lengths + lengths[:1] * spare, np.pad(row_seeds, (0, spare))
+        ids, lengths, row_seeds = (
+            ids + ids[:1] * spare,
+            lengths + lengths[:1] * spare,
+            np.pad(row_seeds, (0, spare)),
+        )
         mask = None if mask is None else np.pad(mask, ((0, spare), (0, 0)), "edge")
         num_tokens, size = int(num_tokens), int(piece or piece_of(self.rows))
         parts = 1 if devices.mesh is None else devices.mesh.size
         self._model, self._precision, self._devices = model, precision, devices
         self._kind, self._ends = sampling.kind, frozenset(ends)
         self._left, self._done = num_tokens, np.arange(self.rows) >= self._asked
-        self._target = chip.made_for(params if devices.mesh is None else devices.mesh).taking(kernels)
+        self._target = chip.made_for(params if devices.mesh is None else devices.mesh).taking(
+            kernels
+        )
         self.ids: list[list[int]] = [[] for _ in prompts]  # of each row, so far
         self.columns = 0  # tokens of a row that the cache has room for
         self._cache: dict | None = None
@@ -118,7 +136,9 @@ class Generation:
     @property
     def cache_bytes(self) -> int:
         """The cache's bytes on all devices together, copies included."""
-        return sum(part.data.nbytes for x in (self._cache or {}).values() for part in x.addressable_shards)
+        return sum(
+            part.data.nbytes for x in (self._cache or {}).values() for part in x.addressable_shards
+        )
 
     def end(self, row: int) -> None:
         """Ends a row: it gets no further token, and does not change."""
@@ -130,7 +150,9 @@ class Generation:
         if self._carry is None:
             statics = self._model, self._precision, self._devices, self._kind
             with chip.making(self._target):
-                token, self._carry = _first(self._head, self._hidden, self._index, self._drawing, *statics)
+                token, self._carry = _first(
+                    self._head, self._hidden, self._index, self._drawing, *statics
+                )
             return self._taken(np.asarray(token)[:, None])
         num = min(TURN, self._left)
         with chip.making(self._target):
@@ -143,7 +165,14 @@ class Generation:
             return _go_on.lower(*self._going_on(1))
 
     def _going_on(self, num: int) -> tuple:
-        arguments = (*self._weights, self._head, self._carry, self._drawing, self._done, np.int32(num))
+        arguments = (
+            *self._weights,
+            self._head,
+            self._carry,
+            self._drawing,
+            self._done,
+            np.int32(num),
+        )
         return arguments, self._cache, self._model, self._precision, self._devices, self._kind
 
     def _taken(self, tokens: np.ndarray) -> list[list[int]]:
@@ -159,7 +188,8 @@ class Generation:
         return new
 
     def _start(self, ids, lengths, mask, num_tokens, piece):
-        """Runs the prompts through the model, and keeps the cache and each row's last hidden state."""
+        """Runs the prompts through the model, and keeps the cache and each row's last hidden
+        state."""
         statics = self._model, self._precision, self._devices
         sizes = pieces(max(lengths), piece)
         if mask is not None:
@@ -181,7 +211,9 @@ class Generation:
             arguments = (*self._weights, rows[:, start : start + size], counts, hidden)
             with chip.making(self._target):
                 if start:
-                    hidden, self._cache = _piece((*arguments, np.int32(start)), self._cache, *statics)
+                    hidden, self._cache = _piece(
+                        (*arguments, np.int32(start)), self._cache, *statics
+                    )
                 else:
                     hidden, self._cache = _first_piece(arguments, None, length, *statics)
             start += size
@@ -190,7 +222,11 @@ class Generation:
     def _everywhere(self, arguments):
         """The arguments, on all devices of the mesh."""
         mesh = self._devices.mesh
-        return arguments if mesh is None else jax.device_put(arguments, NamedSharding(mesh, REPLICATED))
+        return (
+            arguments
+            if mesh is None
+            else jax.device_put(arguments, NamedSharding(mesh, REPLICATED))
+        )
 
 
 class CacheBytes(NamedTuple):
@@ -201,7 +237,9 @@ class CacheBytes(NamedTuple):
     total: int
 
 
-def cache_bytes(model: Model, precision: Precision, batch: int, length: int, devices: Devices = ALONE) -> CacheBytes:
+def cache_bytes(
+    model: Model, precision: Precision, batch: int, length: int, devices: Devices = ALONE
+) -> CacheBytes:
     """The bytes of a cache with `batch` rows of `length` columns."""
 
     def taken(batch, length):
@@ -227,7 +265,11 @@ def piece_of(rows: int) -> int:
 def pieces(length: int, piece: int) -> list[int]:
     """The pieces of prompts whose longest has this length; the last piece may be padded."""
     rest = length % piece
-    last = [min(piece, next((size for size in SHORT if rest <= size), 1 << (rest - 1).bit_length()))] if rest else []
+    last = (
+        [min(piece, next((size for size in SHORT if rest <= size), 1 << (rest - 1).bit_length()))]
+        if rest
+        else []
+    )
     return [piece] * (length // piece) + last
 
 
@@ -244,11 +286,14 @@ def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list
             raise UserError(f"{name} is empty; give at least one token, the tokenizer's bos_id say")
         wrong = next((token for token in row if not 0 <= token < model.vocab_size), None)
         if wrong is not None:
-            raise UserError(f"{name} has token {shown(wrong)}; the vocabulary has ids from 0 to {model.vocab_size - 1}")
+            raise UserError(
+                f"{name} has token {shown(wrong)}; the vocabulary has ids from 0 to"
+                f" {model.vocab_size - 1}"
+            )
         if len(row) + num_tokens > model.max_position_embeddings:
             raise UserError(
-                f"{name} has {len(row):,} tokens, with num_tokens={shown(num_tokens)} more than the model's "
-                f"max_position_embeddings={model.max_position_embeddings}; give fewer"
+                f"{name} has {len(row):,} tokens, with num_tokens={shown(num_tokens)} more than the"
+                f" model's max_position_embeddings={model.max_position_embeddings}; give fewer"
             )
     return rows, [len(row) for row in rows]
 
@@ -257,10 +302,14 @@ def _seeds(seeds: int | Sequence[int], num: int) -> np.ndarray:
     """A seed for each row."""
     given = [operator.index(seed) for seed in ([seeds] * num if np.ndim(seeds) == 0 else seeds)]  # type: ignore
     if len(given) != num:
-        raise UserError(f"seeds has {len(given)} numbers for {num} prompts; give one for each, or a single one")
+        raise UserError(
+            f"seeds has {len(given)} numbers for {num} prompts; give one for each, or a single one"
+        )
     for seed in given:
         if not 0 <= seed < 2**32:  # keys would take it modulo that
-            raise UserError(f"seed {shown(seed)} must be a whole number of at least 0 and below {2**32}")
+            raise UserError(
+                f"seed {shown(seed)} must be a whole number of at least 0 and below {2**32}"
+            )
     return np.asarray(given, np.uint32)
 
 
@@ -268,10 +317,17 @@ def _mask(mask: Any, lengths: list[int]) -> np.ndarray:
     """The mask of prompts that are padded at the left."""
     found = np.asarray(mask)
     if found.shape != (len(lengths), max(lengths)) or len(set(lengths)) > 1:
-        raise UserError(f"mask has shape {found.shape}; expected that of prompts of one length, padded")
-    if not np.isin(found, (0, 1)).all() or not found[:, -1].all() or (found[:, 1:] < found[:, :-1]).any():
         raise UserError(
-            "mask must have in each row zeros for the padding at the left, then ones to the end, one at least"
+            f"mask has shape {found.shape}; expected that of prompts of one length, padded"
+        )
+    if (
+        not np.isin(found, (0, 1)).all()
+        or not found[:, -1].all()
+        or (found[:, 1:] < found[:, :-1]).any()
+    ):
+        raise UserError(
+            "mask must have in each row zeros for the padding at the left, then ones to the end,"
+            " one at least"
         )
     return found.astype(np.int32)
 
@@ -306,9 +362,12 @@ def _on_all(devices: Devices, model, precision, run, arguments, cache):
         specs = {name: in_parts.get(name, REPLICATED) for name in names}
         # All devices compute the same values, but the check of replication cannot see that.
         mapped = jax.shard_map(
-            run, mesh=devices.mesh, in_specs=(REPLICATED, None if cache is None else specs),
-            out_specs=(REPLICATED, specs), check_vma=False,
-        )  # fmt: skip
+            run,
+            mesh=devices.mesh,
+            in_specs=(REPLICATED, None if cache is None else specs),
+            out_specs=(REPLICATED, specs),
+            check_vma=False,
+        )
         return mapped(arguments, cache)
 
 
@@ -322,9 +381,15 @@ def _padded(arguments, cache, length, model, precision, devices):
         # A row's first real token is at position 0, as the port's generate counts.
         positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
         out = zaya.apply(
-            model, params, balance, Rows(ids, positions=positions, mask=mask), precision=precision,
-            cached=Cached(cache, jnp.int32(0)), devices=devices, stored=_in_place(model, params),
-        )  # fmt: skip
+            model,
+            params,
+            balance,
+            Rows(ids, positions=positions, mask=mask),
+            precision=precision,
+            cached=Cached(cache, jnp.int32(0)),
+            devices=devices,
+            stored=_in_place(model, params),
+        )
         return out.hidden[:, -1], out.cache
 
     return _on_all(devices, model, precision, run, arguments, cache)
@@ -354,20 +419,28 @@ def _piece(arguments, cache, model, precision, devices):
 
 
 def _through(arguments, start, cache, model, precision, devices):
-    """Runs a piece [B, S] through the model: the last hidden state of rows that end in it; others keep theirs."""
+    """Runs a piece [B, S] through the model: the last hidden state of rows that end in it; others
+    keep theirs."""
     params, balance, ids, counts, hidden = arguments
     positions = jnp.broadcast_to(start + jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     out = zaya.apply(
-        model, params, balance, Rows(ids, positions=positions), precision=precision,
-        cached=Cached(cache, start, counts=counts), devices=devices, stored=_in_place(model, params),
-    )  # fmt: skip
+        model,
+        params,
+        balance,
+        Rows(ids, positions=positions),
+        precision=precision,
+        cached=Cached(cache, start, counts=counts),
+        devices=devices,
+        stored=_in_place(model, params),
+    )
     last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where(counts[:, None] > 0, last.astype(hidden.dtype), hidden), out.cache
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _first(head, hidden, index, drawing, model, precision, devices, kind):
-    """The first new token [B], and the carry: that token, its column, the padding before the row, its number."""
+    """The first new token [B], and the carry: that token, its column, the padding before the row,
+    its number."""
     with jax.default_matmul_precision(precision.matmul):
         numbers, seeds, _ = drawing
         count = jnp.int32(0)
@@ -380,7 +453,9 @@ def _go_on(arguments, cache, model, precision, devices, kind):
     """Up to `num` more tokens [B, TURN] of each unfinished row; fewer once all are finished."""
 
     def run(arguments, cache):
-        params, balance, head, (token, index, padding, count), (numbers, seeds, ends), done, num = arguments
+        params, balance, head, (token, index, padding, count), (numbers, seeds, ends), done, num = (
+            arguments
+        )
         places = jnp.arange(cache["k"].shape[2] * devices.cache().parts if "k" in cache else 1)
 
         def goes_on(carry):
@@ -391,10 +466,15 @@ def _go_on(arguments, cache, model, precision, devices, kind):
             i, done, token, index, tokens, cache = carry
             seen = (places <= index[:, None]) & (places >= padding[:, None])
             out = zaya.apply(
-                model, params, balance, Rows(token[:, None], positions=(index - padding)[:, None]),
-                precision=precision, cached=Cached(cache, index, valid=seen), devices=devices,
+                model,
+                params,
+                balance,
+                Rows(token[:, None], positions=(index - padding)[:, None]),
+                precision=precision,
+                cached=Cached(cache, index, valid=seen),
+                devices=devices,
                 stored=_in_place(model, params),
-            )  # fmt: skip
+            )
             new = _pick(model, head, out.hidden[:, 0], precision, kind, numbers, seeds, count + i)
             token = jnp.where(done, token, new)
             tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, 1)
@@ -404,7 +484,9 @@ def _go_on(arguments, cache, model, precision, devices, kind):
 
         tokens = jnp.zeros((len(token), TURN), jnp.int32)
         with turning(TURN):
-            carry = jax.lax.while_loop(goes_on, step, (jnp.int32(0), done, token, index, tokens, cache))
+            carry = jax.lax.while_loop(
+                goes_on, step, (jnp.int32(0), done, token, index, tokens, cache)
+            )
         i, _, token, index, tokens, cache = carry
         return (tokens, (token, index, padding, count + i)), cache
 
@@ -413,7 +495,11 @@ def _go_on(arguments, cache, model, precision, devices, kind):
 
 def _in_place(model: Model, params: dict) -> Stored:
     """The experts' weights are read in place."""
-    return SCANNED if model.model_type == "dense" else Stored(read_in_place(**params["layers"]["experts"]))
+    return (
+        SCANNED
+        if model.model_type == "dense"
+        else Stored(read_in_place(**params["layers"]["experts"]))
+    )
 
 
 def _pick(model, head, hidden, precision, kind, numbers, seeds, count) -> Int[Array, "B"]:

@@ -1,10 +1,12 @@
-"""The layer of a dense model: causal attention without convolutions and one gated MLP, each on a norm of the stream.
+"""The layer of a dense model: causal attention without convolutions and one gated MLP, each on a
+norm of the stream.
 
-It takes the place of ZAYA's layer (`zaya.LAYERS`), so embedding, head, training and decoding are the same; parallel
-schemes are compared on it because their papers use such models. There are no biases and no residual scaling, and the
-router's stream, its balancing biases and counts pass through untouched: the MLP counts as one expert for all tokens.
-Over the tensor axis heads and MLP width are cut, and each block ends in a sum over it (two all-reduces of B S D
-numbers per layer forward, two backward); with TSP weights travel instead (`zaya_jax.parallel.tsp`).
+It takes the place of ZAYA's layer (`zaya.LAYERS`), so embedding, head, training and decoding are
+the same; parallel schemes are compared on it because their papers use such models. There are no
+biases and no residual scaling, and the router's stream, its balancing biases and counts pass
+through untouched: the MLP counts as one expert for all tokens. Over the tensor axis heads and MLP
+width are cut, and each block ends in a sum over it (two all-reduces of B S D numbers per layer
+forward, two backward); with TSP weights travel instead (`zaya_jax.parallel.tsp`).
 """
 
 from typing import Any
@@ -22,7 +24,8 @@ from zaya_jax.model.weights import Linear, RMSNorm
 
 
 class SelfAttention(nnx.Module):
-    """Multi-head or grouped-query attention with rotary positions; q, k and v columns and o rows go by head."""
+    """Multi-head or grouped-query attention with rotary positions; q, k and v columns and o rows go
+    by head."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
         d, c, std = model.hidden_size, model.head_dim, model.initializer_range
@@ -38,7 +41,9 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and with a cache the layer's new one."""
         kernels = tuple(part.kernel[...] for part in (self.q, self.k, self.v, self.o))
-        return here.weights.self_attention(self_attention, x.astype(self.dtype), kernels, self.channels, rope, here)
+        return here.weights.self_attention(
+            self_attention, x.astype(self.dtype), kernels, self.channels, rope, here
+        )
 
 
 def self_attention(
@@ -48,7 +53,8 @@ def self_attention(
     rope: list[tuple[Any, jax.Array]],
     here: Placement,
 ) -> tuple[Float[Array, "B S D"], dict | None]:
-    """The output of the heads with these kernels of q, k, v and o, and with a cache the layer's new one."""
+    """The output of the heads with these kernels of q, k, v and o, and with a cache the layer's new
+    one."""
     *by_head, o = kernels
     q, k, v = (dot(x, w, x.dtype).reshape(*x.shape[:2], -1, channels) for w in by_head)
     q, k = (rotate(rope, y).astype(y.dtype) for y in (q, k))
@@ -57,7 +63,8 @@ def self_attention(
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)). Gate and up are two weights, so any cut of the width keeps their pairs."""
+    """down(silu(gate(x)) * up(x)). Gate and up are two weights, so any cut of the width keeps their
+    pairs."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
         d, f, std = model.hidden_size, model.intermediate_size, model.initializer_range
@@ -72,7 +79,8 @@ class GatedMLP(nnx.Module):
 
 
 def gated_mlp(x: Float[Array, "B S D"], weights: tuple[jax.Array, ...]) -> Float[Array, "B S D"]:
-    """The output of channels with these gate, up and down weights, in float32; products in x's number format."""
+    """The output of channels with these gate, up and down weights, in float32; products in x's
+    number format."""
     gate, up, down = weights
     return dot(_gated(dot(x, gate, x.dtype), dot(x, up, x.dtype)), down, x.dtype, jnp.float32)
 

@@ -1,7 +1,8 @@
-"""Dropless top-1 experts: `pallas_kernels.grouped_mlp` sorts tokens by expert and multiplies the groups.
+"""Dropless top-1 experts: `pallas_kernels.grouped_mlp` sorts tokens by expert and multiplies the
+groups.
 
-Letters: N tokens, D model, E experts, F expert width. Router classes run from 0 to E; class E is the skip class, which
-costs nothing and gives zero.
+Letters: N tokens, D model, E experts, F expert width. Router classes run from 0 to E; class E is
+the skip class, which costs nothing and gives zero.
 """
 
 import functools
@@ -26,12 +27,14 @@ def expert_mlp(
 ) -> Float[Array, "N D"]:
     """gate * SwiGLU of each token's chosen expert; zero for tokens of the skip class.
 
-    In float32, or in `dtype` if the kernels' own last step has rounded it. Without a gate it comes in `dtype`: its
-    caller multiplies it by another factor and does both at once.
+    In float32, or in `dtype` if the kernels' own last step has rounded it. Without a gate it comes
+    in `dtype`: its caller multiplies it by another factor and does both at once.
     """
     if gate is None or routes():
         return of_own_expert(x.astype(dtype), choice, gate_up, down, gate)
-    return gated(of_own_expert(x.astype(dtype), choice, gate_up, down), choice, gate, gate_up.shape[0])
+    return gated(
+        of_own_expert(x.astype(dtype), choice, gate_up, down), choice, gate, gate_up.shape[0]
+    )
 
 
 @functools.partial(jax.checkpoint, static_argnums=3)  # y is kept as it comes, not in float32
@@ -54,25 +57,32 @@ def read_and_written_in_place(
     add: bool,
     shares: tuple[Callable, Callable] | None,
 ) -> Callable[[jax.Array], Callable]:
-    """A function of a layer's number: an `expert_mlp` with that layer's weights and places for their gradients.
+    """A function of a layer's number: an `expert_mlp` with that layer's weights and places for
+    their gradients.
 
-    Otherwise a layer's weights are copied out of their stack for each pass, and their gradients into it. Gradients are
-    float32, added to the present values if `add`; with `shares`, their function of a layer's gradient is written.
+    Otherwise a layer's weights are copied out of their stack for each pass, and their gradients
+    into it. Gradients are float32, added to the present values if `add`; with `shares`, their
+    function of a layer's gradient is written.
     """
 
     def of_layer(layer):
         def mlp(x, choice, gate, own_gate_up, own_down, *, dtype):
             order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
             sizes = counts[: gate_up.shape[1]]
-            return stacked_mlp(x.astype(dtype), order, sizes, gate, gate_up, down, layer, gradients, add, shares)
+            return stacked_mlp(
+                x.astype(dtype), order, sizes, gate, gate_up, down, layer, gradients, add, shares
+            )
 
         return mlp
 
     return of_layer
 
 
-def read_in_place(gate_up: Float[Array, "L E D F2"], down: Float[Array, "L E F D"]) -> Callable[[jax.Array], Callable]:
-    """The same without a gate and gradients, for decoding: only experts that a token chose are read."""
+def read_in_place(
+    gate_up: Float[Array, "L E D F2"], down: Float[Array, "L E F D"]
+) -> Callable[[jax.Array], Callable]:
+    """The same without a gate and gradients, for decoding: only experts that a token chose are
+    read."""
 
     def of_layer(layer):
         def mlp(x, choice, gate, own_gate_up, own_down, *, dtype):
@@ -82,7 +92,10 @@ def read_in_place(gate_up: Float[Array, "L E D F2"], down: Float[Array, "L E F D
                 order, _, counts = sort_by_expert(choice, num_experts + 1)
                 return layer_mlp(x, counts[:num_experts], gate_up, down, layer, order)
             return through_groups(
-                x, choice, num_experts, lambda rows, sizes: layer_mlp(rows, sizes, gate_up, down, layer)
+                x,
+                choice,
+                num_experts,
+                lambda rows, sizes: layer_mlp(rows, sizes, gate_up, down, layer),
             )
 
         return mlp

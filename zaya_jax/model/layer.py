@@ -1,4 +1,5 @@
-"""ZAYA's layer: attention in a compressed space (`cca`), then experts that a router chooses (`router`, `experts`).
+"""ZAYA's layer: attention in a compressed space (`cca`), then experts that a router chooses
+(`router`, `experts`).
 
 It is written as if all tokens and weights were local; `placement` says where they come from.
 """
@@ -21,14 +22,23 @@ from zaya_jax.model.weights import Join, RMSNorm, weight
 
 class Experts(nnx.Module):
     def __init__(self, rngs, model: Model, precision: Precision):
-        e, d, f, std = (model.num_experts, model.hidden_size, model.moe_intermediate_size, model.initializer_range)
+        e, d, f, std = (
+            model.num_experts,
+            model.hidden_size,
+            model.moe_intermediate_size,
+            model.initializer_range,
+        )
         self.gate_up = weight(rngs, (e, d, 2 * f), ("expert", "embed", "mlp"), std)
         self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
         self.num_experts = e  # gate_up may hold only a device's own
         self.dtype = jnp.dtype(precision.compute)
 
     def __call__(
-        self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], here: Placement
+        self,
+        x: Float[Array, "N D"],
+        choice: Int[Array, "N"],
+        gate: Float[Array, "N"],
+        here: Placement,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
         """The experts' outputs, and the gates, not yet multiplied with them."""
         experts = here.weights.expert_mlp
@@ -39,7 +49,8 @@ class Experts(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention, then experts; each reads a norm of the stream and joins it through its own scaling."""
+    """Attention, then experts; each reads a norm of the stream and joins it through its own
+    scaling."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
         self.attn_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
@@ -57,7 +68,9 @@ class Layer(nnx.Module):
             y, cache = self.cca(x, rope, here)
         with jax.named_scope("router"):
             router = self.router
-            h, x, seen = self.attn_join.and_read(y, h, self.moe_norm, self.dtype, router.down, router.dtype)
+            h, x, seen = self.attn_join.and_read(
+                y, h, self.moe_norm, self.dtype, router.down, router.dtype
+            )
             choice, gate, logits, stream = router(seen.reshape(stream.shape), stream, balance)
         with jax.named_scope("experts"):
             y, gate = self.experts(x.reshape(-1, x.shape[-1]), choice, gate, here)
@@ -79,7 +92,9 @@ def with_own(model: Model, **parts: type | None) -> Model:
     for name, part in own.items():
         base = {"router": Router, "layer": nnx.Module}[name]
         if not (isinstance(part, type) and issubclass(part, base)) or model.model_type != "zaya":
-            raise UserError(f"{name}={shown(part)} must be a subclass of {base.__name__}, and the model a zaya")
+            raise UserError(
+                f"{name}={shown(part)} must be a subclass of {base.__name__}, and the model a zaya"
+            )
     keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     return Own(**keys, **own) if own else model
 
@@ -88,6 +103,7 @@ def check_named(model: Model) -> None:
     """UserError where a model has parts that no config can name."""
     if isinstance(model, Own):
         raise UserError(
-            "the model has a layer or router of your own, which no config can name: keep params and balance as arrays "
-            "(numpy.savez, Orbax), and make the model again by zj.create from its keys with the same class"
+            "the model has a layer or router of your own, which no config can name: keep params and"
+            " balance as arrays (numpy.savez, Orbax), and make the model again by zj.create from"
+            " its keys with the same class"
         )

@@ -1,9 +1,9 @@
 """Rows of a table by index, and the table's gradient in one order of summation on any chip.
 
-Automatic differentiation gives a scatter-add, which a GPU does by atomic additions: a frequent word gets
-its sum in another order each time, so two runs of one program differ in bits. Sorting costs a CPU 0.5% of a step of
-`tiny` (1.005 and 1.004 in bfloat16 and float32, medians of 20 pairs on two cores). Letters: N look-ups, V rows, D
-numbers each.
+Automatic differentiation gives a scatter-add, which a GPU does by atomic additions: a frequent word
+gets its sum in another order each time, so two runs of one program differ in bits. Sorting costs a
+CPU 0.5% of a step of `tiny` (1.005 and 1.004 in bfloat16 and float32, medians of 20 pairs on two
+cores). Letters: N look-ups, V rows, D numbers each.
 """
 
 import math
@@ -20,7 +20,8 @@ COMMONEST = 0.05  # the share of a text's most frequent word
 
 @jax.custom_vjp
 def lookup(table: Float[Array, "V D"], index: Int[Array, "*N"]) -> Float[Array, "*N D"]:
-    """table[index]; indices must be within the table. Inside `shard_map` only with check_vma=False."""
+    """table[index]; indices must be within the table. Inside `shard_map` only with
+    check_vma=False."""
     return table[index]
 
 
@@ -38,10 +39,12 @@ lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
 def sum_by_index(x: Float[Array, "N D"], index: Int[Array, "N"], num: int) -> Float[Array, "V D"]:
-    """The sum of the rows of x that have each index below `num`, in an order that depends only on the indices.
+    """The sum of the rows of x that have each index below `num`, in an order that depends only on
+    the indices.
 
-    Rows are sorted by index and each run is summed in passes: after the k-th one a row holds the sum of the last 2^k
-    rows of its run. A pass reads x twice and writes it once; as many run as the longest run needs.
+    Rows are sorted by index and each run is summed in passes: after the k-th one a row holds the
+    sum of the last 2^k rows of its run. A pass reads x twice and writes it once; as many run as the
+    longest run needs.
     """
     if not index.size:
         return jnp.zeros((num, x.shape[1]), x.dtype)
@@ -59,6 +62,7 @@ def sum_by_index(x: Float[Array, "N D"], index: Int[Array, "N"], num: int) -> Fl
     with turning(math.ceil(math.log2(max(COMMONEST * index.size, 1)))):
         _, x = lax.while_loop(lambda carry: carry[0] < longest, add, (jnp.int32(1), x))
     ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
-    # A run's last row is written; the others go to distinct places after the table, where they are dropped.
+    # A run's last row is written; the others go to distinct places after the table, where they are
+    # dropped.
     target = jnp.where(ends, index, num + place)
     return jnp.zeros((num, x.shape[1]), x.dtype).at[target].set(x, mode="drop", unique_indices=True)

@@ -1,10 +1,13 @@
-"""Low-rank updates (LoRA): matrices of attention and experts stay as they are, small factors beside them are trained.
+"""Low-rank updates (LoRA): matrices of attention and experts stay as they are, small factors beside
+them are trained.
 
-A layer gets W + A B for a matrix W [.., a, b], with A [.., a, r] and B [.., r, b] (`placement.Weights.local`). A begins
-as random numbers of variance 1 / a, B as zeros, so a run begins with the function of the weights under it. There is no
-factor on the product (PEFT's alpha is r): the learning rate sets its pace.
+A layer gets W + A B for a matrix W [.., a, b], with A [.., a, r] and B [.., r, b]
+(`placement.Weights.local`). A begins as random numbers of variance 1 / a, B as zeros, so a run
+begins with the function of the weights under it. There is no factor on the product (PEFT's alpha is
+r): the learning rate sets its pace.
 
-Adapters are a tree like the parameters, with a pair {"a", "b"} in each place of an adapted matrix, and no other places.
+Adapters are a tree like the parameters, with a pair {"a", "b"} in each place of an adapted matrix,
+and no other places.
 """
 
 import jax
@@ -19,9 +22,15 @@ RANK = "rank"  # the logical axis between the factors
 
 def targets(model: Model) -> dict[str, tuple[str | None, ...]]:
     """The logical axes of each adapted matrix by its path, "layers/cca/q/kernel"."""
-    axes = jax.tree_util.tree_flatten_with_path(zaya.param_axes(model), is_leaf=lambda x: isinstance(x, tuple))[0]
+    axes = jax.tree_util.tree_flatten_with_path(
+        zaya.param_axes(model), is_leaf=lambda x: isinstance(x, tuple)
+    )[0]
     found = {trees.name_of(path, "/"): names for path, names in axes}
-    return {path: names for path, names in found.items() if _is_rounded(path) and not path.endswith("/bias")}
+    return {
+        path: names
+        for path, names in found.items()
+        if _is_rounded(path) and not path.endswith("/bias")
+    }
 
 
 def _is_rounded(path: str) -> bool:
@@ -33,7 +42,8 @@ def _is_rounded(path: str) -> bool:
 def param_axes(model: Model) -> dict:
     """The logical axes of the adapters, as `zaya.param_axes` has them."""
     pairs = {
-        path: {"a": (*axes[:-1], RANK), "b": (*axes[:-2], RANK, axes[-1])} for path, axes in targets(model).items()
+        path: {"a": (*axes[:-1], RANK), "b": (*axes[:-2], RANK, axes[-1])}
+        for path, axes in targets(model).items()
     }
     return trees.nested(pairs, "/")
 
@@ -58,8 +68,8 @@ def init(model: Model, rank: int, key: jax.Array) -> dict:
 
 
 def frozen(model: Model, precision: Precision) -> dict:
-    """The weights under the adapters as ShapeDtypeStructs: one copy of each, in the products' format where those alone
-    read it, and the embedding too."""
+    """The weights under the adapters as ShapeDtypeStructs: one copy of each, in the products'
+    format where those alone read it, and the embedding too."""
 
     def one(path, x):
         name = trees.name_of(path, "/")

@@ -1,9 +1,9 @@
 """The places of a layer's tokens and weights: everything that a layer knows about devices.
 
-A layer is written once, as if all tokens and weights were local. It gets `here: Placement`, which has the rows
-before its tokens and lets them attend, and `here.weights`, which makes its weights local and sums partial results. The
-classes here are those of one device; `zaya_jax.parallel` derives the others from them and imports this package, never
-the reverse.
+A layer is written once, as if all tokens and weights were local. It gets `here: Placement`, which
+has the rows before its tokens and lets them attend, and `here.weights`, which makes its weights
+local and sums partial results. The classes here are those of one device; `zaya_jax.parallel`
+derives the others from them and imports this package, never the reverse.
 
     tokens      Placement                      rows of whole sequences
                 Prompt, Piece, Token           the same into a cache, some more of them, and one more token
@@ -18,8 +18,8 @@ the reverse.
                 parallel.devices.Over          a training mesh
                 parallel.tree.InParts          decoding with the cache in parts
 
-Any class of `Weights` may get two functions: `gather`, with which fsdp makes weights whole, and `expert_mlp`, for
-experts on other devices.
+Any class of `Weights` may get two functions: `gather`, with which fsdp makes weights whole, and
+`expert_mlp`, for experts on other devices.
 """
 
 import dataclasses
@@ -52,7 +52,8 @@ Windows = tuple[int | None, ...]  # one for each softmax layer, bottom first
 
 
 class Rows(NamedTuple):
-    """The tokens of a pass. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left padding."""
+    """The tokens of a pass. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is
+    for left padding."""
 
     tokens: Int[Array, "B S"]
     segments: Int[Array, "B S"] | None = None
@@ -63,9 +64,9 @@ class Rows(NamedTuple):
 class Cached(NamedTuple):
     """A cache that the tokens of a pass are written to, at column `index`.
 
-    They are a prompt into an empty cache; or a piece of one, if `counts` gives the number of real tokens in each row,
-    which come first; or a single new token of each row, possibly at a separate index for each, if `valid` says which
-    columns the token sees.
+    They are a prompt into an empty cache; or a piece of one, if `counts` gives the number of real
+    tokens in each row, which come first; or a single new token of each row, possibly at a separate
+    index for each, if `valid` says which columns the token sees.
     """
 
     arrays: dict
@@ -80,11 +81,14 @@ class Weights:
 
     gather: Callable[[jax.Array, Axes], jax.Array] | None = None
     expert_mlp: Callable[..., jax.Array] = expert_mlp
-    adapters: Mapping[str, jax.Array] = NO_ADAPTERS  # of this layer, "cca/q/kernel/a" and "../b" (`lora`)
+    adapters: Mapping[str, jax.Array] = (
+        NO_ADAPTERS  # of this layer, "cca/q/kernel/a" and "../b" (`lora`)
+    )
 
     @property
     def fetched(self) -> bool:
-        """Whether weights come from other devices, so that a backward pass should fetch them again, not keep them."""
+        """Whether weights come from other devices, so that a backward pass should fetch them again,
+        not keep them."""
         return self.gather is not None
 
     def local(self, weights: Any) -> Any:
@@ -120,18 +124,29 @@ class Weights:
         """The values of this device's heads."""
         return jnp.concatenate([now, delayed], axis=-1)
 
-    def mean_queries(self, packed: Float[Array, "B S P"], channels: int) -> Float[Array, "B S K C"] | None:
+    def mean_queries(
+        self, packed: Float[Array, "B S P"], channels: int
+    ) -> Float[Array, "B S K C"] | None:
         """The mean query of each group if its queries are on several devices; otherwise None."""
         return None
 
-    def mlp(self, function: Callable, x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
+    def mlp(
+        self, function: Callable, x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any
+    ) -> jax.Array:
         """function(x, kernels), summed over the parts of the width."""
         return self.sum(function(x, kernels), dtype)
 
     def self_attention(
-        self, function: Callable, x: jax.Array, kernels: tuple[jax.Array, ...], channels: int, rope: list, here: Any
+        self,
+        function: Callable,
+        x: jax.Array,
+        kernels: tuple[jax.Array, ...],
+        channels: int,
+        rope: list,
+        here: Any,
     ) -> tuple[jax.Array, Kept]:
-        """function(x, kernels of q, k, v and o, channels, rope, here), summed over the parts of the heads."""
+        """function(x, kernels of q, k, v and o, channels, rope, here), summed over the parts of the
+        heads."""
         y, kept = function(x, kernels, channels, rope, here)
         return self.sum(y, y.dtype), kept
 
@@ -156,7 +171,9 @@ class Placement:
     weights: Weights = Weights()
     window: Int[Array, ""] | int | None = None
     linear: bool = False  # linear attention instead of softmax
-    windows: Windows = (None,)  # of all softmax layers, whose loops share one program: for its cost account
+    windows: Windows = (
+        None,
+    )  # of all softmax layers, whose loops share one program: for its cost account
     cache: Any = None  # the cache of decoding, if any
 
     def of_layer(self, window: jax.Array | None, linear: bool, cache: Kept) -> "Placement":
@@ -181,7 +198,11 @@ class Placement:
         return jnp.broadcast_to(jnp.arange(length), (batch, length))
 
     def before(
-        self, x: Float[Array, "B S D"], project: Callable, history: int, nothing: Float[Array, "B 1 V"]
+        self,
+        x: Float[Array, "B S D"],
+        project: Callable,
+        history: int,
+        nothing: Float[Array, "B 1 V"],
     ) -> Before:
         """The past of the rows of x: `history` packed columns, and the value to be delayed.
 
@@ -189,8 +210,11 @@ class Placement:
         """
         return Before(None, nothing, None)
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **last: jax.Array) -> tuple[jax.Array, Kept]:
-        """The tokens' attention, and with a cache the layer's new one, with the last tokens of `last` by name."""
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, **last: jax.Array
+    ) -> tuple[jax.Array, Kept]:
+        """The tokens' attention, and with a cache the layer's new one, with the last tokens of
+        `last` by name."""
         return self._linear(q, k, v) if self.linear else self._softmax(q, k, v)
 
     def _softmax(self, q, k, v):
@@ -224,7 +248,8 @@ class Prompt(Placement):
         return out, kept
 
     def _last(self, held, new):
-        """The held entries, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S, ..]."""
+        """The held entries, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S,
+        ..]."""
         if held.ndim < new.ndim:
             return new[:, -1].astype(held.dtype)
         both = jnp.concatenate([held, new.astype(held.dtype)], axis=1)
@@ -248,9 +273,9 @@ class Prompt(Placement):
 class Piece(Prompt):
     """The next piece of sequences that come piece by piece; all sequences begin in column 0.
 
-    `index` is the piece's first column, 0 itself for the first piece. The first `counts` tokens of a row are real; the
-    rest is padding that no real token sees and that leaves only columns of K and V, which the
-    row's next tokens overwrite.
+    `index` is the piece's first column, 0 itself for the first piece. The first `counts` tokens of
+    a row are real; the rest is padding that no real token sees and that leaves only columns of K
+    and V, which the row's next tokens overwrite.
     """
 
     counts: Any = None  # [B]
@@ -267,7 +292,9 @@ class Piece(Prompt):
         alone = held.ndim < new.ndim
         both = jnp.concatenate([held[:, None] if alone else held, new.astype(held.dtype)], axis=1)
         length = both.shape[1] - new.shape[1]
-        kept = jax.vmap(lambda x, count: jax.lax.dynamic_slice_in_dim(x, count, length))(both, self.counts)
+        kept = jax.vmap(lambda x, count: jax.lax.dynamic_slice_in_dim(x, count, length))(
+            both, self.counts
+        )
         return kept[:, 0] if alone else kept
 
     def _softmax(self, q, k, v):
@@ -285,7 +312,8 @@ class Piece(Prompt):
 
 @dataclasses.dataclass(frozen=True)
 class Token(Prompt):
-    """One new token a row, written at `index` (one for each row, or for all), after the `valid` columns."""
+    """One new token a row, written at `index` (one for each row, or for all), after the `valid`
+    columns."""
 
     valid: Any = None  # [B, T]
 
@@ -318,7 +346,11 @@ class Devices:
         return Weights()
 
     def sequences(
-        self, length: int, segments: Int[Array, "B S"] | None, mask: Int[Array, "B S"] | None, weights: Weights
+        self,
+        length: int,
+        segments: Int[Array, "B S"] | None,
+        mask: Int[Array, "B S"] | None,
+        weights: Weights,
     ) -> Placement:
         """The layout of sequences with `length` tokens on a device; with a cache they are whole."""
         return Placement(segments, mask, weights)
@@ -329,7 +361,9 @@ class Devices:
         if cached is None:
             here = self.sequences(rows.tokens.shape[1], segments, mask, weights)
             kinds = [kind for kind in model.kinds if kind != "hybrid_linear"]
-            windows = tuple(model.sliding_window if kind == "hybrid_sliding" else None for kind in kinds)
+            windows = tuple(
+                model.sliding_window if kind == "hybrid_sliding" else None for kind in kinds
+            )
             return dataclasses.replace(here, windows=windows or (None,))
         at: dict[str, Any] = {"index": cached.index, "store": self.cache()}
         if cached.counts is not None:

@@ -1,7 +1,8 @@
-"""The MLP router: a narrow stream of its own through the layers (EDA), a three-layer MLP, one choice per token.
+"""The MLP router: a narrow stream of its own through the layers (EDA), a three-layer MLP, one
+choice per token.
 
-The choice is argmax(p + balancing bias); the gate is p of the chosen class, without the bias. The last class is the
-skip class. Letters: N tokens, R router width, E experts.
+The choice is argmax(p + balancing bias); the gate is p of the chosen class, without the bias. The
+last class is the skip class. Letters: N tokens, R router width, E experts.
 """
 
 import jax
@@ -26,10 +27,13 @@ class Router(nnx.Module):
         self.out = Linear(rngs, r, model.num_experts + 1, ("router", None), std, bias=False)
         self.dtype = jnp.dtype(precision.router)
 
-    def __call__(self, seen: Float[Array, "N R"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]):
+    def __call__(
+        self, seen: Float[Array, "N R"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]
+    ):
         """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above).
 
-        `seen` is the product of the layer's norm with `down`; the code that norms the residual stream computes both.
+        `seen` is the product of the layer's norm with `down`; the code that norms the residual
+        stream computes both.
         """
         kind = (self.dtype, jnp.float32, whole(self.dtype))
         stream = seen + self.down.bias[...] + self.eda[...] * stream

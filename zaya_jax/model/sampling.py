@@ -1,7 +1,8 @@
-"""Draws the next token: temperature, top-k, top-p and min-p, with noise that depends only on the row.
+"""Draws the next token: temperature, top-k, top-p and min-p, with noise that depends only on the
+row.
 
-A row's n-th new token is drawn with the key (its seed, n), which does not depend on the batch, padding or pieces.
-Letters: B rows, V vocabulary.
+A row's n-th new token is drawn with the key (its seed, n), which does not depend on the batch,
+padding or pieces. Letters: B rows, V vocabulary.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ from zaya_jax.config import UserError, shown
 class Sampling:
     """The tokens that may be drawn; the default always takes the likeliest.
 
-    `top_k` keeps that many of the likeliest tokens (0: all). `top_p` keeps the fewest of those whose probabilities sum
-    to at least that. `min_p` keeps tokens whose probability is at least that fraction of the likeliest token's. Equally
-    likely tokens stay or go together.
+    `top_k` keeps that many of the likeliest tokens (0: all). `top_p` keeps the fewest of those
+    whose probabilities sum to at least that. `min_p` keeps tokens whose probability is at least
+    that fraction of the likeliest token's. Equally likely tokens stay or go together.
     """
 
     temperature: float = 0.0
@@ -43,11 +44,17 @@ class Sampling:
         if not (number(self.temperature) and 0 <= self.temperature < math.inf):
             raise UserError(f"temperature={shown(self.temperature)} must be a number of at least 0")
         if not (number(self.top_k, int) and self.top_k >= 0):
-            raise UserError(f"top_k={shown(self.top_k)} must be a whole number of at least 0 (0: all tokens)")
+            raise UserError(
+                f"top_k={shown(self.top_k)} must be a whole number of at least 0 (0: all tokens)"
+            )
         if not (number(self.top_p) and 0 < self.top_p <= 1):
-            raise UserError(f"top_p={shown(self.top_p)} must be above 0 and at most 1 (1: all tokens)")
+            raise UserError(
+                f"top_p={shown(self.top_p)} must be above 0 and at most 1 (1: all tokens)"
+            )
         if not (number(self.min_p) and 0 <= self.min_p <= 1):
-            raise UserError(f"min_p={shown(self.min_p)} must be at least 0 and at most 1 (0: all tokens)")
+            raise UserError(
+                f"min_p={shown(self.min_p)} must be at least 0 and at most 1 (0: all tokens)"
+            )
 
     @property
     def kind(self) -> str:
@@ -60,7 +67,12 @@ class Sampling:
         """The options as arguments of a program, so that other values use the same program."""
         top_k = min(self.top_k or 2**31 - 1, 2**31 - 1)
         temperature = min(max(self.temperature, 1e-30), 1e38)  # as far as float32 goes
-        return Numbers(jnp.float32(temperature), jnp.float32(self.top_p), jnp.float32(self.min_p), jnp.int32(top_k))
+        return Numbers(
+            jnp.float32(temperature),
+            jnp.float32(self.top_p),
+            jnp.float32(self.min_p),
+            jnp.int32(top_k),
+        )
 
 
 class Numbers(NamedTuple):
@@ -73,12 +85,18 @@ class Numbers(NamedTuple):
 
 
 def pick(
-    logits: Float[Array, "B V"], kind: str, numbers: Numbers, seeds: UInt32[Array, "B"], count: Int[Array, ""]
+    logits: Float[Array, "B V"],
+    kind: str,
+    numbers: Numbers,
+    seeds: UInt32[Array, "B"],
+    count: Int[Array, ""],
 ) -> Int[Array, "B"]:
     """Each row's next token, its `count`-th new one."""
     if kind == "greedy":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits - logits.max(-1, keepdims=True)  # so that a temperature near 0 cannot make infinities
+    logits = logits - logits.max(
+        -1, keepdims=True
+    )  # so that a temperature near 0 cannot make infinities
     logits = logits / numbers.temperature
     if kind == "cut":
         logits = jnp.where(kept(logits, numbers), logits, -jnp.inf)
@@ -102,10 +120,11 @@ def kept(logits: Float[Array, "B V"], numbers: Numbers) -> Array:
 
 
 def _greatest(holds: Callable, rows: int) -> Float[Array, "B"]:
-    """The greatest t in [0, 1] of each row for which the condition holds; if it holds for t, it holds for all below.
+    """The greatest t in [0, 1] of each row for which the condition holds; if it holds for t, it
+    holds for all below.
 
-    Found by bisection over the float32 bit patterns of that range, which are in order: 30 passes over the vocabulary,
-    while sorting ZAYA1's takes a CPU as long as hundreds of passes.
+    Found by bisection over the float32 bit patterns of that range, which are in order: 30 passes
+    over the vocabulary, while sorting ZAYA1's takes a CPU as long as hundreds of passes.
     """
 
     def halve(_, bounds):

@@ -1,7 +1,8 @@
 """The scan over stacked layers.
 
-Full and sliding attention differ only in data, so each layer is one step of the scan. Linear attention is other code:
-a step then runs the shortest stretch of layers whose pattern of kinds repeats, and only that stretch is traced.
+Full and sliding attention differ only in data, so each layer is one step of the scan. Linear
+attention is other code: a step then runs the shortest stretch of layers whose pattern of kinds
+repeats, and only that stretch is traced.
 """
 
 import functools
@@ -15,11 +16,16 @@ import jax.numpy as jnp
 from zaya_jax.config import Model
 from zaya_jax.model.cache import Held
 
-ONLY = {"k": False, "v": False, "state": True}  # entries of a cache that only (or no) linear layers have
+ONLY = {
+    "k": False,
+    "v": False,
+    "state": True,
+}  # entries of a cache that only (or no) linear layers have
 
 
 def linear_pattern(model: Model) -> tuple[bool, ...]:
-    """The layers of the repeating stretch that have linear attention; (False,) if the model has none."""
+    """The layers of the repeating stretch that have linear attention; (False,) if the model has
+    none."""
     linear = tuple(kind == "hybrid_linear" for kind in model.kinds)
     lengths = (n for n in range(1, len(linear) + 1) if len(linear) % n == 0)
     return next(linear[:n] for n in lengths if linear[:n] * (len(linear) // n) == linear)
@@ -34,13 +40,14 @@ def scan_layers(
     cache: dict | None,
     unroll: bool = False,
 ) -> tuple[Any, Any, dict | None]:
-    """Runs step(carry, a layer's inputs, its cache) → (carry, output, its cache) on all layers, bottom
-    first.
+    """Runs step(carry, a layer's inputs, its cache) → (carry, output, its cache) on all layers,
+    bottom first.
 
-    `steps` are those of the layers of the repeating stretch. The layers' inputs are stacked, and so are the
-    outputs; an entry of the cache is stacked over the layers that have it, and the loop carries it whole: a layer
-    holds its place in the stack. Without a cache the entries that layers of one kind return are stacked. `remat`
-    turns a step into one that the backward pass recomputes; `unroll` writes the layers out if they are of one kind.
+    `steps` are those of the layers of the repeating stretch. The layers' inputs are stacked, and so
+    are the outputs; an entry of the cache is stacked over the layers that have it, and the loop
+    carries it whole: a layer holds its place in the stack. Without a cache the entries that layers
+    of one kind return are stacked. `remat` turns a step into one that the backward pass recomputes;
+    `unroll` writes the layers out if they are of one kind.
     """
     num = jax.tree.leaves(per_layer)[0].shape[0] // len(pattern)
     numbers = None if cache is None else jnp.arange(num)
@@ -54,14 +61,16 @@ def scan_layers(
                 return (carry, None), (out, kept)
             return (carry, _after(cache, kept)), (out, None)
 
-        (carry, cache), (outs, kept) = jax.lax.scan(one, (carry, cache), (numbers, per_layer), unroll=unroll)
+        (carry, cache), (outs, kept) = jax.lax.scan(
+            one, (carry, cache), (numbers, per_layer), unroll=unroll
+        )
         return carry, outs, kept if cache is None else cache
 
     def of_stretch(i, carry, per_layer, held):
         return steps[i](carry, jax.tree.map(operator.itemgetter(i), per_layer), held)
 
-    # A layer takes its weights out of the stretch's inside the recomputed part: taken before, they would be values
-    # that the scan keeps for the backward pass, a second copy of all weights.
+    # A layer takes its weights out of the stretch's inside the recomputed part: taken before, they
+    # would be values that the scan keeps for the backward pass, a second copy of all weights.
     again = remat or functools.partial(jax.checkpoint, prevent_cse=False, policy=_all_but_slices)
     layers = [again(functools.partial(of_stretch, i)) for i in range(len(pattern))]
 
@@ -78,7 +87,9 @@ def scan_layers(
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), cache
 
 
-def _held(cache: dict | None, stretch: Any, layer: int, pattern: tuple[bool, ...]) -> dict[str, Held] | None:
+def _held(
+    cache: dict | None, stretch: Any, layer: int, pattern: tuple[bool, ...]
+) -> dict[str, Held] | None:
     """The cache of one layer in the stretch with this number."""
     if cache is None:
         return None

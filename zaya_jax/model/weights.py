@@ -1,7 +1,9 @@
-"""The small parts that the blocks share: a weight's declaration, linear maps, RMSNorm, residual scaling.
+"""The small parts that the blocks share: a weight's declaration, linear maps, RMSNorm, residual
+scaling.
 
-A weight is declared once: shape, initialiser and logical axes are in one `weight(...)` call; its dtype is always
-float32. `axes` names the meaning of each dimension; the mesh axis for it is decided elsewhere.
+A weight is declared once: shape, initialiser and logical axes are in one `weight(...)` call; its
+dtype is always float32. `axes` names the meaning of each dimension; the mesh axis for it is decided
+elsewhere.
 """
 
 import jax
@@ -13,8 +15,11 @@ from pallas_kernels.products import dot
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read, rms_norm
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: float | str) -> nnx.Param:
-    """A float32 parameter: `init` is "zeros", "ones", or the standard deviation of a normal distribution."""
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: float | str
+) -> nnx.Param:
+    """A float32 parameter: `init` is "zeros", "ones", or the standard deviation of a normal
+    distribution."""
     if init == "zeros":
         value = jnp.zeros(shape, jnp.float32)
     elif init == "ones":
@@ -27,7 +32,15 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...],
 class Linear(nnx.Module):
     """x W (+ b), multiplied in `dtype`."""
 
-    def __init__(self, rngs, d_in: int, d_out: int, axes: tuple[str | None, str | None], std: float, bias: bool):
+    def __init__(
+        self,
+        rngs,
+        d_in: int,
+        d_out: int,
+        axes: tuple[str | None, str | None],
+        std: float,
+        bias: bool,
+    ):
         self.kernel = weight(rngs, (d_in, d_out), axes, std)
         if bias:
             self.bias = weight(rngs, (d_out,), axes[1:], "zeros")
@@ -54,7 +67,8 @@ class RMSNorm(nnx.Module):
 
 
 class Join(nnx.Module):
-    """How a block's output y joins the residual stream h, in float32: (y + b_y) a_y + (h + b_h) a_h.
+    """How a block's output y joins the residual stream h, in float32: (y + b_y) a_y + (h + b_h)
+    a_h.
 
     A gate that comes with y multiplies y's rows.
     """
@@ -66,14 +80,24 @@ class Join(nnx.Module):
         self.h_bias = weight(rngs, (dim,), ("embed",), "zeros")
 
     def __call__(
-        self, y: Float[Array, "B S D"], h: Float[Array, "B S D"], gate: Float[Array, "B S"] | None = None
+        self,
+        y: Float[Array, "B S D"],
+        h: Float[Array, "B S D"],
+        gate: Float[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         return join(y, h, self._how(), gate)
 
     def and_read(
-        self, y: Float[Array, "B S D"], h: Float[Array, "B S D"], norm: RMSNorm, dtype, into: Linear, into_dtype
+        self,
+        y: Float[Array, "B S D"],
+        h: Float[Array, "B S D"],
+        norm: RMSNorm,
+        dtype,
+        into: Linear,
+        into_dtype,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], Float[Array, "B S R"]]:
-        """The stream after it, its norm in `dtype`, and that norm's product with a kernel in another `dtype`."""
+        """The stream after it, its norm in `dtype`, and that norm's product with a kernel in
+        another `dtype`."""
         kernel, scale = into.kernel[...], norm.scale[...]
         return join_and_read(y, h, self._how(), scale, kernel, norm.eps, dtype, into_dtype)
 

@@ -1,10 +1,11 @@
 """ZAYA1, or a dense model, as a pure function of a plain parameter tree.
 
-`Zaya` (Flax NNX) declares the weights and the arithmetic; layers are stacked on a leading axis and scanned, so one
-layer is traced for any number of them. Full and sliding attention differ only in data; if some layers have
-linear attention, a repeating stretch of layers is traced (zaya_jax/model/stack.py). Outside this package parameters are
-nested dicts of arrays: `init` or `abstract` make them, `apply` runs the model on them.
-Balancing biases [L, E + 1] are state, not parameters, and always come as an argument.
+`Zaya` (Flax NNX) declares the weights and the arithmetic; layers are stacked on a leading axis and
+scanned, so one layer is traced for any number of them. Full and sliding attention differ only in
+data; if some layers have linear attention, a repeating stretch of layers is traced
+(zaya_jax/model/stack.py). Outside this package parameters are nested dicts of arrays: `init` or
+`abstract` make them, `apply` runs the model on them. Balancing biases [L, E + 1] are state, not
+parameters, and always come as an argument.
 """
 
 import dataclasses
@@ -37,21 +38,26 @@ SKIP_BIAS = -1.0  # the constant balancing bias of the skip class
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Output:
-    """The result of a forward pass: the normed last hidden state and each layer's routing of the tokens."""
+    """The result of a forward pass: the normed last hidden state and each layer's routing of the
+    tokens."""
 
     hidden: Float[Array, "B S D"]
     counts: Float[Array, "L E1"]  # real tokens of each class
     cache: dict | None = None
-    hidden_states: Float[Array, "L B S D"] | None = None  # the residual stream after each layer (trace=True)
+    hidden_states: Float[Array, "L B S D"] | None = (
+        None  # the residual stream after each layer (trace=True)
+    )
     router_logits: Float[Array, "L N E1"] | None = None
     expert_outputs: Float[Array, "L N D"] | None = None
 
 
 LAYERS = {"zaya": Layer, "dense": DenseLayer}  # by model_type
 ROUNDED = {  # the weights of a layer that are read only in `precision.compute`
-    "cca": ("q", "k", "v_now", "v_prev", "o"), "experts": ("gate_up", "down"),
-    "attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down"),
-}  # fmt: skip
+    "cca": ("q", "k", "v_now", "v_prev", "o"),
+    "experts": ("gate_up", "down"),
+    "attention": ("q", "k", "v", "o"),
+    "mlp": ("gate", "up", "down"),
+}
 
 
 class Embed(nnx.Module):
@@ -64,7 +70,9 @@ class Embed(nnx.Module):
     @jax.named_scope("embed")
     def __call__(self, tokens: Int[Array, "B S"], pad_id: int | None) -> Float[Array, "B S D"]:
         rows = lookup(self.embedding[...], tokens)
-        if pad_id is not None:  # as in the port, looking up the padding id gives its row no gradient
+        if (
+            pad_id is not None
+        ):  # as in the port, looking up the padding id gives its row no gradient
             rows = jnp.where((tokens == pad_id)[..., None], jax.lax.stop_gradient(rows), rows)
         return (rows + self.bias[...]) * self.scale[...]
 
@@ -111,21 +119,31 @@ class Zaya(nnx.Module):
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
             kept = nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)).get("experts", {})
-            return (h, stream), (counts, (h, logits, kept.get("outputs")) if trace else None), cache_l
+            return (
+                (h, stream),
+                (counts, (h, logits, kept.get("outputs")) if trace else None),
+                cache_l,
+            )
 
-        # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored,
-        # and those with adapters are made again: kept, they would be a second copy of all.
+        # ZAYA's layers fetch weights that other devices keep; they are fetched again in the
+        # backward pass, not stored, and those with adapters are made again: kept, they would be a
+        # second copy of all.
         again = "elementwise" if stored.adapters else "fsdp" if here.weights.fetched else "none"
         policy = again if remat == "none" else remat
         pattern = linear_pattern(model)
         remat_layer = None if policy == "none" else functools.partial(_remat, policy=policy)
         (h, _), (counts, traced), cache = scan_layers(
-            [functools.partial(body, linear) for linear in pattern], remat_layer, pattern, (h, stream),
+            [functools.partial(body, linear) for linear in pattern],
+            remat_layer,
+            pattern,
+            (h, stream),
             (layer_weights, balance, kinds, windows, stored.by_layer(model.num_hidden_layers)),
             None if cached is None else cached.arrays,
-            unroll=policy == "none" and cached is None and devices.alone
+            unroll=policy == "none"
+            and cached is None
+            and devices.alone
             and chip.current().unrolls(model.num_hidden_layers, h.size),
-        )  # fmt: skip
+        )
         with jax.named_scope("head"):
             h = here.joined(self.final_norm(h))
         return Output(h, counts, cache, *(traced if trace else ()))
@@ -137,8 +155,12 @@ def _layer_class(model: Model) -> type:
 
 def layer_of(model: Model, params: dict, number: int, precision: Precision) -> nnx.Module:
     """One layer as a module, with its weights out of the stacked ones."""
-    number = range(model.num_hidden_layers)[number]  # JAX would give the last layer for one that is not there
-    graph, state = nnx.split(nnx.eval_shape(lambda: _layer_class(model)(nnx.Rngs(0), model, precision)))
+    number = range(model.num_hidden_layers)[
+        number
+    ]  # JAX would give the last layer for one that is not there
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: _layer_class(model)(nnx.Rngs(0), model, precision))
+    )
     nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: x[number], params["layers"]))
     return nnx.merge(graph, state)
 
@@ -157,8 +179,12 @@ def _layer_kinds(model: Model, positions):
     tables = []
     for name in names:
         rope = getattr(model.rope_parameters, name)
-        tables.append(rope_table(positions, rope.rope_theta, int(model.head_dim * rope.partial_rotary_factor)))
-    kinds = jnp.asarray([names.index(kind) if kind in names else 0 for kind in model.kinds], jnp.int32)
+        tables.append(
+            rope_table(positions, rope.rope_theta, int(model.head_dim * rope.partial_rotary_factor))
+        )
+    kinds = jnp.asarray(
+        [names.index(kind) if kind in names else 0 for kind in model.kinds], jnp.int32
+    )
     windows = None
     if "hybrid_sliding" in names:
         widest = min(model.sliding_window or NO_WINDOW, NO_WINDOW)
@@ -168,7 +194,8 @@ def _layer_kinds(model: Model, positions):
 
 
 def _rope_of(kind, tables):
-    """(selected, table) pairs for CCA: one pair, unless kinds rotate different numbers of channels."""
+    """(selected, table) pairs for CCA: one pair, unless kinds rotate different numbers of
+    channels."""
     if len({table.shape for table in tables}) == 1:
         return [(None, jnp.stack(tables)[kind] if len(tables) > 1 else tables[0])]
     return [(kind == i, table) for i, table in enumerate(tables)]
@@ -177,8 +204,8 @@ def _rope_of(kind, tables):
 def _remat(body, policy: str):
     """A layer that the backward pass recomputes.
 
-    "layer" keeps only its input, "attention" also the attention's output, "offload" the same in the host's memory,
-    "elementwise" also the results of all products.
+    "layer" keeps only its input, "attention" also the attention's output, "offload" the same in the
+    host's memory, "elementwise" also the results of all products.
     """
     policies, keep = jax.checkpoint_policies, None
     # Results of products, but no gathered weights: these are gathered again.
@@ -235,8 +262,9 @@ def apply(
 ) -> Output:
     """Runs the model on rows of tokens, which may continue a cache.
 
-    If `devices` is not ALONE this runs inside `shard_map`, on a device's part of weights and tokens, or, with a
-    cache, of the cache's columns. `stored` says where weights of layers are read and where their gradients go.
+    If `devices` is not ALONE this runs inside `shard_map`, on a device's part of weights and
+    tokens, or, with a cache, of the cache's columns. `stored` says where weights of layers are read
+    and where their gradients go.
     """
     graph, state = _abstract(model, precision)
     state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place
@@ -247,9 +275,11 @@ def apply(
 
 
 def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
-    """Parameters for many passes, and those for `logits`, with weights that products read rounded to their format.
+    """Parameters for many passes, and those for `logits`, with weights that products read rounded
+    to their format.
 
-    Results do not change: each pass would round these weights itself. The others are the same arrays.
+    Results do not change: each pass would round these weights itself. The others are the same
+    arrays.
     """
     dtype = jnp.dtype(precision.compute)
 
@@ -258,19 +288,34 @@ def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
 
     layers = dict(params["layers"])
     for block in ROUNDED.keys() & layers.keys():
-        names = [name for name in ROUNDED[block] if name in layers[block]]  # a layer of the caller's may lack some
-        layers[block] = layers[block] | {name: jax.tree.map(cast, layers[block][name]) for name in names}
+        names = [
+            name for name in ROUNDED[block] if name in layers[block]
+        ]  # a layer of the caller's may lack some
+        layers[block] = layers[block] | {
+            name: jax.tree.map(cast, layers[block][name]) for name in names
+        }
     head = {name: params[name] for name in ("head",) if name in params}
-    return params | {"layers": layers}, head | {"embed": {"embedding": cast(params["embed"]["embedding"])}}
+    return params | {"layers": layers}, head | {
+        "embed": {"embedding": cast(params["embed"]["embedding"])}
+    }
 
 
-def lens(model: Model, params: dict, hidden: Float[Array, "*B D"], precision: Precision) -> Float[Array, "*B V"]:
+def lens(
+    model: Model, params: dict, hidden: Float[Array, "*B D"], precision: Precision
+) -> Float[Array, "*B V"]:
     """The head on a residual stream of any layer, through the last norm."""
-    return logits(model, params, rms_norm(hidden, params["final_norm"]["scale"], model.rms_norm_eps), precision)
+    return logits(
+        model,
+        params,
+        rms_norm(hidden, params["final_norm"]["scale"], model.rms_norm_eps),
+        precision,
+    )
 
 
 @jax.named_scope("head")
-def logits(model: Model, params: dict, hidden: Float[Array, "B S D"], precision: Precision) -> Float[Array, "B S V"]:
+def logits(
+    model: Model, params: dict, hidden: Float[Array, "B S D"], precision: Precision
+) -> Float[Array, "B S V"]:
     """The tied head on a normed hidden state, accumulated and given in float32."""
     dtype = jnp.dtype(precision.compute)
     embedding = params["embed"]["embedding"].astype(dtype)
@@ -280,7 +325,8 @@ def logits(model: Model, params: dict, hidden: Float[Array, "B S D"], precision:
 
 
 def param_axes(model: Model, precision: Precision = Precision()) -> dict:
-    """The logical axes of every weight, in the shape of the parameter tree; stacked ones begin with "layers"."""
+    """The logical axes of every weight, in the shape of the parameter tree; stacked ones begin with
+    "layers"."""
     state = _abstract(model, precision)[1]
     shapes = nnx.to_pure_dict(state)
     flat = {path: leaf.get_metadata()["axes"] for path, leaf in nnx.to_flat_state(state)}
@@ -293,9 +339,12 @@ def param_axes(model: Model, precision: Precision = Precision()) -> dict:
 
 
 def param_counts(model: Model) -> dict[str, int]:
-    """Numbers of parameters, as the papers count them: total, without the embedding, and active for one token."""
+    """Numbers of parameters, as the papers count them: total, without the embedding, and active for
+    one token."""
     tree = abstract(model)
-    unused = _stream_width(model) if "eda" in tree["layers"].get("router", ()) else 0  # layer 0's EDA
+    unused = (
+        _stream_width(model) if "eda" in tree["layers"].get("router", ()) else 0
+    )  # layer 0's EDA
     total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - unused
     embedding = model.vocab_size * model.hidden_size
     expert = 3 * model.hidden_size * model.moe_intermediate_size

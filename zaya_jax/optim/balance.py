@@ -1,14 +1,15 @@
 """Loss-free balancing: a bias on each expert's score, moved against its load over the global batch.
 
-The router chooses argmax(p + bias); the bias is state, not a parameter: no gradient, no decay, no clipping.
-Once a step, for each layer,
+The router chooses argmax(p + bias); the bias is state, not a parameter: no gradient, no decay, no
+clipping. Once a step, for each layer,
 
     f_e = tokens that went to e / all real tokens, skipped ones included
     AdamW on the gradient f_e - 1/E, without decay
     the mean of the E experts' biases is subtracted from them
 
-so the counts must be summed over devices and micro-batches before they come here. The last class, which
-computes nothing, keeps its bias. This is a little arithmetic on [L, E], the same on every device.
+so the counts must be summed over devices and micro-batches before they come here. The last class,
+which computes nothing, keeps its bias. This is a little arithmetic on [L, E], the same on every
+device.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 
 
 class State(NamedTuple):
-    """The biases (last class: skip), AdamW's moments, and for how many steps an expert has had no token."""
+    """The biases (last class: skip), AdamW's moments, and for how many steps an expert has had no
+    token."""
 
     bias: jax.Array  # [L, E+1] float32
     mean: jax.Array  # [L, E] float32
@@ -49,8 +51,8 @@ def update(
     """(new state, figures) from the counts [L, E+1] of a step's real tokens over all devices and
     micro-batches.
 
-    Without `enabled` biases do not change and only the figures are kept. With `keep` false (the step's update is
-    skipped) nothing at all changes.
+    Without `enabled` biases do not change and only the figures are kept. With `keep` false (the
+    step's update is skipped) nothing at all changes.
     """
     num_experts = state.mean.shape[1]
     load = counts.astype(jnp.float32)
@@ -79,8 +81,8 @@ def update(
 def figures(load: jax.Array) -> dict[str, jax.Array]:
     """Each layer's health, [L] each, from its shares [L, E+1] of all real tokens.
 
-    `load_entropy` is H(f) / ln E with f renormalised over the experts: 1 means evenly spread, 0 that one has
-    all.
+    `load_entropy` is H(f) / ln E with f renormalised over the experts: 1 means evenly spread, 0
+    that one has all.
     """
     num_experts = load.shape[1] - 1
     experts = load[:, :num_experts]
@@ -88,7 +90,9 @@ def figures(load: jax.Array) -> dict[str, jax.Array]:
     entropy = -jnp.sum(jnp.where(f > 0, f * jnp.log(jnp.where(f > 0, f, 1.0)), 0.0), 1)
     return {
         "load": load,
-        "load_entropy": entropy / jnp.log(float(num_experts)) if num_experts > 1 else jnp.ones_like(entropy),
+        "load_entropy": (
+            entropy / jnp.log(float(num_experts)) if num_experts > 1 else jnp.ones_like(entropy)
+        ),
         "greatest_share": jnp.max(f, 1),
         "skip_share": load[:, num_experts],
     }

@@ -1,17 +1,19 @@
 """Gradients that travel layer by layer, while the backward pass computes the next layer's.
 
-A large stack of matrices would otherwise wait, whole and in float32, until the backward pass has ended, and be reduced
-then, while nothing else runs. Here each layer's gradient is reduced and scattered as it leaves the layer, and each
-device keeps its share. In the end a device has pieces of every layer, and owns a few whole matrices (as
-`matrices` places them): one all-to-all, in which every device sends and gets as much as a layer or two have.
+A large stack of matrices would otherwise wait, whole and in float32, until the backward pass has
+ended, and be reduced then, while nothing else runs. Here each layer's gradient is reduced and
+scattered as it leaves the layer, and each device keeps its share. In the end a device has pieces of
+every layer, and owns a few whole matrices (as `matrices` places them): one all-to-all, in which
+every device sends and gets as much as a layer or two have.
 
-Each matrix is cut into equal pieces, and every device keeps the same number of them: six devices keep half of one of
-a layer's three matrices. The last rows of a matrix and a layer's last pieces may be padding; the cut with the least
-is chosen. On 1,016 devices each of the 16 matrices of a layer of ZAYA1 has 127 pieces, and a device keeps two.
+Each matrix is cut into equal pieces, and every device keeps the same number of them: six devices
+keep half of one of a layer's three matrices. The last rows of a matrix and a layer's last pieces
+may be padding; the cut with the least is chosen. On 1,016 devices each of the 16 matrices of a
+layer of ZAYA1 has 127 pieces, and a device keeps two.
 
-A ring over many nodes takes as many steps as there are devices, so small shares are reduced in two levels: inside each
-node, then over the devices of the same place in all nodes ("along rails"). The order of a sum depends on the levels,
-so its bits do on the devices of a node.
+A ring over many nodes takes as many steps as there are devices, so small shares are reduced in two
+levels: inside each node, then over the devices of the same place in all nodes ("along rails"). The
+order of a sum depends on the levels, so its bits do on the devices of a node.
 """
 
 import math
@@ -26,14 +28,18 @@ from zaya_jax.optim import ownership
 from zaya_jax.optim.grid import UNIT
 from zaya_jax.optim.matrices import WASTE, Matrices, pad
 
-LARGE = 2**24  # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
-# Numbers of a layer's shares under which two levels are faster: in the 2.1 us that a ring's step inside a node takes to
-# begin (RCCL's constant for gfx942), the node's links carry 0.66 MB at 0.7 of 448 GB/s.
+LARGE = (
+    2**24
+)  # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
+# Numbers of a layer's shares under which two levels are faster: in the 2.1 us that a ring's step
+# inside a node takes to begin (RCCL's constant for gfx942), the node's links carry 0.66 MB at 0.7
+# of 448 GB/s.
 SHORT = 164_000
 
 
 class ByLayer:
-    """How the gradients of one bucket travel, if they can; rows, shards and owners are the bucket's."""
+    """How the gradients of one bucket travel, if they can; rows, shards and owners are the
+    bucket's."""
 
     def __init__(self, bucket: Matrices):
         (weight,) = bucket.weights
@@ -42,8 +48,11 @@ class ByLayer:
         # Pieces of a layer that a device keeps, pieces of a matrix, and the numbers of a piece.
         self.kept, self.cut, self.piece = _cut(self.matrices, bucket.rows, bucket.shards)
         self.padded = bucket.shards * self.kept * self.piece  # numbers of a layer that travel
-        self.levels = [np.arange(bucket.shards)[None]]  # the groups of devices that sum together, one set at a time
-        # Pieces from one device to another: an owner's matrices follow each other, through the layers.
+        self.levels = [
+            np.arange(bucket.shards)[None]
+        ]  # the groups of devices that sum together, one set at a time
+        # Pieces from one device to another: an owner's matrices follow each other, through the
+        # layers.
         self.each = min(bucket.slots * self.cut, -(-bucket.slots // self.matrices) * self.kept)
 
     @staticmethod
@@ -60,7 +69,8 @@ class ByLayer:
 
     @staticmethod
     def settle(ways: Sequence["ByLayer"]) -> None:
-        """Chooses one level or two, alike for all: the compiler makes one sum of what leaves a layer together."""
+        """Chooses one level or two, alike for all: the compiler makes one sum of what leaves a
+        layer together."""
         share = sum(way.kept * way.piece for way in ways)
         for way in ways:
             nodes = way.bucket.grid.nodes
@@ -89,16 +99,25 @@ class ByLayer:
         x = pad(x.reshape(-1, self.piece), 0, self.bucket.shards * self.kept)
         for level in self.levels:
             groups = level.tolist() if len(level) > 1 else None
-            x = lax.psum_scatter(x, self.bucket.form.shared, scatter_dimension=0, axis_index_groups=groups, tiled=True)
+            x = lax.psum_scatter(
+                x,
+                self.bucket.form.shared,
+                scatter_dimension=0,
+                axis_index_groups=groups,
+                tiled=True,
+            )
         return x
 
     def to_owners(self, x: jax.Array) -> jax.Array:
         """The shares of all layers to the matrices [slots, a, b] that a device owns."""
         bucket, axes = self.bucket, self.bucket.grid.names
-        devices, holders = bucket.shards, self.levels[-1].reshape(-1)  # the holder of each share, in order
+        devices, holders = (
+            bucket.shards,
+            self.levels[-1].reshape(-1),
+        )  # the holder of each share, in order
         me = ownership.of_device(np.argsort(holders), axes)
-        # Where mine go: the number of a piece's matrix determines its owner, and there the pieces are in order. Those
-        # of no matrix go nowhere.
+        # Where mine go: the number of a piece's matrix determines its owner, and there the pieces
+        # are in order. Those of no matrix go nowhere.
         of_layer = (me * self.kept + np.arange(self.kept)) // self.cut
         matrix = np.arange(self.layers)[:, None] * self.matrices + of_layer
         owner = jnp.asarray(np.repeat(np.arange(devices), bucket.counts))[matrix]
@@ -109,18 +128,24 @@ class ByLayer:
         )
         came = ownership.swap(sent.reshape(devices, self.each, -1), axes)
         # The sources of my matrices' pieces.
-        start, count = (ownership.of_device(table, axes) for table in (bucket.starts, bucket.counts))
+        start, count = (
+            ownership.of_device(table, axes) for table in (bucket.starts, bucket.counts)
+        )
         slot = np.arange(bucket.slots)
         begin = (start + slot) % self.matrices * self.cut
-        source = jnp.asarray(holders)[((begin[:, None] + np.arange(self.cut)) // self.kept).reshape(-1)]
-        found = came.reshape(-1, self.piece).at[source * self.each + _before(source)].get(mode="clip")
+        source = jnp.asarray(holders)[
+            ((begin[:, None] + np.arange(self.cut)) // self.kept).reshape(-1)
+        ]
+        found = (
+            came.reshape(-1, self.piece).at[source * self.each + _before(source)].get(mode="clip")
+        )
         found = found.reshape(bucket.slots, -1)[:, : math.prod(bucket.row)]
         return jnp.where((slot < count)[:, None, None], found.reshape(bucket.slots, *bucket.row), 0)
 
 
 def _cut(matrices: int, rows: int, devices: int) -> tuple[int, int, int]:
-    """(pieces that a device keeps, pieces of a matrix, numbers of a piece) with the least padding, and then the fewest
-    pieces."""
+    """(pieces that a device keeps, pieces of a matrix, numbers of a piece) with the least padding,
+    and then the fewest pieces."""
     ways = []
     for kept in range(-(-matrices // devices), matrices + 1):
         cut = devices * kept // matrices

@@ -5,8 +5,8 @@
     updates, state = optimizer.update(grads, state, params, lr=lr)  # with a mesh: inside jax.shard_map
     params = optax.apply_updates(params, updates)
 
-`update` follows Optax's protocol with one extra argument, the learning rate: progress is counted in tokens,
-so the caller knows it (`zaya_jax.schedule`), not the state. Within one update:
+`update` follows Optax's protocol with one extra argument, the learning rate: progress is counted in
+tokens, so the caller knows it (`zaya_jax.schedule`), not the state. Within one update:
 
     reduce    gradients, summed over devices, to each device's share (`zaya_jax.optim.zero`)
     norm      of all gradients; by it skip the update (`zaya_jax.optim.skip`) or clip
@@ -14,8 +14,8 @@ so the caller knows it (`zaya_jax.schedule`), not the state. Within one update:
     gather    every device's directions
     finish    size, decay of the weights (times the learning rate, not times Muon's scale), learning rate
 
-Of weights that devices hold as bfloat16 copies (`layout.copied`) the owner finishes its own, in float32; the new copies
-are gathered then, in the place of directions.
+Of weights that devices hold as bfloat16 copies (`layout.copied`) the owner finishes its own, in
+float32; the new copies are gathered then, in the place of directions.
 """
 
 import dataclasses
@@ -38,7 +38,8 @@ from zaya_jax.optim import muon, skip, zero
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Weights (a regular expression for the path), their group in figures, their method, decay or not."""
+    """Weights (a regular expression for the path), their group in figures, their method, decay or
+    not."""
 
     pattern: str
     group: str
@@ -57,16 +58,59 @@ TABLE = (
         True,
         "matrices: bounded in spectral norm",
     ),
-    Row(r"layers/attention/(q|k|v|o)/kernel(/[ab])?", "attention", "muon", True, "a dense model's; matrices"),
-    Row(r"layers/mlp/(gate|up|down)/kernel(/[ab])?", "mlp", "muon", True, "a dense model's; matrices"),
-    Row(r"layers/experts/(gate_up|down)(/[ab])?", "experts", "muon", True, "matrices, one for each layer and expert"),
+    Row(
+        r"layers/attention/(q|k|v|o)/kernel(/[ab])?",
+        "attention",
+        "muon",
+        True,
+        "a dense model's; matrices",
+    ),
+    Row(
+        r"layers/mlp/(gate|up|down)/kernel(/[ab])?",
+        "mlp",
+        "muon",
+        True,
+        "a dense model's; matrices",
+    ),
+    Row(
+        r"layers/experts/(gate_up|down)(/[ab])?",
+        "experts",
+        "muon",
+        True,
+        "matrices, one for each layer and expert",
+    ),
     Row(r"layers/router/(down|fc1|fc2|out)/kernel", "router", "muon", True, "matrices, small ones"),
-    # A table: most rows have no gradient in a step, so Muon would amplify noise in them and decay would erase them.
-    Row(r"embed/embedding", "embedding", "adamw", False, "a table of rows, most without a gradient in a step"),
+    # A table: most rows have no gradient in a step, so Muon would amplify noise in them and decay
+    # would erase them.
+    Row(
+        r"embed/embedding",
+        "embedding",
+        "adamw",
+        False,
+        "a table of rows, most without a gradient in a step",
+    ),
     # Taps, not maps: the last one starts and stays different from the others; few numbers.
-    Row(r"layers/cca/conv_(depthwise|grouped)/kernel", "convolution", "adamw", False, "taps, not maps; few numbers"),
-    Row(r"(.*[/_])bias", "vectors", "adamw", False, "no matrix; decay would pull it to 0 without need"),
-    Row(r"(.*[/_])scale", "vectors", "adamw", False, "no matrix; decay would pull it to 0, and it starts at 1"),
+    Row(
+        r"layers/cca/conv_(depthwise|grouped)/kernel",
+        "convolution",
+        "adamw",
+        False,
+        "taps, not maps; few numbers",
+    ),
+    Row(
+        r"(.*[/_])bias",
+        "vectors",
+        "adamw",
+        False,
+        "no matrix; decay would pull it to 0 without need",
+    ),
+    Row(
+        r"(.*[/_])scale",
+        "vectors",
+        "adamw",
+        False,
+        "no matrix; decay would pull it to 0, and it starts at 1",
+    ),
     Row(r"layers/cca/temperature", "vectors", "adamw", False, "one number per head, starts at 1"),
     Row(r"layers/router/eda", "vectors", "adamw", False, "one number per channel, starts at 1"),
 )
@@ -94,19 +138,26 @@ class Optimizer:
     claims: dict[str, Row]  # the table's row of every weight
 
     def init(self) -> State:
-        """The state at the start, as global arrays; on a mesh jit it with the shardings of `specs`."""
+        """The state at the start, as global arrays; on a mesh jit it with the shardings of
+        `specs`."""
         return self.transformation.init(None)
 
-    def update(self, grads: Any, state: State, params: Any, *, lr: jax.Array | float) -> tuple[Any, State]:
-        """(updates to add to the parameters, new state); inside shard_map if it was built for a mesh.
+    def update(
+        self, grads: Any, state: State, params: Any, *, lr: jax.Array | float
+    ) -> tuple[Any, State]:
+        """(updates to add to the parameters, new state); inside shard_map if it was built for a
+        mesh.
 
         Copies have no updates: `apply` alone changes them.
         """
         assert not self.layout.copied, "copies of weights are given by `apply`"
         return self.transformation.update(grads, state, params, lr=lr)
 
-    def apply(self, grads: Any, state: State, params: Any, *, lr: jax.Array | float) -> tuple[Any, State]:
-        """(new parameters, new state), in the same way. New parameters take the place of donated ones."""
+    def apply(
+        self, grads: Any, state: State, params: Any, *, lr: jax.Array | float
+    ) -> tuple[Any, State]:
+        """(new parameters, new state), in the same way. New parameters take the place of donated
+        ones."""
         return self.transformation.update(grads, state, params, lr=lr, apply=True)
 
     def specs(self) -> State:
@@ -120,8 +171,8 @@ class Optimizer:
         return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(self.init))
 
     def arrays(self, state: State) -> dict[str, Any]:
-        """The part of the state that goes into checkpoints, without copies: `steps`, `skip`, and KINDS by bucket
-        (`layout.held` lists the boxes in these)."""
+        """The part of the state that goes into checkpoints, without copies: `steps`, `skip`, and
+        KINDS by bucket (`layout.held` lists the boxes in these)."""
         parts = _parts(state.core) | {"weights": state.weights}
         return {"steps": _adam(state.core).count, "skip": state.skip._asdict(), **parts}
 
@@ -136,16 +187,20 @@ class Optimizer:
         return {name: np.zeros(x.shape, x.dtype) for name, x in figures.items()}
 
 
-def claim(paths_and_shapes: Mapping[str, tuple[int, ...]], table: tuple[Row, ...] = TABLE) -> dict[str, Row]:
-    """The one row that claims each weight; UserError naming the weight if no row or several rows do."""
+def claim(
+    paths_and_shapes: Mapping[str, tuple[int, ...]], table: tuple[Row, ...] = TABLE
+) -> dict[str, Row]:
+    """The one row that claims each weight; UserError naming the weight if no row or several rows
+    do."""
     claims = {}
     for path, shape in paths_and_shapes.items():
         rows = [row for row in table if re.fullmatch(row.pattern, path)]
         if len(rows) != 1 or (rows[0].method == "muon" and len(shape) < 2):
             patterns = " and ".join(repr(row.pattern) for row in rows) or "none"
             raise UserError(
-                f"the weight {path} {list(shape)} is claimed by {patterns} of the rows of TABLE in "
-                "zaya_jax/optim/chain.py; exactly one must say how it is trained, and Muon takes only matrices"
+                f"the weight {path} {list(shape)} is claimed by {patterns} of the rows of TABLE in"
+                " zaya_jax/optim/chain.py; exactly one must say how it is trained, and Muon takes"
+                " only matrices"
             )
         claims[path] = rows[0]
     return claims
@@ -165,21 +220,27 @@ def build(
 ) -> Optimizer:
     """The optimizer for parameters of these shapes (arrays or ShapeDtypeStructs, over all devices).
 
-    `axes` are the mesh's axis sizes; with more than one device the state is spread over them (ZeRO-1) and
-    `update` must run in `jax.shard_map` over all of them; `node` of them are in each node. `specs`, a tree like
-    `params`, gives the weights' own PartitionSpecs; by default every device has all of them. `optim.name` "adamw"
-    gives Muon's rows to AdamW.
+    `axes` are the mesh's axis sizes; with more than one device the state is spread over them
+    (ZeRO-1) and `update` must run in `jax.shard_map` over all of them; `node` of them are in each
+    node. `specs`, a tree like `params`, gives the weights' own PartitionSpecs; by default every
+    device has all of them. `optim.name` "adamw" gives Muon's rows to AdamW.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     shapes = {trees.name_of(path, SLASH): tuple(leaf.shape) for path, leaf in leaves}
     claims = claim(shapes, table)
     if optim.name == "adamw":
         claims = {path: dataclasses.replace(row, method="adamw") for path, row in claims.items()}
-    copy = precision.compute if (precision.weights, precision.compute) == ("compute", "bfloat16") else ""
+    copy = (
+        precision.compute
+        if (precision.weights, precision.compute) == ("compute", "bfloat16")
+        else ""
+    )
     layout = _layout(shapes, treedef, claims, specs, dict(axes or {}), node, copy)
     methods = jax.tree.unflatten(treedef, [row.method for row in claims.values()])
     decay = jax.tree.unflatten(treedef, [row.decay for row in claims.values()])
-    iteration = precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz
+    iteration = (
+        precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz
+    )
     core = optax.partition(
         {
             "muon": muon.scale_by_muon(
@@ -199,7 +260,9 @@ def build(
         optax.add_decayed_weights(optim.weight_decay, decay),
         _scale_by_learning_rate(optim.adamw_lr_factor, methods),
     )
-    transformation = _around(core, finish, finish.init(params), layout, optim.clip_norm, skip_update, spike_deviations)
+    transformation = _around(
+        core, finish, finish.init(params), layout, optim.clip_norm, skip_update, spike_deviations
+    )
     return Optimizer(transformation, layout, claims)
 
 
@@ -210,21 +273,40 @@ def _layout(shapes, treedef, claims, specs, axes, node, copy) -> zero.Layout:
         dims = tuple((dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec)
         dims = tuple(tuple(axis for axis in dim if axes.get(axis, 1) > 1) for dim in dims)
         row = claims[path]  # the router's products are not in the compute format
-        weights.append(zero.Weight(path, shape, row.method, row.group, dims, "" if row.group == "router" else copy))
+        weights.append(
+            zero.Weight(
+                path, shape, row.method, row.group, dims, "" if row.group == "router" else copy
+            )
+        )
     return zero.Layout(weights, treedef, axes, node)
 
 
-def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> optax.GradientTransformationExtraArgs:
-    """The whole update around `core` (on shares) and `finish` (on whole weights, without own state)."""
+def _around(
+    core, finish, finish_state, layout, clip_norm, rule, deviations
+) -> optax.GradientTransformationExtraArgs:
+    """The whole update around `core` (on shares) and `finish` (on whole weights, without own
+    state)."""
     groups = sorted({w.group for w in layout.weights})
     names = ["grad_norm", "update_norm", "param_norm"]
-    figure_names = [*names, *(f"{name}/{group}" for name in names for group in groups), "clipped", "skipped"]
+    figure_names = [
+        *names,
+        *(f"{name}/{group}" for name in names for group in groups),
+        "clipped",
+        "skipped",
+    ]
 
     def init(params):
         del params  # only shapes matter, and these are known
-        shares = {name: jnp.zeros(shape, jnp.float32) for name, shape in layout.state_shapes().items()}
+        shares = {
+            name: jnp.zeros(shape, jnp.float32) for name, shape in layout.state_shapes().items()
+        }
         figures = {name: jnp.zeros((), jnp.float32) for name in figure_names}
-        return State(core.init(shares), skip.init(), figures, {name: shares[name] for name in layout.copied.values()})
+        return State(
+            core.init(shares),
+            skip.init(),
+            figures,
+            {name: shares[name] for name in layout.copied.values()},
+        )
 
     def update(grads, state, params, *, lr, apply=False, **extra):
         del extra
@@ -232,16 +314,24 @@ def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> 
         squares = layout.sum_squares(apart(shares))
         norm = jnp.sqrt(sum(squares.values()))
         keep, skip_state = skip.decide(rule, norm, state.skip, deviations)
-        factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.ones(())
+        factor = (
+            jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.ones(())
+        )
         always = rule == "never"
-        # Clipped where they are read: on one device shares are all gradients, and scaled ones would be a second copy.
+        # Clipped where they are read: on one device shares are all gradients, and scaled ones would
+        # be a second copy.
         clip = functools.partial(jnp.multiply, factor) if clip_norm else lambda g: g
-        directions, core_state = core.update(shares, state.core, keep=True if always else keep, clip=clip)
+        directions, core_state = core.update(
+            shares, state.core, keep=True if always else keep, clip=clip
+        )
         lr = lr if always else lr * keep  # directions are finite in any case
         directions = layout.gather(directions)
-        params = layout.with_leaves(params, {path: state.weights[name] for path, name in layout.copied.items()})
-        # Norms are sums over each device's own part, and all are read before the weights are overwritten: a chip that
-        # reads them in the same pass writes the new weights elsewhere, and copies them.
+        params = layout.with_leaves(
+            params, {path: state.weights[name] for path, name in layout.copied.items()}
+        )
+        # Norms are sums over each device's own part, and all are read before the weights are
+        # overwritten: a chip that reads them in the same pass writes the new weights elsewhere, and
+        # copies them.
         own_weights = layout.own_parts(params)
         own, _ = finish.update(layout.own_parts(directions), finish_state, own_weights, lr=lr)
         figures = _norms("grad_norm", squares)
@@ -262,7 +352,8 @@ def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> 
 
 
 def _kept(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Adam of clipped gradients; if `keep` is false its state does not change, and directions are its means."""
+    """Adam of clipped gradients; if `keep` is false its state does not change, and directions are
+    its means."""
 
     def update(updates, state, params=None, *, keep=True, clip=lambda g: g, **extra):
         del extra
@@ -290,8 +381,11 @@ def _size(kind: str, params: Any, methods: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _scale_by_learning_rate(adamw_factor: float, methods: Any) -> optax.GradientTransformationExtraArgs:
-    """Times minus the learning rate that the caller gives at each update, and AdamW's factor on it."""
+def _scale_by_learning_rate(
+    adamw_factor: float, methods: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Times minus the learning rate that the caller gives at each update, and AdamW's factor on
+    it."""
 
     def update(updates, state, params=None, *, lr, **extra):
         del params, extra
@@ -313,9 +407,14 @@ def _adam(core: Any) -> Any:
 def _parts(core: Any) -> dict[str, dict[str, Any]]:
     """The arrays of the core's state by kind, then by bucket."""
     adam = _adam(core)
-    parts = {"momentum": core.inner_states["muon"].inner_state.momentum, "mean": adam.mu, "square": adam.nu}
+    parts = {
+        "momentum": core.inner_states["muon"].inner_state.momentum,
+        "mean": adam.mu,
+        "square": adam.nu,
+    }
     return {
-        name: {key: x for key, x in part.items() if not isinstance(x, optax.MaskedNode)} for name, part in parts.items()
+        name: {key: x for key, x in part.items() if not isinstance(x, optax.MaskedNode)}
+        for name, part in parts.items()
     }
 
 
@@ -332,6 +431,7 @@ def _with_parts(core: Any, parts: Mapping[str, Any], count: jax.Array) -> Any:
 
 
 def _bucket_name(path: tuple, names: Mapping[str, Any]) -> str:
-    """The bucket that an array of the state belongs to, by its place there; "" if it belongs to no bucket."""
+    """The bucket that an array of the state belongs to, by its place there; "" if it belongs to no
+    bucket."""
     keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in names]
     return keys[-1] if keys else ""

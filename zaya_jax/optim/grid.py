@@ -1,4 +1,5 @@
-"""The terms of the optimizer's layouts: devices, weights, and the boxes of state that a device holds."""
+"""The terms of the optimizer's layouts: devices, weights, and the boxes of state that a device
+holds."""
 
 import dataclasses
 import math
@@ -14,7 +15,8 @@ UNIT = 8  # numbers in a row: 16 bytes even in bfloat16, a good alignment for tr
 
 
 class Grid:
-    """The devices of a mesh with these axis sizes, in nodes of so many; axes of one device do not count."""
+    """The devices of a mesh with these axis sizes, in nodes of so many; axes of one device do not
+    count."""
 
     def __init__(self, axes: Mapping[str, int], node: int = 1):
         self.axes = {axis: size for axis, size in axes.items() if size > 1}
@@ -35,7 +37,9 @@ class Grid:
     def places(self, axes: tuple[str, ...], number: int) -> dict[str, int]:
         """The place along each axis of the number-th device along them all."""
         sizes = tuple(self.axes[axis] for axis in axes)
-        return dict(zip(axes, map(int, np.unravel_index(number, sizes)), strict=True)) if axes else {}
+        return (
+            dict(zip(axes, map(int, np.unravel_index(number, sizes)), strict=True)) if axes else {}
+        )
 
     def linear(self, axes: tuple[str, ...], places: Mapping[str, int]) -> int:
         """The inverse of `places`."""
@@ -73,7 +77,9 @@ class Weight:
     shape: tuple[int, ...]  # over all devices
     method: str  # muon or adamw
     group: str  # the group whose norm it counts towards
-    spec: tuple[tuple[str, ...], ...] = ()  # the mesh axes of each dim, up to the last one that has any
+    spec: tuple[
+        tuple[str, ...], ...
+    ] = ()  # the mesh axes of each dim, up to the last one that has any
     copy: str = ""  # a format in which devices may hold it, if its owner has it in float32
 
     @property
@@ -91,17 +97,21 @@ class Weight:
         for size, axes in zip(self.shape, self.dims, strict=True):
             if size % grid.size(axes):
                 raise UserError(
-                    f"weight {self.path} {list(self.shape)} is sharded over {grid.size(axes)} devices "
-                    f"({', '.join(axes)}) along a dim of {size}; give the mesh sizes that divide it"
+                    f"weight {self.path} {list(self.shape)} is sharded over {grid.size(axes)}"
+                    f" devices ({', '.join(axes)}) along a dim of {size}; give the mesh sizes that"
+                    " divide it"
                 )
-        return tuple(size // grid.size(axes) for size, axes in zip(self.shape, self.dims, strict=True))
+        return tuple(
+            size // grid.size(axes) for size, axes in zip(self.shape, self.dims, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
     """One box of a weight's state that one device holds; `layout.held(bucket)` lists them all.
 
-    The weight is meant as the run holds it: with split expert widths, columns are in the order of `sharding.arrange`.
+    The weight is meant as the run holds it: with split expert widths, columns are in the order of
+    `sharding.arrange`.
     """
 
     weight: str  # path of the weight
@@ -113,7 +123,8 @@ class Held:
 def group_sums(
     pieces: Sequence[tuple[Weight, int]], number: jax.Array, values: jax.Array
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Sums of values by group; value i is the number[i]-th of all, and `pieces` gives each weight's count."""
+    """Sums of values by group; value i is the number[i]-th of all, and `pieces` gives each weight's
+    count."""
     start = 0
     for w, count in pieces:
         inside = (number >= start) & (number < start + count)

@@ -1,13 +1,14 @@
-"""Muon's buckets over the devices of a mesh: all stacks of one local matrix shape, owned matrix by matrix.
+"""Muon's buckets over the devices of a mesh: all stacks of one local matrix shape, owned matrix by
+matrix.
 
-The gradients of a bucket travel as one run of rows (`ownership.Travel`): reduce-scattered over the devices that hold
-the same weights, then exchanged until every device has the whole matrices that it owns. The directions take
-the same way back, with an all-gather. The owner keeps momentum as [slots, a, b]; slots is the most that any
-device owns, and a device's first ones are in use.
+The gradients of a bucket travel as one run of rows (`ownership.Travel`): reduce-scattered over the
+devices that hold the same weights, then exchanged until every device has the whole matrices that it
+owns. The directions take the same way back, with an all-gather. The owner keeps momentum as [slots,
+a, b]; slots is the most that any device owns, and a device's first ones are in use.
 
-A weight that is itself sharded over a stack dim (experts) has a separate run for each part. Over a matrix dim
-(tensor, fsdp), a device has part t of T of every matrix: an all-to-all gives it all T parts of a T-th of the rows, and
-rows then are T · UNIT numbers wide.
+A weight that is itself sharded over a stack dim (experts) has a separate run for each part. Over a
+matrix dim (tensor, fsdp), a device has part t of T of every matrix: an all-to-all gives it all T
+parts of a T-th of the rows, and rows then are T · UNIT numbers wide.
 
 A bucket with much padding, or a small one, does not travel like that: it is summed as a whole
 (`together`), each owner takes its matrices, and zeros for all others make the way back a sum, too.
@@ -28,7 +29,8 @@ from zaya_jax.optim import ownership
 from zaya_jax.optim.grid import UNIT, Grid, Held, Weight, group_sums
 from zaya_jax.optim.muon import newton_schulz_flops
 
-# A bucket with more padding than this share of its own numbers, and of all buckets', is summed as a whole.
+# A bucket with more padding than this share of its own numbers, and of all buckets', is summed as a
+# whole.
 WASTE, WASTE_OF_ALL = 0.02, 1e-3
 SMALL = 2**16  # numbers up to which a sum costs less than the rounds of an exchange
 
@@ -40,13 +42,17 @@ class Form:
     row: tuple[int, ...]  # the matrix over all devices, [a, b]
     shared: tuple[str, ...]  # axes along which they are replicated
     own: tuple[str, ...]  # axes along which devices hold different matrices
-    swaps: tuple[tuple[int, tuple[str, ...]], ...]  # (dim of [n, a, b], axes) of matrix dims that are sharded
+    swaps: tuple[
+        tuple[int, tuple[str, ...]], ...
+    ]  # (dim of [n, a, b], axes) of matrix dims that are sharded
 
     @staticmethod
     def of(weight: Weight, grid: Grid) -> "Form":
         """The form of a weight."""
         stack = len(weight.shape) - 2
-        swaps = tuple((dim + 1 - stack, axes) for dim, axes in enumerate(weight.dims) if dim >= stack and axes)
+        swaps = tuple(
+            (dim + 1 - stack, axes) for dim, axes in enumerate(weight.dims) if dim >= stack and axes
+        )
         own = tuple(axis for dim in weight.dims[:stack] for axis in dim)
         shared = tuple(axis for axis in grid.names if axis not in weight.axes)
         return Form(weight.shape[stack:], shared, own, swaps)
@@ -54,7 +60,9 @@ class Form:
     @property
     def name(self) -> str:
         """The bucket's name."""
-        name = f"muon {'x'.join(map(str, self.row))}" + (f" of {'+'.join(self.own)}" if self.own else "")
+        name = f"muon {'x'.join(map(str, self.row))}" + (
+            f" of {'+'.join(self.own)}" if self.own else ""
+        )
         return name + "".join(f" dim {dim} over {'+'.join(axes)}" for dim, axes in self.swaps)
 
     @property
@@ -70,7 +78,12 @@ class Matrices:
 
     def __init__(self, form: Form, weights: list[Weight], travelling: int, grid: Grid):
         self.form, self.weights, self.grid, self.travelling = form, weights, grid, travelling
-        self.name, self.names, self.row, self.shared = form.name, (form.name,), form.row, form.shared
+        self.name, self.names, self.row, self.shared = (
+            form.name,
+            (form.name,),
+            form.row,
+            form.shared,
+        )
         self.way: Any = None  # for gradients that leave layer by layer: `by_layer`
         stacks = [w.local(grid)[:-2] for w in weights]
         self.pieces = tuple((w, math.prod(stack)) for w, stack in zip(weights, stacks, strict=True))
@@ -78,7 +91,9 @@ class Matrices:
         self.groups = grid.groups(form.own, (*form.shared, *form.swapped))
         self.parts = grid.size(form.swapped)
         self.shards = grid.size(form.shared)
-        self.part = tuple(n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(self.row))
+        self.part = tuple(
+            n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(self.row)
+        )
         self.rows = -(-math.prod(self.part) // UNIT)  # in a device's part of a matrix
         self.travel = ownership.Travel(self.count * self.rows, self.groups.shape[1])
         self.numbers = self.count * math.prod(self.part)  # in a device's parts
@@ -100,9 +115,12 @@ class Matrices:
         self.starts[self.groups], self.counts[self.groups] = starts, counts
         self.plan = None
         if not self.together:
-            # Otherwise a hundredth of the traffic may be padding of the exchange, or a five-hundredth of all buckets'.
+            # Otherwise a hundredth of the traffic may be padding of the exchange, or a
+            # five-hundredth of all buckets'.
             rows = self.travel.padded // self.parts if self.shards > 1 else self.travel.chunk
-            spare = self.groups.size * max(rows // 100, self.travelling // (500 * UNIT * self.parts))
+            spare = self.groups.size * max(
+                rows // 100, self.travelling // (500 * UNIT * self.parts)
+            )
             self.plan = ownership.plan(counts, self.groups, self.rows, self.travel.chunk, spare)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -119,11 +137,13 @@ class Matrices:
 
     @property
     def summed(self) -> dict[str, tuple[str, ...]]:
-        """The axes over which the result of `reduce` must still be summed, with other small arrays."""
+        """The axes over which the result of `reduce` must still be summed, with other small
+        arrays."""
         return {self.name: self.form.shared} if self.together else {}
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
-        """Bytes that a device puts into or gets out of each kind of collective, and the padding among them.
+        """Bytes that a device puts into or gets out of each kind of collective, and the padding
+        among them.
 
         An exchange is a mean over devices, of both ways.
         """
@@ -133,7 +153,9 @@ class Matrices:
             found = {"all-reduce": 4 * self.numbers + gathered, "padding": 0}
             return found | ({"all-gather": gathered} if self.parts > 1 else {})
         assert self.plan is not None
-        found = dict.fromkeys(("reduce-scatter", "all-gather", "all-to-all", "exchange", "padding"), 0)
+        found = dict.fromkeys(
+            ("reduce-scatter", "all-gather", "all-to-all", "exchange", "padding"), 0
+        )
         padded = self.travel.padded * UNIT
         if self.shards > 1:
             found["reduce-scatter"], found["all-gather"] = 4 * padded, direction_bytes * padded
@@ -142,7 +164,9 @@ class Matrices:
             found["all-to-all"] = each * padded // self.shards
             found["padding"] += each * (padded - self.numbers) // self.shards
         if not self.plan.nothing:
-            sent, needed = (n * self.parts * UNIT * each // self.groups.size for n in self.plan.sent_rows())
+            sent, needed = (
+                n * self.parts * UNIT * each // self.groups.size for n in self.plan.sent_rows()
+            )
             found["exchange"], found["padding"] = sent, found["padding"] + sent - needed
         return found
 
@@ -154,7 +178,8 @@ class Matrices:
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Partial gradients to the matrices [slots, a, b] that a device owns, or if `together` to its parts of all."""
+        """Partial gradients to the matrices [slots, a, b] that a device owns, or if `together` to
+        its parts of all."""
         if self.together:
             return {self.name: self.whole(leaves)}
         first = leaves[self.weights[0].path]
@@ -183,7 +208,8 @@ class Matrices:
     def _from_owners(self, x):
         form, plan, dtype = self.form, self.plan, x.dtype
         assert plan is not None
-        # As bare bits: XLA:CPU would make 4 bytes of bfloat16's 2 for the transfer, and any compiler may.
+        # As bare bits: XLA:CPU would make 4 bytes of bfloat16's 2 for the transfer, and any
+        # compiler may.
         x = lax.bitcast_convert_type(x, jnp.uint16) if dtype.itemsize == 2 else x
         x = self._cut(x).reshape(self.parts, self.slots, -1)
         x = pad(x, 2, self.rows * UNIT).reshape(self.parts, -1, UNIT)
@@ -207,7 +233,9 @@ class Matrices:
         """A device's directions at their places among all, float32, with zeros for the others'."""
         target = jnp.zeros((self.count + self.slots, *self.row), jnp.float32)
         start = ownership.of_device(self.starts, self.grid.names)
-        return lax.dynamic_update_slice_in_dim(target, x.astype(jnp.float32), start, 0)[: self.count]
+        return lax.dynamic_update_slice_in_dim(target, x.astype(jnp.float32), start, 0)[
+            : self.count
+        ]
 
     def part_of(self, x: jax.Array) -> jax.Array:
         """A device's parts [n, a', b'] of all matrices."""
@@ -241,7 +269,9 @@ class Matrices:
         """[T, n, a', b'] to [n, a, b]."""
         sizes = [self.grid.size(axes) for _, axes in self.form.swaps]
         x = x.reshape(*sizes, *x.shape[1:])
-        for i in reversed(range(len(sizes))):  # the last one first, so that the others stay in front
+        for i in reversed(
+            range(len(sizes))
+        ):  # the last one first, so that the others stay in front
             dim = i + self.form.swaps[i][0]
             x = jnp.moveaxis(x, i, dim)  # to before the dim that it is a part of
             x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
@@ -258,7 +288,8 @@ class Matrices:
     # Outside, on global arrays.
 
     def homes(self, weight: Weight) -> np.ndarray:
-        """For each matrix of a weight's stack its place in the state over all devices: device · slots + slot."""
+        """For each matrix of a weight's stack its place in the state over all devices: device ·
+        slots + slot."""
         before = 0
         for w, count in self.pieces:
             if w is weight:
@@ -278,7 +309,8 @@ class Matrices:
         return result
 
     def at_home(self, x: jax.Array) -> jax.Array:
-        """The state's array of the only weight's values, with zeros in slots that are not in use."""
+        """The state's array of the only weight's values, with zeros in slots that are not in
+        use."""
         (weight,) = self.weights
         homes = self.homes(weight).reshape(-1)
         source = np.full(self.groups.size * self.slots, len(homes))

@@ -1,9 +1,11 @@
-"""Muon: momentum, orthogonalised by a Newton–Schulz iteration, for every weight that multiplies as a matrix.
+"""Muon: momentum, orthogonalised by a Newton–Schulz iteration, for every weight that multiplies as
+a matrix.
 
-`scale_by_muon` is an Optax transformation from gradients to directions (nearly orthogonal matrices, in the
-number format of the iteration, so that they can travel between devices in it); `matrix_scale` is their size.
-The last two dims of a leaf are the matrix [in, out]; all dims before them are a stack of matrices, never
-folded into one. `zaya_jax.optim.chain` puts the parts together with AdamW.
+`scale_by_muon` is an Optax transformation from gradients to directions (nearly orthogonal matrices,
+in the number format of the iteration, so that they can travel between devices in it);
+`matrix_scale` is their size. The last two dims of a leaf are the matrix [in, out]; all dims before
+them are a stack of matrices, never folded into one. `zaya_jax.optim.chain` puts the parts together
+with AdamW.
 
     momentum    buf <- lerp(buf, g, 1 - mu)
                 u = lerp(g, buf, mu) with Nesterov, otherwise u = buf
@@ -12,9 +14,9 @@ folded into one. `zaya_jax.optim.chain` puts the parts together with AdamW.
     scale       match_rms_adamw   0.2 sqrt(max(in, out))
                 spectral          sqrt(max(1, out / in))
 
-An orthogonal [in, out] has root mean square 1 / sqrt(max(in, out)), and 0.2 is about that of an AdamW update: with
-`match_rms_adamw` one learning rate and one decay serve both. `spectral` is a unit step in the norm from root mean
-square to root mean square.
+An orthogonal [in, out] has root mean square 1 / sqrt(max(in, out)), and 0.2 is about that of an
+AdamW update: with `match_rms_adamw` one learning rate and one decay serve both. `spectral` is a
+unit step in the norm from root mean square to root mean square.
 """
 
 import functools
@@ -32,10 +34,15 @@ from pallas_kernels.newton_schulz import orthogonalize
 
 COEFFICIENTS = ("keller_jordan", "polar_express")
 SCALES = ("match_rms_adamw", "spectral")
-# As steep at zero as a quintic can be; singular values do not converge to 1 but end in about [0.7, 1.2].
+# As steep at zero as a quintic can be; singular values do not converge to 1 but end in about [0.7,
+# 1.2].
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
-WHOLE = 2**26  # numbers of a stack up to which all of it is orthogonalised at once, copies of it in float32 and all
-TURN = 2**23  # numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
+WHOLE = 2**26
+# numbers of a stack up to which all of it is orthogonalised at once, copies of it in float32 and
+# all
+TURN = (
+    2**23
+)  # numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
 
 
 class MuonState(NamedTuple):
@@ -50,20 +57,23 @@ def coefficients(name: str, steps: int) -> tuple[tuple[float, float, float], ...
         return (KELLER_JORDAN,) * steps
     if name == "polar_express":
         return polar_express(steps)
-    raise ValueError(f"Newton–Schulz coefficients {name!r} are not one of {', '.join(COEFFICIENTS)}")
+    raise ValueError(
+        f"Newton–Schulz coefficients {name!r} are not one of {', '.join(COEFFICIENTS)}"
+    )
 
 
 @functools.cache
 def polar_express(
     steps: int, smallest: float = 1e-3, head_room: float = 1.01, cushion: float = 0.0240733
 ) -> tuple[tuple[float, float, float], ...]:
-    """Polar Express's polynomials: each the odd quintic nearest to 1 on the interval that the earlier ones
-    leave.
+    """Polar Express's polynomials: each the odd quintic nearest to 1 on the interval that the
+    earlier ones leave.
 
-    The first interval is [smallest, 1]. An interval is taken no wider than a ratio of 1 / `cushion`, or the
-    first steps would raise the small singular values by letting the middle ones nearly vanish. `head_room`
-    shrinks each argument, so that a singular value that rounding has put above 1 stays where the polynomial
-    is tame; at 1 it changes nothing, all later polynomials being flat there.
+    The first interval is [smallest, 1]. An interval is taken no wider than a ratio of 1 /
+    `cushion`, or the first steps would raise the small singular values by letting the middle ones
+    nearly vanish. `head_room` shrinks each argument, so that a singular value that rounding has put
+    above 1 stays where the polynomial is tame; at 1 it changes nothing, all later polynomials being
+    flat there.
     """
     low, high, result = smallest, 1.0, []
     for _ in range(steps):
@@ -79,7 +89,8 @@ def polar_express(
 
 
 def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
-    """(a, b, c) of the odd quintic with the least greatest distance from 1 on [low, high], by Remez."""
+    """(a, b, c) of the odd quintic with the least greatest distance from 1 on [low, high], by
+    Remez."""
     # The limit: value 1 and two vanishing derivatives at the one remaining point.
     if low / high > 1 - 5e-6:
         return 15 / 8 / high, -10 / 8 / high**3, 3 / 8 / high**5
@@ -97,12 +108,15 @@ def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
 
 
 def orthogonalize_first(
-    x: jax.Array, number: jax.Array | int | None, polynomials: tuple[tuple[float, float, float], ...], dtype: Any
+    x: jax.Array,
+    number: jax.Array | int | None,
+    polynomials: tuple[tuple[float, float, float], ...],
+    dtype: Any,
 ) -> jax.Array:
     """The first `number` of matrices [n, a, b], zeros after them; all of them if it is None.
 
-    A loop, whose length may differ from device to device: matrices that a device does not own cost nothing. Small
-    matrices go through it several at a time.
+    A loop, whose length may differ from device to device: matrices that a device does not own cost
+    nothing. Small matrices go through it several at a time.
     """
     if number is None:
         return orthogonalize(x, polynomials, dtype)
@@ -113,7 +127,9 @@ def orthogonalize_first(
     def turn(i, result):
         start = jnp.minimum(i * at_once, len(x) - at_once)  # the last turn may do some again
         part = jax.lax.dynamic_slice_in_dim(x, start, at_once)
-        return jax.lax.dynamic_update_slice_in_dim(result, orthogonalize(part, polynomials, dtype), start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(
+            result, orthogonalize(part, polynomials, dtype), start, 0
+        )
 
     with turning(-(-len(x) // at_once)):  # on the device that owns most
         return jax.lax.fori_loop(0, -(-number // at_once), turn, jnp.zeros(x.shape, dtype))
@@ -127,11 +143,12 @@ def scale_by_muon(
     momentum_dtype: Any = jnp.float32,
     owned: Callable[[], Mapping[str, jax.Array | int]] = dict,
 ) -> optax.GradientTransformation:
-    """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is kept.
+    """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is
+    kept.
 
-    `owned`, called at each update, gives the number of matrices in use (the first ones) of leaves that use only some.
-    `clip` is applied to each gradient first. With `keep` false, a number at run time, momentum stays as it is, and
-    directions are finite for any gradients.
+    `owned`, called at each update, gives the number of matrices in use (the first ones) of leaves
+    that use only some. `clip` is applied to each gradient first. With `keep` false, a number at run
+    time, momentum stays as it is, and directions are finite for any gradients.
     """
 
     def init(params):
@@ -159,28 +176,42 @@ def scale_by_muon(
             """A few matrices of a large stack at a time, with its momentum in place."""
             shape, size = g.shape, math.prod(g.shape[-2:])
             g, kept = (x.reshape(-1, *shape[-2:]) for x in (g, kept))
-            at_once = max(n for n in range(1, len(g) + 1) if len(g) % n == 0 and (n == 1 or n * size <= TURN))
+            at_once = max(
+                n for n in range(1, len(g) + 1) if len(g) % n == 0 and (n == 1 or n * size <= TURN)
+            )
 
             def turn(i, carry):
-                part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=i * at_once, slice_size=at_once)
+                part = functools.partial(
+                    jax.lax.dynamic_slice_in_dim, start_index=i * at_once, slice_size=at_once
+                )
                 u, buf = moved(part(g), part(carry[0]))
                 found = buf, orthogonalize(u, polynomials, dtype)
-                put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * at_once, axis=0)
+                put = functools.partial(
+                    jax.lax.dynamic_update_slice_in_dim, start_index=i * at_once, axis=0
+                )
                 return tuple(put(x, new) for x, new in zip(carry, found, strict=True))
 
-            kept, result = jax.lax.fori_loop(0, len(g) // at_once, turn, (kept, jnp.zeros(g.shape, dtype)))
+            kept, result = jax.lax.fori_loop(
+                0, len(g) // at_once, turn, (kept, jnp.zeros(g.shape, dtype))
+            )
             return result.reshape(shape), kept.reshape(shape)
 
         grads, structure = jax.tree_util.tree_flatten_with_path(updates)
-        pairs = [step(*pair, kept) for pair, kept in zip(grads, jax.tree.leaves(state.momentum), strict=True)]
+        pairs = [
+            step(*pair, kept)
+            for pair, kept in zip(grads, jax.tree.leaves(state.momentum), strict=True)
+        ]
         directions, momenta = ([pair[i] for pair in pairs] for i in (0, 1))
-        return jax.tree.unflatten(structure, directions), MuonState(jax.tree.unflatten(structure, momenta))
+        return jax.tree.unflatten(structure, directions), MuonState(
+            jax.tree.unflatten(structure, momenta)
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def matrix_scale(kind: str, shape: tuple[int, ...]) -> float:
-    """The factor that gives an orthogonal direction [..., in, out] its size; see the module's head."""
+    """The factor that gives an orthogonal direction [..., in, out] its size; see the module's
+    head."""
     rows, columns = shape[-2:]
     if kind == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -190,6 +221,7 @@ def matrix_scale(kind: str, shape: tuple[int, ...]) -> float:
 
 
 def newton_schulz_flops(shape: tuple[int, ...], steps: int = 5) -> int:
-    """FLOPs for a stack [..., a, b]: steps · (4 m² n + 2 m³) per matrix, m the short side, n the long one."""
+    """FLOPs for a stack [..., a, b]: steps · (4 m² n + 2 m³) per matrix, m the short side, n the
+    long one."""
     m, n = sorted(shape[-2:])
     return math.prod(shape[:-2]) * steps * (4 * m * m * n + 2 * m**3)

@@ -1,4 +1,5 @@
-"""The owner of each matrix, and the way of rows to it: plans made from sizes, and the collectives that execute them.
+"""The owner of each matrix, and the way of rows to it: plans made from sizes, and the collectives
+that execute them.
 
     pour       matrices of one size over devices with these loads, each to the least loaded one
     assign     the same for all buckets of a model: the most expensive matrices first
@@ -6,9 +7,9 @@
     plan       from a device's chunk of the run to the matrices that it owns, and back: an `Exchange`
     to_owners, from_owners       an `Exchange` inside `jax.shard_map`
 
-A matrix is M rows of UNIT numbers. Devices own matrices in order: the first ones belong to the first device with
-a matrix, and so on. So every pair of (device that holds a part of the run, owner) has one piece in common.
-`zero` has an example.
+A matrix is M rows of UNIT numbers. Devices own matrices in order: the first ones belong to the
+first device with a matrix, and so on. So every pair of (device that holds a part of the run, owner)
+has one piece in common. `zero` has an example.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ from jax import lax
 
 
 class Kind(NamedTuple):
-    """Matrices of one size: `number` in each group of devices; any device of the group may own them."""
+    """Matrices of one size: `number` in each group of devices; any device of the group may own
+    them."""
 
     number: int
     cost: int
@@ -31,9 +33,11 @@ class Kind(NamedTuple):
 
 
 def pour(loads: np.ndarray, cost: int, count: int) -> np.ndarray:
-    """How many of `count` matrices each device gets if every one goes to the device least loaded so far.
+    """How many of `count` matrices each device gets if every one goes to the device least loaded so
+    far.
 
-    Devices with equal loads are taken at even distances, so that owners are near the rows' first places.
+    Devices with equal loads are taken at even distances, so that owners are near the rows' first
+    places.
     """
     levels, devices = np.unique(loads, return_counts=True)
 
@@ -52,7 +56,8 @@ def pour(loads: np.ndarray, cost: int, count: int) -> np.ndarray:
 
 
 def assign(kinds: list[Kind], num_devices: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """The number of matrices of each kind that each device of its groups owns, and every device's load."""
+    """The number of matrices of each kind that each device of its groups owns, and every device's
+    load."""
     loads = np.zeros(num_devices, np.int64)
     result: list[np.ndarray] = [np.zeros(0)] * len(kinds)
     for i in sorted(range(len(kinds)), key=lambda i: -kinds[i].cost):
@@ -84,10 +89,12 @@ class Travel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leg:
-    """One round in one direction: a slice of every device, sent to one other, or kept if `pairs` is None.
+    """One round in one direction: a slice of every device, sent to one other, or kept if `pairs` is
+    None.
 
-    The tables have one entry per device: the begin of its slice, the place of the incoming one (counted from the
-    target's row 0, and possibly below it), and the range of its valid rows, from `low` up to `high`.
+    The tables have one entry per device: the begin of its slice, the place of the incoming one
+    (counted from the target's row 0, and possibly below it), and the range of its valid rows, from
+    `low` up to `high`.
     """
 
     length: int
@@ -102,9 +109,9 @@ class Leg:
 class Exchange:
     """From each device's chunk to the rows of the matrices that it owns (`out`), and back.
 
-    Where a matrix spans many chunks, these are first joined by doubling: in round j every 2^(j+1)-th device gets the
-    2^j chunks of the one 2^j further on (`joins`). These joined chunks are no more than a matrix, so every
-    holder and every owner communicates with only a few others.
+    Where a matrix spans many chunks, these are first joined by doubling: in round j every
+    2^(j+1)-th device gets the 2^j chunks of the one 2^j further on (`joins`). These joined chunks
+    are no more than a matrix, so every holder and every owner communicates with only a few others.
     """
 
     joins: tuple[np.ndarray, ...]  # the pairs of each round
@@ -124,7 +131,9 @@ class Exchange:
         joined = [(len(pairs) * (self.chunk << j)) for j, pairs in enumerate(self.joins)]
         legs = [leg for leg in self.out if leg.pairs is not None]
         sent = sum(len(leg.pairs) * leg.length for leg in legs if leg.pairs is not None)
-        return sum(joined) + sent, sum(joined) + sum(int((leg.high - leg.low).sum()) for leg in legs)
+        return sum(joined) + sent, sum(joined) + sum(
+            int((leg.high - leg.low).sum()) for leg in legs
+        )
 
 
 class Pieces(NamedTuple):
@@ -142,7 +151,9 @@ class Pieces(NamedTuple):
 
     def busiest(self) -> int:
         """The most pieces that one device sends or receives."""
-        return max(int(np.bincount(column, minlength=1).max()) for column in (self.source, self.target))
+        return max(
+            int(np.bincount(column, minlength=1).max()) for column in (self.source, self.target)
+        )
 
     def no_longer_than(self, most: int) -> "Pieces":
         """The same, with long pieces cut into equal parts."""
@@ -154,17 +165,24 @@ class Pieces(NamedTuple):
         return found.chosen(found.length > 0)
 
 
-def plan(counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int, spare: int = 0) -> Exchange:
-    """The plan for owners with `counts` matrices each, [groups, devices of a group], of `matrix` rows.
+def plan(
+    counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int, spare: int = 0
+) -> Exchange:
+    """The plan for owners with `counts` matrices each, [groups, devices of a group], of `matrix`
+    rows.
 
-    If the slices of all rounds would be more than `spare` rows longer than their contents, pieces are cut.
+    If the slices of all rounds would be more than `spare` rows longer than their contents, pieces
+    are cut.
     """
     size, owned = groups.shape[1], int(counts.max()) * matrix
     found, doublings, fewest = None, 0, 0
     for joins in range(size.bit_length()):
         if joins and (chunk << joins > owned or 1 << joins - 1 >= size):
             break
-        each = [_pieces(row, group, matrix, chunk, joins) for row, group in zip(counts, groups, strict=True)]
+        each = [
+            _pieces(row, group, matrix, chunk, joins)
+            for row, group in zip(counts, groups, strict=True)
+        ]
         pieces = Pieces(*(np.concatenate(column) for column in zip(*each, strict=True)))
         if found is None or joins + pieces.busiest() < fewest:
             found, doublings, fewest = pieces, joins, joins + pieces.busiest()
@@ -182,7 +200,9 @@ def plan(counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int, spare:
     for r in ([found.chosen(stays)] if stays.any() else []) + rounds:
         kept = bool((r.source == r.target).all())
         out.append(_leg(groups.size, r, held, kept))
-        back.append(_leg(groups.size, Pieces(r.target, r.source, r.end, r.begin, r.length), owned, kept))
+        back.append(
+            _leg(groups.size, Pieces(r.target, r.source, r.end, r.begin, r.length), owned, kept)
+        )
     rank = np.zeros(groups.size, np.int32)
     rank[groups] = np.arange(size)
     joined = []
@@ -200,13 +220,20 @@ def _pieces(counts: np.ndarray, group: np.ndarray, matrix: int, chunk: int, join
     begins, lengths = edges[:-1], np.diff(edges)
     holder = begins // held
     owner = np.searchsorted(starts, begins, side="right") - 1
-    return Pieces(group[holder << joins], group[owner], begins - holder * held, begins - starts[owner], lengths)
+    return Pieces(
+        group[holder << joins],
+        group[owner],
+        begins - holder * held,
+        begins - starts[owner],
+        lengths,
+    )
 
 
 def _rounds(pieces: Pieces, num_devices: int) -> np.ndarray:
     """A round for each piece: no device sends or receives two in one round.
 
-    The longest pieces choose first, because all devices send as much as the longest piece of a round.
+    The longest pieces choose first, because all devices send as much as the longest piece of a
+    round.
     """
     number = np.zeros(len(pieces.source), np.int64)
     sends, gets = [0] * num_devices, [0] * num_devices  # rounds taken, as bits
@@ -229,7 +256,9 @@ def _leg(num_devices: int, pieces: Pieces, source_rows: int, kept: bool) -> Leg:
     take[pieces.source] = at
     target = pieces.target
     put[target], low[target], high[target] = pieces.end - shift, shift, shift + pieces.length
-    return Leg(longest, None if kept else np.stack([pieces.source, target], 1), take, put, low, high)
+    return Leg(
+        longest, None if kept else np.stack([pieces.source, target], 1), take, put, low, high
+    )
 
 
 # Inside shard_map over all axes of the mesh. Arrays are [T, rows, UNIT], for any T.
@@ -267,8 +296,8 @@ def of_device(table: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
 
 
 def swap(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """All-to-all of [T, ...] over axes of T devices in all: part t goes to the t-th, and the t-th's comes. Its own
-    inverse."""
+    """All-to-all of [T, ...] over axes of T devices in all: part t goes to the t-th, and the t-th's
+    comes. Its own inverse."""
     sizes = [lax.axis_size(axis) for axis in axes]
     parts = x.reshape(*sizes, *x.shape[1:])
     for dim, (axis, size) in enumerate(zip(axes, sizes, strict=True)):

@@ -1,7 +1,8 @@
-"""Whether to leave out an update: decided on the device from the gradient's norm, with the same result on all devices.
+"""Whether to leave out an update: decided on the device from the gradient's norm, with the same
+result on all devices.
 
-`decide` is a pure function of the norm and a small running state; the chain asks it, keeps the optimizer's
-state and makes the update zero when the answer is no. The data position still advances.
+`decide` is a pure function of the norm and a small running state; the chain asks it, keeps the
+optimizer's state and makes the update zero when the answer is no. The data position still advances.
 """
 
 from typing import NamedTuple
@@ -25,24 +26,32 @@ class SkipState(NamedTuple):
 
 def init() -> SkipState:
     """The statistics before any step."""
-    return SkipState(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+    return SkipState(
+        jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    )
 
 
-def decide(rule: str, norm: jax.Array, state: SkipState, deviations: float = 6.0) -> tuple[jax.Array, SkipState]:
+def decide(
+    rule: str, norm: jax.Array, state: SkipState, deviations: float = 6.0
+) -> tuple[jax.Array, SkipState]:
     """(whether to make the update, the new state).
 
-    A spike is a norm more than `deviations` standard deviations above the running mean. It enters the
-    statistics as that limit: one spike moves them little, yet a norm that has risen permanently
+    A spike is a norm more than `deviations` standard deviations above the running mean. It enters
+    the statistics as that limit: one spike moves them little, yet a norm that has risen permanently
     is accepted after a while.
     """
     finite = jnp.isfinite(norm)
     deviation = jnp.maximum(jnp.sqrt(state.variance), LEAST_DEVIATION * state.mean)
     limit = jnp.where(state.steps < SETTLE, jnp.inf, state.mean + deviations * deviation)
-    keep = {"never": jnp.ones((), bool), "nonfinite": finite, "spike": finite & (norm <= limit)}[rule]
+    keep = {"never": jnp.ones((), bool), "nonfinite": finite, "spike": finite & (norm <= limit)}[
+        rule
+    ]
     seen = jnp.minimum(norm, limit)
     weight = jnp.maximum(1 - MEMORY, 1 / (state.steps + 1))
     delta = seen - state.mean
     new = SkipState(
-        state.mean + weight * delta, (1 - weight) * (state.variance + weight * jnp.square(delta)), state.steps + 1
+        state.mean + weight * delta,
+        (1 - weight) * (state.variance + weight * jnp.square(delta)),
+        state.steps + 1,
     )
     return keep, jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)

@@ -1,9 +1,11 @@
-"""AdamW's state over the devices of a mesh: a large weight is cut into boxes, a small one is whole on every device.
+"""AdamW's state over the devices of a mesh: a large weight is cut into boxes, a small one is whole
+on every device.
 
-The method is elementwise, so any cut works; checkpoints can write boxes of leading dims without rearranging
-them. A weight of N units (layers, matrices or rows, the largest that leave at most `OVER` of it over) gives N // S of
-them to each of S devices, without padding. The rest is summed and kept on all devices, as are weights of less
-than `SMALL` of all numbers: norms, biases and scales are together a thousandth of ZAYA1.
+The method is elementwise, so any cut works; checkpoints can write boxes of leading dims without
+rearranging them. A weight of N units (layers, matrices or rows, the largest that leave at most
+`OVER` of it over) gives N // S of them to each of S devices, without padding. The rest is summed
+and kept on all devices, as are weights of less than `SMALL` of all numbers: norms, biases and
+scales are together a thousandth of ZAYA1.
 """
 
 import functools
@@ -45,7 +47,11 @@ class Vectors:
         self.shards = grid.size(self.shared)
         self.numbers = {w.path: math.prod(w.local(grid)) for w in weights}
         self.each = {
-            w.path: cut(w.local(grid), self.shards) if self.shards == 1 or math.prod(w.shape) >= SMALL * total else 0
+            w.path: (
+                cut(w.local(grid), self.shards)
+                if self.shards == 1 or math.prod(w.shape) >= SMALL * total
+                else 0
+            )
             for w in weights
         }
         self.left = {path: n - self.shards * self.each[path] for path, n in self.numbers.items()}
@@ -54,7 +60,9 @@ class Vectors:
         sizes = {self.cut: sum(self.each.values()), self.whole: sum(self.left.values())}
         self.sizes = {name: size for name, size in sizes.items() if size}  # on each device
         self.names = tuple(self.sizes)
-        self.summed = {self.whole: self.shared} if self.whole in self.sizes else {}  # as `Matrices.summed`
+        self.summed = (
+            {self.whole: self.shared} if self.whole in self.sizes else {}
+        )  # as `Matrices.summed`
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a bucket over all devices."""
@@ -81,13 +89,22 @@ class Vectors:
     # Inside shard_map.
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Partial gradients to a device's share of the sum; the part that all keep is not summed yet."""
+        """Partial gradients to a device's share of the sum; the part that all keep is not summed
+        yet."""
         flat = {w.path: leaves[w.path].astype(jnp.float32).reshape(-1) for w in self.weights}
         result = {}
         if self.cut in self.sizes:
-            parts = [flat[path][: self.shards * n].reshape(self.shards, n) for path, n in self.each.items() if n]
+            parts = [
+                flat[path][: self.shards * n].reshape(self.shards, n)
+                for path, n in self.each.items()
+                if n
+            ]
             x = jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
-            x = lax.psum_scatter(x, self.shared, scatter_dimension=0, tiled=True) if self.shards > 1 else x
+            x = (
+                lax.psum_scatter(x, self.shared, scatter_dimension=0, tiled=True)
+                if self.shards > 1
+                else x
+            )
             result[self.cut] = x.reshape(-1)
         if self.whole in self.sizes:
             result[self.whole] = jnp.concatenate(
@@ -109,14 +126,21 @@ class Vectors:
                 parts[path].append(x[:, start:stop].reshape(-1))
         for path, start, stop in _spans(self.left):
             parts[path].append(buckets[self.whole][start:stop])
-        joined = {path: jnp.concatenate(found) if len(found) > 1 else found[0] for path, found in parts.items()}
+        joined = {
+            path: jnp.concatenate(found) if len(found) > 1 else found[0]
+            for path, found in parts.items()
+        }
         return {w.path: joined[w.path].reshape(w.local(self.grid)) for w in self.weights}
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
-        """The sum of squares of this device's numbers, by groups; numbers that several hold count on one of them."""
+        """The sum of squares of this device's numbers, by groups; numbers that several hold count
+        on one of them."""
         groups = {w.path: w.group for w in self.weights}
         for path, start, stop in _spans(self.each):
-            yield groups[path], jnp.sum(jnp.square(buckets[self.cut][start:stop].astype(jnp.float32)))
+            yield (
+                groups[path],
+                jnp.sum(jnp.square(buckets[self.cut][start:stop].astype(jnp.float32))),
+            )
         if self.whole in self.sizes:
             first = True if self.shards == 1 else lax.axis_index(self.shared) == 0
             for path, start, stop in _spans(self.left):
@@ -134,7 +158,10 @@ class Vectors:
             local = w.local(self.grid)
             for number, group in enumerate(self.grid.groups(self.own, self.shared).tolist()):
                 places = self.grid.places(self.own, number)
-                corner = [self.grid.linear(axes, places) * n for axes, n in zip(w.dims, local, strict=True)]
+                corner = [
+                    self.grid.linear(axes, places) * n
+                    for axes, n in zip(w.dims, local, strict=True)
+                ]
                 for s, device in enumerate(group):
                     begin, end = s * each, (s + 1) * each
                     if name == self.whole:
@@ -142,7 +169,9 @@ class Vectors:
                     at = start
                     for box in boxes(local, begin, end):
                         size = math.prod(b.stop - b.start for b in box)
-                        moved = (slice(b.start + c, b.stop + c) for b, c in zip(box, corner, strict=True))
+                        moved = (
+                            slice(b.start + c, b.stop + c) for b, c in zip(box, corner, strict=True)
+                        )
                         yield Held(path, device, (slice(at, at + size),), tuple(moved))
                         at += size
 

@@ -13,27 +13,28 @@ For each large bucket a step has
     the optimizer on the device's share, with no collective
     the same exchange back, and one all-gather of the directions (`gather`), 4 bytes a number, or 2 for Muon in bfloat16
 
-(of large stacks that devices hold as bfloat16 copies, `copied`, the owner keeps the float32 weights with its state, and
-sends them, rounded, in the place of directions)
+(of large stacks that devices hold as bfloat16 copies, `copied`, the owner keeps the float32 weights
+with its state, and sends them, rounded, in the place of directions)
 
-one all-reduce for all small weights together and one for the directions of small matrices, and one of a vector with one
-number a group of weights, for the norms. Everything here runs inside `jax.shard_map`, on a device's part of each array;
-gradients come in as each device's own partial sums.
+one all-reduce for all small weights together and one for the directions of small matrices, and one
+of a vector with one number a group of weights, for the norms. Everything here runs inside
+`jax.shard_map`, on a device's part of each array; gradients come in as each device's own partial
+sums.
 
-Six matrices [4, 8] on four devices, for example. They are 24 rows of UNIT = 8 numbers, and a reduce-scatter leaves six
-of them to each device. Each matrix goes to the device with the least work so far, ties at even distances: the devices
-own 1, 2, 1 and 2.
+Six matrices [4, 8] on four devices, for example. They are 24 rows of UNIT = 8 numbers, and a
+reduce-scatter leaves six of them to each device. Each matrix goes to the device with the least work
+so far, ties at even distances: the devices own 1, 2, 1 and 2.
 
     matrices         A A A A  B B B B  C C C C  D D D D  E E E E  F F F F
     reduce-scatter   0 0 0 0  0 0 1 1  1 1 1 1  2 2 2 2  2 2 3 3  3 3 3 3      six rows to each device
     owners           0        1        1        2        3        3
 
-One round of the exchange: device 0 sends its half of B to 1, and 2 its half of E to 3. Then 1 and 3 hold two whole
-matrices, 0 and 2 one and an unused slot; each orthogonalises its own; the same two halves go back; an all-gather gives
-every device all six directions.
+One round of the exchange: device 0 sends its half of B to 1, and 2 its half of E to 3. Then 1 and 3
+hold two whole matrices, 0 and 2 one and an unused slot; each orthogonalises its own; the same two
+halves go back; an all-gather gives every device all six directions.
 
-State in checkpoints is un-padded, one array per weight in the weight's own shape: independent of the mesh. `held` lists
-the boxes of each device.
+State in checkpoints is un-padded, one array per weight in the weight's own shape: independent of
+the mesh. `held` lists the boxes of each device.
 """
 
 import contextlib
@@ -63,7 +64,12 @@ class Whole:
     summed: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, weight: Weight):
-        self.weight, self.weights, self.method, self.names = weight, [weight], weight.method, (weight.path,)
+        self.weight, self.weights, self.method, self.names = (
+            weight,
+            [weight],
+            weight.method,
+            (weight.path,),
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.weight.shape
@@ -91,7 +97,8 @@ class Whole:
 
 
 class Layout:
-    """Buckets over the devices of a mesh; see the module's head. `axes` gives the mesh's axis sizes, in its order."""
+    """Buckets over the devices of a mesh; see the module's head. `axes` gives the mesh's axis
+    sizes, in its order."""
 
     def __init__(self, weights: list[Weight], treedef: Any, axes: Mapping[str, int], node: int = 1):
         self.weights, self.treedef, self.grid = weights, treedef, Grid(axes, node)
@@ -102,14 +109,22 @@ class Layout:
         self.sharded = bool(self.grid.names)
         if self.sharded:
             self._share(weights)
-        self.buckets: list[Any] = [*self.matrices.values(), *self.vectors] or [Whole(w) for w in weights]
+        self.buckets: list[Any] = [*self.matrices.values(), *self.vectors] or [
+            Whole(w) for w in weights
+        ]
         self.bucket = {name: bucket for bucket in self.buckets for name in bucket.names}
-        # The bucket of each weight that devices hold as a copy: the weights of its state are the owner's, in float32.
-        self.copied = {path: way.bucket.name for path, way in self.by_layer.items() if way.bucket.weights[0].copy}
+        # The bucket of each weight that devices hold as a copy: the weights of its state are the
+        # owner's, in float32.
+        self.copied = {
+            path: way.bucket.name
+            for path, way in self.by_layer.items()
+            if way.bucket.weights[0].copy
+        }
         self.methods = {name: bucket.method for name, bucket in self.bucket.items()}
 
     def _share(self, weights: list[Weight]) -> None:
-        """Muon's weights by the form of their matrices, each with an owner; AdamW's by their axes."""
+        """Muon's weights by the form of their matrices, each with an owner; AdamW's by their
+        axes."""
         forms: dict[Form, list[Weight]] = {}
         own: dict[tuple[str, ...], list[Weight]] = {}
         for w in weights:
@@ -119,7 +134,11 @@ class Layout:
             else:
                 own.setdefault(w.axes, []).append(w)
         spread = len(self.grid.names)  # AdamW's weights that are split over all axes do not travel
-        travelling = sum(math.prod(w.local(self.grid)) for w in weights if w.method == "muon" or len(w.axes) < spread)
+        travelling = sum(
+            math.prod(w.local(self.grid))
+            for w in weights
+            if w.method == "muon" or len(w.axes) < spread
+        )
         buckets = [Matrices(form, found, travelling, self.grid) for form, found in forms.items()]
         counts, self.work = ownership.assign([b.kind for b in buckets], self.grid.num_devices)
         for bucket, each in zip(buckets, counts, strict=True):
@@ -146,14 +165,16 @@ class Layout:
         return self.bucket[name].devices(name)
 
     def held(self, name: str) -> list[Held]:
-        """The boxes of a weight's state on each device: every box once, or once for each device that has it.
+        """The boxes of a weight's state on each device: every box once, or once for each device
+        that has it.
 
         `spec` determines a device's part of a bucket's array.
         """
         return list(self.bucket[name].held(name))
 
     def traffic(self, name: str, direction_bytes: int = 4) -> dict[str, int]:
-        """Bytes that a device puts into or gets out of each kind of collective, and the padding among them."""
+        """Bytes that a device puts into or gets out of each kind of collective, and the padding
+        among them."""
         return self.bucket[name].traffic(name, direction_bytes)
 
     def by_path(self, tree: Any) -> dict[str, Any]:
@@ -166,21 +187,30 @@ class Layout:
         return jax.tree.unflatten(self.treedef, [leaves[w.path] for w in self.weights])
 
     def divided(self, params: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Whole weights, as arrays over all devices, as the devices' (copies among them) and the owners' by bucket."""
+        """Whole weights, as arrays over all devices, as the devices' (copies among them) and the
+        owners' by bucket."""
         whole = {name: self.by_path(params)[path] for path, name in self.copied.items()}
-        copies = {path: whole[name].astype(self.matrices[name].weights[0].copy) for path, name in self.copied.items()}
-        return self.with_leaves(params, copies), {name: self.matrices[name].at_home(x) for name, x in whole.items()}
+        copies = {
+            path: whole[name].astype(self.matrices[name].weights[0].copy)
+            for path, name in self.copied.items()
+        }
+        return self.with_leaves(params, copies), {
+            name: self.matrices[name].at_home(x) for name, x in whole.items()
+        }
 
     # Inside shard_map, where there are several devices.
 
     def owned(self) -> dict[str, jax.Array | int]:
-        """The number of this device's matrices in a bucket, unless it has all of them: they fill its first slots."""
+        """The number of this device's matrices in a bucket, unless it has all of them: they fill
+        its first slots."""
         return {name: bucket.owned() for name, bucket in self.matrices.items()}
 
     def reduce(self, grads: Any) -> dict[str, jax.Array]:
-        """Sums the devices' partial gradients and gives each device its share of the sum, in float32.
+        """Sums the devices' partial gradients and gives each device its share of the sum, in
+        float32.
 
-        For weights in `by_layer` they may be the shares of each layer. On one device the shares are the gradients.
+        For weights in `by_layer` they may be the shares of each layer. On one device the shares are
+        the gradients.
         """
         leaves = self.by_path(grads)
         found: dict[str, jax.Array] = {}
@@ -188,14 +218,18 @@ class Layout:
             for bucket in self.buckets:
                 found |= bucket.reduce(leaves)
             over = {name: axes for bucket in self.buckets for name, axes in bucket.summed.items()}
-            for name, x in _sums({name: (axes, found[name]) for name, axes in over.items()}).items():
+            for name, x in _sums(
+                {name: (axes, found[name]) for name, axes in over.items()}
+            ).items():
                 found[name] = self.bucket[name].take(name, x)
         return {name: found[name] for name in self.methods}
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> Any:
-        """All devices' shares, as a tree like the parameters' (of a sharded weight, the device's part).
+        """All devices' shares, as a tree like the parameters' (of a sharded weight, the device's
+        part).
 
-        Of a weight that devices hold as a copy, the owner's: it changes its own, and then gives `copies`.
+        Of a weight that devices hold as a copy, the owner's: it changes its own, and then gives
+        `copies`.
         """
         leaves: dict[str, jax.Array] = {path: buckets[name] for path, name in self.copied.items()}
         small = {}
@@ -226,12 +260,16 @@ class Layout:
         return jax.named_scope("exchange") if self.sharded else contextlib.nullcontext()
 
     def sum_squares(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The sum of squares of each group of weights over all devices: one all-reduce of one number per group."""
-        return self._over_devices(item for bucket in self.buckets for item in bucket.sums(buckets))[0]
+        """The sum of squares of each group of weights over all devices: one all-reduce of one
+        number per group."""
+        return self._over_devices(item for bucket in self.buckets for item in bucket.sums(buckets))[
+            0
+        ]
 
     def own_parts(self, tree: Any) -> Any:
-        """For each weight of a device, equal parts for all devices with the same: rows of its last dim, zeros for
-        those without a row. A single device has all; an owner's weights are its own."""
+        """For each weight of a device, equal parts for all devices with the same: rows of its last
+        dim, zeros for those without a row. A single device has all; an owner's weights are its own.
+        """
         if not self.sharded:
             return tree
 
@@ -239,7 +277,9 @@ class Layout:
             if w.path in self.copied:
                 return x
             shared = tuple(name for name in self.grid.names if name not in w.axes)
-            x = x.reshape(-1, x.shape[-1])  # rows, not numbers: there may be more numbers than an int32 counts
+            x = x.reshape(
+                -1, x.shape[-1]
+            )  # rows, not numbers: there may be more numbers than an int32 counts
             count = -(-len(x) // self.grid.size(shared))
             wanted = count * (lax.axis_index(shared) if shared else 0)
             start = jnp.minimum(wanted, len(x) - count)  # the last parts would reach past the end
@@ -249,7 +289,8 @@ class Layout:
         return jax.tree.unflatten(self.treedef, map(own, self.weights, jax.tree.leaves(tree)))
 
     def tree_sum_squares(self, *parts: Any) -> list[dict[str, jax.Array]]:
-        """The sum of squares of each group of the results of `own_parts`, for several trees: one all-reduce."""
+        """The sum of squares of each group of the results of `own_parts`, for several trees: one
+        all-reduce."""
         leaves = [zip(self.weights, jax.tree.leaves(tree), strict=True) for tree in parts]
         return self._over_devices(*(((w.group, _square(x)) for w, x in tree) for tree in leaves))
 

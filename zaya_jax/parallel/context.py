@@ -1,13 +1,15 @@
-"""Context parallelism: a sequence is split over devices in zig-zag chunks, and attention gathers keys and values.
+"""Context parallelism: a sequence is split over devices in zig-zag chunks, and attention gathers
+keys and values.
 
-Over N devices the sequence is cut into 2N chunks and device i holds chunks i and 2N - 1 - i, in that order: under a
-causal mask a late chunk is much work and an early one little, and all pairs are equal. For layers the two are
-rows of the batch (`Cut`), each with the columns before it (`halo`), and only attention needs other tokens:
-`attention_over_chunks` gathers all keys and values, or sends them round a ring (`ring.py`). Everything else is per
-token.
+Over N devices the sequence is cut into 2N chunks and device i holds chunks i and 2N - 1 - i, in
+that order: under a causal mask a late chunk is much work and an early one little, and all pairs are
+equal. For layers the two are rows of the batch (`Cut`), each with the columns before it (`halo`),
+and only attention needs other tokens: `attention_over_chunks` gathers all keys and values, or sends
+them round a ring (`ring.py`). Everything else is per token.
 
-All functions run inside `shard_map`; `axes` are the mesh axes that carry the sequence, flattened in that order.
-Letters: B batch, S whole sequence, S / N a device's part, c = S / 2N a chunk, H query heads, K KV heads, C channels.
+All functions run inside `shard_map`; `axes` are the mesh axes that carry the sequence, flattened in
+that order. Letters: B batch, S whole sequence, S / N a device's part, c = S / 2N a chunk, H query
+heads, K KV heads, C channels.
 """
 
 import dataclasses
@@ -32,7 +34,8 @@ Axes = tuple[str, ...]
 
 
 def zigzag(length: int, parts: int) -> np.ndarray:
-    """The token of a sequence at each place, such that a plain split gives device i chunks i and 2N - 1 - i."""
+    """The token of a sequence at each place, such that a plain split gives device i chunks i and 2N
+    - 1 - i."""
     if parts == 1:
         return np.arange(length)
     assert length % (2 * parts) == 0  # `sharding.check` guarantees it
@@ -47,14 +50,17 @@ def natural(length: int, parts: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The device's two chunks of a sequence, and the whole sequence's segments, gathered once per step."""
+    """The device's two chunks of a sequence, and the whole sequence's segments, gathered once per
+    step."""
 
     axes: Axes
     parts: int  # devices that share a sequence
     chunk: int  # tokens in a chunk
     starts: Int[Array, "2"]  # where the device's chunks begin in the sequence
     segments: Int[Array, "B S"] | None  # of all devices, in the sequence's own order
-    meet: jax.Array | None  # [2N, 2N]: chunks that have a document in common in some row (the ring asks)
+    meet: (
+        jax.Array | None
+    )  # [2N, 2N]: chunks that have a document in common in some row (the ring asks)
     ring: bool
 
     def split(self, x: jax.Array) -> jax.Array:
@@ -84,7 +90,8 @@ class Chunks:
 
 
 def chunks_of(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None) -> Chunks:
-    """The device's place in sequences whose `length` tokens it holds. One all-gather: 4 B S bytes of segments."""
+    """The device's place in sequences whose `length` tokens it holds. One all-gather: 4 B S bytes
+    of segments."""
     axes, parts = spread.sequence_axes, spread.sequence_parts
     assert length % 2 == 0
     me, chunk = lax.axis_index(axes), length // 2
@@ -96,7 +103,8 @@ def chunks_of(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None)
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Placement):
-    """Chunks of sequences split over devices, each a row of the batch: cut once, before the first layer."""
+    """Chunks of sequences split over devices, each a row of the batch: cut once, before the first
+    layer."""
 
     at: Any = None  # the device's chunks
 
@@ -110,16 +118,21 @@ class Cut(Placement):
         return self.rows(self.at.positions(batch // 2))
 
     def before(self, x, project, history, nothing) -> Before:
-        """From the inputs there, which `halo` fetches. The delayed value looks one back, for any number of taps."""
+        """From the inputs there, which `halo` fetches. The delayed value looks one back, for any
+        number of taps."""
         reach = max(history, 1)
         columns, _, values = project(halo(self.joined(x), reach, self.at))
-        # Before the sequence the input is zero: correct for the value, but columns then hold the projections' biases.
+        # Before the sequence the input is zero: correct for the value, but columns then hold the
+        # projections' biases.
         columns = jnp.where(self.at.first(len(x))[:, None, None], 0, columns)
         return Before(columns[:, reach - history :], values[:, -1:], self.at.segments_before(reach))
 
     def _softmax(self, q, k, v):
         scale = softmax_scale(q.shape[-1])
-        return attention_over_chunks(q, k, v, self.window, self.at, scale=scale, windows=self.windows), None
+        return (
+            attention_over_chunks(q, k, v, self.window, self.at, scale=scale, windows=self.windows),
+            None,
+        )
 
     def _linear(self, q, k, v):
         q, k, v = (self.joined(x) for x in (q, k, v))
@@ -143,11 +156,11 @@ def cut(
 def halo(x: Float[Array, "B S/N D"], reach: int, at: Chunks) -> Float[Array, "2B reach D"]:
     """The `reach` columns before each of the device's chunks, zero before the sequence.
 
-    One collective-permute each way: an early chunk's neighbour lies on the device before, a late one's on the device
-    after, and the two chunks in the middle of the sequence on the same device. A device sends 2 B reach D numbers
-    forward and as many back. The halo carries the block's input, not its projections: the input exists before the
-    projection, which thus hides the exchange; the receiver projects these few columns itself, with its part of
-    the weights.
+    One collective-permute each way: an early chunk's neighbour lies on the device before, a late
+    one's on the device after, and the two chunks in the middle of the sequence on the same device.
+    A device sends 2 B reach D numbers forward and as many back. The halo carries the block's input,
+    not its projections: the input exists before the projection, which thus hides the exchange; the
+    receiver projects these few columns itself, with its part of the weights.
     """
     assert at.chunk >= reach
     early, late = x[:, at.chunk - reach : at.chunk], x[:, 2 * at.chunk - reach :]
@@ -160,8 +173,8 @@ def halo(x: Float[Array, "B S/N D"], reach: int, at: Chunks) -> Float[Array, "2B
 
 
 def gather(x: Array, axes: Axes) -> Array:
-    """[B, S / N, ...] of all devices to [B, S, ...] in the sequence's own order; one all-gather, backwards one
-    reduce-scatter in x's number format."""
+    """[B, S / N, ...] of all devices to [B, S, ...] in the sequence's own order; one all-gather,
+    backwards one reduce-scatter in x's number format."""
     pieces = lax.all_gather(x, axes)
     parts, batch, local = pieces.shape[:3]
     pieces = pieces.reshape(parts, batch, 2, local // 2, *x.shape[2:])
@@ -181,12 +194,16 @@ def attention_over_chunks(
 ) -> Float[Array, "2B c H C"]:
     """Causal attention of the device's queries over the whole sequence, for any number of heads.
 
-    Gathered: the device receives N - 1 times its own 2 B (S / N) K C numbers, and all S keys and values are
-    in memory. A ring receives as many, and two devices' parts are in memory.
+    Gathered: the device receives N - 1 times its own 2 B (S / N) K C numbers, and all S keys and
+    values are in memory. A ring receives as many, and two devices' parts are in memory.
     """
     q, kv = at.join(q), at.join(jnp.concatenate([k, v], axis=-1))
     if at.ring:
-        return at.split(ring.ring_attention(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale, windows))
+        return at.split(
+            ring.ring_attention(
+                q, kv, at.segments, at.meet, window, at.axes, at.parts, scale, windows
+            )
+        )
     outs = []
     for visits, arrays, masks in early_and_late(gather(kv, at.axes), at, window, windows, q):
         with visits:
@@ -195,13 +212,19 @@ def attention_over_chunks(
 
 
 def early_and_late(
-    kv: Float[Array, "B S K C2"], at: Any, window: jax.Array | int | None, windows: Windows, *local: jax.Array
+    kv: Float[Array, "B S K C2"],
+    at: Any,
+    window: jax.Array | int | None,
+    windows: Windows,
+    *local: jax.Array,
 ) -> Iterator[tuple[AbstractContextManager[None], tuple, tuple]]:
-    """For each of the device's two chunks: the share of keys that it visits, its arrays, and their masks.
+    """For each of the device's two chunks: the share of keys that it visits, its arrays, and their
+    masks.
 
-    The arrays are its part of the first of `local` (its queries), then the keys and values that it may see, then its
-    part of the others. The share is a mean over devices: an early chunk is in the keys' first half, a late one in
-    their second. `at` has the chunks' `starts` and the whole sequence's `segments`.
+    The arrays are its part of the first of `local` (its queries), then the keys and values that it
+    may see, then its part of the others. The share is a mean over devices: an early chunk is in the
+    keys' first half, a late one in their second. `at` has the chunks' `starts` and the whole
+    sequence's `segments`.
     """
     chunk = local[0].shape[1] // 2
     for half, start in enumerate(at.starts):

@@ -1,9 +1,10 @@
-"""Expert parallelism: tokens travel to the devices that hold their experts, and their outputs travel back.
+"""Expert parallelism: tokens travel to the devices that hold their experts, and their outputs
+travel back.
 
-Device i of X holds experts i E/X to (i + 1) E/X - 1, and N tokens. No token is ever dropped, and no buffer grows with
-the router's unevenness: tokens travel in rounds of at most R = min(2, X) N rows per device. The number
-of rounds is computed from the counts, which every device has, so that all agree on it. With rows of D numbers of b
-bytes a device sends and receives:
+Device i of X holds experts i E/X to (i + 1) E/X - 1, and N tokens. No token is ever dropped, and no
+buffer grows with the router's unevenness: tokens travel in rounds of at most R = min(2, X) N rows
+per device. The number of rounds is computed from the counts, which every device has, so that all
+agree on it. With rows of D numbers of b bytes a device sends and receives:
 
                                forward   backward   bytes of each
     all-gather of counts          1         -       4 X E
@@ -12,20 +13,23 @@ bytes a device sends and receives:
     rounds                        slots: the most rows that one device has for another, / C;  at most ceil(N / C)
                                   ragged: the most rows that one device gets, / R;            at most ceil(X N / R)
 
-A round has twice the room that even loads need (SLACK): a router that is balanced over the batch is less so on one
-device's tokens. Further rounds are a loop, which then does not run at all; on two devices there are none, since C = N.
+A round has twice the room that even loads need (SLACK): a router that is balanced over the batch is
+less so on one device's tokens. Further rounds are a loop, which then does not run at all; on two
+devices there are none, since C = N.
 
-A layer keeps its N rows for the backward pass, and those received in the first round; later ones are sent again, and
-hidden activations are recomputed, round by round. One round's buffers are R rows each: sent rows, received rows in
-the order of arrival and by expert, and the hidden width. A test bounds them, and with them all that the
-exchange needs beyond its arguments and results.
+A layer keeps its N rows for the backward pass, and those received in the first round; later ones
+are sent again, and hidden activations are recomputed, round by round. One round's buffers are R
+rows each: sent rows, received rows in the order of arrival and by expert, and the hidden width. A
+test bounds them, and with them all that the exchange needs beyond its arguments and results.
 
-All-gathering the tokens and reduce-scattering the results is not a separate form. It moves X N rows: as many
-as slots in one round if X <= 2, and in all rounds in the worst case; it needs as many collectives, because choices
-have to be gathered too, and memory for X N rows. benchmarks/expert.md has the figures.
+All-gathering the tokens and reduce-scattering the results is not a separate form. It moves X N
+rows: as many as slots in one round if X <= 2, and in all rounds in the worst case; it needs as many
+collectives, because choices have to be gathered too, and memory for X N rows. benchmarks/expert.md
+has the figures.
 
-With TSP experts are split over expert x tensor. If the experts' width is split over tensor instead, the result is a
-partial sum. It runs inside `jax.shard_map`; gradients of weights are those of the tokens that came to this device.
+With TSP experts are split over expert x tensor. If the experts' width is split over tensor instead,
+the result is a partial sum. It runs inside `jax.shard_map`; gradients of weights are those of the
+tokens that came to this device.
 """
 
 import functools
@@ -43,7 +47,8 @@ from pallas_kernels.loops import turning
 from zaya_jax.model.experts import gated, of_own_expert, through_groups
 from zaya_jax.parallel.spread import Spread
 
-# Rows of a round per row of an even load; above 1, because otherwise any unevenness would take a second round.
+# Rows of a round per row of an even load; above 1, because otherwise any unevenness would take a
+# second round.
 SLACK = 2
 HOST_DEVICES = 8  # accelerators whose links are faster than the network's
 
@@ -74,18 +79,21 @@ def expert_mlp(
         return _exchanged(rows, gate_up, down, counts, axes, form)
 
     y = through_groups(x.astype(dtype), choice, num_experts, elsewhere)
-    # Named like the products of one device: a policy that keeps those does not send tokens again for the gate.
+    # Named like the products of one device: a policy that keeps those does not send tokens again
+    # for the gate.
     y = checkpoint_name(y, PRODUCTS)
     return y if gate is None else gated(y, choice, gate, num_experts)
 
 
 def exchange_form(spread: Spread, target: Chip) -> str:
-    """ "ragged" (`lax.ragged_all_to_all`) where a group of experts' devices spans hosts, otherwise "slots".
+    """ "ragged" (`lax.ragged_all_to_all`) where a group of experts' devices spans hosts, otherwise
+     "slots".
 
-    Over the network bytes count: ragged moves only existing rows, slots twice as many. Within a host it is the
-    reverse: openxla/xla issue 33386 has ragged at 2% of the rate of the links of eight B200, and near the network's
-    limit between hosts, because XLA copies with one kernel of its own up to 8 devices and sends by NCCL or RCCL above.
-    CPUs have no ragged form. A group's devices are in a row of the mesh, so their span shows whether one host has them.
+    Over the network bytes count: ragged moves only existing rows, slots twice as many. Within a
+    host it is the reverse: openxla/xla issue 33386 has ragged at 2% of the rate of the links of
+    eight B200, and near the network's limit between hosts, because XLA copies with one kernel of
+    its own up to 8 devices and sends by NCCL or RCCL above. CPUs have no ragged form. A group's
+    devices are in a row of the mesh, so their span shows whether one host has them.
     """
     span = spread.expert * spread.context * spread.tensor
     return "ragged" if not target.is_host and span > HOST_DEVICES else "slots"
@@ -98,7 +106,11 @@ def slot_rows(num_tokens: int, devices: int) -> int:
 
 def round_rows(num_tokens: int, devices: int, form: str = "slots") -> int:
     """Rows of the buffer in which a device receives a round's tokens."""
-    return slot_rows(num_tokens, devices) * devices if form == "slots" else min(SLACK, devices) * num_tokens
+    return (
+        slot_rows(num_tokens, devices) * devices
+        if form == "slots"
+        else min(SLACK, devices) * num_tokens
+    )
 
 
 def most_rounds(num_tokens: int, devices: int, form: str = "slots") -> int:
@@ -148,7 +160,8 @@ _exchanged.defvjp(_exchanged_fwd, _exchanged_bwd)
 
 
 class _Exchange:
-    """The rows, sorted by expert and so by device, that travel in round r: the common part of both forms."""
+    """The rows, sorted by expert and so by device, that travel in round r: the common part of both
+    forms."""
 
     form: str
     rounds: jax.Array  # needed for this load
@@ -157,11 +170,14 @@ class _Exchange:
         self.axes, self.num_rows, self.devices = axes, num_rows, counts.shape[0]
         self.me = lax.axis_index(axes)
         self.pairs = counts.sum(-1)  # rows from s to d
-        self.first = jnp.cumsum(self.pairs, 1) - self.pairs  # where s's rows for d begin among s's rows
+        self.first = (
+            jnp.cumsum(self.pairs, 1) - self.pairs
+        )  # where s's rows for d begin among s's rows
         self.coming = counts[:, self.me]  # rows from s for each expert of this device
 
     def further_rounds(self, body, carry):
-        """carry after body(r, carry) for each round except the first; a loop only if some load takes a second one."""
+        """carry after body(r, carry) for each round except the first; a loop only if some load
+        takes a second one."""
         if most_rounds(self.num_rows, self.devices, self.form) == 1:
             return carry
         with turning(0):  # with an even load
@@ -169,7 +185,8 @@ class _Exchange:
 
 
 class _Slots(_Exchange):
-    """Every device sends every device C rows per round, the r-th C of its rows for it, and pads missing ones."""
+    """Every device sends every device C rows per round, the r-th C of its rows for it, and pads
+    missing ones."""
 
     form = "slots"
 
@@ -182,7 +199,9 @@ class _Slots(_Exchange):
     def send(self, rows, r):
         """The rows that this device receives in round r, [X C, D], grouped by sender."""
         places = self.first[self.me][:, None] + r * self.slots + jnp.arange(self.slots)
-        return lax.all_to_all(rows[jnp.minimum(places, self.num_rows - 1).reshape(-1)], self.axes, 0, 0, tiled=True)
+        return lax.all_to_all(
+            rows[jnp.minimum(places, self.num_rows - 1).reshape(-1)], self.axes, 0, 0, tiled=True
+        )
 
     def classes(self, r):
         """This device's expert for each of these rows; one past the last for an empty slot."""
@@ -210,11 +229,14 @@ class _Ragged(_Exchange):
     def __init__(self, counts, num_rows, axes):
         super().__init__(counts, num_rows, axes)
         self.room = round_rows(num_rows, self.devices, self.form)
-        self.before = jnp.cumsum(self.pairs, 0) - self.pairs  # rows that d gets from devices before s
+        self.before = (
+            jnp.cumsum(self.pairs, 0) - self.pairs
+        )  # rows that d gets from devices before s
         self.rounds = -(-self.pairs.sum(0).max() // self.room)
 
     def _part(self, r):
-        """Rows from s to d: how many went before round r, how many go now, and their place at d now."""
+        """Rows from s to d: how many went before round r, how many go now, and their place at d
+        now."""
         start, stop = (jnp.clip(n * self.room - self.before, 0, self.pairs) for n in (r, r + 1))
         return start, stop - start, jnp.clip(self.before + start - r * self.room, 0, self.room)
 
@@ -240,7 +262,9 @@ class _Ragged(_Exchange):
 
     @jax.named_scope("exchange")
     def _move(self, rows, buffer, source, sizes, target, coming):
-        return lax.ragged_all_to_all(rows, buffer, source, sizes, target, coming, axis_name=self.axes)
+        return lax.ragged_all_to_all(
+            rows, buffer, source, sizes, target, coming, axis_name=self.axes
+        )
 
 
 FORMS: dict[str, type[_Slots] | type[_Ragged]] = {"slots": _Slots, "ragged": _Ragged}

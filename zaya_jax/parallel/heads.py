@@ -1,10 +1,11 @@
 """Tensor parallelism of attention: a device's heads, and its columns of arrays packed by head.
 
-Query heads are cut evenly over the tensor axis, with the columns of q and the rows of o. A device computes the keys
-and values that its queries need: if there are fewer key-value heads than devices, several compute the
-same head. k, the two halves of v, the convolutions and the temperatures are whole on every device (`sharding`), which
-uses its columns. Forward, a layer sums [tokens, D] over the axis once for attention and once for the
-experts, and, if a group's queries are on several devices, [tokens, K C] for their mean; backward the same.
+Query heads are cut evenly over the tensor axis, with the columns of q and the rows of o. A device
+computes the keys and values that its queries need: if there are fewer key-value heads than devices,
+several compute the same head. k, the two halves of v, the convolutions and the temperatures are
+whole on every device (`sharding`), which uses its columns. Forward, a layer sums [tokens, D] over
+the axis once for attention and once for the experts, and, if a group's queries are on several
+devices, [tokens, K C] for their mean; backward the same.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ AXIS = "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Heads(Weights):
-    """A device's share of `all_heads` query and `all_kv` key-value heads; `over` > 1 devices share."""
+    """A device's share of `all_heads` query and `all_kv` key-value heads; `over` > 1 devices
+    share."""
 
     all_heads: int = 1
     all_kv: int = 1
@@ -41,7 +43,8 @@ class Heads(Weights):
         return lax.axis_index(AXIS) * self.all_kv // self.over
 
     def own(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """The part of this device's heads in dims that are whole on every device; `sharding` has cut the others."""
+        """The part of this device's heads in dims that are whole on every device; `sharding` has
+        cut the others."""
         for dim, name in enumerate(axes):
             if name == "kv_heads":
                 x = self._of_kv(x, dim, x.shape[dim] // self.all_kv)
@@ -54,7 +57,8 @@ class Heads(Weights):
         return lax.dynamic_slice_in_dim(x, self._first_kv() * per_head, self.kv * per_head, dim)
 
     def _of_packed(self, x, dim, per_head):
-        """Its part of a dim with `per_head` entries for each query head, then each key-value head."""
+        """Its part of a dim with `per_head` entries for each query head, then each key-value
+        head."""
         q, k = jnp.split(x, (self.all_heads * per_head,), axis=dim)
         own = self.heads * per_head
         q = lax.dynamic_slice_in_dim(q, lax.axis_index(AXIS) * own, own, dim)
@@ -64,14 +68,15 @@ class Heads(Weights):
         return [values, values]
 
     def join_values(self, now: jax.Array, delayed: jax.Array) -> jax.Array:
-        """The first half of all heads' channels is current, the second delayed, so a device may need either or both:
-        both come for all its columns."""
+        """The first half of all heads' channels is current, the second delayed, so a device may
+        need either or both: both come for all its columns."""
         per_head = now.shape[-1] // self.kv
         column = self._first_kv() * per_head + jnp.arange(self.kv * per_head)
         return jnp.where(column < self.all_kv * per_head // 2, now, delayed)
 
     def mean_queries(self, packed: jax.Array, channels: int) -> jax.Array | None:
-        """The mean of q over each group, [B, S, K, C], if its queries are on several devices; otherwise None."""
+        """The mean of q over each group, [B, S, K, C], if its queries are on several devices;
+        otherwise None."""
         if self.over <= self.all_kv:
             return None
         own = packed[..., : self.heads * channels].astype(jnp.float32)

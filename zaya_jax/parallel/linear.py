@@ -1,12 +1,14 @@
-"""Linear attention over devices that hold pieces of a sequence: LASP-2 (benchmarks/rivals.py has LASP-1's ring).
+"""Linear attention over devices that hold pieces of a sequence: LASP-2 (benchmarks/rivals.py has
+LASP-1's ring).
 
-Each piece leaves a state of fixed size, [K, C, C + 1] per row in float32; a piece's queries need the sum of the states
-of the earlier pieces that its first document reaches back to. Pieces are contiguous (device i holds piece i of
-N) or zig-zag (device i holds pieces i and 2N - 1 - i of 2N, as the halves of its tokens). With P = 1 or 2 pieces per
-device and X = K C (C + 1) numbers per state, traffic does not depend on the length of the sequence: one all-gather
-forward, N P B (X + 2) 4 bytes gathered (two numbers are the ids of a piece's first and last document), and one
-backward, N P B X 4 bytes. The work within a device's own pieces does not depend on a collective, so it is
-done while the states travel. It runs inside `jax.shard_map`.
+Each piece leaves a state of fixed size, [K, C, C + 1] per row in float32; a piece's queries need
+the sum of the states of the earlier pieces that its first document reaches back to. Pieces are
+contiguous (device i holds piece i of N) or zig-zag (device i holds pieces i and 2N - 1 - i of 2N,
+as the halves of its tokens). With P = 1 or 2 pieces per device and X = K C (C + 1) numbers per
+state, traffic does not depend on the length of the sequence: one all-gather forward, N P B (X + 2)
+4 bytes gathered (two numbers are the ids of a piece's first and last document), and one backward, N
+P B X 4 bytes. The work within a device's own pieces does not depend on a collective, so it is done
+while the states travel. It runs inside `jax.shard_map`.
 """
 
 import functools
@@ -35,7 +37,8 @@ def lasp2(
     chunk: int | None = None,
     exchange: Callable | None = None,
 ) -> Float[Array, "B S H C"]:
-    """Linear attention of this device's S tokens to those of all devices of `axis`; one all-gather each way.
+    """Linear attention of this device's S tokens to those of all devices of `axis`; one all-gather
+    each way.
 
     Another `exchange` (benchmarks) may bring the state that enters each piece.
     """
@@ -76,13 +79,16 @@ def _places(pieces, axis):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _gathered(states, first, last, axis):
-    """The state that enters each piece, from those that pieces leave, [P, B, K, C, C + 1]; documents are [P, B]."""
+    """The state that enters each piece, from those that pieces leave, [P, B, K, C, C + 1];
+    documents are [P, B]."""
     return _gathered_fwd(states, first, last, axis)[0]
 
 
 def _gathered_fwd(states, first, last, axis):
     pieces, batch = first.shape
-    documents = jnp.stack([first, last], axis=-1).astype(jnp.float32)  # exact below 2^24 documents per row
+    documents = jnp.stack([first, last], axis=-1).astype(
+        jnp.float32
+    )  # exact below 2^24 documents per row
     packed = jnp.concatenate([states.reshape(pieces, batch, -1), documents], axis=-1)
     packed = _ordered(lax.all_gather(packed, axis))
     first_of, last_of = packed[..., -2], packed[..., -1]
@@ -91,7 +97,8 @@ def _gathered_fwd(states, first, last, axis):
     reaches = before[..., None] & (last_of == first.astype(jnp.float32)[:, None])
     after = places > mine[:, None]
     reached = after[..., None] & (first_of == last.astype(jnp.float32)[:, None])
-    # Both are kept if a remat policy keeps attention, so that the backward pass does not gather again.
+    # Both are kept if a remat policy keeps attention, so that the backward pass does not gather
+    # again.
     entering = checkpoint_name(_pick(reaches, packed[..., :-2]).reshape(states.shape), SAVED)
     return entering, checkpoint_name(reached, SAVED)
 
@@ -107,4 +114,6 @@ _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 def _pick(chosen, states):
     """Sums of the chosen [P, N P, B] of all states [N P, B, X]: [P, B, X]."""
-    return jnp.einsum("pnb,nbx->pbx", chosen.astype(jnp.float32), states, precision=lax.Precision.HIGHEST)
+    return jnp.einsum(
+        "pnb,nbx->pbx", chosen.astype(jnp.float32), states, precision=lax.Precision.HIGHEST
+    )

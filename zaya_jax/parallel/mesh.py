@@ -1,7 +1,8 @@
 """The device mesh of a run, from the axis sizes of its config.
 
-Axes are `data`, `expert`, `context` and `tensor`. A batch's sequences are split over (data, expert), their tokens over
-context; `sharding` splits weights. The optimizer's state is spread over all axes that a weight leaves (ZeRO-1).
+Axes are `data`, `expert`, `context` and `tensor`. A batch's sequences are split over (data,
+expert), their tokens over context; `sharding` splits weights. The optimizer's state is spread over
+all axes that a weight leaves (ZeRO-1).
 """
 
 import math
@@ -17,7 +18,8 @@ BATCH_AXES = ("data", "expert")
 
 
 def make_mesh(sizes: config.Mesh, devices: list | None = None, where: str = "config.mesh") -> Mesh:
-    """The mesh over all devices; UserError if the sizes (from the group `where`) don't multiply to their number."""
+    """The mesh over all devices; UserError if the sizes (from the group `where`) don't multiply to
+    their number."""
     devices = jax.devices() if devices is None else devices
     shape = shape_of(sizes, len(devices), where)
     axis_types = (AxisType.Auto,) * len(AXES)
@@ -39,8 +41,9 @@ def shape_of(sizes: config.Mesh, devices: int | None, where: str = "config.mesh"
         data = 1 if devices is None else devices // others
     if devices is not None and (data < 1 or data * others != devices):
         raise UserError(
-            f"{where} has data x expert x context x tensor = {sizes.data} x {sizes.expert} x {sizes.context} x "
-            f"{sizes.tensor}, but there are {devices} devices; {_way_out(devices, others, where)}"
+            f"{where} has data x expert x context x tensor = {sizes.data} x {sizes.expert} x"
+            f" {sizes.context} x {sizes.tensor}, but there are {devices} devices;"
+            f" {_way_out(devices, others, where)}"
         )
     return {"data": data, **{axis: getattr(sizes, axis) for axis in AXES[1:]}}
 
@@ -50,11 +53,15 @@ def _way_out(devices: int, others: int, where: str) -> str:
         return f"set {where}.data={devices // others} or -1"
     fits = [n for n in range(1, devices + 1) if devices % n == 0]
     nearest = min(fits, key=lambda n: (abs(n - others), n))
-    return f"expert x context x tensor = {others} must divide {devices}, as {nearest} does, with {where}.data=-1"
+    return (
+        f"expert x context x tensor = {others} must divide {devices}, as {nearest} does, with"
+        f" {where}.data=-1"
+    )
 
 
 def devices_of_node(mesh: Mesh | AbstractMesh) -> int:
-    """The number of devices of a node; 1 unless all nodes have as many, one after the other in the mesh's order.
+    """The number of devices of a node; 1 unless all nodes have as many, one after the other in the
+    mesh's order.
 
     XLA tells the hosts of GPUs apart as slices; where it does not, each process counts as one.
     """
@@ -75,14 +82,18 @@ def batch_spec(spread: Spread) -> PartitionSpec:
 
 
 def rows_of_process(mesh: Mesh, process: int | None = None) -> tuple[int, int]:
-    """(i, n): a process has the i-th of n equal parts of a batch's sequences; several may have the same part."""
+    """(i, n): a process has the i-th of n equal parts of a batch's sequences; several may have the
+    same part."""
     process = jax.process_index() if process is None else process
     groups = mesh.devices.reshape(mesh.shape["data"] * mesh.shape["expert"], -1)
-    mine = [row for row, group in enumerate(groups) if any(d.process_index == process for d in group)]
+    mine = [
+        row for row, group in enumerate(groups) if any(d.process_index == process for d in group)
+    ]
     size, first = len(mine), mine[0]
     if len(groups) % size or first % size or mine != list(range(first, first + size)):
         raise UserError(
-            f"process {process} would hold rows {mine} of {len(groups)} of a batch, not one of equal parts; "
-            "choose mesh sizes such that a process's devices are a whole number of data x expert rows, or a part of one"
+            f"process {process} would hold rows {mine} of {len(groups)} of a batch, not one of"
+            " equal parts; choose mesh sizes such that a process's devices are a whole number of"
+            " data x expert rows, or a part of one"
         )
     return first // size, len(groups) // size

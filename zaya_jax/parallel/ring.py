@@ -1,9 +1,11 @@
-"""Ring attention over zig-zag chunks: keys and values travel from device to device, one step before they are needed.
+"""Ring attention over zig-zag chunks: keys and values travel from device to device, one step before
+they are needed.
 
-In each of N steps a device attends to another one's two chunks and merges the result by its log-sum-exp; meanwhile
-these chunks are on their way to the next. Pairs of chunks above the diagonal, outside the
-window or in other documents are not in the step's loop. The backward pass goes round once more, the gradients of
-keys and values behind them: its memory does not grow with N. Letters as in `context.py`.
+In each of N steps a device attends to another one's two chunks and merges the result by its
+log-sum-exp; meanwhile these chunks are on their way to the next. Pairs of chunks above the
+diagonal, outside the window or in other documents are not in the step's loop. The backward pass
+goes round once more, the gradients of keys and values behind them: its memory does not grow with N.
+Letters as in `context.py`.
 """
 
 import functools
@@ -19,11 +21,15 @@ from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradien
 from pallas_kernels.loops import turning, visiting
 from zaya_jax.model.placement import Windows
 
-OWN, VISITING = (0, 1, 1), (0, 0, 1)  # pairs of chunks a step may need; an early chunk never sees a late one
+OWN, VISITING = (
+    (0, 1, 1),
+    (0, 0, 1),
+)  # pairs of chunks a step may need; an early chunk never sees a late one
 
 
 def chunks_that_meet(segments: Int[Array, "B S"], chunk: int) -> jax.Array:
-    """[2N, 2N]: whether two chunks share a document in some row, by the least and greatest of their ids.
+    """[2N, 2N]: whether two chunks share a document in some row, by the least and greatest of their
+    ids.
 
     Padding, whose id is 0, is separate, so it joins only chunks that both have padding.
     """
@@ -35,9 +41,15 @@ def chunks_that_meet(segments: Int[Array, "B S"], chunk: int) -> jax.Array:
 
 
 def pairs_needed(
-    me: Int[Array, ""], owner: Int[Array, ""], parts: int, chunk: int, meet: jax.Array | None, window: Array | None
+    me: Int[Array, ""],
+    owner: Int[Array, ""],
+    parts: int,
+    chunk: int,
+    meet: jax.Array | None,
+    window: Array | None,
 ) -> jax.Array:
-    """[3]: the pairs (OWN, VISITING) of the device's chunks and `owner`'s with a query that may see a key."""
+    """[3]: the pairs (OWN, VISITING) of the device's chunks and `owner`'s with a query that may see
+    a key."""
     own, theirs = (jnp.stack([i, 2 * parts - 1 - i]) for i in (me, owner))
     q, k = own[jnp.asarray(OWN)], theirs[jnp.asarray(VISITING)]
     needed = k <= q
@@ -62,7 +74,8 @@ def ring_attention(
 ) -> Float[Array, "B S/N H C"]:
     """Causal attention over the whole sequence; kv holds keys and values side by side.
 
-    A device sends its kv N - 1 times forward; backwards kv N - 1 times and the gradients of kv, in float32, N times.
+    A device sends its kv N - 1 times forward; backwards kv N - 1 times and the gradients of kv, in
+    float32, N times.
     """
     return _forward(q, kv, segments, meet, window, axes, parts, scale, windows)[0]
 
@@ -109,7 +122,8 @@ def _bwd(axes, parts, scale, windows, saved, d_out):
 
         return step.over_pairs(pair, kv, round_, (dq, d_kv))
 
-    # Gradients are one step behind their keys and values, so that both travel while the step computes.
+    # Gradients are one step behind their keys and values, so that both travel while the step
+    # computes.
     dq, nothing = jnp.zeros(q.shape, jnp.float32), jnp.zeros(kv.shape, jnp.float32)
     following = step.send(kv)
     dq, d_kv = visit(kv, 0, dq, nothing)
@@ -131,8 +145,8 @@ ring_attention.defvjp(_fwd, _bwd)
 
 
 def usual(parts: int, chunk: int, windows: Windows) -> tuple[float, float]:
-    """Pairs of chunks that a step needs without documents, and the share of their blocks that is computed: means over
-    steps, devices and windows."""
+    """Pairs of chunks that a step needs without documents, and the share of their blocks that is
+    computed: means over steps, devices and windows."""
     both = np.stack([np.arange(parts), 2 * parts - 1 - np.arange(parts)])
     apart = (both[list(OWN), :, None] - both[list(VISITING), None, :]).reshape(-1)
     pairs, blocks = [], []
@@ -144,7 +158,8 @@ def usual(parts: int, chunk: int, windows: Windows) -> tuple[float, float]:
 
 
 class _Steps:
-    """The part that both passes share: the order of visits, and the loop over the pairs of chunks that a step needs."""
+    """The part that both passes share: the order of visits, and the loop over the pairs of chunks
+    that a step needs."""
 
     def __init__(self, q, segments, meet, window, axes, parts, windows):
         self.q, self.segments, self.meet, self.window = q, segments, meet, window
@@ -156,7 +171,8 @@ class _Steps:
         return lax.ppermute(x, self.axes, [(i, (i + 1) % self.parts) for i in range(self.parts)])
 
     def over_pairs(self, pair, kv, round_, carry):
-        """carry after pair(carry, q, k, v, their positions, masks) for each needed pair; no collectives."""
+        """carry after pair(carry, q, k, v, their positions, masks) for each needed pair; no
+        collectives."""
         chunk, owner, (pairs, share) = self.chunk, (self.me - round_) % self.parts, self.usual
         needed = pairs_needed(self.me, owner, self.parts, chunk, self.meet, self.window)
         order = jnp.argsort(~needed, stable=True)

@@ -1,10 +1,12 @@
-"""The mesh axis that splits each dim of a weight: one table from logical axes (`zaya.param_axes`) to mesh axes.
+"""The mesh axis that splits each dim of a weight: one table from logical axes (`zaya.param_axes`)
+to mesh axes.
 
     specs = sharding.param_specs(model, precision, spread)     a tree of PartitionSpecs like the parameters
 
-Other dims are whole on every device: norms, biases and scales are small; CCA's key and value projections, its
-convolutions and the router are 3% of ZAYA1's weights, and two key-value heads could not be split further anyway.
-`check` refuses a mesh that does not divide a model, before anything is compiled.
+Other dims are whole on every device: norms, biases and scales are small; CCA's key and value
+projections, its convolutions and the router are 3% of ZAYA1's weights, and two key-value heads
+could not be split further anyway. `check` refuses a mesh that does not divide a model, before
+anything is compiled.
 """
 
 import math
@@ -27,17 +29,31 @@ class Rule(NamedTuple):
 
 
 TABLE = (
-    Rule("expert", ("expert",), "whole experts stay where they are: tokens are fewer bytes than matrices"),
-    Rule("heads", ("tensor",), "a head attends by itself; its columns of q and rows of o go with it"),
+    Rule(
+        "expert",
+        ("expert",),
+        "whole experts stay where they are: tokens are fewer bytes than matrices",
+    ),
+    Rule(
+        "heads", ("tensor",), "a head attends by itself; its columns of q and rows of o go with it"
+    ),
     Rule("mlp", ("tensor",), "gate and up columns and down rows of one expert channel go together"),
     Rule("width", ("tensor",), "the same of a dense model's MLP"),
 )
-TSP_TABLE = (  # tensor carries the sequence: experts are spread over it too, because each device has other tokens there
-    Rule("expert", ("expert", "tensor"), "experts do not travel; with the sequence, tokens are spread over tensor"),
+TSP_TABLE = (
+    # tensor carries the sequence: experts are spread over it too, because each device has other
+    # tokens there
+    Rule(
+        "expert",
+        ("expert", "tensor"),
+        "experts do not travel; with the sequence, tokens are spread over tensor",
+    ),
     Rule("heads", ("tensor",), "held in parts, sent to the devices that hold the tokens"),
     Rule("width", ("tensor",), "a dense model's MLP: the same"),
 )
-FSDP = Rule(FSDP_DIM, ("data",), "the one dim that every matrix of a block has, and no other rule names")
+FSDP = Rule(
+    FSDP_DIM, ("data",), "the one dim that every matrix of a block has, and no other rule names"
+)
 
 
 def table(spread: Spread) -> tuple[Rule, ...]:
@@ -68,9 +84,11 @@ def specs_of(axes: Any, spread: Spread) -> Any:
 
 
 def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
-    """A tree like the parameters with gate and up columns in the order in which a cut in `parts` keeps pairs together.
+    """A tree like the parameters with gate and up columns in the order in which a cut in `parts`
+    keeps pairs together.
 
-    [gate | up] becomes [gate 0 | up 0 | gate 1 | up 1 | ..]. A run with split expert widths holds these
+    [gate | up] becomes [gate 0 | up 0 | gate 1 | up 1 | ..]. A run with split expert widths holds
+    these
     matrices in this order; checkpoints hold [gate | up].
     """
 
@@ -83,7 +101,13 @@ def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def check(config: Config, spread: Spread, *, lengths: dict[str, int] | None = None, where: str = "config.mesh") -> None:
+def check(
+    config: Config,
+    spread: Spread,
+    *,
+    lengths: dict[str, int] | None = None,
+    where: str = "config.mesh",
+) -> None:
     """UserError if model or sequences do not divide over their axes.
 
     `lengths` are sequence lengths by their config keys, `where` is the group of the sizes.
@@ -91,10 +115,15 @@ def check(config: Config, spread: Spread, *, lengths: dict[str, int] | None = No
     model = config.model
     if config.run.lora and spread.tensor > 1:
         raise UserError(
-            f"{where}.tensor={spread.tensor} with config.run.lora={config.run.lora}: low-rank updates are of whole "
-            f"matrices; give the devices to {where}.data (with fsdp), expert or context"
+            f"{where}.tensor={spread.tensor} with config.run.lora={config.run.lora}: low-rank"
+            f" updates are of whole matrices; give the devices to {where}.data (with fsdp), expert"
+            " or context"
         )
-    found = _misfit_of_dense(model, spread) if model.model_type == "dense" else _misfit_of_zaya(model, spread)
+    found = (
+        _misfit_of_dense(model, spread)
+        if model.model_type == "dense"
+        else _misfit_of_zaya(model, spread)
+    )
     for name, length in (lengths or {}).items():
         found = found or _misfit_of_sequence(model, spread, name, length)
     if found is not None:
@@ -109,7 +138,8 @@ def check_batch(
     where: str = "config.mesh",
     name: str = "config.data.micro_batch",
 ) -> None:
-    """UserError unless every micro-batch of steps of these sizes divides over the devices that share it."""
+    """UserError unless every micro-batch of steps of these sizes divides over the devices that
+    share it."""
     shards, common = spread.data * spread.expert, math.gcd(*sizes)
     if micro_batch % shards == 0:
         return
@@ -119,23 +149,30 @@ def check_batch(
     )
     fits = [m for m in range(shards, common + 1, shards) if common % m == 0]
     if fits:
-        raise UserError(f"{problem}; set {name}={min(fits, key=lambda m: (abs(m - micro_batch), m))}")
+        raise UserError(
+            f"{problem}; set {name}={min(fits, key=lambda m: (abs(m - micro_batch), m))}"
+        )
     raise UserError(f"{problem}, nor do steps of {common}; let data x expert divide {common}")
 
 
 def _misfit_of_zaya(model: Model, spread: Spread) -> str | None:
-    """The first thing that a spread cannot divide, with {mesh} for the config's group, and a way out."""
+    """The first thing that a spread cannot divide, with {mesh} for the config's group, and a way
+    out."""
     kv, heads = model.num_key_value_heads, model.num_attention_heads
     whole = spread.expert * (spread.tensor if spread.tsp else 1)
-    found = _undivided("num_experts", model.num_experts, "expert x tensor" if spread.tsp else "expert", whole)
+    found = _undivided(
+        "num_experts", model.num_experts, "expert x tensor" if spread.tsp else "expert", whole
+    )
     found = found or _undivided("num_attention_heads", heads, "tensor", spread.tensor)
     if not found and kv % spread.tensor and spread.tensor % kv:
         return (
-            f"{{mesh}}.tensor={spread.tensor} neither divides nor is a multiple of model.num_key_value_heads={kv}; "
-            "give it one of these"
+            f"{{mesh}}.tensor={spread.tensor} neither divides nor is a multiple of"
+            f" model.num_key_value_heads={kv}; give it one of these"
         )
     if not found and not spread.tsp:
-        found = _undivided("moe_intermediate_size", model.moe_intermediate_size, "tensor", spread.tensor)
+        found = _undivided(
+            "moe_intermediate_size", model.moe_intermediate_size, "tensor", spread.tensor
+        )
     return found or _misfit_of_fsdp(model, spread)
 
 
@@ -145,17 +182,22 @@ def _misfit_of_dense(model: Model, spread: Spread) -> str | None:
         if found:
             return found
     if spread.expert > 1:
-        return f"{{mesh}}.expert={spread.expert}, but a dense model has no experts; set {{mesh}}.expert=1"
+        return (
+            f"{{mesh}}.expert={spread.expert}, but a dense model has no experts; set"
+            " {mesh}.expert=1"
+        )
     if spread.tsp and spread.ring:
         return (
-            "{mesh}.ring is set with {mesh}.tsp, but a dense model's keys and values are gathered a few heads at a "
-            "time there; set {mesh}.ring=False"
+            "{mesh}.ring is set with {mesh}.tsp, but a dense model's keys and values are gathered a"
+            " few heads at a time there; set {mesh}.ring=False"
         )
     return _misfit_of_fsdp(model, spread)
 
 
 def _misfit_of_fsdp(model: Model, spread: Spread) -> str | None:
-    found = _undivided("hidden_size", model.hidden_size, "data", spread.data) if spread.fsdp else None
+    found = (
+        _undivided("hidden_size", model.hidden_size, "data", spread.data) if spread.fsdp else None
+    )
     return found and f"{found}, or set {{mesh}}.fsdp=False"
 
 
@@ -168,13 +210,13 @@ def _misfit_of_sequence(model: Model, spread: Spread, name: str, length: int) ->
         text = f"{name}={length} does not divide into 2 x {parts} pieces ({axes} = {parts})"
     elif parts > 1 and length // (2 * parts) < reach:
         text = (
-            f"{name}={length} over {parts} devices gives pieces of {length // (2 * parts)} tokens, but the "
-            f"convolutions look {reach} tokens back"
+            f"{name}={length} over {parts} devices gives pieces of {length // (2 * parts)} tokens,"
+            f" but the convolutions look {reach} tokens back"
         )
     elif length // parts % spread.heads:
         text = (
-            f"{name}={length} over {parts} devices does not divide by {{mesh}}.tensor={spread.tensor}, whose devices "
-            "share its loss"
+            f"{name}={length} over {parts} devices does not divide by"
+            f" {{mesh}}.tensor={spread.tensor}, whose devices share its loss"
         )
     else:
         return None
@@ -186,4 +228,7 @@ def _misfit_of_sequence(model: Model, spread: Spread, name: str, length: int) ->
 def _undivided(name: str, size: int, axis: str, by: int) -> str | None:
     if size % by == 0:
         return None
-    return f"config.model.{name}={size} does not divide over {{mesh}}.{axis}={by}; give it a divisor of {size}"
+    return (
+        f"config.model.{name}={size} does not divide over {{mesh}}.{axis}={by}; give it a divisor"
+        f" of {size}"
+    )

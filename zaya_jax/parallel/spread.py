@@ -1,7 +1,9 @@
-"""The spread of a model's work over a mesh: sizes and switches, from which `devices` makes a layer's placement.
+"""The spread of a model's work over a mesh: sizes and switches, from which `devices` makes a
+layer's placement.
 
-A `Spread` is static: with `ALONE` the program has no collective. The loss of a spread program is the sum over
-devices, each token counted by one device; gradients of a replicated weight are partial sums.
+A `Spread` is static: with `ALONE` the program has no collective. The loss of a spread program is
+the sum over devices, each token counted by one device; gradients of a replicated weight are partial
+sums.
 """
 
 import dataclasses
@@ -41,12 +43,14 @@ class Spread:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes along which devices hold different tokens; counts of tokens are summed over them."""
+        """The axes along which devices hold different tokens; counts of tokens are summed over
+        them."""
         return AXES if self.tsp else AXES[:3]
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes that split the experts: with TSP tensor too, because its devices then hold other tokens."""
+        """The axes that split the experts: with TSP tensor too, because its devices then hold other
+        tokens."""
         axes = ("expert", "tensor") if self.tsp else ("expert",)
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
@@ -71,19 +75,22 @@ def spread_of(sizes: config.Mesh, shape: Mapping[str, int]) -> Spread:
 
 
 def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether a weight with these logical axes is a matrix or a stack of matrices; fsdp spreads these."""
+    """Whether a weight with these logical axes is a matrix or a stack of matrices; fsdp spreads
+    these."""
     return len([name for name in names if name not in ("layers", "expert")]) > 1
 
 
 def gather_over_data(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    """Gathers a weight that fsdp has spread over data; its gradient is summed and spread on the way back."""
+    """Gathers a weight that fsdp has spread over data; its gradient is summed and spread on the way
+    back."""
     if not is_matrix(names) or FSDP_DIM not in names:
         return x
     return jax.lax.all_gather(x, "data", axis=names.index(FSDP_DIM), tiled=True)
 
 
 def share_of_tokens(x: jax.Array, spread: Spread) -> jax.Array:
-    """This device's part of rows that all devices of the tensor axis hold: each row counts for the loss once."""
+    """This device's part of rows that all devices of the tensor axis hold: each row counts for the
+    loss once."""
     if spread.heads == 1:
         return x
     size = x.shape[0] // spread.heads

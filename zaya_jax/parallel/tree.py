@@ -1,11 +1,12 @@
 """Decoding over a key-value cache split along the sequence over several devices: tree attention.
 
-Column t of the cache is on device t mod N, as its column t // N: at any point of decoding, and for any window that
-a layer has, devices hold equally many valid columns. Everything else is the same on every device: the queries, the
-valid columns, the other caches, the tokens. For one new token in each of B rows, H heads of C channels, a layer sends
-three all-reduces: the greatest log-sum-exp (4 B H bytes), the outputs and the weights weighed by it (4 B H C and
-4 B H). This does not depend on the number of devices or the length; the compiler makes one message of the last
-two, so a layer waits for two. Rings for comparison are in benchmarks/rivals.py.
+Column t of the cache is on device t mod N, as its column t // N: at any point of decoding, and for
+any window that a layer has, devices hold equally many valid columns. Everything else is the same on
+every device: the queries, the valid columns, the other caches, the tokens. For one new token in
+each of B rows, H heads of C channels, a layer sends three all-reduces: the greatest log-sum-exp (4
+B H bytes), the outputs and the weights weighed by it (4 B H C and 4 B H). This does not depend on
+the number of devices or the length; the compiler makes one message of the last two, so a layer
+waits for two. Rings for comparison are in benchmarks/rivals.py.
 
 All runs inside `jax.shard_map`. Letters: T columns of the whole cache, K key-value heads.
 """
@@ -41,7 +42,8 @@ class Parts(Cache):
         return -(-length // self.devices)
 
     def write(self, held: Held, new: Float[Array, "B S K C"], index: jax.Array) -> Held:
-        """A prompt's columns begin on the first device; a new column is on the device of its index."""
+        """A prompt's columns begin on the first device; a new column is on the device of its
+        index."""
         rows = jnp.arange(len(new))
         if new.shape[1] > 1:
             return held.write(own_columns(new, self.axis), 0, index // self.devices)
@@ -49,7 +51,9 @@ class Parts(Cache):
         place = index // self.devices
         here = index % self.devices == lax.axis_index(self.axis)
         old = held.stack[held.layer, rows, place]
-        return held.write_rows(jnp.where(here[:, None, None], new[:, 0].astype(old.dtype), old), place)
+        return held.write_rows(
+            jnp.where(here[:, None, None], new[:, 0].astype(old.dtype), old), place
+        )
 
     def read(self, q, k, v, valid, scale) -> jax.Array:
         """Keys and values are this device's; `valid` covers all columns."""
@@ -59,8 +63,9 @@ class Parts(Cache):
     def read_piece(self, q, k, v, window, start, scale) -> jax.Array:
         """The piece begins on the first device.
 
-        Queries N columns apart see a device's columns as a sequence sees itself: for the query of place b from residue
-        s of start + b N + s, and the key of place j on device r, the distance is (b + start / N - j) N + s - r.
+        Queries N columns apart see a device's columns as a sequence sees itself: for the query of
+        place b from residue s of start + b N + s, and the key of place j on device r, the distance
+        is (b + start / N - j) N + s - r.
         """
         devices, me, length = self.devices, lax.axis_index(self.axis), q.shape[1]
         q = jnp.pad(q, ((0, 0), (0, -length % devices), (0, 0), (0, 0)))
@@ -69,14 +74,17 @@ class Parts(Cache):
         def of_residue(s):
             later = (s < me).astype(jnp.int32)  # the key in the query's own place comes after it
             within = None if window is None else -(-(window + me - s) // devices) - later
-            return attention(q[:, :, s], k, v, None, None, within, start // devices - later, scale=scale)
+            return attention(
+                q[:, :, s], k, v, None, None, within, start // devices - later, scale=scale
+            )
 
         out, lse = (jnp.moveaxis(x, 0, 2) for x in lax.map(of_residue, jnp.arange(devices)))
         out = self._of_all(out.astype(jnp.float32), lse)
         return out.reshape(len(q), -1, *out.shape[3:])[:, :length].astype(v.dtype)
 
     def _of_all(self, out: jax.Array, lse: jax.Array) -> jax.Array:
-        """Attention to all keys, from each device's attention to its own keys and the log-sum-exp."""
+        """Attention to all keys, from each device's attention to its own keys and the
+        log-sum-exp."""
         weight = jnp.exp(lse - lax.pmax(lse, self.axis))
         out, total = lax.psum(out * weight[..., None], self.axis), lax.psum(weight, self.axis)
         return out / total[..., None]
@@ -84,7 +92,8 @@ class Parts(Cache):
 
 @dataclasses.dataclass(frozen=True)
 class InParts(Devices):
-    """A mesh whose context axis splits a cache's keys and values; everything else is on every device."""
+    """A mesh whose context axis splits a cache's keys and values; everything else is on every
+    device."""
 
     mesh: Mesh
     alone = False
@@ -95,7 +104,8 @@ class InParts(Devices):
 
 
 def cache_over(mesh: Mesh | None) -> Devices:
-    """The devices to decode on with weights on a mesh: all of them if it has a context axis for the cache."""
+    """The devices to decode on with weights on a mesh: all of them if it has a context axis for the
+    cache."""
     return InParts(mesh) if mesh is not None and mesh.shape.get("context", 1) > 1 else ALONE
 
 
@@ -113,7 +123,8 @@ def columns_on(device: jax.Array, x: Array, axis: str) -> Array:
 
 
 def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Attended:
-    """Attention of one query per row to some of its keys, float32; without any it is 0 with a log-sum-exp of -1e30."""
+    """Attention of one query per row to some of its keys, float32; without any it is 0 with a
+    log-sum-exp of -1e30."""
     batch, _, num_heads, channels = q.shape
     q = q.reshape(batch, k.shape[2], -1, channels)
     scores = jnp.einsum("bkgc,bjkc->bkgj", q, k, preferred_element_type=jnp.float32) * scale
@@ -122,7 +133,9 @@ def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Attended
     top = scores.max(-1, keepdims=True)
     weights = jnp.where(mask, jnp.exp(scores - top), 0)
     total = weights.sum(-1)
-    out = jnp.einsum("bkgj,bjkc->bkgc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bkgj,bjkc->bkgc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = jnp.where(total > 0, top[..., 0] + jnp.log(jnp.where(total > 0, total, 1)), MASKED)
     return out.reshape(batch, num_heads, channels), lse.reshape(batch, num_heads)

@@ -1,35 +1,40 @@
-"""TSP: each device of the tensor axis holds a part of the weights and a part of the sequence; weights travel.
+"""TSP: each device of the tensor axis holds a part of the weights and a part of the sequence;
+weights travel.
 
-No sum of activations crosses devices. Letters: N devices, B batch, S sequence, D model, H query and K key-value heads,
-G = H / K, C head channels, F the MLP's width; a device holds S / N tokens, H / N heads and F / N channels.
+No sum of activations crosses devices. Letters: N devices, B batch, S sequence, D model, H query and
+K key-value heads, G = H / K, C head channels, F the MLP's width; a device holds S / N tokens, H / N
+heads and F / N channels.
 
-`ring_sum`, for the gated MLP: the shards go round. In each of N rounds a device adds the visiting shard's result for
-its own tokens, while the next one is on its way. Backward they go round once more and each shard's gradient follows one
-step behind it, so that it arrives home complete.
+`ring_sum`, for the gated MLP: the shards go round. In each of N rounds a device adds the visiting
+shard's result for its own tokens, while the next one is on its way. Backward they go round once
+more and each shard's gradient follows one step behind it, so that it arrives home complete.
 
-`travelling_attention`, in K / N rounds. All devices must work on the same heads at a time, because each needs the keys
-and values of all tokens. So a round takes one key-value head with its queries from *every* device: their columns of q,
-k, v and rows of o, packed, are broadcast by all to all at once, which is one all-gather of N equal pieces. Broadcasting
-one device's whole shard at a time moves as many bytes, but over one device's links while the others' are idle, and its
-transpose, which returns the gradients, would be a reduction to one device; as a sum of masked buffers (XLA has no
-broadcast on every backend) it moves twice the bytes. The all-gather and its transpose, the reduce-scatter, are native
-everywhere. Then each device computes the round's heads for its tokens, gathers their keys and values along the sequence
-(`context`, zig-zag order) and adds their part of the output. The next round's weights are fetched before this round
-computes. The backward pass fetches weights, keys and values again and keeps nothing of size N: of the forward pass only
-the device's own attention output and its log-sum-exp.
+`travelling_attention`, in K / N rounds. All devices must work on the same heads at a time, because
+each needs the keys and values of all tokens. So a round takes one key-value head with its queries
+from *every* device: their columns of q, k, v and rows of o, packed, are broadcast by all to all at
+once, which is one all-gather of N equal pieces. Broadcasting one device's whole shard at a time
+moves as many bytes, but over one device's links while the others' are idle, and its transpose,
+which returns the gradients, would be a reduction to one device; as a sum of masked buffers (XLA has
+no broadcast on every backend) it moves twice the bytes. The all-gather and its transpose, the
+reduce-scatter, are native everywhere. Then each device computes the round's heads for its tokens,
+gathers their keys and values along the sequence (`context`, zig-zag order) and adds their part of
+the output. The next round's weights are fetched before this round computes. The backward pass
+fetches weights, keys and values again and keeps nothing of size N: of the forward pass only the
+device's own attention output and its log-sum-exp.
 
 Elements received per layer and device, forward: (N - 1) / N of
 
     2 D (H + K) C + 3 D F      weights; 16 D² for multi-head attention with F = 4 D
     2 B S K C                  keys and values; then 2 B S D
 
-and backward the same again, and the gradients of both: keys' and values' in the compute format, weights' in float32.
-Tensor parallelism moves 4 B S D forward (two all-reduces, each in and out) and as many backward: TSP moves fewer if
-a device group has more than 8 D tokens in flight.
+and backward the same again, and the gradients of both: keys' and values' in the compute format,
+weights' in float32. Tensor parallelism moves 4 B S D forward (two all-reduces, each in and out) and
+as many backward: TSP moves fewer if a device group has more than 8 D tokens in flight.
 
-ZAYA's attention has so few key-value heads that a device holds k, v, convolutions and temperatures whole, as without
-TSP, and gathers keys and values of all heads at once (512 B S). Its q and o are `Fetched`. Experts do not
-travel: they are spread over the tensor axis as over the expert axis, and tokens go to them.
+ZAYA's attention has so few key-value heads that a device holds k, v, convolutions and temperatures
+whole, as without TSP, and gathers keys and values of all heads at once (512 B S). Its q and o are
+`Fetched`. Experts do not travel: they are spread over the tensor axis as over the expert axis, and
+tokens go to them.
 """
 
 import dataclasses
@@ -98,11 +103,14 @@ _fetch.defvjp(
 )
 
 
-def ring_sum(fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, parts: int) -> Float[Array, "B S D"]:
-    """The sum over the axis's devices of fn(x, shards), for the device's own x: shards travel in `dtype`.
+def ring_sum(
+    fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, parts: int
+) -> Float[Array, "B S D"]:
+    """The sum over the axis's devices of fn(x, shards), for the device's own x: shards travel in
+    `dtype`.
 
-    A device sends (N - 1) / N of all shards; backward again, and as many gradients in float32. `fn` is a plain
-    function, not a closure over traced arrays.
+    A device sends (N - 1) / N of all shards; backward again, and as many gradients in float32. `fn`
+    is a plain function, not a closure over traced arrays.
     """
     return _ring(fn, jnp.dtype(dtype), parts, x, shards)
 
@@ -137,7 +145,8 @@ def _ring_bwd(fn, dtype, parts, saved, dy):
         dx, added = visit(visiting, dx)
         return (following, dx, _add(behind, added)), None
 
-    # A device's own shard is first; its gradients wait for those of the others, which begin at the next device.
+    # A device's own shard is first; its gradients wait for those of the others, which begin at the
+    # next device.
     own = jax.tree.map(lambda w: w.astype(dtype), shards)
     visiting = _pass_on(own, parts)
     dx, own_gradients = visit(own, jnp.zeros(x.shape, jnp.float32))
@@ -162,7 +171,8 @@ def _pass_on(tree, parts):
 
 
 def _as_bits(move, x):
-    """Moves 2-byte numbers as bare bits: XLA:CPU would widen each to 4 bytes, and any compiler may."""
+    """Moves 2-byte numbers as bare bits: XLA:CPU would widen each to 4 bytes, and any compiler
+    may."""
     if x.dtype.itemsize != 2:
         return move(x)
     return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
@@ -213,10 +223,13 @@ def travelling_attention(
     parts: int,
     windows: Windows = (None,),
 ) -> Float[Array, "B S/N D"]:
-    """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], each device with its heads."""
+    """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], each device
+    with its heads."""
     q, k, v, o = weights
     rounds = k.shape[1] // channels
-    sizes = _Sizes(parts, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype, windows)
+    sizes = _Sizes(
+        parts, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype, windows
+    )
     by_round = (w.reshape(sizes.model, rounds, -1).transpose(1, 0, 2) for w in (q, k, v))
     columns = jnp.concatenate(list(by_round), axis=-1).reshape(rounds, -1)
     packed = jnp.concatenate([columns, o.reshape(rounds, -1)], axis=1)
@@ -235,9 +248,13 @@ def _project(sizes, rope, x, columns):
     """q [B, S, N G, C], k and v [B, S, N, C] of a round."""
     batch, seq, model = x.shape
     y = einsum("nd,gdf->ngf", x.reshape(-1, model), columns, sizes.dtype, sizes.dtype)
-    q, k, v = jnp.split(y, (sizes.group * sizes.channels, (sizes.group + 1) * sizes.channels), axis=-1)
+    q, k, v = jnp.split(
+        y, (sizes.group * sizes.channels, (sizes.group + 1) * sizes.channels), axis=-1
+    )
     q, k, v = (part.reshape(batch, seq, -1, sizes.channels) for part in (q, k, v))
-    return rotate(rope, q).astype(q.dtype), jnp.concatenate([rotate(rope, k).astype(k.dtype), v], axis=-1)
+    return rotate(rope, q).astype(q.dtype), jnp.concatenate(
+        [rotate(rope, k).astype(k.dtype), v], axis=-1
+    )
 
 
 def _output(sizes, out, rows):
@@ -257,10 +274,15 @@ def _attention_fwd(sizes, x, packed, where):
         q, kv = _project(sizes, where.rope, x, columns)
         found = []
         whole = context.gather(kv, sizes.axes)
-        for visits, arrays, masks in context.early_and_late(whole, where, where.window, sizes.windows, q):
+        for visits, arrays, masks in context.early_and_late(
+            whole, where, where.window, sizes.windows, q
+        ):
             with visits:
                 found.append(blockwise.attention(*arrays, *masks, scale=scale))
-        out, lse = (checkpoint_name(jnp.concatenate(x, axis=1), blockwise.SAVED) for x in zip(*found, strict=True))
+        out, lse = (
+            checkpoint_name(jnp.concatenate(x, axis=1), blockwise.SAVED)
+            for x in zip(*found, strict=True)
+        )
         return y + _output(sizes, out, rows), (out, lse)
 
     def step(carry, following):
@@ -286,13 +308,21 @@ def _attention_bwd(sizes, saved, dy):
         whole, home = jax.vjp(lambda kv: context.gather(kv, sizes.axes), kv)
         local = q, out, lse, d_out
         found = []
-        for visits, arrays, masks in context.early_and_late(whole, where, where.window, sizes.windows, *local):
+        for visits, arrays, masks in context.early_and_late(
+            whole, where, where.window, sizes.windows, *local
+        ):
             with visits:
-                found.append(blockwise.attention_gradients(arrays[:3], arrays[3:], *masks, scale=scale))
+                found.append(
+                    blockwise.attention_gradients(arrays[:3], arrays[3:], *masks, scale=scale)
+                )
         early, late = found
-        # Late queries see all keys, early ones the first half: summed in float32, and sent home in the compute format.
+        # Late queries see all keys, early ones the first half: summed in float32, and sent home in
+        # the compute format.
         unseen = [(0, 0), (0, late[1].shape[1] - early[1].shape[1]), (0, 0), (0, 0)]
-        d_kv = [(b + jnp.pad(a, unseen)).astype(kv.dtype) for a, b in zip(early[1:], late[1:], strict=True)]
+        d_kv = [
+            (b + jnp.pad(a, unseen)).astype(kv.dtype)
+            for a, b in zip(early[1:], late[1:], strict=True)
+        ]
         (d_kv,) = home(jnp.concatenate(d_kv, axis=-1))
         d_q = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
         d_x, d_columns = back((d_q, d_kv))

@@ -1,10 +1,11 @@
-"""Describes one program to plan: a phase's config on a mesh with so many sequences, and a device's share of it.
+"""Describes one program to plan: a phase's config on a mesh with so many sequences, and a device's
+share of it.
 
     case = Case(here, spread, chip="mi300x", sequences=4096, micro_batches=1)
     case.tokens, case.layer, case.layout
 
-Nothing is compiled. Weights have the model's own shapes and the optimizer's own layout, so padding and shares are
-those of the run. Letters: N tokens of a device in a micro-batch, D model, L layers.
+Nothing is compiled. Weights have the model's own shapes and the optimizer's own layout, so padding
+and shares are those of the run. Letters: N tokens of a device in a micro-batch, D model, L layers.
 """
 
 import collections
@@ -85,7 +86,9 @@ class Case:
     def step_bytes(self) -> int:
         """Bytes of a number in Muon's iteration, and of its directions."""
         precision = self.here.precision
-        return size(precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz)
+        return size(
+            precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz
+        )
 
     @functools.cached_property
     def layout(self) -> zero.Layout:
@@ -97,36 +100,48 @@ class Case:
     def traffic(self, name: str) -> collections.Counter[str]:
         """Bytes of the optimizer's exchange of a bucket, by kind of collective."""
         back = self.step_bytes if self.layout.methods[name] == "muon" else 4
-        return collections.Counter(self.layout.traffic(name, COPY if name in self.layout.copied.values() else back))
+        return collections.Counter(
+            self.layout.traffic(name, COPY if name in self.layout.copied.values() else back)
+        )
 
     @functools.cached_property
     def muon_numbers(self) -> int:
         """Numbers of Muon's weights on a device."""
         grid = getattr(self.layout, "grid", None)
-        return sum(math.prod(w.local(grid) if grid else w.shape) for w in self.layout.weights if w.method == "muon")
+        return sum(
+            math.prod(w.local(grid) if grid else w.shape)
+            for w in self.layout.weights
+            if w.method == "muon"
+        )
 
     @functools.cached_property
     def ways(self) -> dict[str, ByLayer]:
-        """The buckets whose gradients are reduced as they leave their layer; none with several micro-batches."""
+        """The buckets whose gradients are reduced as they leave their layer; none with several
+        micro-batches."""
         found = self.layout.by_layer.values() if self.micro_batches == 1 else ()
         return {way.bucket.name: way for way in found}
 
     @functools.cached_property
     def leaving(self) -> int:
         """Numbers of these buckets' weights."""
-        return sum(way.layers * way.matrices * math.prod(way.bucket.row) for way in self.ways.values())
+        return sum(
+            way.layers * way.matrices * math.prod(way.bucket.row) for way in self.ways.values()
+        )
 
     @functools.cached_property
     def copied(self) -> dict[str, int]:
         """Numbers of the weights that a device holds as copies, by scope."""
         found: collections.Counter[str] = collections.Counter()
         for path in self.layout.copied:
-            found[path.split("/")[1]] += math.prod(self.layout.by_layer[path].bucket.weights[0].shape)
+            found[path.split("/")[1]] += math.prod(
+                self.layout.by_layer[path].bucket.weights[0].shape
+            )
         return dict(found)
 
     @functools.cached_property
     def optimizer_bytes(self) -> int:
-        """The optimizer's state on a device: one number a weight for Muon, two for AdamW; and of copies the weights."""
+        """The optimizer's state on a device: one number a weight for Muon, two for AdamW; and of
+        copies the weights."""
         each = {"muon": size(self.here.precision.momentum), "adamw": 8}
         shapes, kept = self.layout.state_shapes(), self.layout.copied.values()
         return sum(
@@ -139,7 +154,9 @@ class Case:
         """Weights that a device holds: how many by "layers", "embedding", "rest"."""
         found = dict.fromkeys(("layers", "embedding", "rest"), 0)
         for path, number in _local(self.model, self.here.precision, self.spread):
-            name = {"layers": "layers", "embed/embedding": "embedding"}.get(path, path.split("/")[0])
+            name = {"layers": "layers", "embed/embedding": "embedding"}.get(
+                path, path.split("/")[0]
+            )
             found[name if name in found else "rest"] += number
         return found
 
@@ -153,7 +170,9 @@ class Case:
         for path, number in _local(self.model, self.here.precision, whole):
             if path.startswith("layers"):
                 part = path.split("/")[1]
-                part = part if part in ("cca", "router", "experts", "attention", "mlp") else "vectors"
+                part = (
+                    part if part in ("cca", "router", "experts", "attention", "mlp") else "vectors"
+                )
                 found[part] = found.get(part, 0) + number / self.model.num_hidden_layers
         return found
 
@@ -166,7 +185,9 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
     found = []
 
     def one(path, x, spec):
-        parts = [axis for dim in spec if dim for axis in (dim if isinstance(dim, tuple) else (dim,))]
+        parts = [
+            axis for dim in spec if dim for axis in (dim if isinstance(dim, tuple) else (dim,))
+        ]
         number = math.prod(x.shape) // math.prod(getattr(spread, axis) for axis in parts)
         found.append(("/".join(key.key for key in path), number))
 
@@ -175,11 +196,17 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(model: Model, optim: Optim, precision: Precision, spread: Spread, node: int) -> zero.Layout:
+def _layout(
+    model: Model, optim: Optim, precision: Precision, spread: Spread, node: int
+) -> zero.Layout:
     return chain.build(
-        optim, precision, zaya.abstract(model, precision), specs=sharding.param_specs(model, precision, spread),
-        axes={axis: getattr(spread, axis) for axis in AXES}, node=node,
-    ).layout  # fmt: skip
+        optim,
+        precision,
+        zaya.abstract(model, precision),
+        specs=sharding.param_specs(model, precision, spread),
+        axes={axis: getattr(spread, axis) for axis in AXES},
+        node=node,
+    ).layout
 
 
 def size(dtype: str) -> int:

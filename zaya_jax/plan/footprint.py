@@ -3,9 +3,10 @@
     found = footprint.estimate(case)
     found.peak, found.at_peak, found.phases
 
-The state is always there. The rest is largest in one of five places: the head (a chunk's logits), the
-backward pass (all gradients, kept activations, a layer's working set), its end (the table's gradients from both sides),
-the sums over devices, or the directions, gathered again. Each is a sum of arrays as the compiled program has them.
+The state is always there. The rest is largest in one of five places: the head (a chunk's logits),
+the backward pass (all gradients, kept activations, a layer's working set), its end (the table's
+gradients from both sides), the sums over devices, or the directions, gathered again. Each is a sum
+of arrays as the compiled program has them.
 """
 
 import dataclasses
@@ -55,35 +56,51 @@ def estimate(case: Case) -> Footprint:
     local4 = weights4 - 4.0 * case.numbers["embedding"]
     layer4 = 4.0 * sum(case.layer.values())
     logits4, logits2 = 4.0 * chunk * vocab, compute * chunk * vocab
-    # Weights that other devices hold: the table, and this layer's and the next one's, float32 and to compute with.
+    # Weights that other devices hold: the table, and this layer's and the next one's, float32 and
+    # to compute with.
     fetched = spread.fsdp or spread.tsp
     table = table4 if spread.fsdp else 0.0
     gathered = table + (layer4 * (1 + compute / 4) + local4 / 8 if fetched else 0.0)
-    # Sums over micro-batches, into which each adds its own; the table's are added at the end of one.
+    # Sums over micro-batches, into which each adds its own; the table's are added at the end of
+    # one.
     sums = weights4 if several else 0.0
     # Of gradients that leave with their layer, the share stays.
     left4 = 4.0 * case.leaving * (1 / case.devices - 1)
     held = sums if several else local4 + left4
-    late = logits2 if chunks == 1 and not several else 0.0  # the table's gradient is computed last of all
+    late = (
+        logits2 if chunks == 1 and not several else 0.0
+    )  # the table's gradient is computed last of all
     places = {
         "head": {
-            "activations": kept, "working set": logits4 + logits2 + table4 * compute / 4 + 3 * x4, "exchange": gathered,
-            "gradients": sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0),
+            "activations": kept,
+            "working set": logits4 + logits2 + table4 * compute / 4 + 3 * x4,
+            "exchange": gathered,
+            "gradients": (
+                sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0)
+            ),
         },
-        "backward": {  # a layer's rows of experts, their gradients, the stream; of gradients that leave, a layer twice
-            "activations": kept, "gradients": held + table4, "working set": 8 * x4 + 2 * have["h2"] + late,
+        "backward": {
+            # a layer's rows of experts, their gradients, the stream; of gradients that leave, a
+            # layer twice
+            "activations": kept,
+            "gradients": held + table4,
+            "working set": 8 * x4 + 2 * have["h2"] + late,
             "exchange": gathered + (layer4 if fetched else 0.0) + 8.0 * case.leaving / layers,
         },
         "its end": {
-            "activations": kept if late else 0.0, "gradients": held + (2 if late else 3) * table4,
-            "working set": late + 2 * x4, "exchange": table,
+            "activations": kept if late else 0.0,
+            "gradients": held + (2 if late else 3) * table4,
+            "working set": late + 2 * x4,
+            "exchange": table,
         },
-    }  # fmt: skip
+    }
     if case.devices == 1:
         places["directions"] = {"gradients": weights4, "working set": work.directions(case)}
     else:
         share = weights4 / case.devices
-        to_owners = 8.0 * sum(way.sent / way.rounds for way in case.ways.values())  # and received ones
+        to_owners = 8.0 * sum(
+            way.sent / way.rounds for way in case.ways.values()
+        )  # and received ones
         embedding4 = weights4 - local4
         places["sums"] = {"gradients": weights4 + left4, "exchange": share + embedding4 + to_owners}
         places["directions"] = {"gradients": 2 * share, "exchange": work.directions(case)}

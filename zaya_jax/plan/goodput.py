@@ -3,8 +3,9 @@
     best = goodput.best_interval(save=2.0, mtbf=3 * 3600)
     goodput.share(best, save=2.0, restart=600, mtbf=3 * 3600)
 
-A save every T seconds costs `save` seconds of stall. A failure, each `mtbf` seconds on average, costs a restart and
-the work since the last save. Young: T = sqrt(2 save mtbf); Daly's higher order holds where that is not small.
+A save every T seconds costs `save` seconds of stall. A failure, each `mtbf` seconds on average,
+costs a restart and the work since the last save. Young: T = sqrt(2 save mtbf); Daly's higher order
+holds where that is not small.
 """
 
 import dataclasses
@@ -15,11 +16,21 @@ from zaya_jax.plan.case import Case, size
 from zaya_jax.plan.rates import ASSUMED, Rate
 
 MTBF_HOURS = Rate(
-    54 * 24 * 16_384 / 419, "419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783)"
+    54 * 24 * 16_384 / 419,
+    "419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783)",
 )
-RESTART = Rate(300.0, f"{ASSUMED}: five minutes until a failure is seen and the processes run again, state not read")
-SAVE = Rate(1.0, f"{ASSUMED}: a second for the processes' agreement and the plan, on top of the copy to the host")
-HOST_LINK = Rate(25e9, f"{ASSUMED}: to the host, where PCIe 5 carries 64 GB/s; writing overlaps training")
+RESTART = Rate(
+    300.0,
+    f"{ASSUMED}: five minutes until a failure is seen and the processes run again, state not read",
+)
+SAVE = Rate(
+    1.0,
+    f"{ASSUMED}: a second for the processes' agreement and the plan, on top of the copy to the"
+    " host",
+)
+HOST_LINK = Rate(
+    25e9, f"{ASSUMED}: to the host, where PCIe 5 carries 64 GB/s; writing overlaps training"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +47,8 @@ class Saving:
 
 
 def best_interval(save: float, mtbf: float) -> float:
-    """Daly's: seconds of computing between saves for the least time lost; `mtbf` where a save takes twice that."""
+    """Daly's: seconds of computing between saves for the least time lost; `mtbf` where a save takes
+    twice that."""
     if save >= 2 * mtbf:
         return mtbf
     root = save / (2 * mtbf)
@@ -58,4 +70,6 @@ def saving(case: Case, cluster: Cluster, mtbf_hours: float = MTBF_HOURS.value) -
     mtbf = 3600 * mtbf_hours / case.devices
     restart = RESTART.value + written
     interval = max(best_interval(stall, mtbf), written)
-    return Saving(state, stall, written, mtbf, restart, interval, share(interval, stall, restart, mtbf))
+    return Saving(
+        state, stall, written, mtbf, restart, interval, share(interval, stall, restart, mtbf)
+    )

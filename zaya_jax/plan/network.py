@@ -1,6 +1,8 @@
-"""Lists the collectives of a step with their bytes, their groups, and the kernels that can hide them.
+"""Lists the collectives of a step with their bytes, their groups, and the kernels that can hide
+them.
 
-Bytes of the optimizer's exchange are the layout's own (`optim.zero`); those of layers follow from `zaya_jax.parallel`.
+Bytes of the optimizer's exchange are the layout's own (`optim.zero`); those of layers follow from
+`zaya_jax.parallel`.
 """
 
 import collections
@@ -16,7 +18,11 @@ from zaya_jax.plan import work
 from zaya_jax.plan.case import Case, size
 from zaya_jax.plan.rates import Rates
 
-RINGS = ("reduce-scatter", "all-gather", "all-reduce")  # whose messages pass every device of the group
+RINGS = (
+    "reduce-scatter",
+    "all-gather",
+    "all-reduce",
+)  # whose messages pass every device of the group
 GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "fetching"
 
 
@@ -24,7 +30,9 @@ GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "
 class Flow:
     """Collectives of one kind over one kind of group."""
 
-    what: str  # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: under layers
+    # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: under
+    # layers
+    what: str
     kind: str
     wire: float  # bytes that a device sends in a step
     axes: tuple[str, ...]
@@ -43,9 +51,13 @@ class Flow:
 
 @functools.lru_cache(maxsize=4096)
 def _links(
-    sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], group: tuple[int, ...], cluster: Cluster
+    sizes: tuple[tuple[str, int], ...],
+    axes: tuple[str, ...],
+    group: tuple[int, ...],
+    cluster: Cluster,
 ) -> tuple[float, int, int]:
-    """The rate of a device in a collective along these axes, and the devices and nodes of its group."""
+    """The rate of a device in a collective along these axes, and the devices and nodes of its
+    group."""
     grid = Grid(dict(sizes))
     cluster = cluster.of_devices(grid.num_devices)
     chosen = tuple(axis for axis in grid.names if axis in axes)
@@ -61,7 +73,8 @@ def flows(case: Case) -> list[Flow]:
 
 
 def _leaving(case: Case) -> Iterator[Flow]:
-    """The sums of gradients that leave with their layer: the compiler makes one of a layer's, or one for each level."""
+    """The sums of gradients that leave with their layer: the compiler makes one of a layer's, or
+    one for each level."""
     ways = list(case.ways.values())
     left = sum(4.0 * way.layers * way.padded for way in ways)
     for groups in ways[0].levels if ways else ():
@@ -106,15 +119,25 @@ def _layers(case: Case) -> Iterator[Flow]:
         gathered = 2 * have["v2"] * (parts - 1)  # keys and values of all others
         passes = 2 + again
         kind, what = ("neighbour", FETCHING) if s.ring else ("all-gather", LAYERS)
-        yield Flow(what, kind, mb * softmax * passes * gathered, s.sequence_axes, mb * softmax * passes)
-        state = 4.0 * case.rows * m.num_key_value_heads * m.head_dim * (m.head_dim + 1) * (parts - 1)
+        yield Flow(
+            what, kind, mb * softmax * passes * gathered, s.sequence_axes, mb * softmax * passes
+        )
+        state = (
+            4.0 * case.rows * m.num_key_value_heads * m.head_dim * (m.head_dim + 1) * (parts - 1)
+        )
         linear = mb * case.linear_layers * 2
         yield Flow(LAYERS, "all-gather", linear * state, s.sequence_axes, linear)
         edge = case.rows * 2.0 * 2 * m.hidden_size
         yield Flow(LAYERS, "neighbour", mb * layers * 4 * edge, s.sequence_axes, mb * layers * 4)
     if s.heads > 1:
         passes = (4 + again) * mb * layers  # a sum after each block, forward and backward
-        yield Flow(LAYERS, "all-reduce", passes * have["x2"] * 2 * (s.heads - 1) / s.heads, ("tensor",), passes)
+        yield Flow(
+            LAYERS,
+            "all-reduce",
+            passes * have["x2"] * 2 * (s.heads - 1) / s.heads,
+            ("tensor",),
+            passes,
+        )
     if s.expert_axes and m.model_type == "zaya":
         group = math.prod(getattr(s, axis) for axis in s.expert_axes)
         span = s.expert * s.context * s.tensor
@@ -133,7 +156,9 @@ def _fetches(case: Case) -> Iterator[Flow]:
     if s.fsdp:
         cut = (s.data - 1) / s.data
         once = layer4 * compute / 4 + (layer4 if again else 0)
-        yield Flow(FETCHING, "all-gather", mb * layers * once * cut, ("data",), mb * layers * (1 + again))
+        yield Flow(
+            FETCHING, "all-gather", mb * layers * once * cut, ("data",), mb * layers * (1 + again)
+        )
         yield Flow(FETCHING, "reduce-scatter", mb * layers * layer4 * cut, ("data",), mb * layers)
         table = 4.0 * case.model.vocab_size * case.model.hidden_size * cut
         yield Flow(LAYERS, "all-gather", mb * table, ("data",), mb)

@@ -15,7 +15,9 @@ from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.step_time import StepTime
 from zaya_jax.training import recipe
 
-SIGMA = 2.0  # page reads for one that the tokens fill: the most of well-packed shards (SPEC: 1 to 2)
+SIGMA = (
+    2.0  # page reads for one that the tokens fill: the most of well-packed shards (SPEC: 1 to 2)
+)
 DAY = 86_400.0
 
 
@@ -23,8 +25,9 @@ DAY = 86_400.0
 class Need:
     """The page reads that storage must serve so that no training step waits.
 
-    G sequences of s tokens of b bytes in pages of P cost N = sigma·G·s·b/P page reads a step, so a step of t seconds
-    needs N/t page reads a second, and storage that can do I of them is the limit for steps shorter than N/I.
+    G sequences of s tokens of b bytes in pages of P cost N = sigma·G·s·b/P page reads a step, so a
+    step of t seconds needs N/t page reads a second, and storage that can do I of them is the limit
+    for steps shorter than N/I.
     """
 
     sigma: float
@@ -76,11 +79,15 @@ class PlannedPhase:
 
 
 def phases(
-    config: Config, devices: int, cluster: Cluster, rates: Rates, at_once: int = 0,
+    config: Config,
+    devices: int,
+    cluster: Cluster,
+    rates: Rates,
+    at_once: int = 0,
     mtbf_hours: float = goodput.MTBF_HOURS.value,
-) -> tuple[list[PlannedPhase], list[str]]:  # fmt: skip
-    """All phases of a run that so many devices can train, and a note on each that needs another number of them;
-    UserError where none can be trained."""
+) -> tuple[list[PlannedPhase], list[str]]:
+    """All phases of a run that so many devices can train, and a note on each that needs another
+    number of them; UserError where none can be trained."""
     capacity = targets.memory_for_jax(cluster.chip)
     found: list[PlannedPhase] = []
     wrong: list[UserError] = []
@@ -91,25 +98,42 @@ def phases(
         except UserError as error:
             wrong.append(error)
             continue
-        for segment, (here, spread, sequences, micro_batches) in zip(segments, portions, strict=True):
+        for segment, (here, spread, sequences, micro_batches) in zip(
+            segments, portions, strict=True
+        ):
             case = Case(here, spread, cluster.chip, sequences, micro_batches)
             time = step_time.estimate(case, cluster, rates)
             whole = segment.num_steps * segment.tokens_per_step
             number = -(-whole // (case.sequences * case.here.data.seq_len))
             seconds, steps, tokens = seconds + number * time.seconds, steps + number, tokens + whole
         m = case.model
-        need = Need(SIGMA, case.sequences, case.here.data.seq_len, 2 if m.vocab_size <= 2**16 else 4, time.seconds)
+        need = Need(
+            SIGMA,
+            case.sequences,
+            case.here.data.seq_len,
+            2 if m.vocab_size <= 2**16 else 4,
+            time.seconds,
+        )
         found.append(
             PlannedPhase(
-                case, time, footprint.estimate(case), segments[0].phase.name, capacity,
-                goodput.saving(case, cluster, mtbf_hours), tokens, steps, seconds, need,
+                case,
+                time,
+                footprint.estimate(case),
+                segments[0].phase.name,
+                capacity,
+                goodput.saving(case, cluster, mtbf_hours),
+                tokens,
+                steps,
+                seconds,
+                need,
             )
-        )  # fmt: skip
+        )
     if not found:
         raise wrong[0]
     notes = [f"not with so many devices: {error}" for error in wrong]
     if config.kernels not in (("all",), ("auto",), ("try",)):
         notes.append(
-            f"of programs with all kernels of our own, but the config has --config.kernels={','.join(config.kernels)}"
+            "of programs with all kernels of our own, but the config has"
+            f" --config.kernels={','.join(config.kernels)}"
         )
     return found, notes

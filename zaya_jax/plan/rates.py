@@ -1,8 +1,10 @@
-"""The shares of a chip's and a network's peak that a program reaches: one table, each number with its source.
+"""The shares of a chip's and a network's peak that a program reaches: one table, each number with
+its source.
 
-Peaks are the vendors' (`hardware.chips`, `hardware.clusters`). An assumed rate that decides a step has a fast and a
-slow end around its likely value; the plan's range follows from them. Figures that `experiments.characterize` measured
-take the place of these rates; those marked "assumed" should be measured first.
+Peaks are the vendors' (`hardware.chips`, `hardware.clusters`). An assumed rate that decides a step
+has a fast and a slow end around its likely value; the plan's range follows from them. Figures that
+`experiments.characterize` measured take the place of these rates; those marked "assumed" should be
+measured first.
 """
 
 import dataclasses
@@ -28,7 +30,9 @@ class Rate:
 
     value: float  # the likely one
     source: str
-    ends: tuple[float, float] | None = None  # of a fast and of a slow step; None where `value` is all that is known
+    ends: tuple[float, float] | None = (
+        None  # of a fast and of a slow step; None where `value` is all that is known
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,25 +42,34 @@ class Rates:
     products: Rate  # large dense products, of the peak for bfloat16
     grouped: Rate  # the experts'
     attention: Rate  # products of scores, in kernels of our own; linear attention's
-    # The router's, of the float32 peak: a quarter of XF32's, which the bound of a compiled program allows them.
+    # The router's, of the float32 peak: a quarter of XF32's, which the bound of a compiled program
+    # allows them.
     float32: Rate
     memory: Rate  # of the HBM's bandwidth
     inside: Rate  # of a node's links, for a collective
     across: Rate  # of the cards between nodes
     overlap: Rate = Rate(
-        0.6, f"{ASSUMED}: of the time under kernels. A layer's reduce-scatter is awaited in the same turn of the loop: "
-        "3.4 ms of kernels cover 5.5", (0.8, 0.5),
-    )  # fmt: skip
+        0.6,
+        f"{ASSUMED}: of the time under kernels. A layer's reduce-scatter is awaited in the same"
+        " turn of the loop: 3.4 ms of kernels cover 5.5",
+        (0.8, 0.5),
+    )
     ring: Rate = Rate(
-        2.1e-6, "seconds of a ring's step inside a node: RCCL's constants for gfx942 (tuning.cc); fast: trees and the "
-        "like", (0.0, 3e-6),
-    )  # fmt: skip
-    launch: Rate = Rate(3.5e-6, f"{ASSUMED}: seconds between one kernel and the next", (1.75e-6, 5.25e-6))
+        2.1e-6,
+        "seconds of a ring's step inside a node: RCCL's constants for gfx942 (tuning.cc); fast:"
+        " trees and the like",
+        (0.0, 3e-6),
+    )
+    launch: Rate = Rate(
+        3.5e-6, f"{ASSUMED}: seconds between one kernel and the next", (1.75e-6, 5.25e-6)
+    )
 
     def at(self, end: int, names: Iterable[str]) -> "Rates":
         """These rates at their fast (0) or slow (1) end, the others as they are."""
         rates = vars(self)
-        return dataclasses.replace(self, **{n: Rate(rates[n].ends[end], rates[n].source) for n in names})
+        return dataclasses.replace(
+            self, **{n: Rate(rates[n].ends[end], rates[n].source) for n in names}
+        )
 
 
 _ROWS = {  # on MI300X with Pollara, and on Hopper with InfiniBand
@@ -65,13 +78,18 @@ _ROWS = {  # on MI300X with Pollara, and on Hopper with InfiniBand
     "attention": (Rate(0.15, MODELLED, (0.2, 0.1)), Rate(0.19, MODELLED, (0.25, 0.12))),
     "float32": (Rate(0.5, ASSUMED), Rate(0.5, ASSUMED)),
     "memory": (Rate(4.33 / 5.3, ZAYA1), Rate(0.9, ASSUMED)),
-    "inside": (Rate(0.7, f"{ASSUMED}: RCCL inside a node"), Rate(0.8, f"{ASSUMED}: NCCL inside a node")),
+    "inside": (
+        Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
+        Rate(0.8, f"{ASSUMED}: NCCL inside a node"),
+    ),
     "across": (
         Rate(0.72, f"{ASSUMED}: RCCL on Pollara, with kernels running", (0.8, 0.62)),
         Rate(0.78, f"{ASSUMED}: NCCL on InfiniBand, with kernels running", (0.85, 0.7)),
     ),
 }
-_MI300X, _HOPPER = (Rates(**{name: rates[maker] for name, rates in _ROWS.items()}) for maker in (0, 1))
+_MI300X, _HOPPER = (
+    Rates(**{name: rates[maker] for name, rates in _ROWS.items()}) for maker in (0, 1)
+)
 _MI355X = dataclasses.replace(_MI300X, memory=Rate(0.82, f"{ASSUMED}: as MI300X, {ZAYA1}"))
 DEFAULTS = {"mi300x": _MI300X, "mi355x": _MI355X, "h200": _HOPPER, "h100": _HOPPER}
 
@@ -87,8 +105,8 @@ def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
     name = chips.named(found.device)
     if name != cluster.chip:
         raise UserError(
-            f"--figures={figures} are of {found.num_devices} x {found.device}, the cluster has {cluster.chip}; "
-            "give figures of that chip"
+            f"--figures={figures} are of {found.num_devices} x {found.device}, the cluster has"
+            f" {cluster.chip}; give figures of that chip"
         )
     return dataclasses.replace(rates, **_measured(found, cluster))
 
@@ -98,7 +116,9 @@ def _measured(found: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
     chip = chips.CHIPS[cluster.chip]
     source, result = f"measured on {found.num_devices} x {found.device}, {found.date[:10]}", {}
     for name, starts in (("products", "dense"), ("grouped", "grouped")):
-        rates = [p.rate for p in found.products if p.name.startswith(starts) and p.dtype == "bfloat16"]
+        rates = [
+            p.rate for p in found.products if p.name.startswith(starts) and p.dtype == "bfloat16"
+        ]
         if rates:
             result[name] = Rate(max(rates) / chip.peaks["bfloat16"], source)
     if memory := found.memory_bandwidth():
@@ -107,6 +127,9 @@ def _measured(found: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
         if c.name in ("reduce-scatter", "all-gather") and c.num_devices > 1:
             each = c.num_devices // c.num_nodes  # devices of a node
             group = [node * cluster.node + i for node in range(c.num_nodes) for i in range(each)]
-            name, share = ("inside" if c.num_nodes == 1 else "across", c.bus_bandwidth / cluster.bandwidth(group))
+            name, share = (
+                "inside" if c.num_nodes == 1 else "across",
+                c.bus_bandwidth / cluster.bandwidth(group),
+            )
             result[name] = Rate(max(share, result[name].value if name in result else 0.0), source)
     return result

@@ -1,13 +1,14 @@
-"""Estimates the time of a step and accounts for each second: a roofline with stated shares of the peaks and overlaps.
+"""Estimates the time of a step and accounts for each second: a roofline with stated shares of the
+peaks and overlaps.
 
     found = step_time.estimate(case, clusters.CLUSTERS["mi300x_pollara"], rates.for_cluster(cluster))
     found.seconds, found.by_scope, found.by_kind, found.exposed
 
-Products take the longer of their FLOPs at their rate and their bytes; all other kernels take their bytes; and each
-launch adds its time. Collectives of the optimizer take their time on the links: gradients stand wholly
-exposed, since the norm of all of them comes before any update; directions run under the Newton–Schulz of other buckets,
-but for the largest one's. Fetches ahead of a layer run under the layers; exchanges that a layer waits
-for do not.
+Products take the longer of their FLOPs at their rate and their bytes; all other kernels take their
+bytes; and each launch adds its time. Collectives of the optimizer take their time on the links:
+gradients stand wholly exposed, since the norm of all of them comes before any update; directions
+run under the Newton–Schulz of other buckets, but for the largest one's. Fetches ahead of a layer
+run under the layers; exchanges that a layer waits for do not.
 """
 
 import dataclasses
@@ -55,7 +56,10 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> StepTime:
     parts = []
     for part in work.parts(case):
         peak = chip.peaks["float32"] if part.kind == "float32" else best
-        computing, moving = part.flops / (peak * getattr(rates, part.kind).value), part.products / hbm
+        computing, moving = (
+            part.flops / (peak * getattr(rates, part.kind).value),
+            part.products / hbm,
+        )
         others, starting = part.others / hbm, part.launches * rates.launch.value
         seconds = max(computing, moving) + others + starting
         parts.append((part, seconds))
@@ -72,7 +76,8 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> StepTime:
 
 
 def seconds_between(case: Case, cluster: Cluster, rates: Rates) -> dict[str, tuple[float, float]]:
-    """Seconds of a step with one rate at its fast and at its slow end, and with "all" of them there."""
+    """Seconds of a step with one rate at its fast and at its slow end, and with "all" of them
+    there."""
     uncertain = [name for name, rate in vars(rates).items() if rate.ends]
     found = {}
     for what, names in [*((name, [name]) for name in uncertain), ("all", uncertain)]:
@@ -82,7 +87,11 @@ def seconds_between(case: Case, cluster: Cluster, rates: Rates) -> dict[str, tup
 
 
 def _communication(
-    case: Case, cluster: Cluster, rates: Rates, parts: list[tuple[work.ScopeWork, float]], by_scope: Mapping[str, float]
+    case: Case,
+    cluster: Cluster,
+    rates: Rates,
+    parts: list[tuple[work.ScopeWork, float]],
+    by_scope: Mapping[str, float],
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each kind of collective, and the part that nothing covers."""
     taken: dict[str, float] = {}
@@ -92,14 +101,19 @@ def _communication(
         taken[flow.what] = taken.get(flow.what, 0.0) + seconds
         longest = max(longest, seconds) if flow.what == network.DIRECTIONS else longest
     if own := sum(seconds for part, seconds in parts if part.scope == "optimizer/exchange"):
-        for what in (network.GRADIENTS, network.DIRECTIONS):  # rows into buckets and out of them again
+        for what in (
+            network.GRADIENTS,
+            network.DIRECTIONS,
+        ):  # rows into buckets and out of them again
             taken[what] = max(taken.get(what, 0.0), own / 2)
     exposed, overlap = dict(taken), rates.overlap.value
     if network.DIRECTIONS in taken:
         others = max(taken[network.DIRECTIONS] - longest, 0.0)
         exposed[network.DIRECTIONS] -= overlap * min(others, by_scope["optimizer"])
     if network.FETCHING in taken:
-        layers = sum(by_scope.get(name, 0.0) for name in ("cca", "attention", "router", "experts", "mlp"))
+        layers = sum(
+            by_scope.get(name, 0.0) for name in ("cca", "attention", "router", "experts", "mlp")
+        )
         rest = 1 - 1 / case.model.num_hidden_layers  # nothing runs during the first
         exposed[network.FETCHING] -= overlap * min(taken[network.FETCHING] * rest, layers)
     return taken, exposed

@@ -1,11 +1,13 @@
-"""Estimates FLOPs, HBM bytes and launches of a step on one device by scope and stage, without compiling it.
+"""Estimates FLOPs, HBM bytes and launches of a step on one device by scope and stage, without
+compiling it.
 
     for part in work.parts(case): part.scope, part.stage, part.flops, part.bytes
 
-PASSES says which arrays the kernels of a layer read and write; around the layers stand the embedding, the head and the
-optimizer. The numbers were read off programs compiled for MI300X on 22 and 23 November 2026, kernel by kernel
-(`python benchmarks/plan.py`), which benchmarks/plan.md holds against these formulas. Where the model's code changes, so
-must they. Kinds of arrays, as sizes on a device:
+PASSES says which arrays the kernels of a layer read and write; around the layers stand the
+embedding, the head and the optimizer. The numbers were read off programs compiled for MI300X on 22
+and 23 November 2026, kernel by kernel (`python benchmarks/plan.py`), which benchmarks/plan.md holds
+against these formulas. Where the model's code changes, so must they. Kinds of arrays, as sizes on a
+device:
 
     x4 x2   N tokens of the model's width, float32 and in the compute format       r4      N of the router's, float32
     p2      N of packed queries and keys                  q2 v2   of the queries; of the keys or the values alone
@@ -30,9 +32,10 @@ from zaya_jax.plan.case import COPY, Case, size
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
-# For each part of a layer, and each stage, or kind of remat where "again" is less or more: arrays read and written by
-# products, which a GPU does under the multiplication where that takes longer; by all other kernels; launches; FLOPs
-# over those of the forward pass. Weights are turned to the compute format, their gradients are float32.
+# For each part of a layer, and each stage, or kind of remat where "again" is less or more: arrays
+# read and written by products, which a GPU does under the multiplication where that takes longer;
+# by all other kernels; launches; FLOPs over those of the forward pass. Weights are turned to the
+# compute format, their gradients are float32.
 # fmt: off
 PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
     "cca": {  # norm; q, k and v, some delayed; o
@@ -41,17 +44,23 @@ PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
         "elementwise": ("", "x4 x2 7v2", 6, 0),
         BACKWARD: ("4x2 2c2 2q2 w2 2w4", "3x4 x2 2v2 w4", 12, 2),
     },
-    "mix": {  # convolutions, norms and rotation by their own kernels: three for gradients, two convolve again
+    "mix": {
+        # convolutions, norms and rotation by their own kernels: three for gradients, two convolve
+        # again
         FORWARD: ("", "2.1p2", 1, 0), AGAIN: ("", "2.1p2", 1, 0), BACKWARD: ("", "9.3p2", 4, 2),
     },
     "mix by XLA": {  # where columns come from a neighbour too, or layers have several rotary tables
         FORWARD: ("3p2", "13p2 2q2 8v2", 14, 0), AGAIN: ("3p2", "13p2 2q2 8v2", 14, 0),
         BACKWARD: ("6p2", "28p2 c2 9v2", 28, 0),
     },
-    "softmax": {  # q, k, v r, out w; dq: q, k, v, out, d r; dk and dv: q, k, v, d r: two and seven products of scores
+    "softmax": {
+        # q, k, v r, out w; dq: q, k, v, out, d r; dk and dv: q, k, v, d r: two and seven products
+        # of scores
         FORWARD: ("", "2q2 2v2", 3, 1), "layer": ("", "2q2 2v2", 3, 1), BACKWARD: ("", "6q2 6v2", 5, 3.5),
     },
-    "linear": {  # features of k; states of chunks, their sums; the output. Where that is kept, states alone again
+    "linear": {
+        # features of k; states of chunks, their sums; the output. Where that is kept, states alone
+        # again
         FORWARD: ("", "2q2 6v2 6s2", 4, 1), AGAIN: ("", "4v2 5s2", 3, 0.1), "layer": ("", "2q2 6v2 6s2", 4, 1),
         BACKWARD: ("", "9q2 9v2 7s2", 5, 2.5),
     },
@@ -82,21 +91,29 @@ PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
 }
 # fmt: on
 RATES = {"experts": "grouped", "router": "float32", "softmax": "attention", "linear": "attention"}
-# Where experts lie over devices, buffers have more rows than an even load (`parallel.dispatch.SLACK`): rows of
-# products, as they come sorted by expert, and back. And each exchange: into slots, through two all-to-alls, and out.
+# Where experts lie over devices, buffers have more rows than an even load
+# (`parallel.dispatch.SLACK`): rows of products, as they come sorted by expert, and back. And each
+# exchange: into slots, through two all-to-alls, and out.
 ROUND, SENT = "10x2", "13x2"
-# Arrays of a layer kept for the backward pass: written forward, read backward. "products": over fsdp and TSP, where
-# nothing is computed again, the products' results, and nothing made of gathered weights.
+# Arrays of a layer kept for the backward pass: written forward, read backward. "products": over
+# fsdp and TSP, where nothing is computed again, the products' results, and nothing made of gathered
+# weights.
 KEPT = {
     "zaya": {
-        "layer": "x4 r4", "attention": "x4 r4 q2", "elementwise": "x4 2x2 h2 c2 q2 4r4",
-        "none": "2x4 3x2 h2 2c2 3q2 10r4", "products": "x4 3x2 c2 p2 q2 h2 5r4",
+        "layer": "x4 r4",
+        "attention": "x4 r4 q2",
+        "elementwise": "x4 2x2 h2 c2 q2 4r4",
+        "none": "2x4 3x2 h2 2c2 3q2 10r4",
+        "products": "x4 3x2 c2 p2 q2 h2 5r4",
     },
     "dense": {
-        "layer": "x4", "attention": "x4 q2", "elementwise": "x4 2x2 c2 q2 2f2",
-        "none": "3x4 2x2 c2 2q2 v2 3f2", "products": "x4 x2 c2 q2 2f2",
+        "layer": "x4",
+        "attention": "x4 q2",
+        "elementwise": "x4 2x2 c2 q2 2f2",
+        "none": "3x4 2x2 c2 2q2 v2 3f2",
+        "products": "x4 x2 c2 q2 2f2",
     },
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +144,23 @@ def sizes(case: Case) -> dict[str, float]:
     """Bytes of the kinds of arrays, weights aside."""
     m, n, b = case.model, case.tokens, size(case.here.precision.compute)
     heads = case.spread.heads
-    q, kv = m.num_attention_heads * m.head_dim / heads, max(m.num_key_value_heads / heads, 1) * m.head_dim
+    q, kv = (
+        m.num_attention_heads * m.head_dim / heads,
+        max(m.num_key_value_heads / heads, 1) * m.head_dim,
+    )
     width = (m.moe_intermediate_size if m.model_type == "zaya" else m.intermediate_size) / heads
     return {
-        "x4": 4.0 * n * m.hidden_size, "x2": b * n * m.hidden_size, "r4": 4.0 * n * m.router_hidden_size,
-        "p2": b * n * (q + kv), "q2": b * n * q, "v2": b * n * kv, "c2": b * n * (q + 2 * kv),
-        "h2": b * n * 2 * width, "f2": b * n * width, "s2": b * n * kv * m.head_dim / CHUNK,
-    }  # fmt: skip
+        "x4": 4.0 * n * m.hidden_size,
+        "x2": b * n * m.hidden_size,
+        "r4": 4.0 * n * m.router_hidden_size,
+        "p2": b * n * (q + kv),
+        "q2": b * n * q,
+        "v2": b * n * kv,
+        "c2": b * n * (q + 2 * kv),
+        "h2": b * n * 2 * width,
+        "f2": b * n * width,
+        "s2": b * n * kv * m.head_dim / CHUNK,
+    }
 
 
 @functools.cache
@@ -150,17 +177,21 @@ def moved(words: str, have: Mapping[str, float]) -> float:
 def kept(case: Case) -> float:
     """Bytes that are kept of a layer for the backward pass."""
     policy = {"offload": "attention", "none": "products" if fetched(case) else "none"}
-    return moved(KEPT[case.model.model_type][policy.get(case.here.remat, case.here.remat)], sizes(case))
+    return moved(
+        KEPT[case.model.model_type][policy.get(case.here.remat, case.here.remat)], sizes(case)
+    )
 
 
 def in_place(case: Case) -> bool:
-    """Whether kernels read the experts' weights, and write their gradients, where all layers' lie."""
+    """Whether kernels read the experts' weights, and write their gradients, where all layers'
+    lie."""
     s = case.spread
     return case.model.model_type == "zaya" and not (s.fsdp or s.tsp or s.expert_axes)
 
 
 def fetched(case: Case) -> bool:
-    """Whether a layer's weights come from other devices, so that it is computed again where nothing else is asked."""
+    """Whether a layer's weights come from other devices, so that it is computed again where nothing
+    else is asked."""
     return case.spread.fsdp or (case.spread.tsp and case.model.model_type == "zaya")
 
 
@@ -175,7 +206,9 @@ def _layers(case: Case) -> Iterator[ScopeWork]:
     found = [("softmax", mixer, layers - case.linear_layers), ("linear", mixer, case.linear_layers)]
     if mixer == "cca":
         # Its own kernels have no columns of a neighbour, and one rotary table at most.
-        own = case.spread.sequence_parts == 1 and len(set(case.model.kinds) - {"hybrid_linear"}) <= 1
+        own = (
+            case.spread.sequence_parts == 1 and len(set(case.model.kinds) - {"hybrid_linear"}) <= 1
+        )
         found += [("mix" if own else "mix by XLA", "cca", layers)]
     found += [(name, name, layers) for name in case.layer if name in PASSES]
     for name, scope, count in found:
@@ -187,7 +220,11 @@ def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[S
     """One part, at each stage at which it runs."""
     weights = case.layer.get(name, 0.0)
     held = 4 * weights - (4 - COPY) * case.copied.get(name, 0) / case.model.num_hidden_layers
-    have = sizes(case) | {"w4": 4 * weights, "w2": size(case.here.precision.compute) * weights, "wh": held}
+    have = sizes(case) | {
+        "w4": 4 * weights,
+        "w2": size(case.here.precision.compute) * weights,
+        "wh": held,
+    }
     over_devices = name == "experts" and bool(case.spread.expert_axes)
     if over_devices:  # a round's buffers, though no more rows are computed
         have |= {array: dispatch.SLACK * have[array] for array in ("h2", "f2")}
@@ -197,17 +234,26 @@ def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[S
         if not row or (stage == AGAIN and not repeats(case)):
             continue
         products, others, launches, flops = row
-        if weights and case.spread.heads > 1 and name != "router":  # the sum over devices reads and writes it
+        if (
+            weights and case.spread.heads > 1 and name != "router"
+        ):  # the sum over devices reads and writes it
             others += " 2x2"
         if over_devices:
             others += " " + ROUND
-            yield ScopeWork("experts/exchange", stage, 0.0, 0.0, times * moved(SENT, have), 5 * times)
+            yield ScopeWork(
+                "experts/exchange", stage, 0.0, 0.0, times * moved(SENT, have), 5 * times
+            )
         if name == "experts" and stage == BACKWARD and case.micro_batches > 1 and in_place(case):
             others += " w4"  # the sum so far
         yield ScopeWork(
-            scope, stage, times * flops * _forward_flops(case, name), times * moved(products, have),
-            times * moved(others, have), times * launches, RATES.get(name, "products"),
-        )  # fmt: skip
+            scope,
+            stage,
+            times * flops * _forward_flops(case, name),
+            times * moved(products, have),
+            times * moved(others, have),
+            times * launches,
+            RATES.get(name, "products"),
+        )
 
 
 def _forward_flops(case: Case, name: str) -> float:
@@ -223,7 +269,9 @@ def _forward_flops(case: Case, name: str) -> float:
             return b * convolution
         case "softmax":
             return 4.0 * case.rows * q * c * _area(case)
-        case "linear":  # queries with a chunk's keys, a quarter of them left out by tiles; and with states
+        case (
+            "linear"
+        ):  # queries with a chunk's keys, a quarter of them left out by tiles; and with states
             return b * c * (2 * q * 0.75 * CHUNK + c * (q + kv))
         case "router":
             return b * (d * r + 2 * r * r + r * (m.num_experts + 1))
@@ -237,11 +285,15 @@ def _forward_flops(case: Case, name: str) -> float:
 
 
 def _area(case: Case) -> float:
-    """Scores of one head and sequence that a device computes, the mean of layers with a softmax, after causality
-    and windows."""
+    """Scores of one head and sequence that a device computes, the mean of layers with a softmax,
+    after causality and windows."""
     m, whole, parts = case.model, case.here.data.seq_len, case.spread.sequence_parts
     chunk = whole // (2 * parts) if parts > 1 else whole
-    windows = [m.sliding_window if kind == "hybrid_sliding" else None for kind in m.kinds if kind != "hybrid_linear"]
+    windows = [
+        m.sliding_window if kind == "hybrid_sliding" else None
+        for kind in m.kinds
+        if kind != "hybrid_linear"
+    ]
     return case.length * whole * visited(chunk, whole, range(0, whole, chunk), windows or [None])
 
 
@@ -262,33 +314,50 @@ def _around(case: Case) -> Iterator[ScopeWork]:
     table4, table2 = 4.0 * m.vocab_size * m.hidden_size, b * m.vocab_size * m.hidden_size
     chunk, chunks = head_chunks(case)
     logits4, logits2 = 4.0 * chunk * chunks * m.vocab_size, b * chunk * chunks * m.vocab_size
-    # The sum over equal words turns as often as the longest run needs; each turn adds, and copies its carry.
+    # The sum over equal words turns as often as the longest run needs; each turn adds, and copies
+    # its carry.
     turns = math.ceil(math.log2(max(COMMONEST * case.tokens, 1)))
     # The look-ups' gradient onto the head's: where that lies, or under the head's last product.
-    onto = (4 if several else 3 if case.layout.sharded or fsdp else 0) * (table4 if chunks > 1 else 0.0)
+    onto = (4 if several else 3 if case.layout.sharded or fsdp else 0) * (
+        table4 if chunks > 1 else 0.0
+    )
     yield ScopeWork("embed", BACKWARD, 0, 0, mb * ((2 * turns + 7) * x4 + onto), mb * (turns + 41))
     yield ScopeWork(
-        "head", FORWARD, mb * 3 * 2.0 * chunk * chunks * m.hidden_size * m.vocab_size,
+        "head",
+        FORWARD,
+        mb * 3 * 2.0 * chunk * chunks * m.hidden_size * m.vocab_size,
         # Logits w; their gradient r twice; the table r twice, its gradient rw; rows.
         mb * (logits4 + 2 * logits2 + chunks * (2 * table2 + 2 * table4) + 3 * x4),
-        # The gradient made of the logits; the table to the compute format; rows, and their gradients into place.
-        mb * (logits4 + logits2 + table4 + table2 + 17 * x4), mb * (14 * chunks + 6),
-    )  # fmt: skip
+        # The gradient made of the logits; the table to the compute format; rows, and their
+        # gradients into place.
+        mb * (logits4 + logits2 + table4 + table2 + 17 * x4),
+        mb * (14 * chunks + 6),
+    )
     held = kept(case) * layers
-    # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put back: not those whose
-    # kernels write them where all layers' lie, nor those that leave with their layer. Kept arrays go in and out.
+    # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put
+    # back: not those whose kernels write them where all layers' lie, nor those that leave with
+    # their layer. Kept arrays go in and out.
     own = sum(case.layer.values()) * layers
     large = case.layer.get("experts", case.layer.get("mlp", 0.0)) * layers
     stacked = own - (large if in_place(case) or fsdp else case.leaving)
     yield ScopeWork("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 72 * layers)
-    # Zeros for kept arrays and for the table's gradient; the carry of the embedding's sum; o's weights converted.
-    rest = mb * (2.0 * case.layer[case.mixer] * layers + held + 2 * turns * x4) + min(chunks, 2) * table4
-    if several:  # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of it alone
+    # Zeros for kept arrays and for the table's gradient; the carry of the embedding's sum; o's
+    # weights converted.
+    rest = (
+        mb * (2.0 * case.layer[case.mixer] * layers + held + 2 * turns * x4)
+        + min(chunks, 2) * table4
+    )
+    if several:
+        # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of
+        # it alone
         rest += 4.0 * case.numbers["layers"] + mb * (0 if fsdp else 3 if chunks > 1 else 1) * table4
     if fsdp:
-        # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
+        # Gathers of a layer to compute with, and again in float32; its gradient packed and
+        # scattered; the table's both.
         gathered = 4.0 * own
-        rest += mb * ((gathered * (2 + b / 4) + 2 * table4) * (1 + 1 / case.spread.data) + 8 * gathered)
+        rest += mb * (
+            (gathered * (2 + b / 4) + 2 * table4) * (1 + 1 / case.spread.data) + 8 * gathered
+        )
     yield ScopeWork("other", FORWARD, 0, 0, rest, mb * (14.5 * layers + 85))
 
 
@@ -312,12 +381,17 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
     # A round is three kernels: x r, gram w; r, factor w; r with x, its successor w.
     products = rounds * (3 * x4 + 4 * gram4) * step / 4
     local = sum(case.numbers.values()) - sum(case.copied.values())
-    # The states; weights rw, directions r; norms of each device's part, or gradients weighed, cut and put away whole.
+    # The states; weights rw, directions r; norms of each device's part, or gradients weighed, cut
+    # and put away whole.
     others = (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + directions(case)
-    others += (4.0 * local + directions(case)) / case.devices + (20.0 * local if case.devices == 1 else 0.0)
+    others += (4.0 * local + directions(case)) / case.devices + (
+        20.0 * local if case.devices == 1 else 0.0
+    )
     yield ScopeWork("optimizer", "", flops, products, others, launches)
     if layout.sharded:
-        yield ScopeWork("optimizer/exchange", "", 0, 0, _exchanged(case), 24 if case.devices <= 8 else 160)
+        yield ScopeWork(
+            "optimizer/exchange", "", 0, 0, _exchanged(case), 24 if case.devices <= 8 else 160
+        )
 
 
 def _exchanged(case: Case) -> float:
@@ -326,17 +400,32 @@ def _exchanged(case: Case) -> float:
     ways = case.ways.values()
     found = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in ways)
     # A layer's gradients are copied where padding goes behind them.
-    found += sum(8.0 * way.layers * way.padded for way in ways if way.padded > way.matrices * math.prod(way.bucket.row))
-    weights = {"reduce-scatter": 1, "all-gather": 1, "all-to-all": 2, "exchange": 4, "all-reduce": 2}
+    found += sum(
+        8.0 * way.layers * way.padded
+        for way in ways
+        if way.padded > way.matrices * math.prod(way.bucket.row)
+    )
+    weights = {
+        "reduce-scatter": 1,
+        "all-gather": 1,
+        "all-to-all": 2,
+        "exchange": 4,
+        "all-reduce": 2,
+    }
     return (
         found
         + cut_out(case)
-        + sum(times * case.traffic(name)[kind] for name in case.layout.methods for kind, times in weights.items())
+        + sum(
+            times * case.traffic(name)[kind]
+            for name in case.layout.methods
+            for kind, times in weights.items()
+        )
     )
 
 
 def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
-    """FLOPs of the iteration of one matrix: of symmetric products the tiles on the diagonal and under it."""
+    """FLOPs of the iteration of one matrix: of symmetric products the tiles on the diagonal and
+    under it."""
     m, n = sorted(shape)
     down = max(m // 128, 1)
     skipped = (2.0 * m * m * n + 2.0 * m**3) * (down - 1) / (2 * down)
@@ -344,9 +433,14 @@ def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
 
 
 def directions(case: Case) -> float:
-    """Bytes of the optimizer's directions for all weights of a device, and of copies that are cut out of padding."""
+    """Bytes of the optimizer's directions for all weights of a device, and of copies that are cut
+    out of padding."""
     copied, weights = sum(case.copied.values()), sum(case.numbers.values())
-    return case.step_bytes * (case.muon_numbers - copied) + 4.0 * (weights - case.muon_numbers) + cut_out(case)
+    return (
+        case.step_bytes * (case.muon_numbers - copied)
+        + 4.0 * (weights - case.muon_numbers)
+        + cut_out(case)
+    )
 
 
 def cut_out(case: Case) -> float:

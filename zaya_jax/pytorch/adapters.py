@@ -1,8 +1,10 @@
-"""Writes the low-rank updates of a run (`run.lora`) apart from their base, in the format of PEFT (0.21.2).
+"""Writes the low-rank updates of a run (`run.lora`) apart from their base, in the format of PEFT
+(0.21.2).
 
-adapter_config.json and adapter_model.safetensors, which `PeftModel.from_pretrained(base, DIR)` puts onto transformers'
-`zaya`. A linear map's factors are matrices [out, in]. Those of the experts, a parameter of three dims, lie side by
-side: A [experts x rank, in], B [out, rank x experts]; PEFT nests the second such parameter's around the first's.
+adapter_config.json and adapter_model.safetensors, which `PeftModel.from_pretrained(base, DIR)` puts
+onto transformers' `zaya`. A linear map's factors are matrices [out, in]. Those of the experts, a
+parameter of three dims, lie side by side: A [experts x rank, in], B [out, rank x experts]; PEFT
+nests the second such parameter's around the first's.
 """
 
 import os
@@ -18,11 +20,15 @@ from zaya_jax.pytorch import any_model, tensor_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.training.workdir import write_json
 
-INSIDE = {"mlp.experts.gate_up_proj": "mlp.experts.base_layer", "mlp.experts.down_proj": "mlp.experts"}
+INSIDE = {
+    "mlp.experts.gate_up_proj": "mlp.experts.base_layer",
+    "mlp.experts.down_proj": "mlp.experts",
+}
 
 
 def to_peft(name: str, out: str | os.PathLike) -> Path:
-    """Writes a run's adapters; UserError where it has none, or where they are not all that it has changed."""
+    """Writes a run's adapters; UserError where it has none, or where they are not all that it has
+    changed."""
     found = any_model.find(name)
     names.check_zaya(found.model, found.name)
     if not isinstance(found.source, Merged):
@@ -32,8 +38,8 @@ def to_peft(name: str, out: str | os.PathLike) -> Path:
     pairs, moved = source.adapters()
     if moved:
         raise UserError(
-            f"{found.name} has moved the balancing biases, for which PEFT has no place; leave --adapters out, or "
-            "train with --config.balance.enabled=False"
+            f"{found.name} has moved the balancing biases, for which PEFT has no place; leave"
+            " --adapters out, or train with --config.balance.enabled=False"
         )
     target = claims.new_folder(out, "--out")
     tensors = _tensors(found.model, pairs)
@@ -47,7 +53,11 @@ def to_peft(name: str, out: str | os.PathLike) -> Path:
 
 
 def _rows(model: Model) -> list[names.TensorRow]:
-    return [row for row in names.layer_rows(model) if row.layout == "matrix" and row.path[0] in ("cca", "experts")]
+    return [
+        row
+        for row in names.layer_rows(model)
+        if row.layout == "matrix" and row.path[0] in ("cca", "experts")
+    ]
 
 
 def _tensors(model: Model, pairs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -58,7 +68,10 @@ def _tensors(model: Model, pairs: dict[str, np.ndarray]) -> dict[str, np.ndarray
             at = f"base_model.model.model.layers.{layer}.{INSIDE.get(row.name, row.name.removesuffix('.weight'))}"
             one, two = a[layer], b[layer]
             if one.ndim == 3:
-                one, two = one.swapaxes(0, 1).reshape(one.shape[1], -1), two.swapaxes(0, 1).reshape(-1, two.shape[2])
+                one, two = (
+                    one.swapaxes(0, 1).reshape(one.shape[1], -1),
+                    two.swapaxes(0, 1).reshape(-1, two.shape[2]),
+                )
             found[f"{at}.lora_A.weight"], found[f"{at}.lora_B.weight"] = one.T, two.T
     return dict(sorted(found.items(), key=lambda item: names.natural(item[0])))
 
@@ -66,8 +79,15 @@ def _tensors(model: Model, pairs: dict[str, np.ndarray]) -> dict[str, np.ndarray
 def _config(model: Model, rank: int, base: str) -> dict:
     rows = _rows(model)
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank,
-        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
         "target_modules": [row.name.split(".")[-2] for row in rows if row.name not in INSIDE],
         "target_parameters": [row.name for row in rows if row.name in INSIDE],
-    }  # fmt: skip
+    }

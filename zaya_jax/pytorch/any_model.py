@@ -3,9 +3,9 @@
     found = any_model.find("runs/tiny@200")     its config, its tokenizer and the source of its weights
     params, balance = found.weights(shardings)
 
-A name is a run's folder (of its newest step), FOLDER@STEP, a directory of transformers' `zaya`, or OWNER/NAME on the
-Hugging Face hub (OWNER/NAME@REVISION), which keeps one copy in its own cache. Nothing else is copied: the arrays are
-read from where they lie onto the devices.
+A name is a run's folder (of its newest step), FOLDER@STEP, a directory of transformers' `zaya`, or
+OWNER/NAME on the Hugging Face hub (OWNER/NAME@REVISION), which keeps one copy in its own cache.
+Nothing else is copied: the arrays are read from where they lie onto the devices.
 """
 
 import contextlib
@@ -39,12 +39,15 @@ HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 FORMS = fields.MODEL_FORMS
 # Of a model that was made here.
-NOT_IMPORTED: Mapping[str, Any] = MappingProxyType({"config": {}, "generation_config": None, "dtypes": {}})
+NOT_IMPORTED: Mapping[str, Any] = MappingProxyType(
+    {"config": {}, "generation_config": None, "dtypes": {}}
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnyModel:
-    """A model and its origin; nothing of its weights is read yet. Hashed by identity, as part of jitted arguments."""
+    """A model and its origin; nothing of its weights is read yet. Hashed by identity, as part of
+    jitted arguments."""
 
     name: str  # says the step, too
     folder: Path
@@ -71,8 +74,8 @@ class AnyModel:
         found = tokenizers.load(self.tokenizer_folder)
         if found.vocab_size > self.config.model.vocab_size:
             raise UserError(
-                f"{self.folder}: its tokenizer has {found.vocab_size} ids, its config.json a vocab_size of "
-                f"{self.config.model.vocab_size}; they do not belong together"
+                f"{self.folder}: its tokenizer has {found.vocab_size} ids, its config.json a"
+                f" vocab_size of {self.config.model.vocab_size}; they do not belong together"
             )
         return found
 
@@ -82,35 +85,49 @@ class AnyModel:
         return small_files(folder) if self.tokenizer_folder and folder.is_dir() else {}
 
     def weights(self, shardings: dict | None = None) -> tuple[dict, jax.Array]:
-        """(parameters, balancing biases): on the first device, or by `shardings`, a tree of {"params", "balance"},
-        where each device reads its own parts.
+        """(parameters, balancing biases): on the first device, or by `shardings`, a tree of
+        {"params", "balance"}, where each device reads its own parts.
         """
         model = self.model
         wanted = {
             "params": zaya.abstract(model),
-            "balance": {"bias": jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), np.float32)},
+            "balance": {
+                "bias": jax.ShapeDtypeStruct(
+                    (model.num_hidden_layers, model.num_experts + 1), np.float32
+                )
+            },
         }
         if shardings is None:
-            like = store.abstract_like(wanted, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+            like = store.abstract_like(
+                wanted, jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            )
         else:
-            like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings)
+            like = jax.tree.map(
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings
+            )
         self.check()
         found = self.source.restore(like)
         return found["params"], found["balance"]["bias"]
 
     def check(self) -> None:
-        """StorageError where the weights are damaged, UserError where they have other shapes than the config says."""
+        """StorageError where the weights are damaged, UserError where they have other shapes than
+        the config says."""
         self.source.check(names=WEIGHTS)
-        if odd := sources.misfit(self.source.arrays(), trees.flat({"params": zaya.abstract(self.model)})):
+        if odd := sources.misfit(
+            self.source.arrays(), trees.flat({"params": zaya.abstract(self.model)})
+        ):
             raise UserError(f"{self.name}: its weights are not those of its config: {odd}")
 
 
 def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
-    """The model of this name; UserError where there is none. `config`: of a state without one, as Orbax saves it."""
+    """The model of this name; UserError where there is none. `config`: of a state without one, as
+    Orbax saves it."""
     folder, step = place_of(name)
     if config is not None:
         if is_run(folder) and (folder / "config.json").exists():
-            raise UserError(f"{folder} is a run's folder and has a config of its own; leave config= out")
+            raise UserError(
+                f"{folder} is a run's folder and has a config of its own; leave config= out"
+            )
         kept = config.data.tokenizer
         has = kept == "bytes" or Path(kept).exists()
         with named(folder):
@@ -121,9 +138,14 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
             step = sources.latest_step(folder, step)
             source = with_base(Source(folder, step))
             config = config_at(folder, step)
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, lora=None))  # the weights are whole
+        config = dataclasses.replace(
+            config, run=dataclasses.replace(config.run, lora=None)
+        )  # the weights are whole
         tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
-        imported = {**NOT_IMPORTED, **(hf.read_json(folder / IMPORTED) if (folder / IMPORTED).exists() else {})}
+        imported = {
+            **NOT_IMPORTED,
+            **(hf.read_json(folder / IMPORTED) if (folder / IMPORTED).exists() else {}),
+        }
         return AnyModel(f"{folder}@{step}", folder, config, source, tokenizer, imported, step)
     if step is None and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors*"))):
         directory = hf.Directory(folder)
@@ -131,11 +153,14 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
         tokenizer = str(folder) if has else None
         made = config_of(directory.model, folder if has else None)
         return AnyModel(str(name), folder, made, directory, tokenizer, imported_of(directory))
-    raise UserError(f"{name} holds no model; give {FORMS}, or config= with a state that Orbax saved")
+    raise UserError(
+        f"{name} holds no model; give {FORMS}, or config= with a state that Orbax saved"
+    )
 
 
 def weights_of(name: str) -> Source:
-    """The weights of config.run.init_from: of any name, also without a config (exported parameters, an address)."""
+    """The weights of config.run.init_from: of any name, also without a config (exported parameters,
+    an address)."""
     try:
         place = _on_hub(name) or name
         if (Path(place) / "config.json").is_file() and any(Path(place).glob("*.safetensors")):
@@ -143,11 +168,14 @@ def weights_of(name: str) -> Source:
         return with_base(open_source(place))
     except UserError as error:
         why = str(error).replace("--workdir=", "")
-        raise UserError(f"config.run.init_from={name}: {why}; or give {FORMS}, or exported parameters") from None
+        raise UserError(
+            f"config.run.init_from={name}: {why}; or give {FORMS}, or exported parameters"
+        ) from None
 
 
 def with_base(source: Source) -> Source:
-    """A checkpoint's weights: merged with their base's, where it holds low-rank updates alone (`run.lora`)."""
+    """A checkpoint's weights: merged with their base's, where it holds low-rank updates alone
+    (`run.lora`)."""
     base = source.meta().get("base")
     if not base:
         return source
@@ -155,8 +183,8 @@ def with_base(source: Source) -> Source:
         found = weights_of(base["name"])
     except UserError:
         raise UserError(
-            f"{source.name} holds low-rank updates of {base['name']}, which cannot be read; bring it back, or put a "
-            "link to it there"
+            f"{source.name} holds low-rank updates of {base['name']}, which cannot be read; bring"
+            " it back, or put a link to it there"
         ) from None
     return Merged(source, found)
 
@@ -167,7 +195,8 @@ def is_run(folder: str | os.PathLike) -> bool:
 
 
 def place_of(name: str | os.PathLike) -> tuple[Path, int | None]:
-    """(the existing folder, the step) of a name; a model of the hub is downloaded, or taken from the hub's cache."""
+    """(the existing folder, the step) of a name; a model of the hub is downloaded, or taken from
+    the hub's cache."""
     fields.check_path("place", os.fspath(name))
     folder, step = sources.place_and_step(os.fspath(name), None)
     if Path(folder).is_dir():
@@ -180,16 +209,21 @@ def place_of(name: str | os.PathLike) -> tuple[Path, int | None]:
 def _on_hub(name: str) -> Path | None:
     """The folder in the hub's cache that has this model; None for a name that is a path."""
     found = HUB_NAME.fullmatch(name)
-    if not found or Path(name.split("/")[0]).is_dir():  # where the first part is a folder, the rest is misspelt
+    if (
+        not found or Path(name.split("/")[0]).is_dir()
+    ):  # where the first part is a folder, the rest is misspelt
         return None
-    from huggingface_hub import snapshot_download  # imported here: it takes 0.3 s, and few names are the hub's
+    from huggingface_hub import (
+        snapshot_download,
+    )  # imported here: it takes 0.3 s, and few names are the hub's
 
     try:
         return Path(snapshot_download(found[1], revision=found[2], allow_patterns=HUB_FILES))
     except Exception as error:  # the hub's own classes, the network's, the disk's
         raise UserError(
-            f"{name} is not a folder here, and the Hugging Face hub does not give it ({first_line(error)}); give "
-            f"{FORMS}; without a network, download it elsewhere and give its folder"
+            f"{name} is not a folder here, and the Hugging Face hub does not give it"
+            f" ({first_line(error)}); give {FORMS}; without a network, download it elsewhere and"
+            " give its folder"
         ) from None
 
 
@@ -203,7 +237,8 @@ def named(folder: Path) -> Iterator[None]:
 
 
 def config_at(workdir: str | os.PathLike, step: int) -> Config:
-    """The config that a step was trained with, from its checkpoint; UserError if config.json contradicts it."""
+    """The config that a step was trained with, from its checkpoint; UserError if config.json
+    contradicts it."""
     workdir = Path(workdir)
     recorded = read_config(workdir)
     saved = sources.read_meta(workdir, step).get("config")
@@ -214,8 +249,9 @@ def config_at(workdir: str | os.PathLike, step: int) -> Config:
         check_same(trained, recorded, workdir, step)
     except UserError as error:
         raise UserError(
-            f"{workdir / 'config.json'} contradicts the checkpoint of step {step}: {str(error).rpartition(';')[0]}; "
-            "restore the former from the checkpoint's meta/data.json"
+            f"{workdir / 'config.json'} contradicts the checkpoint of step {step}:"
+            f" {str(error).rpartition(';')[0]}; restore the former from the checkpoint's"
+            " meta/data.json"
         ) from None
     return trained
 
@@ -240,4 +276,8 @@ def imported_of(directory: hf.Directory) -> dict[str, Any]:
 
 def small_files(folder: Path) -> dict[str, bytes]:
     """The files of a folder that belong to a tokenizer."""
-    return {name: (folder / name).read_bytes() for name in tokenizer_files.FILES if (folder / name).is_file()}
+    return {
+        name: (folder / name).read_bytes()
+        for name in tokenizer_files.FILES
+        if (folder / name).is_file()
+    }

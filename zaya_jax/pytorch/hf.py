@@ -22,7 +22,8 @@ ANEW = "copy config.json and weights again from one place"
 
 
 class Directory(Unsealed):
-    """A checked model directory: its config, and its tensors, which it also reads as a checkpoint's arrays."""
+    """A checked model directory: its config, and its tensors, which it also reads as a checkpoint's
+    arrays."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -49,7 +50,10 @@ class Directory(Unsealed):
             raise UserError(f"{index} has no weight_map, a map from tensor names to files; {ANEW}")
         for name, file in where.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise UserError(f"{index} places {name} in {shown(file)}, which is not a file next to it; {ANEW}")
+                raise UserError(
+                    f"{index} places {name} in {shown(file)}, which is not a file next to it;"
+                    f" {ANEW}"
+                )
         files = {file: self._open(file) for file in sorted(set(where.values()))}
         held = [(name, file) for file, opened in files.items() for name in opened.tensors]
         if odd := sorted({*held} ^ {*where.items()}):
@@ -62,11 +66,13 @@ class Directory(Unsealed):
             pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLES)
             if pickles and not list(self.path.glob("*.safetensors")):
                 raise UserError(
-                    f"{self.path} has no safetensors but {pickles[0]}, which may run code when it "
-                    "is read; load it with transformers and save_pretrained(DIR, safe_serialization=True)"
+                    f"{self.path} has no safetensors but {pickles[0]}, which may run code when it"
+                    " is read; load it with transformers and save_pretrained(DIR,"
+                    " safe_serialization=True)"
                 )
             raise UserError(
-                f"{path} is missing; a model directory has model.safetensors, or the files its index names: {ANEW}"
+                f"{path} is missing; a model directory has model.safetensors, or the files its"
+                f" index names: {ANEW}"
             )
         return TensorFile(path)
 
@@ -77,20 +83,27 @@ class Directory(Unsealed):
         if odd:
             wrong = "lacks tensor" if odd[0] in expected else "has an unknown tensor"
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise UserError(f"{self.path} {wrong} {odd[0]}{more}: its config.json implies others; {ANEW}")
+            raise UserError(
+                f"{self.path} {wrong} {odd[0]}{more}: its config.json implies others; {ANEW}"
+            )
         if names.HEAD in self._files:
             expected[names.HEAD] = expected[names.EMBEDDING]
         for name, shape in expected.items():
             has = self._files[name].tensors[name]
             if has.shape != shape:
-                raise UserError(f"{self.path}: {name} has shape {has.shape}, expected {shape}; {ANEW}")
+                raise UserError(
+                    f"{self.path}: {name} has shape {has.shape}, expected {shape}; {ANEW}"
+                )
             if has.dtype not in tensor_files.DTYPES:
-                raise UserError(f"{self.path}: {name} is {has.dtype}, not F32, F16 or BF16; convert it")
+                raise UserError(
+                    f"{self.path}: {name} is {has.dtype}, not F32, F16 or BF16; convert it"
+                )
         if names.HEAD in self._files and not np.array_equal(
             self.tensor(names.HEAD).view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
         ):
             raise UserError(
-                f"{self.path}: {names.HEAD} differs from {names.EMBEDDING}; the head must be tied: ZAYA has no other"
+                f"{self.path}: {names.HEAD} differs from {names.EMBEDDING}; the head must be tied:"
+                " ZAYA has no other"
             )
 
     def dtypes(self) -> dict[str, str]:
@@ -98,23 +111,32 @@ class Directory(Unsealed):
         return {n: tensor_files.DTYPES[f.tensors[n].dtype].name for n, f in self._files.items()}
 
     def tensor(self, name: str) -> np.ndarray:
-        """One tensor as stored; UserError if it has a NaN or an infinity, because no run could begin with it."""
+        """One tensor as stored; UserError if it has a NaN or an infinity, because no run could
+        begin with it."""
         x = self._files[name].read(name)
         bad = x.size - np.count_nonzero(np.isfinite(x))
         if bad:
             raise UserError(
-                f"{self.path}: {name} has {bad:,} of {x.size:,} numbers that are not finite; {ANEW}, or take an "
-                "earlier checkpoint of that model"
+                f"{self.path}: {name} has {bad:,} of {x.size:,} numbers that are not finite;"
+                f" {ANEW}, or take an earlier checkpoint of that model"
             )
         return x
 
     def arrays(self) -> dict[str, Array]:
         """The parameters and balancing biases under our names, float32, a layer in each chunk."""
         layers = self.model.num_hidden_layers
-        shapes = {f"params.{name}": x.shape for name, x in trees.flat(zaya.abstract(self.model)).items()}
+        shapes = {
+            f"params.{name}": x.shape for name, x in trees.flat(zaya.abstract(self.model)).items()
+        }
         shapes["balance.bias"] = (layers, self.model.num_experts + 1)
-        chunk = lambda name, shape: (1, *shape[1:]) if name.split(".")[1] in ("layers", "bias") else shape  # noqa: E731
-        return {name: Array(name, shape, "float32", chunk(name, shape)) for name, shape in shapes.items()}
+
+        def chunk(name, shape):
+            return (1, *shape[1:]) if name.split(".")[1] in ("layers", "bias") else shape
+
+        return {
+            name: Array(name, shape, "float32", chunk(name, shape))
+            for name, shape in shapes.items()
+        }
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
         path, layer = tuple(array.name.split(".")[1:]), index[0]
@@ -149,7 +171,9 @@ def read_json(path: Path) -> dict:
     try:
         out = files.read_json(path)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; give a model directory as transformers writes it") from None
+        raise UserError(
+            f"{path} is missing; give a model directory as transformers writes it"
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); copy it anew") from None
     if not isinstance(out, dict):

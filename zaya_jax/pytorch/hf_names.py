@@ -1,7 +1,8 @@
-"""Maps names and shapes to and from the public PyTorch ZAYA (transformers' `zaya`), one row a tensor.
+"""Maps names and shapes to and from the public PyTorch ZAYA (transformers' `zaya`), one row a
+tensor.
 
-Ours are nested dicts with layers stacked on a leading axis and matrices [in, out]; theirs are flat names, one tensor a
-layer, matrices [out, in]. The same row converts in both directions.
+Ours are nested dicts with layers stacked on a leading axis and matrices [in, out]; theirs are flat
+names, one tensor a layer, matrices [out, in]. The same row converts in both directions.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ BALANCE = "mlp.gate.balancing_biases"
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """One tensor: our path, their name (inside a layer for stacked ones), and the change of layout between them."""
+    """One tensor: our path, their name (inside a layer for stacked ones), and the change of layout
+    between them."""
 
     path: tuple[str, ...]
     name: str
@@ -56,7 +58,11 @@ def _linear(path: str, name: str, bias: bool) -> list[TensorRow]:
 
 def _join(path: str, name: str) -> list[TensorRow]:
     theirs = {"y": "hidden_states", "h": "residual"}
-    return [TensorRow((path, f"{a}_{b}"), f"{name}.{theirs[a]}_{b}") for a in "yh" for b in ("scale", "bias")]
+    return [
+        TensorRow((path, f"{a}_{b}"), f"{name}.{theirs[a]}_{b}")
+        for a in "yh"
+        for b in ("scale", "bias")
+    ]
 
 
 def layer_rows(model: Model) -> list[TensorRow]:
@@ -70,7 +76,9 @@ def layer_rows(model: Model) -> list[TensorRow]:
         *_linear("cca/v_now", f"{qkv}.v_proj_current", b),
         *_linear("cca/v_prev", f"{qkv}.v_proj_delayed", b),
         *_linear("cca/o", "self_attn.o_proj", b),
-        TensorRow(("cca", "conv_depthwise", "kernel"), f"{qkv}.conv_qk_depthwise.weight", "depthwise"),
+        TensorRow(
+            ("cca", "conv_depthwise", "kernel"), f"{qkv}.conv_qk_depthwise.weight", "depthwise"
+        ),
         TensorRow(("cca", "conv_depthwise", "bias"), f"{qkv}.conv_qk_depthwise.bias"),
         TensorRow(("cca", "conv_grouped", "kernel"), f"{qkv}.conv_qk_grouped.weight", "grouped"),
         TensorRow(("cca", "conv_grouped", "bias"), f"{qkv}.conv_qk_grouped.bias"),
@@ -123,11 +131,27 @@ def get(tree: dict, path: tuple[str, ...], layer: int | None) -> Any:
 
 # Keys of the port that this project only carries over.
 _IGNORED = {
-    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache", "output_router_logits",
-    "output_attentions", "output_hidden_states", "return_dict", "_name_or_path", "chunk_size_feed_forward",
-    "id2label", "label2id", "problem_type", "is_encoder_decoder", "auto_map", "quantization_config", "name_or_path",
+    "architectures",
+    "model_type",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "output_router_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "_name_or_path",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "is_encoder_decoder",
+    "auto_map",
+    "quantization_config",
+    "name_or_path",
     "_attn_implementation_autoset",
-}  # fmt: skip
+}
 _THEIR_DEFAULTS = {
     "num_experts_per_tok": 1,
     "hidden_act": "silu",
@@ -145,14 +169,26 @@ _THEIR_DEFAULTS = {
 def model_from_json(given: dict, where: str) -> Model:
     """The Model of a config.json; UserError on a trait that this project does not have."""
     if given.get("model_type") != "zaya":
-        has = f"model_type is {shown(given['model_type'])}" if "model_type" in given else "it has no model_type"
-        raise UserError(f"{where}: {has}; only models of transformers' 'zaya' can be read, give such a directory")
+        has = (
+            f"model_type is {shown(given['model_type'])}"
+            if "model_type" in given
+            else "it has no model_type"
+        )
+        raise UserError(
+            f"{where}: {has}; only models of transformers' 'zaya' can be read, give such a"
+            " directory"
+        )
     fields = {f.name for f in dataclasses.fields(Model)} - {"intermediate_size"}
     unknown = sorted(set(given) - fields - _IGNORED)
     if unknown:
-        raise UserError(f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot honour it")
+        raise UserError(
+            f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot"
+            " honour it"
+        )
     if given.get("quantization_config"):
-        raise UserError(f"{where}: quantization_config is set; only unquantised weights can be read")
+        raise UserError(
+            f"{where}: quantization_config is set; only unquantised weights can be read"
+        )
     known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in fields}
     known["layer_types"] = tuple(given.get("layer_types") or ())
     known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"))
@@ -175,31 +211,44 @@ def check_zaya(model: Model, where: object) -> None:
         )
     if "hybrid_linear" in model.kinds:
         raise UserError(
-            f"{where}: layer {model.kinds.index('hybrid_linear')} is hybrid_linear, which PyTorch's zaya does not "
-            "have; only models of hybrid and hybrid_sliding layers can be exchanged"
+            f"{where}: layer {model.kinds.index('hybrid_linear')} is hybrid_linear, which PyTorch's"
+            " zaya does not have; only models of hybrid and hybrid_sliding layers can be exchanged"
         )
 
 
 def _rope_from_json(given: dict | None) -> dict:
-    """A rotary embedding for each layer kind, with their defaults; `check_model` finds what is unknown."""
+    """A rotary embedding for each layer kind, with their defaults; `check_model` finds what is
+    unknown."""
     if given is None:
         return dataclasses.asdict(RopeKinds(Rope(rope_theta=5e6), Rope(rope_theta=1e4)))
     own = {"rope_type": "default", "partial_rotary_factor": 1.0}
-    kinds = {kind: rope for kind, rope in given.items() if kind != "rope_type"}  # some files have one next to the kinds
+    kinds = {
+        kind: rope for kind, rope in given.items() if kind != "rope_type"
+    }  # some files have one next to the kinds
     return {kind: own | rope if isinstance(rope, dict) else rope for kind, rope in kinds.items()}
 
 
-def model_to_json(model: Model, dtype: str, source: dict | None = None, end_turn: int | None = None) -> dict:
+def model_to_json(
+    model: Model, dtype: str, source: dict | None = None, end_turn: int | None = None
+) -> dict:
     """The config.json of a Model; `source`, the one it was imported with, keeps its further keys.
 
-    `end_turn` is the id that ends an answer of a model that was trained on chats: transformers must stop at it too.
+    `end_turn` is the id that ends an answer of a model that was trained on chats: transformers must
+    stop at it too.
     """
     ours = to_dict(model)
     ours["layer_types"] = list(model.kinds)
     del ours["intermediate_size"]  # dense models have no form in the port
-    fixed = {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype, "use_cache": True}
+    fixed = {
+        "architectures": ["ZayaForCausalLM"],
+        "model_type": "zaya",
+        "dtype": dtype,
+        "use_cache": True,
+    }
     kept = dict(source or {})
-    if isinstance(kept.get("eos_token_id"), list) and kept["eos_token_id"][:1] == [model.eos_token_id]:
+    if isinstance(kept.get("eos_token_id"), list) and kept["eos_token_id"][:1] == [
+        model.eos_token_id
+    ]:
         ours["eos_token_id"] = kept["eos_token_id"]
     if end_turn is not None:
         ours["eos_token_id"] = with_end(ours["eos_token_id"], end_turn)
@@ -210,7 +259,11 @@ def model_to_json(model: Model, dtype: str, source: dict | None = None, end_turn
 def generation_json(model: Model, source: dict | None, end_turn: int | None = None) -> dict:
     """The generation_config.json of a Model; `source` is the one it was imported with."""
     ids = {key: getattr(model, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    made = {"_from_model_config": True, "use_cache": True, **{k: v for k, v in ids.items() if v is not None}}
+    made = {
+        "_from_model_config": True,
+        "use_cache": True,
+        **{k: v for k, v in ids.items() if v is not None},
+    }
     found = dict(source or made)
     if end_turn is not None:
         found["eos_token_id"] = with_end(found.get("eos_token_id", model.eos_token_id), end_turn)
@@ -227,4 +280,6 @@ def natural(name: str) -> list:
     """Sort key that puts layer 10 after layer 9."""
     # Numbers are compared by their digits: int() takes at most 4,300.
     parts = re.split(r"([0-9]+)", name)
-    return [(len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(parts)]
+    return [
+        (len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(parts)
+    ]

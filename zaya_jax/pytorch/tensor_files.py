@@ -1,8 +1,9 @@
-"""Reads and writes safetensors files one tensor at a time: reading by the library, writing by plain writes.
+"""Reads and writes safetensors files one tensor at a time: reading by the library, writing by plain
+writes.
 
-A model is never in memory as a whole. The library maps a file, and every touched page counts as this
-process's memory while the file is open, so the file is opened again for each tensor. Its writer takes
-a whole file's tensors at once, 10 GB for a shard of 5 GB, so shards are written here.
+A model is never in memory as a whole. The library maps a file, and every touched page counts as
+this process's memory while the file is open, so the file is opened again for each tensor. Its
+writer takes a whole file's tensors at once, 10 GB for a shard of 5 GB, so shards are written here.
 """
 
 import contextlib
@@ -20,7 +21,11 @@ from safetensors import SafetensorError, safe_open
 
 from zaya_jax.config import UserError
 
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,7 +38,9 @@ class TensorFile:
         self.path = path
         with _opened(path) as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            self.tensors = {n: About(tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+            self.tensors = {
+                n: About(tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()
+            }
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
@@ -54,7 +61,9 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="numpy") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read, it is truncated or damaged ({error}); copy it anew") from None
+        raise UserError(
+            f"{path} cannot be read, it is truncated or damaged ({error}); copy it anew"
+        ) from None
 
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
@@ -65,20 +74,31 @@ def num_bytes(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.shape) * np.dtype(x.dtype).itemsize
 
 
-def write_sharded(folder: Path, specs: Specs, tensor: Callable[[str], np.ndarray], shard_bytes: int) -> None:
-    """Writes tensors, of which one at a time is asked for by its name, as one file or as shards with an index."""
-    from huggingface_hub import split_state_dict_into_shards_factory  # imported here: it takes 0.3 s
+def write_sharded(
+    folder: Path, specs: Specs, tensor: Callable[[str], np.ndarray], shard_bytes: int
+) -> None:
+    """Writes tensors, of which one at a time is asked for by its name, as one file or as shards
+    with an index."""
+    from huggingface_hub import (
+        split_state_dict_into_shards_factory,
+    )  # imported here: it takes 0.3 s
 
     split = split_state_dict_into_shards_factory(
-        dict(specs), get_storage_size=num_bytes, filename_pattern="model{suffix}.safetensors",
+        dict(specs),
+        get_storage_size=num_bytes,
+        filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
-    )  # fmt: skip
+    )
     for file, names in split.filename_to_tensors.items():
         with (folder / file).open("wb") as f:
             f.write(_header({name: specs[name] for name in names}))
             for name in names:
                 x = tensor(name)
-                assert (x.shape, x.dtype) == (specs[name].shape, specs[name].dtype), (name, x.shape, x.dtype)
+                assert (x.shape, x.dtype) == (specs[name].shape, specs[name].dtype), (
+                    name,
+                    x.shape,
+                    x.dtype,
+                )
                 np.ascontiguousarray(x).tofile(f)
                 del x
             f.flush()
@@ -93,7 +113,11 @@ def _header(shard: Specs) -> bytes:
     end = 0
     for name, x in shard.items():
         begin, end = end, end + num_bytes(x)
-        entries[name] = {"dtype": NAMES[np.dtype(x.dtype).name], "shape": list(x.shape), "data_offsets": [begin, end]}
+        entries[name] = {
+            "dtype": NAMES[np.dtype(x.dtype).name],
+            "shape": list(x.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin on a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text

@@ -1,8 +1,8 @@
 """Writes a workdir's tokenizer for transformers, with the chat template that the model learnt.
 
-A model keeps the template that it came with, which fine-tuning spells chats by; without one it gets ours if its
-vocabulary has the marks of turns. A model that was imported and not trained
-is exported unchanged.
+A model keeps the template that it came with, which fine-tuning spells chats by; without one it gets
+ours if its vocabulary has the marks of turns. A model that was imported and not trained is exported
+unchanged.
 """
 
 import json
@@ -19,9 +19,13 @@ FILES = (tokenizers.FILE, *tokenizers.EXTRA_FILES, "vocab.json", "merges.txt")
 
 
 def write(
-    target: Path, kept: Mapping[str, bytes], tokenizer: tokenizers.Tokenizer | None, config: Config | None
+    target: Path,
+    kept: Mapping[str, bytes],
+    tokenizer: tokenizers.Tokenizer | None,
+    config: Config | None,
 ) -> None:
-    """A tokenizer's files in a model directory; unchanged if the model was not trained (no config)."""
+    """A tokenizer's files in a model directory; unchanged if the model was not trained (no
+    config)."""
     for name, content in kept.items():
         (target / name).write_bytes(content)
     if config is None or tokenizer is None:
@@ -34,10 +38,15 @@ def write(
         settings.pop("chat_template", None)  # a reader of both may take either
     if not (target / CONFIG).is_file():
         settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
             "model_max_length": config.model.max_position_embeddings,
-        }  # fmt: skip
-        names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+        }
+        names = {
+            "bos_token": tokenizer.bos_id,
+            "eos_token": tokenizer.eos_id,
+            "pad_token": tokenizer.pad_id,
+        }
         settings |= {name: tokenizer.mark(token) for name, token in names.items()}
     if (target / "tokenizer.json").is_file() and settings != _read_config(target):
         text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
@@ -48,7 +57,11 @@ def came_with_template(folder: Path) -> bool:
     """Whether a tokenizer's folder has a template that is not ours."""
     return bool(
         chat_template.own_source(
-            {name: (folder / name).read_bytes() for name in (CONFIG, TEMPLATE) if (folder / name).is_file()}
+            {
+                name: (folder / name).read_bytes()
+                for name in (CONFIG, TEMPLATE)
+                if (folder / name).is_file()
+            }
         )
     )
 

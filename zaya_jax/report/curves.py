@@ -1,4 +1,5 @@
-"""A run's curves: losses, learning rate, gradient norms, speed, saving, any other number that the run records."""
+"""A run's curves: losses, learning rate, gradient norms, speed, saving, any other number that the
+run records."""
 
 import math
 from collections.abc import Sequence
@@ -23,22 +24,36 @@ OPTIMISER_KEYS = ("lr", "grad_norm", "clipped", "skipped")
 SPEED_KEYS = ("step_seconds", "tokens_per_second", "data/wait_fraction", "mfu")
 PLACED_KEYS = {"loss", "eval/loss", "tokens", *OPTIMISER_KEYS, *SPEED_KEYS}
 TITLES = {
-    "lr": "Learning rate", "grad_norm": "Gradient norm", "clipped": "Clipped gradients", "skipped": "Skipped updates",
-    "step_seconds": "Seconds per step", "tokens_per_second": "Tokens per second",
-    "data/wait_fraction": "Time waiting for data", "mfu": "Model FLOPs utilisation",
-    "param_norm": "Norm of the weights", "update_norm": "Norm of the update",
-    "target_tokens": "Targets per step", "z": "Drift of the logits, mean of log² Z",
-    "bias_change": "Change of the balancing biases", "dead_experts": "Experts without a token",
-    "greatest_share": "Share of the busiest expert", "skip_share": "Skipped tokens",
-    "loss": "Train loss", "eval/loss": "Held-out loss",
-    "data": "Data", "checkpoint": "Seconds of a save", "eval": "Held-out loss",
-}  # fmt: skip
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "clipped": "Clipped gradients",
+    "skipped": "Skipped updates",
+    "step_seconds": "Seconds per step",
+    "tokens_per_second": "Tokens per second",
+    "data/wait_fraction": "Time waiting for data",
+    "mfu": "Model FLOPs utilisation",
+    "param_norm": "Norm of the weights",
+    "update_norm": "Norm of the update",
+    "target_tokens": "Targets per step",
+    "z": "Drift of the logits, mean of log² Z",
+    "bias_change": "Change of the balancing biases",
+    "dead_experts": "Experts without a token",
+    "greatest_share": "Share of the busiest expert",
+    "skip_share": "Skipped tokens",
+    "loss": "Train loss",
+    "eval/loss": "Held-out loss",
+    "data": "Data",
+    "checkpoint": "Seconds of a save",
+    "eval": "Held-out loss",
+}
 SHARES = {"clipped", "skipped"}  # 0 or 1 each step: drawn as the share of a few stretches
 STRETCHES = 24
 FROM_ZERO = {*OPTIMISER_KEYS, *SPEED_KEYS, *SHARES} - {"grad_norm"}
 SMOOTHED = {"grad_norm", *SPEED_KEYS}
 PERCENT = {"data/wait_fraction", "mfu", *SHARES}
-WAITS = "The training waits for the copy, on a GPU only for its part on the device; the rest overlaps."
+WAITS = (
+    "The training waits for the copy, on a GPU only for its part on the device; the rest overlaps."
+)
 SAVE_FIGURES = (  # title, label, colour, seconds of a save
     ("Copy", "slowest process", 1, lambda save: save.slowest("copy")),
     ("Whole save", "begin to commit", 0, lambda save: save.whole()),
@@ -54,15 +69,22 @@ def loss_section(run: Workdir) -> Section:
     if held_out:
         lines.append(Curve("held-out", held_out.coarse(160).course(), 1, "dots"))
     bad = bad_steps(*(series for series in (train, held_out) if series))
-    starts = [line.points[0][1] for line in lines if line.points and math.isfinite(line.points[0][1])]
-    pictures = Chart("Loss", lines, run.steps, _range(_drawn(lines), keep=starts), bad_steps=bad).draw()
+    starts = [
+        line.points[0][1] for line in lines if line.points and math.isfinite(line.points[0][1])
+    ]
+    pictures = Chart(
+        "Loss", lines, run.steps, _range(_drawn(lines), keep=starts), bad_steps=bad
+    ).draw()
     middle = (run.first_step + run.last_step) / 2
     if train and sum(step >= middle for step, _ in lines[0].points) >= 10:
         half = [_later(line, middle) for line in lines]
         pictures += Chart(
-            "Loss, second half", half, (middle, float(run.last_step)), _range(_drawn(half)),
+            "Loss, second half",
+            half,
+            (middle, float(run.last_step)),
+            _range(_drawn(half)),
             bad_steps=[step for step in bad if step >= middle],
-        ).draw()  # fmt: skip
+        ).draw()
     unit = f"In {run.unit}"
     if run.unit == "nats per byte" and held_out and math.isfinite(held_out.last):
         unit += f"; the last held-out loss is {number(held_out.last / math.log(2))} bits per byte"
@@ -72,27 +94,43 @@ def loss_section(run: Workdir) -> Section:
 def optimiser_section(run: Workdir) -> Section:
     """Learning rate, gradient norm, clipped and skipped updates, and norms by group."""
     pictures = [_curve(run, key) for key in OPTIMISER_KEYS if key in run.series]
-    pictures += [_grouped(run, name, keys) for name, keys in _groups(run).items() if name.endswith("_norm")]
+    pictures += [
+        _grouped(run, name, keys) for name, keys in _groups(run).items() if name.endswith("_norm")
+    ]
     return Section("Optimisation", pictures="".join(pictures))
 
 
 def speed_section(run: Workdir) -> Section:
     """Step time, throughput, waiting for data, utilisation."""
-    return Section("Speed", pictures="".join(_curve(run, key) for key in SPEED_KEYS if key in run.series))
+    return Section(
+        "Speed", pictures="".join(_curve(run, key) for key in SPEED_KEYS if key in run.series)
+    )
 
 
 def saves_section(run: Workdir) -> Section:
     """Seconds of each save; empty if the run saved at most once."""
-    return Section("Checkpoints", WAITS, pictures=save_curves(list(times.read(run.path).get("save", {}).values())))
+    return Section(
+        "Checkpoints",
+        WAITS,
+        pictures=save_curves(list(times.read(run.path).get("save", {}).values())),
+    )
 
 
 def other_section(run: Workdir) -> Section:
     """All other metrics: numbers as curves, lists of numbers as heat maps; zeros are only named."""
     groups = _groups(run)
     grouped = {key for keys in groups.values() for key in keys}
-    pictures = [_curve(run, key) for key in run.series if key not in PLACED_KEYS and key not in grouped]
-    pictures += [_grouped(run, name, keys) for name, keys in groups.items() if not name.endswith("_norm")]
-    pictures += [list_map(run, key) for key in run.vectors if key not in ("load", "load_entropy", "skip_share")]
+    pictures = [
+        _curve(run, key) for key in run.series if key not in PLACED_KEYS and key not in grouped
+    ]
+    pictures += [
+        _grouped(run, name, keys) for name, keys in groups.items() if not name.endswith("_norm")
+    ]
+    pictures += [
+        list_map(run, key)
+        for key in run.vectors
+        if key not in ("load", "load_entropy", "skip_share")
+    ]
     zero = [title(key) for key, found in [*run.series.items(), *run.vectors.items()] if found.zero]
     notes = [f"Zero at every step: {'; '.join(zero)}."] if zero else []
     return Section("Other metrics", notes=notes, pictures="".join(pictures))
@@ -101,11 +139,14 @@ def other_section(run: Workdir) -> Section:
 def title(key: str) -> str:
     """A metric's plain name, where it has one; of `prefix/name` the prefix's."""
     prefix, slash, name = key.partition("/")
-    return TITLES.get(key, f"{TITLES[prefix]}: {name.replace('_', ' ')}" if slash and prefix in TITLES else key)
+    return TITLES.get(
+        key, f"{TITLES[prefix]}: {name.replace('_', ' ')}" if slash and prefix in TITLES else key
+    )
 
 
 def save_curves(saves: Sequence[times.Event]) -> str:
-    """Two pictures: the slowest process's copy, and from begin to commit; nothing for a single save."""
+    """Two pictures: the slowest process's copy, and from begin to commit; nothing for a single
+    save."""
     if len(saves) < 2:
         return ""
     look, pictures = "line" if len(saves) > FEW_SAVES else "dots", ""
@@ -117,9 +158,13 @@ def save_curves(saves: Sequence[times.Event]) -> str:
         unit, scale = (" s", 1.0) if longest >= 0.1 else (" ms", 1e3)
         bins = series.coarse(POINTS)
         note = "Each point is the slowest of several saves." if len(bins.steps) < len(saves) else ""
-        line = Curve(label, list(zip(bins.steps, (bins.high * scale).tolist(), strict=True)), color, look)
+        line = Curve(
+            label, list(zip(bins.steps, (bins.high * scale).tolist(), strict=True)), color, look
+        )
         y_range = (0.0, longest * scale * 1.08 or 1.0)
-        pictures += Chart(title, [line], (bins.steps[0], bins.steps[-1]), y_range, unit=unit, note=note).draw()
+        pictures += Chart(
+            title, [line], (bins.steps[0], bins.steps[-1]), y_range, unit=unit, note=note
+        ).draw()
     return pictures
 
 
@@ -133,8 +178,11 @@ def _groups(run: Workdir) -> dict[str, list[str]]:
     return groups
 
 
-def _lines(label: str, series: Series, points: int, *, smooth: bool = False, factor: float = 1.0) -> list[Curve]:
-    """A series as curves: each step faint below its smoothed course, or plain; a band over shared bins."""
+def _lines(
+    label: str, series: Series, points: int, *, smooth: bool = False, factor: float = 1.0
+) -> list[Curve]:
+    """A series as curves: each step faint below its smoothed course, or plain; a band over shared
+    bins."""
     bins = series.coarse(points)
     merged, plain = bool((bins.counts > 1).any()), bins.course(factor)
     ends = (bins.low * factor).tolist(), (bins.high * factor).tolist()
@@ -147,9 +195,11 @@ def _lines(label: str, series: Series, points: int, *, smooth: bool = False, fac
 
 
 def smoothed(bins: Bins, length: int = 0) -> list[tuple[float, float]]:
-    """A moving mean of the middle half of values, over a thirtieth of the run and at its start over fewer.
+    """A moving mean of the middle half of values, over a thirtieth of the run and at its start over
+    fewer.
 
-    `length`: the number of bins that the thirtieth is taken of, where it is not the number of these.
+    `length`: the number of bins that the thirtieth is taken of, where it is not the number of
+    these.
     """
     half, out = max(1, (length or len(bins.steps)) // 60), []
     for i, (step, mean) in enumerate(bins.course()):
@@ -162,11 +212,16 @@ def smoothed(bins: Bins, length: int = 0) -> list[tuple[float, float]]:
 
 def _later(line: Curve, step: float) -> Curve:
     points = [p for p in line.points if not p[0] < step]
-    return Curve(line.label, points, line.color, line.look, [p for p in line.band if not p[0] < step])
+    return Curve(
+        line.label, points, line.color, line.look, [p for p in line.band if not p[0] < step]
+    )
 
 
-def _range(values: Sequence[float], zero: bool = False, keep: Sequence[float] = ()) -> tuple[float, float]:
-    """The values' range, without lone extremes that would flatten the rest; `keep` are inside in any case."""
+def _range(
+    values: Sequence[float], zero: bool = False, keep: Sequence[float] = ()
+) -> tuple[float, float]:
+    """The values' range, without lone extremes that would flatten the rest; `keep` are inside in
+    any case."""
     good = sorted(v for v in values if math.isfinite(v))
     if not good:
         return 0.0, 1.0
@@ -219,12 +274,17 @@ def _curve(run: Workdir, key: str) -> str:
     else:
         lines = _lines("each step", series, _points(run), smooth=key in SMOOTHED, factor=factor)
     y_range, log = axis_range(lines, zero=key in FROM_ZERO)
-    return Chart(title(key), lines, run.steps, y_range, log, unit=unit, bad_steps=bad_steps(series)).draw()
+    return Chart(
+        title(key), lines, run.steps, y_range, log, unit=unit, bad_steps=bad_steps(series)
+    ).draw()
 
 
 def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
     """All metrics `prefix/…` in pictures of a few curves each."""
-    pictures, name = "", TITLES.get(prefix, f"{prefix}/…") + (" by group" if prefix.endswith("_norm") else "")
+    pictures, name = (
+        "",
+        TITLES.get(prefix, f"{prefix}/…") + (" by group" if prefix.endswith("_norm") else ""),
+    )
     for start in range(0, len(keys), GROUP):
         part = keys[start : start + GROUP]
         lines = []
@@ -233,9 +293,14 @@ def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
             lines.append(Curve(key.partition("/")[2].replace("_", " "), line.points, color))
         y_range, log = axis_range(lines)
         pictures += Chart(
-            name + (f" ({start // GROUP + 1})" if start else ""), lines, run.steps, y_range, log,
-            bad_steps=bad_steps(*(run.series[key] for key in part)), note="Smoothed.",
-        ).draw()  # fmt: skip
+            name + (f" ({start // GROUP + 1})" if start else ""),
+            lines,
+            run.steps,
+            y_range,
+            log,
+            bad_steps=bad_steps(*(run.series[key] for key in part)),
+            note="Smoothed.",
+        ).draw()
     return pictures
 
 

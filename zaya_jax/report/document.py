@@ -1,4 +1,5 @@
-"""A document: a title, and sections with tables and pictures, from which one renderer makes Markdown and a page.
+"""A document: a title, and sections with tables and pictures, from which one renderer makes
+Markdown and a page.
 
     document = Page("A run", sections=[Section("Loss", tables=[Table("By phase", head, rows)])])
     document.markdown()                for a terminal too, and for files next to the page
@@ -22,7 +23,8 @@ OPEN_ROWS = 24  # a longer table starts folded
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells under a title; the first cell names its row. `look`: num or code, as `style` has them."""
+    """Rows of cells under a title; the first cell names its row. `look`: num or code, as `style`
+    has them."""
 
     title: str
     head: Sequence[object]
@@ -32,15 +34,25 @@ class Table:
     folded: bool | None = None  # on a page; None: not foldable
 
     def markdown(self) -> str:
-        """The table in Markdown, its columns aligned for a terminal; a cell ends no cell and no row."""
+        """The table in Markdown, its columns aligned for a terminal; a cell ends no cell and no
+        row."""
         lines = [
             [printable(" ".join(str(cell).splitlines()).replace("|", "\\|")) for cell in row]
             for row in (self.head, *self.rows)
         ]
         widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
         sides = ["<" if self.look == "code" or not place else ">" for place in range(len(widths))]
-        texts = [[f"{cell:{s}{w}}" for cell, s, w in zip(line, sides, widths, strict=True)] for line in lines]
-        texts.insert(1, ["-" * (w - 1) + ("-" if s == "<" else ":") for s, w in zip(sides, widths, strict=True)])
+        texts = [
+            [f"{cell:{s}{w}}" for cell, s, w in zip(line, sides, widths, strict=True)]
+            for line in lines
+        ]
+        texts.insert(
+            1,
+            [
+                "-" * (w - 1) + ("-" if s == "<" else ":")
+                for s, w in zip(sides, widths, strict=True)
+            ],
+        )
         return "\n".join([f"### {self.title}\n", *(f"| {' | '.join(row)} |" for row in texts), ""])
 
     def html(self) -> str:
@@ -48,10 +60,14 @@ class Table:
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.head)
         rows = "".join(
-            f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+            "<tr><th"
+            f' scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
             for name, *cells in self.rows
         )
-        table = f'<table class="{self.look}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        table = (
+            "<table"
+            f' class="{self.look}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        )
         content = f'{note}<div class="scroll">{table}</div>'
         if self.folded is None:
             return f'<div class="card"><h3>{escape(self.title)}</h3>{content}</div>\n'
@@ -83,7 +99,11 @@ class Section:
         """Its words, figures, pictures and tables."""
         text = f"<p>{escape(self.text)}</p>" if self.text else ""
         grid = f'<div class="grid2">{self.pictures}</div>' if self.pictures else ""
-        notes = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in self.notes)}</ul>" if self.notes else ""
+        notes = (
+            f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in self.notes)}</ul>"
+            if self.notes
+            else ""
+        )
         tables = "".join(table.html() for table in self.tables)
         content = f"{text}{_tiles(self.tiles)}{grid}{tables}{notes}{self.below}"
         return f"<section><h2>{escape(self.title)}</h2>{content}</section>\n"
@@ -104,7 +124,9 @@ class Page:
     def markdown(self) -> str:
         """Without the pictures."""
         head = [f"# {self.title}\n", f"{self.about}\n", *map("- {}".format, self.warnings)]
-        return "\n".join([*head, *(section.markdown() for section in self.sections if section)]) + "\n"
+        return (
+            "\n".join([*head, *(section.markdown() for section in self.sections if section)]) + "\n"
+        )
 
     def html(self) -> str:
         """One page, complete in itself, light or dark as the reader has it."""
@@ -130,7 +152,10 @@ def fold(summary: str, content: str, opened: bool = False) -> str:
 
 
 def _tiles(tiles: Sequence[Tile]) -> str:
-    cells = "".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in tiles)
+    cells = "".join(
+        f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>"
+        for a, b, c in tiles
+    )
     return f'<dl class="tiles">{cells}</dl>' if tiles else ""
 
 
@@ -142,7 +167,8 @@ def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Pa
     except OSError as error:
         where, reason = error.filename or target, error.strerror or error
         raise UserError(
-            f"no report: {str(where)!r}: {reason}; the folder must be readable and {target.name} replaceable"
+            f"no report: {str(where)!r}: {reason}; the folder must be readable and {target.name}"
+            " replaceable"
         ) from error
     return target
 
@@ -150,7 +176,10 @@ def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Pa
 def check_target(target: pathlib.Path, option: str) -> pathlib.Path:
     """The page's file from an option; UserError for a folder or another kind of file."""
     if target.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"{option}={target} does not end in .html; the page is HTML, and other files must not be lost")
+        raise UserError(
+            f"{option}={target} does not end in .html; the page is HTML, and other files must not"
+            " be lost"
+        )
     if target.is_dir():
         raise UserError(f"{option}={target} is a folder; give the name of a file in it")
     return target

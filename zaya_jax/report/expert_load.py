@@ -1,7 +1,8 @@
 """Pictures of the experts' load: balance, skipped tokens, single layers, shares at the end.
 
-`load` is [L, E+1] with the skip class last, shares of all real tokens. Balance is the paper's health figure: the
-entropy of the shares over the E experts alone, divided by its greatest value ln E; 1 is an even load.
+`load` is [L, E+1] with the skip class last, shares of all real tokens. Balance is the paper's
+health figure: the entropy of the shares over the E experts alone, divided by its greatest value ln
+E; 1 is an even load.
 """
 
 import numpy as np
@@ -24,7 +25,9 @@ def experts_section(run: Workdir) -> Section:
     if "skip_share" in run.vectors:
         pictures += list_map(run, "skip_share")
     if not load or not entropy:
-        return Section("Expert load", "Normalised load entropy: 1 is an even load.", pictures=pictures)
+        return Section(
+            "Expert load", "Normalised load entropy: 1 is an even load.", pictures=pictures
+        )
     layers, experts = load.shape
     least_balanced = int(np.nan_to_num(entropy.good, nan=1.0).mean(0).argmin())
     bins = load.coarse(columns(experts))
@@ -38,7 +41,8 @@ def experts_section(run: Workdir) -> Section:
 
 
 def entropies(load: np.ndarray) -> np.ndarray:
-    """Normalised load entropy over the experts, of loads [..., E+1]; NaN where no token was routed."""
+    """Normalised load entropy over the experts, of loads [..., E+1]; NaN where no token was
+    routed."""
     routed = load[..., :-1]
     with np.errstate(divide="ignore", invalid="ignore"):
         f = routed / routed.sum(-1, keepdims=True)
@@ -46,10 +50,13 @@ def entropies(load: np.ndarray) -> np.ndarray:
 
 
 def fair_shares(load: np.ndarray) -> np.ndarray:
-    """Each expert's share of the routed tokens in multiples of an even share; 0 where no token was routed."""
+    """Each expert's share of the routed tokens in multiples of an even share; 0 where no token was
+    routed."""
     routed = load[..., :-1]
     total = routed.sum(-1, keepdims=True)
-    return np.divide(routed * routed.shape[-1], total, out=np.zeros_like(routed) + 0 * total, where=total > 0)
+    return np.divide(
+        routed * routed.shape[-1], total, out=np.zeros_like(routed) + 0 * total, where=total > 0
+    )
 
 
 def _summary(end: np.ndarray) -> str:
@@ -62,7 +69,10 @@ def _summary(end: np.ndarray) -> str:
         between = between if least != most else f"is {most} in every layer"
         parts.append(f"At the end the load’s normalised entropy {between}; 1 is an even load.")
     if np.isfinite(skip).any():
-        parts.append(f"{percent(float(np.nanmean(skip)))} of the tokens are skipped, averaged over the layers.")
+        parts.append(
+            f"{percent(float(np.nanmean(skip)))} of the tokens are skipped, averaged over the"
+            " layers."
+        )
     if dead := int((end[:, :-1] == 0).sum()):
         parts.append(f"{counted(dead, 'expert')} received no token.")
     return " ".join(parts)
@@ -73,9 +83,14 @@ def _balance_map(run: Workdir, entropy: Series) -> str:
     good = bins.means[np.isfinite(bins.means)]
     low = float(np.floor(np.quantile(good, 0.02) * 20) / 20) if good.size else 0.0
     low = min(max(low, 0.0), 0.9)
-    ends, note = (f"≤ {low:.2f}" if low else "0", "1, even"), "Normalised load entropy over the experts, by layer."
+    ends, note = (
+        (f"≤ {low:.2f}" if low else "0", "1, even"),
+        "Normalised load entropy over the experts, by layer.",
+    )
     scale = Scale(low, 1.0, "r")
-    return HeatMap("Balance of each layer", bins.steps, bins.means.T, scale, run.steps, "layer", ends, note).draw()
+    return HeatMap(
+        "Balance of each layer", bins.steps, bins.means.T, scale, run.steps, "layer", ends, note
+    ).draw()
 
 
 def _shares(end: np.ndarray, steps: int) -> Table:

@@ -1,7 +1,9 @@
-"""Reads a run's folder for its report and for notebooks: metrics.jsonl as series, and the small files next to it.
+"""Reads a run's folder for its report and for notebooks: metrics.jsonl as series, and the small
+files next to it.
 
-Every number of a run is kept, 8 bytes each and 8 for its step; pictures are of neighbouring steps in bins. Files may be
-missing, cut short or hold NaN: unusable parts are counted and reported, never fatal.
+Every number of a run is kept, 8 bytes each and 8 for its step; pictures are of neighbouring steps
+in bins. Files may be missing, cut short or hold NaN: unusable parts are counted and reported, never
+fatal.
 """
 
 import array
@@ -28,7 +30,8 @@ LAST_LOSSES = 20  # steps averaged for the headline: one batch's loss is noisy
 
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """Neighbouring steps of a metric: their mean step; of their finite values how many, the mean and the range."""
+    """Neighbouring steps of a metric: their mean step; of their finite values how many, the mean
+    and the range."""
 
     steps: list[float]
     counts: np.ndarray
@@ -43,7 +46,8 @@ class Bins:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A metric by step: one number each, [T], or one array of a fixed shape, [T, L] or [T, L, E+1]."""
+    """A metric by step: one number each, [T], or one array of a fixed shape, [T, L] or [T, L,
+    E+1]."""
 
     steps: np.ndarray  # rising
     values: np.ndarray
@@ -119,7 +123,9 @@ class Series:
         counts = np.add.reduceat(np.isfinite(self.good), starts, axis=0, dtype=int)
         sums = np.add.reduceat(np.nan_to_num(self.good), starts, axis=0)
         means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-        steps = np.add.reduceat(self.steps, starts, dtype=float) / np.diff(starts, append=len(self.steps))
+        steps = np.add.reduceat(self.steps, starts, dtype=float) / np.diff(
+            starts, append=len(self.steps)
+        )
         low, high = (choose.reduceat(self.good, starts, axis=0) for choose in (np.fmin, np.fmax))
         return Bins(steps.tolist(), counts, means, low, high)
 
@@ -128,7 +134,8 @@ class Series:
         return self.merged(self.width_for(most))
 
     def end(self, share: float = 0.05) -> tuple[np.ndarray, int]:
-        """The mean over the last part of the run, NaN where no value is finite, and how many recorded steps that is."""
+        """The mean over the last part of the run, NaN where no value is finite, and how many
+        recorded steps that is."""
         many = math.ceil(share * len(self.steps))
         return np.ma.masked_invalid(self.good[-many:]).mean(axis=0).filled(np.nan), many
 
@@ -138,13 +145,17 @@ class Workdir:
     """The report's data of a run."""
 
     path: pathlib.Path
-    recorded: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))  # the steps, rising
+    recorded: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0, int)
+    )  # the steps, rising
     series: dict[str, Series] = dataclasses.field(default_factory=dict)  # of numbers
     vectors: dict[str, Series] = dataclasses.field(default_factory=dict)  # of arrays
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
     kernels: dict = dataclasses.field(default_factory=dict)
-    lineage: list = dataclasses.field(default_factory=list)  # of a fork: its ancestors, the nearest first
+    lineage: list = dataclasses.field(
+        default_factory=list
+    )  # of a fork: its ancestors, the nearest first
     sample: str = ""
     prompt: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -195,7 +206,11 @@ class Workdir:
     @property
     def seconds(self) -> float:
         """The time that all recorded steps took together."""
-        return float(self.series["step_seconds"].finite.sum()) if "step_seconds" in self.series else math.nan
+        return (
+            float(self.series["step_seconds"].finite.sum())
+            if "step_seconds" in self.series
+            else math.nan
+        )
 
 
 def read_workdir(path: pathlib.Path) -> Workdir:
@@ -205,7 +220,9 @@ def read_workdir(path: pathlib.Path) -> Workdir:
     out.environment = _json_object(path / "environment.json", notes)
     out.kernels = _json_object(path / "kernels.json", notes)
     forked = _json_object(path / "lineage.json", notes).get("forked")
-    out.lineage = [run for run in forked if isinstance(run, dict)] if isinstance(forked, list) else []
+    out.lineage = (
+        [run for run in forked if isinstance(run, dict)] if isinstance(forked, list) else []
+    )
     out.sample = _text(path / "sample.txt", notes)
     prompt = out.setting("log.sample_prompt")
     out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
@@ -214,7 +231,10 @@ def read_workdir(path: pathlib.Path) -> Workdir:
         out.recorded, out.series, arrays = _read_metrics(metrics_file, notes)
         out.vectors = {key: series for key, series in arrays.items() if _drawn(key, series.shape)}
         if other := sorted(arrays.keys() - out.vectors):
-            notes.append(f"Arrays of another shape than [L], or [L, E+1] of `load`, are not drawn: {', '.join(other)}.")
+            notes.append(
+                "Arrays of another shape than [L], or [L, E+1] of `load`, are not drawn:"
+                f" {', '.join(other)}."
+            )
     else:
         notes.append("There is no metrics.jsonl in this workdir.")
     out.notes = notes
@@ -227,7 +247,8 @@ def _drawn(key: str, shape: tuple[int, ...]) -> bool:
 
 
 def metrics(place: str | os.PathLike) -> dict[str, np.ndarray]:
-    """A run's figures by name: "step", and one value a step, [T] or [T, L, ..]; NaN where a step has none.
+    """A run's figures by name: "step", and one value a step, [T] or [T, L, ..]; NaN where a step
+    has none.
 
     >>> table = zj.metrics(run)
     >>> table["step"].tolist(), table["loss"].shape, table["load_entropy"].shape
@@ -247,7 +268,9 @@ def metrics(place: str | os.PathLike) -> dict[str, np.ndarray]:
     return table
 
 
-def _read_metrics(path: pathlib.Path, notes: list[str]) -> tuple[np.ndarray, dict[str, Series], dict[str, Series]]:
+def _read_metrics(
+    path: pathlib.Path, notes: list[str]
+) -> tuple[np.ndarray, dict[str, Series], dict[str, Series]]:
     """The recorded steps; the metrics that are numbers, and those that are arrays.
 
     A last line without its end is being written, and waits for the next time.
@@ -269,7 +292,10 @@ def _read_metrics(path: pathlib.Path, notes: list[str]) -> tuple[np.ndarray, dic
         notes.append(_left_out(unreadable, "metrics.jsonl"))
     if odd:
         keys = ", ".join(sorted(odd)[:8])
-        notes.append(f"Left out of {keys}: lists that are not numbers, or have another shape than the first one.")
+        notes.append(
+            f"Left out of {keys}: lists that are not numbers, or have another shape than the first"
+            " one."
+        )
     numbers, arrays = ({key: _series(*found.pop(key)) for key in list(found)} for found in columns)
     return np.array(sorted(steps), int), numbers, arrays
 
@@ -279,10 +305,15 @@ def _series(steps: array.array, values: array.array, shape: tuple[int, ...]) -> 
 
 
 def _left_out(lines: int, name: str) -> str:
-    return f"{counted(lines, 'line')} of {name} could not be read and {'is' if lines == 1 else 'are'} left out."
+    return (
+        f"{counted(lines, 'line')} of {name} could not be read and {'is' if lines == 1 else 'are'}"
+        " left out."
+    )
 
 
-def _take(step: int, record: dict, numbers: dict[str, tuple], arrays: dict[str, tuple], odd: set[str]) -> None:
+def _take(
+    step: int, record: dict, numbers: dict[str, tuple], arrays: dict[str, tuple], odd: set[str]
+) -> None:
     """Takes in one step; adds the keys whose lists are of no use to `odd`."""
     for key, value in record.items():
         if isinstance(value, list):
@@ -294,7 +325,9 @@ def _take(step: int, record: dict, numbers: dict[str, tuple], arrays: dict[str, 
             values.extend(row.ravel())
         elif isinstance(value, int | float) or (value is None and key == "loss"):
             at, values, _ = numbers.setdefault(key, (array.array("q"), array.array("d"), ()))
-            values.append(math.nan if value is None else float(value))  # null is how strict JSON writers put NaN
+            values.append(
+                math.nan if value is None else float(value)
+            )  # null is how strict JSON writers put NaN
         else:
             continue
         at.append(step)

@@ -1,10 +1,12 @@
-"""The page of one run, `report.html`: headline figures, curves, expert load, saves, agent, sample, numbers, config.
+"""The page of one run, `report.html`: headline figures, curves, expert load, saves, agent, sample,
+numbers, config.
 
-It reads the workdir: metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is marked where the
-text starts with the config's `log.sample_prompt`), environment.json (any facts, `device` among them), kernels.json (a
-GPU's trial), a fork's lineage.json, checkpoint_times.jsonl and a supervised run's aegis/events*.jsonl. Only `loss`, the
-step times, the time waiting for data, the expert load and the held-out losses are known by name; any other number in
-metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one picture per prefix, and lists of one
+It reads the workdir: metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is
+marked where the text starts with the config's `log.sample_prompt`), environment.json (any facts,
+`device` among them), kernels.json (a GPU's trial), a fork's lineage.json, checkpoint_times.jsonl
+and a supervised run's aegis/events*.jsonl. Only `loss`, the step times, the time waiting for data,
+the expert load and the held-out losses are known by name; any other number in metrics.jsonl gets a
+curve under its own name, `prefix/name` metrics share one picture per prefix, and lists of one
 number per layer become heat maps.
 """
 
@@ -29,7 +31,9 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     """Writes `report.html` into the workdir, whole or not at all."""
     path = pathlib.Path(workdir)
     if not path.is_dir():
-        message = f"no report: workdir {str(path)!r} is not a directory; give the one a run wrote to"
+        message = (
+            f"no report: workdir {str(path)!r} is not a directory; give the one a run wrote to"
+        )
         raise config_module.UserError(message)
     return write_page(path / "report.html", lambda: run_document(read_workdir(path)).html())
 
@@ -39,14 +43,25 @@ def run_document(run: Workdir) -> Page:
     model, data = run.config.get("model"), run.config.get("data")
     facts = [str(run.environment["device"])] if run.environment.get("device") else []
     if isinstance(model, dict) and model.get("num_hidden_layers"):
-        kind = f" of {model.get('num_experts', '?')} experts" if model.get("model_type") != "dense" else ""
-        facts.append(f"{model['num_hidden_layers']} layers{kind}, width {model.get('hidden_size', '?')}")
+        kind = (
+            f" of {model.get('num_experts', '?')} experts"
+            if model.get("model_type") != "dense"
+            else ""
+        )
+        facts.append(
+            f"{model['num_hidden_layers']} layers{kind}, width {model.get('hidden_size', '?')}"
+        )
     if isinstance(data, dict) and data.get("seq_len"):
         facts.append(f"{data.get('global_batch', '?')} × {data['seq_len']} tokens per step")
     return Page(
-        run.name, "training report", " · ".join(facts), [section(run) for section in SECTIONS], _tiles(run),
-        _warnings(run), "Drawn from the files of the run’s workdir.",
-    )  # fmt: skip
+        run.name,
+        "training report",
+        " · ".join(facts),
+        [section(run) for section in SECTIONS],
+        _tiles(run),
+        _warnings(run),
+        "Drawn from the files of the run’s workdir.",
+    )
 
 
 def median_speed(run: Workdir) -> float:
@@ -61,7 +76,9 @@ def _tiles(run: Workdir) -> list[Tile]:
     tiles = []
     if held_out := run.series.get("eval/loss"):
         low, step = held_out.low
-        lowest = f"; best {low:.4g} at step {step:,}" if step not in (-1, held_out.steps[-1]) else ""
+        lowest = (
+            f"; best {low:.4g} at step {step:,}" if step not in (-1, held_out.steps[-1]) else ""
+        )
         tiles.append(("Held-out loss", number(held_out.last), run.unit + lowest))
     if loss := run.series.get("loss"):
         many = len(run.last_losses)
@@ -84,7 +101,11 @@ def _tiles(run: Workdir) -> list[Tile]:
 
 
 def _warnings(run: Workdir) -> list[str]:
-    bad = {key: run.series[key].bad_steps for key in ("loss", "eval/loss", "grad_norm") if key in run.series}
+    bad = {
+        key: run.series[key].bad_steps
+        for key in ("loss", "eval/loss", "grad_norm")
+        if key in run.series
+    }
     warnings = [
         f"{key} was not finite at {counted(len(steps), 'step')}, first at step {steps[0]:,}."
         for key, steps in bad.items()
@@ -104,15 +125,25 @@ def _lineage(run: Workdir) -> Section:
         notes.append(f"Forked from {folder} (run {name}) at {at}.")
         changed = parent.get("changed")
         if isinstance(changed, dict) and changed:
-            rows = [[key, *map(value_text, pair)] for key, pair in changed.items() if isinstance(pair, list)]
-            tables.append(Table("Differences", ("key", "there", "here"), rows, "code", folded=False))
+            rows = [
+                [key, *map(value_text, pair)]
+                for key, pair in changed.items()
+                if isinstance(pair, list)
+            ]
+            tables.append(
+                Table("Differences", ("key", "there", "here"), rows, "code", folded=False)
+            )
     return Section("Lineage", tables=tables, notes=notes)
 
 
 def _sample(run: Workdir) -> Section:
     """The generated text, its prompt marked."""
     mark = f"<mark>{escape(run.prompt)}</mark>" if run.prompt else ""
-    text = f'<div class="card"><pre>{mark}{escape(run.sample[len(run.prompt) :])}</pre></div>' if run.sample else ""
+    text = (
+        f'<div class="card"><pre>{mark}{escape(run.sample[len(run.prompt) :])}</pre></div>'
+        if run.sample
+        else ""
+    )
     after = " after the marked prompt" if run.prompt else ""
     return Section("Sample", f"The trained model’s own text{after}.", below=text)
 
@@ -121,17 +152,24 @@ def _numbers(run: Workdir) -> Section:
     """A table of all metrics: the pictures in numbers."""
     rows = []
     for key, series in sorted(run.series.items()):
-        rows.append([
-            key, number(series.last, 5), f"{series.steps[-1]:,}", known(series.low[0]), known(series.high[0]),
-            f"{len(series.bad_steps) or '–'}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                key,
+                number(series.last, 5),
+                f"{series.steps[-1]:,}",
+                known(series.low[0]),
+                known(series.high[0]),
+                f"{len(series.bad_steps) or '–'}",
+            ]
+        )
     head = ("metric", "last", "at step", "lowest", "highest", "not finite")
     table = Table("All metrics", head, rows, folded=len(rows) > OPEN_ROWS)
     return Section("Numbers", tables=[table] if rows else [])
 
 
 def _config(run: Workdir) -> Section:
-    """The recorded config: first the keys that differ from the defaults, then all; at last where the run took place."""
+    """The recorded config: first the keys that differ from the defaults, then all; at last where
+    the run took place."""
     defaults = dict(flat(config_module.to_dict(config_module.Config())))
     found = list(flat(run.config))
     changed = [
@@ -140,7 +178,9 @@ def _config(run: Workdir) -> Section:
         if key not in defaults or not _same(value, defaults[key])
     ]
     title = "Differences from the defaults"
-    tables = [Table(title, ("key", "value", "default"), changed, "code", folded=False)] if found else []
+    tables = (
+        [Table(title, ("key", "value", "default"), changed, "code", folded=False)] if found else []
+    )
     for title, pairs in (("All keys", found), ("Environment", flat(run.environment))):
         rows = [[key, value_text(value)] for key, value in pairs]
         tables += [Table(title, ("key", "value"), rows, "code", folded=True)] if rows else []
@@ -148,7 +188,8 @@ def _config(run: Workdir) -> Section:
 
 
 def flat(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The leaves of nested groups, and of lists of groups (the schedule's phases), by their dotted keys."""
+    """The leaves of nested groups, and of lists of groups (the schedule's phases), by their dotted
+    keys."""
     for key, item in value.items():
         if isinstance(item, list) and item and all(isinstance(one, dict) for one in item):
             item = {f"[{i}]": one for i, one in enumerate(item)}
@@ -175,12 +216,26 @@ def value_text(value: object) -> str:
 def _kernels(run: Workdir) -> Section:
     """On a GPU the trial of the kernels, `pallas_kernels.trial`'s table."""
     rows = run.kernels.get("table")
-    rows = [[*map(str, row)] for row in rows if isinstance(row, list) and len(row) == len(KERNELS)] if rows else []
+    rows = (
+        [[*map(str, row)] for row in rows if isinstance(row, list) and len(row) == len(KERNELS)]
+        if rows
+        else []
+    )
     said = str(run.kernels.get("said", ""))
     return Section("Kernels", said, [Table("Implementations tried", KERNELS, rows)] if rows else [])
 
 
 SECTIONS = (
-    _lineage, curves.loss_section, expert_load.experts_section, curves.optimiser_section, curves.speed_section,
-    _kernels, curves.saves_section, supervised.supervised_section, curves.other_section, _sample, _numbers, _config,
-)  # fmt: skip
+    _lineage,
+    curves.loss_section,
+    expert_load.experts_section,
+    curves.optimiser_section,
+    curves.speed_section,
+    _kernels,
+    curves.saves_section,
+    supervised.supervised_section,
+    curves.other_section,
+    _sample,
+    _numbers,
+    _config,
+)

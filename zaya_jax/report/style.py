@@ -5,8 +5,26 @@ Colours of heat maps are interpolated here once per scheme.
 
 LEVELS = 13  # colours of a heat map; odd, so that a diverging scale has a neutral middle
 LINES = {
-    "light": ("#2a6fd0", "#d2501a", "#15885e", "#8057cc", "#a97f00", "#c4437f", "#1f8aa0", "#666a72"),
-    "dark": ("#6aa5f2", "#f28a58", "#46c492", "#b296f2", "#dfbb45", "#ee82b4", "#5fc6d8", "#a6aab2"),
+    "light": (
+        "#2a6fd0",
+        "#d2501a",
+        "#15885e",
+        "#8057cc",
+        "#a97f00",
+        "#c4437f",
+        "#1f8aa0",
+        "#666a72",
+    ),
+    "dark": (
+        "#6aa5f2",
+        "#f28a58",
+        "#46c492",
+        "#b296f2",
+        "#dfbb45",
+        "#ee82b4",
+        "#5fc6d8",
+        "#a6aab2",
+    ),
 }
 RAMPS = {
     ("light", "s"): ("#efebf6", "#c3b2e4", "#9173cc", "#6242a3", "#37205f"),

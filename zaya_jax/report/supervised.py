@@ -1,7 +1,7 @@
 """A supervised run's interruptions: a timeline, goodput, and tables by use and by cause.
 
-Reads WORKDIR/aegis; empty without an agent's events. `aegis.accounts` assigns a use to each second. The run's page and
-`python -m experiments.supervise report` show the same tables.
+Reads WORKDIR/aegis; empty without an agent's events. `aegis.accounts` assigns a use to each second.
+The run's page and `python -m experiments.supervise report` show the same tables.
 """
 
 import math
@@ -27,10 +27,13 @@ GROUPS = (
     ("not recorded", ("untold",), 7),
 )
 INTRO = (
-    "Each second of the wall clock has one use, and they sum to the whole. Goodput is the share of the supervised time "
-    "that went to steps whose updates are in the run."
+    "Each second of the wall clock has one use, and they sum to the whole. Goodput is the share of"
+    " the supervised time that went to steps whose updates are in the run."
 )
-RECOVERED = "Recovered: from the fault to the first new step. Time lost includes steps that were done again."
+RECOVERED = (
+    "Recovered: from the fault to the first new step. Time lost includes steps that were done"
+    " again."
+)
 MOST_ROWS = 40
 
 
@@ -46,21 +49,43 @@ def supervised_section(run: Workdir) -> Section:
 def account_tables(account: Account) -> list[Table]:
     """The uses of the time, the interruptions by cause, and the batches that were left out."""
     whole = max(account.end - account.begin, 1e-9)
-    uses = [[LABELS[use], duration(s), percent(s / whole)] for use, s in account.totals.items() if s]
+    uses = [
+        [LABELS[use], duration(s), percent(s / whole)] for use, s in account.totals.items() if s
+    ]
     uses.append(["together", duration(whole), percent(1.0)])
     tables = [Table("Where the time went", ("use", "time", "share"), uses)]
     causes = [
         [
-            row.label, row.group, f"{row.count:,}", percent(row.count / len(account.causes)),
+            row.label,
+            row.group,
+            f"{row.count:,}",
+            percent(row.count / len(account.causes)),
             duration(row.lost),
-            *(f"{duration(median)} / {duration(worst)}" for median, worst in (row.detect, row.recover)),
+            *(
+                f"{duration(median)} / {duration(worst)}"
+                for median, worst in (row.detect, row.recover)
+            ),
         ]
         for row in accounts.by_cause(account)
-    ]  # fmt: skip
+    ]
     if causes:
-        head = ("cause", "class", "count", "share", "time lost", "found in, median / worst", "recovered in")
-        more = f"{len(causes) - MOST_ROWS} more causes are not shown. " if len(causes) > MOST_ROWS else ""
-        tables.append(Table("Interruptions by cause", head, causes[:MOST_ROWS], note=more + RECOVERED))
+        head = (
+            "cause",
+            "class",
+            "count",
+            "share",
+            "time lost",
+            "found in, median / worst",
+            "recovered in",
+        )
+        more = (
+            f"{len(causes) - MOST_ROWS} more causes are not shown. "
+            if len(causes) > MOST_ROWS
+            else ""
+        )
+        tables.append(
+            Table("Interruptions by cause", head, causes[:MOST_ROWS], note=more + RECOVERED)
+        )
     batches = [
         [str(event.facts.get("step")), str(event.facts.get("batches")), event.seen or event.kind]
         for event in account.left_out[-MOST_ROWS:]
@@ -76,7 +101,11 @@ def _tiles(account: Account) -> list[Tile]:
     lost = sum(cause.lost for cause in faults)
     tiles = [
         ("Goodput", percent(account.goodput), f"of {duration(supervised)} supervised"),
-        ("Interruptions", f"{len(faults):,}", f"one in {duration(supervised / len(faults))}" if faults else "none"),
+        (
+            "Interruptions",
+            f"{len(faults):,}",
+            f"one in {duration(supervised / len(faults))}" if faults else "none",
+        ),
         ("Lost to them", duration(lost), percent(lost / supervised) if supervised else ""),
     ]
     worst = max((cause.recover for cause in faults if cause.recover is not None), default=math.nan)
@@ -91,31 +120,50 @@ def timeline(account: Account) -> str:
     unit, scale = next((u for u in UNITS if whole >= 2 * u[1]), UNITS[-1])
     x, y = Axis(0.0, whole / scale, LEFT, WIDTH - RIGHT), Axis(0.0, 100.0, FLOOR, TOP)
     shares = binned(account, BINS)
-    tops, wide, drawn = y.start + shares.cumsum(axis=1) * (y.end - y.start), (WIDTH - RIGHT - LEFT) / BINS, ""
+    tops, wide, drawn = (
+        y.start + shares.cumsum(axis=1) * (y.end - y.start),
+        (WIDTH - RIGHT - LEFT) / BINS,
+        "",
+    )
     for group, (_, _, color) in enumerate(GROUPS):
         path = "".join(
-            f"M{LEFT + wide * i:.2f} {tops[i, group]:.1f}h{wide:.2f}v{share * (y.start - y.end):.1f}h-{wide:.2f}z"
+            f"M{LEFT + wide * i:.2f}"
+            f" {tops[i, group]:.1f}h{wide:.2f}v{share * (y.start - y.end):.1f}h-{wide:.2f}z"
             for i, share in enumerate(shares[:, group])
             if share > 0
         )
         drawn += f'<path class="bar c{color}" d="{path}"/>' if path else ""
     marks = "".join(
-        _mark(x((cause.event.time - account.begin) / scale), f"{cause.label}: {duration(cause.lost)} lost")
+        _mark(
+            x((cause.event.time - account.begin) / scale),
+            f"{cause.label}: {duration(cause.lost)} lost",
+        )
         for cause in account.causes[-500:]
         if cause.event.kind != "border"
     )
     totals = account.totals
     supervised = max(whole - totals["idle"], 1e-9)
-    shares_of = [(label, percent(sum(totals[u] for u in uses) / supervised), color) for label, uses, color in GROUPS]
-    legend = "".join(f'<li><i class="key dots c{color}"></i>{escape(a)} <b>{b}</b></li>' for a, b, color in shares_of)
+    shares_of = [
+        (label, percent(sum(totals[u] for u in uses) / supervised), color)
+        for label, uses, color in GROUPS
+    ]
+    legend = "".join(
+        f'<li><i class="key dots c{color}"></i>{escape(a)} <b>{b}</b></li>'
+        for a, b, color in shares_of
+    )
     legend += '<li><i class="key bad">▾</i>interruption</li>' if marks else ""
     svg = f'{value_axis(y, " %")}<g class="cells">{drawn}</g>{marks}{lower_axis(x, FLOOR, unit)}'
     note = f"A column is {duration(whole / BINS)}; columns without colour were not supervised."
-    return figure("Timeline", legend, svg, describe="; ".join(f"{a} {b}" for a, b, _ in shares_of), note=note)
+    return figure(
+        "Timeline", legend, svg, describe="; ".join(f"{a} {b}" for a, b, _ in shares_of), note=note
+    )
 
 
 def _mark(px: float, words: str) -> str:
-    return f'<g class="bad"><title>{escape(words)}</title><path d="M{px - 3.5:.1f} {TOP - 9}h7l-3.5 7z"/></g>'
+    return (
+        f'<g class="bad"><title>{escape(words)}</title><path d="M{px - 3.5:.1f} {TOP - 9}h7l-3.5'
+        ' 7z"/></g>'
+    )
 
 
 def binned(account: Account, bins: int) -> np.ndarray:
@@ -127,7 +175,9 @@ def binned(account: Account, bins: int) -> np.ndarray:
         if piece.use in place:
             first = (piece.begin - account.begin) / whole * bins
             last = first + piece.seconds / whole * bins
-            found[:, place[piece.use]] += np.maximum(np.minimum(last, columns + 1) - np.maximum(first, columns), 0.0)
+            found[:, place[piece.use]] += np.maximum(
+                np.minimum(last, columns + 1) - np.maximum(first, columns), 0.0
+            )
     return np.minimum(found, 1.0)
 
 

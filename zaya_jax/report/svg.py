@@ -1,7 +1,8 @@
 """Draws curves and heat maps as inline SVG; also the axes and captions that all pictures share.
 
-Colours are CSS classes (see `style`), so that a picture follows the reader's light or dark scheme. A picture is an HTML
-figure: caption, legend with the last values, and the SVG with a description for screen readers. Nothing needs a script.
+Colours are CSS classes (see `style`), so that a picture follows the reader's light or dark scheme.
+A picture is an HTML figure: caption, legend with the last values, and the SVG with a description
+for screen readers. Nothing needs a script.
 """
 
 import dataclasses
@@ -119,7 +120,9 @@ def lower_axis(x: Axis, bottom: float, name: str, named: Sequence[tuple[float, s
     return "".join(parts)
 
 
-def figure(title: str, legend: str, drawn: str, height: float = HEIGHT, *, describe: str, note: str) -> str:
+def figure(
+    title: str, legend: str, drawn: str, height: float = HEIGHT, *, describe: str, note: str
+) -> str:
     """A picture with its caption, the entries of its legend and a sentence below."""
     label = escape(f"{title}. {describe}")
     svg = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{label}">{drawn}</svg>'
@@ -156,7 +159,9 @@ def draw(line: Curve, x: Axis, y: Axis) -> str:
             parts.append(f'<polyline class="{line.classes}" points="{joined}"/>')
         if line.look == "dots" and len(run) <= 64:
             for s, v in run:
-                note = f"<title>{escape(line.label)} at step {number(round(s))}: {number(v)}</title>"
+                note = (
+                    f"<title>{escape(line.label)} at step {number(round(s))}: {number(v)}</title>"
+                )
                 place = f'cx="{x(s):.1f}" cy="{y(v):.1f}"'
                 parts.append(f'<circle class="dot c{line.color}" {place} r="3.2">{note}</circle>')
     return "".join(parts)
@@ -172,9 +177,13 @@ def _point_labels(line: Curve, x: Axis, y: Axis) -> str:
     for s, v in [good[-1], min(good, key=lambda p: p[1]), *reversed(good)]:
         px, py = min(max(x(s), LEFT + 26.0), WIDTH - RIGHT - 16.0), y(v)
         py += -8 if py > TOP + 14 else 16
-        if len(taken) < MOST_LABELS and all(abs(px - qx) >= 46 or abs(py - qy) >= 15 for qx, qy in taken):
+        if len(taken) < MOST_LABELS and all(
+            abs(px - qx) >= 46 or abs(py - qy) >= 15 for qx, qy in taken
+        ):
             taken.append((px, py))
-            parts.append(f'<text class="value" x="{px:.1f}" y="{py:.1f}" text-anchor="middle">{v:.4g}</text>')
+            parts.append(
+                f'<text class="value" x="{px:.1f}" y="{py:.1f}" text-anchor="middle">{v:.4g}</text>'
+            )
     return "".join(parts)
 
 
@@ -190,7 +199,9 @@ class Chart:
     log_x: bool = False
     unit: str = ""
     over: str = "step"
-    named: Sequence[tuple[float, str]] = ()  # ticks of the lower axis, where they are not round numbers
+    named: Sequence[
+        tuple[float, str]
+    ] = ()  # ticks of the lower axis, where they are not round numbers
     bad_steps: Sequence[float] = ()  # marked along the top
     bad: str = "not finite"
     note: str = ""
@@ -214,7 +225,9 @@ class Chart:
         )
         legend = "".join(map(self._legend, self.lines))
         legend += f'<li><i class="key bad">✕</i>{escape(self.bad)}</li>' if self.bad_steps else ""
-        return figure(self.title, legend, svg, describe=" ".join(map(self._words, self.lines)), note=note)
+        return figure(
+            self.title, legend, svg, describe=" ".join(map(self._words, self.lines)), note=note
+        )
 
     def _legend(self, line: Curve) -> str:
         last = next((v for _, v in reversed(line.points) if math.isfinite(v)), math.nan)
@@ -226,9 +239,14 @@ class Chart:
         found = []
         for line in self.lines:
             points = [*line.points, *((step, v) for step, *ends in line.band for v in ends)]
-            if out := [(step, v) for step, v in points if math.isfinite(v) and not y.low <= v <= y.high]:
+            if out := [
+                (step, v) for step, v in points if math.isfinite(v) and not y.low <= v <= y.high
+            ]:
                 step, value = max(out, key=lambda point: abs(point[1]))
-                found.append(f"{line.label} ({number(value)}{self.unit} at {self.over} {number(round(step))})")
+                found.append(
+                    f"{line.label} ({number(value)}{self.unit} at {self.over}"
+                    f" {number(round(step))})"
+                )
         return f"Beyond the picture: {', '.join(found)}." if found else ""
 
     def _words(self, line: Curve) -> str:
@@ -236,7 +254,9 @@ class Chart:
         values = [v for _, v in line.points if math.isfinite(v)]
         if not values:
             return f"{line.label}: no finite value."
-        low, high, last = (f"{number(v)}{self.unit}" for v in (min(values), max(values), values[-1]))
+        low, high, last = (
+            f"{number(v)}{self.unit}" for v in (min(values), max(values), values[-1])
+        )
         return f"{line.label}: last {last}, between {low} and {high}."
 
 
@@ -267,7 +287,8 @@ class Scale:
 
     @classmethod
     def between(cls, values: Iterable[float]) -> "Scale":
-        """From the least value to the greatest; one value alone lies on a scale from zero, zero on one up to 1."""
+        """From the least value to the greatest; one value alone lies on a scale from zero, zero on
+        one up to 1."""
         good = [v for v in values if math.isfinite(v)] or [0.0]
         low, high = min(good), max(good)
         if low == high:
@@ -281,18 +302,23 @@ def columns(rows: int) -> int:
 
 
 def grouped(count: int, most: int = MOST_ROWS) -> tuple[list[int], list[str]]:
-    """(where groups of equal size begin, their names) so that there are at most `most` of `count` things."""
+    """(where groups of equal size begin, their names) so that there are at most `most` of `count`
+    things."""
     size = math.ceil(count / most)
     starts = list(range(0, count, size))
     ends = [min(s + size, count) - 1 for s in starts]
-    return starts, [f"{s}–{end}" if end > s else str(s) for s, end in zip(starts, ends, strict=True)]
+    return starts, [
+        f"{s}–{end}" if end > s else str(s) for s, end in zip(starts, ends, strict=True)
+    ]
 
 
 @dataclasses.dataclass
 class HeatMap:
-    """Cells [row, column], each reaching half-way to the next; rows without names have their numbers.
+    """Cells [row, column], each reaching half-way to the next; rows without names have their
+    numbers.
 
-    Neighbouring cells of one colour are one rectangle and all rectangles of a colour one path: forty layers stay small.
+    Neighbouring cells of one colour are one rectangle and all rectangles of a colour one path:
+    forty layers stay small.
     """
 
     title: str
@@ -317,15 +343,22 @@ class HeatMap:
         edges = [round(v, 1) for v in (x.start, *middles, x.end)]
         stride = math.ceil(14 / size)  # a phone has larger letters
         labels = "".join(
-            f'<text x="{LEFT - 6}" y="{tops[r] + size / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>'
+            f'<text x="{LEFT - 6}" y="{tops[r] + size / 2 + 4:.1f}"'
+            f' text-anchor="end">{escape(name)}</text>'
             for r, name in enumerate(names)
             if r % stride == 0
         )
         cells = f'<g class="cells">{self._rectangles(edges, tops, size)}</g>'
         swatches = "".join(f'<i class="{self.scale.name}{level}"></i>' for level in range(LEVELS))
-        legend = f'<li>{escape(self.ends[0])}<span class="ramp">{swatches}</span>{escape(self.ends[1])}</li>'
+        legend = (
+            f"<li>{escape(self.ends[0])}<span"
+            f' class="ramp">{swatches}</span>{escape(self.ends[1])}</li>'
+        )
         drawn = cells + labels + lower_axis(x, bottom, self.column_name)
-        words = f"Colours by {self.row_name} and {self.column_name}, from {self.ends[0]} to {self.ends[1]}."
+        words = (
+            f"Colours by {self.row_name} and {self.column_name}, from {self.ends[0]} to"
+            f" {self.ends[1]}."
+        )
         return figure(self.title, legend, drawn, bottom + BOTTOM, describe=words, note=self.note)
 
     def _rectangles(self, edges: Sequence[float], tops: Sequence[float], size: float) -> str:
@@ -341,4 +374,6 @@ class HeatMap:
                     start, wide = spans[0][1], f"{spans[-1][2] - spans[0][1]:.4g}"
                     path = f"M{start:g} {top:.4g}h{wide}v{tall}h-{wide}z"
                     paths.setdefault(f"{self.scale.name}{level}", []).append(path)
-        return "".join(f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items()))
+        return "".join(
+            f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items())
+        )

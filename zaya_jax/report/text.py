@@ -11,11 +11,18 @@ class Markup(str):
 
 
 def escape(text: object) -> Markup:
-    """Text made safe for HTML, with control characters shown as their symbols; markup stays as it is."""
+    """Text made safe for HTML, with control characters shown as their symbols; markup stays as it
+    is."""
     if isinstance(text, Markup):
         return text
     plain = "".join(
-        chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else "\ufffd" if 0x7F <= ord(c) < 0xA0 else c
+        (
+            chr(0x2400 + ord(c))
+            if ord(c) < 32 and c not in "\n\t"
+            else "\ufffd"
+            if 0x7F <= ord(c) < 0xA0
+            else c
+        )
         for c in str(text)
     )
     return Markup(html.escape(plain, quote=True))

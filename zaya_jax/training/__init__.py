@@ -1,1 +1,2 @@
-"""Training: the state, the pure step, its figures, and the folder of a run. The loop itself is `zaya_jax.run`."""
+"""Training: the state, the pure step, its figures, and the folder of a run. The loop itself is
+`zaya_jax.run`."""

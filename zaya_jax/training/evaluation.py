@@ -1,4 +1,5 @@
-"""Measures the loss on text that a run does not train on: the held-out part of its sources, and `eval.named`."""
+"""Measures the loss on text that a run does not train on: the held-out part of its sources, and
+`eval.named`."""
 
 import functools
 from typing import Any
@@ -17,7 +18,8 @@ from zaya_jax.training.start import PlannedStart
 
 
 class Evaluation:
-    """The evaluations of one start. A phase's windows and program are made when they are first needed."""
+    """The evaluations of one start. A phase's windows and program are made when they are first
+    needed."""
 
     def __init__(self, planned: PlannedStart, pace: Pace):
         self._recipe, self._here, self._pace = planned.recipe, planned.phase, pace
@@ -28,7 +30,8 @@ class Evaluation:
         self._program = functools.cache(self._make)
 
     def losses(self, state: Any, now: Step) -> dict[str, float]:
-        """Mean losses over the targets of each name's windows, in nats; a name without a target has none."""
+        """Mean losses over the targets of each name's windows, in nats; a name without a target has
+        none."""
         self._pace.begin("evaluate", now.number, (now.phase_index, "evaluation"))
         step, found = self._program(now.phase_index), self.windows(now.phase)
         sums = {name: [step(state, batch) for batch in batches] for name, batches in found.items()}
@@ -39,16 +42,24 @@ class Evaluation:
             if count:
                 losses[name] = float(loss / count)
             else:
-                logs.say(f"warning: nothing of {name} could be read, so step {now.number} is without it")
+                logs.say(
+                    f"warning: nothing of {name} could be read, so step {now.number} is without it"
+                )
         return losses
 
     def make_up(self, state: Any, reached: int, writer: Writer) -> None:
-        """Makes up for the evaluation after step `reached`, which was due when the run stopped there."""
+        """Makes up for the evaluation after step `reached`, which was due when the run stopped
+        there."""
         before = self._recipe.plan.step(reached)
         if self._recipe.phase_of_step(reached).config.mesh != self._here.config.mesh:
-            logs.say(f"note: step {reached} stays without a held-out loss: its phase has another mesh now")
+            logs.say(
+                f"note: step {reached} stays without a held-out loss: its phase has another"
+                " mesh now"
+            )
         else:
-            self._record(state, before, reached, writer, "which the stop after that step had put off")
+            self._record(
+                state, before, reached, writer, "which the stop after that step had put off"
+            )
 
     def before_training(self, state: Any, writer: Writer) -> None:
         """Records the loss of weights that come from elsewhere, before the first step."""
@@ -58,7 +69,9 @@ class Evaluation:
         if self.windows(now.phase):
             losses = self.losses(state, now)
             writer.write(number, losses)
-            first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all windows are named ones
+            first = losses.get(
+                "eval/loss", np.nan
+            )  # nan: nothing is held out, all windows are named ones
             logs.say(f"step {number} | held-out {first:.4f}, {why}")
 
     def _make(self, phase_index: int) -> Any:
@@ -72,6 +85,10 @@ class Evaluation:
         own = windows.eval_config(config, phase)
         found = {"eval/loss": windows.eval_batches(own, self._tokenizer, rows, count)}
         for name, store in self._named.items():
-            found[f"eval/{name}"] = windows.spread_windows(own, [store], self._tokenizer.pad_id, rows, count)
+            found[f"eval/{name}"] = windows.spread_windows(
+                own, [store], self._tokenizer.pad_id, rows, count
+            )
         put = functools.partial(steps.put_batch, mesh, micro_batches=1, spread=spread)
-        return {name: [put(batch) for batch in batches] for name, batches in found.items() if batches}
+        return {
+            name: [put(batch) for batch in batches] for name, batches in found.items() if batches
+        }

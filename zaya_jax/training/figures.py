@@ -1,4 +1,5 @@
-"""The figures of each step: read one step late, so that no device waits, written to files and trackers, and shown.
+"""The figures of each step: read one step late, so that no device waits, written to files and
+trackers, and shown.
 
 figures.dispatched(now, of_the_step)     reads the figures of the step before
 figures.read(more)                       reads the figures of this step, where something is due after it
@@ -34,18 +35,29 @@ from zaya_jax.training.pace import Pace
 from zaya_jax.training.trackers import Trackers
 
 STEPS = 100  # the newest so many count for the time that is left
-BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
+BUFFER = (
+    1 << 16
+)  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
 STEP = re.compile(rb'\{"step": (\d+)[,}]')  # as a line begins
-PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
+PER_LAYER_EVERY = (
+    10  # steps between full expert loads in the files; the entropy is there every step
+)
 
 
 class Figures:
     """The figures of one start; `unsound` updates in a row had no effect before it."""
 
-    def __init__(self, begun: Any, unsound: int, pace: Pace, guard: Any, trackers: Trackers | None = None):
+    def __init__(
+        self, begun: Any, unsound: int, pace: Pace, guard: Any, trackers: Trackers | None = None
+    ):
         """`begun` is the run's `Beginning`, `guard` the `aegis.guard.Guard` that sees them."""
         planned = begun.planned
-        self._recipe, self._store, self._pace, self._guard = planned.recipe, begun.store, pace, guard
+        self._recipe, self._store, self._pace, self._guard = (
+            planned.recipe,
+            begun.store,
+            pace,
+            guard,
+        )
         self.writer = Writer(begun.workdir, planned.reached, trackers)
         self._first_step = planned.reached + 1
         self._seconds_per_token: collections.deque[float] = collections.deque(maxlen=STEPS)
@@ -66,7 +78,8 @@ class Figures:
         self._clock += time.perf_counter() - since
 
     def dispatched(self, now: Step, figures: Any) -> None:
-        """Takes the figures of a step that has been dispatched, and reads those of the step before."""
+        """Takes the figures of a step that has been dispatched, and reads those of the step
+        before."""
         if self._pending:
             self.read()
         self._pace.mark("figures")
@@ -74,7 +87,8 @@ class Figures:
         self._pending = (now, figures, self._lap() if figures["loss"].is_ready() else None)
 
     def read(self, more: dict[str, Any] | None = None) -> dict[str, float]:
-        """Reads the pending figures and hands them on; gives those that a checkpoint is judged by."""
+        """Reads the pending figures and hands them on; gives those that a checkpoint is judged
+        by."""
         assert self._pending is not None
         (now, found, seconds), self._pending = self._pending, None
         self._pace.mark("wait")
@@ -93,7 +107,9 @@ class Figures:
         figures |= self._store.figures() | self._guard.figures(now.number)
         self._guard.see(now.number, now.phase_index, figures)
         self.writer.write(now.number, figures)
-        if now.number > self._first_step:  # which is compiled; later programs' first steps leave a median as it is
+        if (
+            now.number > self._first_step
+        ):  # which is compiled; later programs' first steps leave a median as it is
             self._seconds_per_token.append(seconds / tokens)
         self._show(now.number, figures)
         return {name: float(found[name]) for name in retention.FIGURES}
@@ -104,12 +120,17 @@ class Figures:
             say(describe(step, last, figures, self._seconds_left(step)))
 
     def _seconds_left(self, step: int) -> float:
-        """Seconds until the last step is done, evaluations not counted; infinite where no step's time is known."""
+        """Seconds until the last step is done, evaluations not counted; infinite where no step's
+        time is known."""
         plan = self._recipe.plan
         tokens = plan.tokens_of_step(self._recipe.last_step) - plan.tokens_of_step(step)
         if not tokens:
             return 0.0
-        return statistics.median(self._seconds_per_token) * tokens if self._seconds_per_token else math.inf
+        return (
+            statistics.median(self._seconds_per_token) * tokens
+            if self._seconds_per_token
+            else math.inf
+        )
 
     def close(self) -> None:
         """Reads the pending figures and writes all lines."""
@@ -137,7 +158,8 @@ def nan_without_targets(figures: dict) -> dict:
 
 
 def final_code(figures: dict, unsound: int, steps: int) -> int:
-    """The exit code of a run of so many steps, by its last figures and the updates without effect before its end."""
+    """The exit code of a run of so many steps, by its last figures and the updates without effect
+    before its end."""
     finite = all(np.isfinite(figures.get(name, 0.0)) for name in ("loss", "eval/loss", "grad_norm"))
     if finite and unsound < steps:
         return leaving.DONE
@@ -146,29 +168,36 @@ def final_code(figures: dict, unsound: int, steps: int) -> int:
     return leaving.UNHEALTHY
 
 
-########################################################################################################################
+# ################################################################################################
 # Files and lines
-########################################################################################################################
+# ##################################################################################################
 
 
 class Writer:
-    """Appends a step's figures to the workdir's files; on resume first drops those after the restored step."""
+    """Appends a step's figures to the workdir's files; on resume first drops those after the
+    restored step."""
 
     def __init__(self, workdir: Path, restored_step: int, trackers: Trackers | None = None):
         self.path, self._trackers = workdir / "metrics.jsonl", trackers
         self._writes = is_writer()
         if not self._writes:
             return
-        dropped = keep_until(self.path, restored_step or -1) if self.path.exists() else 0  # step 0 comes again
+        dropped = (
+            keep_until(self.path, restored_step or -1) if self.path.exists() else 0
+        )  # step 0 comes again
         self._file = self.path.open("ab", buffering=0)
         if dropped:
-            say(f"{self.path}: its last {dropped:,} bytes, from after step {restored_step}, are dropped")
+            say(
+                f"{self.path}: its last {dropped:,} bytes, from after step {restored_step}, are"
+                " dropped"
+            )
         self._lines, self._failing = b"", ""
         self._lock = threading.RLock()  # the end may come in another thread
         leaving.before(self.close)
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
-        """Writes a step's figures, numbers and arrays of numbers. A full disk costs no line of metrics.jsonl."""
+        """Writes a step's figures, numbers and arrays of numbers. A full disk costs no line of
+        metrics.jsonl."""
         if not self._writes:
             return
         plain = {name: np.asarray(value).tolist() for name, value in figures.items()}
@@ -196,11 +225,15 @@ class Writer:
             self.flush()
             if self._lines:
                 count = self._lines.count(b"\n")
-                say(f"warning: the last {count} lines of {self.path} could not be written and are lost")
+                say(
+                    f"warning: the last {count} lines of {self.path} could not be written and are"
+                    " lost"
+                )
             self._file.close()
 
     def _write_lines(self) -> None:
-        """Lets training go on where the file cannot be written, and says so when that begins and when it ends."""
+        """Lets training go on where the file cannot be written, and says so when that begins and
+        when it ends."""
         failing = ""
         try:
             while self._lines:
@@ -208,7 +241,10 @@ class Writer:
         except OSError as error:
             failing = error.strerror or str(error)
         if failing != self._failing:
-            warning = f"warning: {self.path} cannot be written ({failing}); training goes on, lines are kept"
+            warning = (
+                f"warning: {self.path} cannot be written ({failing}); training goes on, lines are"
+                " kept"
+            )
             say(warning if failing else "metrics are written again")
         self._failing = failing
 
@@ -225,10 +261,11 @@ def scalars(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def keep_until(path: Path, step: int) -> int:
-    """Drops all lines after those of `step`, and the half line that a kill has left; gives the number of bytes dropped.
+    """Drops all lines after those of `step`, and the half line that a kill has left; gives the
+    number of bytes dropped.
 
-    Cutting is one operation: killed at any time, the file is as it was or as it is to be. A damaged line before the
-    last good one stays; the report counts it.
+    Cutting is one operation: killed at any time, the file is as it was or as it is to be. A damaged
+    line before the last good one stays; the report counts it.
     """
     kept = end = 0
     with path.open("rb+") as file:

@@ -1,12 +1,14 @@
-"""Forks: a run that goes on from another's checkpoint with a config of its own, by `run.fork=FOLDER@STEP`.
+"""Forks: a run that goes on from another's checkpoint with a config of its own, by
+`run.fork=FOLDER@STEP`.
 
     config = settle(config, find(config, workdir))   fills in the step, and how many tokens had been seen there
     parent = Parent(config, tokenizer)               its files are checked; UserError where its tokenizer is another
     parent.meta, parent.load(like, held)             the fork's first state; UserError where it does not fit
 
-Weights, optimizer, balancing and the data's position are the parent's, and its steps and tokens are counted on. The
-parent is only read, and its lock is not touched, so it may be running. The fork's first save is of the state that it
-took over, so from then on it is a run like any other, and needs the parent no more.
+Weights, optimizer, balancing and the data's position are the parent's, and its steps and tokens are
+counted on. The parent is only read, and its lock is not touched, so it may be running. The fork's
+first save is of the state that it took over, so from then on it is a run like any other, and needs
+the parent no more.
 """
 
 import contextlib
@@ -31,13 +33,19 @@ OWN = ("run.fork", "run.fork_step", "run.fork_tokens", "run.init_from")
 
 
 def find(config: Config, workdir: Path) -> list | None:
-    """[FOLDER@STEP, step, tokens] of the fork's parent: as the workdir has recorded, otherwise as the parent has."""
+    """[FOLDER@STEP, step, tokens] of the fork's parent: as the workdir has recorded, otherwise as
+    the parent has."""
     given = config.run.fork
     if not given:
         return None
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # nothing is recorded there
+    with contextlib.suppress(
+        OSError, ValueError, LookupError, TypeError
+    ):  # nothing is recorded there
         recorded = json.loads((workdir / "config.json").read_text(encoding="utf-8"))["run"]
-        if recorded["fork_step"] and given in (recorded["fork"], recorded["fork"].rpartition("@")[0]):
+        if recorded["fork_step"] and given in (
+            recorded["fork"],
+            recorded["fork"].rpartition("@")[0],
+        ):
             return [recorded["fork"], recorded["fork_step"], recorded["fork_tokens"]]
     source, meta = _open(given)
     return [f"{source.place}@{source.step}", source.step, meta["tokens"]]
@@ -50,8 +58,8 @@ def settle(config: Config, found: list | None) -> Config:
     given = (config.run.fork_step, config.run.fork_tokens)
     if given not in ((0, 0), tuple(found[1:])):
         raise UserError(
-            f"config.run.fork_step={given[0]} and fork_tokens={given[1]}, but {found[0]} has {found[2]} tokens at step "
-            f"{found[1]}; leave them out"
+            f"config.run.fork_step={given[0]} and fork_tokens={given[1]}, but {found[0]} has"
+            f" {found[2]} tokens at step {found[1]}; leave them out"
         )
     run = dataclasses.replace(config.run, fork=found[0], fork_step=found[1], fork_tokens=found[2])
     return dataclasses.replace(config, run=run)
@@ -65,8 +73,9 @@ class Parent:
         self._source, found = _open(self._name)
         if found["tokenizer"] != tokenizer.sha256:
             raise UserError(
-                f"config.data.tokenizer={config.data.tokenizer!r} is not the one of run.fork={self._name}, so its ids "
-                "mean other text; give that run's, which is in its folder as tokenizer/"
+                f"config.data.tokenizer={config.data.tokenizer!r} is not the one of"
+                f" run.fork={self._name}, so its ids mean other text; give that run's, which is in"
+                " its folder as tokenizer/"
             )
         files = self._source.files
         self._source.check_files({name: files[name] for name in share(files)})
@@ -79,36 +88,54 @@ class Parent:
         }
         folder = str(self._source.place)
         from_here = {
-            "folder": folder if "://" in folder else str(Path(folder).absolute()), "run": self._source.run,
-            "step": found["step"], "tokens": found["tokens"], "changed": self._changed,
-        }  # fmt: skip
+            "folder": folder if "://" in folder else str(Path(folder).absolute()),
+            "run": self._source.run,
+            "step": found["step"],
+            "tokens": found["tokens"],
+            "changed": self._changed,
+        }
         self.meta = {
-            "step": found["step"], "tokens": found["tokens"], "data": pipeline.forked(found["data"]),
-            "config": config_lib.to_dict(config), "metrics": found.get("metrics") or {},
+            "step": found["step"],
+            "tokens": found["tokens"],
+            "data": pipeline.forked(found["data"]),
+            "config": config_lib.to_dict(config),
+            "metrics": found.get("metrics") or {},
             "lineage": [from_here, *found.get("lineage", [])],
-        }  # fmt: skip
+        }
 
     def note(self, plan: Plan) -> str:
         """Says which state the fork begins with and which keys differ; `plan` is the fork's."""
         step, changes = self.meta["step"], self._changes()
-        with contextlib.suppress(UserError, ValueError):  # a parent that was stopped at once has no such step
+        with contextlib.suppress(
+            UserError, ValueError
+        ):  # a parent that was stopped at once has no such step
             was = schedule.make_plan(self._config).step(step).lr
             now = plan.step(step + 1).lr
-            changes.append(f"learning rate {was:.6g} at step {step} there, {now:.6g} at step {step + 1} here")
-        return f"note: fork of {self._name} ({step} steps, {self.meta['tokens']:,} tokens): {'; '.join(changes)}"
+            changes.append(
+                f"learning rate {was:.6g} at step {step} there, {now:.6g} at step {step + 1} here"
+            )
+        return (
+            f"note: fork of {self._name} ({step} steps, {self.meta['tokens']:,} tokens):"
+            f" {'; '.join(changes)}"
+        )
 
     def load(self, like: Any, held: Holding) -> Any:
-        """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with shardings say."""
+        """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with
+        shardings say."""
         if odd := misfit(self._source.arrays(), held.arrays):
-            changes = "; ".join(x for x in self._changes() if x.startswith(("config.model", "config.optim")))
+            changes = "; ".join(
+                x for x in self._changes() if x.startswith(("config.model", "config.optim"))
+            )
             raise UserError(
-                f"config.run.fork={self._name} does not fit: {odd} ({changes}); restore what differs, or begin with "
-                "its weights alone, by config.run.init_from"
+                f"config.run.fork={self._name} does not fit: {odd} ({changes}); restore what"
+                " differs, or begin with its weights alone, by config.run.init_from"
             )
         return self._source.restore(like, held)
 
     def _changes(self) -> list[str]:
-        return [f"config.{key} {was!r} there, {now!r} here" for key, (was, now) in self._changed.items()]
+        return [
+            f"config.{key} {was!r} there, {now!r} here" for key, (was, now) in self._changed.items()
+        ]
 
 
 def _open(place: str) -> tuple[Source, dict[str, Any]]:
@@ -120,7 +147,7 @@ def _open(place: str) -> tuple[Source, dict[str, Any]]:
     meta = source.meta()
     if not {"step", "tokens", "data", "config", "tokenizer"} <= meta.keys() or not meta["tokens"]:
         raise UserError(
-            f"config.run.fork={place} is of a run that has not been trained; begin with its weights by "
-            "config.run.init_from"
+            f"config.run.fork={place} is of a run that has not been trained; begin with its weights"
+            " by config.run.init_from"
         )
     return source, meta

@@ -11,8 +11,9 @@ Weights are of three kinds, by where their gradients are stored:
     experts   kernels read the weights in the stack of all layers, and write their gradients into a second such stack;
               or into shares, if the gradients of both weights (EXPERTS) can leave.
 
-A gradient leaves through a slot: an argument of the loss, zeros in the shape of a device's share. In the backward pass
-the layer returns its reduced gradient as the slot's gradient (`model.stored`), and none for the weight itself.
+A gradient leaves through a slot: an argument of the loss, zeros in the shape of a device's share.
+In the backward pass the layer returns its reduced gradient as the slot's gradient (`model.stored`),
+and none for the weight itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,11 +45,14 @@ LAYERS = "layers/"
 EXPERTS = ("layers/experts/gate_up", "layers/experts/down")
 
 
-def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place: bool) -> tuple[dict, Any]:
+def gradients(
+    loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place: bool
+) -> tuple[dict, Any]:
     """(gradients, the loss function's other results), both summed over the micro-batches.
 
-    loss_of(params, micro-batch, stored) → (loss, other results). Gradients lie like the parameters, or as shares.
-    `in_place`: kernels read the experts, and write their gradients, in the stacks of all layers.
+    loss_of(params, micro-batch, stored) → (loss, other results). Gradients lie like the parameters,
+    or as shares. `in_place`: kernels read the experts, and write their gradients, in the stacks of
+    all layers.
     """
     single = batch["tokens"].shape[0] == 1
     plain = trees.flat(params, "/")
@@ -63,7 +67,9 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
         stacks = None
         if experts:
             gate_up, down = _pair(experts)
-            stacks = read_and_written_in_place(gate_up, down, _pair(places), not single, _pair(shares))
+            stacks = read_and_written_in_place(
+                gate_up, down, _pair(places), not single, _pair(shares)
+            )
         stored = Stored(
             stacks,
             {path.removeprefix(LAYERS): slot for path, slot in slots.items()},
@@ -75,7 +81,9 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
         micro = jax.tree.map(lambda x: x[0], batch)
         (found, shared), sums = jax.grad(loss, (0, 1), has_aux=True)(plain, slots, micro)
     else:
-        (found, shared), sums = _accumulated(lambda both, micro: loss(both[0], both[1], micro), (plain, slots), batch)
+        (found, shared), sums = _accumulated(
+            lambda both, micro: loss(both[0], both[1], micro), (plain, slots), batch
+        )
     return trees.nested(found | shared | jax.tree.map(jax.freeze, places), "/"), sums
 
 
@@ -97,11 +105,15 @@ def _accumulated(loss: Callable, weights: Any, batch: dict) -> tuple[Any, Any]:
 
 
 def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], dict[str, Callable]]:
-    """References for the experts' gradients, which kernels write, and the functions that make shares of a layer's."""
+    """References for the experts' gradients, which kernels write, and the functions that make
+    shares of a layer's."""
     if experts and experts.keys() <= ways.keys():
         places = {path: jax.new_ref(jnp.zeros(ways[path].shape)) for path in sorted(experts)}
         return places, {path: ways[path].share for path in experts}
-    return jax.tree.map(lambda w: jax.new_ref(jnp.zeros(w.shape) if add else unwritten(w)), experts), {}
+    return (
+        jax.tree.map(lambda w: jax.new_ref(jnp.zeros(w.shape) if add else unwritten(w)), experts),
+        {},
+    )
 
 
 def _pair(experts: dict) -> Any:

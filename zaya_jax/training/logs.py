@@ -1,7 +1,8 @@
-"""Writes each process's own log: workdir/logs/process-00000.log and so on, with times, warnings and errors.
+"""Writes each process's own log: workdir/logs/process-00000.log and so on, with times, warnings and
+errors.
 
-The terminal and metrics.jsonl belong to process 0 alone.
-`kill -USR1 PID` adds where all its threads are, for a run that hangs.
+The terminal and metrics.jsonl belong to process 0 alone. `kill -USR1 PID` adds where all its
+threads are, for a run that hangs.
 """
 
 import faulthandler
@@ -21,14 +22,19 @@ _file: logging.FileHandler | None = None
 
 
 def open_log(workdir: Path) -> None:
-    """Begins or goes on with this process's file; a run that begins in the same process takes over."""
+    """Begins or goes on with this process's file; a run that begins in the same process takes
+    over."""
     global _file
     before, folder = _file, workdir / "logs"
     folder.mkdir(exist_ok=True)
-    logging.raiseExceptions = False  # a full disk: lines missing in the file are on the terminal too
+    logging.raiseExceptions = (
+        False  # a full disk: lines missing in the file are on the terminal too
+    )
     _file = logging.FileHandler(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
     _file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
-    _file.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith(_log.name))
+    _file.addFilter(
+        lambda record: record.levelno >= logging.WARNING or record.name.startswith(_log.name)
+    )
     assert _file.stream is not None  # it opens at once
     faulthandler.register(signal.SIGUSR1, file=_file.stream.fileno(), all_threads=True)
     for logger in (_log, logging.getLogger()):  # ours hands no record on to the other
@@ -40,13 +46,19 @@ def open_log(workdir: Path) -> None:
     _log.setLevel(logging.INFO)
     _log.info(
         "process %d of %d, pid %d on %s, jax %s, devices %s, XLA_FLAGS %s",
-        jax.process_index(), jax.process_count(), os.getpid(), socket.gethostname(), jax.__version__,
-        [d.id for d in jax.local_devices()], os.environ.get("XLA_FLAGS", ""),
-    )  # fmt: skip
+        jax.process_index(),
+        jax.process_count(),
+        os.getpid(),
+        socket.gethostname(),
+        jax.__version__,
+        [d.id for d in jax.local_devices()],
+        os.environ.get("XLA_FLAGS", ""),
+    )
 
 
 def say(message: str) -> None:
-    """A line in every process's file, and on the terminal of process 0; a failure of either stops no run."""
+    """A line in every process's file, and on the terminal of process 0; a failure of either stops
+    no run."""
     _log.info(message)
     if multihost.is_writer():
         _print(message)
@@ -60,7 +72,8 @@ def _print(line: str) -> None:
 
 
 class _Terminal(logging.Handler):
-    """Shows our own warnings (data that is read again, padded, repeated) on the terminal of process 0."""
+    """Shows our own warnings (data that is read again, padded, repeated) on the terminal of process
+    0."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a warning."""

@@ -20,8 +20,11 @@ from zaya_jax.training.recipe import PlacedPhase, Recipe
 LONGEST_PATH = 24  # of a source in the table, where the end of a longer one stands
 
 
-def describe_start(run: Recipe, here: PlacedPhase, workdir: Path, reached: int, notes: list[str]) -> None:
-    """Prints the first lines of a start: its phases, the model and its place, and the notes of its checks."""
+def describe_start(
+    run: Recipe, here: PlacedPhase, workdir: Path, reached: int, notes: list[str]
+) -> None:
+    """Prints the first lines of a start: its phases, the model and its place, and the notes of its
+    checks."""
     if run.config.schedule.phases:
         logs.say(phase_table(run))
     logs.say(describe_run(run, here, workdir, reached))
@@ -34,11 +37,15 @@ def describe_run(run: Recipe, here: PlacedPhase, workdir: Path, reached: int) ->
     """Model, mesh, steps and folder, on one line."""
     config, last = run.config, run.plan.step(run.last_step)
     counts = zaya.param_counts(config.model)
-    sizes = " x ".join(f"{axis} {size}" for axis, size in here.mesh.shape.items() if size > 1) or "one device"
+    sizes = (
+        " x ".join(f"{axis} {size}" for axis, size in here.mesh.shape.items() if size > 1)
+        or "one device"
+    )
     return (
-        f"{config.name}: {counts['total']:,} parameters ({counts['active']:,} active) on {sizes} "
-        f"({jax.devices()[0].device_kind}), {last.number} steps of {last.sequences} x {last.phase.seq_len} tokens, "
-        f"in {workdir}" + (f", from step {reached}" if reached else "")
+        f"{config.name}: {counts['total']:,} parameters ({counts['active']:,} active) on {sizes}"
+        f" ({jax.devices()[0].device_kind}), {last.number} steps of {last.sequences} x"
+        f" {last.phase.seq_len} tokens, in {workdir}"
+        + (f", from step {reached}" if reached else "")
     )
 
 
@@ -46,7 +53,10 @@ def border(recipe: Recipe, end: int) -> str:
     """The last line of a program that ends after step `end`, where another mesh is due."""
     placed = recipe.phase_of_step(end + 1)
     mesh = describe_mesh(placed.config.mesh)
-    return f"saved after step {end}; phase {placed.phase.name!r} begins with mesh {mesh}: the same command continues."
+    return (
+        f"saved after step {end}; phase {placed.phase.name!r} begins with mesh {mesh}: the same"
+        " command continues."
+    )
 
 
 def phase_table(recipe: Recipe) -> str:
@@ -54,7 +64,9 @@ def phase_table(recipe: Recipe) -> str:
     config, plan, rows = recipe.config, recipe.plan, list[tuple[str, ...]]()
     columns = [_column(recipe, placed) for placed in recipe.phases.values()]
     for name in columns[0]:
-        cells = itertools.zip_longest(*(column[name].split("\n") for column in columns), fillvalue="")
+        cells = itertools.zip_longest(
+            *(column[name].split("\n") for column in columns), fillvalue=""
+        )
         rows += [("" if i else name, *parts) for i, parts in enumerate(cells)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -91,11 +103,15 @@ def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
         "RoPE base": f"{phase.rope_theta:,.10g}",
         "sequences per step": " > ".join(f"{s.sequences:,}" for s in segments),
         "tokens per step": " > ".join(_short(s.tokens_per_step) for s in segments),
-        "micro-batches": " > ".join(f"{s.micro_batches} of {s.sequences // s.micro_batches:,}" for s in segments),
+        "micro-batches": " > ".join(
+            f"{s.micro_batches} of {s.sequences // s.micro_batches:,}" for s in segments
+        ),
         "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if placed.misfit else ""),
         "remat": phase.remat,
         "packing": phase.packing,
-        "mixture": "\n".join(f"{weight / sum(weights.values()):.4g} {_end(path)}" for path, weight in weights.items()),
+        "mixture": "\n".join(
+            f"{weight / sum(weights.values()):.4g} {_end(path)}" for path, weight in weights.items()
+        ),
         "evaluation": f"{config.eval.windows} x {phase.eval_seq_len:,} tokens",
     }
 
@@ -126,11 +142,14 @@ def environment() -> dict[str, str]:
 
 
 def unknown_peak() -> str:
-    """Why no MFU is shown, on an accelerator whose peak is not known; a CPU has none that would mean something."""
+    """Why no MFU is shown, on an accelerator whose peak is not known; a CPU has none that would
+    mean something."""
     device = jax.devices()[0]
     if device.platform == "cpu" or peak_flops(device.device_kind, Precision()):
         return ""
-    return f"MFU is not shown: peak rate of {device.device_kind} unknown (zaya_jax/hardware/chips.py)"
+    return (
+        f"MFU is not shown: peak rate of {device.device_kind} unknown (zaya_jax/hardware/chips.py)"
+    )
 
 
 def without_effect(updates: int) -> str:

@@ -5,7 +5,8 @@
     pace.at(section, number, mark)        any other place; pace.mark(mark): the same section and step go on
     pace.lap()                            the step has ended
 
-A step's own seconds leave out the time that this process waited for data, figures or other processes.
+A step's own seconds leave out the time that this process waited for data, figures or other
+processes.
 """
 
 import time
@@ -41,7 +42,8 @@ class Pace:
         self.at(self._place[0], self._step, mark)
 
     def begin(self, section: str, step: int, program: Hashable) -> None:
-        """Begins a step or an evaluation; a program that was not called before is compiled in it."""
+        """Begins a step or an evaluation; a program that was not called before is compiled in
+        it."""
         mark = "fetch" if section == "step" else "dispatch"
         if program not in self._known:
             self._known.add(program)
@@ -53,7 +55,8 @@ class Pace:
         self.mark("dispatch" if self._place[0] == "compile" else self._calling)
 
     def lap(self) -> None:
-        """Ends a step and reports its times, unless it compiled, which no other step could be compared with."""
+        """Ends a step and reports its times, unless it compiled, which no other step could be
+        compared with."""
         self.mark(self._place[1])
         spent, self._spent = self._spent, defaultdict(float)
         compiled, self._compiled = self._compiled, False

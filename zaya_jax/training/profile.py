@@ -1,4 +1,5 @@
-"""Writes a profile of a few steps: jax.profiler's trace, which TensorBoard and Perfetto open; docs/howto/profile.md."""
+"""Writes a profile of a few steps: jax.profiler's trace, which TensorBoard and Perfetto open;
+docs/howto/profile.md."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
 """Places a run's phases on the devices, and checks that each can be trained there.
 
-Phases may differ in their mesh. A program has one mesh from start to end: at the border to a phase with another it
-saves and ends, and the same command continues there (`Recipe.last_step_here`).
+Phases may differ in their mesh. A program has one mesh from start to end: at the border to a phase
+with another it saves and ends, and the same command continues there (`Recipe.last_step_here`).
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ class PlacedPhase:
     config: Config  # as the phase has it: `schedule.phase_config`
     key: Callable[[str], str]  # the config key that decides a value of the phase: `schedule.key`
     spread: Spread  # on these devices, or on the fewest that it can be on
-    mesh: Any  # a `jax.sharding.Mesh`; None where there are no devices, or the phase does not fit them
+    # a `jax.sharding.Mesh`; None where there are no devices, or the phase does not fit them
+    mesh: Any
     rows: tuple[int, int]  # of a batch in this process: `mesh.rows_of_process`
     misfit: UserError | None  # why the phase does not fit the devices
 
@@ -81,10 +82,12 @@ def place(config: Config, devices: list | None = None) -> Recipe:
 
 
 def check(recipe: Recipe, reached: int = 0) -> list[str]:
-    """UserError where a phase that comes after step `reached` cannot be trained, before anything is compiled.
+    """UserError where a phase that comes after step `reached` cannot be trained, before anything is
+    compiled.
 
-    Later phases may be meant for another number of devices than there are here: that is no error but a note, and the
-    rest of them is checked nevertheless. Without devices all phases are checked like that.
+    Later phases may be meant for another number of devices than there are here: that is no error
+    but a note, and the rest of them is checked nevertheless. Without devices all phases are checked
+    like that.
     """
     config, notes = recipe.config, []
     first = recipe.phase_of_step(reached + 1).index
@@ -107,12 +110,14 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
     return notes
 
 
-def portion(config: Config, segment: Segment, devices: int, at_once: int = 0) -> tuple[Config, Spread, int, int]:
-    """A segment's config on so many devices, its spread, its sequences per step and its micro-batches; UserError where
-    these do not go together.
+def portion(
+    config: Config, segment: Segment, devices: int, at_once: int = 0
+) -> tuple[Config, Spread, int, int]:
+    """A segment's config on so many devices, its spread, its sequences per step and its
+    micro-batches; UserError where these do not go together.
 
-    With `at_once` so many sequences are taken at once on each row of data x expert, whatever the config's batch, which
-    is rounded to whole micro-batches.
+    With `at_once` so many sequences are taken at once on each row of data x expert, whatever the
+    config's batch, which is rounded to whole micro-batches.
     """
     phase, key = segment.phase, functools.partial(schedule.key, config, segment.phase_index)
     here, where = schedule.phase_config(config, phase), key("mesh")
@@ -124,14 +129,17 @@ def portion(config: Config, segment: Segment, devices: int, at_once: int = 0) ->
         return here, spread, micro * micro_batches, micro_batches
     micro = segment.sequences // segment.micro_batches
     try:
-        sharding.check_batch(spread, (segment.sequences,), micro, where=where, name=key("micro_batch"))
+        sharding.check_batch(
+            spread, (segment.sequences,), micro, where=where, name=key("micro_batch")
+        )
     except UserError as error:
         raise UserError(f"phase {phase.name!r}: {error}; or give --at_once=N") from None
     return here, spread, segment.sequences, segment.micro_batches
 
 
 def eval_rows(config: Config, phase: Phase, spread: Spread) -> int:
-    """Rows of a held-out batch: as many as there are windows, as the mesh needs them, at most a micro-batch."""
+    """Rows of a held-out batch: as many as there are windows, as the mesh needs them, at most a
+    micro-batch."""
     shards = spread.data * spread.expert
     return min(-(-max(config.eval.windows, 1) // shards) * shards, _micro_batch(phase))
 

@@ -1,7 +1,8 @@
 """Writes the continuation of the config's prompt that a run ends with, for its report.
 
-Process 0 makes it alone, with the weights of the checkpoint that has just been saved: no other device gives up memory
-for it. There is no sample where the weights are larger than the free memory of that device.
+Process 0 makes it alone, with the weights of the checkpoint that has just been saved: no other
+device gives up memory for it. There is no sample where the weights are larger than the free memory
+of that device.
 """
 
 from pathlib import Path
@@ -18,14 +19,16 @@ from zaya_jax.model.sampling import Sampling
 from zaya_jax.training import start
 from zaya_jax.training.logs import say
 
-# In bytes a parameter: float32, and the copy in the products' format that XLA may keep through the decoding.
+# In bytes a parameter: float32, and the copy in the products' format that XLA may keep through the
+# decoding.
 BYTES = 6
 
 
 def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: Source) -> None:
     """Writes sample.txt, or says why not. `config` is that of the step's phase.
 
-    In process 0 alone, when the training's state is gone from its device; `source` has the weights of the step.
+    In process 0 alone, when the training's state is gone from its device; `source` has the weights
+    of the step.
     """
     path = workdir / "sample.txt"
     path.unlink(missing_ok=True)
@@ -33,8 +36,9 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: So
     needed, has = BYTES * zaya.param_counts(model)["total"], start.free_bytes_of(device)
     if has and needed > has:
         say(
-            f"no sample: with these weights it needs {needed / 2**30:,.1f} GiB on one device, {has / 2**30:,.1f} are "
-            f"free; python -m experiments.generate --model={workdir} makes one where there is room"
+            f"no sample: with these weights it needs {needed / 2**30:,.1f} GiB on one device,"
+            f" {has / 2**30:,.1f} are free; python -m experiments.generate --model={workdir} makes"
+            " one where there is room"
         )
         return
     with jax.default_device(device), jax.default_matmul_precision(config.precision.matmul):
@@ -42,17 +46,26 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: So
         params, bias = jax.device_put((weights[0]["params"], weights[1]["balance"]["bias"]), device)
         del weights
         prompt, chats = config.log.sample_prompt, config.data.chats
-        asked = generation.asked([{"role": "user", "content": prompt}] if chats else prompt, tokenizer, str(workdir))
+        asked = generation.asked(
+            [{"role": "user", "content": prompt}] if chats else prompt, tokenizer, str(workdir)
+        )
         room = model.max_position_embeddings - len(asked.ids[0])
         if room < config.log.sample_tokens:
-            say(f"the sample has {max(room, 0)} tokens, as many as the model's max_position_embeddings leaves")
+            say(
+                f"the sample has {max(room, 0)} tokens, as many as the model's"
+                " max_position_embeddings leaves"
+            )
         (text,) = asked.texts  # with which the result begins
         if room > 0:
             decoder = decode.Decoder(model, params, bias, config.precision, kernels=config.kernels)
             going = decode.Generation(
-                decoder, asked.ids, min(config.log.sample_tokens, room),
-                sampling=Sampling(config.log.sample_temperature), seeds=config.run.seed, ends=asked.ends,
-            )  # fmt: skip
+                decoder,
+                asked.ids,
+                min(config.log.sample_tokens, room),
+                sampling=Sampling(config.log.sample_temperature),
+                seeds=config.run.seed,
+                ends=asked.ends,
+            )
             (text,) = generation.results(going, asked, asked.ids, tokenizer, [])
     text = f"{prompt}\n{text}" if chats else text
     path.write_text(text, encoding="utf-8")

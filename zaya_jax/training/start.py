@@ -1,10 +1,12 @@
-"""Plans a start: its phases, mesh, optimizer, tokenizer and data, all checked before anything is compiled.
+"""Plans a start: its phases, mesh, optimizer, tokenizer and data, all checked before anything is
+compiled.
 
-The memory check uses a lower bound, weights and optimizer state: activations and gradients come on top
-(`experiments.plan`).
+The memory check uses a lower bound, weights and optimizer state: activations and gradients come on
+top (`experiments.plan`).
 
-Under low-rank updates (`run.lora`) frozen weights are read anew at each start. Checkpoints hold adapters alone: they
-name the base, with its step, and have a mark of it, so another base is refused.
+Under low-rank updates (`run.lora`) frozen weights are read anew at each start. Checkpoints hold
+adapters alone: they name the base, with its step, and have a mark of it, so another base is
+refused.
 """
 
 import dataclasses
@@ -59,8 +61,8 @@ def plan_start(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> Pl
     """The start after step `reached`; UserError where something is wrong."""
     if reached > run.last_step:
         raise UserError(
-            f"config.run.num_steps={run.last_step}, but the run has already reached step {reached}; "
-            "give at least as many steps, or a new workdir"
+            f"config.run.num_steps={run.last_step}, but the run has already reached step {reached};"
+            " give at least as many steps, or a new workdir"
         )
     notes = recipe.check(run, reached)
     first = min(reached + 1, run.last_step)
@@ -70,23 +72,28 @@ def plan_start(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> Pl
     state = states.abstract(here.config, optimizer, here.mesh)
     check_memory(here, state)
     stream = pipeline.train_stream(run.config, tokenizer, here.rows)
-    return PlannedStart(reached, run, here, end, optimizer, state, tokenizer, stream, notes + stream.batches.notes)
+    return PlannedStart(
+        reached, run, here, end, optimizer, state, tokenizer, stream, notes + stream.batches.notes
+    )
 
 
 def check_memory(here: PlacedPhase, state: Any) -> None:
-    """UserError where weights and optimizer state are more than the memory of a device, if that is known."""
+    """UserError where weights and optimizer state are more than the memory of a device, if that is
+    known."""
     devices = here.mesh.local_devices
     device, has = devices[0], bytes_of(devices[0])
     on_host = device.platform == "cpu"  # whose devices share the machine's memory
-    needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(state)) * (len(devices) if on_host else 1)
+    needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(state)) * (
+        len(devices) if on_host else 1
+    )
     if has and needed > has:
         key = here.key("mesh")
         count = zaya.param_counts(here.config.model)["total"]
         where = "the machine" if on_host else f"each {device.device_kind}"
         raise UserError(
-            f"the model of {count:,} parameters needs {needed / 2**30:,.1f} GiB for weights and optimizer alone, "
-            f"{where} has {has / 2**30:,.1f} GiB; give a smaller config.model, or spread it: more devices, "
-            f"{key}.fsdp=True, {key}.tensor or expert"
+            f"the model of {count:,} parameters needs {needed / 2**30:,.1f} GiB for weights and"
+            f" optimizer alone, {where} has {has / 2**30:,.1f} GiB; give a smaller config.model, or"
+            f" spread it: more devices, {key}.fsdp=True, {key}.tensor or expert"
         )
 
 
@@ -98,7 +105,8 @@ def bytes_of(device: jax.Device) -> int | None:
 
 
 def free_bytes_of(device: jax.Device) -> int | None:
-    """The memory of a device that is not in use, of a CPU half of the machine's; None where it is not known."""
+    """The memory of a device that is not in use, of a CPU half of the machine's; None where it is
+    not known."""
     has = bytes_of(device)
     if has is None or device.platform == "cpu":
         return has and has // 2
@@ -114,7 +122,8 @@ def first_state(
     copies: Copies,
     weights_of: Callable[[str], Source],
 ) -> tuple[Any, dict[str, Any]]:
-    """The state before the first step, by the way in which the run begins, and metadata for all its saves.
+    """The state before the first step, by the way in which the run begins, and metadata for all its
+    saves.
 
     `meta`: of the checkpoint that it starts from; `parent`: of a fork; `weights_of` a model's name.
     """
@@ -142,11 +151,13 @@ def _fresh(planned: PlannedStart) -> Any:
     return states.init(planned.phase.config, planned.optimizer, planned.phase.mesh)
 
 
-def put_frozen_under(state: dict[str, Any], like: Any, base: Source, meta: dict[str, Any]) -> dict[str, Any]:
+def put_frozen_under(
+    state: dict[str, Any], like: Any, base: Source, meta: dict[str, Any]
+) -> dict[str, Any]:
     """Adds the frozen weights to a state, and before its first step the base's balancing biases.
 
-    `like` is the whole state (`state.abstract`), `meta` the checkpoint's that the state comes from, or empty. Gives the
-    part of the metadata that names the base.
+    `like` is the whole state (`state.abstract`), `meta` the checkpoint's that the state comes from,
+    or empty. Gives the part of the metadata that names the base.
     """
     wanted = {"params": like["frozen"], "balance": {"bias": like["balance"].bias}}
     partial.require_fit(base, boxes.of_tree(wanted))
@@ -157,8 +168,16 @@ def put_frozen_under(state: dict[str, Any], like: Any, base: Source, meta: dict[
     state["frozen"] = found["params"]
     if not meta:
         state["balance"] = state["balance"]._replace(bias=found["balance"]["bias"])
-    count, of = (sum(math.prod(x.shape) for x in jax.tree.leaves(like[part])) for part in ("params", "frozen"))
-    say(f"trains {count:,} numbers of low-rank updates over {base.name}{base.warning}, {of:,} frozen ones")
+    count, of = (
+        sum(math.prod(x.shape) for x in jax.tree.leaves(like[part]))
+        for part in ("params", "frozen")
+    )
+    say(
+        f"trains {count:,} numbers of low-rank updates over {base.name}{base.warning}, {of:,}"
+        " frozen ones"
+    )
     place = str(base.place) if "://" in str(base.place) else str(Path(base.place).absolute())
-    lasting = f"{place}@{base.step}" if base.workdir else place  # means the same step from any folder
+    lasting = (
+        f"{place}@{base.step}" if base.workdir else place
+    )  # means the same step from any folder
     return {"base": {"name": lasting, "mark": mark}}

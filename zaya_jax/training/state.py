@@ -1,8 +1,10 @@
-"""The training state: its parts, their places on a mesh, their first values. `snapshot` takes it to checkpoints.
+"""The training state: its parts, their places on a mesh, their first values. `snapshot` takes it to
+checkpoints.
 
 state = {"params", "optimizer", "balance"}      with `run.lora` params are adapters, and "frozen" the weights under them
 
-Some params may be bfloat16 copies, whose float32 weights their owners have in "optimizer" (`precision.weights`).
+Some params may be bfloat16 copies, whose float32 weights their owners have in "optimizer"
+(`precision.weights`).
 
 optimizer = states.build_optimizer(config, mesh)
 state = states.init(config, optimizer, mesh)        or, of shapes and shardings alone, states.abstract(..)
@@ -35,18 +37,29 @@ def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
     """The optimizer of a run, for weights as they lie on the mesh."""
     spread, rank, precision = spread_of(config.mesh, mesh.shape), config.run.lora, config.precision
     params = lora.abstract(config.model, rank) if rank else zaya.abstract(config.model, precision)
-    if rank or isinstance(config.model, Own):  # their products may have another format than `compute`
+    if rank or isinstance(
+        config.model, Own
+    ):  # their products may have another format than `compute`
         precision = dataclasses.replace(precision, weights="float32")
     return chain.build(
-        config.optim, precision, params, specs=trained_specs(config, spread),
-        axes=dict(mesh.shape), node=devices_of_node(mesh),
-        skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
-    )  # fmt: skip
+        config.optim,
+        precision,
+        params,
+        specs=trained_specs(config, spread),
+        axes=dict(mesh.shape),
+        node=devices_of_node(mesh),
+        skip_update=config.run.skip_update,
+        spike_deviations=config.run.spike_deviations,
+    )
 
 
 def specs(config: Config, optimizer: Optimizer, spread: Spread) -> dict[str, Any]:
     """How each part of the state lies on the mesh (a prefix of its tree)."""
-    found = {"params": trained_specs(config, spread), "optimizer": optimizer.specs(), "balance": REPLICATED}
+    found = {
+        "params": trained_specs(config, spread),
+        "optimizer": optimizer.specs(),
+        "balance": REPLICATED,
+    }
     return found | frozen_specs(config, spread)
 
 
@@ -59,7 +72,11 @@ def trained_specs(config: Config, spread: Spread) -> Any:
 
 def frozen_specs(config: Config, spread: Spread) -> dict[str, Any]:
     """How the weights under adapters lie on the mesh; nothing without adapters."""
-    return {"frozen": sharding.param_specs(config.model, config.precision, spread)} if config.run.lora else {}
+    return (
+        {"frozen": sharding.param_specs(config.model, config.precision, spread)}
+        if config.run.lora
+        else {}
+    )
 
 
 def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
@@ -79,16 +96,21 @@ def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     return {
         "params": params,
         "optimizer": optimizer.init()._replace(weights=kept),
-        "balance": balance.init(config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS),
+        "balance": balance.init(
+            config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS
+        ),
     }
 
 
 def init(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    """The state before the first step: a function of the seed alone, whatever the mesh; without frozen weights."""
+    """The state before the first step: a function of the seed alone, whatever the mesh; without
+    frozen weights."""
     fresh = functools.partial(_fresh, config, optimizer, mesh)
     with jax.default_matmul_precision(config.precision.matmul):
         options = host.for_one_call(chip.made_for(mesh))
-        places = {name: x for name, x in shardings(config, optimizer, mesh).items() if name != "frozen"}
+        places = {
+            name: x for name, x in shardings(config, optimizer, mesh).items() if name != "frozen"
+        }
         return jax.jit(fresh, out_shardings=places, compiler_options=options)()
 
 
@@ -98,7 +120,9 @@ def abstract(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]
     shapes |= {"frozen": lora.frozen(config.model, config.precision)} if config.run.lora else {}
 
     def placed(sharding, part):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+        )
 
     return jax.tree.map(placed, shardings(config, optimizer, mesh), shapes)
 

@@ -1,11 +1,13 @@
-"""The training step, which donates its state, and the evaluation step: jitted pure functions of state and batch.
+"""The training step, which donates its state, and the evaluation step: jitted pure functions of
+state and batch.
 
     state = that of `training.state`; batch = a dict of arrays [micro-batches, sequences, S]
 
-The whole step runs inside one `shard_map` over the mesh: each device accumulates the gradient of its own sequences
-over the micro-batches, and it is summed over devices once: by the optimizer, or layer by layer in the backward pass
-(`training.gradients`); with fsdp, over `data` in the backward pass of each micro-batch. The loss is the mean
-over all real targets of the global batch, however these are spread.
+The whole step runs inside one `shard_map` over the mesh: each device accumulates the gradient of
+its own sequences over the micro-batches, and it is summed over devices once: by the optimizer, or
+layer by layer in the backward pass (`training.gradients`); with fsdp, over `data` in the backward
+pass of each micro-batch. The loss is the mean over all real targets of the global batch, however
+these are spread.
 """
 
 import dataclasses
@@ -28,18 +30,27 @@ from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.devices import Over
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
-from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens, spread_of
+from zaya_jax.parallel.spread import (
+    ALONE,
+    AXES,
+    Spread,
+    gather_over_data,
+    share_of_tokens,
+    spread_of,
+)
 from zaya_jax.training import state as states
 from zaya_jax.training.gradients import gradients
 from zaya_jax.training.state import REPLICATED
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
-    """loss(params, bias, micro-batch, total, stored, frozen) → (loss, (cross entropy, log² Z, tokens per expert)).
+    """loss(params, bias, micro-batch, total, stored, frozen) → (loss, (cross entropy, log² Z,
+    tokens per expert)).
 
-    All but the counts of tokens are divided by `total`, the number of real targets; only the loss includes the z-loss;
-    `stored` says where layers find weights and where gradients go (`model.stored`). With `frozen` weights, params are
-    their adapters (`model.lora`). On a mesh each device returns its part of the loss, and counts its tokens.
+    All but the counts of tokens are divided by `total`, the number of real targets; only the loss
+    includes the z-loss; `stored` says where layers find weights and where gradients go
+    (`model.stored`). With `frozen` weights, params are their adapters (`model.lora`). On a mesh
+    each device returns its part of the loss, and counts its tokens.
     """
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
@@ -51,9 +62,15 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
         params = whole_outside(params, axes) if spread.fsdp else params
         rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
         out = zaya.apply(
-            model, params, bias, rows,
-            precision=config.precision, remat=config.remat, devices=Over(spread), stored=stored,
-        )  # fmt: skip
+            model,
+            params,
+            bias,
+            rows,
+            precision=config.precision,
+            remat=config.remat,
+            devices=Over(spread),
+            stored=stored,
+        )
         with jax.named_scope("head"):
             loss, z = cross_entropy(
                 share_of_tokens(out.hidden.reshape(-1, model.hidden_size), spread),
@@ -71,7 +88,8 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
 
 
 def whole_outside(params: dict, axes: dict) -> dict:
-    """With fsdp: gathers all weights but those of the layers, which gather their own, one after the other."""
+    """With fsdp: gathers all weights but those of the layers, which gather their own, one after the
+    other."""
     outer = {name: part for name, part in params.items() if name != "layers"}
     names = {name: axes[name] for name in outer}
     return {**jax.tree.map(gather_over_data, outer, names), "layers": params["layers"]}
@@ -80,16 +98,18 @@ def whole_outside(params: dict, axes: dict) -> dict:
 def make_train_step(
     config: Config, model: Model, optimizer: Optimizer, mesh: Mesh, hook: Callable | None = None
 ) -> Callable:
-    """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and [L, ..] arrays.
+    """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and
+    [L, ..] arrays.
 
-    `hook` is given each device's gradients as `gradients` returns them: injected faults (`tools.faults`).
+    `hook` is given each device's gradients as `gradients` returns them: injected faults
+    (`tools.faults`).
     """
     spread = spread_of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
-        # Triton's kernels (`routes`) index the stacked experts of all layers: each device must hold every expert, at
-        # its full embedding width. (The tensor axis may split the inner width.)
+        # Triton's kernels (`routes`) index the stacked experts of all layers: each device must hold
+        # every expert, at its full embedding width. (The tensor axis may split the inner width.)
         params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
         elsewhere = spread.fsdp or spread.tsp or spread.expert_axes or frozen
         in_place = routes() and model.model_type == "zaya" and not elsewhere
@@ -109,9 +129,15 @@ def make_train_step(
         figures = dict(opt_state.figures)
         with jax.named_scope("balance"):
             new_balance, load = balance.update(
-                state["balance"], counts, lr=config.balance.lr, b1=config.balance.b1, b2=config.balance.b2,
-                dead_after=config.balance.dead_after, enabled=config.balance.enabled, keep=figures["skipped"] == 0,
-            )  # fmt: skip
+                state["balance"],
+                counts,
+                lr=config.balance.lr,
+                b1=config.balance.b1,
+                b2=config.balance.b2,
+                dead_after=config.balance.dead_after,
+                enabled=config.balance.enabled,
+                keep=figures["skipped"] == 0,
+            )
         figures |= load if model.model_type == "zaya" else {}  # a dense model has no experts
         figures |= {"loss": loss, "z": z, "target_tokens": total, "lr": lr}
         state = {**state, "params": new_params, "optimizer": opt_state, "balance": new_balance}
@@ -136,10 +162,18 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
         (loss, count), _ = jax.lax.scan(add, (zero, zero), batch)
         return jax.lax.psum(loss, AXES), jax.lax.psum(count, spread.token_axes)
 
-    return on_mesh(config, mesh, step, (states.specs(config, optimizer, spread), batch_spec(spread)), out=REPLICATED)
+    return on_mesh(
+        config,
+        mesh,
+        step,
+        (states.specs(config, optimizer, spread), batch_spec(spread)),
+        out=REPLICATED,
+    )
 
 
-def on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None) -> Callable:
+def on_mesh(
+    config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None
+) -> Callable:
     """Turns a function of one device's parts into a program for the whole mesh."""
     out_specs = (in_specs[0], REPLICATED) if out is None else out
     target = chip.made_for(mesh).taking(config.kernels)
@@ -148,15 +182,22 @@ def on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=
         with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
             return step(*args)
 
-    # Without the check of replicated values, replicated weights' gradients stay partial sums, as the optimizer expects.
-    mapped = jax.shard_map(precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    # Without the check of replicated values, replicated weights' gradients stay partial sums, as
+    # the optimizer expects.
+    mapped = jax.shard_map(
+        precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     return jax.jit(mapped, donate_argnums=donate)
 
 
-def put_batch(mesh: Mesh, batch: dict, micro_batches: int, spread: Spread = ALONE) -> dict[str, jax.Array]:
-    """A process's rows of a global batch (`mesh.rows_of_process`) as global arrays [micro-batches, sequences, S].
+def put_batch(
+    mesh: Mesh, batch: dict, micro_batches: int, spread: Spread = ALONE
+) -> dict[str, jax.Array]:
+    """A process's rows of a global batch (`mesh.rows_of_process`) as global arrays [micro-batches,
+    sequences, S].
 
-    Each process's rows are a part of every micro-batch. A sequence that is cut over devices lies in zig-zag order.
+    Each process's rows are a part of every micro-batch. A sequence that is cut over devices lies in
+    zig-zag order.
     """
     part, parts = rows_of_process(mesh)
     sharding = NamedSharding(mesh, batch_spec(spread))
@@ -171,6 +212,8 @@ def put_batch(mesh: Mesh, batch: dict, micro_batches: int, spread: Spread = ALON
             rows = index[1].indices(x.shape[1] * parts)
             return x[index[0], rows[0] - own : rows[1] - own, index[2]]
 
-        return jax.make_array_from_callback((x.shape[0], x.shape[1] * parts, x.shape[2]), sharding, piece)
+        return jax.make_array_from_callback(
+            (x.shape[0], x.shape[1] * parts, x.shape[2]), sharding, piece
+        )
 
     return {name: put(x) for name, x in batch.items()}

@@ -1,8 +1,10 @@
-"""Hands a run's figures to trackers: TensorBoard, W&B, MLflow and trackio by name, and a function of the caller's own.
+"""Hands a run's figures to trackers: TensorBoard, W&B, MLflow and trackio by name, and a function
+of the caller's own.
 
-Each has its own thread, so a slow server delays no step. A tracker that fails costs a warning and never the run:
-metrics.jsonl has every figure. The package's own environment variables settle where a tracker writes. tracker.id in
-the run's folder is the run's id there, by which a run that goes on finds itself again.
+Each has its own thread, so a slow server delays no step. A tracker that fails costs a warning and
+never the run: metrics.jsonl has every figure. The package's own environment variables settle where
+a tracker writes. tracker.id in the run's folder is the run's id there, by which a run that goes on
+finds itself again.
 """
 
 import contextlib
@@ -34,9 +36,14 @@ def _wandb(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
     import wandb
 
     run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", PROJECT), name=folder.name, id=run_id, resume="allow", config=config,
-        dir=str(folder), settings=wandb.Settings(console="off"),
-    )  # fmt: skip
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=folder.name,
+        id=run_id,
+        resume="allow",
+        config=config,
+        dir=str(folder),
+        settings=wandb.Settings(console="off"),
+    )
     run.define_metric("*", step_metric="step")  # its own counter refuses a step that comes again
 
     def end(code: int) -> None:
@@ -55,10 +62,16 @@ def _mlflow(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
     known = client.get_experiment_by_name(project)
     experiment = known.experiment_id if known else client.create_experiment(project)
     found = client.search_runs([experiment], f"tags.{PROJECT} = '{run_id}'")
-    new = [] if found else [client.create_run(experiment, tags={PROJECT: run_id}, run_name=folder.name)]
+    new = (
+        []
+        if found
+        else [client.create_run(experiment, tags={PROJECT: run_id}, run_name=folder.name)]
+    )
     run = [*found, *new][0].info.run_id
     client.update_run(run, status="RUNNING")
-    params = [Param(key, str(value)) for key, value in config.items()] if new else []  # a changed one is refused
+    params = (
+        [Param(key, str(value)) for key, value in config.items()] if new else []
+    )  # a changed one is refused
     for i in range(0, len(params), 100):  # its limit
         client.log_batch(run, params=params[i : i + 100])
 
@@ -74,14 +87,17 @@ def _trackio(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
     import trackio
 
     project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-    run = trackio.init(project, name=f"{folder.name}-{run_id[:6]}", resume="allow", config=config, embed=False)
+    run = trackio.init(
+        project, name=f"{folder.name}-{run_id[:6]}", resume="allow", config=config, embed=False
+    )
     return lambda step, figures: run.log(figures, step=step), lambda code: run.finish()
 
 
 def _tensorboard(folder: Path, reached: int) -> Opened:
     from tensorboardX import SummaryWriter
 
-    # Its own thread ends at its first error. A queue that nothing empties would then block this one, and the exit.
+    # Its own thread ends at its first error. A queue that nothing empties would then block this
+    # one, and the exit.
     purge = reached + 1 if reached else 0
     events = SummaryWriter(str(folder), purge_step=purge, max_queue=20_000)
 
@@ -101,11 +117,15 @@ OPEN = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 class Trackers:
     """All trackers of one start; only the process that writes the files has any."""
 
-    def __init__(self, config: Config, folder: Path, reached: int, function: Function | None = None):
+    def __init__(
+        self, config: Config, folder: Path, reached: int, function: Function | None = None
+    ):
         self._each: list[_Tracker] = []
         if not is_writer():
             return
-        found: dict[str, Callable[[], Opened]] = {"TensorBoard": lambda: _tensorboard(folder, reached)}
+        found: dict[str, Callable[[], Opened]] = {
+            "TensorBoard": lambda: _tensorboard(folder, reached)
+        }
         if function:
             found["function"] = lambda: (function, lambda code: None)
         if config.log.trackers:
@@ -145,7 +165,10 @@ class _Tracker(threading.Thread):
             end(figures)  # the exit code
         except BaseException as error:
             found = f"{type(error).__name__}: {fields.first_line(error)}"
-            say(f"warning: the tracker {self.name} fails and gets no more figures; the run goes on ({found})")
+            say(
+                f"warning: the tracker {self.name} fails and gets no more figures; the run goes on"
+                f" ({found})"
+            )
 
     def write(self, step: int | None, figures: Any) -> None:
         with contextlib.suppress(queue.Full):

@@ -1,4 +1,5 @@
-"""Opens a run's folder, checks that it belongs to this run, and tells which keys may differ when the run goes on.
+"""Opens a run's folder, checks that it belongs to this run, and tells which keys may differ when
+the run goes on.
 
 config.json        the recorded config            tokenizer/         the tokenizer
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
@@ -35,16 +36,32 @@ from zaya_jax.training import logs, notes
 LINEAGE = "lineage.json"
 KERNELS = "kernels.json"
 
-# Keys that may differ from the recorded config when a run goes on, as may phases that have not begun.
+# Keys that may differ from the recorded config when a run goes on, as may phases that have not
+# begun.
 CHANGES_NOTHING = (  # that a step computes
-    "name", "run.num_steps", "log", "eval", "checkpoint", "guard", "data.workers", "data.on_corrupt",
-    "phases.eval_seq_len", "phases.name", "model.max_position_embeddings",
-)  # fmt: skip
+    "name",
+    "run.num_steps",
+    "log",
+    "eval",
+    "checkpoint",
+    "guard",
+    "data.workers",
+    "data.on_corrupt",
+    "phases.eval_seq_len",
+    "phases.name",
+    "model.max_position_embeddings",
+)
 COMPARED_BY_CONTENT = ("data.path", "data.tokenizer")  # checkpoints have fingerprints of both
 ROUNDS = (  # sums have another order, which is said
-    "mesh", "kernels", "remat", "precision.weights", "data.micro_batch", "phases.mesh", "phases.remat",
+    "mesh",
+    "kernels",
+    "remat",
+    "precision.weights",
+    "data.micro_batch",
+    "phases.mesh",
+    "phases.remat",
     "phases.micro_batch",
-)  # fmt: skip
+)
 
 
 def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
@@ -55,15 +72,20 @@ def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
     return Path(workdir)
 
 
-def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], None] = lambda: None) -> Path:
-    """Creates the folder, with the config in it, or checks that it is this run's; UserError otherwise.
+def open_workdir(
+    path: str | os.PathLike, config: Config, locked: Callable[[], None] = lambda: None
+) -> Path:
+    """Creates the folder, with the config in it, or checks that it is this run's; UserError
+    otherwise.
 
-    `locked` is called when no other run writes there and nothing is written yet. Changed keys of a run that goes on
-    are recorded later, by `record_start`. The first process opens it; the others must have the same config
-    and see the same folder.
+    `locked` is called when no other run writes there and nothing is written yet. Changed keys of a
+    run that goes on are recorded later, by `record_start`. The first process opens it; the others
+    must have the same config and see the same folder.
     """
     here = config_lib.to_dict(config)
-    chosen, first = multihost.from_first("workdir", lambda: [str(_open(Path(path), config, locked)), here])
+    chosen, first = multihost.from_first(
+        "workdir", lambda: [str(_open(Path(path), config, locked)), here]
+    )
     workdir = Path(chosen)
     a, b = flat(first), flat(here)
     for key in sorted(a.keys() | b.keys()):
@@ -74,8 +96,8 @@ def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], N
             )
     if not (workdir / "config.json").exists():
         raise UserError(
-            f"--workdir={workdir} is not the folder that process 0 has opened: config.json is not there; "
-            "give one on a file system that all nodes share"
+            f"--workdir={workdir} is not the folder that process 0 has opened: config.json is not"
+            " there; give one on a file system that all nodes share"
         )
     return workdir
 
@@ -87,7 +109,9 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
     _check_whose(workdir, config)
     claims.take(workdir, logs.say)
     try:
-        _check_whose(workdir, config)  # while it waited, another run may have begun there, and ended
+        _check_whose(
+            workdir, config
+        )  # while it waited, another run may have begun there, and ended
     except UserError:
         claims.release(workdir)
         raise
@@ -111,14 +135,16 @@ def _check_whose(workdir: Path, config: Config) -> None:
     for path in sorted(workdir.iterdir()):
         if path.name != claims.LOCK and not files.is_part_of(path, recorded):
             raise UserError(
-                f"--workdir={workdir} holds {path.name} and no config.json, so it is not a run's; give a new folder"
+                f"--workdir={workdir} holds {path.name} and no config.json, so it is not a run's;"
+                " give a new folder"
             )
 
 
 class CleanupIfRefused:
     """Removes a new run's folder if the run is refused before its first step, and unlocks it.
 
-    A run of several processes leaves the folder: as long as nothing is saved there, any config may take it.
+    A run of several processes leaves the folder: as long as nothing is saved there, any config may
+    take it.
     """
 
     def __init__(self, workdir: Path):
@@ -126,7 +152,8 @@ class CleanupIfRefused:
         self._made = [path for path in workdir.parents if not path.exists()]
 
     def locked(self) -> None:
-        """Notes whether the folder is new, when no other run writes there and this one has written nothing."""
+        """Notes whether the folder is new, when no other run writes there and this one has written
+        nothing."""
         self._new = not (self._workdir / "config.json").exists()
 
     def keep(self) -> None:
@@ -146,7 +173,8 @@ class CleanupIfRefused:
 def record_start(
     workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list, kernels: dict | None = None
 ) -> None:
-    """Writes the files of a start, before its first step; `lineage`: the runs that this one is forked from."""
+    """Writes the files of a start, before its first step; `lineage`: the runs that this one is
+    forked from."""
     logs.open_log(workdir)
     if not multihost.is_writer():
         return
@@ -168,7 +196,8 @@ def read_config(workdir: str | os.PathLike) -> Config:
         found = files.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--workdir={workdir} has no config.json that can be read ({writing.reason(error)}); give the folder of a "
+            f"--workdir={workdir} has no config.json that can be read ({writing.reason(error)});"
+            " give the folder of a "
             f'run, or restore its config: each checkpoint has it too, in {META} under "config"'
         ) from None
     try:
@@ -183,7 +212,8 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def check_same(old: Config, new: Config, workdir: Path, reached: int | None = None) -> str:
-    """UserError where a run cannot go on from step `reached` (the newest here) with another config than it had.
+    """UserError where a run cannot go on from step `reached` (the newest here) with another config
+    than it had.
 
     Otherwise a note of the differences: rounding, or steps that have not begun.
     """
@@ -215,7 +245,10 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
             )
     notes = []
     if changed:
-        notes.append(f"{', '.join(changed)}: sums have another order from here on, so the run rounds differently")
+        notes.append(
+            f"{', '.join(changed)}: sums have another order from here on, so the run rounds"
+            " differently"
+        )
     if later:
         notes.append("steps that have not begun: the learning rate follows the new length")
     return f"note: changed since step {reached}: {'; '.join(notes)}" if notes else ""
@@ -226,7 +259,8 @@ def _among(key: str, names: tuple[str, ...]) -> bool:
 
 
 def _kept(config: Config) -> dict:
-    """All keys, with the phases' own among them; of a mixture the weights, since a source may move."""
+    """All keys, with the phases' own among them; of a mixture the weights, since a source may
+    move."""
     out = flat(config_lib.to_dict(config))
     phases = out.pop("schedule.phases")
     for i, phase in enumerate(phases):

@@ -3,10 +3,11 @@
     python -m experiments.rehearse --out=DIR                                            calls it, on data that it makes
     python -m experiments.pretrain --config=experiments/configs/rehearsal/recipe.py:2 --config.data.path=DIR/data
 
-The number is the length: 1 takes 2 minutes on two CPU cores as eight virtual devices, 4 four times as long.
-As in zaya1_base.py: contexts of 1 : 8 : 32, the bases of RoPE and the shares of 86% and 75%, a batch ramp, one schedule
-of warm-up, constant and decay over all phases, attention over 2 and then 8 devices, and a mesh of its own for each
-phase. Its own choice: each phase's share of the tokens (40, 20, 25, 15%), so that the last two learn something.
+The number is the length: 1 takes 2 minutes on two CPU cores as eight virtual devices, 4 four times
+as long. As in zaya1_base.py: contexts of 1 : 8 : 32, the bases of RoPE and the shares of 86% and
+75%, a batch ramp, one schedule of warm-up, constant and decay over all phases, attention over 2 and
+then 8 devices, and a mesh of its own for each phase. Its own choice: each phase's share of the
+tokens (40, 20, 25, 15%), so that the last two learn something.
 """
 
 from ml_collections import ConfigDict
@@ -51,26 +52,57 @@ def get_config(given: str = "1") -> ConfigDict:
     c.schedule.decay_fraction = 0.3
     c.schedule.phases = (
         config.Phase(
-            name="pretrain 1", tokens=first, seq_len=short, rope_theta=1e4, global_batch=STEP // short,
-            ramp_from=STEP // short // 4, ramp_tokens=first // 4, packing="concat",
+            name="pretrain 1",
+            tokens=first,
+            seq_len=short,
+            rope_theta=1e4,
+            global_batch=STEP // short,
+            ramp_from=STEP // short // 4,
+            ramp_tokens=first // 4,
+            packing="concat",
             mixture=(root + "/web=0.8", root + "/code=0.12", root + "/math=0.08"),
         ),
         config.Phase(
-            name="pretrain 2", tokens=second, seq_len=short, rope_theta=1e4, global_batch=STEP // short,
-            packing="concat", mesh=config.Mesh(expert=2),
-            mixture=(root + "/web=0.4", root + "/code=0.25", root + "/math=0.2", root + "/reasoning_64=0.15"),
+            name="pretrain 2",
+            tokens=second,
+            seq_len=short,
+            rope_theta=1e4,
+            global_batch=STEP // short,
+            packing="concat",
+            mesh=config.Mesh(expert=2),
+            mixture=(
+                root + "/web=0.4",
+                root + "/code=0.25",
+                root + "/math=0.2",
+                root + "/reasoning_64=0.15",
+            ),
         ),
         config.Phase(
-            name="midtrain", tokens=third, seq_len=longer, rope_theta=1e6, global_batch=STEP // longer,
-            packing="concat", mesh=config.Mesh(context=2),
-            mixture=(root + "/reasoning_512=0.86", root + "/web=0.06", root + "/code=0.05", root + "/math=0.03"),
+            name="midtrain",
+            tokens=third,
+            seq_len=longer,
+            rope_theta=1e6,
+            global_batch=STEP // longer,
+            packing="concat",
+            mesh=config.Mesh(context=2),
+            mixture=(
+                root + "/reasoning_512=0.86",
+                root + "/web=0.06",
+                root + "/code=0.05",
+                root + "/math=0.03",
+            ),
         ),
         config.Phase(
-            name="sft", tokens=fourth, seq_len=longest, rope_theta=5e6, global_batch=STEP // longest,
-            packing="best_fit", mesh=config.Mesh(context=8),
+            name="sft",
+            tokens=fourth,
+            seq_len=longest,
+            rope_theta=5e6,
+            global_batch=STEP // longest,
+            packing="best_fit",
+            mesh=config.Mesh(context=8),
             mixture=(root + "/reasoning_2048=0.75", root + "/chat=0.25"),
         ),
-    )[: int(phases or 4)]  # fmt: skip
+    )[: int(phases or 4)]
     c.run.num_steps = 2**31 - 1  # the phases end it
     c.eval.every = 50
     c.eval.windows = 16
