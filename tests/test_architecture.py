@@ -12,26 +12,34 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (".ci", "benchmarks", "docs", "launch", "requirements", "tests", "tools")
 PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
-MAX_LINES = 600  # of a file
-LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
+MAX_LINES = 700  # of a file
+LONGEST, MOST_PARAMETERS = 92, 10  # of a function, not counting `self`
 
-# Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
-# behind it. A raise is an edit here, with its reason.
+# Statements (`ast.stmt`) at most. Wrapping a line adds none, so packing saves nothing. A row has
+# some 3% of air for mends; whoever needs more takes something away first, or raises the row with
+# its reason.
 BUDGET = {
-    ("aegis",): 4061,
-    ("checkpoint",): 3219,  # 3200; 113 read what Orbax alone has saved, 180 are Handler's, 75 merge low-rank updates
-    ("cli.py", "library.py", "functions.py", "generation.py"): 1288,  # 1100; few shapes, pytrees, the experts' outputs
-    ("config", "cluster"): 2232,  # 2100
-    ("data",): 4156,  # 320 of these spell chats by templates
-    ("model", "parallel", "optim"): 5886,  # 5650; sums in two levels; with low-rank updates; 61 for bfloat16 copies
-    ("plan", "hardware"): 2531,  # the links of sums in two levels; copies
-    ("pytorch", "evaluate"): 1762,  # one name for a model, the older layout, tasks in a chat template
-    ("report",): 1746,  # the page of a run, and what all pages share: programs word their own
-    ("run.py",): 398,
-    ("schedule.py", "trees.py", "__init__.py"): 390,
-    ("training",): 2318,  # 2000; 30 divide copies from owners' weights, 128 settle kernels, 145 are trackers
-    ("",): 30000,
-    ("../tests",): 24000,
+    "zaya_jax/aegis": 2_950,
+    "zaya_jax/checkpoint": 2_300,
+    "zaya_jax/cluster": 990,
+    "zaya_jax/config": 590,
+    "zaya_jax/data": 2_930,
+    "zaya_jax/evaluate": 410,
+    "zaya_jax/hardware": 890,
+    "zaya_jax/model": 1_420,
+    "zaya_jax/optim": 1_350,
+    "zaya_jax/parallel": 1_060,
+    "zaya_jax/plan": 760,
+    "zaya_jax/pytorch": 810,
+    "zaya_jax/report": 1_200,
+    "zaya_jax/training": 1_600,
+    "zaya_jax/*.py": 1_360,
+    "zaya_jax": 20_560,
+    "pallas_kernels": 3_790,
+    "experiments": 2_800,
+    "benchmarks": 3_350,
+    "tools": 1_910,
+    "tests": 16_560,
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
@@ -56,7 +64,12 @@ HEAVY = {
 ARROWS = {
     "zaya_jax.config": ("zaya_jax.config", "pallas_kernels.chip"),
     "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.trees", "pallas_kernels"),
-    "zaya_jax.parallel": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.parallel", "pallas_kernels"),
+    "zaya_jax.parallel": (
+        "zaya_jax.config",
+        "zaya_jax.model",
+        "zaya_jax.parallel",
+        "pallas_kernels",
+    ),
     "zaya_jax": ("zaya_jax", "pallas_kernels"),
     "pallas_kernels": ("pallas_kernels",),
     "experiments": ("experiments", "zaya_jax", "pallas_kernels"),
@@ -68,7 +81,8 @@ def within(name: str, package: str) -> bool:
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yields the line and full name of everything that a module imports, inside its functions too."""
+    """Yields the line and full name of everything that a module imports, inside its functions
+    too."""
     parents = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -85,7 +99,8 @@ def forbidden_imports(source: str, module: str, is_package: bool = False) -> lis
     """The imports that break the arrows, each as a sentence."""
     allowed = next(targets for package, targets in ARROWS.items() if within(module, package))
     return [
-        f"{module}, line {line}, imports {name}; of this project it may import only {', '.join(allowed)}"
+        f"{module}, line {line}, imports {name}; of this project it may import only"
+        f" {', '.join(allowed)}"
         for line, name in imports(source, module, is_package)
         if name.split(".")[0] in (*PACKAGES, "tests", "benchmarks")
         and not any(within(name, target) for target in allowed)
@@ -103,8 +118,12 @@ def modules() -> list[tuple[str, Path]]:
 
 def texts() -> list[tuple[str, str]]:
     """Every text file that belongs to the project, by its path."""
-    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a worktree has a file
-    files += [path for room in (*ROOMS, *PACKAGES) for path in (ROOT / room).rglob("*") if path.is_file()]
+    files = [
+        path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"
+    ]  # a worktree has a file
+    files += [
+        path for room in (*ROOMS, *PACKAGES) for path in (ROOT / room).rglob("*") if path.is_file()
+    ]
     found = []
     for path in files:
         if not {"__pycache__", ".ipynb_checkpoints"} & {*path.parts}:
@@ -118,7 +137,9 @@ def texts() -> list[tuple[str, str]]:
 def test_every_import_follows_the_arrows():
     broken = []
     for module, path in modules():
-        broken += forbidden_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+        broken += forbidden_imports(
+            path.read_text(encoding="utf-8"), module, path.name == "__init__.py"
+        )
     assert modules()
     assert not broken, "\n".join(broken)
 
@@ -130,20 +151,38 @@ def package_arrows(found: list[tuple[str, str, bool]]) -> dict[str, set[str]]:
         package = ".".join(module.split(".")[:2])
         for _, name in imports(source, module, is_package):
             other = ".".join(name.split(".")[:2])
-            if name.split(".")[0] in ("zaya_jax", "pallas_kernels") and other != "zaya_jax.__version__":
+            if (
+                name.split(".")[0] in ("zaya_jax", "pallas_kernels")
+                and other != "zaya_jax.__version__"
+            ):
                 arrows.setdefault(package, set()).update({other} - {package, "zaya_jax"})
     return arrows
 
 
 def test_packages_import_each_other_in_no_circle():
-    found = [(name, path.read_text(encoding="utf-8"), path.name == "__init__.py") for name, path in modules()]
+    found = [
+        (name, path.read_text(encoding="utf-8"), path.name == "__init__.py")
+        for name, path in modules()
+    ]
     order = list(graphlib.TopologicalSorter(package_arrows(found)).static_order())
-    assert order.index("zaya_jax.model") < order.index("zaya_jax.parallel") < order.index("zaya_jax.training")
-    assert order.index("zaya_jax.config") < order.index("zaya_jax.checkpoint") < order.index("zaya_jax.training")
+    assert (
+        order.index("zaya_jax.model")
+        < order.index("zaya_jax.parallel")
+        < order.index("zaya_jax.training")
+    )
+    assert (
+        order.index("zaya_jax.config")
+        < order.index("zaya_jax.checkpoint")
+        < order.index("zaya_jax.training")
+    )
 
 
 LIBRARY = ("zaya_jax.library", "zaya_jax.functions")
-ABOVE = ("zaya_jax.evaluate", "experiments._evaluate", "experiments._generate")  # which no other part imports
+ABOVE = (
+    "zaya_jax.evaluate",
+    "experiments._evaluate",
+    "experiments._generate",
+)  # which no other part imports
 
 
 def test_nothing_but_evaluation_imports_the_library():
@@ -169,7 +208,9 @@ def test_no_layer_asks_where_its_tokens_and_weights_lie(name):
     """Weights are simply local; other devices' data come through `placement`."""
     tree = ast.parse((ROOT / "zaya_jax" / "model" / f"{name}.py").read_text(encoding="utf-8"))
     for node in ast.walk(tree):  # docstrings and comments may mention it
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     assert not ASKS_WHERE_IT_IS.findall(ast.unparse(tree))
 
@@ -190,12 +231,14 @@ def test_no_program_is_made_by_asking_which_machine_makes_it():
 
 OF_CPUS = re.compile(r"\boptimization_barrier\b|\bwith_layout_constraint\b|\bpallas_kernels\.cpu\b")
 MAY_BE_OF_CPUS = {  # the order of an update, and of reading before writing, which only a CPU needs
-    "zaya_jax/model/cache.py", "zaya_jax/optim/chain.py",
-}  # fmt: skip
+    "zaya_jax/model/cache.py",
+    "zaya_jax/optim/chain.py",
+}
 
 
 def test_what_serves_cpus_alone_stands_in_their_files():
-    """Barriers and orders in memory are facts of one backend, so they belong in the operator's `cpu.py`."""
+    """Barriers and orders in memory are facts of one backend, so they belong in the operator's
+    `cpu.py`."""
     found = {
         str(path.relative_to(ROOT))
         for _, path in modules()
@@ -206,25 +249,34 @@ def test_what_serves_cpus_alone_stands_in_their_files():
 
 def test_no_program_text_is_longer_than_a_person_reads():
     long = {
-        name: text.count("\n") for name, text in texts() if name.endswith((".py", ".sh", ".js", ".css", "Makefile"))
+        name: text.count("\n")
+        for name, text in texts()
+        if name.endswith((".py", ".sh", ".js", ".css", "Makefile"))
     }
     assert not {name: lines for name, lines in long.items() if lines > MAX_LINES}
 
 
-def lines_of(rooms: tuple[str, ...]) -> int:
-    paths = [ROOT / "zaya_jax" / room for room in rooms]
-    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
-    return sum(file.read_text(encoding="utf-8").count("\n") for file in files)
+def statements_of(pattern: str) -> int:
+    found = [ROOT / pattern] if "*" not in pattern else ROOT.glob(pattern)
+    files = [file for path in found for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree))
 
 
-@pytest.mark.parametrize("rooms", BUDGET, ids=lambda rooms: "+".join(rooms) or "zaya_jax")
-def test_a_room_keeps_its_budget_of_lines(rooms):
-    assert 0 < lines_of(rooms) <= BUDGET[rooms]
+@pytest.mark.parametrize("room", BUDGET)
+def test_a_room_keeps_its_budget_of_statements(room):
+    number, most = statements_of(room), BUDGET[room]
+    assert 0 < number <= most, (
+        f"{room} has {number:,} statements, and its budget is {most:,}: take something away (what "
+        "does no test or document need?), or raise its row in BUDGET and give the reason in the "
+        "commit's body"
+    )
 
 
 def test_every_room_has_a_budget():
-    named = {room for rooms in BUDGET for room in rooms}
-    assert {path.name for path in (ROOT / "zaya_jax").iterdir()} - {"__pycache__"} < named
+    rooms = {f"zaya_jax/{path.parent.name}" for path in (ROOT / "zaya_jax").glob("*/__init__.py")}
+    around = {path.parent.name for path in ROOT.glob("*/*.py") if "venv" not in path.parent.name}
+    assert rooms | around <= set(BUDGET)
 
 
 def too_much(source: str) -> list[str]:
@@ -232,7 +284,9 @@ def too_much(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            names = [
+                a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            ]
             count, length = len(names) - (names[:1] == ["self"]), node.end_lineno - node.lineno + 1
             if length > LONGEST or count > MOST_PARAMETERS:
                 found.append(f"{node.name}: {length} lines, {count} parameters")
@@ -240,9 +294,15 @@ def too_much(source: str) -> list[str]:
 
 
 def test_a_function_fits_a_screen_and_takes_ten_things():
-    found = {name: more for name, path in modules() if (more := too_much(path.read_text(encoding="utf-8")))}
+    found = {
+        name: more
+        for name, path in modules()
+        if (more := too_much(path.read_text(encoding="utf-8")))
+    }
     assert not found
-    assert too_much("def f():\n" + "    pass\n" * LONGEST) and too_much("def f(a, b, c, d, e, f, g, h, i, j, k): 0")
+    assert too_much("def f():\n" + "    pass\n" * LONGEST) and too_much(
+        "def f(a, b, c, d, e, f, g, h, i, j, k): 0"
+    )
 
 
 def test_heavy_packages_are_imported_where_the_table_says():
@@ -254,7 +314,9 @@ def test_heavy_packages_are_imported_where_the_table_says():
 
 
 def test_each_dependency_is_imported_by_something():
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "dependencies"
+    ]
     named = {re.match(r"[\w-]+", line).group().replace("-", "_") for line in wanted}
     found = {
         what.split(".")[0]
@@ -264,7 +326,9 @@ def test_each_dependency_is_imported_by_something():
     assert {name.removesuffix("_checkpoint") for name in named} <= found
 
 
-TELLTALE = re.compile(r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple[/]", re.I)
+TELLTALE = re.compile(
+    r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple[/]", re.I
+)
 
 
 def test_no_file_names_a_folder_of_one_machine_or_a_package_host():
@@ -281,8 +345,14 @@ def test_files_that_the_documents_name_are_there():
     named = re.compile(
         r"\b(?:tests|zaya_jax|benchmarks|experiments|pallas_kernels|launch|tools)/[\w/]+\.(?:py|md|svg|png|sh)"
     )
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-    pages.remove(ROOT / "docs" / "promises.md")  # names tests by their place under tests/; held below
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+    ]
+    pages.remove(
+        ROOT / "docs" / "promises.md"
+    )  # names tests by their place under tests/; held below
     gone = {
         f"{page.name}: {name}"
         for page in pages
@@ -294,11 +364,15 @@ def test_files_that_the_documents_name_are_there():
 
 def test_every_promise_names_the_test_that_holds_it():
     page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| ") and line != "| promise | test |"]
+    rows = [
+        line for line in page.splitlines() if line.startswith("| ") and line != "| promise | test |"
+    ]
     named = {row: re.findall(r"`([\w/]+(?:\.py|/))`", row.rsplit("|", 2)[1]) for row in rows}
     assert len(rows) > 60 and len(page.encode()) <= 16 * 1024
     assert not [row for row, tests in named.items() if not tests]
-    assert not {test for tests in named.values() for test in tests if not (ROOT / "tests" / test).exists()}
+    assert not {
+        test for tests in named.values() for test in tests if not (ROOT / "tests" / test).exists()
+    }
 
 
 def test_no_two_files_of_tests_have_one_name():
