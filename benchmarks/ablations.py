@@ -76,10 +76,8 @@ def settings(name: str) -> zj.Config:
         4,
         12,
     )
-    c.model.num_attention_heads, c.model.num_key_value_heads = (
-        4,
-        1,
-    )  # as in ZAYA1: half the width, an eighth
+    # as in ZAYA1: half the width, an eighth
+    c.model.num_attention_heads, c.model.num_key_value_heads = (4, 1)
     c.model.num_experts, c.model.moe_intermediate_size, c.model.router_hidden_size = 8, 96, 24
     c.model.max_position_embeddings, c.model.initializer_range = LENGTH, 0.05  # as in tiny
     c.data.seq_len, c.data.global_batch, c.run.num_steps, c.optim.lr = LENGTH, BATCH, STEPS, 1.0

@@ -111,9 +111,8 @@ def prepare_one(name: str, work: pathlib.Path, kind: str) -> int:
     out.mkdir()
     builder = IndexedDatasetBuilder(str(out / "text.bin"), np.uint16)
     for ids in encoded(work, kind):
-        builder.add_document(
-            [*ids, eos], [len(ids) + 1]
-        )  # a list, as tools/preprocess_data.py gives
+        # a list, as tools/preprocess_data.py gives
+        builder.add_document([*ids, eos], [len(ids) + 1])
         count += len(ids)
     builder.finalize(str(out / "text.idx"))
     return count

@@ -64,9 +64,8 @@ class Case(cases.Case):
     # Of use, by direction: "forward" and "backward" are judged apart, "gradients" are both in one,
     # "alone" has none. 0 where memory counts.
     flops: Callable[[Size], dict[str, float]]
-    sizes: tuple[str, ...] = (
-        "4K",
-    )  # at which TARGETS.md has it: more where the tiles meet other work
+    # at which TARGETS.md has it: more where the tiles meet other work
+    sizes: tuple[str, ...] = ("4K",)
 
     @property
     def directions(self) -> tuple[str, ...]:

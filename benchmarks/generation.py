@@ -130,9 +130,8 @@ def main() -> None:
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--ours", nargs=2, help=argparse.SUPPRESS
-    )  # this program as the process of our side
+    # this program as the process of our side
+    parser.add_argument("--ours", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ours:
         print(json.dumps(ours(args.ours[0], json.loads(Path(args.ours[1]).read_text()))))

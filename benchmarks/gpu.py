@@ -28,11 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = (sys.executable, "-m")
 # seconds of a part, however late it is: kernels are tried for a minute, and it compiles (H100)
 LEAST = 150.0
-SIZES = {
-    "1M": (8, 256),
-    "100M": (4, 2048),
-    "1B": (2, 4096),
-}  # of bench_checkpoint.MODELS: sequences, tokens
+# of bench_checkpoint.MODELS: sequences, tokens
+SIZES = {"1M": (8, 256), "100M": (4, 2048), "1B": (2, 4096)}
 RESUME = (
     "run.num_steps=4",
     "checkpoint.every_steps=2",

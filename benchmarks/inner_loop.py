@@ -257,9 +257,8 @@ def _shared_bytes(text: str, warp: int) -> float:
     wgmma its quarter."""
     if found := _WGMMA.search(text):
         m, n, k = (int(found[i]) for i in (1, 2, 3))
-        of_left = (
-            0 if re.search(r"R\d+, R\d+, gdesc", found[4]) else m
-        )  # its left operand may be in registers
+        # its left operand may be in registers
+        of_left = 0 if re.search(r"R\d+, R\d+, gdesc", found[4]) else m
         return 2 * (of_left + n) * k / 4
     found = re.search(r"\b(?:(LD|ST)SM|LDS|STS|LDL|STL|ATOMS)\b(\S*)", text)
     if not found:

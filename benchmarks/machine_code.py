@@ -31,10 +31,8 @@ _CODECS = {ord("s"): "snappy", ord("z"): "zstd", ord("b"): "brotli"}
 _AMD, _NVIDIA = 224, 190  # of an ELF file, its machine
 _NO_BITS = 8  # of a section, that the file has no bytes for it
 _SIZED = 4  # of an attribute, that a length stands before it
-_REGISTERS, _FRAME = (
-    0x2F,
-    0x11,
-)  # attributes of a kernel in a cubin's .nv.info: registers, bytes of its local frame
+# attributes of a kernel in a cubin's .nv.info: registers, bytes of its local frame
+_REGISTERS, _FRAME = (0x2F, 0x11)
 
 
 class Core(NamedTuple):

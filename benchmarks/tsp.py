@@ -28,9 +28,8 @@ SCHEMES = {
     "tsp": dict(tensor=8, tsp=True),
     "tsp kept": dict(tensor=8, tsp=True),
 }
-REMAT = {
-    "tsp kept": "attention"
-}  # keeps the attention's output of every layer; all others recompute all
+# keeps the attention's output of every layer; all others recompute all
+REMAT = {"tsp kept": "attention"}
 TOKENS = (16_384, 32_768, 65_536, 131_072)
 LIMIT = 900  # seconds a compilation may take
 

@@ -38,9 +38,8 @@ HOST = (
     "These figures are of this host's CPU, whose virtual devices share its cores and memory. They"
     " say nothing of an accelerator, a network or a cluster."
 )
-Point = tuple[
-    float, float, float, float
-]  # a size, the median rate there, the 10th and the 90th of 100
+# a size, the median rate there, the 10th and the 90th of 100
+Point = tuple[float, float, float, float]
 
 
 def run(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
@@ -72,9 +71,8 @@ def try_kernels(args: argparse.Namespace, config: Config) -> None:
     """Tries the kernels and writes kernels.json and .html; UserError without a GPU, if nothing else
     is measured."""
     config = dataclasses.replace(config, kernels=("try",))
-    record = kernels.settle(config) or kernels.settle(
-        config, at_once=1
-    )  # its batch may be another machine's
+    # its batch may be another machine's
+    record = kernels.settle(config) or kernels.settle(config, at_once=1)
     if record is None and args.what == "kernels":
         raise UserError(
             "no GPU is here, or the config does not fit it: kernels are tried on one; python -m"
@@ -295,9 +293,8 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
     epoch = batches.source(batches.eras[0], 0).layout.num_rows // data.global_batch
     turns = min(TURNS, epoch)
     begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch
-    for step in range(
-        begin_step, begin_step + turns
-    ):  # opens shards, and the bundles of the moment
+    # opens shards, and the bundles of the moment
+    for step in range(begin_step, begin_step + turns):
         batches[step]
     io, begin, tokens, step = _io(), time.perf_counter(), 0, begin_step + turns
     until = begin_step + epoch if cold else 1 << 40  # a second epoch is warm

@@ -160,9 +160,8 @@ def _program(name: str, group: Group, size: int) -> Callable[[], jax.Array]:
     def call() -> jax.Array:
         nonlocal x
         out = compiled(x)
-        x = (
-            out if kind.in_place else x
-        )  # sums of sums, infinite in the end: an addition takes as long
+        # sums of sums, infinite in the end: an addition takes as long
+        x = out if kind.in_place else x
         return out
 
     return call

@@ -65,9 +65,8 @@ def run(args: argparse.Namespace) -> int:
     capacity, cluster = None, None
     if args.target != "cpu":
         capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
-    programs = [
-        _program(config, segment, devices, args.at_once) for segment in chosen
-    ]  # report mistakes before compiling
+    # report mistakes before compiling
+    programs = [_program(config, segment, devices, args.at_once) for segment in chosen]
 
     found: list[dict[str, Any]] = []
     seen: dict[Any, dict[str, Any]] = {}

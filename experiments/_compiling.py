@@ -44,9 +44,8 @@ def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax
     """The step of a phase (`schedule.phase_config`) for so many sequences over all devices."""
     optimizer = states.build_optimizer(config, mesh)
     step: Any = steps.make_train_step(config, config.model, optimizer, mesh)
-    rate = jax.ShapeDtypeStruct(
-        (), jnp.float32
-    )  # a number that lies nowhere yet, as `pretrain` gives it
+    # a number that lies nowhere yet, as `pretrain` gives it
+    rate = jax.ShapeDtypeStruct((), jnp.float32)
     return step.lower(
         states.abstract(config, optimizer, mesh),
         batch_like(config, mesh, sequences, micro_batches),

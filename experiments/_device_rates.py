@@ -20,14 +20,13 @@ from pallas_kernels.timing import Timing
 from zaya_jax.config import Model
 from zaya_jax.hardware.measured import MemoryCopy, Product, ProductShape
 
-ROWS = {
-    True: (64, 256, 1024),
-    False: (256, 1024, 4096, 16384),
-}  # tokens at once, on a host and on an accelerator
+# tokens at once, on a host and on an accelerator
+ROWS = {True: (64, 256, 1024), False: (256, 1024, 4096, 16384)}
+# of each
 ROWS_OF_EXPERTS = {
     True: tuple(1 << i for i in range(4, 10)),
     False: tuple(1 << i for i in range(4, 13)),
-}  # of each
+}
 MODEST = 1e9  # FLOP/s that a chip reaches in any case, until something has been measured
 
 

@@ -28,12 +28,8 @@ from zaya_jax.report.svg import Chart, Curve
 
 ALL = "all"  # the row of all --data
 
-CHAT_OPTIONS = (
-    "apply_chat_template",
-    "system_instruction",
-    "fewshot_as_multiturn",
-    "gen_kwargs",
-)  # of lm-eval
+# of lm-eval
+CHAT_OPTIONS = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")
 
 COLORS = 6  # curves in a picture
 
@@ -268,9 +264,8 @@ def document(result: dict[str, Any]) -> Page:
 
 
 def _loss(name: str, found: dict[str, Any]) -> list[str]:
-    bits = found[
-        "bits_per_byte"
-    ]  # None: the tokens stand for no byte, as of answers that are empty
+    # None: the tokens stand for no byte, as of answers that are empty
+    bits = found["bits_per_byte"]
     return [
         name,
         f"{found['documents']:,}",

@@ -26,12 +26,8 @@ from zaya_jax.plan.rates import Rates
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.text import byte_size, duration
 
-SIZES = (
-    1,
-    2,
-    4,
-    8,
-)  # of expert, context and tensor that a search tries: they should stay within a node
+# of expert, context and tensor that a search tries: they should stay within a node
+SIZES = (1, 2, 4, 8)
 REMATS = ("none", "elementwise", "attention", "layer")
 BEST = 10  # ways that a search gives
 

@@ -35,9 +35,8 @@ class Story:
     def __init__(self, out: Path):
         self.out, self.failed = out, ""
         self._sections: list[Section] = []
-        self._promises: list[
-            tuple[str, bool, str]
-        ] = []  # the promise, whether it was kept, the figures
+        # the promise, whether it was kept, the figures
+        self._promises: list[tuple[str, bool, str]] = []
         self._spent: list[tuple[str, str]] = []
         (out / "log").mkdir(parents=True)
 

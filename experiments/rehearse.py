@@ -181,9 +181,8 @@ def phases(story: Rehearsal) -> None:
     ]
     last = story.last
     story.random.shuffle(accidents)
-    if (
-        story.minutes >= 20
-    ):  # second: the first phase is long enough then, and a spike is one after 64 steps of a phase
+    # second: the first phase is long enough then, and a spike is one after 64 steps of a phase
+    if story.minutes >= 20:
         accidents.insert(1, by_name["corrupt data"])
     first = 25  # two checkpoints: one to damage, one to go back to
     between = (last - first) / len(accidents)

@@ -72,11 +72,8 @@ ARCHITECTURES = {
     "RTX 50": "sm_120",
     "RTX PRO": "sm_120",
 }
-TUNED = (
-    "gfx942",
-    "gfx950",
-    "sm_90",
-)  # for which tiles were chosen; by models of machine code, not by measurement
+# for which tiles were chosen; by models of machine code, not by measurement
+TUNED = ("gfx942", "gfx950", "sm_90")
 # KiB of shared memory that a program may have (the vendors' guides); of unnamed chips as much as
 # every newer one has.
 SHARED = {
@@ -217,9 +214,8 @@ def made_for(where: Mesh | AbstractMesh | Any) -> Chip:
     tree."""
     if _named.value is not None:
         return _named.value
-    if isinstance(
-        where, Mesh
-    ):  # its devices know more of themselves than the abstract mesh inside a program
+    # its devices know more of themselves than the abstract mesh inside a program
+    if isinstance(where, Mesh):
         return chip_of(where.devices.flat[0])
     return (_of_mesh(where) or current()) if isinstance(where, AbstractMesh) else holding(where)
 

@@ -27,14 +27,11 @@ block = pl.BlockSpec
 program_id = pl.program_id
 slice_of = pl.ds
 when = pl.when
-load, store = (
-    backend.load,
-    backend.store,
-)  # with `mask` and `other`, for tiles that reach over an array's end
+# with `mask` and `other`, for tiles that reach over an array's end
+load, store = (backend.load, backend.store)
 atomic_add = backend.atomic_add
-Masks = tuple[
-    jax.Array | None, jax.Array | None
-]  # of a matrix' rows and columns; None: all are there
+# of a matrix' rows and columns; None: all are there
+Masks = tuple[jax.Array | None, jax.Array | None]
 WHOLE = pl.BlockSpec()  # of an operand that the body indexes by itself
 
 

@@ -372,10 +372,8 @@ class Child:
         root = str(Path(__file__).parents[1])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {"PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        for name in (
-            "jax_cuda_visible_devices",
-            "jax_rocm_visible_devices",
-        ):  # as `jax.distributed` has set them
+        # as `jax.distributed` has set them
+        for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
             if getattr(jax.config, name, "all") != "all":
                 ours[name.upper()] = str(getattr(jax.config, name))
         self.process = subprocess.Popen(
@@ -431,9 +429,8 @@ class Child:
         for reader in self.readers:
             reader.join(5)
         self.process.wait()
-        if not any(
-            reader.is_alive() for reader in self.readers
-        ):  # no process that left the group has its pipes
+        # no process that left the group has its pipes
+        if not any(reader.is_alive() for reader in self.readers):
             with contextlib.suppress(BrokenPipeError), self.process:  # closes them
                 pass
 

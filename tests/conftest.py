@@ -49,12 +49,10 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compiled()))
 # Small programs too: tests/pallas_kernels/test_attention.py takes 13 s of a core the second time,
 # without them 28 s.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault(
-    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0"
-)  # each operation's lines of Python: a tenth of the time
-gc.set_threshold(
-    20_000
-)  # tracing makes many objects and few cycles: Python's 700 take a fifteenth of the time
+# each operation's lines of Python: a tenth of the time
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# tracing makes many objects and few cycles: Python's 700 take a fifteenth of the time
+gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="module", autouse=True)

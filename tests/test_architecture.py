@@ -118,9 +118,8 @@ def modules() -> list[tuple[str, Path]]:
 
 def texts() -> list[tuple[str, str]]:
     """Every text file that belongs to the project, by its path."""
-    files = [
-        path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"
-    ]  # a worktree has a file
+    # a worktree has a file
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
     files += [
         path for room in (*ROOMS, *PACKAGES) for path in (ROOT / room).rglob("*") if path.is_file()
     ]
@@ -178,11 +177,8 @@ def test_packages_import_each_other_in_no_circle():
 
 
 LIBRARY = ("zaya_jax.library", "zaya_jax.functions")
-ABOVE = (
-    "zaya_jax.evaluate",
-    "experiments._evaluate",
-    "experiments._generate",
-)  # which no other part imports
+# which no other part imports
+ABOVE = ("zaya_jax.evaluate", "experiments._evaluate", "experiments._generate")
 
 
 def test_nothing_but_evaluation_imports_the_library():
@@ -350,9 +346,8 @@ def test_files_that_the_documents_name_are_there():
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "benchmarks").glob("*.md"),
     ]
-    pages.remove(
-        ROOT / "docs" / "promises.md"
-    )  # names tests by their place under tests/; held below
+    # names tests by their place under tests/; held below
+    pages.remove(ROOT / "docs" / "promises.md")
     gone = {
         f"{page.name}: {name}"
         for page in pages

@@ -93,9 +93,8 @@ def test_a_text_goes_on_from_its_prompt_with_its_space():
     written = "hello world \u20ac of many \U0001f600 words"
     ids = tokenizer.encode(written)
     first = len(tokenizer.encode("hello"))
-    assert (
-        tokenizer.decode(ids) == written and tokenizer.decode(ids[first:]) == written[6:]
-    )  # no space
+    # no space
+    assert tokenizer.decode(ids) == written and tokenizer.decode(ids[first:]) == written[6:]
     for cut in range(len(ids)):
         prompt = tokenizer.decode(ids[:cut])
         if "\N{REPLACEMENT CHARACTER}" in prompt:
@@ -167,8 +166,5 @@ def test_a_conversation_is_what_fine_tuning_sees():
         for turn in (("user", "", "hi?"), ("assistant", "", "yes"), ("user", "", "no"))
     ]
     whole = chat_template.Template(BYTES).document(turns)
-    assert [
-        *whole.tokens[:-1].tolist(),
-        259,
-        *b"assistant\n",
-    ] == again  # but for the end of the document
+    # but for the end of the document
+    assert [*whole.tokens[:-1].tolist(), 259, *b"assistant\n"] == again

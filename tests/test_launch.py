@@ -79,9 +79,8 @@ def test_the_image_has_what_the_templates_start(jobset, tmp_path):
     test_the_projects_shells_parse_and_lint(shell)
     copied = re.findall(r"^!(.*)$", (LAUNCH / "Dockerfile.dockerignore").read_text(), re.M)
     assert all((LAUNCH.parent / name).exists() for name in copied)
-    assert {"pyproject.toml", "requirements", "tools", "README.md", "LICENSE"} <= set(
-        copied
-    )  # setup.sh reads these
+    # setup.sh reads these
+    assert {"pyproject.toml", "requirements", "tools", "README.md", "LICENSE"} <= set(copied)
     assert {
         name.split(".")[0] for name in container["command"] if name.startswith("experiments")
     } <= set(copied)

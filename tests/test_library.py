@@ -352,9 +352,10 @@ def test_a_phase_s_rotary_base_stays_with_the_weights(folder, settings, ids):
     c.schedule.phases = ({"tokens": 256, "micro_batch": 8}, {"tokens": 256, "rope_theta": 777.0})
     early = zj.create(c)
     assert library._as_begun(early.config, None).schedule.phases == ()
+    # as `load` has it after the second phase
     late = dataclasses.replace(
         early, config=dataclasses.replace(early.config, model=schedule.model_at(early.config, 9))
-    )  # as `load` has it after the second phase
+    )
     again = zj.load(late.save(folder / "phased"))
     assert again.config.model.rope_parameters.hybrid.rope_theta == 777.0
     np.testing.assert_array_equal(again.logits(ids), late.logits(ids))
@@ -374,9 +375,8 @@ def test_a_cache_larger_than_a_device_s_share_is_decoded_over_eight(model, setti
     parts = {part.device: part.data.nbytes for part in rows._cache["k"].addressable_shards}
     whole = sum(part.data.nbytes for part in alone._cache["k"].addressable_shards)
     assert len(parts) == 8 and set(parts.values()) == {whole // 8}
-    assert (
-        rows.cache_bytes == 8 * here and here < one / 2
-    )  # a row's last columns are on each device
+    # a row's last columns are on each device
+    assert rows.cache_bytes == 8 * here and here < one / 2
     np.testing.assert_array_equal(over.generate(ids, 40), model.generate(ids, 40))
 
 
@@ -561,10 +561,8 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
         (partial(model.logits, [[1, 264]]), "ids hold 264; expected 0 to 263"),
         (partial(model.logits, np.zeros((1, 65), int)), "max_position_embeddings=64"),
         (partial(model.logits, ids, segments=[[1, 1]]), "segments have shape (1, 2)", "(1, 4)"),
-        (
-            partial(model.logits, ids, segments=ids + 2**32 + 1),
-            f"segments hold {2**32 + 1}",
-        ),  # 1 in int32
+        # 1 in int32
+        (partial(model.logits, ids, segments=ids + 2**32 + 1), f"segments hold {2**32 + 1}"),
         (partial(model.loss, ids, ids + 264), "labels hold 264", "or -100"),
         (partial(model.loss, ids, ids - 1), "labels hold -1;"),
         (partial(model.loss, ids, ids - 100), "no label counts"),

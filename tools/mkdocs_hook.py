@@ -27,12 +27,10 @@ OUTSIDE = (
 LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 OUTPUT = '<div class="language-text highlight'  # what a program prints
-OPTIONS = re.compile(
-    r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:key|option)</th>)"
-)  # a phone has its rows as paragraphs
-CODE = re.compile(
-    r"(^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S
-)  # text that looks like a link in code is not a link
+# a phone has its rows as paragraphs
+OPTIONS = re.compile(r"<table>(?=\s*<thead>\s*<tr>\s*<th>(?:key|option)</th>)")
+# text that looks like a link in code is not a link
+CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S)
 
 log = logging.getLogger("mkdocs.hooks.outside")
 

@@ -35,9 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="store the outputs in the notebooks")
-    parser.add_argument(
-        "--here", action="store_true", help=argparse.SUPPRESS
-    )  # a notebook's own process
+    # a notebook's own process
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("notebooks", nargs="*", type=Path)
     given = parser.parse_args(arguments)
     notebooks = [path.resolve() for path in given.notebooks] or sorted(FOLDER.glob("*.ipynb"))
@@ -99,12 +98,8 @@ def _run(path: Path, write: bool) -> int:
 def execute(source: str, names: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """Runs a cell in `names` and gives its outputs as nbformat 4 holds them."""
     file = f"<cell {number}>"
-    linecache.cache[file] = (
-        len(source),
-        None,
-        source.splitlines(keepends=True),
-        file,
-    )  # for tracebacks
+    # for tracebacks
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     body = ast.parse(source, file)
     last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None

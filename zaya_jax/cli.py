@@ -28,9 +28,8 @@ def exit_code(main: Callable[[], int]) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # experiments/__init__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # an encoding may lack a character of a prompt or a path
+        # an encoding may lack a character of a prompt or a path
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     xla_flags.set_for_platform()
     try:

@@ -117,11 +117,8 @@ def forward(
         params, out = _pass(config, spread, devices, params, balance, batch, trace)
         found = {"logits": zaya.logits(model, params, out.hidden, precision)}
         like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
-        for name in (
-            "hidden_states",
-            "router_logits",
-            "expert_outputs",
-        ):  # a cut sequence's chunks are rows inside
+        # a cut sequence's chunks are rows inside
+        for name in ("hidden_states", "router_logits", "expert_outputs"):
             value = getattr(out, name)
             found |= {} if value is None else {name: value.reshape(like)}
         if trace and out.router_logits is not None:
@@ -370,9 +367,8 @@ def _batch(config: Config, spread: Spread, ids, segments, labels=None) -> dict[s
         if config.model.model_type == "dense"
         else config.model.cca_time0 + config.model.cca_time1 - 2
     )
-    shortest = max(
-        columns, 2 * parts * reach if parts > 1 else 1
-    )  # a chunk must hold what convolutions look back
+    # a chunk must hold what convolutions look back
+    shortest = max(columns, 2 * parts * reach if parts > 1 else 1)
     more = (-rows % shards, shortest + -shortest % unit - columns)
     batch = {name: jnp.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
     if parts > 1:

@@ -67,19 +67,15 @@ class Trace:
 
     logits: np.ndarray  # [B, S, V]
     hidden_states: np.ndarray  # [L, B, S, D], the residual stream after each layer
-    router_probs: (
-        np.ndarray | None
-    )  # [L, B, S, E + 1], the last class skips; a dense model has no router
-    choices: (
-        np.ndarray | None
-    )  # [L, B, S], the class that each token goes to, balancing biases included
-    expert_outputs: (
-        np.ndarray | None
-    )  # [L, B, S, D], of the chosen expert, before its p; zero where a token skips
+    # [L, B, S, E + 1], the last class skips; a dense model has no router
+    router_probs: np.ndarray | None
+    # [L, B, S], the class that each token goes to, balancing biases included
+    choices: np.ndarray | None
+    # [L, B, S, D], of the chosen expert, before its p; zero where a token skips
+    expert_outputs: np.ndarray | None
     attention: np.ndarray | None  # [L, B, H, S, S], a query's weight on each key; only on request
-    queries: (
-        np.ndarray | None
-    )  # [L, B, S, heads, channels], as attention gets them; with attention alone
+    # [L, B, S, heads, channels], as attention gets them; with attention alone
+    queries: np.ndarray | None
     keys: np.ndarray | None
     values: np.ndarray | None
 
@@ -553,9 +549,8 @@ def _config_of(given: AnyConfig) -> Config:
         given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
         given = given if isinstance(given, ConfigDict) else dict(given)
-        if set(given) == {
-            "model"
-        }:  # a model alone needs no key of the data: their rows are as long as it takes
+        # a model alone needs no key of the data: their rows are as long as it takes
+        if set(given) == {"model"}:
             model = config_lib.check_model(dict(given["model"]))
             rows = min(config_lib.Data.seq_len, model.max_position_embeddings)
             given = {"model": config_lib.to_dict(model), "data": {"seq_len": rows}}

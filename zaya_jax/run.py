@@ -90,9 +90,8 @@ class Beginning:
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # of the checkpoint that it resumes or forks from; otherwise empty
     decided: list[decisions.Decision]  # its earlier rollbacks
-    kernels: (
-        dict[str, Any] | None
-    )  # the record of the kernels' trial; None where there is no choice
+    # the record of the kernels' trial; None where there is no choice
+    kernels: dict[str, Any] | None
     workdir: Path
     cleanup: CleanupIfRefused
     store: Store
@@ -116,9 +115,8 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     newest is looked for;
     last, the batches that it leaves out are taken out of the stream.
     """
-    found = kernels.settle(
-        config, folder := folder_of(config, workdir)
-    )  # before JAX takes the devices
+    # before JAX takes the devices
+    found = kernels.settle(config, folder := folder_of(config, workdir))
     recipe, tokenizer = start.plan_run(config, folder)
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
@@ -168,9 +166,8 @@ def already_complete(begun: Beginning) -> int:
     recipe = begun.planned.recipe
     figures, updates = begun.meta.get("metrics") or {}, begun.planned.reached - recipe.plan.begin
     code = final_code(figures, begun.meta.get("unsound", 0), updates)
-    code = (
-        cli.STORAGE if begun.store.close() else code
-    )  # it returns the steps without a durable copy
+    # it returns the steps without a durable copy
+    code = cli.STORAGE if begun.store.close() else code
     if multihost.is_writer():
         logs.say(notes.complete(recipe, begun.workdir, write_report(begun.workdir)))
     return code
@@ -213,9 +210,8 @@ class Loop:
         self.program = functools.cache(self._program)
         self.stream = planned.stream
         self.stream.send_by(self._put)
-        self.evaluation.windows(
-            self.plan.step(planned.reached + 1).phase
-        )  # fail now if one is unreadable
+        # fail now if one is unreadable
+        self.evaluation.windows(self.plan.step(planned.reached + 1).phase)
         multihost.barrier("the first step")
         notes.describe_start(
             planned.recipe,
@@ -386,9 +382,8 @@ class Loop:
         self.figures.close()
         self.stream.close()
         code = final_code(self.kept, self.figures.unsound, last - self.plan.begin)
-        code = (
-            cli.STORAGE if self.store.close() else code
-        )  # it returns the steps without a durable copy
+        # it returns the steps without a durable copy
+        code = cli.STORAGE if self.store.close() else code
         self.state = None  # frees its memory for the sample
         if multihost.is_writer():
             own, weights = (
@@ -476,8 +471,7 @@ class Loop:
     def _wind_up(self) -> None:
         """Writes the last figures and a report, at every end but `done` and going back."""
         self.figures.close()
-        if (
-            multihost.is_writer() and "SIGTERM" not in self.stop.asked
-        ):  # after it every second counts
+        # after it every second counts
+        if multihost.is_writer() and "SIGTERM" not in self.stop.asked:
             with contextlib.suppress(Exception):
                 write_report(self.workdir)

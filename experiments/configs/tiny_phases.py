@@ -16,9 +16,8 @@ from ml_collections import ConfigDict
 from experiments.configs import tiny
 from zaya_jax import config
 
-LIBRARY = sysconfig.get_paths()[
-    "stdlib"
-]  # its modules and two of its packages: no file is in two sources
+# its modules and two of its packages: no file is in two sources
+LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def get_config() -> ConfigDict:

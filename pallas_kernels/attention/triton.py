@@ -221,11 +221,8 @@ def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, ja
         jnp.where(ids == 0, info.max, ids).min(-1),
         jnp.where(ids == 0, info.min, ids).max(-1),
     )
-    return (
-        least,
-        greatest,
-        (ids == 0).any(-1).astype(jnp.int32),
-    )  # not one array: that is one launch more
+    # not one array: that is one launch more
+    return (least, greatest, (ids == 0).any(-1).astype(jnp.int32))
 
 
 class _Masks:

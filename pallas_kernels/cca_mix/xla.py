@@ -32,9 +32,8 @@ def convolve_gradients(x, before, by_channel, by_head, segments, dtype, d_out) -
     given = x
     _, heads, channels, _ = by_head.shape
     t0, t1 = by_channel.shape[0] - 1, by_head.shape[0] - 1
-    lead0, lead1 = (
-        (0, 0) if before is None else (t0, t1)
-    )  # tokens ahead of those whose gradients are wanted
+    # tokens ahead of those whose gradients are wanted
+    lead0, lead1 = (0, 0) if before is None else (t0, t1)
     (x, segments), d_out = _extended(x, before, segments, dtype), d_out.astype(dtype)
     length = d_out.shape[2]
 

@@ -46,10 +46,8 @@ def sums(
     state = jnp.zeros((batch, num_kv, channels, channels + 1), jnp.float32)
     documents, ended = None, None
     if segments is not None:
-        documents, ended = (
-            chunks(segments, 1),
-            segments[:, 0],
-        )  # the state is empty: any document may go on
+        # the state is empty: any document may go on
+        documents, ended = (chunks(segments, 1), segments[:, 0])
     inputs = (chunks(q, 3), chunks(k, 2), chunks(v, 2), documents)
     _, (numerator, denominator) = lax.scan(
         jax.checkpoint(step, prevent_cse=False), (state, ended), inputs

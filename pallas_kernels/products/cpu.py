@@ -8,9 +8,8 @@ from jax import lax
 from pallas_kernels.cpu import apart, written
 from pallas_kernels.products import xla
 
-STRIP = (
-    1 << 20
-)  # bytes of weights that XLA copies, into the order that it multiplies in, within a core's cache
+# bytes of weights that XLA copies, into the order that it multiplies in, within a core's cache
+STRIP = 1 << 20
 FEW = range(2, 64)
 # rows whose products take the time in which weights are read; one row is multiplied without a copy
 

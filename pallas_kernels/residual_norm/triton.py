@@ -184,9 +184,8 @@ def _tile(rows: int, columns: int, programs: int) -> _Tile:
 
 
 def _call(body, tile: _Tile, arrays, out_shapes, name: str):
-    numbers = {"2": 16, "3": 4}.get(
-        chip.current().tile("residual_norm") or "", 8
-    )  # of a thread: 16 bytes of bfloat16
+    # of a thread: 16 bytes of bfloat16
+    numbers = {"2": 16, "3": 4}.get(chip.current().tile("residual_norm") or "", 8)
     warps = min(max(tile.tall * tile.wide // (numbers * chip.current().lanes), 1), 16)
     return tiles.call(
         body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=warps

@@ -56,9 +56,8 @@ def test_each_second_has_one_use():
     assert (totals["start"], totals["compile"], totals["save"]) == pytest.approx((8, 12, 1))
     assert totals["redone"] == pytest.approx(10)  # steps 21 to 30
     assert (totals["silent"], totals["stopping"], totals["again"]) == pytest.approx((2, 3, 10))
-    assert totals["step"] == pytest.approx(
-        19 + 1 + 33
-    )  # of the window that began before the first new step its end
+    # of the window that began before the first new step its end
+    assert totals["step"] == pytest.approx(19 + 1 + 33)
     assert account.goodput == pytest.approx(totals["step"] / 100)
     (row,) = accounts.by_cause(account)
     assert (row.label, row.group, row.count) == ("oom killer", "critical", 1)

@@ -50,9 +50,8 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
     (died, later), restarted = run.events("died"), run.events("restarted")
     assert (died.process, died.seen, died.node) == (1, "SIGKILL", socket.gethostname())
     assert died.done == "restart at once" and (later.process, later.seen) == (0, "exit code 9")
-    assert (
-        run.steps()[:13] == [*range(1, 13), 11] and run.steps()[-1] == STEPS + 2
-    )  # from checkpoint 10
+    # from checkpoint 10
+    assert run.steps()[:13] == [*range(1, 13), 11] and run.steps()[-1] == STEPS + 2
     assert restarted[0].step >= 11 and 0 < restarted[0].seconds < 30 and later.facts["stop"] < 5
     begun = [(event.facts["start"], event.step) for event in run.events("started")]
     assert begun == [(1, -1), (2, 10), (3, 15), (4, 25)]
@@ -139,13 +138,11 @@ def test_asked_once_it_saves_and_asked_twice_it_ends_at_once(tmp_path):
             agent.send_signal(signal.SIGTERM)
         assert run.codes() == [cli.PREEMPTED] * 2
         assert run.steps()[-1] < STEPS and run.events("ended")[0].facts["code"] == cli.PREEMPTED
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # as a shell's background jobs have it, agents too
+    # as a shell's background jobs have it, agents too
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    with start(
-        tmp_path / "twice", "--processes=2", seconds=300
-    ) as run:  # too long a step to wait for
+    # too long a step to wait for
+    with start(tmp_path / "twice", "--processes=2", seconds=300) as run:
         run.until_step(1)
         run.processes[0].send_signal(signal.SIGINT)
         run.wait_for("aegis: asked")
@@ -174,9 +171,8 @@ def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_pat
                 stranger.recv(1000)
             except OSError:
                 continue
-        held += [
-            socket.create_connection(("localhost", run.port)) for _ in range(20)
-        ]  # that say nothing
+        # that say nothing
+        held += [socket.create_connection(("localhost", run.port)) for _ in range(20)]
         run.until_step(run.steps()[-1] + 5)
         for stranger in held:
             stranger.close()

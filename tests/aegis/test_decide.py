@@ -139,11 +139,8 @@ def test_a_loss_is_not_told_as_an_agent_that_did_not_come():
     ("nodes", "exits", "cause"),
     [
         (3, [(0.1, 2, 1), (0.1, 0, 1), (0.1, 1, -9)], (1, "SIGKILL", "host1")),  # reported last
-        (
-            3,
-            [(0.1, 2, -6), (0.1, 1, -11), (0.1, 0, 1)],
-            (1, "SIGSEGV", "host1"),
-        ),  # others are gone: it aborts
+        # others are gone: it aborts
+        (3, [(0.1, 2, -6), (0.1, 1, -11), (0.1, 0, 1)], (1, "SIGSEGV", "host1")),
         (2, [(0.1, 1, 1), (2.5, 0, -11)], (1, "exit code 1", "host1")),  # too late to be the cause
     ],
 )
@@ -199,9 +196,8 @@ def test_a_critical_finding_isolates_its_host():
     assert Order.KILL in world.take(Found(1, finding("exclude")))
     assert world.starts() == [(0, 1), (0, 2)]
     world = World(nodes=2)
-    assert Order.KILL not in world.take(
-        Found(1, finding("exclude"))
-    )  # there is no other: it goes on
+    # there is no other: it goes on
+    assert Order.KILL not in world.take(Found(1, finding("exclude")))
     assert "no spare" in world.events("log")[0]["done"]
 
 

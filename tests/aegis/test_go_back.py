@@ -12,10 +12,8 @@ from zaya_jax.aegis.guard import Guard
 from zaya_jax.checkpoint import retention, writing
 from zaya_jax.checkpoint.source import read_meta
 
-LONG = {
-    "run__num_steps": 90,
-    "bad": [{"kind": "data", "first": 73, "last": 77}],
-}  # some batches are noise
+# some batches are noise
+LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]}
 MOMENTS = {
     # where a process may be killed: before or after it has called a function, where that is so
     "decided": (decisions, "after_spike", True, None),
@@ -64,9 +62,8 @@ def went_back(workdir, out):
 
 
 def test_it_goes_back_before_the_noise_and_on_without_it(run, tmp_path, capsys):
-    assert (
-        run("whole", **LONG, checkpoint__every_steps=15) == cli.DONE
-    )  # that of step 75 is inside the spike
+    # that of step 75 is inside the spike
+    assert run("whole", **LONG, checkpoint__every_steps=15) == cli.DONE
     went_back(tmp_path / "whole", capsys.readouterr().out)
 
 

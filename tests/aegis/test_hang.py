@@ -91,10 +91,8 @@ def test_is_found_within_three_steps_or_five_seconds(seconds):
 
 @pytest.mark.parametrize(
     ("ahead", "others", "behind", "first"),
-    [
-        (0, "wait", {1: "fetch", 3: "figures"}, 1),
-        (1, "dispatch", {0: "figures"}, 0),
-    ],  # one place, or one step, ahead
+    # one place, or one step, ahead
+    [(0, "wait", {1: "fetch", 3: "figures"}, 1), (1, "dispatch", {0: "figures"}, 0)],
 )
 def test_of_several_the_one_that_came_least_far_is_first(ahead, others, behind, first):
     run = Run(4)

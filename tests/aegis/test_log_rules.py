@@ -107,9 +107,8 @@ def test_a_flood_is_counted():
         "100 such lines)",
         "1,000 such lines)",
     ]
-    assert matcher.feed(
-        3, "OSError: [Errno 28] No space left on device: 'a0'"
-    )  # another process is another flood
+    # another process is another flood
+    assert matcher.feed(3, "OSError: [Errno 28] No space left on device: 'a0'")
 
 
 SLOW = ("gloo/" * 900, "error: p" * 600, "amdgpu 0000:c1:00.0: XGMI PCS Da" * 200)

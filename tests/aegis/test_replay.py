@@ -95,9 +95,8 @@ def test_with_fewer_shards_less_can_be_told(faulty):
     found = checked(small(), 2, faulty({"kind": "flip", "device": 1}, sizes=(2,)))
     assert (found.kind, found.devices) == ("others", (0, 1))
     assert "a third to decide is not there" in found.why
-    assert (
-        checked(small(), 1, faulty({"kind": "flip", "device": 0}, sizes=(1,))) is None
-    )  # the same each time
+    # the same each time
+    assert checked(small(), 1, faulty({"kind": "flip", "device": 0}, sizes=(1,))) is None
     found = checked(small(), 1, faulty({"kind": "flip", "device": 0, "times": 1}, sizes=(1,)))
     assert (found.kind, found.devices) == ("itself", (0,))
     # Of devices that compute together the group is named.
@@ -152,9 +151,8 @@ def test_a_hash_sees_every_bit_and_every_place(dtype):
         others.append(bits.copy())
         others[-1][[a, b]] = bits[[b, a]]
     opposite = bits.copy()
-    opposite[5] = opposite[4] ^ bits.dtype.type(
-        1 << (8 * x.dtype.itemsize - 1)
-    )  # x and -x in each other's places
+    # x and -x in each other's places
+    opposite[5] = opposite[4] ^ bits.dtype.type(1 << (8 * x.dtype.itemsize - 1))
     others += [opposite.copy(), opposite.copy()]
     others[-1][[4, 5]] = opposite[[5, 4]]
     found = np.asarray(of(jnp.array(others)))

@@ -62,11 +62,8 @@ def test_what_is_not_finite_is_looked_into_at_once(run, tmp_path, capsys):
     once = {"kind": "nonfinite", "device": 3, "first": 7}
     assert run("run", bad=[once], **SHORT | {"guard__replay_every": 1000}) == cli.HARDWARE
     (made,) = decisions.read(tmp_path / "run")
-    assert (made["at"], made["devices"], made["step"]) == (
-        8,
-        [3],
-        0,
-    )  # known a step later, and never checked before
+    # known a step later, and never checked before
+    assert (made["at"], made["devices"], made["step"]) == (8, [3], 0)
     # Data that is not finite everywhere, say a loss that overflows, is no device's fault.
     every = [{"kind": "nonfinite", "device": device, "first": 7, "last": 9} for device in range(4)]
     assert run("all", bad=every, **SHORT | {"guard__replay_every": 1000}) == cli.DONE

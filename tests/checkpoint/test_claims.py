@@ -56,9 +56,8 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
         lambda: open_workdir(workdir, settings),  # a refusal gives back no other's lock
         lambda: open_workdir(tmp_path / "link", settings),
         lambda: claims.require_free(workdir),
-        lambda: claims.whole_or_nothing(
-            tmp_path / "new"
-        ).__enter__(),  # as two imports into one folder
+        # as two imports into one folder
+        lambda: claims.whole_or_nothing(tmp_path / "new").__enter__(),
     ):
         with pytest.raises(UserError, match=message):
             refused()

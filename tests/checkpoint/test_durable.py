@@ -110,9 +110,8 @@ def test_there_and_back(place, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
     victim = folder / names[-1]
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
-    with pytest.raises(
-        StorageError, match=f"{names[-1]} .*is changed"
-    ):  # not copied as if it were whole
+    # not copied as if it were whole
+    with pytest.raises(StorageError, match=f"{names[-1]} .*is changed"):
         here.copy(5, names, vault)
     vault.remove(5)
     assert vault.steps() == [] and place.names() == []
@@ -275,9 +274,8 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     )
     name = "5/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
-    with pytest.raises(
-        StorageError, match=r"no copy in .* is whole: restore one"
-    ):  # nor a fresh start made
+    # nor a fresh start made
+    with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):
         store.Store(tmp_path / "fourth", careful, messages.append).bring_newest()
     # Steps that the rules delete go there too.
     train(tmp_path / "run", 7, durable=place.url, keep=1)

@@ -66,16 +66,8 @@ for layout, axis in ((layout, axis) for layout in sys.argv[3:] for axis in ("dat
         assert (np.asarray(shard.data) == whole[shard.index]).all() and whole.any()
     print("equal", layout, axis)
 """
-LAYOUTS = [
-    "ocdbt",
-    "zarr2",
-    "zarr3",
-    "zstd",
-    "v0",
-    "steps",
-    "tensors",
-    "sealed",
-]  # the last by our `Handler`
+# the last by our `Handler`
+LAYOUTS = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors", "sealed"]
 FAST = {"ocdbt", "tensors", "sealed"}  # the others' arrays are read by two processes below
 IDS = np.arange(1, 65).reshape(8, 8)
 

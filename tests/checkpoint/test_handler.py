@@ -76,9 +76,8 @@ def test_what_a_checkpointer_saves_comes_back_on_another_mesh(tmp_path, monkeypa
     same(got, state(1))
     assert got["params"]["layers"]["w"].sharding == other["params"]["layers"]["w"].sharding
     same(partial.read(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))
-    same(
-        ocp.load(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"])
-    )  # without the handler
+    # without the handler
+    same(ocp.load(tmp_path / "1")["params"], jax.tree.map(np.asarray, state(1)["params"]))
 
 
 def test_numbers_of_any_type_come_back_and_others_are_refused(tmp_path):

@@ -194,9 +194,8 @@ def test_reading_a_part(workdir, tmp_path):
         UserError, match=r"no array of step 9 .* is called 'parms'; it has balance.*params"
     ):
         partial.read(workdir, "parms")
-    exported = rewrite.export_params(
-        workdir, tmp_path / "out@9"
-    )  # a folder may be called like a step of another
+    # a folder may be called like a step of another
+    exported = rewrite.export_params(workdir, tmp_path / "out@9")
     same(partial.read(exported), partial.read(workdir))
     same(partial.read(f"{workdir}@4"), partial.read(workdir, step=4))
     victim = next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0"))

@@ -109,9 +109,8 @@ def test_another_run_s_decisions_are_refused_before_anything_goes(tmp_path, open
     made, file, why = OTHERS[case]
     save(opened(), (2, 4, 6, 8), *made)
     root = tmp_path / "run" / "checkpoints"
-    for step in (
-        (2, 4, 6, 8) if place == "durable" else ()
-    ):  # where the checkpoints are lost, the copies speak for them
+    # where the checkpoints are lost, the copies speak for them
+    for step in (2, 4, 6, 8) if place == "durable" else ():
         writing.remove(root, step)
     before = places(tmp_path)
     decisions.write(tmp_path / "run", file)

@@ -331,11 +331,8 @@ SKIPPED = [True] * 3 + [False] * 50
             for bad in (NAN, INF, -INF, None)
             for at in range(4)
         ),
-        (
-            [NAN, NAN, NAN],
-            {"keep": 1, "keep_best": 2},
-            [1, 2],
-        ),  # with none evaluated the newest stays
+        # with none evaluated the newest stays
+        ([NAN, NAN, NAN], {"keep": 1, "keep_best": 2}, [1, 2]),
         ([5.0, 5.0, NAN, 5.0], {"keep": 1, "keep_best": 1}, [2, 3]),  # of equal ones the first
     ],
 )
@@ -350,11 +347,8 @@ def test_what_is_kept(losses, rules, gone):
         (SKIPPED, {}, []),  # nothing goes while the newest is not sound
         ([*SKIPPED, True], {}, [1, 2, *range(4, 54)]),
         ([True, False, True, False, True], {"keep_every": 2}, [1]),
-        (
-            [True, False, True, True, True],
-            {"keep_tokens": 20},
-            [1, 2],
-        ),  # a milestone is the first sound one
+        # a milestone is the first sound one
+        ([True, False, True, True, True], {"keep_tokens": 20}, [1, 2]),
     ],
 )
 def test_steps_whose_update_was_not_made_replace_none(sound, rules, gone):

@@ -32,9 +32,8 @@ def main() -> int:
         case "stop":
             stop = multihost.StopSignal()
             for step in range(1, 100_000):
-                multihost.from_first(
-                    "step", lambda step=step: step
-                )  # like a step's figures: no process is ahead
+                # like a step's figures: no process is ahead
+                multihost.from_first("step", lambda step=step: step)
                 multihost.barrier("step")
                 print("step", step, flush=True)
                 if stop.after(step):

@@ -49,9 +49,8 @@ def test_reads_what_another_process_said(talker, tmp_path):
     assert found.laps[-1] == (70, 70.0, 35.0, 17.5)
     assert abs(found.since - time.monotonic()) < 60
     pulse, until = found.pulse, time.monotonic() + 20
-    while (
-        beats.read(tmp_path / "beats", 3).pulse == pulse
-    ):  # it lives, though its main thread waits
+    # it lives, though its main thread waits
+    while beats.read(tmp_path / "beats", 3).pulse == pulse:
         assert time.monotonic() < until
         time.sleep(0.05)
     assert beats.read(tmp_path / "beats", 3).since == found.since

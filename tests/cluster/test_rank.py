@@ -41,11 +41,8 @@ NODES = {
         ({}, {}, None),
         ({"JAX_NUM_PROCESSES": "1", "JOB_COMPLETION_INDEX": "0"}, {}, None),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {}, None),
-        (
-            {"SLURM_NTASKS": "40", "SLURM_JOB_ID": "1"},
-            {},
-            None,
-        ),  # a shell of salloc: not one of the tasks
+        # a shell of salloc: not one of the tasks
+        ({"SLURM_NTASKS": "40", "SLURM_JOB_ID": "1"}, {}, None),
         (JAX, {}, Rank("node0:1234", 4, 2)),
         (POD, {}, Rank("zaya-0-0.zaya:1234", 4, 3)),
         (JAX, {"process_id": 0}, Rank("node0:1234", 4, 0)),
@@ -163,9 +160,8 @@ def test_contradictions_between_processes_are_bad_input():
 
 def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
     assert find_agent_rank({}) is None
-    assert (
-        find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None
-    )  # a process's, not an agent's
+    # a process's, not an agent's
+    assert find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None
     ours = {"NODES": "16", "NODE": "3", "JAX_COORDINATOR_ADDRESS": "host:1"}
     assert find_agent_rank(ours) == Rank("host:1", 16, 3)
     assert find_agent_rank(ours, agents=2, agent=1) == Rank("host:1", 2, 1)

@@ -221,12 +221,8 @@ MARKS = 2  # around reasoning
         ([10], 6, chat.TRIMMED, [7]),  # its end is cut
         ([10], 5, chat.TRIMMED, [7]),  # half of a character goes too
         ([10], 20, chat.TRIMMED, [0]),  # no room for a token of it between its marks, which go too
-        (
-            [10, 8],
-            20 + MARKS + 1,
-            chat.REDUCED,
-            [0, 8],
-        ),  # earlier reasoning goes before the last is cut
+        # earlier reasoning goes before the last is cut
+        ([10, 8], 20 + MARKS + 1, chat.REDUCED, [0, 8]),
         ([10, 8], 20 + MARKS + 1 + 6, chat.REDUCED, [0, 5]),
         ([10, 8], 36 + 2 * MARKS + 2, chat.REDUCED, [0, 0]),
         ([10, 8], 36 + 2 * MARKS + 3, chat.DROPPED, None),

@@ -86,9 +86,8 @@ def test_what_would_have_come_later_comes_now():
     assert_same(
         after(config(**alone), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]]
     )
-    assert_same(
-        after(config(**alone), [[7, 5], [6, 6]], 6, 10), whole[17:27]
-    )  # at step 12 it had come to the 17th
+    # at step 12 it had come to the 17th
+    assert_same(after(config(**alone), [[7, 5], [6, 6]], 6, 10), whole[17:27])
 
 
 def test_a_state_of_the_rule_that_moved_the_mixtures_table_is_refused():

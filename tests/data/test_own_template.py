@@ -189,10 +189,8 @@ def test_what_a_template_refuses_is_one_line(made, own):
         match="refuses this conversation: a role that is not known: developer",
     ):
         chat_template.Template(own).prepare(odd, None)
-    for bad in (
-        "{% if %}",
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-    ):  # and reaches nothing of Python's
+    # and reaches nothing of Python's
+    for bad in ("{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"):
         with pytest.raises(UserError, match="the model's chat template"):
             chat_template.Template(with_template(made, bad)).prompt(chat.read(TALK))
 

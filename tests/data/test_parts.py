@@ -73,9 +73,8 @@ def whole(tmp_path, source):
     return contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("count", "bpe"), [(1, 0), (2, 300), (3, 0), (7, 0), (64, 0)]
-)  # of 18 tasks and 11 files
+# of 18 tasks and 11 files
+@pytest.mark.parametrize(("count", "bpe"), [(1, 0), (2, 300), (3, 0), (7, 0), (64, 0)])
 def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, source, count, bpe):
     out, options = tmp_path / "out put ö", options_for(source, train_bpe=bpe)
     here(options, tmp_path / "whole")

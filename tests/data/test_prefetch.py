@@ -29,9 +29,8 @@ def test_the_state_is_that_of_the_last_batch_given_out(make_config, corpus):
     assert state["step"] == 3
     np.testing.assert_array_equal(next(ahead)["tokens"], whole[3]["tokens"])
     ahead.close()
-    np.testing.assert_array_equal(
-        next(ahead)["tokens"], whole[4]["tokens"]
-    )  # closing loses nothing
+    # closing loses nothing
+    np.testing.assert_array_equal(next(ahead)["tokens"], whole[4]["tokens"])
     ahead.set_state(state)
     np.testing.assert_array_equal(next(ahead)["tokens"], whole[3]["tokens"])
     ahead.close()

@@ -118,9 +118,8 @@ def test_a_corrupt_record_is_skipped_and_counted_where_asked(
     damage(path, offset + 100)
     stream = pipeline.train_stream(config, TOK)
     after = [next(stream) for _ in range(epoch)]
-    assert (
-        stream.metrics()["data/corrupt"] == 1 and stream.counters().records > 0
-    )  # a piece, whichever worker met it
+    # a piece, whichever worker met it
+    assert stream.metrics()["data/corrupt"] == 1 and stream.counters().records > 0
     stream.close()
     assert stream.metrics()["data/corrupt"] == 1  # those of workers that have ended count, too
     assert f"corrupt record 3 of shard {path.name}" in caplog.text

@@ -134,10 +134,8 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
             range(firsts[k], firsts[k + 1])
         )
         document = np.repeat(np.arange(len(lengths)), lengths)
-        for (
-            tokens,
-            segments,
-        ) in epoch:  # a segment is a stretch of one document, and only a cut begins another
+        # a segment is a stretch of one document, and only a cut begins another
+        for tokens, segments in epoch:
             for s in range(1, segments.max() + 1):
                 piece = tokens[segments == s]
                 assert (np.diff(piece) == 1).all()
@@ -216,9 +214,8 @@ def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, dir
     for segment in schedule.make_plan(config).segments:
         batches = windows.eval_batches(windows.eval_config(config, segment.phase), TOK, rows=4)
         assert batches[0]["tokens"].shape == (4, segment.phase.eval_seq_len)
-        assert {"web", "code"} == {
-            name for batch in batches for name in names(batch)
-        }  # the whole run's sources
+        # the whole run's sources
+        assert {"web", "code"} == {name for batch in batches for name in names(batch)}
 
 
 def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(

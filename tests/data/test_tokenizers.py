@@ -106,9 +106,8 @@ def test_what_is_left_open_is_the_tokenizers(bpe):
         own = (tok.bos_id, tok.eos_id, tok.pad_id)
         filled = tokenizers.with_model_ids(config_lib.check(config_lib.default()), tok)
         assert ids_of(filled) == own
-        assert (
-            tokenizers.with_model_ids(filled, tok) == filled
-        )  # a run that goes on has its recorded config
+        # a run that goes on has its recorded config
+        assert tokenizers.with_model_ids(filled, tok) == filled
         recorded = config_lib.check(json.loads(json.dumps(config_lib.to_dict(filled))))
         assert recorded == filled
         assert ids_of(tokenizers.with_model_ids(with_ids(None, own[1], None), tok)) == own

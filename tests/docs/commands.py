@@ -128,9 +128,8 @@ class Reader:
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command: lines joined, variables and comments gone, loops opened, pipes
     cut."""
-    text = re.sub(
-        r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.M | re.S
-    )  # a heredoc is a file
+    # a heredoc is a file
+    text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.M | re.S)
     text = re.sub(r"\$\(\(.*?\)\)|\$\{?\w+\}?", "1", text.replace("\\\n", " "))
     for line in text.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")

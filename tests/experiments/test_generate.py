@@ -56,9 +56,8 @@ def workdir(tmp_path_factory):
     )
     for step in (3, 5):
         params = zaya.init(MODEL, jax.random.key(step))
-        params["head"]["bias"] = (
-            letters if step == 5 else np.eye(264, dtype=np.float32)[257] * 1000
-        )  # end of document
+        # end of document
+        params["head"]["bias"] = letters if step == 5 else np.eye(264, dtype=np.float32)[257] * 1000
         state = {
             "params": params,
             "balance": {"bias": zaya.init_balance(MODEL)},

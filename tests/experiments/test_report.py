@@ -37,9 +37,8 @@ def test_several_runs_are_on_one_page(run, tmp_path):
     make(tmp_path / "a"), make(tmp_path / "b", 5, "b")
     assert run("a", "b") == (0, "Report: comparison.html\n", "")
     assert "<title>2 runs compared</title>" in (tmp_path / "comparison.html").read_text()
-    (tmp_path / "b" / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 2.0}\n{"step": 2, "lo'
-    )  # still going
+    # still going
+    (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert run("a", "b", "--out=b/x.html")[0] == 0 and not (tmp_path / "b" / "report.html").exists()
     assert (
         "b: 1 line of metrics.jsonl could not be read"

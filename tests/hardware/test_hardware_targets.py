@@ -56,9 +56,8 @@ def test_an_absent_chip_is_compiled_for_as_a_real_one(name, kind, capability, mo
 
 def test_a_missing_compiler_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "FOLDER", tmp_path)
-    monkeypatch.setattr(
-        xla_client._xla, "pjrt_plugin_loaded", lambda platform: False
-    )  # other tests may have them
+    # other tests may have them
+    monkeypatch.setattr(xla_client._xla, "pjrt_plugin_loaded", lambda platform: False)
     for platform in ("rocm", "cuda"):
         with pytest.raises(UserError, match="is not installed; run: make setup-targets"):
             targets._register(platform)

@@ -27,11 +27,8 @@ def test_kernels_bytes_and_flops_with_loops_multiplied_out():
     assert program.launches == 3 * turns + 5.5 + 3 and not program.unknown
     assert [k.times for k in program.kernels if k.name == "slice_fusion"] == [8, 4.5]
     found = {k.name: (k.reads, k.writes, k.collective) for k in program.kernels}
-    assert found["slice_fusion"] == (
-        MATRIX + 4,
-        MATRIX,
-        None,
-    )  # a slice of the stack, and its place
+    # a slice of the stack, and its place
+    assert found["slice_fusion"] == (MATRIX + 4, MATRIX, None)
     assert found["update_fusion"] == (MATRIX + 4, MATRIX, None)
     assert found["all-gather-start.1"] == (MATRIX, 16 * MATRIX, "all-gather")
     assert program.flops == 2 * 64**3 * (turns + 1) and any(
@@ -222,7 +219,6 @@ def test_memory_over_a_program_is_the_compilers():
     assert (memory.arguments, memory.results, memory.temporaries) == sizes
     assert memory.peak == pytest.approx(sum(sizes), rel=0.01)
     assert 0 < sum(b.size for b in memory.at_peak()) <= memory.temporaries
-    kept = [
-        b for b in memory.buffers if b.shape.startswith("f32[4,64,128]")
-    ]  # each layer's input, or output
+    # each layer's input, or output
+    kept = [b for b in memory.buffers if b.shape.startswith("f32[4,64,128]")]
     assert kept and all(b.size == 4 * 64 * 128 * 4 for b in kept)

@@ -43,9 +43,8 @@ def weights(model, seed=0):
     """(parameters, balancing biases), all random."""
     shapes = zaya.abstract(model)
     leaves, treedef = jax.tree.flatten_with_path(shapes)
-    rng = np.random.default_rng(
-        seed
-    )  # on the host: a program for each shape would take longer to compile
+    # on the host: a program for each shape would take longer to compile
+    rng = np.random.default_rng(seed)
 
     def draw(path, shape):
         noise = rng.standard_normal(shape.shape, np.float32)

@@ -124,9 +124,8 @@ def test_the_7b_shape():
     model = config.check(dense_7b.get_config()).model
     counts = zaya.param_counts(model)
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * model.intermediate_size)
-    assert (
-        counts["without_embedding"] == matrices + (2 * 32 + 1 + 2) * 4096
-    )  # norms, and the embedding's two vectors
+    # norms, and the embedding's two vectors
+    assert counts["without_embedding"] == matrices + (2 * 32 + 1 + 2) * 4096
     assert 6.7e9 < counts["total"] < 7.3e9
     assert counts["active"] == counts["total"]
     # Six operations per weight and token, and as many per pair of channels and seen key, on average

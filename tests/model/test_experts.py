@@ -74,6 +74,5 @@ def test_the_whole_mlp(who):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
     gate_gradient = ours[1][1]
-    np.testing.assert_array_equal(
-        gate_gradient[choice == E], 0
-    )  # a skipped token teaches the gate nothing
+    # a skipped token teaches the gate nothing
+    np.testing.assert_array_equal(gate_gradient[choice == E], 0)

@@ -81,9 +81,8 @@ def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows)
     assert taken.temp_size_in_bytes < 0.8 * held["k"]
     stacks = {f"f32[{','.join(map(str, x.shape))}]" for x in cache.values()}
     lines = [line for lines in hlo.parse(compiled.as_text()).values() for line in lines]
-    assert stacks <= {
-        line.shape.split("{")[0] for line in lines
-    }  # so this is how the program has them
+    # so this is how the program has them
+    assert stacks <= {line.shape.split("{")[0] for line in lines}
     assert not [line for line in lines if line.op == "copy" and line.shape.split("{")[0] in stacks]
 
 
@@ -123,9 +122,8 @@ def test_nor_has_a_gpus(name, monkeypatch):
             jax.jit(program, donate_argnums=1).lower(arguments, cache).compile().memory_analysis()
         )
     assert taken.alias_size_in_bytes == held
-    assert (
-        taken.temp_size_in_bytes < 1.2 * held
-    )  # in the products' layout while tokens come; the head's is not rounded
+    # in the products' layout while tokens come; the head's is not rounded
+    assert taken.temp_size_in_bytes < 1.2 * held
 
 
 @pytest.mark.parametrize("kind", ["zaya", "dense"])

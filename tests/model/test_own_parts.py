@@ -49,11 +49,8 @@ def test_a_router_alone_does_not_hear_the_one_below(config, asked):
 
 
 def test_without_a_skip_class_the_gate_is_of_the_experts_alone(config, asked):
-    seen, stream, balance = (
-        asked[0],
-        asked[1],
-        asked[2].at[-1].set(100.0),
-    )  # ZAYA's would skip every token
+    # ZAYA's would skip every token
+    seen, stream, balance = (asked[0], asked[1], asked[2].at[-1].set(100.0))
     choice, gate, _, _ = router(config, own_parts.NoSkip)(seen, stream, balance)
     usual = router(config, zj.Router)(seen, stream, balance)
     assert (np.asarray(usual[0]) == 8).all()

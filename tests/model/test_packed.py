@@ -38,9 +38,8 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
     params, bias = model_helpers.weights(model)
     rng = np.random.default_rng(0)
     docs = [rng.integers(0, model.vocab_size, n) for n in LENGTHS]
-    ids, segments, positions = np.zeros(
-        (3, 1 + len(docs), TOTAL), np.int32
-    )  # packed, then each alone
+    # packed, then each alone
+    ids, segments, positions = np.zeros((3, 1 + len(docs), TOTAL), np.int32)
     starts = np.cumsum([0, *LENGTHS])
     for i, doc in enumerate(docs):
         for row, start, name in ((0, starts[i], i + 1), (i + 1, 0, 1)):
@@ -64,9 +63,8 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
         (_, (ours, counts)), our_grads = run(params, np.zeros_like(apart), np.arange(starts[-1]))
         (_, (theirs, _)), their_grads = run(params, apart + 1, within)
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
-    assert (
-        counts.sum(1).tolist() == [2 * sum(LENGTHS)] * model.num_hidden_layers
-    )  # padding is not counted
+    # padding is not counted
+    assert counts.sum(1).tolist() == [2 * sum(LENGTHS)] * model.num_hidden_layers
 
     def near(path, ours, theirs):
         error = np.linalg.norm(ours - theirs)
@@ -97,9 +95,8 @@ def test_padding_of_weights_as_transformers_initialises_them_changes_no_gradient
 
     with jax.default_matmul_precision("highest"):
         ours, our_grads = gradients(params, np.where(padding, 0, rows), np.where(padding, 0, real))
-        theirs, their_grads = gradients(
-            params, rows, real
-        )  # tokens after those that count: none looks at them
+        # tokens after those that count: none looks at them
+        theirs, their_grads = gradients(params, rows, real)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(our_grads), jax.tree.leaves(their_grads), strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-6

@@ -138,9 +138,8 @@ def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
     held = decode._empty_cache(model, EXACT, 3, where.cache().columns(40))
     assert sizes.total == sum(x.nbytes for x in held.values())
     assert sizes.total == 3 * (sizes.a_row + sizes.a_token * where.cache().columns(40))
-    assert sizes.a_token == 2 * 4 * 2 * 8 * (
-        1 if LINEAR in kinds else 2
-    )  # K and V, float32, 2 heads of 8, layers
+    # K and V, float32, 2 heads of 8, layers
+    assert sizes.a_token == 2 * 4 * 2 * 8 * (1 if LINEAR in kinds else 2)
 
 
 def test_the_cache_of_the_published_model():

@@ -114,9 +114,8 @@ def test_gradients_travel_together_where_they_must(monkeypatch):
     monkeypatch.setattr(by_layer, "WASTE", 0.01)
     layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=dict(data=7)).layout
     assert "layers/experts/gate_up" not in layout.by_layer  # a fiftieth would be padding
-    specs = optim_helpers.expert_specs(
-        like
-    )  # experts split over devices have their own gradients already
+    # experts split over devices have their own gradients already
+    specs = optim_helpers.expert_specs(like)
     layout = chain.build(
         Optim(), optim_helpers.FLOAT32, like, specs=specs, axes=dict(data=2, expert=4)
     ).layout
@@ -245,6 +244,5 @@ def test_no_stack_of_all_gradients_is_kept():
     assert done.returncode == 0, done.stderr
     taken, before = map(int, done.stdout.split())
     stacks = 4 * LAYERS * 49_664  # numbers of a layer that leave with it
-    assert (
-        taken < before - 0.3 * stacks
-    )  # the most is in use elsewhere now: where directions come back
+    # the most is in use elsewhere now: where directions come back
+    assert taken < before - 0.3 * stacks

@@ -25,9 +25,8 @@ def params(like):
 
 
 def updated(optim, params, grads, lr=0.1, steps=1, **options):
-    optim = dataclasses.replace(
-        optim, newton_schulz_steps=1
-    )  # five compile four times as long; nothing here is of them
+    # five compile four times as long; nothing here is of them
+    optim = dataclasses.replace(optim, newton_schulz_steps=1)
     optimizer = chain.build(optim, optim_helpers.FLOAT32, params, **options)
 
     @jax.jit
@@ -209,7 +208,6 @@ def test_the_update_copies_no_weights():
     arguments = (like, jax.eval_shape(optimizer.init), like)
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile().as_text()
     large = [line for line in program.splitlines() if " copy(" in line and "f32[2,4,64," in line]
-    assert (
-        "f32[2,4,64,128]" in program
-    )  # the experts' weights, so that the search can find something
+    # the experts' weights, so that the search can find something
+    assert "f32[2,4,64,128]" in program
     assert not large, large

@@ -99,9 +99,8 @@ def least_load(kinds: list[tuple[int, int]], devices: int) -> float:
     pigeonholes."""
     costs, ends = np.array([c for c, _ in kinds]), np.cumsum([n for _, n in kinds])
     bound = max(float(costs[0]), sum(c * n for c, n in kinds) / devices)
-    for k in range(
-        1, min(64, -(-int(ends[-1]) // devices))
-    ):  # of the k · devices + 1 largest, k + 1 meet
+    # of the k · devices + 1 largest, k + 1 meet
+    for k in range(1, min(64, -(-int(ends[-1]) // devices))):
         bound = max(bound, (k + 1) * float(costs[np.searchsorted(ends, k * devices, side="right")]))
     return bound
 
@@ -200,9 +199,8 @@ def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
             kind: sum(f.get(kind, 0) for f in found) for kind in ("reduce-scatter", "exchange")
         }
         assert total["exchange"] <= 5 * total["reduce-scatter"] / devices
-    assert (
-        layout_of("zaya1_base", data=8).matrices["muon 2048x4096"].plan.nothing
-    )  # 80 on each: nothing moves
+    # 80 on each: nothing moves
+    assert layout_of("zaya1_base", data=8).matrices["muon 2048x4096"].plan.nothing
 
 
 def test_boxes_are_the_run_in_order():

@@ -73,9 +73,8 @@ def test_fifty_steps_give_the_unsharded_parameters(name, together, monkeypatch):
 
 @pytest.mark.parametrize("precision", [slow("float32"), "bfloat16"])
 def test_collectives_bytes_and_memory(like, precision, monkeypatch):
-    monkeypatch.setattr(
-        matrices, "SMALL", 1500
-    )  # numbers: of the router's four matrices three are smaller
+    # numbers: of the router's four matrices three are smaller
+    monkeypatch.setattr(matrices, "SMALL", 1500)
     mesh, specs = optim_helpers.mesh_of(data=4, expert=2), optim_helpers.replicated(like)
     optimizer = chain.build(
         Optim(), Precision(newton_schulz=precision), like, specs=specs, axes=mesh.shape
@@ -101,9 +100,8 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     (vectors,) = layout.vectors
     cut, whole = 4 * 8 * vectors.sizes["adamw cut"], 4 * vectors.sizes["adamw whole"]
     numbers = {name: math.prod(b.row) * b.count for name, b in layout.matrices.items()}
-    assert all(
-        b.travel.padded * 8 - numbers[name] < 8 * 8 for name, b in travel.items()
-    )  # a row a device
+    # a row a device
+    assert all(b.travel.padded * 8 - numbers[name] < 8 * 8 for name, b in travel.items())
     by_kind = {kind: sorted(c.bytes for c in found if c.kind == kind) for kind in hlo.KINDS}
     # XLA:CPU has a reduce-scatter of its own; one and one all-gather a bucket, as the formula says,
     # once each.
@@ -131,9 +129,8 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
         assert traffic["all-gather"] == size * 8 * b.travel.padded
     kept = [4 * math.prod(b.row) * b.slots for b in layout.matrices.values()]
     kept += [8 * n for n in vectors.sizes.values()]
-    assert (
-        0 <= optim_helpers.bytes_per_device(optimizer) - sum(kept) < 256
-    )  # the rest are counters and figures
+    # the rest are counters and figures
+    assert 0 <= optim_helpers.bytes_per_device(optimizer) - sum(kept) < 256
     # The program's own arguments: the state, the parameters, and one part of the gradients.
     weights = sum(4 * x.size for x in jax.tree.leaves(like))
     state = program.memory_analysis().argument_size_in_bytes - 2 * weights

@@ -75,12 +75,8 @@ def test_the_named_chip_is_seen_forward_and_backward(wrap):
         ("gpu", "AMD Radeon Pro W7900", "gfx1100", ("gfx1100", "rocm")),
         ("gpu", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-", ("gfx942", "rocm")),
         ("gpu", "AMD Instinct MI300X", None, ("gfx942", "rocm")),  # an abstract mesh's
-        (
-            "gpu",
-            "AMD Instinct MI355X",
-            "<unknown compute-capability>",
-            ("gfx950", "rocm"),
-        ),  # an absent one
+        # an absent one
+        ("gpu", "AMD Instinct MI355X", "<unknown compute-capability>", ("gfx950", "rocm")),
         ("gpu", "AMD Radeon Pro W7900", None, ("AMD Radeon Pro W7900", "rocm")),
         ("rocm", "gfx942", None, ("gfx942", "rocm")),
         ("gpu", "NVIDIA H200", "9.0", ("NVIDIA H200", "cuda")),
@@ -175,9 +171,8 @@ def test_whom_a_program_is_made_for():
         assert {chip.made_for(x) for x in (mesh, real, {"a": jnp.ones(2)})} == {H200}
     with jax.default_device(jax.devices()[3]):
         assert chip.current() == CPU
-    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(
-        1.0
-    )  # traced arrays are on no device yet
+    # traced arrays are on no device yet
+    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(1.0)
 
 
 def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():

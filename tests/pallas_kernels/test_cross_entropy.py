@@ -180,9 +180,8 @@ def test_the_kernel_gives_what_the_definition_gives(kind, tokens, vocab, with_bi
 
 
 LARGE_AT_THE_END = np.where(np.arange(300) < 280, 0.0, 3.0)
-GONE = np.where(
-    np.arange(300) < 100, 0.0, -np.inf
-)  # all of the second tile's 128 words, and of the third's
+# all of the second tile's 128 words, and of the third's
+GONE = np.where(np.arange(300) < 100, 0.0, -np.inf)
 BESIDE_XLA = {
     "bfloat16, no bias": (256, 64, jnp.bfloat16, None),
     "several tiles of tokens, channels and words in one chunk": (

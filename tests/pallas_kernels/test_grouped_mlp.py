@@ -225,9 +225,8 @@ def assert_equal_to_the_reference(sizes, num_rows, patched=None):
 @pytest.mark.parametrize("sizes", [*SIZES.values(), (0, 0, 1, 0)], ids=[*SIZES, "a single row"])
 def test_a_layers_weights_where_they_lie(sizes, implementation, monkeypatch):
     """Weights in strips and whole, blocks of few rows and of many."""
-    monkeypatch.setattr(
-        "pallas_kernels.products.cpu.STRIP", 4 * 2 * F * 4
-    )  # 4 of the 12 rows of gate_up
+    # 4 of the 12 rows of gate_up
+    monkeypatch.setattr("pallas_kernels.products.cpu.STRIP", 4 * 2 * F * 4)
     monkeypatch.setattr(cpu, "TALL", 32)
     keys = jax.random.split(jax.random.key(0), 3)
     gate_up = jax.random.normal(keys[0], (3, E, D, 2 * F)) / 3

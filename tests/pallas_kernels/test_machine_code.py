@@ -88,9 +88,8 @@ def compiled(request):
     if not targets.FOLDER.exists():
         pytest.skip("make setup-targets installs the compilers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "XLA_FLAGS", os.environ.get("XLA_FLAGS", "")
-        )  # changes of it end with these tests
+        # changes of it end with these tests
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
         def f(x):
             y = product(jnp.sin(product(x, x, tile=64)), x, tile=64)

@@ -25,7 +25,6 @@ def test_rows_times_rows(rows, columns, monkeypatch):
     """In strips of eight of them, where they are few and a multiple of that."""
     monkeypatch.setattr(cpu, "STRIP", 8 * 12 * 4)
     x, w = (jax.random.normal(jax.random.key(i), (n, 12)) for i, n in enumerate((rows, columns)))
-    found = jax.jit(lambda x, w: times_rows(x, w))(
-        x, w
-    )  # a function of its own, traced with these strips
+    # a function of its own, traced with these strips
+    found = jax.jit(lambda x, w: times_rows(x, w))(x, w)
     np.testing.assert_allclose(found, np.einsum("nd,vd->nv", x, w), rtol=1e-5, atol=1e-5)

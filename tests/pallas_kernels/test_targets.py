@@ -39,9 +39,8 @@ def compilers():
     if not targets.FOLDER.exists():
         pytest.skip("make setup-targets installs the compilers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "XLA_FLAGS", os.environ.get("XLA_FLAGS", "")
-        )  # changes of it end with these tests
+        # changes of it end with these tests
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
         yield
 
 
@@ -60,9 +59,8 @@ def test_nothing_spills_and_all_fits(name, case):
         assert code.shared <= code.core.a_block and code.occupancy >= 1, code
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), judged("mi300x")
-)  # NVIDIA's disassembler takes a second or two a kernel
+# NVIDIA's disassembler takes a second or two a kernel
+@pytest.mark.parametrize(("name", "case"), judged("mi300x"))
 def test_products_run_on_matrix_cores(name, case):
     if missing := inner_loop.missing(page.CHIPS[name]):
         pytest.skip(f"{missing} is not installed")

@@ -12,9 +12,8 @@ from pallas_kernels import chip, tiles
 @pytest.mark.parametrize("kind", ["gfx942", "gfx950", "NVIDIA H200"])
 def test_narrow_rounds_to_the_nearest_and_ties_to_even(kind):
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    lower = np.array(
-        [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32
-    )  # below, at and above the middle
+    # below, at and above the middle
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     numbers = (upper[:, None] | lower).ravel().view(np.float32)
     numbers = np.concatenate([numbers[~np.isnan(numbers)], np.array([np.nan], np.float32)])
     with chip.making(chip.Chip("cpu", kind)):

@@ -83,9 +83,8 @@ def test_each_planted_fault_costs_its_kernels_verdict_alone(tmp_path):
 @pytest.mark.slow  # ten seconds of waiting
 def test_one_that_never_ends_is_ended_and_the_fastest_tile_is_named(tmp_path):
     record = tried(tmp_path, asked("newton_schulz", "cca_mix"), "cca_mix=hangs", "tiles=2", each=10)
-    assert faults(record) == {
-        ("cca_mix", "ours"): "did not end within 10 s"
-    }  # and its other tile is not tried
+    # and its other tile is not tried
+    assert faults(record) == {("cca_mix", "ours"): "did not end within 10 s"}
     assert [word.partition(":")[0] for word in record["kernels"]] == ["newton_schulz"]
     (tile,) = chip.Chip("cpu", "gfx942").taking(tuple(record["kernels"])).kernels
     seconds = trial.totals(record["rows"], "newton_schulz")

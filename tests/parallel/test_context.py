@@ -231,10 +231,8 @@ def run_ring(parts, q, k, v, segments, window, monkeypatch):
     ("case", "expected"),
     [
         ("whole", [9, 9, 9, 9]),  # of 4 x 4 pairs of chunks, half above the diagonal; 2 N + 1
-        (
-            "window",
-            [3, 4, 4, 4],
-        ),  # of 9 tokens: each chunk of 8 sees itself and, but for the first, its neighbour
+        # of 9 tokens: each chunk of 8 sees itself and, but for the first, its neighbour
+        ("window", [3, 4, 4, 4]),
         ("documents", [2, 2, 2, 2]),  # of a chunk each
         ("two documents", [5, 5, 5, 5]),  # of half the sequence each
     ],
@@ -300,9 +298,8 @@ def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
     lowered = on_sequence(spread, body, cut(spread)).lower(
         x, jax.ShapeDtypeStruct((1, parts), jnp.int32)
     )
-    with (
-        buffers.uncached()
-    ):  # without JAX's cache, whose programs may bear the scopes of another day
+    # without JAX's cache, whose programs may bear the scopes of another day
+    with buffers.uncached():
         program = kernels.read_program(lowered.compile())
     blocks = np.mean([formulas.blocks_visited(length, parts, block, window) for window in windows])
     assert not program.unknown

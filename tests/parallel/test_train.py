@@ -16,10 +16,8 @@ MESHES = {
     "expert": (8, dict(data=2, expert=4)),
     "fsdp and tensor": (8, dict(data=2, tensor=4, fsdp=True)),
     "data, expert and context": (8, dict(data=2, expert=2, context=2)),
-    "data, expert and tensor": (
-        8,
-        dict(data=2, expert=2, tensor=2),
-    ),  # as test_checkpoints.py has it
+    # as test_checkpoints.py has it
+    "data, expert and tensor": (8, dict(data=2, expert=2, tensor=2)),
     "expert, tensor and fsdp": (8, dict(data=2, expert=2, tensor=2, fsdp=True)),
     "tsp": (8, dict(data=2, expert=2, tensor=2, tsp=True)),
 }

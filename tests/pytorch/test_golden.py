@@ -24,10 +24,8 @@ from zaya_jax.model.placement import Rows
 from zaya_jax.pytorch import named
 
 CPU = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
-KERNELS = (
-    "mixed",
-    "kernels",
-)  # all of a GPU's own kernels, interpreted, and its algorithm for the rest
+# all of a GPU's own kernels, interpreted, and its algorithm for the rest
+KERNELS = ("mixed", "kernels")
 SLOW = [
     ("mixed", "gpu"),
     ("taps", "cuda"),  # NVIDIA's experts are loops of their own

@@ -58,9 +58,8 @@ def test_report_of_a_run_has_all_its_parts(tmp_path):
     )
     assert "prefers-color-scheme:dark" in source.replace(" ", "") and len(source) < 250_000
     assert "Interruptions" not in text and "Lineage" not in text and "Checkpoints" not in text
-    assert (
-        write_report(write_run(tmp_path / "run", 300)).read_text() == source
-    )  # the same run gives the same page
+    # the same run gives the same page
+    assert write_report(write_run(tmp_path / "run", 300)).read_text() == source
 
 
 def test_a_sample_is_escaped_and_the_recorded_prompt_marked(tmp_path):

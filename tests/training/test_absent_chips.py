@@ -211,9 +211,8 @@ def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(mat
     assert {p[0] for p in found} == {"f32"}
     assert {p[1] for p in found} == {matmul.upper(), "HIGHEST"}
     if matmul != "highest":
-        router = [
-            p for p in found if p[2] in ("tensor<256x9xf32>", "tensor<256x8xf32>")
-        ]  # logits, narrow stream
+        # logits, narrow stream
+        router = [p for p in found if p[2] in ("tensor<256x9xf32>", "tensor<256x8xf32>")]
         assert len(router) >= 4 and {p[1] for p in router} == {"HIGHEST"}
 
 

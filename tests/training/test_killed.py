@@ -85,9 +85,8 @@ def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(
                     and not steps_in(workdir / "checkpoints")
                     and time.monotonic() < latest
                 ):
-                    time.sleep(
-                        0.05
-                    )  # the first save compiles its copy: without one the test would show nothing
+                    # the first save compiles its copy: without one the test would show nothing
+                    time.sleep(0.05)
                 time.sleep(times.uniform(0, 0.6))
             else:
                 # While it looks for its newest checkpoint, restores it, compiles, or starts.

@@ -56,9 +56,8 @@ def test_a_run_begins_as_its_base(folder):
     )
     moved = zj.load(folder / "run").logits(IDS)
     assert np.abs(moved - zj.load(folder / "base").logits(IDS)).max() > 1e-2
-    before, first, *_, last = tiny_runs.lines(
-        folder / "run"
-    )  # before: the held-out loss of the base
+    # before: the held-out loss of the base
+    before, first, *_, last = tiny_runs.lines(folder / "run")
     assert before["step"] == 0 and last["loss"] < first["loss"]
 
 
@@ -105,9 +104,8 @@ def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
     assert experts <= found.keys() and len(found) == 2 * 2 * 7
     pairs = partial.read(tmp_path / "run", "params.*")["params"]["layers"]
     a, b = (found[f"{at}.mlp.experts.base_layer.lora_{x}.weight"] for x in "AB")
-    delta = np.einsum(
-        "ore,eri->eio", b.reshape(32, 4, 4), a.reshape(4, 4, 16)
-    )  # as PEFT multiplies them
+    # as PEFT multiplies them
+    delta = np.einsum("ore,eri->eio", b.reshape(32, 4, 4), a.reshape(4, 4, 16))
     pair = pairs["experts"]["gate_up"]
     np.testing.assert_allclose(delta, pair["a"][1] @ pair["b"][1], atol=1e-6)
     q = pairs["cca"]["q"]["kernel"]

@@ -110,9 +110,8 @@ def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(
     outputs = [out for *_, out in ends]
     for step, out, phase in zip(BORDERS, outputs[:-1], PHASES, strict=True):
         assert f"saved after step {step}; {phase}: the same command continues." in out
-    assert all(
-        "micro-batches" in out and "best_fit" in out for out in outputs
-    )  # the table of phases
+    # the table of phases
+    assert all("micro-batches" in out and "best_fit" in out for out in outputs)
     found = tiny_runs.lines(workdir)
     plan = schedule.make_plan(settings())
     assert [line["tokens"] for line in found] == [
@@ -242,6 +241,5 @@ def test_the_full_size_recipe_is_the_published_one():
     for phase in phases:
         spread = spread_of(phase.mesh, shape_of(phase.mesh, 1024))
         rows = phase.global_batch // (spread.data * spread.expert)
-        assert (
-            rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch
-        )  # all of a step at once
+        # all of a step at once
+        assert rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch

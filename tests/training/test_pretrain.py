@@ -42,9 +42,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert run(whole, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     assert run(halves, run__num_steps=3, schedule__decay_fraction=0.0) == cli.DONE
-    with (halves / "metrics.jsonl").open(
-        "a"
-    ) as f:  # as a run killed after step 4, before its checkpoint, leaves it
+    # as a run killed after step 4, before its checkpoint, leaves it
+    with (halves / "metrics.jsonl").open("a") as f:
         f.write(json.dumps({"step": 4, "loss": 0.0}) + "\n" + '{"step": 5, "lo')
     assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     tiny_runs.same_state(whole, halves)

@@ -9,11 +9,8 @@ from zaya_jax.config import UserError
 
 def test_a_profile_has_the_steps_and_scopes_that_were_asked_for(tmp_path, capsys):
     tiny_runs.write_corpus(tmp_path / "text")
-    keys = {
-        "data__path": str(tmp_path / "text"),
-        "run__num_steps": 3,
-        "log__profile": "2:9",
-    }  # the end comes first
+    # the end comes first
+    keys = {"data__path": str(tmp_path / "text"), "run__num_steps": 3, "log__profile": "2:9"}
     assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE
     (trace,) = (tmp_path / "run" / "plugins" / "profile").glob("*/*.xplane.pb")
     found = trace.read_bytes()

@@ -67,9 +67,8 @@ def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):
             "run__init_from": str(place),
         }
         assert tiny_runs.train(tmp_path / name, **keys) == cli.DONE
-    ours, theirs = (
-        [x["loss"] for x in tiny_runs.lines(tmp_path / name)[1:]] for name in "ab"
-    )  # without step 0
+    # without step 0
+    ours, theirs = ([x["loss"] for x in tiny_runs.lines(tmp_path / name)[1:]] for name in "ab")
     assert ours == theirs != [x["loss"] for x in tiny_runs.lines(trained / "run")]
 
 

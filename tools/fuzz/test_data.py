@@ -48,20 +48,8 @@ FLAGS = {
         "merge",
     ),
 }
-BRIEF = (
-    "-1",
-    "0",
-    "nan",
-    "inf",
-    "-inf",
-    "1e999",
-    "",
-    "x",
-    "0x10",
-    "0.1",
-    "1",
-    "1.5",
-)  # it measures for so long
+# it measures for so long
+BRIEF = ("-1", "0", "nan", "inf", "-inf", "1e999", "", "x", "0x10", "0.1", "1", "1.5")
 PATHS, WORDS = (
     ("data", "out", "input", "tokenizer", "verify"),
     ("text_field", "skip_bad", "part", "merge"),

@@ -37,9 +37,8 @@ def numbers(name: str) -> tuple[np.ndarray, list[np.ndarray]]:
     random = np.random.RandomState(sum(map(ord, name)))
     shape = SHAPES[name]
     start = 0.1 * random.standard_normal(shape)
-    drift = random.standard_normal(
-        shape
-    )  # a constant part, so that momentum has something to gather
+    # a constant part, so that momentum has something to gather
+    drift = random.standard_normal(shape)
     gradients = [drift + random.standard_normal(shape) for _ in range(STEPS)]
     return start.astype(np.float32), [g.astype(np.float32) for g in gradients]
 

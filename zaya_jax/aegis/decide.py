@@ -94,9 +94,8 @@ class Decider:
         self._asked: list[str] = []
         self._failures, self._newest, self._base, self._step = 0, -1, -1, -1
         self._faults: dict[int, int] = {}  # of a node, since the last progress
-        self._tried: set[int] = (
-            set()
-        )  # codes after which one more start was made, since the last progress
+        # codes after which one more start was made, since the last progress
+        self._tried: set[int] = set()
         self._recovering: tuple[Cause, int] | None = (
             None  # and the step that was reached; until the first new one
         )
@@ -239,9 +238,8 @@ class Decider:
             self._kill()
             return "restart"
         self._cause.free = True
-        self._turn(
-            S.LEAVING, LEAVE, facts.Order.ASK
-        )  # it computes rightly, so that nothing need be lost
+        # it computes rightly, so that nothing need be lost
+        self._turn(S.LEAVING, LEAVE, facts.Order.ASK)
         return "restart after saving"
 
     def _stepped(self, step: int) -> None:
@@ -472,9 +470,8 @@ class Decider:
             step=self._step,
             start=self.number,
             failures=self._failures,
-            stop=round(
-                self._now - cause.time - cause.seconds, 3
-            ),  # from when it was noticed to when nothing ran
+            # from when it was noticed to when nothing ran
+            stop=round(self._now - cause.time - cause.seconds, 3),
         )
 
     def _can_exclude(self, node: int) -> bool:

@@ -137,10 +137,8 @@ class Hangs:
             return max(FLOORS[section], TIMES * self._longest.get(section, 0.0))
         if not laps:  # its first step of a start may compile
             return max(FLOORS["compile"], TIMES * self._longest.get("compile", 0.0))
-        if seen.view.mark in (
-            "fetch",
-            "figures",
-        ):  # it waits for a disk: for data, or to write its figures
+        # it waits for a disk: for data, or to write its figures
+        if seen.view.mark in ("fetch", "figures"):
             return max(
                 FLOORS["fetch"], TIMES * _usual(laps), TIMES * self._longest.get("fetch", 0.0)
             )

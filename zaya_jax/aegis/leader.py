@@ -46,9 +46,8 @@ class Leader:
     ):
         self._plan, self._keeper, self._say, self._order = plan, keeper, say, order
         self.decider = Decider(plan.rules, now)
-        self.decider.number = _starts(
-            plan.workdir
-        )  # those of an agent before this one keep their logs
+        # those of an agent before this one keep their logs
+        self.decider.number = _starts(plan.workdir)
         self._hangs = Hangs()
         self._stragglers: Stragglers | None = None
         self._addresses: dict[int, str] = {}  # by which others reach a node
@@ -60,9 +59,8 @@ class Leader:
         self._stacks: dict[int, list[str]] = {}
         self._spending: Spending | None = None
         self.hook = Hook(plan.hook) if plan.hook else None
-        self._first = (
-            self._collecting
-        ) = -1  # the process that hangs; of how many the stacks are awaited
+        # the process that hangs; of how many the stacks are awaited
+        self._first = self._collecting = -1
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
         self.end: tuple[int, str] | None = None

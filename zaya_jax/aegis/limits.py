@@ -261,9 +261,8 @@ class Judge:
         self.now = 0.0
         self._counters: dict[tuple[str, str, str], deque[tuple[float, float]]] = {}
         self._quiet_until: dict[tuple[str, str, str], float] = {}  # once it is reported
-        self._states: dict[
-            tuple[str, str], tuple[int, bool]
-        ] = {}  # looks in a row, and whether it is reported
+        # looks in a row, and whether it is reported
+        self._states: dict[tuple[str, str], tuple[int, bool]] = {}
 
     def counter(
         self, name: str, device: str, source: str, value: float | None

@@ -79,9 +79,8 @@ class Matcher:
             found = rule.regex.search(line)
             if found:
                 named = found.groupdict()
-                whose = int(
-                    named.get("process") or process
-                )  # a line may name another process than its own
+                # a line may name another process than its own
+                whose = int(named.get("process") or process)
                 return self._count(rule, whose, line, named.get("device") or "")
         return []
 
@@ -130,9 +129,8 @@ class Kernel:
                 part = os.read(file, 8192)
             except BlockingIOError:
                 break
-            except (
-                BrokenPipeError
-            ):  # overwritten before it was read; the next read goes on after it
+            # overwritten before it was read; the next read goes on after it
+            except BrokenPipeError:
                 continue
             if not part:
                 break

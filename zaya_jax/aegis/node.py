@@ -86,9 +86,8 @@ class Node:
             keeper,
             terminal,
         )
-        self._memory = (
-            -1
-        )  # a file in memory, to which the processes of this start write their beats
+        # a file in memory, to which the processes of this start write their beats
+        self._memory = -1
         self.processes: dict[int, Process] = {}
         self._number, self._looked = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
@@ -115,10 +114,8 @@ class Node:
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""
-        self._number, self._matcher = (
-            number,
-            log_rules.Matcher(),
-        )  # each start counts its lines anew
+        # each start counts its lines anew
+        self._number, self._matcher = (number, log_rules.Matcher())
         self._forget_beats()
         self._memory = os.memfd_create("beats")
         os.truncate(self._memory, count * beats.SIZE)

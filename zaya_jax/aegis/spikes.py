@@ -33,10 +33,8 @@ SETTLE = 64
 ROBUST = (
     1.4826  # a normal distribution's standard deviation over its median distance from the median
 )
-LEAST = {
-    "loss": 0.005,
-    "grad_norm": 0.25,
-}  # below it a deviation is taken for noise, however steady it was
+# below it a deviation is taken for noise, however steady it was
+LEAST = {"loss": 0.005, "grad_norm": 0.25}
 
 
 class Spike(NamedTuple):

@@ -109,9 +109,8 @@ def _where_in_kernel(pid: int) -> str:
 
 def _line(text: str) -> str:
     """The innermost line of the main thread, and the innermost that is this project's."""
-    frames = FRAME.findall(
-        text[text.rfind("hread 0x") :]
-    )  # the main one, "Thread 0x" or "Current thread 0x", is last
+    # the main one, "Thread 0x" or "Current thread 0x", is last
+    frames = FRAME.findall(text[text.rfind("hread 0x") :])
     if not frames:
         return ""
     first = frames[0]

@@ -165,13 +165,11 @@ class Nvidia(_Gpus):
 
     def _card(self, index: int, handle: Any, name: Any) -> Reading:
         gpu = Reading(f"gpu{index}", str(name))
-        errors = self._ask(
-            "nvmlDeviceGetTotalEccErrors", handle, 1, 0
-        )  # uncorrected, since the driver was loaded
+        # uncorrected, since the driver was loaded
+        errors = self._ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0)
         gpu.counters.append(("gpu uncorrectable memory error", "uncorrected errors", errors))
-        rows = self._ask(
-            "nvmlDeviceGetRemappedRows", handle
-        )  # corrected, uncorrected, pending, failed
+        # corrected, uncorrected, pending, failed
+        rows = self._ask("nvmlDeviceGetRemappedRows", handle)
         gpu.failed = float(bool(rows[3])) if rows is not None else None
         use = self._ask("nvmlDeviceGetUtilizationRates", handle)
         gpu.busy = float(use.gpu) if use is not None else None

@@ -37,10 +37,8 @@ class HeldBox:
 
     def of(self, own: np.ndarray) -> np.ndarray:
         """A view of its numbers in the device's part of the leaf, in the shape of the box."""
-        place: tuple[Any, ...] = (
-            *self.place,
-            ...,
-        )  # a scalar's is empty, and its number a view all the same
+        # a scalar's is empty, and its number a view all the same
+        place: tuple[Any, ...] = (*self.place, ...)
         inner: tuple[Any, ...] = (*self.inner, ...)
         return own[place].reshape(layout.sizes(self.outer or self.box), copy=False)[inner]
 

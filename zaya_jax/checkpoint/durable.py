@@ -84,9 +84,8 @@ class Durable:
         makes them up.
         """
         self.settle(None if again else self._settings.max_wait)
-        missing, error = (
-            self._missing() if again else (self._known_missing(), "")
-        )  # a dead place would hold the end up
+        # a dead place would hold the end up
+        missing, error = self._missing() if again else (self._known_missing(), "")
         if missing and again and not error:
             self.owe(missing)
             self.settle()

@@ -22,9 +22,8 @@ from zaya_jax.checkpoint.source import Source, place_and_step
 from zaya_jax.config import StorageError, UserError
 
 SIGNS = ("_CHECKPOINT_METADATA", "_METADATA")  # Orbax's own files, in v1 and in v0
-READ_BYTES = (
-    96 << 20
-)  # under way at once: without a limit Orbax takes 1.67 states of memory, with it 1.31
+# under way at once: without a limit Orbax takes 1.67 states of memory, with it 1.31
+READ_BYTES = 96 << 20
 
 
 def open_source(place: str | Path, step: int | None = None) -> Source:

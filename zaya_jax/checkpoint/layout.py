@@ -26,17 +26,13 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-CHUNK_BYTES = (
-    32 << 20
-)  # at most this much in a chunk, since a reader of any part must read a whole one
-PART_BYTES = (
-    4 << 20
-)  # arrays are cut over replicas, and layers into chunks of their own, down to this size
+# at most this much in a chunk, since a reader of any part must read a whole one
+CHUNK_BYTES = 32 << 20
+# arrays are cut over replicas, and layers into chunks of their own, down to this size
+PART_BYTES = 4 << 20
 MARKER = "checksums.json"
-COMMITTED, DONE = (
-    "commit_success.txt",
-    b"done\n",
-)  # Orbax's own marker, where folders cannot be renamed
+# Orbax's own marker, where folders cannot be renamed
+COMMITTED, DONE = ("commit_success.txt", b"done\n")
 META = "meta/data.json"
 STATE = "state"
 IMPORTED = "imported.json"  # in a workdir whose first weights came from a model directory

@@ -125,10 +125,8 @@ def _write(
     for array in arrays:
         for index, box in array.touched(tuple(slice(0, n) for n in array.shape)):
             chunk = np.zeros(array.chunk, array.dtype)
-            inside: Any = (
-                *layout.within(box, box),
-                ...,
-            )  # the dots: a view of a single number, too
+            # the dots: a view of a single number, too
+            inside: Any = (*layout.within(box, box), ...)
             if array.name in originals:
                 source.fill(originals[array.name], box, chunk[inside])
             sums[array.file(index)] = writing.write_chunk(folder / array.file(index), chunk)

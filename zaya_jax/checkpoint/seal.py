@@ -25,9 +25,8 @@ TAIL = 4  # bytes
 RUN = ".run"  # the file next to the steps with the name of their run
 BLOCK = 4 << 20  # summed at a time: the checksum holds the interpreter's lock meanwhile
 
-Sums = dict[
-    str, list[int]
-]  # a file's [bytes, crc32c of its content, bytes of the tail that repeats it]
+# a file's [bytes, crc32c of its content, bytes of the tail that repeats it]
+Sums = dict[str, list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +71,8 @@ def signed(found: dict[str, Any]) -> bytes:
 
 def unsigned(content: bytes) -> dict[str, Any]:
     """The object given to `signed`; ValueError if a byte has changed."""
-    with contextlib.suppress(
-        ValueError, RecursionError
-    ):  # text may be read deeper than it can be written
+    # text may be read deeper than it can be written
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(content)
         if (
             isinstance(found, dict)

@@ -45,9 +45,8 @@ class Source:
                 which = f" of step {shown(step)}" if step is not None else ""
                 raise UserError(f"--from={place} has no checkpoint{which}")
             name = max(steps) if step is None else step
-        elif (
-            Path(place) / layout.MARKER
-        ).is_file():  # one checkpoint's own folder, or exported parameters
+        # one checkpoint's own folder, or exported parameters
+        elif (Path(place) / layout.MARKER).is_file():
             folder = Path(place).absolute()
             vault, name = Vault(folder.parent), folder.name
             if vault.owner() and folder.name.isdecimal():

@@ -301,9 +301,8 @@ class Store:
         try:
             writing.clear(self.root)
             self.root.mkdir(parents=True, exist_ok=True)
-            if not writing.run_of(
-                self.root
-            ):  # of a new run, or lost: then its newest checkpoint has it
+            # of a new run, or lost: then its newest checkpoint has it
+            if not writing.run_of(self.root):
                 known = ""
                 with contextlib.suppress(OSError, ValueError):
                     known = writing.read_seal(self.root / str(max(self.steps()))).run or ""

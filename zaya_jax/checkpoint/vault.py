@@ -384,9 +384,8 @@ class Vault:
     def _unlink(self, name: str) -> None:
         path = f"{self._root}/{name}"
         with contextlib.suppress(FileNotFoundError):
-            empty = (
-                self._local and os.path.isdir(path) and not os.path.islink(path)
-            )  # a folder, as a kill leaves it
+            # a folder, as a kill leaves it
+            empty = self._local and os.path.isdir(path) and not os.path.islink(path)
             (os.rmdir if empty else self._files.rm_file)(path)
 
     def _attempt(self, verb: str, name: str, function: Callable[..., T], *args: Any) -> T:

@@ -32,9 +32,8 @@ from zaya_jax.config import files, first_line
 THREADS = 4
 SAVING, DELETING, DAMAGED, STALE = ".saving-", ".deleting-", ".damaged-", ".stale-"
 
-Copies = Mapping[
-    str, Mapping[jax.Device, jax.Array | np.ndarray]
-]  # of each array each device's part
+# of each array each device's part
+Copies = Mapping[str, Mapping[jax.Device, jax.Array | np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +87,8 @@ def write_parts(
     unless no device has as much.
     """
     sums: Sums = {}
-    begun: dict[
-        str, tuple[np.ndarray, int]
-    ] = {}  # incomplete chunks, and how many numbers each lacks
+    # incomplete chunks, and how many numbers each lacks
+    begun: dict[str, tuple[np.ndarray, int]] = {}
     own: Any = None
     last = None
     with concurrent.futures.ThreadPoolExecutor(THREADS, "checkpoint") as pool:

@@ -26,10 +26,8 @@ MARKS = ("", "fetch", "dispatch", "wait", "figures")
 PULSE = 0.5
 LAPS = 64  # steps that are remembered
 
-_TURN, _REST = (
-    struct.Struct("<Q"),
-    struct.Struct("<qqqqddQ"),
-)  # pid, section, step, mark, since, pulse, laps
+# pid, section, step, mark, since, pulse, laps
+_TURN, _REST = (struct.Struct("<Q"), struct.Struct("<qqqqddQ"))
 _HEAD = struct.Struct("<QqqqqddQ")  # both
 _LAP = struct.Struct("<qddd")
 SIZE = _HEAD.size + LAPS * _LAP.size  # of a slot
@@ -80,9 +78,8 @@ class Beats:
 
     def _write(self, lap: tuple[int, float, float, float] | None = None) -> None:
         with self._lock:
-            section, step, mark, since = (
-                self._where
-            )  # read here: another thread may have moved it meanwhile
+            # read here: another thread may have moved it meanwhile
+            section, step, mark, since = self._where
             self._turn += 2
             _TURN.pack_into(self._memory, self._slot, self._turn - 1)  # an odd turn: being written
             if lap:

@@ -23,15 +23,8 @@ from zaya_jax.cluster.rank import LostProcess
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.config.fields import first_line, on_a_line
 
-DONE, FAILED, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    75,
-)  # docs/exit_codes.md
+# docs/exit_codes.md
+DONE, FAILED, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = (0, 1, 2, 3, 4, 5, 75)
 SIGNALLED = 128  # and a signal's number, as a shell reports a program that the signal ended
 PATIENCE = 10.0  # seconds; a disk that hangs would take for ever
 STOPPING = (signal.SIGTERM, signal.SIGINT)

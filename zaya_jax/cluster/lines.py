@@ -133,9 +133,8 @@ class Door:
         """Lets callers in; UserError with the way out where the port cannot be opened."""
         # A line here and one of JAX's for each process: 1,024 open files, as is usual, are few.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # macOS says "without limit" and takes no such number
+        # macOS says "without limit" and takes no such number
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET

@@ -38,10 +38,8 @@ from zaya_jax.config import UserError, first_line
 # Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk
 # decides.
 JOIN = ("ZAYA_JOIN_SECONDS", 600)  # until all processes have come
-WAIT = (
-    "ZAYA_WAIT_SECONDS",
-    3600,
-)  # at a barrier, or for process 0: restoring and reporting take their time
+# at a barrier, or for process 0: restoring and reporting take their time
+WAIT = ("ZAYA_WAIT_SECONDS", 3600)
 HEARTBEAT = ("ZAYA_HEARTBEAT_SECONDS", 60)  # after which a silent process counts as dead
 NEVER = 10**6  # for JAX's own heartbeats, which end a process with SIGABRT and no name
 GARBAGE_EVERY = 100  # steps; a collection takes 20 to 100 ms, and delays all processes
@@ -239,9 +237,8 @@ class StopSignal:
         self.asked, self._ahead = "", _Ahead("stop")
         for number in leaving.STOPPING:
             signal.signal(number, self._ask)
-        if (
-            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        ):  # a terminal that closes, without nohup
+        # a terminal that closes, without nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._ask)
         leaving.at_signal(2, _interrupted)
 

@@ -61,10 +61,8 @@ def _check_kernels(names: tuple[str, ...]) -> None:
     alone = ("auto", "try", "all", "none")
     if len(names) == 1 and names[0] in alone:
         return
-    from pallas_kernels.chip import (
-        OPERATORS,
-        is_word,
-    )  # imports JAX, which a config of default kernels does not need
+    # imports JAX, which a config of default kernels does not need
+    from pallas_kernels.chip import OPERATORS, is_word
 
     for i, name in enumerate(names):
         if not is_word(name):

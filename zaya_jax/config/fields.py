@@ -28,10 +28,8 @@ class StorageError(RuntimeError):
 
 # Of strings; a path may be an address, a source is "path=weight".
 KINDS = ("name", "path", "text", "source")
-WITHDRAWN = (
-    "checkpoint.local",
-    "run.init_grow",
-)  # keys of older versions' records, which are not read
+# keys of older versions' records, which are not read
+WITHDRAWN = ("checkpoint.local", "run.init_grow")
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
 MODEL_FORMS = (
@@ -114,9 +112,8 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    if isinstance(
-        value, config_dict.FieldReference
-    ):  # in a phase: ConfigDict does not look into tuples
+    # in a phase: ConfigDict does not look into tuples
+    if isinstance(value, config_dict.FieldReference):
         value = value.get()
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, path + ".")

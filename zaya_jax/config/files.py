@@ -19,9 +19,8 @@ def write(path: str | os.PathLike, content: bytes) -> None:
     A link is replaced, its target stays as it is.
     """
     target = Path(path)
-    part = target.with_name(
-        f"{_hidden(target)}.{os.getpid()}.part"
-    )  # two programs may write it at once
+    # two programs may write it at once
+    part = target.with_name(f"{_hidden(target)}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             file.write(content)

@@ -27,12 +27,8 @@ RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
-KEPT, TRIMMED, REDUCED, DROPPED = (
-    "kept",
-    "trimmed",
-    "reduced",
-    "dropped",
-)  # samples, fitted to a context
+# samples, fitted to a context
+KEPT, TRIMMED, REDUCED, DROPPED = ("kept", "trimmed", "reduced", "dropped")
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -186,9 +182,8 @@ def _calls(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _json(value: Any) -> str:
     try:
-        return json.dumps(
-            value, ensure_ascii=False, default=str
-        )  # Parquet has types that JSON has not
+        # Parquet has types that JSON has not
+        return json.dumps(value, ensure_ascii=False, default=str)
     except RecursionError:
         raise BadChat("a tool's JSON is nested too deep to be written") from None
 

@@ -305,9 +305,8 @@ class Template:
             if len(document.tokens) <= context:
                 return document, outcome
             kept = self._tokenizer.encode(turns[last].reasoning)[: context - len(document.tokens)]
-            reasoning = self._tokenizer.decode(kept).rstrip(
-                "\N{REPLACEMENT CHARACTER}"
-            )  # half of a character
+            # half of a character
+            reasoning = self._tokenizer.decode(kept).rstrip("\N{REPLACEMENT CHARACTER}")
             turns[last] = dataclasses.replace(turns[last], reasoning=reasoning)
         return shortest, outcome
 
@@ -387,9 +386,8 @@ def _environment(around: Any, ours: bool) -> Any:
         raise jinja2.exceptions.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, default=str, **options
-        )  # Parquet has types of its own
+        # Parquet has types of its own
+        return json.dumps(value, ensure_ascii=ensure_ascii, default=str, **options)
 
     kind = jinja2.Environment if ours else jinja2.sandbox.ImmutableSandboxedEnvironment
     made = kind(

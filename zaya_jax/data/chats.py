@@ -124,9 +124,8 @@ def whole(path: str, tokenizer: Tokenizer, context: int) -> tuple[Bundle, str]:
 
 
 def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
-    return sources.concatenate(
-        [d.tokens for d in documents], tokenizer, [d.learn for d in documents]
-    )  # type: ignore
+    learnt = [d.learn for d in documents]
+    return sources.concatenate([d.tokens for d in documents], tokenizer, learnt)  # type: ignore
 
 
 def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:

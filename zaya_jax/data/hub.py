@@ -33,11 +33,8 @@ def rows(shard: str) -> Iterator[dict[str, Any]]:
         )
     try:
         yield from data.shard(num_shards=count, index=index)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # no bad record: --skip_bad must not pass over the rest
+    # no bad record: --skip_bad must not pass over the rest
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{shard} cannot be read on: {first_line(error)}") from None
 
 

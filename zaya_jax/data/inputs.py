@@ -24,11 +24,8 @@ Sample = tuple[str, str | list[chat.Message]]  # a name, and a text or the turns
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 OPENED_AT_ONCE = 16
-ARROW_EXTRAS = (
-    "dataset_dict.json",
-    "dataset_info.json",
-    "state.json",
-)  # `datasets.save_to_disk` writes them, too
+# `datasets.save_to_disk` writes them, too
+ARROW_EXTRAS = ("dataset_dict.json", "dataset_info.json", "state.json")
 
 
 class BadInput(UserError):
@@ -212,9 +209,8 @@ def _text(part: InputRange) -> Iterator[Sample]:
     try:
         yield part.name, raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        if binary or part.path.startswith(
-            str(sources.stdlib())
-        ):  # Python's tests have other encodings
+        # Python's tests have other encodings
+        if binary or part.path.startswith(str(sources.stdlib())):
             raise NotText(str(part)) from None
         line = 1 + raw[: error.start].count(b"\n")
         raise BadInput(

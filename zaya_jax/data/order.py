@@ -139,9 +139,8 @@ class Order:
         if self.block_rows > 1:
             assert num_rows >= 4 * most
             groups = 2
-        self._bounds = (
-            self.num_blocks * np.arange(groups + 1, dtype=np.int64) // groups
-        )  # in blocks
+        # in blocks
+        self._bounds = self.num_blocks * np.arange(groups + 1, dtype=np.int64) // groups
         sizes = np.diff(self._bounds)
         # Blocks that are open at a time, at most: a group's last round has up to twice the others'.
         self.most_open = int((sizes - (np.maximum(sizes // self.lanes, 1) - 1) * self.lanes).max())
@@ -192,9 +191,8 @@ class Order:
     def _place(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
         """(group, blocks of it that were opened before this round, visit, lane) of places among
         blocks' rows."""
-        places = np.minimum(
-            places, self.num_blocks * self.block_rows - 1
-        )  # a loose row at the end has none
+        # a loose row at the end has none
+        places = np.minimum(places, self.num_blocks * self.block_rows - 1)
         group = np.searchsorted(self._bounds, places // self.block_rows, side="right") - 1
         first, size = self._bounds[group], np.diff(self._bounds)[group]
         inside = places - first * self.block_rows

@@ -53,9 +53,8 @@ class Rows:
         self.starts = np.zeros((num_rows, seq_len), bool)
         self.learn = np.zeros((num_rows, seq_len), bool)
         self.filled = np.zeros(num_rows, np.int64)
-        self.holes: list[
-            tuple[int, int, int]
-        ] = []  # (row, start, stop) of tokens that could not be read
+        # (row, start, stop) of tokens that could not be read
+        self.holes: list[tuple[int, int, int]] = []
 
     def add(self, row: int, parts: list[Piece]) -> None:
         """Append the parts of one span; a segment begins where they do, and after unreadable

@@ -249,9 +249,8 @@ class Batches:
             )
             made.keep(1 / (self.process[1] * self._part[1]))
             kept = {at: held for at, held in self._sources.items() if at[0] == era.number}
-            self._sources = kept | {
-                (era.number, k): made
-            }  # one assignment: Grain may read with several threads
+            # one assignment: Grain may read with several threads
+            self._sources = kept | {(era.number, k): made}
         return made
 
     def counters(self) -> storage.Counters:
@@ -293,9 +292,8 @@ class Stream(Iterator[Any]):
             self._iterator = self._start()
         try:
             batch, efficiency = next(self._iterator)
-        except (
-            BaseException
-        ):  # batches that were fetched ahead are gone or half given: the next call begins anew
+        # batches that were fetched ahead are gone or half given: the next call begins anew
+        except BaseException:
             self.close()
             raise
         self._step += 1
@@ -338,9 +336,8 @@ class Stream(Iterator[Any]):
                 " config.run.init_from naming this run's folder"
             )
         step, ranges = int(state["step"]), [list(one) for one in state.get("passed_over", [])]
-        if (
-            self.batches.left_out_until(step) != ranges
-        ):  # what comes later may have been decided already
+        # what comes later may have been decided already
+        if self.batches.left_out_until(step) != ranges:
             self.batches.leave_out(ranges)
         if "fingerprint" not in state:
             self.close()

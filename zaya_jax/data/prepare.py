@@ -145,10 +145,8 @@ def _directory(out: str) -> pathlib.Path:
     fields.check_path("--out", out)
     directory = pathlib.Path(out)
     names = set(os.listdir(out)) if os.path.isdir(out) else set()
-    if names and not names & {
-        tokens_lib.MANIFEST,
-        WORK,
-    }:  # one look: another process may begin here just now
+    # one look: another process may begin here just now
+    if names and not names & {tokens_lib.MANIFEST, WORK}:
         raise UserError(
             f"--out={out} exists and is not a preparation; give an empty or new directory"
         )

@@ -16,9 +16,8 @@ def permute(indices: np.ndarray, size: np.ndarray | int, keys: np.ndarray | int)
     out = np.array(indices, np.uint64)
     keys = np.broadcast_to(np.asarray(keys, np.uint64), out.shape)
     size = np.broadcast_to(np.asarray(size, np.uint64), out.shape)
-    bits = np.frexp(np.maximum(size.astype(np.int64) - 1, 1).astype(np.float64))[
-        1
-    ]  # exact below 2^53
+    # exact below 2^53
+    bits = np.frexp(np.maximum(size.astype(np.int64) - 1, 1).astype(np.float64))[1]
     half = ((bits + 1) // 2).astype(np.uint64)
     walking = np.ones(out.shape, bool)
     with np.errstate(over="ignore"):

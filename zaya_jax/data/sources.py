@@ -26,9 +26,8 @@ from zaya_jax.data.tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
-LONGEST = (
-    256 << 20
-)  # bytes of a file that is one text: while it is encoded, a token takes some 100 bytes
+# bytes of a file that is one text: while it is encoded, a token takes some 100 bytes
+LONGEST = 256 << 20
 TOO_LONG = (
     f"has more than {LONGEST >> 20} MiB, too many for one document; split it, or make a JSONL file"
     " of it"

@@ -217,9 +217,8 @@ class Prepared:
         for part in _readers.map(lambda item: self._read_shard(*item), by_shard.items()):
             out.update(part)
             for key, bundle in part.items():
-                size = (
-                    bundle.tokens.nbytes + bundle.starts.nbytes + bundle.learn.nbytes
-                )  # targets share tokens' memory
+                # targets share tokens' memory
+                size = bundle.tokens.nbytes + bundle.starts.nbytes + bundle.learn.nbytes
                 self.cache.put(key, bundle, size)
         return out
 
@@ -363,9 +362,8 @@ def load_shards(directory: str, manifest: dict[str, Any]) -> np.ndarray:
 def verify(directory: str) -> list[str]:
     """Every difference between a prepared directory and its manifest: files, sizes, and each
     record's checksum."""
-    _fetch(
-        directory, tokens_lib.MANIFEST
-    )  # a place that does not answer is an error, no difference
+    # a place that does not answer is an error, no difference
+    _fetch(directory, tokens_lib.MANIFEST)
     try:
         stores = [Prepared(directory, split, cache_bytes=0) for split in tokens_lib.SPLITS]
     except (StorageError, UserError) as error:
@@ -382,9 +380,8 @@ def verify(directory: str) -> list[str]:
     problems += [
         f"{name} does not belong to the prepared directory" for name in sorted(sizes.keys() - known)
     ]
-    if is_local(
-        directory
-    ):  # elsewhere a run reads its tokenizer from a local copy, and compares that
+    # elsewhere a run reads its tokenizer from a local copy, and compares that
+    if is_local(directory):
         try:
             if (
                 tokenizers.load(join(directory, tokens_lib.TOKENIZER)).sha256

@@ -13,9 +13,8 @@ from zaya_jax.data.sources import Bundle
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import SPLITS
 
-_tokenised: dict[
-    tuple, tuple[tuple, object]
-] = {}  # {arguments: (the files that it was made of, the store)}
+# {arguments: (the files that it was made of, the store)}
+_tokenised: dict[tuple, tuple[tuple, object]] = {}
 
 
 class Memory:

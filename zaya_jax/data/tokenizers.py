@@ -80,9 +80,8 @@ class Tokenizer(abc.ABC):
     sha256: str  # of everything that decides which ids a text becomes
     adds_bos = False  # of itself, before each text that it encodes for transformers
     _tokenizer: Any  # the tokenizers library's
-    extra_files: Mapping[str, bytes] = types.MappingProxyType(
-        {}
-    )  # EXTRA_FILES, which other programs read
+    # EXTRA_FILES, which other programs read
+    extra_files: Mapping[str, bytes] = types.MappingProxyType({})
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -155,9 +154,8 @@ class Tokenizer(abc.ABC):
             self.eos_id,
             *(self._id(name) for names in CHAT_TOKENS.values() for name in names),
         }
-        added = self._tokenizer.get_added_tokens_decoder().get(
-            self.pad_id
-        )  # no text is encoded with special ones
+        # no text is encoded with special ones
+        added = self._tokenizer.get_added_tokens_decoder().get(self.pad_id)
         return self.pad_id not in others and added is not None and added.special
 
     def save(self, directory: str | pathlib.Path) -> None:
@@ -194,12 +192,8 @@ class Bytes(Tokenizer):
     kind = "bytes"
     vocab_size, bos_id, eos_id, pad_id = 264, 256, 257, 258
     _ends: ClassVar = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}  # no text has these names
-    _specials: ClassVar = {
-        "<|turn|>": 259,
-        "<|end_turn|>": 260,
-        "<think>": 261,
-        "</think>": 262,
-    }  # 263 is free
+    # 263 is free
+    _specials: ClassVar = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}
 
     def __init__(self) -> None:
         self.sha256 = self._hash(json.dumps(self._specials).encode())
@@ -224,9 +218,8 @@ class Bytes(Tokenizer):
 
         shown = [byte for byte in range(256) if chr(byte).isprintable() and not chr(byte).isspace()]
         shown = [byte for byte in shown if byte != 0xAD]
-        hidden = [
-            byte for byte in range(256) if byte not in shown
-        ]  # GPT-2's way: these as U+0100 and on
+        # GPT-2's way: these as U+0100 and on
+        hidden = [byte for byte in range(256) if byte not in shown]
         spelt = {byte: chr(byte) for byte in shown} | {
             byte: chr(256 + i) for i, byte in enumerate(hidden)
         }
@@ -266,9 +259,8 @@ class HuggingFace(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         try:
-            (found,) = self._tokenizer.encode_batch_fast(
-                [text], add_special_tokens=False
-            )  # without places
+            # without places
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # the library raises bare Exceptions
             utf8(text)
             raise UserError(
@@ -359,9 +351,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """The documents of texts, encoded by all cores."""
-    with concurrent.futures.ThreadPoolExecutor(
-        os.cpu_count()
-    ) as pool:  # the tokenizers library runs in parallel
+    # the tokenizers library runs in parallel
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(tokenizer.document, texts))
 
 
@@ -427,12 +418,10 @@ def _config_ids(directory: pathlib.Path, path: pathlib.Path) -> dict[str, int]:
         return {}
     content = _read_json(config)
     held: dict[str, Any] = {ours: content.get(theirs) for theirs, ours in MODEL_IDS.items()}
-    held |= {
-        key: value[0] for key, value in held.items() if isinstance(value, list) and value
-    }  # Gemma's ends
-    return {
-        key: value for key, value in held.items() if isinstance(value, int) and value >= 0
-    }  # some write -1 for none
+    # Gemma's ends
+    held |= {key: value[0] for key, value in held.items() if isinstance(value, list) and value}
+    # some write -1 for none
+    return {key: value for key, value in held.items() if isinstance(value, int) and value >= 0}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -205,9 +205,8 @@ class ShardWriter:
         self._partial = partial_path(path)
         self._file = self._partial.open("wb")
         self._crc = 0
-        self._pending: list[
-            tuple[np.ndarray, ...]
-        ] = []  # tokens, whether a document begins there, whether to learn
+        # tokens, whether a document begins there, whether to learn
+        self._pending: list[tuple[np.ndarray, ...]] = []
         self._pending_tokens = 0  # at most a bundle's
         self._offsets, self._crcs, self._lengths = (
             array.array("Q", [0]),
@@ -225,9 +224,8 @@ class ShardWriter:
         self._lengths.append(len(tokens))
         self._pending.append((tokens, starts, learn))
         self._pending_tokens += len(tokens)
-        if (
-            self._pending_tokens > self._size
-        ):  # one more than it holds, so that what follows it is known
+        # one more than it holds, so that what follows it is known
+        if self._pending_tokens > self._size:
             self._flush()
 
     def close(self) -> dict[str, Any]:

@@ -19,9 +19,8 @@ from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.stores import Memory, TokenStore, fill, local_rows, open_stores, tokenised
 from zaya_jax.data.tokenizers import Tokenizer
 
-damaged: set[str] = (
-    set()
-)  # pieces of data that could not be read, since the last training stream was made
+# pieces of data that could not be read, since the last training stream was made
+damaged: set[str] = set()
 
 
 def eval_batches(

@@ -98,10 +98,8 @@ class Workers:
 def work(descriptor: int) -> None:
     """In a worker: computes its part of each batch, a few ahead of the last one sent, until the
     reader is gone."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the training decides when it ends, and closes the pipe
+    # the training decides when it ends, and closes the pipe
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(descriptor)
     try:

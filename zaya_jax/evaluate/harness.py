@@ -34,11 +34,8 @@ from zaya_jax.model.sampling import Sampling
 MAX_GEN_TOKS = 256
 FEWSHOT_SEED = 1234
 BOOTSTRAPS = 1000
-PLAIN = {
-    "do_sample": (True, False),
-    "num_beams": (1,),
-    "use_cache": (True, False),
-}  # accepted values
+# accepted values
+PLAIN = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, False)}
 
 
 def require() -> None:

@@ -80,9 +80,8 @@ class Scorer:
 
 def sum_over_processes(own: np.ndarray) -> np.ndarray:
     """The exact sum of arrays in which each entry is zero on all processes except one."""
-    from jax.experimental import (
-        multihost_utils,
-    )  # imported here: it pulls in half of JAX's experiments
+    # imported here: it pulls in half of JAX's experiments
+    from jax.experimental import multihost_utils
 
     padded = np.pad(own, (0, power_of_two(len(own)) - len(own)))  # few lengths: each is a program
     parts = np.asarray(multihost_utils.process_allgather(padded))[:, : len(own)]

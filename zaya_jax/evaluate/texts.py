@@ -24,9 +24,8 @@ from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
 PART = 64 << 20  # bytes of an input file that are read at a time
 BUCKETS = 32  # powers of two of places in a document
-AT_ONCE = (
-    1 << 22
-)  # tokens of full windows that are scored at a time: enough for batches of similar lengths
+# tokens of full windows that are scored at a time: enough for batches of similar lengths
+AT_ONCE = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,9 +68,8 @@ class ProgramMemory:
         alive = (b for b in self.buffers if b.first <= time <= b.last and b.size)
         end = -1
         for b in sorted(alive, key=lambda b: (b.offset, -b.size)):
-            if (
-                b.offset >= end
-            ):  # otherwise a part of the one before, or the same one under another name
+            # otherwise a part of the one before, or the same one under another name
+            if b.offset >= end:
                 found.append(b)
                 end = b.offset + b.size
         return sorted(found, key=lambda b: -b.size)

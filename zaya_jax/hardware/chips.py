@@ -11,9 +11,8 @@ from zaya_jax.config import Model, Precision
 class DataSheet:
     """A chip by its vendor's data sheet."""
 
-    peaks: Mapping[
-        str, float
-    ]  # dense FLOP/s by format, without sparsity; AMD calls TF32 XF32, which MI355X has not
+    # dense FLOP/s by format, without sparsity; AMD calls TF32 XF32, which MI355X has not
+    peaks: Mapping[str, float]
     bandwidth: float  # of HBM, bytes/s
     measured: float  # the same where a measurement was published
     tile: int  # side of the tile that large products are computed in
@@ -74,10 +73,8 @@ def flops_by_scope(model: Model, seq_len: int) -> dict[str, float]:
         seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
         mixing += (h + k) * c * (c + 1) if kind == "hybrid_linear" else 2 * h * c * seen
     if model.model_type == "dense":
-        projections, mlp = (
-            2 * d * packed,
-            3 * d * model.intermediate_size,
-        )  # q, o, k, v; gate, up, down
+        # q, o, k, v; gate, up, down
+        projections, mlp = (2 * d * packed, 3 * d * model.intermediate_size)
         found = {"attention": layers * projections + mixing, "mlp": layers * mlp}
     else:
         cca = d * (packed + k * c) + h * c * d  # q, k, both halves of v; o

@@ -75,9 +75,8 @@ class Collective:
     results: tuple[Array, ...]  # that it gets out
     group_size: int  # devices that take part together
     in_loop: bool  # inside the body of a while loop
-    times: (
-        int | None
-    )  # how often it runs: the product of the loops' known lengths; None if one is unknown
+    # how often it runs: the product of the loops' known lengths; None if one is unknown
+    times: int | None
     op_name: str  # where in the Python program it comes from
     groups: tuple[tuple[int, ...], ...] = ()  # of devices; of a permutation its pairs
 

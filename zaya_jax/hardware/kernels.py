@@ -125,9 +125,8 @@ class Program:
 
     kernels: tuple[GpuKernel, ...]
     unknown: Mapping[str, int]
-    under: Mapping[
-        str, tuple[int, int]
-    ]  # by a collective's name: the kernels [from, to) between its start and end
+    # by a collective's name: the kernels [from, to) between its start and end
+    under: Mapping[str, tuple[int, int]]
 
     @property
     def launches(self) -> float:
@@ -189,13 +188,8 @@ class _Reader:
         self.kernels: list[GpuKernel] = []
         self.under: dict[str, tuple[int, int]] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
-        for question in (
-            "_users",
-            "_share",
-            "_reads",
-            "_writes",
-            "_flops",
-        ):  # asked again for each loop
+        # asked again for each loop
+        for question in ("_users", "_share", "_reads", "_writes", "_flops"):
             setattr(self, question, functools.cache(getattr(self, question)))
 
     def run(self, name: str, times: float) -> None:
@@ -356,9 +350,8 @@ def _product(i: Instruction, given: list[str]) -> tuple[float, bool]:
     if i.op != "dot" and not (target and re.search("gemm|matmul", target[1], re.IGNORECASE)):
         return 0.0, False
     left, out = hlo.arrays(given[0])[0], hlo.arrays(i.shape)[0]
-    if (
-        target and "grouped" in target[1]
-    ):  # each row meets one matrix, or each pair of rows one group
+    # each row meets one matrix, or each pair of rows one group
+    if target and "grouped" in target[1]:
         return 2.0 * math.prod(left.shape) * out.shape[-1], left.dtype == "f32"
     found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
     summed = re.findall(r"\d+", found[1]) if found else []

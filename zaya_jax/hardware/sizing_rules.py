@@ -111,9 +111,8 @@ def _widths(config: Config, tensor: int, tile: int) -> Iterator[Advice]:
             continue
         for multiple in (LOADED, tile):
             step = math.lcm(multiple, factor) // factor * cut
-            steps = (
-                math.ceil(value / step) if key == "vocab_size" else round(value / step)
-            )  # every token needs its row
+            # every token needs its row
+            steps = math.ceil(value / step) if key == "vocab_size" else round(value / step)
             better = max(1, steps) * step
             if _empty(better * factor // cut, tile) <= EMPTY:
                 break

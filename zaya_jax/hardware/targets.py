@@ -155,9 +155,8 @@ def _register(platform: str) -> None:
 def tell_pallas() -> None:
     """Tells Pallas the architectures of AMD's absent devices; it knows only those of present
     ones."""
-    from jax._src.pallas.triton import (
-        gpu_info,
-    )  # as for new chips of others; there is no public way
+    # as for new chips of others; there is no public way
+    from jax._src.pallas.triton import gpu_info
 
     for name, architecture in ARCHITECTURES.items():
         info = gpu_info.GpuInfo(gpu_version=None, arch_name=architecture, compute_capability=0)

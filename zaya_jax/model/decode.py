@@ -36,10 +36,8 @@ from zaya_jax.model.stored import SCANNED, Stored
 # in four (354M weights, eight experts): products of few rows are slow.
 PIECE, PIECES = 2048, 16384
 LEAST_PIECE = 16
-SHORT = (
-    64,
-    256,
-)  # columns of pieces of short rows: 50 sentences of any lengths take two programs, not 20
+# columns of pieces of short rows: 50 sentences of any lengths take two programs, not 20
+SHORT = (64, 256)
 CACHES = 256, 512, 1024  # columns of caches: each takes two programs, which compile for seconds
 TURN = 16  # new tokens of each row between two checks for ended rows
 REPLICATED = PartitionSpec()
@@ -98,10 +96,8 @@ class Generation:
         if piece is not None and piece < 1:
             raise UserError(f"piece={shown(piece)} must be a whole number of at least 1, or None")
         mask = None if mask is None else _mask(mask, lengths)
-        self._asked, self.rows = (
-            len(ids),
-            1 << (len(ids) - 1).bit_length(),
-        )  # the others copy the first, already ended
+        # the others copy the first, already ended
+        self._asked, self.rows = (len(ids), 1 << (len(ids) - 1).bit_length())
         spare = self.rows - self._asked
         ids, lengths, row_seeds = (
             ids + ids[:1] * spare,

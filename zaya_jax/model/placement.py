@@ -171,9 +171,8 @@ class Placement:
     weights: Weights = Weights()
     window: Int[Array, ""] | int | None = None
     linear: bool = False  # linear attention instead of softmax
-    windows: Windows = (
-        None,
-    )  # of all softmax layers, whose loops share one program: for its cost account
+    # of all softmax layers, whose loops share one program: for its cost account
+    windows: Windows = (None,)
     cache: Any = None  # the cache of decoding, if any
 
     def of_layer(self, window: jax.Array | None, linear: bool, cache: Kept) -> "Placement":

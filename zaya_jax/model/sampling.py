@@ -94,9 +94,8 @@ def pick(
     """Each row's next token, its `count`-th new one."""
     if kind == "greedy":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits - logits.max(
-        -1, keepdims=True
-    )  # so that a temperature near 0 cannot make infinities
+    # so that a temperature near 0 cannot make infinities
+    logits = logits - logits.max(-1, keepdims=True)
     logits = logits / numbers.temperature
     if kind == "cut":
         logits = jnp.where(kept(logits, numbers), logits, -jnp.inf)

@@ -16,11 +16,8 @@ import jax.numpy as jnp
 from zaya_jax.config import Model
 from zaya_jax.model.cache import Held
 
-ONLY = {
-    "k": False,
-    "v": False,
-    "state": True,
-}  # entries of a cache that only (or no) linear layers have
+# entries of a cache that only (or no) linear layers have
+ONLY = {"k": False, "v": False, "state": True}
 
 
 def linear_pattern(model: Model) -> tuple[bool, ...]:

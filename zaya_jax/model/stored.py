@@ -71,9 +71,8 @@ SCANNED = Stored()
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _leaving(share: Callable, weight: jax.Array, slot: jax.Array) -> jax.Array:
     del share, slot
-    return weight.astype(
-        jnp.float32
-    )  # of a bfloat16 copy too, whose gradient would be rounded otherwise
+    # of a bfloat16 copy too, whose gradient would be rounded otherwise
+    return weight.astype(jnp.float32)
 
 
 _leaving.defvjp(

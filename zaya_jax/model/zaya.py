@@ -70,9 +70,8 @@ class Embed(nnx.Module):
     @jax.named_scope("embed")
     def __call__(self, tokens: Int[Array, "B S"], pad_id: int | None) -> Float[Array, "B S D"]:
         rows = lookup(self.embedding[...], tokens)
-        if (
-            pad_id is not None
-        ):  # as in the port, looking up the padding id gives its row no gradient
+        # as in the port, looking up the padding id gives its row no gradient
+        if pad_id is not None:
             rows = jnp.where((tokens == pad_id)[..., None], jax.lax.stop_gradient(rows), rows)
         return (rows + self.bias[...]) * self.scale[...]
 
@@ -155,9 +154,8 @@ def _layer_class(model: Model) -> type:
 
 def layer_of(model: Model, params: dict, number: int, precision: Precision) -> nnx.Module:
     """One layer as a module, with its weights out of the stacked ones."""
-    number = range(model.num_hidden_layers)[
-        number
-    ]  # JAX would give the last layer for one that is not there
+    # JAX would give the last layer for one that is not there
+    number = range(model.num_hidden_layers)[number]
     graph, state = nnx.split(
         nnx.eval_shape(lambda: _layer_class(model)(nnx.Rngs(0), model, precision))
     )
@@ -288,9 +286,8 @@ def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
 
     layers = dict(params["layers"])
     for block in ROUNDED.keys() & layers.keys():
-        names = [
-            name for name in ROUNDED[block] if name in layers[block]
-        ]  # a layer of the caller's may lack some
+        # a layer of the caller's may lack some
+        names = [name for name in ROUNDED[block] if name in layers[block]]
         layers[block] = layers[block] | {
             name: jax.tree.map(cast, layers[block][name]) for name in names
         }
@@ -342,9 +339,8 @@ def param_counts(model: Model) -> dict[str, int]:
     """Numbers of parameters, as the papers count them: total, without the embedding, and active for
     one token."""
     tree = abstract(model)
-    unused = (
-        _stream_width(model) if "eda" in tree["layers"].get("router", ()) else 0
-    )  # layer 0's EDA
+    # layer 0's EDA
+    unused = _stream_width(model) if "eda" in tree["layers"].get("router", ()) else 0
     total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - unused
     embedding = model.vocab_size * model.hidden_size
     expert = 3 * model.hidden_size * model.moe_intermediate_size

@@ -28,9 +28,8 @@ from zaya_jax.optim import ownership
 from zaya_jax.optim.grid import UNIT
 from zaya_jax.optim.matrices import WASTE, Matrices, pad
 
-LARGE = (
-    2**24
-)  # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
+# numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
+LARGE = 2**24
 # Numbers of a layer's shares under which two levels are faster: in the 2.1 us that a ring's step
 # inside a node takes to begin (RCCL's constant for gfx942), the node's links carry 0.66 MB at 0.7
 # of 448 GB/s.
@@ -48,9 +47,8 @@ class ByLayer:
         # Pieces of a layer that a device keeps, pieces of a matrix, and the numbers of a piece.
         self.kept, self.cut, self.piece = _cut(self.matrices, bucket.rows, bucket.shards)
         self.padded = bucket.shards * self.kept * self.piece  # numbers of a layer that travel
-        self.levels = [
-            np.arange(bucket.shards)[None]
-        ]  # the groups of devices that sum together, one set at a time
+        # the groups of devices that sum together, one set at a time
+        self.levels = [np.arange(bucket.shards)[None]]
         # Pieces from one device to another: an owner's matrices follow each other, through the
         # layers.
         self.each = min(bucket.slots * self.cut, -(-bucket.slots // self.matrices) * self.kept)
@@ -111,10 +109,8 @@ class ByLayer:
     def to_owners(self, x: jax.Array) -> jax.Array:
         """The shares of all layers to the matrices [slots, a, b] that a device owns."""
         bucket, axes = self.bucket, self.bucket.grid.names
-        devices, holders = (
-            bucket.shards,
-            self.levels[-1].reshape(-1),
-        )  # the holder of each share, in order
+        # the holder of each share, in order
+        devices, holders = (bucket.shards, self.levels[-1].reshape(-1))
         me = ownership.of_device(np.argsort(holders), axes)
         # Where mine go: the number of a piece's matrix determines its owner, and there the pieces
         # are in order. Those of no matrix go nowhere.

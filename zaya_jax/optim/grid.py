@@ -77,9 +77,8 @@ class Weight:
     shape: tuple[int, ...]  # over all devices
     method: str  # muon or adamw
     group: str  # the group whose norm it counts towards
-    spec: tuple[
-        tuple[str, ...], ...
-    ] = ()  # the mesh axes of each dim, up to the last one that has any
+    # the mesh axes of each dim, up to the last one that has any
+    spec: tuple[tuple[str, ...], ...] = ()
     copy: str = ""  # a format in which devices may hold it, if its owner has it in float32
 
     @property

@@ -42,9 +42,8 @@ class Form:
     row: tuple[int, ...]  # the matrix over all devices, [a, b]
     shared: tuple[str, ...]  # axes along which they are replicated
     own: tuple[str, ...]  # axes along which devices hold different matrices
-    swaps: tuple[
-        tuple[int, tuple[str, ...]], ...
-    ]  # (dim of [n, a, b], axes) of matrix dims that are sharded
+    # (dim of [n, a, b], axes) of matrix dims that are sharded
+    swaps: tuple[tuple[int, tuple[str, ...]], ...]
 
     @staticmethod
     def of(weight: Weight, grid: Grid) -> "Form":
@@ -269,9 +268,8 @@ class Matrices:
         """[T, n, a', b'] to [n, a, b]."""
         sizes = [self.grid.size(axes) for _, axes in self.form.swaps]
         x = x.reshape(*sizes, *x.shape[1:])
-        for i in reversed(
-            range(len(sizes))
-        ):  # the last one first, so that the others stay in front
+        # the last one first, so that the others stay in front
+        for i in reversed(range(len(sizes))):
             dim = i + self.form.swaps[i][0]
             x = jnp.moveaxis(x, i, dim)  # to before the dim that it is a part of
             x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])

@@ -40,9 +40,8 @@ KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
 WHOLE = 2**26
 # numbers of a stack up to which all of it is orthogonalised at once, copies of it in float32 and
 # all
-TURN = (
-    2**23
-)  # numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
+# numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
+TURN = 2**23
 
 
 class MuonState(NamedTuple):

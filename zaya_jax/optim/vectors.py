@@ -60,9 +60,8 @@ class Vectors:
         sizes = {self.cut: sum(self.each.values()), self.whole: sum(self.left.values())}
         self.sizes = {name: size for name, size in sizes.items() if size}  # on each device
         self.names = tuple(self.sizes)
-        self.summed = (
-            {self.whole: self.shared} if self.whole in self.sizes else {}
-        )  # as `Matrices.summed`
+        # as `Matrices.summed`
+        self.summed = {self.whole: self.shared} if self.whole in self.sizes else {}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a bucket over all devices."""

@@ -277,9 +277,8 @@ class Layout:
             if w.path in self.copied:
                 return x
             shared = tuple(name for name in self.grid.names if name not in w.axes)
-            x = x.reshape(
-                -1, x.shape[-1]
-            )  # rows, not numbers: there may be more numbers than an int32 counts
+            # rows, not numbers: there may be more numbers than an int32 counts
+            x = x.reshape(-1, x.shape[-1])
             count = -(-len(x) // self.grid.size(shared))
             wanted = count * (lax.axis_index(shared) if shared else 0)
             start = jnp.minimum(wanted, len(x) - count)  # the last parts would reach past the end

@@ -58,9 +58,8 @@ class Chunks:
     chunk: int  # tokens in a chunk
     starts: Int[Array, "2"]  # where the device's chunks begin in the sequence
     segments: Int[Array, "B S"] | None  # of all devices, in the sequence's own order
-    meet: (
-        jax.Array | None
-    )  # [2N, 2N]: chunks that have a document in common in some row (the ring asks)
+    # [2N, 2N]: chunks that have a document in common in some row (the ring asks)
+    meet: jax.Array | None
     ring: bool
 
     def split(self, x: jax.Array) -> jax.Array:

@@ -170,9 +170,8 @@ class _Exchange:
         self.axes, self.num_rows, self.devices = axes, num_rows, counts.shape[0]
         self.me = lax.axis_index(axes)
         self.pairs = counts.sum(-1)  # rows from s to d
-        self.first = (
-            jnp.cumsum(self.pairs, 1) - self.pairs
-        )  # where s's rows for d begin among s's rows
+        # where s's rows for d begin among s's rows
+        self.first = jnp.cumsum(self.pairs, 1) - self.pairs
         self.coming = counts[:, self.me]  # rows from s for each expert of this device
 
     def further_rounds(self, body, carry):
@@ -229,9 +228,8 @@ class _Ragged(_Exchange):
     def __init__(self, counts, num_rows, axes):
         super().__init__(counts, num_rows, axes)
         self.room = round_rows(num_rows, self.devices, self.form)
-        self.before = (
-            jnp.cumsum(self.pairs, 0) - self.pairs
-        )  # rows that d gets from devices before s
+        # rows that d gets from devices before s
+        self.before = jnp.cumsum(self.pairs, 0) - self.pairs
         self.rounds = -(-self.pairs.sum(0).max() // self.room)
 
     def _part(self, r):

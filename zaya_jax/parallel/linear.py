@@ -86,9 +86,8 @@ def _gathered(states, first, last, axis):
 
 def _gathered_fwd(states, first, last, axis):
     pieces, batch = first.shape
-    documents = jnp.stack([first, last], axis=-1).astype(
-        jnp.float32
-    )  # exact below 2^24 documents per row
+    # exact below 2^24 documents per row
+    documents = jnp.stack([first, last], axis=-1).astype(jnp.float32)
     packed = jnp.concatenate([states.reshape(pieces, batch, -1), documents], axis=-1)
     packed = _ordered(lax.all_gather(packed, axis))
     first_of, last_of = packed[..., -2], packed[..., -1]

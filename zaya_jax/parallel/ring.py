@@ -21,10 +21,8 @@ from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradien
 from pallas_kernels.loops import turning, visiting
 from zaya_jax.model.placement import Windows
 
-OWN, VISITING = (
-    (0, 1, 1),
-    (0, 0, 1),
-)  # pairs of chunks a step may need; an early chunk never sees a late one
+# pairs of chunks a step may need; an early chunk never sees a late one
+OWN, VISITING = ((0, 1, 1), (0, 0, 1))
 
 
 def chunks_that_meet(segments: Int[Array, "B S"], chunk: int) -> jax.Array:

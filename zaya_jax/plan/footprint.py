@@ -67,9 +67,8 @@ def estimate(case: Case) -> Footprint:
     # Of gradients that leave with their layer, the share stays.
     left4 = 4.0 * case.leaving * (1 / case.devices - 1)
     held = sums if several else local4 + left4
-    late = (
-        logits2 if chunks == 1 and not several else 0.0
-    )  # the table's gradient is computed last of all
+    # the table's gradient is computed last of all
+    late = logits2 if chunks == 1 and not several else 0.0
     places = {
         "head": {
             "activations": kept,
@@ -98,9 +97,8 @@ def estimate(case: Case) -> Footprint:
         places["directions"] = {"gradients": weights4, "working set": work.directions(case)}
     else:
         share = weights4 / case.devices
-        to_owners = 8.0 * sum(
-            way.sent / way.rounds for way in case.ways.values()
-        )  # and received ones
+        # and received ones
+        to_owners = 8.0 * sum(way.sent / way.rounds for way in case.ways.values())
         embedding4 = weights4 - local4
         places["sums"] = {"gradients": weights4 + left4, "exchange": share + embedding4 + to_owners}
         places["directions"] = {"gradients": 2 * share, "exchange": work.directions(case)}

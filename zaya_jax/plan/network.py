@@ -18,11 +18,8 @@ from zaya_jax.plan import work
 from zaya_jax.plan.case import Case, size
 from zaya_jax.plan.rates import Rates
 
-RINGS = (
-    "reduce-scatter",
-    "all-gather",
-    "all-reduce",
-)  # whose messages pass every device of the group
+# whose messages pass every device of the group
+RINGS = ("reduce-scatter", "all-gather", "all-reduce")
 GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "fetching"
 
 

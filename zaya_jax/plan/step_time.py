@@ -101,10 +101,8 @@ def _communication(
         taken[flow.what] = taken.get(flow.what, 0.0) + seconds
         longest = max(longest, seconds) if flow.what == network.DIRECTIONS else longest
     if own := sum(seconds for part, seconds in parts if part.scope == "optimizer/exchange"):
-        for what in (
-            network.GRADIENTS,
-            network.DIRECTIONS,
-        ):  # rows into buckets and out of them again
+        # rows into buckets and out of them again
+        for what in (network.GRADIENTS, network.DIRECTIONS):
             taken[what] = max(taken.get(what, 0.0), own / 2)
     exposed, overlap = dict(taken), rates.overlap.value
     if network.DIRECTIONS in taken:

@@ -234,9 +234,8 @@ def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[S
         if not row or (stage == AGAIN and not repeats(case)):
             continue
         products, others, launches, flops = row
-        if (
-            weights and case.spread.heads > 1 and name != "router"
-        ):  # the sum over devices reads and writes it
+        # the sum over devices reads and writes it
+        if weights and case.spread.heads > 1 and name != "router":
             others += " 2x2"
         if over_devices:
             others += " " + ROUND
@@ -269,9 +268,8 @@ def _forward_flops(case: Case, name: str) -> float:
             return b * convolution
         case "softmax":
             return 4.0 * case.rows * q * c * _area(case)
-        case (
-            "linear"
-        ):  # queries with a chunk's keys, a quarter of them left out by tiles; and with states
+        # queries with a chunk's keys, a quarter of them left out by tiles; and with states
+        case "linear":
             return b * c * (2 * q * 0.75 * CHUNK + c * (q + kv))
         case "router":
             return b * (d * r + 2 * r * r + r * (m.num_experts + 1))

@@ -138,9 +138,8 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
             step = sources.latest_step(folder, step)
             source = with_base(Source(folder, step))
             config = config_at(folder, step)
-        config = dataclasses.replace(
-            config, run=dataclasses.replace(config.run, lora=None)
-        )  # the weights are whole
+        # the weights are whole
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, lora=None))
         tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
         imported = {
             **NOT_IMPORTED,
@@ -209,13 +208,11 @@ def place_of(name: str | os.PathLike) -> tuple[Path, int | None]:
 def _on_hub(name: str) -> Path | None:
     """The folder in the hub's cache that has this model; None for a name that is a path."""
     found = HUB_NAME.fullmatch(name)
-    if (
-        not found or Path(name.split("/")[0]).is_dir()
-    ):  # where the first part is a folder, the rest is misspelt
+    # where the first part is a folder, the rest is misspelt
+    if not found or Path(name.split("/")[0]).is_dir():
         return None
-    from huggingface_hub import (
-        snapshot_download,
-    )  # imported here: it takes 0.3 s, and few names are the hub's
+    # imported here: it takes 0.3 s, and few names are the hub's
+    from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(found[1], revision=found[2], allow_patterns=HUB_FILES))

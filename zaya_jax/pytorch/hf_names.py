@@ -222,9 +222,8 @@ def _rope_from_json(given: dict | None) -> dict:
     if given is None:
         return dataclasses.asdict(RopeKinds(Rope(rope_theta=5e6), Rope(rope_theta=1e4)))
     own = {"rope_type": "default", "partial_rotary_factor": 1.0}
-    kinds = {
-        kind: rope for kind, rope in given.items() if kind != "rope_type"
-    }  # some files have one next to the kinds
+    # some files have one next to the kinds
+    kinds = {kind: rope for kind, rope in given.items() if kind != "rope_type"}
     return {kind: own | rope if isinstance(rope, dict) else rope for kind, rope in kinds.items()}
 
 

@@ -79,9 +79,8 @@ def write_sharded(
 ) -> None:
     """Writes tensors, of which one at a time is asked for by its name, as one file or as shards
     with an index."""
-    from huggingface_hub import (
-        split_state_dict_into_shards_factory,
-    )  # imported here: it takes 0.3 s
+    # imported here: it takes 0.3 s
+    from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
         dict(specs),

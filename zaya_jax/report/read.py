@@ -145,17 +145,15 @@ class Workdir:
     """The report's data of a run."""
 
     path: pathlib.Path
-    recorded: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(0, int)
-    )  # the steps, rising
+    # the steps, rising
+    recorded: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))
     series: dict[str, Series] = dataclasses.field(default_factory=dict)  # of numbers
     vectors: dict[str, Series] = dataclasses.field(default_factory=dict)  # of arrays
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
     kernels: dict = dataclasses.field(default_factory=dict)
-    lineage: list = dataclasses.field(
-        default_factory=list
-    )  # of a fork: its ancestors, the nearest first
+    # of a fork: its ancestors, the nearest first
+    lineage: list = dataclasses.field(default_factory=list)
     sample: str = ""
     prompt: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -325,9 +323,8 @@ def _take(
             values.extend(row.ravel())
         elif isinstance(value, int | float) or (value is None and key == "loss"):
             at, values, _ = numbers.setdefault(key, (array.array("q"), array.array("d"), ()))
-            values.append(
-                math.nan if value is None else float(value)
-            )  # null is how strict JSON writers put NaN
+            # null is how strict JSON writers put NaN
+            values.append(math.nan if value is None else float(value))
         else:
             continue
         at.append(step)

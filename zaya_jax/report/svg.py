@@ -199,9 +199,8 @@ class Chart:
     log_x: bool = False
     unit: str = ""
     over: str = "step"
-    named: Sequence[
-        tuple[float, str]
-    ] = ()  # ticks of the lower axis, where they are not round numbers
+    # ticks of the lower axis, where they are not round numbers
+    named: Sequence[tuple[float, str]] = ()
     bad_steps: Sequence[float] = ()  # marked along the top
     bad: str = "not finite"
     note: str = ""

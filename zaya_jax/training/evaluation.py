@@ -69,9 +69,8 @@ class Evaluation:
         if self.windows(now.phase):
             losses = self.losses(state, now)
             writer.write(number, losses)
-            first = losses.get(
-                "eval/loss", np.nan
-            )  # nan: nothing is held out, all windows are named ones
+            # nan: nothing is held out, all windows are named ones
+            first = losses.get("eval/loss", np.nan)
             logs.say(f"step {number} | held-out {first:.4f}, {why}")
 
     def _make(self, phase_index: int) -> Any:

@@ -35,9 +35,8 @@ from zaya_jax.training.pace import Pace
 from zaya_jax.training.trackers import Trackers
 
 STEPS = 100  # the newest so many count for the time that is left
-BUFFER = (
-    1 << 16
-)  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
+# bytes of lines that a kill may lose; they come again with the steps after the checkpoint
+BUFFER = 1 << 16
 STEP = re.compile(rb'\{"step": (\d+)[,}]')  # as a line begins
 PER_LAYER_EVERY = (
     10  # steps between full expert loads in the files; the entropy is there every step
@@ -107,9 +106,8 @@ class Figures:
         figures |= self._store.figures() | self._guard.figures(now.number)
         self._guard.see(now.number, now.phase_index, figures)
         self.writer.write(now.number, figures)
-        if (
-            now.number > self._first_step
-        ):  # which is compiled; later programs' first steps leave a median as it is
+        # which is compiled; later programs' first steps leave a median as it is
+        if now.number > self._first_step:
             self._seconds_per_token.append(seconds / tokens)
         self._show(now.number, figures)
         return {name: float(found[name]) for name in retention.FIGURES}
@@ -182,9 +180,8 @@ class Writer:
         self._writes = is_writer()
         if not self._writes:
             return
-        dropped = (
-            keep_until(self.path, restored_step or -1) if self.path.exists() else 0
-        )  # step 0 comes again
+        # step 0 comes again
+        dropped = keep_until(self.path, restored_step or -1) if self.path.exists() else 0
         self._file = self.path.open("ab", buffering=0)
         if dropped:
             say(

@@ -38,9 +38,8 @@ def find(config: Config, workdir: Path) -> list | None:
     given = config.run.fork
     if not given:
         return None
-    with contextlib.suppress(
-        OSError, ValueError, LookupError, TypeError
-    ):  # nothing is recorded there
+    # nothing is recorded there
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         recorded = json.loads((workdir / "config.json").read_text(encoding="utf-8"))["run"]
         if recorded["fork_step"] and given in (
             recorded["fork"],
@@ -106,9 +105,8 @@ class Parent:
     def note(self, plan: Plan) -> str:
         """Says which state the fork begins with and which keys differ; `plan` is the fork's."""
         step, changes = self.meta["step"], self._changes()
-        with contextlib.suppress(
-            UserError, ValueError
-        ):  # a parent that was stopped at once has no such step
+        # a parent that was stopped at once has no such step
+        with contextlib.suppress(UserError, ValueError):
             was = schedule.make_plan(self._config).step(step).lr
             now = plan.step(step + 1).lr
             changes.append(

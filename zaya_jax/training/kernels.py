@@ -113,9 +113,8 @@ def _operators(here: Config, spread: Spread) -> list[str]:
     there = {
         "attention": bool(kinds - {"hybrid_linear"}),
         "linear_attention": "hybrid_linear" in kinds,
-        "cca_mix": (
-            routed and spread.sequence_parts == 1
-        ),  # its kernels take no tokens of a neighbour
+        # its kernels take no tokens of a neighbour
+        "cca_mix": (routed and spread.sequence_parts == 1),
         "grouped_mlp": routed,
         "newton_schulz": here.optim.name == "muon",
     }

@@ -177,7 +177,6 @@ def put_frozen_under(
         " frozen ones"
     )
     place = str(base.place) if "://" in str(base.place) else str(Path(base.place).absolute())
-    lasting = (
-        f"{place}@{base.step}" if base.workdir else place
-    )  # means the same step from any folder
+    # means the same step from any folder
+    lasting = f"{place}@{base.step}" if base.workdir else place
     return {"base": {"name": lasting, "mark": mark}}

@@ -37,9 +37,8 @@ def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
     """The optimizer of a run, for weights as they lie on the mesh."""
     spread, rank, precision = spread_of(config.mesh, mesh.shape), config.run.lora, config.precision
     params = lora.abstract(config.model, rank) if rank else zaya.abstract(config.model, precision)
-    if rank or isinstance(
-        config.model, Own
-    ):  # their products may have another format than `compute`
+    # their products may have another format than `compute`
+    if rank or isinstance(config.model, Own):
         precision = dataclasses.replace(precision, weights="float32")
     return chain.build(
         config.optim,

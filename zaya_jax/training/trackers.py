@@ -69,9 +69,8 @@ def _mlflow(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
     )
     run = [*found, *new][0].info.run_id
     client.update_run(run, status="RUNNING")
-    params = (
-        [Param(key, str(value)) for key, value in config.items()] if new else []
-    )  # a changed one is refused
+    # a changed one is refused
+    params = [Param(key, str(value)) for key, value in config.items()] if new else []
     for i in range(0, len(params), 100):  # its limit
         client.log_batch(run, params=params[i : i + 100])
 

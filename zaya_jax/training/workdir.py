@@ -109,9 +109,8 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
     _check_whose(workdir, config)
     claims.take(workdir, logs.say)
     try:
-        _check_whose(
-            workdir, config
-        )  # while it waited, another run may have begun there, and ended
+        # while it waited, another run may have begun there, and ended
+        _check_whose(workdir, config)
     except UserError:
         claims.release(workdir)
         raise
