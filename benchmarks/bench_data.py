@@ -30,12 +30,13 @@ import numpy as np
 import tokenizers as huggingface
 
 from zaya_jax import config as config_lib
-from zaya_jax.data import pipeline, prepare, storage, tokenizers
+from zaya_jax.data import pipeline, storage
+from zaya_jax.text import prepare, tokenizers
 
 SEQ_LEN, BATCH, AT_ONCE, SAME = 4096, 16, 1000, 40
 KINDS = ("bpe", "bytes")
 NEEDS = {
-    "ours": "zaya_jax.data.prepare",
+    "ours": "zaya_jax.text.prepare",
     "datatrove": "datatrove.pipeline.tokens",
     "streaming": "streaming",
     "megatron": "megatron.core.datasets.gpt_dataset",

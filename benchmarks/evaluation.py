@@ -54,7 +54,7 @@ def trained(folder: Path, steps: int) -> Path:
     """The folder of a small run: a tokenizer of its own, full and sliding layers, the project's own
     pages."""
     import zaya_jax as zj
-    from zaya_jax.data import tokenizers
+    from zaya_jax.text import tokenizers
 
     pages = sorted((ROOT / "docs").glob("*.md"))
     tokenizers.train_bpe([page.read_text(encoding="utf-8") for page in pages], 400).save(

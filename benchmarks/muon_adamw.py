@@ -26,13 +26,14 @@ from experiments.configs import tiny
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.config import UserError
-from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data import pipeline
 from zaya_jax.hardware import host
 from zaya_jax.hardware.chips import model_flops
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, muon
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.run import train as train_run
+from zaya_jax.text import tokenizers
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 

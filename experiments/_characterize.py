@@ -22,9 +22,8 @@ from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, Precision, UserError, fields, files, read_config
-from zaya_jax.data import pipeline, storage, tokenizers
+from zaya_jax.data import pipeline, storage
 from zaya_jax.data.order import TURNS
-from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
 from zaya_jax.hardware import chips, host, measured, sizing_rules
 from zaya_jax.hardware.measured import BUS, CollectiveTiming, Measured, Product
 from zaya_jax.hardware.sizing_rules import Advice
@@ -32,6 +31,8 @@ from zaya_jax.plan.phases import Need
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import duration, number
+from zaya_jax.text import tokenizers
+from zaya_jax.text.tokens import PAGE_BYTES, SUFFIX
 from zaya_jax.training import kernels
 
 HOST = (

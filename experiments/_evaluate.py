@@ -18,13 +18,13 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
 from zaya_jax.data import mix, pipeline
-from zaya_jax.data import sources as file_sources
 from zaya_jax.evaluate import harness, scorer, texts
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import any_model
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
+from zaya_jax.text import sources as file_sources
 
 ALL = "all"  # the row of all --data
 

@@ -5,7 +5,8 @@ import time
 
 from experiments._progress import Progress
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, inputs, prepare, storage, tokens
+from zaya_jax.data import storage
+from zaya_jax.text import chat, inputs, prepare, tokens
 
 
 def make(args: argparse.Namespace, part: tuple[int, int] | None) -> int:

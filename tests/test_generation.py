@@ -9,9 +9,9 @@ import pytest
 
 from zaya_jax import generation
 from zaya_jax.config import Model, Precision
-from zaya_jax.data import chat, chat_template, tokenizers
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
+from zaya_jax.text import chat, chat_template, tokenizers
 
 EXACT = Precision(compute="float32", router="float32", matmul="highest")
 MODEL = Model(

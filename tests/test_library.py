@@ -18,11 +18,12 @@ from traced_once import traced_once
 
 import zaya_jax as zj
 from zaya_jax import functions, library, schedule
-from zaya_jax.data import tokenizers, windows
+from zaya_jax.data import windows
 from zaya_jax.model import decode
 from zaya_jax.parallel import tree
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.report import read
+from zaya_jax.text import tokenizers
 from zaya_jax.training import logs
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps

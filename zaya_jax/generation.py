@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from zaya_jax.config import UserError, shown
-from zaya_jax.data import chat, chat_template
-from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode
+from zaya_jax.text import chat, chat_template
+from zaya_jax.text.tokenizers import Tokenizer
 
 CHARACTER = 4  # tokens of one character at most: its bytes in UTF-8
 

@@ -32,7 +32,6 @@ from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, Precision, UserError, fields, shown
-from zaya_jax.data import tokenizers
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.hardware import host
 from zaya_jax.model import decode, zaya
@@ -44,6 +43,7 @@ from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.pytorch.any_model import AnyModel
+from zaya_jax.text import tokenizers
 from zaya_jax.training import kernels
 from zaya_jax.training.workdir import folder_of
 

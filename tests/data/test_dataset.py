@@ -8,7 +8,8 @@ import pytest
 from data_helpers import assert_same
 
 import zaya_jax as zj
-from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data import pipeline
+from zaya_jax.text import tokenizers
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from data_helpers import assert_same, in_memory
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Phase, UserError
-from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data import pipeline
+from zaya_jax.text import tokenizers
 
 TOK = tokenizers.load("bytes")
 LENGTHS = {"a": 2400, "b": 1000, "c": 7000}  # tokens, each of its own number

@@ -5,7 +5,8 @@ import pytest
 from data_helpers import assert_same
 
 from zaya_jax.config import UserError
-from zaya_jax.data import pipeline, tokenizers, windows
+from zaya_jax.data import pipeline, windows
+from zaya_jax.text import tokenizers
 
 
 @pytest.fixture

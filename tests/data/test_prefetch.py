@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data import pipeline
+from zaya_jax.text import tokenizers
 
 TOK = tokenizers.load("bytes")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zaya_jax.data import tokens
+from zaya_jax.text import tokens
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from zaya_jax.config import UserError
-from zaya_jax.data import pipeline, storage, tokenizers, windows
-from zaya_jax.data import tokens as tokens_lib
+from zaya_jax.data import pipeline, storage, windows
 from zaya_jax.data.storage import Prepared, StorageError
+from zaya_jax.text import tokenizers
+from zaya_jax.text import tokens as tokens_lib
 
 TOK = tokenizers.load("bytes")
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.data import order, pipeline, storage, tokenizers, tokens, windows
+from zaya_jax.data import order, pipeline, storage, windows
+from zaya_jax.text import tokenizers, tokens
 
 TOK = tokenizers.load("bytes")
 SLOW = pytest.mark.slow

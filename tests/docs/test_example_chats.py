@@ -8,7 +8,7 @@ import sys
 
 import commands
 
-from zaya_jax.data import chat
+from zaya_jax.text import chat
 
 TOOL = commands.ROOT / "tools" / "example_chats.py"
 

@@ -4,7 +4,7 @@ import pytest
 from scored_models import settings
 
 import zaya_jax as zj
-from zaya_jax.data import tokenizers
+from zaya_jax.text import tokenizers
 
 
 @pytest.fixture(scope="session")

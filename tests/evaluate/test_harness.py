@@ -17,9 +17,9 @@ from scored_models import settings
 
 import zaya_jax as zj
 from zaya_jax.config import UserError
-from zaya_jax.data import tokenizers
 from zaya_jax.evaluate import harness
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
+from zaya_jax.text import tokenizers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TASKS = str(Path(__file__).parent / "tasks")

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, chat_template, storage, tokenizers
-from zaya_jax.data.prepare import Options, prepare
+from zaya_jax.data import storage
 from zaya_jax.evaluate import texts
 from zaya_jax.evaluate.scorer import Scorer
+from zaya_jax.text import chat, chat_template, tokenizers
+from zaya_jax.text.prepare import Options, prepare
 
 MESSAGES = [
     {"role": "user", "content": "2+2?"},

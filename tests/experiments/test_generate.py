@@ -15,9 +15,9 @@ from zaya_jax import config
 from zaya_jax.checkpoint import store
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Model
-from zaya_jax.data import tokenizers
 from zaya_jax.model import decode, zaya
 from zaya_jax.pytorch import any_model
+from zaya_jax.text import tokenizers
 from zaya_jax.training import sample
 from zaya_jax.training.workdir import open_workdir, read_config
 

@@ -10,7 +10,7 @@ from harness import Accepted, call, folder
 from places import make_places, make_run
 
 from experiments import _generate
-from zaya_jax.data import prepare_task
+from zaya_jax.text import prepare_task
 
 STORAGE = ["storage", "--data=prepared", "--out=new", "--seconds=0.1", "--rows=2", "--seq_len=16"]
 PREPARE = ["--input=texts", "--out=new/a"]

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from zaya_jax import config
 from zaya_jax.checkpoint import store
 from zaya_jax.config import Model, UserError
-from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import any_model, exchange, hf, tensor_files
 from zaya_jax.pytorch import hf_names as names
+from zaya_jax.text import tokenizers
 from zaya_jax.training.workdir import open_workdir, read_config
 
 MODEL = Model(

@@ -14,9 +14,10 @@ from experiments.configs import finetune, tiny
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import partial
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, chat_template, prepare, stores, tokenizers, windows
-from zaya_jax.data.prepare import Options
+from zaya_jax.data import stores, windows
 from zaya_jax.pytorch import any_model, exchange, tokenizer_files
+from zaya_jax.text import chat, chat_template, prepare, tokenizers
+from zaya_jax.text.prepare import Options
 from zaya_jax.training.workdir import read_config
 
 SMALL = {

@@ -13,7 +13,7 @@ from zaya_jax import cli, config, schedule
 from zaya_jax import run as run_lib
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.config import Phase, StorageError, UserError
-from zaya_jax.data import tokenizers
+from zaya_jax.text import tokenizers
 from zaya_jax.training import fork
 
 LONG = {

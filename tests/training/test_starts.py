@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import partial, store
 from zaya_jax.config import UserError
-from zaya_jax.data import tokenizers
+from zaya_jax.text import tokenizers
 from zaya_jax.training import figures, notes, snapshot
 from zaya_jax.training import state as states
 from zaya_jax.training.workdir import check_same, open_workdir, read_config

@@ -11,8 +11,8 @@ import numpy as np
 from zaya_jax import config
 from zaya_jax.checkpoint import claims, store
 from zaya_jax.config import Model
-from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
+from zaya_jax.text import tokenizers
 from zaya_jax.training.workdir import open_workdir
 
 URLS = (

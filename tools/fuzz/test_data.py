@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from places import make_places, places
 from test_workdirs import NUMBERS, TEXTS
 
-from zaya_jax.data import prepare_task
+from zaya_jax.text import prepare_task
 
 SMALL = (
     "characterize",

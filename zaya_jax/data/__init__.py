@@ -1,13 +1,21 @@
-"""Data: from text to the batches of a training run, the same batches for any number of processes.
+"""From tokens to batches, the same batches for any number of processes.
 
-Preparing: `inputs` finds samples in files, `chat` reads conversations, `chat_template` spells them
-and fits them to a context, `tokenizers` turns text into ids, `prepare` and `prepare_task` write
-token shards in the format of `tokens`, on one machine or many.
+    files ──▶ documents ──▶ tokens ──▶ rows ──▶ batches
+    └──────── zaya_jax.text ──────┘  └─── here ───────┘
 
-Reading: `storage` fetches bundles of shards, `sources` and `chats` read files that need no
-preparing, and `stores` opens any of these. `order` and `pack` say which tokens a row holds, `mix`
-which source it comes from. `pipeline` makes the stream of training batches, with `workers` to
-compute them ahead; `windows` makes the batches of evaluation.
+    box        class                         takes → gives
+    files      paths of `data.path`          → names of files (`text.sources`, `text.inputs`)
+    documents  `text.tokens.Document`        a file → the ids of each text or chat, which are learnt
+    tokens     `stores.Memory`               documents → one tape, in memory
+               `storage.Prepared`            shards of a prepared directory → the tape, read in bundles
+    rows       `order.Tape`, `order.Packed`  a row's number → the spans of the tape that it holds
+               `order.Order`                 a number in the run → a row's number
+               `mix.Mixture`                 a step → how many rows of each source
+    batches    `pipeline.Batches`            a step → arrays [rows of this process, S] (`pack.finish`)
+               `pipeline.Stream`             steps in turn → batches, computed ahead by `workers`
+
+`stores` opens any path of the config as one of the two tapes. `windows` makes the batches of
+evaluation from the same rows. `shuffle` has the permutation under `order`.
 """
 
 from typing import Any
@@ -24,7 +32,8 @@ def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
 
     from zaya_jax import config as config_lib
     from zaya_jax.config import Config, UserError
-    from zaya_jax.data import pipeline, tokenizers
+    from zaya_jax.data import pipeline
+    from zaya_jax.text import tokenizers
 
     index, count = process
     if not 0 <= index < count:

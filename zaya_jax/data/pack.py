@@ -10,7 +10,7 @@ import bisect
 
 import numpy as np
 
-from zaya_jax.data.sources import Bundle
+from zaya_jax.text.sources import Bundle
 
 Batch = dict[str, np.ndarray]
 Span = tuple[int, int]  # start, stop on a source's tape of documents

@@ -35,7 +35,7 @@ from zaya_jax.data.stores import (
     notes_on,
     open_stores,
 )
-from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.text.tokenizers import Tokenizer
 
 PREFETCH_BATCHES, DEVICE_BATCHES = 4, 2
 # Combines the figures of several processes (`Stream.metrics`) into one; others are averaged.

@@ -24,11 +24,11 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import StorageError, UserError, first_line
-from zaya_jax.data import tokenizers
-from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.pack import Piece, Span
-from zaya_jax.data.sources import Bundle
-from zaya_jax.data.tokens import CorruptRecord
+from zaya_jax.text import tokenizers
+from zaya_jax.text import tokens as tokens_lib
+from zaya_jax.text.sources import Bundle
+from zaya_jax.text.tokens import CorruptRecord
 
 ATTEMPTS, FIRST_PAUSE, GREATEST_PAUSE = 6, 0.25, 8.0
 READ_THREADS = 16

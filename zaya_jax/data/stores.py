@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import chat_template, chats, mix, pack, sources, storage
+from zaya_jax.data import mix, pack, storage
 from zaya_jax.data.pack import Piece, Span
-from zaya_jax.data.sources import Bundle
-from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.data.tokens import SPLITS
+from zaya_jax.text import chat_template, chats, sources
+from zaya_jax.text.sources import Bundle
+from zaya_jax.text.tokenizers import Tokenizer
+from zaya_jax.text.tokens import SPLITS
 
 # {arguments: (the files that it was made of, the store)}
 _tokenised: dict[tuple, tuple[tuple, object]] = {}
@@ -69,7 +70,7 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
         if not shards.num_tokens:
             raise UserError(f"{path} holds no training tokens; prepare it with more input")
         if data.chats:
-            chats.require_prepared(path, shards, data.seq_len)
+            require_prepared(path, shards, data.seq_len)
         return shards, storage.Prepared(path, "held_out", config.data.on_corrupt)
     try:
         if data.chats:
@@ -80,6 +81,22 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
     except UserError as error:
         named = "config.data.path" if path == config.data.path else "a mixture's source"
         raise UserError(str(error).replace("config.data.path", named)) from None
+
+
+def require_prepared(path: str, shards: storage.Prepared, context: int) -> None:
+    """UserError where a prepared directory holds no chats, or chats for another context."""
+    found = shards.manifest.get("trim")
+    again = f"prepare it with --context={context}"
+    if not found:
+        raise UserError(
+            f"{path} was prepared from text and holds no chats, but config.data.chats is set;"
+            f" {again}"
+        )
+    if not 0 < found["context"] <= context:
+        has = f"for a context of {found['context']}" if found["context"] else "for no context"
+        raise UserError(
+            f"{path} was prepared {has}, config.data.seq_len={context} would cut its chats; {again}"
+        )
 
 
 def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Memory]:

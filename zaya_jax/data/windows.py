@@ -14,10 +14,19 @@ from pathlib import Path
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError, shown
-from zaya_jax.data import chats, inputs, mix, order, pack, sources, storage, tokenizers
+from zaya_jax.data import mix, order, pack, storage
 from zaya_jax.data.pack import Batch, Span
-from zaya_jax.data.stores import Memory, TokenStore, fill, local_rows, open_stores, tokenised
-from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.data.stores import (
+    Memory,
+    TokenStore,
+    fill,
+    local_rows,
+    open_stores,
+    require_prepared,
+    tokenised,
+)
+from zaya_jax.text import chats, inputs, sources, tokenizers
+from zaya_jax.text.tokenizers import Tokenizer
 
 # pieces of data that could not be read, since the last training stream was made
 damaged: set[str] = set()
@@ -120,7 +129,7 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
             store = storage.Prepared(path, "held_out", config.data.on_corrupt)
             store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
             if config.data.chats and store.manifest.get("trim"):
-                chats.require_prepared(path, store, config.data.seq_len)
+                require_prepared(path, store, config.data.seq_len)
         elif _real(path) in trained:
             store = open_stores(config, trained[_real(path)], tokenizer)[1]
         else:

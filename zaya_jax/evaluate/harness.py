@@ -24,11 +24,11 @@ from tqdm import tqdm
 from zaya_jax import generation
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields, first_line, shown
-from zaya_jax.data import chat, chat_template
-from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import TOKENS, Scorer, TokenRow
 from zaya_jax.library import LanguageModel
 from zaya_jax.model.sampling import Sampling
+from zaya_jax.text import chat, chat_template
+from zaya_jax.text.tokenizers import Tokenizer
 
 # Defaults of lm-eval's hf model and command line.
 MAX_GEN_TOKS = 256

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import chat_template, inputs, pipeline, storage
-from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.data import pipeline, storage
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
+from zaya_jax.text import chat_template, inputs
+from zaya_jax.text.tokenizers import Tokenizer
 
 PART = 64 << 20  # bytes of an input file that are read at a time
 BUCKETS = 32  # powers of two of places in a document

@@ -4,7 +4,6 @@ import dataclasses
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
-from zaya_jax.data.tokens import PAGE_BYTES
 from zaya_jax.hardware import targets
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.plan import footprint, goodput, step_time
@@ -13,6 +12,7 @@ from zaya_jax.plan.footprint import Footprint
 from zaya_jax.plan.goodput import Saving
 from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.step_time import StepTime
+from zaya_jax.text.tokens import PAGE_BYTES
 from zaya_jax.training import recipe
 
 SIGMA = (

@@ -29,9 +29,9 @@ from zaya_jax.checkpoint.layout import IMPORTED
 from zaya_jax.checkpoint.merged import Merged
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config, Model, UserError, fields, first_line
-from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import hf, tokenizer_files
+from zaya_jax.text import tokenizers
 from zaya_jax.training.workdir import check_same, read_config
 
 WEIGHTS = ("state/params.", "state/balance.")  # a checkpoint's files, apart from its small ones

@@ -23,12 +23,12 @@ from zaya_jax.checkpoint.foreign import Unsealed
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
 from zaya_jax.config import Config, Model, UserError, shown
 from zaya_jax.config.files import write
-from zaya_jax.data import chat_template
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance
 from zaya_jax.pytorch import any_model, hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch.any_model import AnyModel
+from zaya_jax.text import chat_template
 from zaya_jax.training.workdir import write_json
 
 SHARD_GB = 5.0  # transformers' own

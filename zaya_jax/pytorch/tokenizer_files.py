@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import Config, files
-from zaya_jax.data import chat_template, tokenizers
-from zaya_jax.data.chat_template import CONFIG_FILE as CONFIG
-from zaya_jax.data.chat_template import TEMPLATE_FILE as TEMPLATE
+from zaya_jax.text import chat_template, tokenizers
+from zaya_jax.text.chat_template import CONFIG_FILE as CONFIG
+from zaya_jax.text.chat_template import TEMPLATE_FILE as TEMPLATE
 
 FILES = (tokenizers.FILE, *tokenizers.EXTRA_FILES, "vocab.json", "merges.txt")
 

@@ -24,8 +24,8 @@ from zaya_jax.checkpoint.source import Source, misfit
 from zaya_jax.checkpoint.vault import share
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline
-from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.schedule import Plan
+from zaya_jax.text.tokenizers import Tokenizer
 from zaya_jax.training.workdir import flat
 
 # Keys that are of each run by itself.

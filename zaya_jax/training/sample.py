@@ -13,9 +13,9 @@ from zaya_jax import generation
 from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config
-from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
+from zaya_jax.text.tokenizers import Tokenizer
 from zaya_jax.training import start
 from zaya_jax.training.logs import say
 

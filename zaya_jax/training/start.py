@@ -23,9 +23,10 @@ from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data import pipeline
 from zaya_jax.model import zaya
 from zaya_jax.optim.chain import Optimizer
+from zaya_jax.text import tokenizers
 from zaya_jax.training import fork, recipe
 from zaya_jax.training import state as states
 from zaya_jax.training.logs import say

@@ -30,7 +30,7 @@ from zaya_jax.checkpoint.layout import IMPORTED, META
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
-from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.text.tokenizers import Tokenizer
 from zaya_jax.training import logs, notes
 
 LINEAGE = "lineage.json"

@@ -28,7 +28,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.data.sources import Bundle, with_targets
+from zaya_jax.text.sources import Bundle, with_targets
 
 FORMAT, VERSION = "zaya_jax tokens", 2
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards.bin", "tokenizer"

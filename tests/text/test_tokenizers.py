@@ -7,7 +7,7 @@ import pytest
 
 from zaya_jax import config as config_lib
 from zaya_jax.config import UserError
-from zaya_jax.data import tokenizers
+from zaya_jax.text import tokenizers
 from zaya_jax.training import workdir
 
 KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")

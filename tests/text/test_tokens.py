@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.tokens import CorruptRecord, Document, Place, ShardWriter
+from zaya_jax.text import tokens as tokens_lib
+from zaya_jax.text.tokens import CorruptRecord, Document, Place, ShardWriter
 
 PLACE = Place(2**63 + 5, 12, 3)
 

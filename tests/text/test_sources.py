@@ -5,7 +5,8 @@ import os
 import pytest
 
 from zaya_jax.config import UserError
-from zaya_jax.data import inputs, pipeline, sources, stores, tokenizers, windows
+from zaya_jax.data import pipeline, stores, windows
+from zaya_jax.text import inputs, sources, tokenizers
 
 
 def test_the_standard_library_is_a_corpus():

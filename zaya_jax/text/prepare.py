@@ -22,10 +22,10 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import StorageError, UserError, fields
-from zaya_jax.data import inputs, prepare_task, sources, tokenizers
-from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
-from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.text import inputs, prepare_task, sources, tokenizers
+from zaya_jax.text import tokens as tokens_lib
+from zaya_jax.text.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
+from zaya_jax.text.tokenizers import Tokenizer
 
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
 BPE_PIECE = 4 << 20  # characters of a long text that are taken or left together

@@ -21,8 +21,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.data import tokenizers
-from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.text import tokenizers
+from zaya_jax.text.tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards

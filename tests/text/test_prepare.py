@@ -10,8 +10,8 @@ from data_helpers import here, jsonl, texts_of, zstd
 
 from zaya_jax.config import UserError
 from zaya_jax.data import storage
-from zaya_jax.data.prepare import Options
 from zaya_jax.data.storage import Prepared
+from zaya_jax.text.prepare import Options
 
 TEXTS = [f"text number {i} " + "x" * i for i in range(50)]
 CHAT = [

@@ -20,9 +20,10 @@ from data_helpers import contents, here, jsonl, run_here, texts_of
 
 from experiments import prepare_data
 from zaya_jax.config import UserError
-from zaya_jax.data import prepare, prepare_task, storage, tokenizers
-from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.prepare import Options
+from zaya_jax.data import storage
+from zaya_jax.text import prepare, prepare_task, tokenizers
+from zaya_jax.text import tokens as tokens_lib
+from zaya_jax.text.prepare import Options
 
 CHAT = [
     {"role": "user", "content": "hi"},

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.data import chat
-from zaya_jax.data.chat import DROPPED, KEPT, REDUCED, TRIMMED, Message
-from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
-from zaya_jax.data.tokens import Document
+from zaya_jax.text import chat
+from zaya_jax.text.chat import DROPPED, KEPT, REDUCED, TRIMMED, Message
+from zaya_jax.text.tokenizers import CHAT_TOKENS, Tokenizer
+from zaya_jax.text.tokens import Document
 
 CONFIG_FILE, TEMPLATE_FILE, KEY = "tokenizer_config.json", "chat_template.jinja", "chat_template"
 OWN = "Written by zaya_jax"
@@ -36,7 +36,7 @@ TRIES = 4  # to cut a reasoning to a length
 # <think> and </think>
 # before the answer, and tool calls after it, each as JSON between <tool_call> and </tool_call>.
 TEMPLATE = r"""
-{#- Written by zaya_jax: zaya_jax/data/chat_template.py, for tuning, talking and export. -#}
+{#- Written by zaya_jax: zaya_jax/text/chat_template.py, for tuning, talking and export. -#}
 {%- set turn, end_turn = TURN, END_TURN -%}
 {%- set think, end_think = THINK, END_THINK -%}
 {%- macro parts(given, kinds) -%}

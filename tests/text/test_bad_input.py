@@ -14,8 +14,9 @@ import pytest
 from data_helpers import here, zstd
 
 from zaya_jax.config import UserError
-from zaya_jax.data import sources, storage, tokenizers
-from zaya_jax.data.prepare import Options
+from zaya_jax.data import storage
+from zaya_jax.text import sources, tokenizers
+from zaya_jax.text.prepare import Options
 
 
 def parquet(columns, **options):

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.data import chat, hub, sources
-from zaya_jax.data.tokenizers import NotUnicode, utf8
+from zaya_jax.text import chat, hub, sources
+from zaya_jax.text.tokenizers import NotUnicode, utf8
 
 Sample = tuple[str, str | list[chat.Message]]  # a name, and a text or the turns of a chat
 CHAT_FIELDS = ("messages", "conversations", "conversation")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from zaya_jax.data.tokenizers import NotUnicode, utf8
+from zaya_jax.text.tokenizers import NotUnicode, utf8
 
 # of how chats are read: 1 kept the roles' own names, 2 had tools after a record's system text
 VERSION = 3

@@ -13,8 +13,8 @@ import pytest
 from data_helpers import contents, here, jsonl, run_here
 
 from zaya_jax.config import UserError
-from zaya_jax.data import prepare, prepare_task
-from zaya_jax.data.prepare import Options
+from zaya_jax.text import prepare, prepare_task
+from zaya_jax.text.prepare import Options
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ import pytest
 from data_helpers import contents, here, texts_of
 
 from zaya_jax.config import UserError
-from zaya_jax.data import hub, inputs, prepare
-from zaya_jax.data.prepare import Options
+from zaya_jax.text import hub, inputs, prepare
+from zaya_jax.text.prepare import Options
 
 TEXTS = [f"text {i} " + "word " * (i % 17) for i in range(700)]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

@@ -3,7 +3,7 @@ words are learnt."""
 
 import pytest
 
-from zaya_jax.data import chat, chat_template, inputs, tokenizers
+from zaya_jax.text import chat, chat_template, inputs, tokenizers
 
 MESSAGES = [
     {"role": "user", "content": "2+2?"},

@@ -14,7 +14,7 @@ import tokenizers as library
 
 from zaya_jax import generation
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, chat_template, tokenizers
+from zaya_jax.text import chat, chat_template, tokenizers
 
 SOURCE = (Path(__file__).parent / "zaya_like.jinja").read_text()
 MARKS = [

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.data import chat, chat_template, inputs, sources, tokenizers
-from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.inputs import InputRange
-from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.data.tokens import Document, ShardWriter
+from zaya_jax.text import chat, chat_template, inputs, sources, tokenizers
+from zaya_jax.text import tokens as tokens_lib
+from zaya_jax.text.inputs import InputRange
+from zaya_jax.text.tokenizers import Tokenizer
+from zaya_jax.text.tokens import Document, ShardWriter
 
 Plan = dict[str, Any]  # everything that a prepared directory's content depends on
 File = tuple[str, int, int]  # path, bytes, time of change in ns

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, chat_template, inputs, sources
-from zaya_jax.data.sources import Bundle
-from zaya_jax.data.storage import Prepared
-from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.data.tokens import Document
+from zaya_jax.text import chat, chat_template, inputs, sources
+from zaya_jax.text.sources import Bundle
+from zaya_jax.text.tokenizers import Tokenizer
+from zaya_jax.text.tokens import Document
 
 FIELDS = ", ".join(inputs.CHAT_FIELDS)
 HELD_OUT = 64  # chats at least, unless that is more than a tenth of all; then the tenth
@@ -63,22 +62,6 @@ def last_held_out(found: Iterable[Chats]) -> bytes:
     last = max(hashes[wanted - 1], fitted[0])  # one that fits is held out
     learnt = min(max(one.documents) for one in found)  # and one of each source is not
     return last if last < learnt else max((key for key in fitted if key < learnt), default=b"")
-
-
-def require_prepared(path: str, shards: Prepared, context: int) -> None:
-    """UserError where a prepared directory holds no chats, or chats for another context."""
-    found = shards.manifest.get("trim")
-    again = f"prepare it with --context={context}"
-    if not found:
-        raise UserError(
-            f"{path} was prepared from text and holds no chats, but config.data.chats is set;"
-            f" {again}"
-        )
-    if not 0 < found["context"] <= context:
-        has = f"for a context of {found['context']}" if found["context"] else "for no context"
-        raise UserError(
-            f"{path} was prepared {has}, config.data.seq_len={context} would cut its chats; {again}"
-        )
 
 
 def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:

@@ -1,0 +1,161 @@
+"""What the tests of text and of data share: small corpora and configs, preparing in this process,
+reading the result, comparing batches."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow
+import pytest
+
+from zaya_jax import config as config_lib
+from zaya_jax.data.storage import Prepared
+from zaya_jax.data.stores import Memory
+from zaya_jax.text import prepare, prepare_task, tokenizers, tokens
+from zaya_jax.text.sources import with_targets
+
+
+@pytest.fixture
+def corpus(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Sixty text files of very different lengths, one of them empty and one not UTF-8."""
+    root = tmp_path / "corpus"
+    root.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        words = rng.integers(0, 1000, int(rng.integers(5, 400)))
+        (root / f"doc{i:02d}.txt").write_text(f"document {i}: " + " ".join(f"w{w}" for w in words))
+    (root / "empty.txt").write_text("")
+    (root / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    return root
+
+
+@pytest.fixture
+def make_config() -> Callable[..., config_lib.Config]:
+    """A checked config with the given data keys; run_seed and windows go to their own groups."""
+
+    def make(
+        run_seed: int = 0,
+        windows: int = 8,
+        vocab_size: int = 264,
+        eval_named: tuple[str, ...] = (),
+        **data,
+    ) -> config_lib.Config:
+        raw = config_lib.default()
+        raw.model.vocab_size = vocab_size
+        raw.run.seed, raw.eval.windows, raw.eval.named = run_seed, windows, eval_named
+        for name, value in {"seq_len": 64, "global_batch": 8, **data}.items():
+            raw.data[name] = value
+        return config_lib.check(raw)
+
+    return make
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing runs here, without worker processes, which take a second to start."""
+
+    monkeypatch.setattr(prepare_task, "run_processes", run_here)
+
+
+@pytest.fixture
+def prepare_text(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> Callable[..., pathlib.Path]:
+    """Writes documents as a prepared directory of many small shards and bundles, in this
+    process."""
+
+    def make(
+        name: str,
+        count: int,
+        seed: int = 0,
+        bundle_bytes: int = 2048,
+        longest: int = 700,
+        shards: int = 3,
+    ) -> pathlib.Path:
+        monkeypatch.setattr(tokens, "BUNDLE_BYTES", bundle_bytes)
+        rng = np.random.default_rng(seed)
+        source = tmp_path / f"{name}.jsonl"
+        with source.open("w") as file:
+            for i in range(count):
+                letters = (
+                    rng.integers(97, 123, int(rng.integers(1, longest)))
+                    .astype(np.uint8)
+                    .tobytes()
+                    .decode()
+                )
+                file.write(json.dumps({"text": f"{name}{i}:{letters}"}) + "\n")
+        options = prepare.Options([str(source)], part_bytes=1 + source.stat().st_size // shards)
+        prepare.prepare(options, str(tmp_path / name), 1, lambda *_: None)
+        return tmp_path / name
+
+    return make
+
+
+def jsonl(records):
+    """Records as the bytes of a JSONL file."""
+    return "".join(json.dumps(r) + "\n" for r in records).encode()
+
+
+def zstd(raw):
+    """Bytes as a file of one zstd frame."""
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as file:
+        file.write(raw)
+    return sink.getvalue().to_pybytes()
+
+
+def texts_of(directory, tokenizer=None):
+    """The documents of both splits as text, sorted."""
+    tokenizer = tokenizer or tokenizers.load(os.path.join(directory, "tokenizer"))
+    out = []
+    for split in ("train", "held_out"):
+        store = Prepared(str(directory), split)
+        tokens = [b.tokens[a:z] for row in store.parts([(0, store.num_tokens)]) for b, a, z in row]
+        ends = [
+            np.cumsum(store.lengths(shard)) + store.first_token[shard]
+            for shard in range(store.num_shards)
+        ]
+        if tokens:
+            documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
+            out += [tokenizer.decode(part) for part in documents]
+    return sorted(out)
+
+
+def contents(directory):
+    """Every file below a directory, byte for byte."""
+    root = pathlib.Path(directory)
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def run_here(job, todo, processes):
+    """An engine without worker processes, which take a second to start."""
+    for task in todo:
+        yield task, prepare_task.run(task, job)
+
+
+def here(options, out):
+    """Prepare in this process, without workers."""
+    return prepare.prepare(options, str(out), 1, lambda *_: None)
+
+
+def in_memory(lengths, first=0, bundle_tokens=0):
+    """A source of documents whose tokens are the numbers from `first` on, so that each differs from
+    all others."""
+    starts = np.zeros(int(np.sum(lengths)), bool)
+    starts[np.cumsum(lengths) - lengths] = True
+    ids = first + np.arange(len(starts), dtype=np.uint32)
+    store = Memory(f"s{first}", with_targets(ids, starts), f"f{first}")
+    store.bundle_tokens = bundle_tokens
+    return store
+
+
+def assert_same(got, expected):
+    """Two lists of batches are the same, array by array."""
+    for a, b in zip(got, expected, strict=True):
+        assert a.keys() == b.keys()
+        for name in b:
+            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
