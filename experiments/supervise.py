@@ -156,7 +156,8 @@ def workdir_of(training: list[str]) -> Path:
 
 def report(workdir: Path) -> int:
     """Prints the events, and where the time went; makes the page anew."""
-    from zaya_jax.aegis import accounts, events
+    from zaya_jax.aegis import accounts
+    from zaya_jax.cluster import events
     from zaya_jax.report import write_report
     from zaya_jax.report.supervised import account_text
 

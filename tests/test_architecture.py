@@ -19,12 +19,13 @@ LONGEST, MOST_PARAMETERS = 92, 10  # of a function, not counting `self`
 # some 3% of air for mends; whoever needs more takes something away first, or raises the row with
 # its reason.
 BUDGET = {
-    "zaya_jax/aegis": 2_950,
+    "zaya_jax/aegis": 2_480,
     "zaya_jax/checkpoint": 2_300,
-    "zaya_jax/cluster": 990,
+    "zaya_jax/cluster": 1_065,
     "zaya_jax/config": 590,
     "zaya_jax/data": 1_250,
     "zaya_jax/evaluate": 410,
+    "zaya_jax/guard": 395,
     "zaya_jax/hardware": 890,
     "zaya_jax/model": 1_420,
     "zaya_jax/optim": 1_350,
@@ -63,6 +64,7 @@ HEAVY = {
 
 # The parts of this project that a module may import. The first name that fits a module counts.
 ARROWS = {
+    "zaya_jax.aegis": ("zaya_jax.aegis", "zaya_jax.checkpoint.writing", "zaya_jax.cluster"),
     "zaya_jax.config": ("zaya_jax.config", "pallas_kernels.chip"),
     "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.trees", "pallas_kernels"),
     "zaya_jax.parallel": (
@@ -71,6 +73,7 @@ ARROWS = {
         "zaya_jax.parallel",
         "pallas_kernels",
     ),
+    "zaya_jax.text": ("zaya_jax.config", "zaya_jax.text"),
     "zaya_jax": ("zaya_jax", "pallas_kernels"),
     "pallas_kernels": ("pallas_kernels",),
     "experiments": ("experiments", "zaya_jax", "pallas_kernels"),

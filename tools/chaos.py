@@ -30,9 +30,9 @@ from pathlib import Path
 
 from tools import faults, hurt
 from tools.hurt import Victim
-from zaya_jax.aegis import events
-from zaya_jax.aegis.events import Event
 from zaya_jax.checkpoint import layout, writing
+from zaya_jax.cluster import events
+from zaya_jax.cluster.events import Event
 from zaya_jax.cluster.leaving import PREEMPTED
 from zaya_jax.config import UserError, files
 

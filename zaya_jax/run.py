@@ -16,14 +16,14 @@ import numpy as np
 
 from zaya_jax import __version__, cli
 from zaya_jax import config as config_lib
-from zaya_jax.aegis import decisions
-from zaya_jax.aegis.guard import Guard
-from zaya_jax.aegis.replay import Replay
 from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
 from zaya_jax.data import pipeline
+from zaya_jax.guard import decisions
+from zaya_jax.guard.guard import Guard
+from zaya_jax.guard.replay import Replay
 from zaya_jax.hardware import host
 from zaya_jax.pytorch.any_model import weights_of, with_base
 from zaya_jax.report import write_report

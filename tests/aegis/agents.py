@@ -12,7 +12,7 @@ from pathlib import Path
 
 import multiprocess_runs
 
-from zaya_jax.aegis import events
+from zaya_jax.cluster import events
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 STEPS = 25

@@ -7,7 +7,7 @@ import pytest
 
 from zaya_jax.aegis import accounts
 from zaya_jax.aegis.accounts import Spending
-from zaya_jax.aegis.events import Event
+from zaya_jax.cluster.events import Event
 
 
 def spent(time, seconds, first, last, **sections):

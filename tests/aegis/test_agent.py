@@ -20,8 +20,9 @@ from agents import STAND_IN, STEPS, start
 
 from experiments import supervise
 from zaya_jax import cli
-from zaya_jax.aegis import accounts, events
+from zaya_jax.aegis import accounts
 from zaya_jax.checkpoint import claims
+from zaya_jax.cluster import events
 
 ALONE = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none"}
 

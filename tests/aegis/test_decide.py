@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from zaya_jax.aegis import cause, decide, log_rules
 from zaya_jax.aegis.decide import Decider, Rules
-from zaya_jax.aegis.events import ACTIONS, CLASSES, Finding
 from zaya_jax.aegis.facts import (
     Asked,
     Came,
@@ -30,6 +29,7 @@ from zaya_jax.aegis.facts import (
     Stepped,
     Tick,
 )
+from zaya_jax.cluster.events import ACTIONS, CLASSES, Finding
 
 
 class World:

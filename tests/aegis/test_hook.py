@@ -4,8 +4,8 @@ import json
 import sys
 import time
 
-from zaya_jax.aegis.events import Event
 from zaya_jax.aegis.keeping import Hook
+from zaya_jax.cluster.events import Event
 
 DIED = Event(
     "died", 10.0, "distributed", "node3", 7, 1200, "SIGKILL", "disk full", "restart at once", 0.25

@@ -14,8 +14,8 @@ from small_runs import SMALL
 from tiny_runs import lines
 
 from tools import chaos
-from zaya_jax.aegis import events
 from zaya_jax.checkpoint.writing import steps_in
+from zaya_jax.cluster import events
 
 
 @pytest.mark.slow

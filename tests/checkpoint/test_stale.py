@@ -6,10 +6,10 @@ import shutil
 import checkpoint_helpers
 import pytest
 
-from zaya_jax.aegis import decisions
 from zaya_jax.checkpoint import look, retention, store, writing
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, UserError
+from zaya_jax.guard import decisions
 
 BACK = {"kind": "spike", "step": 3, "batches": 4, "at": 7, "seen": "a loss"}
 AGAIN = {"kind": "corrupt", "step": 5, "batches": 0, "at": 6, "seen": "a device"}

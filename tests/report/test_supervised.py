@@ -9,7 +9,7 @@ import pytest
 from made_run import checked, write_run
 
 from zaya_jax.aegis import accounts
-from zaya_jax.aegis.events import FILES, FOLDER, Event
+from zaya_jax.cluster.events import FILES, FOLDER, Event
 from zaya_jax.report import supervised, write_report
 
 

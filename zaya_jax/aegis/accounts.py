@@ -24,8 +24,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from zaya_jax.aegis.events import Event
 from zaya_jax.cluster.beats import SECTIONS
+from zaya_jax.cluster.events import Event
 
 LABELS = {
     "step": "training",

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 
 from zaya_jax.aegis import facts, log_rules
-from zaya_jax.aegis.events import Finding
+from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY
 
 COMPUTES_WRONGLY = "computes wrongly"

@@ -17,7 +17,7 @@ from typing import Any
 
 from zaya_jax.aegis import facts
 from zaya_jax.aegis.cause import COMPUTES_WRONGLY, Cause, by_signal, cause_of, first_end, shell
-from zaya_jax.aegis.events import Finding
+from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY
 
 # Seconds that the others have after a process has ended: with these codes they still save, or

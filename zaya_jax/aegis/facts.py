@@ -3,7 +3,7 @@
 import enum
 from typing import Any, NamedTuple
 
-from zaya_jax.aegis.events import Finding
+from zaya_jax.cluster.events import Finding
 
 
 class Came(NamedTuple):

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import events
+from zaya_jax.cluster import events
 
 MOST = 1 << 24  # bytes that wait for a disk or a terminal; more are counted and dropped
 SECONDS = 20.0  # that the hook's command may take

@@ -17,16 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import events, facts, straggle
+from zaya_jax.aegis import facts, straggle
 from zaya_jax.aegis.accounts import Spending
 from zaya_jax.aegis.decide import Decider
-from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.hang import Hangs, View
 from zaya_jax.aegis.keeping import Hook, Keeper
 from zaya_jax.aegis.node import Plan
 from zaya_jax.aegis.preflight import Checking
 from zaya_jax.aegis.straggle import Stragglers
 from zaya_jax.checkpoint import writing
+from zaya_jax.cluster import events
+from zaya_jax.cluster.events import Finding
 
 PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
 LONGEST_SLEEP = 3600.0  # seconds for which an agent that stood still is waited for in a check

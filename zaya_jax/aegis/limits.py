@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zaya_jax.aegis.events import Finding
+from zaya_jax.cluster.events import Finding
 
 HOUR = 3600.0
 MOST_READ = 1 << 20  # bytes of a file

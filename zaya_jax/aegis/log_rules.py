@@ -15,8 +15,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from zaya_jax.aegis import events
-from zaya_jax.aegis.events import Finding
+from zaya_jax.cluster import events
+from zaya_jax.cluster.events import Finding
 
 KINDS = ("process", "kernel")
 # characters of a line that are looked at: the time for some patterns grows with their square

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.aegis import machine, watch
-from zaya_jax.aegis.events import Finding
+from zaya_jax.cluster.events import Finding
 
 SECONDS = 50.0  # for all of a node's check
 LINK_SECONDS = 50.0  # for a pair's

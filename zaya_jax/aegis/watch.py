@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zaya_jax.aegis import watch_gpu
-from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.limits import BY_NAME, Judge, Tree, Watcher
+from zaya_jax.cluster.events import Finding
 
 INFINIBAND = "sys/class/infiniband"
 # The finding that a port's counter belongs to, by the first pattern that fits. The names of

@@ -15,8 +15,8 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.limits import BY_NAME, Judge, Tree, Watcher
+from zaya_jax.cluster.events import Finding
 
 AMD = "0x1002"
 BUSY = 90  # percent: from there on clocks are compared

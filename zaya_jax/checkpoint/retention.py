@@ -5,7 +5,7 @@ of a past given up.
     retention.drop_stale(root, durable, decisions)    in all processes together, before looking for the newest
 
 A checkpoint that was saved after an update without effect (skipped, or not finite), or among steps
-that may become a spike (`aegis.spikes`), is not sound: it replaces none that was kept before, and
+that may become a spike (`guard.spikes`), is not sound: it replaces none that was kept before, and
 while it is the newest nothing is deleted.
 
 A run that goes back to step c has decided so before anything of it is touched, and each checkpoint

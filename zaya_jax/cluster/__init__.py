@@ -1,1 +1,1 @@
-"""Several processes as one run: ranks, the roll call, lost processes, signals, barriers."""
+"""Several processes as one run: ranks, the roll call, lost processes, signals, barriers, events."""

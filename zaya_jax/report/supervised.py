@@ -8,8 +8,9 @@ import math
 
 import numpy as np
 
-from zaya_jax.aegis import accounts, events
+from zaya_jax.aegis import accounts
 from zaya_jax.aegis.accounts import LABELS, Account
+from zaya_jax.cluster import events
 from zaya_jax.report.document import Section, Table, Tile
 from zaya_jax.report.read import Workdir
 from zaya_jax.report.svg import FLOOR, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lower_axis, value_axis

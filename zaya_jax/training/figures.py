@@ -49,7 +49,7 @@ class Figures:
     def __init__(
         self, begun: Any, unsound: int, pace: Pace, guard: Any, trackers: Trackers | None = None
     ):
-        """`begun` is the run's `Beginning`, `guard` the `aegis.guard.Guard` that sees them."""
+        """`begun` is the run's `Beginning`, `guard` the `guard.guard.Guard` that sees them."""
         planned = begun.planned
         self._recipe, self._store, self._pace, self._guard = (
             planned.recipe,

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from zaya_jax.aegis import decisions
-from zaya_jax.aegis.spikes import SETTLE, Spike, Spikes
 from zaya_jax.config import Guard, StorageError, UserError
+from zaya_jax.guard import decisions
+from zaya_jax.guard.spikes import SETTLE, Spike, Spikes
 
 
 def curves(steps, seed=0, tails="normal", together=0.5):

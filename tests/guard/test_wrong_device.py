@@ -6,7 +6,8 @@ from small_runs import same_end
 from tiny_runs import lines
 
 from zaya_jax import cli
-from zaya_jax.aegis import decisions, events
+from zaya_jax.cluster import events
+from zaya_jax.guard import decisions
 
 SHORT = {
     "mesh__data": 4,

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import events
-from zaya_jax.aegis.spikes import SETTLE, Spike
 from zaya_jax.checkpoint import writing
+from zaya_jax.cluster import events
 from zaya_jax.config import StorageError, UserError, files
+from zaya_jax.guard.spikes import SETTLE, Spike
 
 FILE = "decisions.json"
 Decision = dict[str, Any]

@@ -3,7 +3,7 @@
 import tiny_runs
 from tiny_runs import lines
 
-from zaya_jax.aegis import decisions
+from zaya_jax.guard import decisions
 
 SMALL = tiny_runs.SMALL | {
     "mesh.data": 1,

@@ -19,12 +19,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from zaya_jax.aegis import decisions, events
-from zaya_jax.aegis.decisions import Decision
-from zaya_jax.aegis.replay import Mismatch
-from zaya_jax.aegis.spikes import Spike, Spikes
-from zaya_jax.cluster import multihost
+from zaya_jax.cluster import events, multihost
 from zaya_jax.config import Guard as Settings
+from zaya_jax.guard import decisions
+from zaya_jax.guard.decisions import Decision
+from zaya_jax.guard.replay import Mismatch
+from zaya_jax.guard.spikes import Spike, Spikes
 
 
 class Guard:

@@ -12,8 +12,8 @@ from small_runs import SMALL
 
 from tools import faults
 from zaya_jax import schedule
-from zaya_jax.aegis import replay
-from zaya_jax.aegis.replay import Replay
+from zaya_jax.guard import replay
+from zaya_jax.guard.replay import Replay
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states

@@ -7,10 +7,11 @@ from small_runs import Killed, same_end
 from tiny_runs import lines
 
 from zaya_jax import cli
-from zaya_jax.aegis import decisions, events
-from zaya_jax.aegis.guard import Guard
 from zaya_jax.checkpoint import retention, writing
 from zaya_jax.checkpoint.source import read_meta
+from zaya_jax.cluster import events
+from zaya_jax.guard import decisions
+from zaya_jax.guard.guard import Guard
 
 # some batches are noise
 LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]}
