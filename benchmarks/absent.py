@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zaya_jax.hardware import buffers, targets
+from zaya_jax.compiled import buffers
+from zaya_jax.hardware import targets
 
 
 def alone(name: str, f: Callable) -> Callable:

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import softmax_scale
 from pallas_kernels.linear_attention import CHUNK
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 from zaya_jax.parallel import context, linear
 from zaya_jax.parallel.spread import Spread
 

@@ -24,7 +24,7 @@ import rivals
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import softmax_scale
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 
 HEADS, KV, CHANNELS = 8, 2, 128  # ZAYA1-base's
 LAYERS = 40

@@ -28,8 +28,9 @@ from jax.sharding import AxisType, PartitionSpec
 from benchmarks import formulas
 from pallas_kernels.attention import SAVED
 from pallas_kernels.rotary import rope_table
+from zaya_jax.compiled import hlo
 from zaya_jax.config import Model, Precision
-from zaya_jax.hardware import hlo, targets
+from zaya_jax.hardware import targets
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context

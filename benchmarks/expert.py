@@ -25,8 +25,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import formulas
+from zaya_jax.compiled import hlo
 from zaya_jax.config import Model
-from zaya_jax.hardware import hlo, targets
+from zaya_jax.hardware import targets
 from zaya_jax.model.experts import gated, of_own_expert
 from zaya_jax.parallel import dispatch
 from zaya_jax.parallel.spread import Spread

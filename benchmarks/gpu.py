@@ -105,9 +105,9 @@ def training_step(name: str, out: Path, tiny: bool) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from experiments import _compiling as compiling
     from pallas_kernels import timing
-    from zaya_jax.hardware import buffers, chips, kernels
+    from zaya_jax.compiled import buffers, launches, measure
+    from zaya_jax.hardware import chips
     from zaya_jax.parallel.mesh import make_mesh
     from zaya_jax.parallel.spread import spread_of
     from zaya_jax.plan import footprint
@@ -119,9 +119,9 @@ def training_step(name: str, out: Path, tiny: bool) -> dict[str, Any]:
     chosen.settle(settings)  # before JAX takes the device
     mesh, sequences = make_mesh(settings.mesh, jax.devices()[:1]), settings.data.global_batch
     device, tokens = mesh.devices.flat[0], sequences * settings.data.seq_len
-    program, memory = buffers.compile_watched(compiling.lower(settings, mesh, sequences, 1))
+    program, memory = buffers.compile_watched(measure.lower(settings, mesh, sequences, 1))
     state = states.init(settings, states.build_optimizer(settings, mesh), mesh)
-    like = compiling.batch_like(settings, mesh, sequences, 1)
+    like = measure.batch_like(settings, mesh, sequences, 1)
     batch = {key: jax.device_put(np.ones(x.shape, x.dtype), x.sharding) for key, x in like.items()}
     at = [state]
 
@@ -141,7 +141,7 @@ def training_step(name: str, out: Path, tiny: bool) -> dict[str, Any]:
     statistics = device.memory_stats() or {}
     useful = chips.model_flops(settings.model, settings.data.seq_len) * tokens / seconds
     scopes = {
-        kernel.name: kernel.scope for kernel in kernels.read_program(program.as_text()).kernels
+        kernel.name: kernel.scope for kernel in launches.read_program(program.as_text()).kernels
     }
     return {
         "tokens a second": round(tokens / seconds),

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from experiments import _compiling as compiling
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
+from zaya_jax.compiled import measure
 from zaya_jax.config import Config
 from zaya_jax.hardware import clusters, targets
 from zaya_jax.parallel.mesh import make_mesh, shape_of
@@ -138,7 +138,7 @@ def compiled(name: str, folder: Path) -> dict[str, Any]:
     mesh = make_mesh(here.mesh, targets.devices("mi300x", devices))
     sequences = at_once * micro_batches * mesh.shape["data"] * mesh.shape["expert"]
     begun = time.perf_counter()
-    row = compiling.measure(
+    row = measure.measure(
         here,
         mesh,
         sequences,

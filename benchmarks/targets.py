@@ -23,8 +23,9 @@ from benchmarks import absent, cases, inner_loop, machine_code
 from benchmarks.inner_loop import Loop
 from benchmarks.machine_code import Code
 from pallas_kernels import chip
+from zaya_jax.compiled import launches
 from zaya_jax.config import UserError
-from zaya_jax.hardware import kernels, targets
+from zaya_jax.hardware import targets
 from zaya_jax.report.document import Table
 
 PAGE = Path(__file__).parents[1] / "pallas_kernels" / "TARGETS.md"
@@ -66,11 +67,11 @@ forecast. A simulation of the caches found "moves" true on MI300X; on H200 exper
 class Made(NamedTuple):
     """A direction of a case as compiled for a chip."""
 
-    program: kernels.Program
+    program: launches.Program
     codes: list[Code]
     least: int  # bytes of its arguments and results, each once
 
-    def calls(self, name: str) -> list[kernels.GpuKernel]:
+    def calls(self, name: str) -> list[launches.GpuKernel]:
         """Those of the program's kernels that are this one of ours."""
         return [k for k in self.program.kernels if f"/{name}/pallas_call" in k.op_name]
 
@@ -93,7 +94,7 @@ def compiled(
     least = cases.bytes_of(
         like, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.out_info)
     )
-    return Made(kernels.read_program(found), machine_code.read_kernels(found), least)
+    return Made(launches.read_program(found), machine_code.read_kernels(found), least)
 
 
 def loop_of(code: Code) -> Loop | None:

@@ -56,7 +56,7 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
 
     from experiments.configs import dense_7b
     from zaya_jax import config
-    from zaya_jax.hardware import hlo
+    from zaya_jax.compiled import hlo
     from zaya_jax.model import zaya
     from zaya_jax.parallel import sharding
     from zaya_jax.parallel.mesh import batch_spec, make_mesh

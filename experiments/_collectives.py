@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import timing
 from pallas_kernels.timing import Timing
 from zaya_jax.cluster import multihost
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 from zaya_jax.hardware.measured import BUS, CollectiveTiming
 
 LEAST, MOST, STEP = 1 << 10, 1 << 32, 4  # bytes of a message

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from experiments import _compiling as compiling
 from experiments._results import shape_of_step, write_results
 from pallas_kernels import chip, trial
 from zaya_jax import cli, schedule
+from zaya_jax.compiled import measure
 from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import sharding
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         begun = time.perf_counter()
         row = {
             "phase": name,
-            **compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity),
+            **measure.measure(here, mesh, sequences, micro_batches, cluster, capacity),
         }
         print(f"{name}: {headline(row)} ({time.perf_counter() - begun:.0f} s)", flush=True)
         if capacity and row["memory"]["peak"] > capacity:
@@ -167,7 +167,7 @@ def _what_fits(
 
     def tried(change: str) -> dict[str, Any] | None:
         changes.append(change)
-        row = compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity)
+        row = measure.measure(here, mesh, sequences, micro_batches, cluster, capacity)
         fits = row["memory"]["peak"] <= capacity
         print(f"  with {', '.join(changes)}: {headline(row)}{', fits' if fits else ''}", flush=True)
         return {"changes": changes, **row} if fits else None

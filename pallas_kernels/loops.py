@@ -9,7 +9,7 @@ def turning(about: float, of: int | None = None) -> AbstractContextManager[None]
     """A name for the usual number of turns of the loops inside; `of` is the greatest number.
 
     The compiler writes the length of other loops into the program; for these,
-    `zaya_jax.hardware.kernels` reads the name.
+    `zaya_jax.compiled.launches` reads the name.
     """
     return jax.named_scope(f"turns={about:g}" + (f"of{of}" if of else ""))
 

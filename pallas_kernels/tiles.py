@@ -7,7 +7,7 @@ no other one for AMD, so bodies use only the operations of any tiled language: l
 tiles, products, reductions, loops. A program made for a CPU interprets them (`chip.Chip("cpu",
 "gfx942")`): as right, some 20 times slower than XLA.
 
-Who reads a compiled program (`zaya_jax.hardware.kernels`) cannot look into a kernel. So each call
+Who reads a compiled program (`zaya_jax.compiled.launches`) cannot look into a kernel. So each call
 says its FLOPs, and the bytes that it moves where these are not its operands and results, each once.
 """
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from experiments import _compile
-from experiments import _compiling as compiling
 from pallas_kernels import chip, trial
 from zaya_jax import config, schedule
+from zaya_jax.compiled import measure
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
@@ -99,7 +99,7 @@ def test_it_compiles_the_step_that_pretrain_runs(small):
     batch = steps.put_batch(
         mesh, {**rows, "loss_mask": np.ones((4, 32), np.float32)}, segment.micro_batches
     )
-    ours = compiling.lower(here, mesh, segment.sequences, segment.micro_batches)
+    ours = measure.lower(here, mesh, segment.sequences, segment.micro_batches)
     theirs = step.lower(state, batch, np.float32(1e-3))
     assert ours.as_text() == theirs.as_text()
 

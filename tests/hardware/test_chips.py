@@ -1,13 +1,10 @@
-"""Chips' peaks, what joins them in a cluster, and collectives that a program never runs."""
+"""Chips' peaks, and what joins them in a cluster."""
 
 import pytest
 
-from experiments import _compiling as compiling
 from zaya_jax.config import Precision
 from zaya_jax.hardware import clusters
 from zaya_jax.hardware.chips import peak_flops
-from zaya_jax.hardware.hlo import Array, Collective
-from zaya_jax.hardware.kernels import GpuKernel, Program
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
 
@@ -54,14 +51,3 @@ def test_nodes_are_alike():
     assert twelve.bandwidth(list(range(6))) == CLUSTER.inside
     assert twelve.bandwidth([5, 6]) == CLUSTER.card
     assert twelve.bandwidth(list(range(12))) == 6 * CLUSTER.card
-
-
-def test_a_collective_in_a_loop_that_does_not_turn_takes_no_time():
-    array = (Array("f32", (1 << 20,)),)
-    sent = Collective("all-to-all", "a", array, array, 8, True, None, "", (tuple(range(8)),))
-    kernels = tuple(
-        GpuKernel(name, op, "", 0.0, 1 << 22, 1 << 22, 0.0, False, collective)
-        for name, op, collective in (("a", "all-to-all-start", "all-to-all"), ("k", "fusion", None))
-    )
-    found = compiling.bound_of(Program(kernels, {}, {"a": (1, 2)}), [sent], "MI300X", CLUSTER)
-    assert found is not None and found.seconds == found.hidden == 0

@@ -11,8 +11,9 @@ from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import chip
+from zaya_jax.compiled import buffers, launches
 from zaya_jax.config import UserError
-from zaya_jax.hardware import buffers, kernels, targets
+from zaya_jax.hardware import targets
 
 absent = pytest.mark.skipif(
     not targets.FOLDER.exists(), reason="make setup-targets installs the compilers"
@@ -48,7 +49,7 @@ def test_an_absent_chip_is_compiled_for_as_a_real_one(name, kind, capability, mo
     ]
     lowered = jax.jit(lambda x, w: x @ w, out_shardings=like[0].sharding).lower(*like)
     compiled, memory = buffers.compile_watched(lowered)
-    program = kernels.read_program(compiled)
+    program = launches.read_program(compiled)
     assert program.flops == 2 * 256 * 1024 * 256
     assert program.bytes >= 2 * (256 * 1024 + 1024 * 256 + 256 * 256)
     assert memory.arguments == 2 * (256 * 1024 + 1024 * 256)

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from zaya_jax import config
+from zaya_jax.compiled import hlo
 from zaya_jax.config import LAYER_KINDS
-from zaya_jax.hardware import hlo
 from zaya_jax.model import decode
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import sharding

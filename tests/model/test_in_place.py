@@ -12,8 +12,9 @@ from rows import slow
 
 from benchmarks import absent
 from pallas_kernels import chip
+from zaya_jax.compiled import buffers, hlo
 from zaya_jax.config import LAYER_KINDS, Model, Precision
-from zaya_jax.hardware import buffers, hlo, targets
+from zaya_jax.hardware import targets
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.placement import Rows
 from zaya_jax.model.sampling import Sampling

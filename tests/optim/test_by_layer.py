@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from rows import slow
 
 from zaya_jax import config
+from zaya_jax.compiled import hlo
 from zaya_jax.config import Optim
-from zaya_jax.hardware import hlo
 from zaya_jax.optim import by_layer, chain, matrices
 from zaya_jax.parallel import mesh as meshes
 from zaya_jax.parallel.mesh import make_mesh

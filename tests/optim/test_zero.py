@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from rows import slow
 
+from zaya_jax.compiled import hlo
 from zaya_jax.config import Optim, Precision, UserError
-from zaya_jax.hardware import hlo
 from zaya_jax.optim import chain, matrices
 
 

@@ -15,7 +15,7 @@ from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.checkpoint.writing import OnHost
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 from zaya_jax.training import snapshot
 
 MESHES = {

@@ -8,7 +8,7 @@ import jax
 import mesh_helpers as helpers
 
 from zaya_jax import config
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
 from zaya_jax.parallel import sharding
 

@@ -17,7 +17,7 @@ from pallas_kernels.attention import SAVED
 from pallas_kernels.attention.reference import attention as reference_attention
 from pallas_kernels.rotary import rope_table
 from zaya_jax import config
-from zaya_jax.hardware import buffers, hlo, kernels
+from zaya_jax.compiled import buffers, hlo, launches
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context, ring
@@ -300,7 +300,7 @@ def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
     )
     # without JAX's cache, whose programs may bear the scopes of another day
     with buffers.uncached():
-        program = kernels.read_program(lowered.compile())
+        program = launches.read_program(lowered.compile())
     blocks = np.mean([formulas.blocks_visited(length, parts, block, window) for window in windows])
     assert not program.unknown
     assert program.flops == pytest.approx(7 * blocks * 2 * block**2 * heads * channels)

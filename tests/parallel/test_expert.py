@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rows import slow
 
 from pallas_kernels.chip import Chip
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 from zaya_jax.model import experts
 from zaya_jax.parallel import dispatch
 from zaya_jax.parallel.spread import Spread

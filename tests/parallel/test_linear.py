@@ -14,7 +14,7 @@ from rows import slow
 
 from pallas_kernels.linear_attention import linear_attention
 from zaya_jax import config
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
 from zaya_jax.parallel import linear
 from zaya_jax.parallel.context import zigzag as zigzag_order

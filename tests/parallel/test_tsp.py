@@ -9,7 +9,7 @@ import pytest
 from rows import slow
 
 from zaya_jax import config
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
 
 DENSE, GROUPED = helpers.DENSE, helpers.GROUPED

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zaya_jax import config
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain
 from zaya_jax.parallel.mesh import make_mesh

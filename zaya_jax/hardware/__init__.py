@@ -1,1 +1,1 @@
-"""Describes chips, and reads the programs compiled for them."""
+"""Describes chips, clusters and the host's settings, and keeps the figures that were measured."""

@@ -1,7 +1,7 @@
 """Reads the kernels that a GPU launches to run a compiled program, with the bytes, FLOPs and scope
 of each.
 
-    found = kernels.read_program(compiled)
+    found = launches.read_program(compiled)
     sum(k.times for k in found.kernels)                     # launches
     sum(k.times * (k.reads + k.writes) for k in ...)        # HBM traffic
 
@@ -25,8 +25,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zaya_jax.hardware import hlo
-from zaya_jax.hardware.hlo import Instruction
+from zaya_jax.compiled import hlo
+from zaya_jax.compiled.hlo import Instruction
 
 FREE = frozenset(
     {

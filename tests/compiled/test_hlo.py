@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from zaya_jax.hardware import hlo
+from zaya_jax.compiled import hlo
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from zaya_jax.compiled import buffers, hlo, launches
 from zaya_jax.config import Config
-from zaya_jax.hardware import buffers, chips, hlo, kernels
+from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel.mesh import batch_spec
 from zaya_jax.parallel.spread import spread_of
@@ -72,7 +73,7 @@ def measure(
     compiled, memory = buffers.compile_watched(lowered)
     seconds = {"lowering": lowered_at - begun, "compiling": time.perf_counter() - lowered_at}
     text = compiled.as_text()
-    program, collectives = kernels.read_program(text), hlo.collectives(text)
+    program, collectives = launches.read_program(text), hlo.collectives(text)
     device = mesh.devices.flat[0]
     state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
     cluster = cluster and cluster.of_devices(mesh.size)
@@ -109,7 +110,7 @@ def measure(
 
 
 def _memory(
-    memory: buffers.ProgramMemory, state: dict[str, Any], program: kernels.Program
+    memory: buffers.ProgramMemory, state: dict[str, Any], program: launches.Program
 ) -> dict[str, Any]:
     """Bytes by kind where most are in use. Outside the state, shape and scope decide: as large as a
     weight, with its dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for
@@ -165,15 +166,15 @@ def _memory(
     }
 
 
-def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[dict[str, Any]]:
+def _by_scope(program: launches.Program, config: Config, tokens: float) -> list[dict[str, Any]]:
     """A row a scope: launches, bytes and FLOPs, and the FLOPs that the model needs by its formula
     (`chips`)."""
     needed = {
         s: f * tokens for s, f in chips.flops_by_scope(config.model, config.data.seq_len).items()
     }
-    by_stage = kernels.table(program)
+    by_stage = launches.table(program)
     rows = []
-    for scope, row in kernels.table(program, lambda k: k.scope).items():
+    for scope, row in launches.table(program, lambda k: k.scope).items():
         stages = {
             stage: part["flops"]
             for (of, stage), part in by_stage.items()
@@ -187,7 +188,7 @@ def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[d
     return rows
 
 
-def _kernel(k: kernels.GpuKernel) -> dict[str, Any]:
+def _kernel(k: launches.GpuKernel) -> dict[str, Any]:
     return {
         "name": k.name,
         "scope": k.scope,
@@ -199,7 +200,7 @@ def _kernel(k: kernels.GpuKernel) -> dict[str, Any]:
     }
 
 
-def _collective(c: hlo.Collective, program: kernels.Program) -> dict[str, Any]:
+def _collective(c: hlo.Collective, program: launches.Program) -> dict[str, Any]:
     begin, end = program.under.get(c.name, (0, 0))
     return {
         "kind": c.kind,
@@ -241,7 +242,7 @@ class Bound:
 
 
 def bound_of(
-    program: kernels.Program,
+    program: launches.Program,
     collectives: Sequence[hlo.Collective],
     kind: str,
     cluster: Cluster | None,
@@ -262,7 +263,7 @@ def bound_of(
     wide = peaks["float32" if matmul == "highest" else "tf32"]
     totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
 
-    def seconds(k: kernels.GpuKernel) -> tuple[str, float]:
+    def seconds(k: launches.GpuKernel) -> tuple[str, float]:
         computing, moving = k.flops / (wide if k.wide else peaks["bfloat16"]), k.bytes / bandwidth
         return max(
             ("compute", computing), ("memory", moving), ("launches", LAUNCH), key=lambda one: one[1]

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import _compiling as compiling
 from pallas_kernels.loops import turning
 from zaya_jax import config as config_lib
-from zaya_jax.hardware import buffers, chips, hlo, kernels
+from zaya_jax.compiled import buffers, hlo, launches, measure
+from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import CLUSTERS
 
 # As XLA 0.12.0 writes a GPU's program: a loop with a known length and one without, slices, an
@@ -20,7 +20,7 @@ MATRIX, CLUSTER = 64 * 64 * 4, CLUSTERS["mi300x_pollara"]
 
 
 def test_kernels_bytes_and_flops_with_loops_multiplied_out():
-    program = kernels.read_program(PROGRAM)
+    program = launches.read_program(PROGRAM)
     turns = 8 + 4.5
     # Three kernels a turn; three more; and the condition of the loop of unknown length, once more
     # than it turns.
@@ -37,7 +37,7 @@ def test_kernels_bytes_and_flops_with_loops_multiplied_out():
 
 
 def test_scopes_and_stages():
-    found = {k.name: (k.scope, k.stage) for k in kernels.read_program(PROGRAM).kernels}
+    found = {k.name: (k.scope, k.stage) for k in launches.read_program(PROGRAM).kernels}
     assert found["slice_fusion"] == ("cca", "backward") and found["all-gather-start.1"] == (
         "optimizer/exchange",
         "",
@@ -55,21 +55,21 @@ def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
     config = config_lib.Config()
     needed = chips.flops_by_scope(config.model, config.data.seq_len)["cca"] * 1000
     flops = {"jit(step)/cca/dot": 0.6 * needed, "jit(step)/cca/attention/pallas_call": 0.9 * needed}
-    found = kernels.Program(
+    found = launches.Program(
         tuple(
-            kernels.GpuKernel("k", "fusion", path, 1.0, 0, 0, n, False, None)
+            launches.GpuKernel("k", "fusion", path, 1.0, 0, 0, n, False, None)
             for path, n in flops.items()
         ),
         {},
         {},
     )
-    rows = compiling._by_scope(found, config, 1000)
+    rows = measure._by_scope(found, config, 1000)
     assert {row["scope"] for row in rows} == {"cca", "cca/attention"}
     np.testing.assert_allclose(sum(row["flops_of_use"] for row in rows), needed)
 
 
 def test_a_loop_says_its_length_or_is_reported():
-    program = kernels.read_program(PROGRAM.replace("turns=4.5", "anything"))
+    program = launches.read_program(PROGRAM.replace("turns=4.5", "anything"))
     assert (
         program.unknown == {"jit(f)/transpose(jvp(anything))/while": 1}
         and program.launches == 3 * 9 + 2 + 3
@@ -79,12 +79,12 @@ def test_a_loop_says_its_length_or_is_reported():
         with turning(2.5):
             return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(x) @ x, x)
 
-    program = kernels.read_program(jax.jit(f).lower(jnp.ones((4, 4)), 3).compile())
+    program = launches.read_program(jax.jit(f).lower(jnp.ones((4, 4)), 3).compile())
     assert not program.unknown and program.flops == pytest.approx(2.5 * 2 * 4**3)
 
 
-def program_of(text: str) -> kernels.Program:
-    return kernels.read_program(f"HloModule m\n\n{text}")
+def program_of(text: str) -> launches.Program:
+    return launches.read_program(f"HloModule m\n\n{text}")
 
 
 FUSION = """\
@@ -181,23 +181,21 @@ def test_the_slowest_group_bounds_a_collective():
     )
     (found,) = hlo.collectives(text)
     assert found.groups[2] == (6, 7, 8) and found.group_size == 3
-    bound = compiling.bound_of(kernels.read_program(text), [found], "AMD Instinct MI300X", CLUSTER)
+    bound = measure.bound_of(launches.read_program(text), [found], "AMD Instinct MI300X", CLUSTER)
     assert bound.links + bound.hidden == pytest.approx(
         found.wire_bytes / CLUSTER.card + CLUSTER.latency
     )
 
 
 def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
-    program, collectives = kernels.read_program(PROGRAM), hlo.collectives(PROGRAM)
-    assert compiling.bound_of(program, collectives, "no such chip", CLUSTER) is None
-    found = compiling.bound_of(program, collectives, "AMD Instinct MI300X", CLUSTER)
+    program, collectives = launches.read_program(PROGRAM), hlo.collectives(PROGRAM)
+    assert measure.bound_of(program, collectives, "no such chip", CLUSTER) is None
+    found = measure.bound_of(program, collectives, "AMD Instinct MI300X", CLUSTER)
     # All of these are tiny: a launch each, but for the collective, which has one copy under it.
-    assert found.launches == pytest.approx((program.launches - 1) * compiling.LAUNCH)
+    assert found.launches == pytest.approx((program.launches - 1) * measure.LAUNCH)
     assert found.compute == found.memory == 0
     travel = 15 * MATRIX / (8 * CLUSTER.card) + CLUSTER.latency
-    assert (found.hidden, found.links) == pytest.approx(
-        (compiling.LAUNCH, travel - compiling.LAUNCH)
-    )
+    assert (found.hidden, found.links) == pytest.approx((measure.LAUNCH, travel - measure.LAUNCH))
 
 
 def test_memory_over_a_program_is_the_compilers():
@@ -222,3 +220,16 @@ def test_memory_over_a_program_is_the_compilers():
     # each layer's input, or output
     kept = [b for b in memory.buffers if b.shape.startswith("f32[4,64,128]")]
     assert kept and all(b.size == 4 * 64 * 128 * 4 for b in kept)
+
+
+def test_a_collective_in_a_loop_that_does_not_turn_takes_no_time():
+    array = (hlo.Array("f32", (1 << 20,)),)
+    sent = hlo.Collective("all-to-all", "a", array, array, 8, True, None, "", (tuple(range(8)),))
+    kernels = tuple(
+        launches.GpuKernel(name, op, "", 0.0, 1 << 22, 1 << 22, 0.0, False, collective)
+        for name, op, collective in (("a", "all-to-all-start", "all-to-all"), ("k", "fusion", None))
+    )
+    found = measure.bound_of(
+        launches.Program(kernels, {}, {"a": (1, 2)}), [sent], "MI300X", CLUSTER
+    )
+    assert found is not None and found.seconds == found.hidden == 0
