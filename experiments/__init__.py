@@ -1,6 +1,7 @@
-"""The programs."""
+"""The programs, a module or a package each: `python -m experiments.NAME`, installed `zaya-NAME`."""
 
 import os
+import runpy
 import signal
 import sys
 
@@ -11,3 +12,9 @@ if (_started_as == "-m" or _started_as.startswith("zaya-")) and (
     signal.getsignal(signal.SIGINT) is signal.default_int_handler
 ):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def main() -> None:
+    """Runs the program that an installed command is called after, as `python -m` would."""
+    name = os.path.splitext(_started_as)[0].removeprefix("zaya-").replace("-", "_")
+    runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)

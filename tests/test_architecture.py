@@ -33,13 +33,13 @@ BUDGET = {
     "zaya_jax/parallel": 1_060,
     "zaya_jax/plan": 760,
     "zaya_jax/pytorch": 810,
-    "zaya_jax/report": 1_200,
+    "zaya_jax/report": 1_220,
     "zaya_jax/text": 1_680,
     "zaya_jax/training": 1_600,
-    "zaya_jax/*.py": 1_360,
-    "zaya_jax": 20_700,
+    "zaya_jax/*.py": 1_380,
+    "zaya_jax": 20_740,
     "pallas_kernels": 3_790,
-    "experiments": 2_660,
+    "experiments": 2_620,
     "benchmarks": 3_350,
     "tools": 1_910,
     "tests": 16_560,
@@ -183,7 +183,7 @@ def test_packages_import_each_other_in_no_circle():
 
 LIBRARY = ("zaya_jax.library", "zaya_jax.functions")
 # which no other part imports
-ABOVE = ("zaya_jax.evaluate", "experiments._evaluate", "experiments._generate")
+ABOVE = ("zaya_jax.evaluate", "experiments.evaluate", "experiments.generate")
 
 
 def test_nothing_but_evaluation_imports_the_library():

@@ -46,9 +46,7 @@ def normal(name: str) -> str:
 
 
 def test_each_program_is_a_command():
-    assert PROJECT["project"]["scripts"] == dict.fromkeys(
-        sorted(COMMANDS), "experiments._commands:main"
-    )
+    assert PROJECT["project"]["scripts"] == dict.fromkeys(sorted(COMMANDS), "experiments:main")
 
 
 def test_every_file_of_the_packages_is_declared():

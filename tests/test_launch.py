@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import prepare_data, supervise
+from experiments import supervise
+from experiments.prepare_data import __main__ as prepare_data
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
 

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
@@ -40,7 +41,17 @@ class _Found(BaseException):
 
 def names() -> list[str]:
     """All programs."""
-    return sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
+    modules = [path.stem for path in (ROOT / "experiments").glob("[a-z]*.py")]
+    packages = [path.parent.name for path in (ROOT / "experiments").glob("*/__main__.py")]
+    return sorted(modules + packages)
+
+
+def program(name: str) -> ModuleType:
+    """A program's module; a package's is its `__main__`."""
+    found = importlib.import_module(f"experiments.{name}")
+    if hasattr(found, "__path__"):
+        return importlib.import_module(f"experiments.{name}.__main__")
+    return found
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -49,10 +60,9 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     def stop(parser, *_):
         raise _Found(parser)
 
-    program = importlib.import_module(f"experiments.{name}")
     with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
         try:
-            program.main()
+            program(name).main()
         except _Found as found:
             return found.args[0]
     raise AssertionError(f"experiments.{name} has no parser")
@@ -77,8 +87,7 @@ def page() -> str:
     parts = [INTRODUCTION]
     for name in names():
         parser = parser_of(name)
-        program = sys.modules[f"experiments.{name}"]
-        parts.append(f"\n## {name}\n\n{_about(program.__doc__ or '')}")
+        parts.append(f"\n## {name}\n\n{_about(program(name).__doc__ or '')}")
         for command, options in _of_parser(parser):
             if command:
                 parts.append(f"\n### {name} {command}\n")

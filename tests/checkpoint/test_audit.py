@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from checkpoint_helpers import train
 
-from experiments import checkpoint
+from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
 from zaya_jax.checkpoint import layout, partial, rewrite, seal, store, vault, writing
 from zaya_jax.checkpoint.vault import Vault

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments import checkpoint
+from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
 from zaya_jax.checkpoint import layout, look, store, times, writing
 from zaya_jax.config import Checkpoint

@@ -10,8 +10,8 @@ import multiprocess_runs
 import numpy as np
 import pytest
 
-from experiments import _progress, evaluate
-from zaya_jax import cli
+from experiments.evaluate import __main__ as evaluate
+from zaya_jax import cli, progress
 from zaya_jax.cluster import multihost
 
 
@@ -155,7 +155,7 @@ def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_pat
 
 
 def test_a_log_has_a_line_of_progress_each_minute(call, folder, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(_progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     code, _, err = call(
         f"--model={folder}", f"--data={data}", f"--out={tmp_path / 'out'}", "--tokens=128"
     )

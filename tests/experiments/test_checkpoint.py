@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from experiments import checkpoint, generate
+from experiments import generate
+from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
 from zaya_jax.checkpoint import layout, partial, source, store
 from zaya_jax.pytorch import exchange
@@ -222,16 +223,17 @@ PROGRAMS = [
     "checkpoint reshard --from=. --to=ADDRESS",
 ]
 IN_FORKS = """
-import importlib, os, sys
+import os, runpy, sys
 import jax
 from zaya_jax.run import train
-from zaya_jax import cli
 for command in sys.argv[1:]:
     if not os.fork():
         name, *sys.argv[1:] = command.split()
         sys.argv[0] = name
-        program = importlib.import_module(f"experiments.{name}")
-        os._exit(cli.exit_code(program.main))
+        try:
+            runpy.run_module(f"experiments.{name}", run_name="__main__")
+        except SystemExit as end:
+            os._exit(end.code)
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import _compile
+from experiments.compile import page
 from pallas_kernels import chip, trial
 from zaya_jax import config, schedule
 from zaya_jax.compiled import measure
@@ -59,24 +59,24 @@ def test_it_says_which_kernels_it_assumes_or_takes_a_trials(tmp_path):
         f"kernels: ours for {', '.join(chip.OPERATORS)}, otherwise XLA's (assumed: not tried on"
         " this chip)"
     )
-    assert _compile._with_kernels(given, None, mi300x) == (given, every)
-    assert _compile._with_kernels(given, None, cpu) == (given, "kernels: a CPU's own algorithms")
+    assert page._with_kernels(given, None, mi300x) == (given, every)
+    assert page._with_kernels(given, None, cpu) == (given, "kernels: a CPU's own algorithms")
     record = {"kind": "gfx942", "kernels": ["attention:2", "cca_mix"], "rows": []}
     trial.write(tmp_path / "kernels.json", record)
-    found, said = _compile._with_kernels(given, tmp_path / "kernels.json", mi300x)
+    found, said = page._with_kernels(given, tmp_path / "kernels.json", mi300x)
     assert (
         found.kernels == ("attention:2", "cca_mix") and f"(tried, {tmp_path}/kernels.json)" in said
     )
     assert "ours for attention:2, cca_mix, otherwise" in said
     trial.write(tmp_path / "none.json", record | {"kernels": []})
-    assert _compile._with_kernels(given, tmp_path / "none.json", mi300x)[0].kernels == ("none",)
+    assert page._with_kernels(given, tmp_path / "none.json", mi300x)[0].kernels == ("none",)
     (tmp_path / "bad.json").write_text("{")
     for name, device, why in (
         ("kernels.json", cpu, "is of gfx942, the target is cpu"),
         ("bad.json", mi300x, "is no record of a trial"),
     ):
         with pytest.raises(config.UserError, match=why):
-            _compile._with_kernels(given, tmp_path / name, device)
+            page._with_kernels(given, tmp_path / name, device)
 
 
 def test_it_compiles_the_step_that_pretrain_runs(small):

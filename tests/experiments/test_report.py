@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments import report
+from experiments.report import __main__ as report
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from damage import copied, damage
 from harness import Accepted, call, folder
 from places import make_places, make_run
 
-from experiments import _generate
+from zaya_jax import generation
 from zaya_jax.text import prepare_task
 
 STORAGE = ["storage", "--data=prepared", "--out=new", "--seconds=0.1", "--rows=2", "--seq_len=16"]
@@ -27,7 +27,7 @@ def sandbox(golden_dir):
 
     with folder() as here, pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_task, "run_processes", run_here)
-        patch.setattr(_generate.generation, "stream", accepted)
+        patch.setattr(generation, "stream", accepted)
         make_places(here)
         assert call("prepare_data", ["--input=texts", "--out=prepared"], here).code == 0
         make_run(here / "run")

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_measure import figures_of
+from measured_figures import figures_of
 
 from pallas_kernels.timing import Timing
 from zaya_jax import config

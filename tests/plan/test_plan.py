@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import plan as compared
 from benchmarks import published
-from experiments import _plan
+from experiments.plan import page
 from pallas_kernels.timing import Timing
 from zaya_jax.config import UserError
 from zaya_jax.hardware import chips, clusters, measured, targets
@@ -68,7 +68,7 @@ def test_useful_flops_are_the_models_but_for_what_kernels_compute_twice():
 
 
 def test_remat_trades_memory_for_work():
-    cases = [case(8, remat=remat) for remat in _plan.REMATS]
+    cases = [case(8, remat=remat) for remat in page.REMATS]
     kept = [footprint.estimate(c).places["backward"]["activations"] for c in cases]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
     work = [flops(c) for c in cases]
@@ -119,26 +119,26 @@ def test_the_best_interval_is_the_one_that_loses_least():
 
 
 def test_the_search_gives_what_fits_fastest_first(monkeypatch):
-    monkeypatch.setattr(_plan, "SIZES", (1, 2))
+    monkeypatch.setattr(page, "SIZES", (1, 2))
     here = case(8).here
-    for tried in _plan.candidates(here, 8, 8, "mi300x"):  # no case that a run would refuse
+    for tried in page.candidates(here, 8, 8, "mi300x"):  # no case that a run would refuse
         assert tried.model.num_attention_heads % tried.spread.tensor == 0
         assert (
             tried.sequences
             == tried.rows * tried.micro_batches * tried.spread.data * tried.spread.expert
         )
         assert math.prod(tried.axes.values()) == 8
-    found = _plan.fastest(here, 8, 8, CLUSTER, RATES)
+    found = page.fastest(here, 8, 8, CLUSTER, RATES)
     times = [choice.step.seconds for choice in found]
     assert len(found) == 10 and times == sorted(times)
-    needs = [footprint.estimate(c).peak for c in _plan.candidates(here, 8, 8, "mi300x")]
+    needs = [footprint.estimate(c).peak for c in page.candidates(here, 8, 8, "mi300x")]
     limit = int((found[0].memory.peak + min(needs)) / 2)
     monkeypatch.setattr(targets, "memory_for_jax", lambda name: limit)
-    fitting = _plan.fastest(here, 8, 8, CLUSTER, RATES)
+    fitting = page.fastest(here, 8, 8, CLUSTER, RATES)
     assert fitting and all(choice.memory.peak <= limit for choice in fitting)
     assert fitting[0].step.seconds >= times[0]
     monkeypatch.setattr(targets, "memory_for_jax", lambda name: 1)
-    assert _plan.fastest(here, 8, 8, CLUSTER, RATES) == []
+    assert page.fastest(here, 8, 8, CLUSTER, RATES) == []
 
 
 def test_zaya1s_published_step_is_accounted_for():

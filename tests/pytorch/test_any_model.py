@@ -7,8 +7,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import zaya_jax as zj
-from experiments import evaluate, generate
+from experiments import generate
 from experiments.configs import finetune
+from experiments.evaluate import __main__ as evaluate
 from zaya_jax import cli, config, trees
 from zaya_jax.checkpoint import boxes, partial
 from zaya_jax.config import Model, UserError

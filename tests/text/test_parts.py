@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from data_helpers import contents, here, jsonl, run_here, texts_of
 
-from experiments import prepare_data
+from experiments.prepare_data import __main__ as prepare_data
 from zaya_jax.config import UserError
 from zaya_jax.data import storage
 from zaya_jax.text import prepare, prepare_task, tokenizers

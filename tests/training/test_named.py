@@ -10,8 +10,8 @@ import pytest
 import tiny_runs
 from test_ends import run
 
-from experiments import evaluate
 from experiments.configs import tiny
+from experiments.evaluate import __main__ as evaluate
 from zaya_jax import cli, config
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError

@@ -10,7 +10,8 @@ import pytest
 import tiny_runs
 
 from benchmarks import gpu
-from experiments import _characterize, characterize
+from experiments.characterize import __main__ as characterize
+from experiments.characterize import measure
 from pallas_kernels import chip, trial
 from zaya_jax import cli, config
 from zaya_jax.checkpoint.source import read_meta
@@ -105,7 +106,7 @@ def test_the_sizes_are_a_devices_share_of_the_phase_with_most_tokens():
 
 def test_characterize_writes_the_record_and_needs_a_gpu(on_a_gpu, called, monkeypatch, tmp_path):
     tiny = config.to_dict(tiny_runs.settings())
-    monkeypatch.setattr(_characterize, "read_config", lambda path: config.check(tiny))
+    monkeypatch.setattr(measure, "read_config", lambda path: config.check(tiny))
     code, out, _ = called(characterize, "kernels", f"--out={tmp_path / 'out'}")
     record = trial.read(tmp_path / "out" / "kernels.json")
     assert (

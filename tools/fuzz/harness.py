@@ -8,7 +8,6 @@ ended.check()                                        the promise: see there
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import io
 import os
 import stat
@@ -22,6 +21,7 @@ from unittest import mock
 
 from hypothesis import HealthCheck, settings
 
+from tools import reference
 from zaya_jax import cli
 from zaya_jax.hardware import host
 
@@ -97,7 +97,7 @@ def tree(folder: Path) -> dict[str, tuple]:
 
 def call(program: str, options: list[str], sandbox: Path) -> Ended:
     """Calls a program in this process, with its current folder in the sandbox."""
-    module = importlib.import_module(f"experiments.{program}")
+    module = reference.program(program)
     return _call(program, lambda: _run(program, module, options), options, sandbox)
 
 

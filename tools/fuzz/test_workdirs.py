@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import MODEL, make_places, make_run, places
 
-from experiments import _generate
-from zaya_jax import config
+from zaya_jax import config, generation
 from zaya_jax.training import notes
 
 NUMBERS = (
@@ -88,7 +87,7 @@ def sandbox():
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(_generate.generation, "stream", accepted)
+    monkeypatch.setattr(generation, "stream", accepted)
     monkeypatch.setattr(notes, "describe_run", accepted)
     monkeypatch.setattr("signal.signal", lambda *args: None)
 

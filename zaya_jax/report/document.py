@@ -9,9 +9,11 @@ Callers pass rows of text; `svg` draws the pictures, which only the page has.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from zaya_jax.config import UserError, files
 from zaya_jax.report.style import style_sheet
@@ -183,3 +185,13 @@ def check_target(target: pathlib.Path, option: str) -> pathlib.Path:
     if target.is_dir():
         raise UserError(f"{option}={target} is a folder; give the name of a file in it")
     return target
+
+
+def write_results(out: pathlib.Path, name: str, result: dict[str, Any], page: Page) -> None:
+    """Writes NAME.json, NAME.md and NAME.html, prints the text, and says where they are."""
+    out.mkdir(parents=True, exist_ok=True)
+    files.write(out / f"{name}.json", json.dumps(result, indent=1).encode())
+    files.write(out / f"{name}.md", page.markdown().encode())
+    files.write(out / f"{name}.html", page.html().encode())
+    print(page.markdown())
+    print(f"written: {out}/{name}.md, {name}.json, {name}.html")

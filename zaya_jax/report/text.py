@@ -2,6 +2,7 @@
 
 import html
 import math
+from typing import Any
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -97,3 +98,16 @@ def byte_size(size: float) -> str:
 def counted(count: int, word: str, several: str = "s") -> str:
     """1 step, 2,000 steps, 2 batches."""
     return f"{count:,} {word}{'' if count == 1 else several}"
+
+
+def shape_of_step(row: dict[str, Any]) -> str:
+    """The batch and the mesh of a phase, in words, from the plain numbers of a plan or a compiled
+    program."""
+    mesh = " x ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n is not True and n > 1)
+    switches = "".join(f", {name}" for name, size in row["mesh"].items() if size is True)
+    return (
+        f"{row['sequences']:,} sequences of {row['seq_len']:,} tokens per step in"
+        f" {counted(row['micro_batches'], 'micro-batch', 'es')} on"
+        f" {mesh or 'one device'}{switches}: {row['tokens_per_device']:,.0f} tokens a device; remat"
+        f" {row['remat']}"
+    )

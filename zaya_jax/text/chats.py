@@ -2,7 +2,7 @@
 them held out.
 
 A record that is no chat ends the run in one line that names file and line, before anything is
-compiled; a preparation (experiments/prepare_data.py) can leave such records out. Everything is in
+compiled; a preparation (`experiments.prepare_data`) can leave such records out. Everything is in
 memory: prepare large sets.
 """
 

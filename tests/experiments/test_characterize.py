@@ -6,18 +6,19 @@ import json
 
 import jax
 import pytest
+from measured_figures import figures_of
 from multiprocess_runs import start
 
-from experiments import _characterize as characterize
-from experiments import _collectives as collectives
-from experiments import _device_rates as device_rates
-from experiments._collectives import AXIS, CollectiveKind
+from experiments.characterize import collectives
+from experiments.characterize import measure as characterize
+from experiments.characterize import rates as device_rates
+from experiments.characterize.collectives import AXIS, CollectiveKind
 from pallas_kernels import timing
 from pallas_kernels.timing import Course, Timing
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import measured
-from zaya_jax.hardware.measured import CollectiveTiming, Measured, MemoryCopy, Product
+from zaya_jax.hardware.measured import CollectiveTiming, MemoryCopy, Product
 from zaya_jax.report.text import escape
 
 SECOND = Timing(1.0, 0.5, 2.0, 5)
@@ -39,11 +40,6 @@ def small_model():
     raw = config.default()
     raw.model.update(SMALL)
     return config.check(raw).model
-
-
-def figures_of(**changes):
-    of_cpu = Measured("cpu", "cpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00+00:00")
-    return dataclasses.replace(of_cpu, **changes)
 
 
 def test_devices_are_taken_in_a_node_and_across():

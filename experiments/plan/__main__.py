@@ -43,9 +43,9 @@ def parser() -> cli.Parser:
 def main() -> int:
     """Formulas in, three files out."""
     args = parser().parse_args()
-    from experiments import _plan  # imports JAX, 2 s that --help does not need
+    from experiments.plan import page  # imports JAX, 2 s that --help does not need
 
-    return _plan.run(args)
+    return page.run(args)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import sys
 from zaya_jax import cli
 from zaya_jax.hardware import chips
 
-CONFIG = str(pathlib.Path(__file__).parent / "configs" / "zaya1_base.py")
+CONFIG = str(pathlib.Path(__file__).parent.parent / "configs" / "zaya1_base.py")
 DEVICES = 1024  # ZAYA1's, where only a CPU is here
 PARTS = {
     "collectives": "messages between devices: seconds and bandwidth over size and devices",
@@ -71,9 +71,9 @@ def main() -> int:
         its_options = cli.Parser()
         storage_options(its_options)
         reading = its_options.parse_args([f"--data={args.data}", f"--out={args.out}"])
-    from experiments import _characterize  # imports JAX, 2 s that --help does not need
+    from experiments.characterize import measure  # imports JAX, 2 s that --help does not need
 
-    return _characterize.run(args, reading)
+    return measure.run(args, reading)
 
 
 def storage_options(parser: argparse.ArgumentParser) -> None:

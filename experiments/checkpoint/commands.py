@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments._checkpoint_page import checkpoints_document, steps_table
+from experiments.checkpoint.page import checkpoints_document, steps_table
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import look, rewrite, source, times
 from zaya_jax.checkpoint.vault import Vault, vault_at

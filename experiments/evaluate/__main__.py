@@ -97,9 +97,9 @@ def parser() -> cli.Parser:
 def main() -> int:
     """The program: several processes do the same, and share the scoring."""
     args = parser().parse_args()
-    from experiments import _evaluate  # imports JAX, 2 s that --help does not need
+    from experiments.evaluate import scoring  # imports JAX, 2 s that --help does not need
 
-    return _evaluate.run(args)
+    return scoring.run(args)
 
 
 if __name__ == "__main__":

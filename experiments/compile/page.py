@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from experiments._results import shape_of_step, write_results
 from pallas_kernels import chip, trial
 from zaya_jax import cli, schedule
 from zaya_jax.compiled import measure
@@ -19,8 +18,8 @@ from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
-from zaya_jax.report.document import Page, Section, Table, Tile
-from zaya_jax.report.text import byte_size, duration, number
+from zaya_jax.report.document import Page, Section, Table, Tile, write_results
+from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
 from zaya_jax.text import tokenizers
 from zaya_jax.training import recipe

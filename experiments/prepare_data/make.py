@@ -3,9 +3,9 @@
 import argparse
 import time
 
-from experiments._progress import Progress
 from zaya_jax.config import UserError
 from zaya_jax.data import storage
+from zaya_jax.progress import Progress
 from zaya_jax.text import chat, inputs, prepare, tokens
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from made_run import checked
 
-from experiments import _checkpoint_page as checkpoint_page
+from experiments.checkpoint import page as checkpoint_page
 from zaya_jax.checkpoint import times
 from zaya_jax.report import write_report
 

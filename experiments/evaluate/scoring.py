@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from experiments._progress import Progress
 from zaya_jax import cli, library, schedule
 from zaya_jax.checkpoint import source
 from zaya_jax.cluster import multihost
@@ -21,6 +20,7 @@ from zaya_jax.data import mix, pipeline
 from zaya_jax.evaluate import harness, scorer, texts
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
+from zaya_jax.progress import Progress
 from zaya_jax.pytorch import any_model
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve

@@ -116,9 +116,9 @@ def _parser() -> cli.Parser:
 def main() -> int:
     """Runs the subcommand that was asked for."""
     args = _parser().parse_args()
-    from experiments import _checkpoint  # imports JAX, 2 s that --help does not need
+    from experiments.checkpoint import commands  # imports JAX, 2 s that --help does not need
 
-    return _checkpoint.run(args)
+    return commands.run(args)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def main() -> int:
 
 def drawn(paths: list[Path]) -> str:
     """The page of one run or of several."""
-    from experiments._compare import comparison
+    from experiments.report.compare import comparison
     from zaya_jax.report.run_page import run_document
 
     runs = [with_metrics(path) for path in paths]
@@ -50,7 +50,7 @@ def drawn(paths: list[Path]) -> str:
 
 def check_runs(runs: list[Path]) -> None:
     """UserError for a folder that is not a run's, for repeated runs and for too many."""
-    from experiments._compare import MOST_RUNS
+    from experiments.report.compare import MOST_RUNS
 
     seen: dict[Path, Path] = {}
     for run in runs:

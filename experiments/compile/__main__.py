@@ -47,9 +47,9 @@ def parser() -> cli.Parser:
 def main() -> int:
     """Compiles each phase's step."""
     args = parser().parse_args()
-    from experiments import _compile  # imports JAX, 2 s that --help does not need
+    from experiments.compile import page  # imports JAX, 2 s that --help does not need
 
-    return _compile.run(args)
+    return page.run(args)
 
 
 if __name__ == "__main__":

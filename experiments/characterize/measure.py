@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from experiments import _collectives as collectives
-from experiments import _device_rates as device_rates
+from experiments.characterize import collectives
+from experiments.characterize import rates as device_rates
 from pallas_kernels import trial
 from pallas_kernels.timing import Timing
 from zaya_jax import cli

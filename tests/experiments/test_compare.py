@@ -7,7 +7,7 @@ import re
 import pytest
 from made_run import checked, write_run
 
-from experiments import _compare as compare
+from experiments.report import compare
 from zaya_jax.report.read import read_workdir
 
 

@@ -15,6 +15,7 @@ import argparse
 import re
 import sys
 
+from zaya_jax import cli
 from zaya_jax.config import UserError, fields, shown
 
 OF_OUT = object()  # the value of a bare --verify
@@ -27,16 +28,14 @@ def main() -> int:
         given = getattr(args, name) or ()
         for value in [given] if isinstance(given, str) else given:
             fields.check_path(f"--{name}", value, addresses=True)
-    from experiments import _prepare_data  # not above: its imports take longer than --help may
+    from experiments.prepare_data import make  # not above: its imports take longer than --help may
 
     part = None if args.part is None else parse_part(args.part)
-    return _prepare_data.verify(args.verify) if args.verify else _prepare_data.make(args, part)
+    return make.verify(args.verify) if args.verify else make.make(args, part)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    from zaya_jax import cli  # not above: worker processes import this file, and need no JAX
-
     parser = cli.Parser(prog="python -m experiments.prepare_data", description=__doc__)
     add = parser.add_argument
     # fmt: off
@@ -97,6 +96,4 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    from zaya_jax import cli  # not above: worker processes import this file, and need no JAX
-
     sys.exit(cli.exit_code(main))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments._results import shape_of_step, write_results
 from zaya_jax import cli
 from zaya_jax.config import Config, Mesh, UserError
 from zaya_jax.hardware import chips, clusters, targets
@@ -23,8 +22,8 @@ from zaya_jax.plan import rates as rates_lib
 from zaya_jax.plan.case import Case
 from zaya_jax.plan.phases import PlannedPhase
 from zaya_jax.plan.rates import Rates
-from zaya_jax.report.document import Page, Section, Table
-from zaya_jax.report.text import byte_size, duration
+from zaya_jax.report.document import Page, Section, Table, write_results
+from zaya_jax.report.text import byte_size, duration, shape_of_step
 
 # of expert, context and tensor that a search tries: they should stay within a node
 SIZES = (1, 2, 4, 8)
