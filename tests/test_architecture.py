@@ -155,10 +155,7 @@ def package_arrows(found: list[tuple[str, str, bool]]) -> dict[str, set[str]]:
         package = ".".join(module.split(".")[:2])
         for _, name in imports(source, module, is_package):
             other = ".".join(name.split(".")[:2])
-            if (
-                name.split(".")[0] in ("zaya_jax", "pallas_kernels")
-                and other != "zaya_jax.__version__"
-            ):
+            if name.split(".")[0] in ("zaya_jax", "pallas_kernels"):
                 arrows.setdefault(package, set()).update({other} - {package, "zaya_jax"})
     return arrows
 

@@ -11,6 +11,8 @@ initialise JAX.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zaya_jax.version import __version__
+
 if TYPE_CHECKING:
     from zaya_jax import checkpoint, config, data, schedule
     from zaya_jax.config import Config, StorageError, UserError
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from zaya_jax.model.weights import Linear, weight
     from zaya_jax.optim import balance
     from zaya_jax.report.read import metrics
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Config",

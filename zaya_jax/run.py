@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax import __version__, cli
+from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.checkpoint.store import Store
@@ -43,6 +43,7 @@ from zaya_jax.training.workdir import (
     open_workdir,
     record_start,
 )
+from zaya_jax.version import __version__
 
 UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.sound`)
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import zaya_jax
 from zaya_jax import config as config_lib
 from zaya_jax import trees
 from zaya_jax.checkpoint import claims, rewrite
@@ -30,6 +29,7 @@ from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch.any_model import AnyModel
 from zaya_jax.text import chat_template
 from zaya_jax.training.workdir import write_json
+from zaya_jax.version import __version__
 
 SHARD_GB = 5.0  # transformers' own
 MOST_GB = 1e6
@@ -68,7 +68,7 @@ def write_workdir(
             "imported": True,
             "config": config_lib.to_dict(config),
             "tokenizer": tokenizer.sha256 if tokenizer else None,
-            "version": zaya_jax.__version__,
+            "version": __version__,
         }
         biases = jax.eval_shape(
             lambda: balance.init(config.model.num_hidden_layers, config.model.num_experts)
@@ -147,7 +147,7 @@ def write_card(target: Path, name: str, config: Config, meta: Mapping[str, Any])
             f"- model: `zaya`, {counts['total']:,} parameters, {counts['active']:,} of them active"
             " for a token"
         ),
-        f"- from: `{name}`, written by zaya_jax {zaya_jax.__version__}",
+        f"- from: `{name}`, written by zaya_jax {__version__}",
     ]
     if meta.get("tokens"):
         mixture = ", ".join(f"`{source}`" for source in config.data.mixture or (config.data.path,))

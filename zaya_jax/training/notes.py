@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 
-import zaya_jax
 from zaya_jax.config import Mesh, Precision
 from zaya_jax.data import mix
 from zaya_jax.hardware import sizing_rules
@@ -16,6 +15,7 @@ from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.parallel.spread import AXES
 from zaya_jax.training import logs
 from zaya_jax.training.recipe import PlacedPhase, Recipe
+from zaya_jax.version import __version__
 
 LONGEST_PATH = 24  # of a source in the table, where the end of a longer one stands
 
@@ -136,7 +136,7 @@ def environment() -> dict[str, str]:
         "processes": str(jax.process_count()),
         "jax": jax.__version__,
         "python": sys.version.split()[0],
-        "zaya_jax": zaya_jax.__version__,
+        "zaya_jax": __version__,
         **({"mfu": unknown_peak()} if unknown_peak() else {}),
     }
 
