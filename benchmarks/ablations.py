@@ -23,7 +23,7 @@ import scipy.stats
 
 import zaya_jax as zj
 from benchmarks import own_parts
-from tools import rehearsal_corpus
+from tools.rehearse import corpus
 from zaya_jax import cli
 from zaya_jax.hardware import host
 
@@ -89,11 +89,7 @@ def settings(name: str) -> zj.Config:
 @functools.cache
 def text(held_out: bool) -> np.ndarray:
     """The bytes of every twentieth source file, or of the others."""
-    files = [
-        source.encode()
-        for i, source in enumerate(rehearsal_corpus.code())
-        if (i % 20 == 0) == held_out
-    ]
+    files = [source.encode() for i, source in enumerate(corpus.code()) if (i % 20 == 0) == held_out]
     return np.frombuffer(b"".join(files), np.uint8)
 
 

@@ -207,6 +207,8 @@ def of_module(name: str, args: list[str], needs: bool) -> str:
     if name.startswith("experiments."):
         return of_program(name.removeprefix("experiments."), args, needs)
     path = ROOT / (name.replace(".", "/") + ".py")
+    if path.with_suffix("").is_dir():
+        path = path.with_suffix("") / "__main__.py"
     if name.split(".")[0] in ("benchmarks", "tools", "zaya_jax"):
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         given = [arg.split("=")[0] for arg in args if arg.startswith("--")]

@@ -1,7 +1,7 @@
-"""ZAYA1's recipe in small: four phases with its proportions, for `experiments.rehearse`.
+"""ZAYA1's recipe in small: four phases with its proportions, for `tools.rehearse`.
 
-    python -m experiments.rehearse --out=DIR                                            calls it, on data that it makes
-    python -m experiments.pretrain --config=experiments/configs/rehearsal/recipe.py:2 --config.data.path=DIR/data
+    python -m tools.rehearse --out=DIR                                            calls it, on data that it makes
+    python -m experiments.pretrain --config=tools/rehearse/recipe.py:2 --config.data.path=DIR/data
 
 The number is the length: 1 takes 2 minutes on two CPU cores as eight virtual devices, 4 four times
 as long. As in zaya1_base.py: contexts of 1 : 8 : 32, the bases of RoPE and the shares of 86% and

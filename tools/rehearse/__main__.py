@@ -1,13 +1,13 @@
 """The dress rehearsal: all that a run of ZAYA1 goes through, small, with accidents, in one command.
 
-    python -m experiments.rehearse --out=DIR [--minutes=40] [--seed=0]
+    python -m tools.rehearse --out=DIR [--minutes=40] [--seed=0]
 
 Seven stations, each by the public programs, whose commands and output are in DIR/log: a corpus from
 what this machine has, sizing, four phases with accidents and again without, a lost node,
 fine-tuning and a cool-down, evaluation after each phase, ways out. DIR/rehearsal.html tells the
 story; the program ends with 1 if a promise was not kept. `--minutes` sets the length of training;
 6, the shortest, took 9 minutes of two CPU cores in all. The recipe is
-experiments/configs/rehearsal/recipe.py, from which a model of your own can start.
+tools/rehearse/recipe.py, from which a model of your own can start.
 """
 
 import functools
@@ -21,13 +21,14 @@ import signal
 import time
 from pathlib import Path
 
-from experiments._story import Failed, Story, arrow, figures
-from experiments.configs.rehearsal import recipe
+from tools import chaos, hurt
+from tools.rehearse import recipe
+from tools.rehearse.story import Failed, Story, arrow, figures
 from zaya_jax import cli, config, schedule
 from zaya_jax.report.document import Table
 from zaya_jax.report.svg import Chart, Curve
 
-RECIPE = "experiments/configs/rehearsal/recipe.py"
+RECIPE = recipe.__file__
 PROCESSES, DEVICES = 2, 4  # of the run, and of each of them
 SHORTEST = 6.0  # minutes
 TEXTS = ("web", "code", "math", "chat", f"reasoning_{recipe.CONTEXTS[2]}")
@@ -84,12 +85,10 @@ class Rehearsal(Story):
 def corpus(story: Rehearsal) -> None:
     """Text from this machine, a tokenizer, shards for each context; one record is damaged on
     purpose."""
-    from tools import hurt
-
     texts = story.out / "texts"
     contexts = ",".join(map(str, recipe.CONTEXTS))
     story.program(
-        "tools.rehearsal_corpus",
+        "tools.rehearse.corpus",
         texts,
         f"--mib={min(8.0, 1 + story.minutes / 5)}",
         f"--needle={contexts}",
@@ -166,8 +165,6 @@ def sizing(story: Rehearsal) -> None:
 
 def phases(story: Rehearsal) -> None:
     """The run with accidents on a schedule from the seed, and then without."""
-    from tools import chaos
-
     by_name = {fault.name: fault for fault in chaos.FAULTS}
     wanted = [
         "a process is killed",
@@ -230,8 +227,6 @@ def phases(story: Rehearsal) -> None:
 
 def node(story: Rehearsal) -> None:
     """Two agents; one is killed with its process, and the other goes on alone."""
-    from tools import hurt
-
     workdir, steps, address = (
         story.out / "node",
         40,
@@ -414,7 +409,7 @@ STATIONS = (corpus, sizing, phases, node, tuning, evaluation, ways_out)
 
 def main() -> int:
     """Visits the stations; the page is written even where one failed."""
-    parser = cli.Parser(prog="python -m experiments.rehearse", description=__doc__)
+    parser = cli.Parser(prog="python -m tools.rehearse", description=__doc__)
     parser.add_argument("--out", type=cli.path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument(
         "--minutes", type=cli.number(float, SHORTEST), default=40.0, metavar="N", help="length; 40"
@@ -430,10 +425,6 @@ def main() -> int:
         help="the first N",
     )
     args = parser.parse_args()
-    if importlib.util.find_spec("tools") is None:
-        raise config.UserError(
-            "the rehearsal needs the project's tools; start it in the folder of a clone"
-        )
     out = Path(args.out).absolute()
     if out.exists() and any(out.iterdir()):
         raise config.UserError(f"--out={args.out} is not empty; give a new folder")

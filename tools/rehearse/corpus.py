@@ -1,6 +1,6 @@
 """Makes the rehearsal's corpus and its lm-eval tasks from what a machine has, without a network.
 
-    python -m tools.rehearsal_corpus DIR [--mib=8] [--needle=64,512,2048]
+    python -m tools.rehearse.corpus DIR [--mib=8] [--needle=64,512,2048]
 
 | file | holds |
 |---|---|
@@ -68,7 +68,7 @@ LINE = 7.0  # tokens of a line of such lists, with the rehearsal's tokenizer
 
 def main() -> int:
     """Writes the folder that is named."""
-    parser = argparse.ArgumentParser(prog="python -m tools.rehearsal_corpus", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.rehearse.corpus", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mib", type=float, default=8.0, help="size of each part, at most")
     parser.add_argument("--needle", default="64,512,2048", help="the contexts, in tokens")

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from experiments._story import Failed, Story
-from experiments.configs.rehearsal import recipe
 from experiments.configs.zaya1_base import get_config as full_size
-from tools import rehearsal_corpus
+from tools.rehearse import corpus as rehearsal_corpus
+from tools.rehearse import recipe
+from tools.rehearse.story import Failed, Story
 from zaya_jax import config, schedule
 
 
@@ -88,13 +88,7 @@ def test_a_story_notes_broken_promises_and_ends_at_a_failure(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_whole_rehearsal_keeps_its_promises(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.rehearse",
-        f"--out={tmp_path / 'out'}",
-        "--minutes=6",
-    ]
+    command = [sys.executable, "-m", "tools.rehearse", f"--out={tmp_path / 'out'}", "--minutes=6"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BROKEN" not in done.stdout
