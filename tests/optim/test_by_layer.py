@@ -18,7 +18,8 @@ from rows import slow
 from zaya_jax import config
 from zaya_jax.compiled import hlo
 from zaya_jax.config import Optim
-from zaya_jax.optim import by_layer, chain, matrices
+from zaya_jax.optim import chain
+from zaya_jax.optim.zero import by_layer, matrices
 from zaya_jax.parallel import mesh as meshes
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states
@@ -225,7 +226,7 @@ def test_a_node_is_known_by_its_host_or_its_process():
 
 ALONE = """
 import test_by_layer as t
-from zaya_jax.optim import by_layer
+from zaya_jax.optim.zero import by_layer
 for by_layer.LARGE in (0, 2**60):
     print(t.program(t.SETTINGS)[1].memory_analysis().temp_size_in_bytes)
 """

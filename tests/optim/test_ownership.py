@@ -8,8 +8,9 @@ from scipy.optimize import linprog
 
 from zaya_jax.config import Mesh, Model, Optim, Precision
 from zaya_jax.model import zaya
-from zaya_jax.optim import chain, ownership, zero
-from zaya_jax.optim.grid import boxes
+from zaya_jax.optim import chain, zero
+from zaya_jax.optim.zero import owners
+from zaya_jax.optim.zero.grid import boxes
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.spread import AXES, Spread, spread_of
 
@@ -160,9 +161,7 @@ def test_where_matrices_are_few_small_ones_share_devices():
     """On 1,024 devices 640 have a gate_up, 256 others two downs, 128 one: 12, where stacks side by
     side gave 16."""
     group = np.arange(1024)[None]
-    counts, loads = ownership.assign(
-        [ownership.Kind(640, 10, group), ownership.Kind(640, 6, group)], 1024
-    )
+    counts, loads = owners.assign([owners.Kind(640, 10, group), owners.Kind(640, 6, group)], 1024)
     assert loads.max() == 12
     assert [np.bincount(c[0]).tolist() for c in counts] == [[384, 640], [640, 128, 256]]
 
@@ -175,7 +174,7 @@ def test_pouring_is_one_after_the_other_to_the_least_loaded():
         after = loads.copy()
         for _ in range(count):
             after[np.argmin(after)] += cost
-        poured = ownership.pour(loads, int(cost), int(count))
+        poured = owners.pour(loads, int(cost), int(count))
         assert poured.sum() == count and poured.min() >= 0
         assert sorted(loads + cost * poured) == sorted(after)
 

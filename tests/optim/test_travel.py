@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from rows import fast_alone
 
-from zaya_jax.optim import matrices, zero
+from zaya_jax.optim import zero
+from zaya_jax.optim.zero import matrices
 
 WEIGHTS = {  # path: (shape, method, spec on a mesh that has these axes)
     "experts": ((3, 6, 12, 8), "muon", (None, "expert", None, "tensor")),

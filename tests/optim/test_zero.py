@@ -13,7 +13,8 @@ from rows import slow
 
 from zaya_jax.compiled import hlo
 from zaya_jax.config import Optim, Precision, UserError
-from zaya_jax.optim import chain, matrices
+from zaya_jax.optim import chain
+from zaya_jax.optim.zero import matrices
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tiny_runs import lines, same_state, settings, train, write_corpus
 from zaya_jax import cli, trees
 from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.source import Source
-from zaya_jax.optim import by_layer, matrices
+from zaya_jax.optim.zero import by_layer, matrices
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint

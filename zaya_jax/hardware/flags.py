@@ -35,7 +35,7 @@ BOTH: Flags = {
 def _combining(size: int) -> Flags:
     """Collectives of one kind up to so many bytes become one call.
 
-    The gradient itself is in buckets of one array already (zaya_jax/optim/zero.py: 2 GB and more at
+    The gradient itself is in buckets of one array already (zaya_jax/optim/zero: 2 GB and more at
     ZAYA1's size) and passes every threshold; the arrays left to combine are the weights of one
     layer under fsdp, or AdamW's and Muon's buckets of a small model. Arrays gathered together also
     lie in memory together (a layer of ZAYA1 is 0.4 GB in bfloat16). The halos of one layer

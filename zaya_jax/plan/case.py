@@ -20,7 +20,7 @@ from zaya_jax.config import Config, Model, Optim, Precision
 from zaya_jax.hardware import clusters
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, zero
-from zaya_jax.optim.by_layer import ByLayer
+from zaya_jax.optim.zero.by_layer import ByLayer
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.spread import AXES, Spread
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.optim.grid import Grid
+from zaya_jax.optim.zero.grid import Grid
 from zaya_jax.parallel import dispatch
 from zaya_jax.plan import work
 from zaya_jax.plan.case import Case, size

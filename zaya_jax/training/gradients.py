@@ -26,7 +26,7 @@ from pallas_kernels.grouped_mlp import unwritten
 from zaya_jax import trees
 from zaya_jax.model.experts import read_and_written_in_place
 from zaya_jax.model.stored import Stored
-from zaya_jax.optim.by_layer import ByLayer
+from zaya_jax.optim.zero.by_layer import ByLayer
 
 
 class Unreduced(NamedTuple):

@@ -1,41 +1,5 @@
-"""ZeRO-1: the optimizer's state and work spread over all devices that hold the same weights.
-
-Weights of one kind form a bucket, for whose state a layout gives every device its share:
-
-    Muon    all stacks of one matrix shape; a device owns whole matrices, by Newton–Schulz's work (`matrices`)
-    AdamW   all weights with the same axes; a device holds boxes of large ones and all of small ones (`vectors`)
-
-For each large bucket a step has
-
-    one reduce-scatter of the gradients (`reduce`), 4 bytes a number, without more padding than a row a device
-        (layer by layer during the backward pass, for large stacks if their shapes allow it: `by_layer`)
-    an exchange of less than that share, after which each device has whole matrices
-    the optimizer on the device's share, with no collective
-    the same exchange back, and one all-gather of the directions (`gather`), 4 bytes a number, or 2 for Muon in bfloat16
-
-(of large stacks that devices hold as bfloat16 copies, `copied`, the owner keeps the float32 weights
-with its state, and sends them, rounded, in the place of directions)
-
-one all-reduce for all small weights together and one for the directions of small matrices, and one
-of a vector with one number a group of weights, for the norms. Everything here runs inside
-`jax.shard_map`, on a device's part of each array; gradients come in as each device's own partial
-sums.
-
-Six matrices [4, 8] on four devices, for example. They are 24 rows of UNIT = 8 numbers, and a
-reduce-scatter leaves six of them to each device. Each matrix goes to the device with the least work
-so far, ties at even distances: the devices own 1, 2, 1 and 2.
-
-    matrices         A A A A  B B B B  C C C C  D D D D  E E E E  F F F F
-    reduce-scatter   0 0 0 0  0 0 1 1  1 1 1 1  2 2 2 2  2 2 3 3  3 3 3 3      six rows to each device
-    owners           0        1        1        2        3        3
-
-One round of the exchange: device 0 sends its half of B to 1, and 2 its half of E to 3. Then 1 and 3
-hold two whole matrices, 0 and 2 one and an unused slot; each orthogonalises its own; the same two
-halves go back; an all-gather gives every device all six directions.
-
-State in checkpoints is un-padded, one array per weight in the weight's own shape: independent of
-the mesh. `held` lists the boxes of each device.
-"""
+"""The buckets of all weights over the devices of a mesh, and what they send together; the
+package's head explains them."""
 
 import contextlib
 import math
@@ -48,20 +12,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.optim import ownership
-from zaya_jax.optim.by_layer import ByLayer
-from zaya_jax.optim.grid import Grid, Held, Weight
-from zaya_jax.optim.matrices import Form, Matrices
-from zaya_jax.optim.vectors import Vectors
-
-__all__ = ["Held", "Layout", "Weight"]
+from zaya_jax.optim.zero import owners
+from zaya_jax.optim.zero.by_layer import ByLayer
+from zaya_jax.optim.zero.grid import Bucket, Grid, Held, Weight
+from zaya_jax.optim.zero.matrices import Form, Matrices
+from zaya_jax.optim.zero.vectors import Vectors
 
 
-class Whole:
-    """A weight on one device: a separate bucket under its path, never copied. See `Matrices`."""
-
-    together = False
-    summed: Mapping[str, tuple[str, ...]] = {}
+class Whole(Bucket):
+    """A weight on one device: a separate bucket under its path, never copied."""
 
     def __init__(self, weight: Weight):
         self.weight, self.weights, self.method, self.names = (
@@ -87,10 +46,11 @@ class Whole:
         whole = tuple(slice(0, n) for n in self.weight.shape)
         return [Held(name, 0, whole, whole)]
 
-    def reduce(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        return {self.weight.path: arrays[self.weight.path]}
+    def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {self.weight.path: leaves[self.weight.path]}
 
-    gather = reduce
+    def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return self.reduce(buckets)
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterable[tuple[str, jax.Array]]:
         return [(self.weight.group, _square(buckets[self.weight.path]))]
@@ -109,7 +69,7 @@ class Layout:
         self.sharded = bool(self.grid.names)
         if self.sharded:
             self._share(weights)
-        self.buckets: list[Any] = [*self.matrices.values(), *self.vectors] or [
+        self.buckets: list[Bucket] = [*self.matrices.values(), *self.vectors] or [
             Whole(w) for w in weights
         ]
         self.bucket = {name: bucket for bucket in self.buckets for name in bucket.names}
@@ -140,7 +100,7 @@ class Layout:
             if w.method == "muon" or len(w.axes) < spread
         )
         buckets = [Matrices(form, found, travelling, self.grid) for form, found in forms.items()]
-        counts, self.work = ownership.assign([b.kind for b in buckets], self.grid.num_devices)
+        counts, self.work = owners.assign([b.kind for b in buckets], self.grid.num_devices)
         for bucket, each in zip(buckets, counts, strict=True):
             bucket.settle(each)
             bucket.way = ByLayer.of(bucket)
@@ -237,7 +197,7 @@ class Layout:
             for bucket in self.buckets:
                 if bucket.names[0] in self.copied.values():
                     continue
-                if bucket.together:
+                if isinstance(bucket, Matrices) and bucket.together:
                     axes = (*bucket.form.shared, *bucket.form.swapped)
                     small[bucket.name] = axes, bucket.put(buckets[bucket.name])
                 else:

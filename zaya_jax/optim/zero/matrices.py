@@ -1,7 +1,7 @@
 """Muon's buckets over the devices of a mesh: all stacks of one local matrix shape, owned matrix by
 matrix.
 
-The gradients of a bucket travel as one run of rows (`ownership.Travel`): reduce-scattered over the
+The gradients of a bucket travel as one run of rows (`owners.Travel`): reduce-scattered over the
 devices that hold the same weights, then exchanged until every device has the whole matrices that it
 owns. The directions take the same way back, with an all-gather. The owner keeps momentum as [slots,
 a, b]; slots is the most that any device owns, and a device's first ones are in use.
@@ -25,9 +25,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.optim import ownership
-from zaya_jax.optim.grid import UNIT, Grid, Held, Weight, group_sums
 from zaya_jax.optim.muon import newton_schulz_flops
+from zaya_jax.optim.zero import owners
+from zaya_jax.optim.zero.grid import UNIT, Bucket, Grid, Held, Weight, group_sums
 
 # A bucket with more padding than this share of its own numbers, and of all buckets', is summed as a
 # whole.
@@ -70,8 +70,8 @@ class Form:
         return tuple(axis for _, axes in self.swaps for axis in axes)
 
 
-class Matrices:
-    """One bucket."""
+class Matrices(Bucket):
+    """The weights of one form, one bucket."""
 
     method = "muon"
 
@@ -94,17 +94,18 @@ class Matrices:
             n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(self.row)
         )
         self.rows = -(-math.prod(self.part) // UNIT)  # in a device's part of a matrix
-        self.travel = ownership.Travel(self.count * self.rows, self.groups.shape[1])
+        self.travel = owners.Travel(self.count * self.rows, self.groups.shape[1])
         self.numbers = self.count * math.prod(self.part)  # in a device's parts
         waste = self.travel.padded * UNIT - self.numbers
         small = self.count * math.prod(self.row) <= SMALL
         much = waste > max(WASTE * self.numbers, WASTE_OF_ALL * travelling)
         self.together = self.groups.shape[1] > 1 and (small or much)
+        self.summed = {self.name: form.shared} if self.together else {}
 
     @property
-    def kind(self) -> ownership.Kind:
+    def kind(self) -> owners.Kind:
         """The bucket, in the form that the assignment of owners takes."""
-        return ownership.Kind(self.count, newton_schulz_flops(self.row, 1), self.groups)
+        return owners.Kind(self.count, newton_schulz_flops(self.row, 1), self.groups)
 
     def settle(self, counts: np.ndarray) -> None:
         """Records how many matrices each device of each group owns."""
@@ -120,32 +121,19 @@ class Matrices:
             spare = self.groups.size * max(
                 rows // 100, self.travelling // (500 * UNIT * self.parts)
             )
-            self.plan = ownership.plan(counts, self.groups, self.rows, self.travel.chunk, spare)
+            self.plan = owners.plan(counts, self.groups, self.rows, self.travel.chunk, spare)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the state over all devices, in the order of the mesh."""
         return (self.groups.size * self.slots, *self.row)
 
     def spec(self, name: str) -> PartitionSpec:
-        """Every axis splits its first dim."""
         return PartitionSpec(self.grid.names)
 
     def devices(self, name: str) -> int:
-        """The number of devices with different parts of it."""
         return self.grid.num_devices
 
-    @property
-    def summed(self) -> dict[str, tuple[str, ...]]:
-        """The axes over which the result of `reduce` must still be summed, with other small
-        arrays."""
-        return {self.name: self.form.shared} if self.together else {}
-
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
-        """Bytes that a device puts into or gets out of each kind of collective, and the padding
-        among them.
-
-        An exchange is a mean over devices, of both ways.
-        """
+        """An exchange is a mean over devices, of both ways."""
         each = 4 + direction_bytes
         if self.together:
             gathered = 4 * self.count * math.prod(self.row)
@@ -195,13 +183,12 @@ class Matrices:
         if self.shards > 1:
             x = lax.psum_scatter(x, form.shared, scatter_dimension=0, tiled=True)
         x = x.reshape(self.parts, -1, UNIT)
-        x = ownership.swap(x, form.swapped) if self.parts > 1 else x
-        x = ownership.to_owners(x, plan, self.grid.names)
+        x = owners.swap(x, form.swapped) if self.parts > 1 else x
+        x = owners.to_owners(x, plan, self.grid.names)
         x = x.reshape(self.parts, self.slots, -1)[:, :, : math.prod(self.part)]
         return self._joined(x.reshape(self.parts, self.slots, *self.part))
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The directions [slots, a, b] of all devices as parts of the weights."""
         return self.leaves(self._from_owners(buckets[self.name]))
 
     def _from_owners(self, x):
@@ -212,8 +199,8 @@ class Matrices:
         x = lax.bitcast_convert_type(x, jnp.uint16) if dtype.itemsize == 2 else x
         x = self._cut(x).reshape(self.parts, self.slots, -1)
         x = pad(x, 2, self.rows * UNIT).reshape(self.parts, -1, UNIT)
-        x = ownership.from_owners(x, plan, self.grid.names)
-        x = ownership.swap(x, form.swapped) if self.parts > 1 else x
+        x = owners.from_owners(x, plan, self.grid.names)
+        x = owners.swap(x, form.swapped) if self.parts > 1 else x
         x = x.reshape(-1, UNIT)
         x = lax.all_gather(x, form.shared, tiled=True) if self.shards > 1 else x
         x = x[: self.travel.rows].reshape(self.count, -1)[:, : math.prod(self.part)]
@@ -224,14 +211,14 @@ class Matrices:
         """The matrices that this device owns, from the summed parts [n, a', b']."""
         if self.parts > 1:
             x = self._joined(lax.all_gather(x, self.form.swapped))
-        start, count = (ownership.of_device(t, self.grid.names) for t in (self.starts, self.counts))
+        start, count = (owners.of_device(t, self.grid.names) for t in (self.starts, self.counts))
         x = lax.dynamic_slice_in_dim(pad(x, 0, self.count + self.slots), start, self.slots)
         return jnp.where((np.arange(self.slots) < count)[:, None, None], x, 0)
 
     def put(self, x: jax.Array) -> jax.Array:
         """A device's directions at their places among all, float32, with zeros for the others'."""
         target = jnp.zeros((self.count + self.slots, *self.row), jnp.float32)
-        start = ownership.of_device(self.starts, self.grid.names)
+        start = owners.of_device(self.starts, self.grid.names)
         return lax.dynamic_update_slice_in_dim(target, x.astype(jnp.float32), start, 0)[
             : self.count
         ]
@@ -255,12 +242,11 @@ class Matrices:
         """The number of matrices that this device owns."""
         if (self.counts == self.slots).all():
             return self.slots
-        return ownership.of_device(self.counts, self.grid.names)
+        return owners.of_device(self.counts, self.grid.names)
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
-        """The sum of squares of this device's matrices, by groups of weights."""
         by_slot = jnp.sum(jnp.square(buckets[self.name].astype(jnp.float32)), (1, 2))
-        start, count = (ownership.of_device(t, self.grid.names) for t in (self.starts, self.counts))
+        start, count = (owners.of_device(t, self.grid.names) for t in (self.starts, self.counts))
         slot = np.arange(self.slots)
         return group_sums(self.pieces, jnp.where(slot < count, start + slot, -1), by_slot)
 
@@ -316,7 +302,6 @@ class Matrices:
         return jnp.take(x.reshape(-1, *self.row), source, 0, mode="fill", fill_value=0)
 
     def held(self, name: str) -> Iterator[Held]:
-        """The place of each matrix."""
         whole = tuple(slice(0, n) for n in self.row)
         for w in self.weights:
             for index, home in np.ndenumerate(self.homes(w)):

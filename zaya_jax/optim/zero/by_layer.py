@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zaya_jax.optim import ownership
-from zaya_jax.optim.grid import UNIT
-from zaya_jax.optim.matrices import WASTE, Matrices, pad
+from zaya_jax.optim.zero import owners
+from zaya_jax.optim.zero.grid import UNIT
+from zaya_jax.optim.zero.matrices import WASTE, Matrices, pad
 
 # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
 LARGE = 2**24
@@ -83,7 +83,7 @@ class ByLayer:
     @property
     def rounds(self) -> int:
         """All-to-alls between many devices go by way of a square root of them."""
-        return 1 if self.bucket.shards <= ownership.MOST_AT_ONCE else 2
+        return 1 if self.bucket.shards <= owners.MOST_AT_ONCE else 2
 
     @property
     def sent(self) -> int:
@@ -111,7 +111,7 @@ class ByLayer:
         bucket, axes = self.bucket, self.bucket.grid.names
         # the holder of each share, in order
         devices, holders = (bucket.shards, self.levels[-1].reshape(-1))
-        me = ownership.of_device(np.argsort(holders), axes)
+        me = owners.of_device(np.argsort(holders), axes)
         # Where mine go: the number of a piece's matrix determines its owner, and there the pieces
         # are in order. Those of no matrix go nowhere.
         of_layer = (me * self.kept + np.arange(self.kept)) // self.cut
@@ -122,11 +122,9 @@ class ByLayer:
         sent = sent.at[target * self.each + _before(target)].set(
             x.reshape(-1, self.piece), unique_indices=True, mode="drop"
         )
-        came = ownership.swap(sent.reshape(devices, self.each, -1), axes)
+        came = owners.swap(sent.reshape(devices, self.each, -1), axes)
         # The sources of my matrices' pieces.
-        start, count = (
-            ownership.of_device(table, axes) for table in (bucket.starts, bucket.counts)
-        )
+        start, count = (owners.of_device(table, axes) for table in (bucket.starts, bucket.counts))
         slot = np.arange(bucket.slots)
         begin = (start + slot) % self.matrices * self.cut
         source = jnp.asarray(holders)[

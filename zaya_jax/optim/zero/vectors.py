@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.optim.grid import Grid, Held, Weight, boxes
+from zaya_jax.optim.zero.grid import Bucket, Grid, Held, Weight, boxes
 
 OVER = 0.01  # of a weight at most may be on all devices for the sake of larger units
 SMALL = 1e-3  # of all weights' numbers
@@ -36,10 +36,10 @@ def cut(shape: tuple[int, ...], shards: int) -> int:
     return lead // shards * (numbers // lead)
 
 
-class Vectors:
+class Vectors(Bucket):
     """All weights of AdamW with the same axes; two buckets, `cut` and `whole`."""
 
-    method, together = "adamw", False
+    method = "adamw"
 
     def __init__(self, own: tuple[str, ...], weights: list[Weight], total: int, grid: Grid):
         self.own, self.weights, self.grid = own, weights, grid
@@ -60,24 +60,20 @@ class Vectors:
         sizes = {self.cut: sum(self.each.values()), self.whole: sum(self.left.values())}
         self.sizes = {name: size for name, size in sizes.items() if size}  # on each device
         self.names = tuple(self.sizes)
-        # as `Matrices.summed`
         self.summed = {self.whole: self.shared} if self.whole in self.sizes else {}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a bucket over all devices."""
         return (self.sizes[name] * self.devices(name),)
 
     def devices(self, name: str) -> int:
-        """The number of devices with different parts of a bucket."""
         return self.grid.num_devices if name == self.cut else self.grid.size(self.own)
 
     def spec(self, name: str) -> PartitionSpec:
-        """Its PartitionSpec on the mesh."""
         axes = self.grid.names if name == self.cut else self.own
         return PartitionSpec(axes) if axes else PartitionSpec()
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
-        """Like `Matrices.traffic`, without padding and with float32 directions."""
+        """Without padding, and with float32 directions."""
         if self.shards == 1:
             return {}
         size = 4 * self.sizes[name]
@@ -88,8 +84,6 @@ class Vectors:
     # Inside shard_map.
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Partial gradients to a device's share of the sum; the part that all keep is not summed
-        yet."""
         flat = {w.path: leaves[w.path].astype(jnp.float32).reshape(-1) for w in self.weights}
         result = {}
         if self.cut in self.sizes:
@@ -111,12 +105,7 @@ class Vectors:
             )
         return result
 
-    def take(self, name: str, x: jax.Array) -> jax.Array:
-        """This device's part of a sum over devices: all of it."""
-        return x
-
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The directions of every device as parts of the weights."""
         parts: dict[str, list[jax.Array]] = {w.path: [] for w in self.weights}
         if self.cut in self.sizes:
             x = buckets[self.cut][None]
@@ -132,8 +121,6 @@ class Vectors:
         return {w.path: joined[w.path].reshape(w.local(self.grid)) for w in self.weights}
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
-        """The sum of squares of this device's numbers, by groups; numbers that several hold count
-        on one of them."""
         groups = {w.path: w.group for w in self.weights}
         for path, start, stop in _spans(self.each):
             yield (
@@ -149,7 +136,6 @@ class Vectors:
     # Outside, on global arrays.
 
     def held(self, name: str) -> Iterator[Held]:
-        """The place of each box."""
         weights = {w.path: w for w in self.weights}
         spans = _spans(self.each if name == self.cut else self.left)
         for path, start, _ in spans:

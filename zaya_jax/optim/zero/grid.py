@@ -3,11 +3,13 @@ holds."""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from zaya_jax.config import UserError
 
@@ -117,6 +119,59 @@ class Held:
     device: int  # index in mesh.devices.flat
     place: tuple[slice, ...]  # in that device's own part of the bucket's array
     box: tuple[slice, ...]  # in the weight's shape; the same numbers in the same order, row-major
+
+
+class Bucket(Protocol):
+    """Weights whose state lies in arrays of their own: one of Muon's, two of AdamW's, by name.
+
+    `reduce`, `take`, `gather` and `sums` run inside shard_map.
+    """
+
+    weights: list[Weight]
+    method: str  # muon or adamw
+    names: tuple[str, ...]  # of the state's arrays
+    shared: tuple[str, ...] = ()  # axes along which the weights are replicated
+    # the axes over which a result of `reduce` must still be summed, with other small arrays
+    summed: Mapping[str, tuple[str, ...]] = {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the state over all devices, in the order of the mesh."""
+        ...
+
+    def spec(self, name: str) -> PartitionSpec:
+        """The mesh axes that split it."""
+        ...
+
+    def devices(self, name: str) -> int:
+        """The number of devices with different parts of it."""
+        ...
+
+    def held(self, name: str) -> Iterable[Held]:
+        """The place of each box of its weights."""
+        ...
+
+    def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
+        """Bytes that a device puts into or gets out of each kind of collective, and the padding
+        among them."""
+        ...
+
+    def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Partial gradients by path to a device's share of the sum, by name; those of `summed` are
+        not summed yet."""
+        ...
+
+    def take(self, name: str, x: jax.Array) -> jax.Array:
+        """This device's part of a sum of `summed`: all of it."""
+        return x
+
+    def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The directions of all devices by name, as parts of the weights by path."""
+        ...
+
+    def sums(self, buckets: Mapping[str, jax.Array]) -> Iterable[tuple[str, jax.Array]]:
+        """The sum of squares of this device's numbers, by groups of weights; numbers that several
+        hold count on one of them."""
+        ...
 
 
 def group_sums(
