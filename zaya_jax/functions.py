@@ -193,7 +193,8 @@ def training_loss(
     def run(params, balance, batch):
         total = jnp.sum(batch["loss_mask"])
         total = total if mesh is None else jax.lax.psum(total, spread.token_axes)
-        value, (_, _, counts) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
+        value, (_, sums) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
+        counts = sums["counts"]
         return (
             (value, counts)
             if mesh is None

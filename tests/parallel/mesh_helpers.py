@@ -120,7 +120,7 @@ def program(settings: config.Config, num_devices: int):
     def compute(params, bias, batch):
         total = jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes)
         micro = jax.tree.map(lambda x: x[0], batch)
-        grads, (loss, _, counts) = jax.grad(loss_fn, has_aux=True)(params, bias, micro, total)
+        grads, (parts, sums) = jax.grad(loss_fn, has_aux=True)(params, bias, micro, total)
 
         def whole(g, spec):
             used = {
@@ -129,7 +129,8 @@ def program(settings: config.Config, num_devices: int):
             return jax.lax.psum(g, tuple(axis for axis in mesh.axis_names if axis not in used))
 
         grads = jax.tree.map(whole, grads, specs)
-        return jax.lax.psum(loss, mesh.axis_names), jax.lax.psum(counts, spread.token_axes), grads
+        counts = jax.lax.psum(sums["counts"], spread.token_axes)
+        return jax.lax.psum(parts["loss"], mesh.axis_names), counts, grads
 
     def precise(*args):
         with jax.default_matmul_precision("highest"):

@@ -5,12 +5,15 @@ import collections
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from zaya_jax import config
 from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
+from zaya_jax.model.layer import Layer, with_own
+from zaya_jax.model.weights import TokenSum
 from zaya_jax.optim import chain
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states
@@ -54,12 +57,22 @@ def batch(rng):
     }
 
 
+class Noted(Layer):
+    """With a figure of its own."""
+
+    def __call__(self, h, stream, balance, rope, here):
+        out = super().__call__(h, stream, balance, rope, here)
+        self.square = TokenSum(jnp.sum(jnp.mean(jnp.square(out[0]), axis=-1) * (here.segments > 0)))
+        return out
+
+
 @functools.cache
 def program(num_devices):
     mesh = make_mesh(SETTINGS.mesh, jax.devices()[:num_devices])
     shapes = zaya.abstract(SETTINGS.model, SETTINGS.precision)
     optimizer = chain.build(SETTINGS.optim, SETTINGS.precision, shapes, axes=dict(mesh.shape))
-    step = steps.make_train_step(SETTINGS, SETTINGS.model, optimizer, mesh)
+    noted = with_own(SETTINGS.model, layer=Noted)
+    step = steps.make_train_step(SETTINGS, noted, optimizer, mesh)
     return mesh, optimizer, step
 
 
@@ -87,6 +100,8 @@ def test_micro_batches_add_up_to_the_batch(pieces, whole):
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-5)
         np.testing.assert_array_equal(ours["target_tokens"], theirs["target_tokens"])
         np.testing.assert_allclose(ours["load"], theirs["load"], atol=1e-6)
+        np.testing.assert_allclose(ours["square"], theirs["square"], rtol=1e-5)
+    assert figures[0]["square"].shape == (2,)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(whole[0]), strict=True):
         # AdamW moves by the learning rate however tiny a gradient is, so there rounding shows.
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -158,3 +173,21 @@ def test_no_weight_crosses_devices_inside_the_accumulation(compiled):
     travel = [b for b in optimizer.layout.matrices.values() if not b.together]
     for kind in ("reduce-scatter", "all-gather"):
         assert sum(k == kind for k, _ in found[1]) == len(travel) + 1
+
+
+def test_a_figure_of_a_layer_is_its_mean_over_the_tokens():
+    mesh, optimizer, step = program(8)
+    state = states.init(SETTINGS, optimizer, mesh)
+    rows = batch(np.random.default_rng(0))
+    params, bias = jax.device_get((state["params"], state["balance"].bias))
+    out = zaya.apply(
+        SETTINGS.model,
+        params,
+        bias,
+        zaya.Rows(rows["tokens"], rows["segment_ids"], rows["positions"]),
+        precision=SETTINGS.precision,
+        trace=True,
+    )
+    _, figures = step(state, steps.put_batch(mesh, rows, 1), np.float32(1e-3))
+    wanted = np.mean(np.square(out.hidden_states), axis=(1, 2, 3))
+    np.testing.assert_allclose(figures["square"], wanted, rtol=1e-5)

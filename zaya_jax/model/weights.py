@@ -29,6 +29,14 @@ def weight(
     return nnx.Param(value, axes=axes)
 
 
+class TokenSum(nnx.Intermediate):
+    """A figure of a layer: a quantity summed over this device's real tokens.
+
+    A module assigns one while it runs, `self.confidence = TokenSum(jnp.sum(gate * real))`, and
+    metrics.jsonl has its mean over the step's tokens, for each layer, under the module's path.
+    """
+
+
 class Linear(nnx.Module):
     """x W (+ b), multiplied in `dtype`."""
 

@@ -23,6 +23,7 @@ from pallas_kernels.grouped_mlp import PRODUCTS
 from pallas_kernels.products import GIVEN, times_rows
 from pallas_kernels.residual_norm import rms_norm
 from pallas_kernels.rotary import rope_table
+from zaya_jax import trees
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.dense import DenseLayer
 from zaya_jax.model.layer import Layer, Own
@@ -30,7 +31,7 @@ from zaya_jax.model.lookup import lookup
 from zaya_jax.model.placement import ALONE, Cached, Devices, Rows
 from zaya_jax.model.stack import linear_pattern, scan_layers
 from zaya_jax.model.stored import SCANNED, Stored
-from zaya_jax.model.weights import RMSNorm, weight
+from zaya_jax.model.weights import RMSNorm, TokenSum, weight
 
 SKIP_BIAS = -1.0  # the constant balancing bias of the skip class
 
@@ -43,10 +44,10 @@ class Output:
 
     hidden: Float[Array, "B S D"]
     counts: Float[Array, "L E1"]  # real tokens of each class
+    sums: dict[str, Float[Array, "L"]]  # the layers' `TokenSum`s, by path
     cache: dict | None = None
-    hidden_states: Float[Array, "L B S D"] | None = (
-        None  # the residual stream after each layer (trace=True)
-    )
+    # the residual stream after each layer (trace=True)
+    hidden_states: Float[Array, "L B S D"] | None = None
     router_logits: Float[Array, "L N E1"] | None = None
     expert_outputs: Float[Array, "L N D"] | None = None
 
@@ -117,12 +118,10 @@ class Zaya(nnx.Module):
             h, stream, choice, logits, cache_l = layer(h, stream, balance_l, rope, at)
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
+            sums = trees.flat(nnx.to_pure_dict(nnx.pop(layer, TokenSum)), "/")
             kept = nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)).get("experts", {})
-            return (
-                (h, stream),
-                (counts, (h, logits, kept.get("outputs")) if trace else None),
-                cache_l,
-            )
+            traced = (h, logits, kept.get("outputs")) if trace else None
+            return (h, stream), (counts, sums, traced), cache_l
 
         # ZAYA's layers fetch weights that other devices keep; they are fetched again in the
         # backward pass, not stored, and those with adapters are made again: kept, they would be a
@@ -131,7 +130,7 @@ class Zaya(nnx.Module):
         policy = again if remat == "none" else remat
         pattern = linear_pattern(model)
         remat_layer = None if policy == "none" else functools.partial(_remat, policy=policy)
-        (h, _), (counts, traced), cache = scan_layers(
+        (h, _), (counts, sums, traced), cache = scan_layers(
             [functools.partial(body, linear) for linear in pattern],
             remat_layer,
             pattern,
@@ -145,7 +144,7 @@ class Zaya(nnx.Module):
         )
         with jax.named_scope("head"):
             h = here.joined(self.final_norm(h))
-        return Output(h, counts, cache, *(traced if trace else ()))
+        return Output(h, counts, sums, cache, *(traced if trace else ()))
 
 
 def _layer_class(model: Model) -> type:

@@ -44,13 +44,13 @@ from zaya_jax.training.state import REPLICATED
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
-    """loss(params, bias, micro-batch, total, stored, frozen) → (loss, (cross entropy, log² Z,
-    tokens per expert)).
+    """loss(params, bias, micro-batch, total, stored, frozen) → (loss, (its parts, sums over tokens)).
 
-    All but the counts of tokens are divided by `total`, the number of real targets; only the loss
-    includes the z-loss; `stored` says where layers find weights and where gradients go
-    (`model.stored`). With `frozen` weights, params are their adapters (`model.lora`). On a mesh
-    each device returns its part of the loss, and counts its tokens.
+    The parts are the cross entropy `loss` and `z`, the mean of log² Z; like the loss itself, which
+    adds them, they are divided by `total`, the number of real targets. The sums have a row for each
+    layer: `counts`, its tokens of each class, and what its modules declare (`TokenSum`). On a mesh
+    each device returns its share of all of them. `stored` says where layers find weights and where
+    gradients go (`model.stored`). With `frozen` weights, params are their adapters (`model.lora`).
     """
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
@@ -82,7 +82,8 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
                 z_weight=z_weight,
             )
             loss, z = loss / total, z / total
-        return loss, (loss - z_weight * z, z, out.counts)
+        parts = {"loss": loss - z_weight * z, "z": z}
+        return loss, (parts, {"counts": out.counts, **out.sums})
 
     return loss_fn
 
@@ -119,11 +120,14 @@ def make_train_step(
             return loss_fn(params, bias, micro, total, stored, frozen)
 
         ways = {} if frozen else optimizer.layout.by_layer
-        grads, sums = gradients(loss_of, params, batch, ways, in_place)
+        grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place)
         grads = hook(grads) if hook else grads
 
-        loss, z = jax.lax.psum(sums[:2], AXES)
-        counts = jax.lax.psum(sums[2], spread.token_axes)
+        parts = jax.lax.psum(parts, AXES)
+        sums = jax.lax.psum(sums, spread.token_axes)
+        counts = sums.pop("counts")
+        tokens = jnp.sum(counts, axis=1)  # the same in each layer
+        means = {name: total / jnp.maximum(tokens, 1.0) for name, total in sums.items()}
         with jax.named_scope("optimizer"):
             new_params, opt_state = optimizer.apply(grads, state["optimizer"], params, lr=lr)
         figures = dict(opt_state.figures)
@@ -139,7 +143,7 @@ def make_train_step(
                 keep=figures["skipped"] == 0,
             )
         figures |= load if model.model_type == "zaya" else {}  # a dense model has no experts
-        figures |= {"loss": loss, "z": z, "target_tokens": total, "lr": lr}
+        figures |= parts | means | {"target_tokens": total, "lr": lr}
         state = {**state, "params": new_params, "optimizer": opt_state, "balance": new_balance}
         return state, figures
 
@@ -155,8 +159,8 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
     def step(state, batch):
         def add(carry, micro):
             bias, frozen = state["balance"].bias, state.get("frozen")
-            _, (loss, _, _) = loss_fn(state["params"], bias, micro, 1.0, frozen=frozen)
-            return (carry[0] + loss, carry[1] + jnp.sum(micro["loss_mask"])), None
+            _, (parts, _) = loss_fn(state["params"], bias, micro, 1.0, frozen=frozen)
+            return (carry[0] + parts["loss"], carry[1] + jnp.sum(micro["loss_mask"])), None
 
         zero = jnp.zeros(())
         (loss, count), _ = jax.lax.scan(add, (zero, zero), batch)
