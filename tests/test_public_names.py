@@ -14,11 +14,14 @@ import zaya_jax as zj
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [
     "Config",
+    "EndRun",
     "LanguageModel",
     "Layer",
     "Linear",
+    "Observer",
     "Router",
     "StorageError",
+    "TokenSum",
     "Trace",
     "TrainingStopped",
     "UserError",

@@ -45,18 +45,18 @@ def settings(**keys):
     return config.check(given)
 
 
-def train(workdir, devices=1, faults=None, **keys):
+def train(workdir, devices=1, faults=None, observers=(), **keys):
     """One start on so many devices; its exit code."""
-    return start(settings(**keys), workdir, devices, faults)
+    return start(settings(**keys), workdir, devices, faults, observers)
 
 
-def start(given, workdir, devices=1, faults=None):
+def start(given, workdir, devices=1, faults=None, observers=()):
     """One start of this config."""
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "devices", lambda *args: ALL_DEVICES[:devices])
-            return run_lib.train(given, workdir, faults)
+            return run_lib.train(given, workdir, faults, observers=observers)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -20,17 +20,21 @@ if TYPE_CHECKING:
     from zaya_jax.library import LanguageModel, Trace, TrainingStopped, create, load, train
     from zaya_jax.model.layer import Layer
     from zaya_jax.model.router import Router
-    from zaya_jax.model.weights import Linear, weight
+    from zaya_jax.model.weights import Linear, TokenSum, weight
     from zaya_jax.optim import balance
     from zaya_jax.report.read import metrics
+    from zaya_jax.training.observers import EndRun, Observer
 
 __all__ = [
     "Config",
+    "EndRun",
     "LanguageModel",
     "Layer",
     "Linear",
+    "Observer",
     "Router",
     "StorageError",
+    "TokenSum",
     "Trace",
     "TrainingStopped",
     "UserError",
@@ -63,8 +67,9 @@ _PLACES = {
     "metrics": "report.read",
     "Layer": "model.layer",
     "Router": "model.router",
-    "Linear": "model.weights",
-    "weight": "model.weights",
+    "EndRun": "training.observers",
+    "Observer": "training.observers",
+    **dict.fromkeys(("Linear", "TokenSum", "weight"), "model.weights"),
 }
 _MODULES = {
     **{name: name for name in ("checkpoint", "config", "data", "library", "schedule")},

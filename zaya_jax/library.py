@@ -45,6 +45,7 @@ from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.pytorch.any_model import AnyModel
 from zaya_jax.text import tokenizers
 from zaya_jax.training import kernels
+from zaya_jax.training.observers import Observer
 from zaya_jax.training.workdir import folder_of
 
 type AnyConfig = Config | ConfigDict | Mapping[str, Any] | str | os.PathLike
@@ -504,13 +505,15 @@ def train(
     workdir: str | os.PathLike | None = None,
     *,
     tracker: Callable[[int, dict], None] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> LanguageModel:
     """Trains or resumes as `python -m experiments.pretrain` does, and returns the model of the last
     step.
 
     TrainingStopped if the run is not done. An interrupt saves the step in flight and stops; a
     second one ends the whole process at once. The model lies on the run's mesh if that has several
-    devices. `tracker` is called with each step and its figures, in a thread of its own.
+    devices. `tracker` is called with each step and its figures, in a thread of its own; each of
+    `observers` after every so many steps, with the state too (`zj.Observer`).
 
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True
@@ -523,7 +526,7 @@ def train(
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
     with any_model.named(folder), leaving.signals_as_they_were():
-        code = run.train(settings, folder, None, tracker)
+        code = run.train(settings, folder, None, tracker, observers)
     if code != cli.DONE:
         raise TrainingStopped(code, folder)
     plan = schedule.make_plan(settings)

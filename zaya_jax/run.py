@@ -8,6 +8,7 @@ checkpoint, or without one from the beginning.
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import retention
 from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import leaving, multihost
@@ -32,6 +34,7 @@ from zaya_jax.training import fork, kernels, logs, notes, snapshot, start
 from zaya_jax.training import step as steps
 from zaya_jax.training.evaluation import Evaluation
 from zaya_jax.training.figures import Figures, final_code
+from zaya_jax.training.observers import EndRun, Observer
 from zaya_jax.training.pace import Pace
 from zaya_jax.training.profile import Profile
 from zaya_jax.training.sample import write_sample
@@ -53,12 +56,13 @@ def train(
     workdir: str | Path | None = None,
     faults: Any = None,
     tracker: Function | None = None,
+    observers: Sequence[Observer] = (),
 ) -> int:
     """Trains a run from its beginning or from where it stopped; returns the exit code.
 
     Once the loop has begun, every end but going back writes the last figures to metrics.jsonl.
-    `tracker` is called with each step and its figures. `faults` are for tests:
-    `tools.faults.Faults`.
+    `tracker` is called with each step and its figures, `observers` with the state too, after every
+    so many steps. `faults` are for tests: `tools.faults.Faults`.
     """
     host.require_x32()
     host.keep_compiled()
@@ -68,7 +72,7 @@ def train(
             begun = begin(config, workdir, at_end)
             if begun.planned.reached == begun.planned.recipe.last_step:
                 return already_complete(begun)
-            loop = Loop(begun, faults, tracker)
+            loop = Loop(begun, faults, tracker, observers)
             stop = stop or multihost.StopSignal()  # from here on a first signal saves, then stops
             at_end.push(loop.failed)
             at_end.callback(loop.profile.stop)
@@ -183,55 +187,71 @@ class Loop:
     """The steps of one start. Each is dispatched before the figures of the last one are read: no
     accelerator waits."""
 
-    def __init__(self, begun: Beginning, faults: Any, tracker: Function | None):
-        planned, here = begun.planned, begun.planned.phase
-        self.begun, self.planned, self.faults = begun, planned, faults
-        self.config, self.plan = planned.recipe.config, planned.recipe.plan
-        self.store, self.workdir, self.mesh = begun.store, begun.workdir, here.mesh
-        self.pace = Pace(jax.devices()[0])  # reported to the agent, if one watches this process
-        self.evaluation = Evaluation(planned, self.pace)
-        record_start(
-            self.workdir,
-            self.config,
-            planned.tokenizer,
-            begun.meta.get("lineage", []),
-            begun.kernels,
-        )
+    def __init__(
+        self,
+        begun: Beginning,
+        faults: Any = None,
+        tracker: Function | None = None,
+        observers: Sequence[Observer] = (),
+    ):
+        self.begun, self.planned = begun, begun.planned
+        self.faults, self.observers = faults, observers
+        self.config, self.plan = self.planned.recipe.config, self.planned.recipe.plan
+        self.store, self.workdir = begun.store, begun.workdir
+        self.mesh, self.stream = self.planned.phase.mesh, self.planned.stream
+        self.program = functools.cache(self._program)
+        self.kept: dict[str, float] = {}  # the figures of the last save
+        self.ended = ""  # an observer's reason to end the run
+        # First of all: an agent that watches this process counts its silence from here.
+        self.pace = Pace(jax.devices()[0])
+        self.evaluation = Evaluation(self.planned, self.pace)
+        self._first_state()
+        self._say_how_it_starts()
+        self._first_figures(tracker)
+
+    def _first_state(self) -> None:
+        """Records the start, then makes the state; from here on the stream sends batches."""
+        begun, planned = self.begun, self.planned
+        lineage = begun.meta.get("lineage", [])
+        record_start(self.workdir, self.config, planned.tokenizer, lineage, begun.kernels)
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
+        # Other processes read what process 0 has just written.
         multihost.barrier("set-up")
-        # `copies.take` makes the copy from which a checkpoint is written; `held` says where its
-        # arrays lie in that.
-        self.copies = snapshot.of_run(planned.optimizer, planned.state, here.spread.heads, logs.say)
-        way, meta, store = begun.way, begun.meta, begun.store
+        # `copies.take` makes the copy from which a checkpoint is written; `copies.held` says where
+        # its arrays lie in that.
+        heads = planned.phase.spread.heads
+        self.copies = snapshot.of_run(planned.optimizer, planned.state, heads, logs.say)
         # `named`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
         self.state, self.named = start.first_state(
-            way, planned, begun.parent, meta, store, self.copies, weights_of
+            begun.way, planned, begun.parent, begun.meta, self.store, self.copies, weights_of
         )
-        self.program = functools.cache(self._program)
-        self.stream = planned.stream
+        # After the state, whose making needs more memory than a step.
         self.stream.send_by(self._put)
-        # fail now if one is unreadable
+
+    def _say_how_it_starts(self) -> None:
+        """Makes the last checks that can refuse the run, and says how it starts."""
+        planned = self.planned
+        # Unreadable held-out text is an error now, not at the first evaluation.
         self.evaluation.windows(self.plan.step(planned.reached + 1).phase)
+        # Nothing is said, and a new folder is not kept, before all processes have come so far.
         multihost.barrier("the first step")
-        notes.describe_start(
-            planned.recipe,
-            here,
-            self.workdir,
-            planned.reached,
-            planned.notes + self.evaluation.notes,
-        )
-        begun.cleanup.keep()
-        own = {} if begun.parent else begun.meta  # a fork starts its own counts
-        self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, planned.reached)
+        said = planned.notes + self.evaluation.notes
+        notes.describe_start(planned.recipe, planned.phase, self.workdir, planned.reached, said)
+        self.begun.cleanup.keep()
+
+    def _first_figures(self, tracker: Function | None) -> None:
+        """What goes on from the checkpoint: files are cut to its step, counts continue."""
+        begun, reached = self.begun, self.planned.reached
+        counts = {} if begun.parent else begun.meta  # a fork starts its own
+        self.guard = Guard(self.config.guard, self.workdir, begun.decided, counts, reached)
         # A run that ended as unhealthy resumes with its count one below the limit: one more bad
         # step ends it.
-        unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
+        unsound = min(counts.get("unsound", 0), UNHEALTHY_AFTER - 1)
         self.profile = Profile(self.config.log.profile, self.workdir)
-        self.trackers = Trackers(self.config, self.workdir, planned.reached, tracker)
+        self.trackers = Trackers(self.config, self.workdir, reached, tracker)
         self.figures = Figures(begun, unsound, self.pace, self.guard, self.trackers)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
-        self.kept: dict[str, float] = {}  # the figures of the last save
 
     def run(self, stop: multihost.StopSignal) -> int | None:
         """Trains to an end; its exit code, or None where the run goes back and begins again."""
@@ -241,13 +261,13 @@ class Loop:
             now = self.plan.step(number)
             if self.faults:
                 self.faults.before_step(number)
-            with self.figures.outside_a_step():
+            with self.pace.outside_a_step():
                 self.profile.before_step(number, self.state)
             with jax.profiler.StepTraceAnnotation("step", step_num=number):
                 batch = self.step(now)
             multihost.collect_garbage(number)
             stopping = stop.after(number)
-            owed = self.evaluate_and_save(now, stopping)
+            owed = self.measure_and_save(now, stopping)
             if wrong := self.compute_again(now, batch):
                 return self.wrong_device(wrong)
             self.pace.lap()
@@ -255,6 +275,8 @@ class Loop:
                 return self.go_back(number)
             if stopping:
                 return self.stopped(number, owed)
+            if self.ended:
+                return self._end(number, cli.DONE, f"{self.ended}: ends after step {number}; saved")
             if self.figures.unsound >= UNHEALTHY_AFTER:
                 return self.unhealthy(number)
         return (
@@ -271,7 +293,7 @@ class Loop:
             self.evaluation.make_up(self.state, reached, self.figures.writer)
         elif begun.way in ("imported", "initial weights"):
             self.evaluation.before_training(self.state, self.figures.writer)
-        self.figures.begin()
+        self.pace.start()
 
     def step(self, now: Step) -> Any:
         """Fetches a batch, dispatches the step, then reads the figures of the step before; gives
@@ -284,27 +306,45 @@ class Loop:
         self.figures.dispatched(now, figures)
         return batch
 
-    def evaluate_and_save(self, now: Step, stopping: bool) -> bool:
-        """Evaluates and saves if due; True if a stopping run leaves the evaluation to the next
-        start."""
+    def measure_and_save(self, now: Step, stopping: bool) -> bool:
+        """Evaluates, calls observers, and saves, each if due; True if a stopping run leaves the
+        evaluation to the next start."""
         number, last = now.number, now.number == self.planned.end or stopping
         due_save = self.timer.after(number) or number % self.config.checkpoint.every_steps == 0
         due_eval = number % self.config.eval.every == 0 or number == self.planned.recipe.last_step
         due_eval = due_eval and bool(self.evaluation.windows(now.phase))
         owed = due_eval and stopping and number < self.planned.end
-        if not (due_eval or due_save or last):
+        observers = [x for x in self.observers if number % x.every == 0]
+        if not (due_eval or due_save or observers or last):
             return False
         self.pace.mark("wait")
         jax.block_until_ready(self.state)
-        more = multihost.over_processes(self.stream.metrics(), pipeline.OVER_PROCESSES)
-        if due_eval and not owed:
-            with self.figures.outside_a_step():
-                more |= self.evaluation.losses(self.state, now)
-        judged = self.figures.read(more)
-        if (due_save or last) and not self.guard.spike:  # after a spike the run goes back
-            self.kept = judged | more | self.guard.doubt()
-            self.save(number, now.tokens_after, self.kept, last, owed)
+        _, figures = self.figures.read()
+        measured = multihost.over_processes(self.stream.metrics(), pipeline.OVER_PROCESSES)
+        try:
+            with self.pace.outside_a_step():
+                if due_eval and not owed:
+                    measured |= self.evaluation.losses(self.state, now)
+                measured |= self.observe(observers, number, figures | measured)
+        finally:  # the step's own figures are written whatever fails
+            self.figures.write(now, figures | measured)
+        # After a spike the run goes back.
+        if (due_save or last or self.ended) and not self.guard.spike:
+            judged = {name: float(figures[name]) for name in retention.FIGURES}
+            self.kept = judged | measured | self.guard.doubt()
+            self.save(number, now.tokens_after, self.kept, bool(last or self.ended), owed)
         return owed
+
+    def observe(self, observers: Sequence[Observer], number: int, figures: dict) -> dict:
+        """Calls the observers; gives their figures."""
+        found: dict[str, float] = {}
+        for observer in observers:
+            self.pace.begin("evaluate", number, id(observer))
+            try:
+                found |= observer.after_step(number, self.state, figures | found) or {}
+            except EndRun as end:
+                self.ended = str(end)
+        return found
 
     def save(self, number: int, tokens: int, figures: dict, last: bool, owed: bool = False) -> None:
         """Begins a save of the state, with all that a resumed run needs; only the last is waited
@@ -339,7 +379,7 @@ class Loop:
         """
         if not self.guard.due(now.number):
             return None
-        with self.figures.outside_a_step():
+        with self.pace.outside_a_step():
             self.pace.begin("evaluate", now.number, (now.phase_index, now.sequences, "again"))
             params, bias, frozen = (
                 self.state["params"],

@@ -1,9 +1,9 @@
 """The figures of each step: read one step late, so that no device waits, written to files and
 trackers, and shown.
 
-figures.dispatched(now, of_the_step)     reads the figures of the step before
-figures.read(more)                       reads the figures of this step, where something is due after it
-with figures.outside_a_step(): ...       time that belongs to no step
+figures.dispatched(now, of_the_step)     reads and writes the figures of the step before
+figures.read()                           reads those of this step, where something is due after it,
+figures.write(figures, more)             and writes them with what was measured then
 
 Figures are the same in all processes; process 0 writes and shows them.
 """
@@ -16,8 +16,6 @@ import os
 import re
 import statistics
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,54 +61,45 @@ class Figures:
         self.unsound = unsound  # updates in a row without effect, up to the last one
         self._pending: tuple[Step, Any, float | None] | None = None
         self._peak = peak_flops(jax.devices()[0].device_kind, planned.recipe.config.precision)
-        self.begin()
-
-    def begin(self) -> None:
-        """Starts the clock of the first step."""
-        self._clock = time.perf_counter()
-
-    @contextlib.contextmanager
-    def outside_a_step(self) -> Iterator[None]:
-        """Leaves the time within out of the step's."""
-        since = time.perf_counter()
-        yield
-        self._clock += time.perf_counter() - since
 
     def dispatched(self, now: Step, figures: Any) -> None:
         """Takes the figures of a step that has been dispatched, and reads those of the step
         before."""
         if self._pending:
-            self.read()
+            self.write(*self.read())
         self._pace.mark("figures")
         # A CPU is done with the step by now, an accelerator when its figures have come.
-        self._pending = (now, figures, self._lap() if figures["loss"].is_ready() else None)
+        ready = figures["loss"].is_ready()
+        self._pending = (now, figures, self._pace.step_seconds() if ready else None)
 
-    def read(self, more: dict[str, Any] | None = None) -> dict[str, float]:
-        """Reads the pending figures and hands them on; gives those that a checkpoint is judged
-        by."""
+    def read(self) -> tuple[Step, dict[str, Any]]:
+        """Waits for the figures of the last step; (the step, its figures)."""
         assert self._pending is not None
         (now, found, seconds), self._pending = self._pending, None
         self._pace.mark("wait")
         found = nan_without_targets(jax.device_get(found))
         self._pace.mark("figures")
-        seconds, tokens = seconds or self._lap(), now.tokens_after - now.tokens_before
-        figures = {"tokens": now.tokens_after, **found, **(more or {})}
+        seconds, tokens = seconds or self._pace.step_seconds(), now.tokens_after - now.tokens_before
+        figures = {"tokens": now.tokens_after, **found}
         figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
         if self._peak:
             model = self._recipe.phases[now.phase_index].config.model
             flops = model_flops(model, now.phase.seq_len) * tokens
             figures["mfu"] = flops / seconds / self._peak / len(jax.devices())
+        return now, figures
+
+    def write(self, now: Step, figures: dict[str, Any]) -> None:
+        """Hands a step's figures, and what was measured after it, to files, guard and terminal."""
         self.unsound = 0 if retention.sound(figures) else self.unsound + 1
         if now.number % PER_LAYER_EVERY and now.number not in (1, self._recipe.last_step):
             figures.pop("load", None)
-        figures |= self._store.figures() | self._guard.figures(now.number)
+        figures = figures | self._store.figures() | self._guard.figures(now.number)
         self._guard.see(now.number, now.phase_index, figures)
         self.writer.write(now.number, figures)
         # which is compiled; later programs' first steps leave a median as it is
         if now.number > self._first_step:
-            self._seconds_per_token.append(seconds / tokens)
+            self._seconds_per_token.append(1 / figures["tokens_per_second"])
         self._show(now.number, figures)
-        return {name: float(found[name]) for name in retention.FIGURES}
 
     def _show(self, step: int, figures: dict[str, Any]) -> None:
         every, last = self._recipe.config.log.every, self._recipe.last_step
@@ -134,18 +123,13 @@ class Figures:
         """Reads the pending figures and writes all lines."""
         if self._pending:
             with contextlib.suppress(Exception):
-                self.read()
+                self.write(*self.read())
         self.writer.close()
 
     def drop(self) -> None:
         """Closes the files without the figures that are not read yet."""
         self._pending = None
         self.close()
-
-    def _lap(self) -> float:
-        """Seconds since the last lap."""
-        last, self._clock = self._clock, time.perf_counter()
-        return self._clock - last
 
 
 def nan_without_targets(figures: dict) -> dict:

@@ -1,17 +1,20 @@
-"""Reports where the loop is (`cluster.beats`), and measures the parts of each step's seconds.
+"""The loop's clock: reports where the loop is (`cluster.beats`), and measures each step's seconds.
 
     pace.begin("step", number, program)   waits for a batch; the first call of a program counts as "compile"
     pace.dispatch()                       the step's program is called
     pace.at(section, number, mark)        any other place; pace.mark(mark): the same section and step go on
     pace.lap()                            the step has ended
+    pace.start(); pace.step_seconds()     seconds from the end of one step to that of the next,
+    with pace.outside_a_step(): ...       without what evaluations and saves take
 
-A step's own seconds leave out the time that this process waited for data, figures or other
-processes.
+A step's own seconds, which `lap` reports, leave out the time that this process waited for data,
+figures or other processes.
 """
 
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import jax
 
@@ -29,6 +32,23 @@ class Pace:
         self._known, self._compiled = set[Hashable](), False
         self._spent = defaultdict[tuple[str, str], float](float)
         self._place, self._step, self._since = ("start", ""), 0, time.perf_counter()
+        self.start()
+
+    def start(self) -> None:
+        """The first step begins now."""
+        self._step_began = time.perf_counter()
+
+    def step_seconds(self) -> float:
+        """Ends a step: its seconds. The next one begins."""
+        began, self._step_began = self._step_began, time.perf_counter()
+        return self._step_began - began
+
+    @contextlib.contextmanager
+    def outside_a_step(self) -> Iterator[None]:
+        """Leaves the time within out of the step's seconds."""
+        since = time.perf_counter()
+        yield
+        self._step_began += time.perf_counter() - since
 
     def at(self, section: str, step: int, mark: str = "") -> None:
         """Reports that the loop is here now, and counts the time until now for its last place."""

@@ -1,0 +1,29 @@
+"""What a caller hands to a run to look at it while it trains: `zaya_jax.train(.., observers=[..])`.
+
+class Picture:
+    every = 100
+
+    def after_step(self, number, state, figures):
+        ...
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Observer(Protocol):
+    """Something of the caller's that looks at a run after every so many steps: an evaluation of
+    one's own, a picture, an early stop."""
+
+    every: int
+
+    def after_step(self, number: int, state: dict, figures: dict) -> Mapping[str, float] | None:
+        """Called in all processes, with the state after step `number` and the step's figures.
+
+        What it returns is added to the figures of the step; it must be the same in all processes.
+        `EndRun` ends the run. The state must not be kept: the next step reuses its memory.
+        """
+
+
+class EndRun(Exception):
+    """Raised by an observer: the run saves, and ends with code 0 and this reason."""
