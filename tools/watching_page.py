@@ -28,9 +28,12 @@ recorded trees of sysfs and a simulated NVML. The check before a start ran only 
 ## Lines of logs
 
 Rules are data: `zaya_jax/aegis/rules_process.toml` and `rules_kernel.toml`. The first matching rule wins, in the
-order below. A line is read up to {longest:,} characters. Lines that differ only in numbers are reported at the 1st,
-10th, 100th, ... of them, with their count. With several processes, the first cause is the earliest finding that is
-neither a note nor a *consequence*, a line that a process prints when another one is gone. A process's exit shows that
+order below. Words of a kernel's message that take it back ("corrected", "recovered", "deferred", "non-fatal", "ignored"
+and the like) lower its action to a warning, a note or nothing. A Python exception counts as the end of a traceback
+only, a library's message of a broken device only in a library's form. A line is read up to {longest:,} characters.
+Lines that differ only in numbers are reported at the 1st, 10th, 100th, ... of them, with their count. With several
+processes, the first cause is the earliest finding that is neither a note nor a *consequence*, a line that a process
+prints when another one is gone. A process's exit shows that
 it died, and its lines explain why; by themselves they act only if a device must not be used again.
 
 The kernel's log is `/dev/kmsg`, from the agent's start on. It needs `kernel.dmesg_restrict=0` or CAP_SYSLOG. If it is
@@ -88,7 +91,8 @@ NOTIFY = """
 
 The leading agent runs `--command` at each event, with the event as JSON on its standard input and `ZAYA_EVENT` (kind),
 `ZAYA_NODE`, `ZAYA_GROUP` and `ZAYA_TEXT` (one line) in its environment. Nothing waits for it; failures and dropped
-events are counted. Notes are not passed on. A webhook is such a command:
+events are counted. Notes, and lines of class *user* that explain no end, are not passed on. A webhook is such a
+command:
 
     --command="curl -sf -m 10 -H 'Content-Type: application/json' --data-binary @- https://HOST/HOOK"
 

@@ -23,31 +23,93 @@ def lines(name):
             yield left, right
 
 
-def names(kind, line):
-    return [found.name for found in log_rules.Matcher(kind).feed(0, line)]
+TRACEBACK = ("Traceback (most recent call last):", '  File "a.py", line 7, in main', "    main()")
+
+
+def matcher(kind="process", before=()):
+    found = log_rules.Matcher(kind)
+    assert not [one for line in before for one in found.feed(0, line)]
+    return found
+
+
+def names(kind, line, before=()):
+    return [found.name for found in matcher(kind, before).feed(0, line)]
 
 
 @pytest.mark.parametrize(("kind", "rule"), ALL, ids=lambda v: getattr(v, "name", v))
 def test_each_rule_finds_its_example_before_any_other_does(kind, rule):
-    (found,) = log_rules.Matcher(kind).feed(5, rule.example)
+    (found,) = matcher(kind, TRACEBACK).feed(0, rule.example)
     named = rule.regex.search(rule.example).groupdict().get("process")
-    expected = rule.name, rule.group, rule.action, int(named or 5)
+    expected = rule.name, rule.group, rule.action, int(named or 0)
     assert (found.name, found.group, found.action, found.process) == expected
     assert found.seen.startswith(rule.example[:300])
+
+
+@pytest.mark.parametrize("rule", log_rules.load("kernel"), ids=lambda rule: rule.name)
+def test_no_rule_of_the_kernel_takes_the_line_that_only_looks_like_its_own(rule):
+    found = matcher("kernel").feed(0, rule.unlike)
+    assert rule.unlike and (rule.name, rule.action) not in [(f.name, f.action) for f in found]
+
+
+def test_a_kernels_message_does_what_all_of_it_says():
+    """Healthy nodes were left out for the head of a message whose tail takes it back."""
+    judged = list(lines("judged"))
+    assert len(judged) > 40
+    assert not [
+        (wanted, found, line)
+        for wanted, line in judged
+        if (found := [f.action for f in matcher("kernel").feed(-1, line)] or ["nothing"])
+        != [wanted]
+    ]
+
+
+TAILS = {
+    "ignored": "",
+    "corrected": "note",
+    "correctable": "note",
+    "recovered": "warn",
+    "recoverable": "warn",
+    "deferred": "warn",
+    "nonfatal": "warn",
+    "Non-Fatal": "warn",
+    "not corrected": "exclude",
+    "could not be recovered": "exclude",
+    "unrecoverable": "exclude",
+    "uncorrected": "exclude",
+}
+EXCLUDES = [r for r in log_rules.load("kernel") if r.action == "exclude"]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("rule", EXCLUDES, ids=lambda rule: rule.name)
+def test_a_tail_takes_any_message_back(rule, tail):
+    found = matcher("kernel").feed(-1, f"{rule.example} ({tail})")
+    assert [f.action for f in found] == ([TAILS[tail]] if TAILS[tail] else [])
 
 
 @pytest.mark.parametrize("kind", log_rules.KINDS)
 def test_lines_of_trouble_are_named(kind):
     wrong = [
-        (wanted, names(kind, line), line)
+        (wanted, names(kind, line, TRACEBACK), line)
         for wanted, line in lines(kind)
-        if names(kind, line) != [wanted]
+        if names(kind, line, TRACEBACK) != [wanted]
     ]
     assert not wrong
 
 
 def test_harmless_lines_are_passed_over():
     assert not [(line, names(kind, line)) for kind, line in lines("harmless") if names(kind, line)]
+
+
+def test_an_exception_counts_as_the_end_of_a_traceback_alone():
+    line = "ValueError: shapes (3, 4) and (5,) are not the same"
+    assert names("process", line) == []
+    assert names("process", line, ["a text of two lines", "  with a margin"]) == []
+    assert names("process", line, TRACEBACK) == ["program error"]
+    assert names("process", line, [*TRACEBACK, "it was caught, and the program went on"]) == []
+    found = matcher(before=TRACEBACK)
+    assert found.feed(1, line) == []  # another process's
+    assert [f.name for f in found.feed(0, line)] == ["program error"] and found.feed(0, line) == []
 
 
 def test_a_whole_healthy_run_gives_nothing():

@@ -169,6 +169,32 @@ def test_garbage_is_said_once_and_no_exception(node):
     assert not any("Error" in f.seen for f in found)  # no watcher failed
 
 
+@pytest.mark.parametrize(
+    ("form", "finds"),
+    [
+        ("ue: {}\r\nce: 7\r\nde: 0\r\n", True),
+        ("ue: {}, ce: 7, de: 0", True),
+        ("  ue: {}\n  ce: 7", True),
+        ("ue: 0x{}\nce: 7", False),
+        ("ue: many, {}\nce: 7", False),
+        ("uncorrected {}", False),
+        ("\0\0{}\0", False),
+    ],
+)
+def test_a_count_in_another_form_is_read_or_said_once(node, form, finds):
+    """It was taken for zero: after a driver's change of format all memory errors went unseen."""
+    place = node.root / "sys/class/drm/card2/device/ras/umc_err_count"
+    place.write_bytes(form.format(0).encode())
+    before = node.looks(2)
+    place.write_bytes(form.format(3).encode())
+    found = before + node.looks(2)
+    assert [(f.name, f.device) for f in found if f.group != "note"] == (
+        [("gpu uncorrectable memory error", "card2")] if finds else []
+    )
+    notes = [f.seen for f in found if f.group == "note"]
+    assert len(notes) == (not finds) and all("card2/device/ras/umc_err_count" in n for n in notes)
+
+
 def test_counters_that_wrap_begin_anew(node):
     place = node.root / "sys/class/infiniband/mlx5_1/ports/1/counters/symbol_error"
     place.write_text(str(2**32 - 3))

@@ -239,9 +239,10 @@ class Tree:
             return []
 
     def note(self, words: str) -> None:
-        """Adds a note to report once."""
-        if words not in self._noted and len(self._noted) < 1000:
-            self._noted.add(words)
+        """Adds a note, `source: what is wrong`, to report once for each source."""
+        source = words.partition(": ")[0]
+        if source not in self._noted and len(self._noted) < 1000:
+            self._noted.add(source)
             self._new.append(words)
 
     def notes(self) -> list[Finding]:

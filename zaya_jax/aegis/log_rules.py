@@ -21,11 +21,31 @@ from zaya_jax.cluster.events import Finding
 KINDS = ("process", "kernel")
 # characters of a line that are looked at: the time for some patterns grows with their square
 LONGEST = 1024
-SHOWN = 400  # and that a finding keeps
+SHOWN = 800  # and that a finding keeps
 MOST_KINDS = 1000  # of lines that are counted apart; later ones are counted by their rule alone
 READ = 1 << 20  # bytes of the kernel's log at one look
 KMSG = "dev/kmsg"
-_PCI = r"(?P<device>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
+_PCI = r"(?P<device>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
+_XID = rf"NVRM: Xid \((?:PCI:)?{_PCI}[^)]*\): "
+# How libraries begin the message of an error, as a text that speaks of one does not.
+_FAULT = (
+    r"^(?:\d{4}-\d\d-\d\d \S+ [EFW] \S+ )?(?:[EFW]\d{4} .*?\] |error: |[\w.]*(?:Error|Exception): "
+    r"|[A-Z_]{5,}: |\S+ \[\d+\] .*NCCL WARN |:\d+:\S+\.cpp )"
+)
+# Words that take a kernel's message back wherever they stand in it, and the most that its rule may
+# do then; "" is nothing. ("page: Ignored" is a memory failure that could not be handled.)
+_BUT = r"(?<!not )(?<!not be )\b"
+TAKEN_BACK = (
+    (re.compile(rf"(?i)(?<!page: ){_BUT}ignored\b"), ""),
+    (re.compile(rf"(?i){_BUT}correct(?:ed|able)\b"), "note"),
+    (
+        re.compile(
+            rf"(?i){_BUT}(?:recovered|recoverable|deferred|non-?fatal|contained|resolved|cleared"
+            r"|restored|succeeded|successful(?:ly)?)\b"
+        ),
+        "warn",
+    ),
+)
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
 
@@ -34,7 +54,8 @@ _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
 class Rule:
     """One kind of line, whose pattern may name a `device` and a `process`.
 
-    `consequence`: it follows from something elsewhere, and is never the first cause.
+    `unlike`: a line like `example` that is none. `consequence`: it follows from something
+    elsewhere, and is never the first cause. `raised`: only as the end of a traceback.
     """
 
     name: str
@@ -42,12 +63,15 @@ class Rule:
     group: str
     action: str
     example: str
+    unlike: str = ""
     consequence: bool = False
+    raised: bool = False
 
     @functools.cached_property
     def regex(self) -> re.Pattern:
-        """The pattern, with its placeholder filled in."""
-        return re.compile(self.pattern.replace("<pci>", _PCI))
+        """The pattern, with its placeholders filled in."""
+        pattern = self.pattern.replace("<xid>", _XID).replace("<fault>", _FAULT)
+        return re.compile(pattern.replace("<pci>", _PCI))
 
 
 @functools.cache
@@ -57,27 +81,25 @@ def load(kind: str) -> tuple[Rule, ...]:
     return tuple(Rule(**given) for given in tomllib.loads(text)["rule"])
 
 
-@functools.cache
-def consequences() -> frozenset[str]:
-    """Names of the rules that are consequences."""
-    return frozenset(rule.name for kind in KINDS for rule in load(kind) if rule.consequence)
-
-
 class Matcher:
     """Finds rules in lines, and counts."""
 
     def __init__(self, kind: str = "process"):
-        self._rules = load(kind)
+        self._rules, self._of_kernel = load(kind), kind == "kernel"
+        self._in_traceback: dict[int, bool] = {}  # of a process
         self._counts: dict[tuple[int, str, str], int] = {}
 
     def feed(self, process: int, line: str | bytes) -> list[Finding]:
         """The findings of a process's line; bytes need not be UTF-8."""
         if isinstance(line, bytes):
             line = line[: 4 * LONGEST].decode("utf-8", errors="replace")
+        raised = self._in_traceback.get(process, False)
+        begins = line.startswith(("Traceback (most recent call last)", '  File "'))
+        self._in_traceback[process] = begins or (raised and line[:1].isspace())
         line = line[:LONGEST].strip()
         for rule in self._rules:
             found = rule.regex.search(line)
-            if found:
+            if found and (raised or not rule.raised):
                 named = found.groupdict()
                 # a line may name another process than its own
                 whose = int(named.get("process") or process)
@@ -89,13 +111,15 @@ class Matcher:
         if key not in self._counts and len(self._counts) >= MOST_KINDS:
             key = process, rule.name, ""
         count = self._counts[key] = self._counts.get(key, 0) + 1
-        if str(count).strip("0") != "1":  # neither 1 nor 10 nor 100 ...
+        taken = [most for words, most in TAKEN_BACK if self._of_kernel and words.search(line)]
+        action = min([rule.action, *taken], key=("", *events.ACTIONS).index)
+        if not action or str(count).strip("0") != "1":  # neither 1 nor 10 nor 100 ...
             return []
         line = events.printable(line)
         seen = line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
         if count > 1:
             seen += f" ({count:,} such lines)"
-        return [Finding(rule.name, rule.group, rule.action, seen, process, device)]
+        return [Finding(rule.name, rule.group, action, seen, process, device)]
 
 
 class Kernel:

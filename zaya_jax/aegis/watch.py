@@ -42,7 +42,6 @@ class Host(Watcher):
     name = "host"
 
     def look(self, judge: Judge) -> Iterator[Finding]:
-        """See `limits`."""
         tree = self.tree
         memory = self._pairs("proc/meminfo")
         whole, left = memory.get("MemTotal"), memory.get("MemAvailable")
@@ -84,7 +83,6 @@ class Ports(Watcher):
         self._active: set[str] = set()
 
     def look(self, judge: Judge) -> Iterator[Finding]:
-        """See `limits`."""
         tree, now = self.tree, {}
         for card in tree.names(INFINIBAND):
             for port in tree.names(f"{INFINIBAND}/{card}/ports"):

@@ -46,7 +46,6 @@ class _Gpus(Watcher):
         """All GPUs that answer."""
 
     def look(self, judge: Judge) -> Iterator[Finding]:
-        """See `limits`."""
         readings = self.read()
         here = {reading.device for reading in readings}
         for device, identity in self._seen.items():
@@ -95,26 +94,29 @@ class Amd(_Gpus):
         gpu.clock = self._clock(f"{place}/pp_dpm_sclk")
         for name in tree.names(f"{place}/ras"):
             if name.endswith("_err_count"):
-                self._errors(
-                    gpu, name.removesuffix("_err_count"), tree.text(f"{place}/ras/{name}") or ""
-                )
+                self._errors(gpu, name.removesuffix("_err_count"), f"{place}/ras/{name}")
         # `0x027f5d43 : 0x00001000 : R`: a page, its size, and R retired, P pending, F could not be.
         pages = tree.text(f"{place}/ras/gpu_vram_bad_pages")
-        gpu.failed = len(re.findall(r": *F$", pages, re.M)) if pages is not None else None
+        gpu.failed = len(re.findall(r": *F\s*$", pages, re.M)) if pages is not None else None
         return gpu
 
-    def _errors(self, gpu: Reading, block: str, text: str) -> None:
+    def _errors(self, gpu: Reading, block: str, path: str) -> None:
         """`ue: 0`, `ce: 0` (corrected, which is usual) and, of newer drivers, `de: 0`."""
+        text = self.tree.text(path)
+        found = re.findall(r"\b(ue|de)\s*[:=]\s*(\S+)", text or "")
+        if text and "ue" not in dict(found):
+            self.tree.note(f"{path}: {text[:40]!r} has no count of uncorrectable errors")
         uncorrectable = (
             "gpu uncorrectable memory error" if block == "umc" else "gpu uncorrectable error"
         )
-        for kind, value in re.findall(r"^(ue|de): *(\d+)$", text, re.M):
+        for kind, value in dict(found).items():
             name = uncorrectable if kind == "ue" else "gpu deferred error"
-            gpu.counters.append((name, f"{block} {kind}", float(value)))
+            count = self.tree.parse(value.rstrip(",;"), f"{path} {kind}")
+            gpu.counters.append((name, f"{block} {kind}", count))
 
     def _clock(self, path: str) -> float | None:
         """The level with a star: `1: 2100Mhz *`."""
-        found = re.search(r"^\w+: *(\d+)[Mm][Hh]z \*$", self.tree.text(path) or "", re.M)
+        found = re.search(r"^\w+: *(\d+)[Mm][Hh]z \*\s*$", self.tree.text(path) or "", re.M)
         return float(found[1]) if found else None
 
 
@@ -150,7 +152,6 @@ class Nvidia(_Gpus):
             return None
 
     def read(self) -> list[Reading]:
-        """All that NVML counts."""
         if self._nvml is None:
             return []
         count = self._ask("nvmlDeviceGetCount") or 0
