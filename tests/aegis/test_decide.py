@@ -1,6 +1,7 @@
 """The state machine that decides: each rule by itself, then random orders of facts, which never
 leave it at a loss."""
 
+import collections
 import random
 
 import pytest
@@ -30,6 +31,7 @@ from zaya_jax.aegis.facts import (
     Tick,
 )
 from zaya_jax.cluster.events import ACTIONS, CLASSES, Finding
+from zaya_jax.guard import guard
 
 
 class World:
@@ -178,17 +180,91 @@ def test_pauses_grow_and_progress_resets_them():
     assert world.events("died")[-1]["done"] == "restart at once"
 
 
-def test_a_wrong_device_goes_where_a_spare_is_and_else_once_more():
+Device = collections.namedtuple("Device", "name process_index")
+Device.__str__ = lambda self: self.name
+
+
+def says(processes, hosts=("host0", "host1", "host2")):
+    """The finding in the line of a run that ends because a device of these processes is wrong."""
+    devices = [Device(f"cpu:{2048 * p}", p) for p in processes]
+    line = f"error: {guard.in_words(devices, hosts)} computes wrongly: it gave other bits"
+    (found,) = log_rules.Matcher().feed(0, line)
+    assert found.name == cause.WRONG
+    return Found(0, found)
+
+
+@pytest.mark.parametrize("first", [(0, 1), (1, 0)])
+def test_a_wrong_device_goes_where_a_spare_is_and_else_once_more(first):
     world = World(nodes=2, agents=3)
-    world.exit((1, 5), (0, 5))
+    world.take(says([1]))
+    world.exit(*[(node, 5) for node in first])
     assert world.starts() == [(0, 1), (0, 2)] and world.decider.excluded == {
         1: "a device computes wrongly"
     }
     world = World(nodes=2)
-    world.exit((1, 5), (0, 5))
+    world.take(says([1]))
+    world.exit(*[(node, 5) for node in first])
     assert world.starts() == [(0, 1)] * 2
-    world.exit((1, 5), (0, 5))
+    world.take(says([1]))
+    world.exit(*[(node, 5) for node in first])
     assert world.end() == 5
+
+
+@pytest.mark.parametrize(
+    ("suspects", "out"),
+    [
+        ([0, 0], 0),  # two devices of one process
+        ([2, 3], 1),  # a group on one node
+        ([1, 2], None),  # on two
+        (range(4), None),
+        (range(17), None),  # more than the line names
+        (None, None),  # the line was lost
+        ([9], None),  # a process that is not there
+    ],
+)
+@pytest.mark.parametrize("first", [(0, 1), (1, 0)])
+def test_a_node_is_left_out_only_if_all_suspects_are_on_it(suspects, out, first):
+    """The node whose end was heard first was left out for good where nobody knew the culprit."""
+    world = World(nodes=2, agents=3, each=2)
+    if suspects is not None:
+        world.take(says(suspects, ["a-host-of-a-long-name.example.net"] * 20))
+    for node in first:
+        world.take(Exited(node, 2 * node, 5), Exited(node, 2 * node + 1, 5), Ready(node))
+    assert list(world.decider.excluded) == ([] if out is None else [out])
+    (died,) = world.events("died")
+    assert died["node"] == ("" if out is None else f"host{out}")
+    assert died["concluded"] == "a device computes wrongly" and len(world.starts()) == 2
+
+
+BEGUN = Ready(1), Ready(2), Ready(3)
+HUNG = Hung(1, 1, "stands", "first", 5.0)
+SLOW = Found(0, Finding("straggler", "note", "exclude", "slow"))
+BEFORE = {  # a state, by the facts that lead to it
+    "gathering": (),
+    "running": BEGUN,
+    "leaving": (*BEGUN, SLOW),
+    "ending": (*BEGUN, Exited(1, 1, 1)),
+    "collecting": (*BEGUN, HUNG),
+    "stopping": (*BEGUN, HUNG, Collected("")),
+    "waiting": (*BEGUN, Exited(1, 1, 4), Ready(1), Exited(0, 0, 4), Ready(0)),
+}
+
+
+@pytest.mark.parametrize("state", BEFORE)
+def test_a_finding_that_excludes_is_remembered_in_whatever_state_it_comes(state):
+    decider, seen = Decider(Rules(2, 4, 2), 0.0), []
+    come = [Came(node, f"host{node}") for node in range(4)]
+    for fact in (*come, Ready(0), *BEFORE[state]):
+        decider.take(fact, 1.0)
+    assert decider.state == state
+    broken = Finding("gpu uncorrectable memory error", "critical", "exclude", "1 -> 2")
+    rest = BEGUN[1:] if state == "gathering" else ()
+    for number, fact in enumerate([Found(1, broken), Ready(0), Ready(1), *rest, *[Tick()] * 20]):
+        seen += decider.take(fact, 2.0 + 5 * number)
+    (start,) = [action for action in seen if isinstance(action, Start)]
+    assert 1 not in start.nodes and 1 in decider.excluded
+    (told,) = [a.given for a in seen if isinstance(a, Say) and a.kind in ("log", "hardware")]
+    assert told["done"]
 
 
 def test_a_critical_finding_isolates_its_host():
@@ -469,39 +545,6 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
         if decider.state in ("running", "leaving") and running and running <= dead:
             give(Hung(min(running), 0, "silent", "c", 5.0))  # as the agents would notice
     assert over, f"no end: {decider.state}"
-
-
-def test_all_end_with_5_and_the_one_that_is_named_is_the_culprit():
-    """Its line comes from process 0, which prints for all; the node whose process it names gives
-    way to the spare."""
-    world = World(nodes=2, agents=3, each=2)
-    line = Finding(
-        cause.WRONG, "critical", "warn", "error: cpu:3 of process 3 on host1 computes wrongly", 3
-    )
-    world.take(Found(0, line))
-    world.take(
-        Exited(0, 0, 5), Exited(0, 1, 5), Ready(0), Exited(1, 2, 5), Exited(1, 3, 5), Ready(1)
-    )
-    (died,) = world.events("died")
-    assert (died["node"], died["process"], died["group"]) == ("host1", 3, "critical")
-    assert list(world.decider.excluded) == [1] and world.starts()[-1] == (0, 2)
-
-
-def test_one_of_several_devices_excludes_nobody():
-    world = World(nodes=2, agents=3)
-    line = Finding(
-        f"one of several {cause.WRONG}",
-        "critical",
-        "warn",
-        "error: one of a, b computes wrongly",
-        0,
-    )
-    world.take(Found(0, line))
-    world.exit((0, 5), (1, 5))
-    assert world.events("died")[0]["process"] == -1 and not world.decider.excluded
-    world.take(Found(0, line))
-    world.exit((0, 5), (1, 5))
-    assert world.end() == 5  # again, and no node is known to be at fault
 
 
 def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():

@@ -15,12 +15,12 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
-from zaya_jax.aegis import facts, log_rules
+from zaya_jax.aegis import facts
 from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY
 
 COMPUTES_WRONGLY = "computes wrongly"
-WRONG = f"device {COMPUTES_WRONGLY}"  # how the rules call a line that names it
+WRONG = f"device {COMPUTES_WRONGLY}"  # the rule for the line with which such a run ends
 TOGETHER = 2.0  # seconds; an end so soon after the first one may be its cause, reported later
 EXPLAINS = 60.0  # a finding so long before an end may be its reason
 # Codes with which a training says itself why it ends: no line of a log explains them better.
@@ -119,10 +119,7 @@ def first_end(
 
 
 def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
-    follows = log_rules.consequences()
-    found = [
-        e for e in before if e[1].finding.action != "note" and e[1].finding.name not in follows
-    ]
+    found = [e for e in before if e[1].finding.action != "note"]  # as all consequences are
     if by_signal(first.code):  # later lines of others follow from it
         found = [
             e
@@ -147,17 +144,20 @@ def _accuse_each_other(reported: Iterable[Finding]) -> tuple[int, int] | None:
 
 
 def _name_process(cause: Cause, reported: Iterable[Finding], node_of: Callable[[int], int]) -> None:
-    """All processes end with these codes together; a line of one of them names the culprit."""
+    """All processes end with these codes together; a line of one of them names the culprit, or
+    several suspects. A node is left out only if all of them are on it."""
     wrong = cause.code == HARDWARE
-    cause.group, cause.exclude = ("critical", True) if wrong else ("storage", False)
+    cause.group = "critical" if wrong else "storage"
     cause.concluded = "a device computes wrongly" if wrong else "the storage fails"
-    lines = [
-        f for f in reported if f.group == cause.group and (not wrong or f.name.endswith(WRONG))
-    ]
-    if not lines:
-        return
-    cause.seen, cause.process = f"{cause.seen}; {lines[-1].seen}", lines[-1].process
-    if wrong and lines[-1].name != WRONG:  # one of several
-        cause.process, cause.node, cause.exclude = -1, -1, False
-    elif (node := node_of(cause.process)) >= 0:
-        cause.node = node
+    lines = [f for f in reported if (f.name == WRONG if wrong else f.group == "storage")]
+    suspects = [] if wrong else [cause.process]
+    if lines:
+        cause.seen = f"{cause.seen}; {lines[-1].seen}"
+        # "of process 0 on a, process 1 on b computes wrongly" (`guard`)
+        named = re.search(r"\bof (process .*?) computes wrongly", lines[-1].seen)
+        those = re.findall(r"process (\d+) on ", named[1] if named else "")
+        suspects = [int(process) for process in those] if wrong else [lines[-1].process]
+    nodes = {node_of(process) for process in suspects}
+    cause.process = suspects[0] if len(suspects) == 1 else -1
+    cause.node = nodes.pop() if len(nodes) == 1 else -1 if wrong else cause.node
+    cause.exclude = wrong and cause.node >= 0

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.aegis import facts
-from zaya_jax.aegis.cause import COMPUTES_WRONGLY, Cause, by_signal, cause_of, first_end, shell
+from zaya_jax.aegis.cause import (
+    COMPUTES_WRONGLY,
+    TOGETHER,
+    Cause,
+    by_signal,
+    cause_of,
+    first_end,
+    shell,
+)
 from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY
 
@@ -87,6 +95,8 @@ class Decider:
         self.rules = rules
         self.state, self.number, self.nodes = S.GATHERING, 0, tuple[int, ...]()
         self.excluded: dict[int, str] = {}
+        # Nodes with a finding that excludes: left out of the next start that can do without them.
+        self._unfit: dict[int, str] = {}
         self._checked = tuple[int, ...]()  # the nodes that have just been tried, and start next
         self._now, self._deadline, self._out = now, now + rules.join, list[facts.Action]()
         self._hosts: dict[int, str] = {}
@@ -219,7 +229,11 @@ class Decider:
     def _found(self, fact: facts.Found) -> None:
         finding, done = fact.finding, ""
         self._findings.append((self._now, fact))
-        if self.state == S.RUNNING and finding.action in ("restart", "exclude"):
+        if finding.action == "exclude":
+            self._unfit.setdefault(fact.node, finding.name)
+            done = "the next start leaves it out if others suffice"
+        acts = finding.action in ("restart", "exclude") and fact.node in self.nodes
+        if self.state == S.RUNNING and acts:
             done = self._act_on(fact)
         kind = (
             "straggles" if finding.name == "straggler" else "hardware" if finding.device else "log"
@@ -230,9 +244,6 @@ class Decider:
         """Acts on a finding that calls for a restart; returns the action in words."""
         if fact.finding.action == "exclude" and not self._can_exclude(fact.node):
             return "goes on: no spare node could take its place"
-        if fact.node not in self.nodes:
-            self._exclude(fact.node, fact.finding.name)
-            return "a spare, left out"
         self._cause = cause_of(fact, self._now)
         if fact.finding.group != "note":
             self._kill()
@@ -246,6 +257,12 @@ class Decider:
         if self.state != S.RUNNING:
             return
         self._step = step
+        # The run went on after these lines of its processes, so they explain no end.
+        self._findings = [
+            (when, found)
+            for when, found in self._findings
+            if found.finding.process < 0 or self._now - when <= TOGETHER
+        ]
         if self._recovering:
             cause, was = self._recovering
             self._recovering = None
@@ -314,6 +331,9 @@ class Decider:
         return None
 
     def _gather(self) -> None:
+        for node, reason in self._unfit.items():
+            if node in self.usable() and self._can_exclude(node):
+                self._exclude(node, reason)
         usable, wanted = self.usable(), self.rules
         there = [n for n in usable if n in self._idle][: wanted.nodes]
         to_come = [n for n in range(wanted.agents) if n not in self._hosts]
@@ -392,7 +412,7 @@ class Decider:
         codes = {e.code for _, e in self._exits}
         cause = self._cause
         if cause is None and self._exits:
-            cause = first_end(self._exits, self._findings, self._saved, self._node_of)
+            cause = first_end(self._exits, self._findings, self._saved, self.node_of)
         cause = cause or Cause("died", self._now, seen="nothing of it is there any more")
         if codes == {DONE} and not self._killed:
             return self._end(DONE, "done")
@@ -422,7 +442,7 @@ class Decider:
         self._tried.add(cause.code)
         return self._again(cause)
 
-    def _node_of(self, process: int) -> int:
+    def node_of(self, process: int) -> int:
         """The node of a process of this start, or -1."""
         place = process // self.rules.processes
         return self.nodes[place] if 0 <= place < len(self.nodes) else -1

@@ -135,13 +135,14 @@ def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:
     log = events.Log(workdir, "run")
     for number, one in enumerate(made):
         if number not in written:
+            processes = one.get("processes", [])
             group = "critical" if one["kind"] == "corrupt" else "numbers"
             log.add(
                 one["kind"],
                 group=group,
                 step=one["at"],
                 seen=one.get("seen", ""),
-                process=(one.get("processes") or [-1])[0],
+                process=processes[0] if len(processes) == 1 else -1,
                 node=", ".join(one.get("hosts", [])),
                 done=f"back to step {one['step']}"
                 + (f", {one['batches']} batches left out" if one["batches"] else ""),

@@ -26,6 +26,8 @@ from zaya_jax.guard.decisions import Decision
 from zaya_jax.guard.replay import Mismatch
 from zaya_jax.guard.spikes import Spike, Spikes
 
+NAMED = 16  # processes at most in the line of a device that computes wrongly
+
 
 class Guard:
     """One start's."""
@@ -116,15 +118,9 @@ class Guard:
 
         def decide() -> Decision:
             devices = [mesh.devices.flat[i] for i in finding.devices]
-            named = [
-                f"{d} of process {d.process_index} on {hosts[d.process_index]}"
-                for d in devices
-                if hosts
-            ]
-            which = ("one of " if len(devices) > 1 else "") + ", ".join(named)
             return decisions.after_mismatch(step, self._clean, steps, begin) | {
                 "seen": (
-                    f"{which} computes wrongly: {finding.why} (of {', '.join(finding.weights[:3])}"
+                    f"{in_words(devices, hosts)} computes wrongly: {finding.why} (of {', '.join(finding.weights[:3])}"
                     + (
                         f" and {len(finding.weights) - 3} more)"
                         if len(finding.weights) > 3
@@ -154,3 +150,13 @@ class Guard:
             events.Log(self._workdir, "run").add(
                 kind, group="numbers", step=step, seen=seen, done=done
             )
+
+
+def in_words(devices: Sequence[Any], hosts: Sequence[str] | None) -> str:
+    """Which of them computes wrongly: `aegis.cause` reads the suspected processes from the line that
+    the run ends with. More than a line holds are counted."""
+    what = str(devices[0]) if len(devices) == 1 else f"one of {len(devices)} devices"
+    processes = sorted({device.process_index for device in devices})
+    if not hosts or len(processes) > NAMED:
+        return f"{what} of {len(processes)} processes"
+    return f"{what} of {', '.join(f'process {p} on {hosts[p]}' for p in processes)}"
