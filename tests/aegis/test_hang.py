@@ -21,6 +21,7 @@ class Run:
         )
         self.laps = {p: [] for p in range(count)}
         self.silent: set[int] = set()
+        self.unheard: set[int] = set()  # whose agents say nothing
 
     def at(self, section, step, mark="", of=None):
         for p in range(self.count) if of is None else of:
@@ -32,6 +33,8 @@ class Run:
                 self.pulse[p] = self.now
         views = []
         for p, (section, step, mark, since) in self.where.items():
+            if p in self.unheard:
+                continue
             laps, self.laps[p] = self.laps[p], []
             views.append(
                 View(
@@ -208,6 +211,43 @@ def test_a_silent_node_is_found_by_its_place():
         if found:
             break
     assert found.process == 1 and "without a sign of life" in found.seen
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.6, 2.0])
+@pytest.mark.parametrize("unheard", [{1}, {0, 2}, {0, 1, 2}])
+def test_silent_agents_blame_nobody_while_the_run_goes_on(seconds, unheard):
+    """A pause of an agent, or of its line: its processes compute on, and the others' steps, an
+    evaluation and a save show it. Where no agent is heard nothing is known."""
+    run = Run(3)
+    number = steady(run, seconds)
+    run.unheard = unheard
+    for _ in range(int(20 / seconds)):
+        assert run.step(number, seconds) is None
+        number += 1
+    for section in ("evaluate", "save"):
+        run.at(section, number)
+        assert run.wait(20) is None
+    assert run.step(number + 1, seconds) is None
+    run.unheard = set()
+    assert run.step(number + 2, seconds) is None
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_a_run_that_stands_while_an_agent_is_silent_hangs_as_soon_as_before(ahead):
+    """The others stand too, at the same step or at those that they came to meanwhile."""
+    run = Run(3)
+    number = steady(run, 0.5)
+    run.at("step", number, "dispatch")
+    run.look()
+    run.unheard = {1}
+    for later in range(number, number + ahead):
+        assert run.step(later, 0.5) is None
+    run.at("step", number + ahead, "wait")
+    run.at("step", number, "dispatch", of=[1])
+    begun = run.now
+    found = run.wait(100)
+    assert found.process == 1 and "without a sign of life" in found.seen
+    assert run.now - begun <= 5.0
 
 
 @pytest.mark.parametrize(

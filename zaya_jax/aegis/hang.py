@@ -7,6 +7,9 @@
 
 A run hangs when its least advanced process has stayed at one position for longer than the limit of
 that position. The others wait for it, so only its own limit counts. docs/aegis.md has the limits.
+
+A process whose agent is silent is unknown, which is not standing: steps are synchronous, so it lives
+while others come to later ones, and time counts only as far as any agent has reported.
 """
 
 import collections
@@ -57,6 +60,7 @@ class _Seen:
     view: View
     since: float
     pulse: float
+    heard: float = 0.0  # when its agent last reported it
     stopped: float | None = None  # since when
     ended: int = -1  # the newest step
     laps: collections.deque[float] = dataclasses.field(
@@ -65,12 +69,12 @@ class _Seen:
 
     @property
     def place(self) -> tuple[int, int, int]:
+        if not self.view.section:
+            return -1, 0, 0
         return self.view.step, SECTIONS.index(self.view.section), MARKS.index(self.view.mark)
 
 
 class Hangs:
-    """See the module."""
-
     def __init__(self) -> None:
         self._longest: dict[str, float] = {}  # by place, of all starts
         self._seen: dict[int, _Seen] = {}
@@ -91,8 +95,6 @@ class Hangs:
     def heard(self, node: int, views: Sequence[View], now: float) -> None:
         """Takes the views of a node's agent."""
         for view in views:
-            if view.section not in ("", *SECTIONS) or view.mark not in MARKS:
-                continue  # of a later version
             seen = self._seen.get(view.process)
             if seen is None:
                 seen = self._seen[view.process] = _Seen(
@@ -103,7 +105,7 @@ class Hangs:
                 self._learn(seen.view.section, since - max(seen.since, self._woke))
                 if view.section == "compile":
                     seen.laps.clear()  # another program: its steps may take longer
-            seen.view, seen.pulse = view, now - view.quiet
+            seen.view, seen.pulse, seen.heard = view, now - view.quiet, now
             seen.since = max(since, seen.since)
             for step, whole, _, data in view.laps:
                 seen.ended = int(step)
@@ -118,16 +120,22 @@ class Hangs:
 
     def find(self, now: float) -> Hung | None:
         """The process that has stood still for longer than it may, if there is one."""
+        if not self._seen:
+            return None
         stopped = [
             p
             for p, s in self._seen.items()
-            if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
+            if s.stopped is not None and s.heard - max(s.stopped, self._woke) > STOPPED
         ]
-        if not self._seen:
+        # Those that the furthest ones have left behind since they were last heard of may have moved.
+        furthest, since = max((s.place[:2], s.since) for s in self._seen.values())
+        known = [p for p, s in self._seen.items() if s.place[:2] == furthest or s.heard >= since]
+        first = min(known, key=lambda p: self._order(p, now))
+        told = max(s.heard for s in self._seen.values())
+        late = told - max(self._seen[first].since, self._woke) > self.limit(first)
+        if not stopped and not late:
             return None
-        first = min(stopped or self._seen, key=lambda p: self._order(p, now))
-        late = now - max(self._seen[first].since, self._woke) > self.limit(first)
-        return self._name(first, now) if stopped or late else None
+        return self._name(min(stopped or self._seen, key=lambda p: self._order(p, now)), now)
 
     def limit(self, process: int) -> float:
         """How long this process may be where it is."""
@@ -152,9 +160,8 @@ class Hangs:
 
     def _order(self, process: int, now: float) -> tuple:
         seen = self._seen[process]
-        place = seen.place if seen.view.section else (-1, 0, 0)
         quiet = now - max(seen.pulse, self._woke) > QUIET
-        return place, not quiet, "TDZ".find(seen.view.state) % 4, seen.since
+        return seen.place, not quiet, "TDZ".find(seen.view.state) % 4, seen.since
 
     def _name(self, first: int, now: float) -> Hung:
         seen = self._seen[first]

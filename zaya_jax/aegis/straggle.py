@@ -37,8 +37,6 @@ class Straggler(NamedTuple):
 
 
 class Stragglers:
-    """See the module."""
-
     def __init__(self, nodes: Sequence[int]):
         self._nodes = list(nodes)
         self._waiting: dict[int, dict[int, tuple[float, float]]] = {}
