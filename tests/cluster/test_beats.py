@@ -2,6 +2,9 @@
 a watcher."""
 
 import itertools
+import math
+import random
+import struct
 import subprocess
 import sys
 import time
@@ -10,6 +13,7 @@ import pytest
 
 from zaya_jax.cluster import beats
 
+NAN = math.nan
 TALK = """
 import sys, time
 from zaya_jax.cluster import beats
@@ -73,6 +77,36 @@ def test_never_reads_half_of_it(talker, tmp_path):
     assert len(places) > 100
     process.kill()
     process.communicate()
+
+
+def test_what_a_library_scribbles_over_a_beat_is_none(tmp_path):
+    """The agent ended with a traceback, and the node's processes with it."""
+    path, now = tmp_path / "beats", time.monotonic()
+    sound = {"section": 2, "step": 9, "mark": 3, "since": now, "pulse": now, "laps": 1}
+    lap = struct.pack("<qddd", 8, 1.0, 0.5, 0.1)
+
+    def read(lap=lap, cut=None, **odd):
+        head = struct.pack("<QqqqqddQ", 2, 77, *(sound | odd).values())
+        path.write_bytes((head + lap.ljust(beats.SIZE - len(head), b"\0"))[:cut])
+        return beats.read(path, 0)
+
+    assert read().laps == ((8, 1.0, 0.5, 0.1),)
+    for odd in (
+        *({"section": n} for n in (99, -9, 2**62)),
+        *({"mark": n} for n in (77, -1)),
+        *({"step": n} for n in (-(2**63), -1, 2**62)),
+        *({name: n} for name in ("since", "pulse") for n in (NAN, math.inf, -1e9, now + 1e6)),
+        *(
+            {"lap": struct.pack("<qddd", *n)}
+            for n in ((-5, 1, 1, 1), (8, NAN, 1, 1), (8, 1, -1e300, 1))
+        ),
+        *({"cut": n} for n in (0, 10, beats.SIZE - 1)),
+    ):
+        assert read(**odd) is None, odd
+    rng = random.Random(0)
+    for _ in range(300):
+        path.write_bytes(rng.randbytes(beats.SIZE))
+        assert beats.read(path, 0) is None
 
 
 def test_a_process_that_has_said_nothing_has_no_beat(tmp_path):

@@ -29,7 +29,7 @@ TURN = 0.1  # seconds
 SLEPT = 3.0  # a turn that took so long: this agent stood still
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FAREWELL = 5.0  # seconds for last words
-GONE = "gone: killed, crashed, or the connection is cut"
+GONE = "gone: killed, crashed, the connection is cut, or it sent what is no message"
 
 
 class _AskedToStop(Exception):
@@ -154,7 +154,6 @@ class Leading(Agent):
         self.node.ready()
 
     def tell(self, message: list) -> None:
-        """Of its own node."""
         self.leader.hear(0, message, time.monotonic())
 
     def due(self, now: float) -> None:
@@ -186,12 +185,10 @@ class Leading(Agent):
         self.leader.came(line.index, line.name, line.address, time.monotonic())
 
     def hear(self, line: lines.Line, message: list) -> None:
-        """Passes it on."""
         assert line.index is not None
         self.leader.hear(line.index, message, time.monotonic())
 
     def lost(self, line: lines.Line, why: str = GONE) -> None:
-        """Passes it on, with the reason."""
         self.door.drop(line)
         self.leader.take(facts.Lost(line.index or 0, f"its agent is {why}"), time.monotonic())
 
@@ -228,7 +225,6 @@ class Member(Agent):
         self.node.ready()
 
     def tell(self, message: list) -> None:
-        """Over the line."""
         for line in self.door.known.values():
             line.say(*message)
 
@@ -240,7 +236,6 @@ class Member(Agent):
                 self.end = 1, f"the leader is silent for {self.heartbeat:g} s"
 
     def hear(self, line: lines.Line, message: list) -> None:
-        """An order, or the end of all."""
         kind, *rest = message
         if kind == "end":
             self.end = rest[0], rest[1]
@@ -263,5 +258,6 @@ def _digest(plan: Plan) -> str:
     rules = plan.rules
     # The interpreter's path may differ from node to node; the command may not.
     said = [*plan.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]
-    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    rooms = [Path(__file__).parent, Path(lines.__file__).parent]
+    code = [path.read_text() for room in rooms for path in sorted(room.glob("*.[pt]*"))]
     return hashlib.sha256(json.dumps(said + code).encode()).hexdigest()[:16]

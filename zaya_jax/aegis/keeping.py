@@ -114,7 +114,6 @@ class Keeper(_Worker):
         self._accepted = self._accepted or code != 2
 
     def close(self, seconds: float = SECONDS) -> None:
-        """Waits for the rest, for so long at most."""
         self._closing.set()
         super().close(seconds)
 

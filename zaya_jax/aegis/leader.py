@@ -26,17 +26,36 @@ from zaya_jax.aegis.node import Plan
 from zaya_jax.aegis.preflight import Checking
 from zaya_jax.aegis.straggle import Stragglers
 from zaya_jax.checkpoint import writing
-from zaya_jax.cluster import events
+from zaya_jax.cluster import beats, events, lines
 from zaya_jax.cluster.events import Finding
 
 PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
 LONGEST_SLEEP = 3600.0  # seconds for which an agent that stood still is waited for in a check
 NAMED = 8  # processes whose lines an event has
+FINDING = {
+    "name": str,
+    "group": frozenset(events.CLASSES),
+    "action": frozenset(events.ACTIONS),
+    "seen": str,
+    "process": int,
+    "device": str,
+}
+SECTION, MARK = frozenset(("", *beats.SECTIONS)), frozenset(beats.MARKS)
+# The fields of each message of an agent (`node`); any other drops its sender.
+FIELDS = {
+    "ready": (range(1, 2**16),),
+    "views": (int, [(int, SECTION, int, MARK, float, float, str, [(int, float, float, float)])]),
+    "exited": (int, int, range(-64, 256)),
+    "finding": (FINDING,),
+    "checked": (int, [FINDING], range(1, 2**16)),
+    "linked": (int, float, str),
+    "stacks": (int, dict),
+    "asked": (frozenset(("SIGTERM", "SIGINT", "SIGHUP")),),
+    "slept": (float,),
+}
 
 
 class Leader:
-    """See the module."""
-
     def __init__(
         self,
         plan: Plan,
@@ -63,40 +82,46 @@ class Leader:
         # the process that hangs; of how many the stacks are awaited
         self._first = self._collecting = -1
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
-        self._told_newest = self._told_step = -1
+        self._told_step = -1
         self.end: tuple[int, str] | None = None
         threading.Thread(target=self._progress, name="progress", daemon=True).start()
         self._checked.wait(5)  # unless the disk hangs
-        self._saved(now)  # the checkpoint from which the first start begins
+        # The checkpoint from which the first start begins.
+        self.take(facts.Saved(self._newest), now)
 
     def came(self, node: int, host: str, address: str, now: float) -> None:
-        """An agent is there."""
         self._addresses[node] = address
         self.take(facts.Came(node, host), now)
 
     def hear(self, node: int, message: list, now: float) -> None:
         """Takes an agent's message; of an earlier start's nothing."""
         kind, *rest = message
+        if not lines.fits(rest, FIELDS.get(kind)):
+            raise ValueError(f"{kind} of node {node} has odd fields")
         number = self.decider.number
         if kind == "ready":
             (self._ports[node],) = rest
             self.take(facts.Ready(node), now)
         elif kind == "views" and rest[0] == number:
-            self._views(node, [View(*view) for view in rest[1]], now)
+            views = [View(*view) for view in rest[1]]
+            self._views(node, [v for v in views if self.decider.node_of(v.process) == node], now)
         elif kind == "exited" and rest[0] == number:
             if self.decider.state == "running":  # its last save counts
                 self._checked.clear()
                 self._look.set()
                 self._checked.wait(PROGRESS)
-                self._saved(now)
-            self.take(facts.Exited(node, *rest[1:]), now)
+                self.take(facts.Saved(self._newest), now)
+            if self.decider.node_of(rest[1]) == node:
+                self.take(facts.Exited(node, *rest[1:]), now)
         elif kind == "finding":
             self.take(facts.Found(node, Finding(**rest[0])), now)
         elif kind in ("checked", "linked"):
             if self._checking:
                 self._checking.hear(node, message)
         elif kind == "stacks" and rest[0] == number:
-            self._stacks |= {int(process): stack for process, stack in rest[1].items()}
+            self._stacks |= {
+                int(p): stack for p, stack in rest[1].items() if lines.fits(stack, (str, str))
+            }
             if len(self._stacks) >= self._collecting:
                 self.take(facts.Collected(self._where()), now)
         elif kind == "asked":
@@ -111,7 +136,7 @@ class Leader:
 
     def turn(self, now: float) -> None:
         """Looks for progress, for hanging processes and for slow ones."""
-        self._saved(now)
+        self.take(facts.Saved(self._newest), now)
         if self._checking and (unfit := self._checking.turn(now)) is not None:
             seconds, self._checking = now - self._checking.begun, None
             self.take(facts.Checked(tuple(unfit), seconds), now)
@@ -139,11 +164,6 @@ class Leader:
             words = {"seen": found.seen, "concluded": found.concluded, "done": done}
             self._event("waits", words | {"seconds": round(found.seconds, 3)})
         return waits
-
-    def _saved(self, now: float) -> None:
-        if self._newest != self._told_newest:
-            self._told_newest = self._newest
-            self.take(facts.Saved(self._newest), now)
 
     def _views(self, node: int, views: list[View], now: float) -> None:
         self._hangs.heard(node, views, now)
@@ -225,8 +245,8 @@ class Leader:
     def _event(self, kind: str, given: dict[str, Any]) -> None:
         event = events.Event(kind, time.time(), **given)
         self._keeper.add(event)
-        if kind in ("log", "hardware") and event.group == "note":
-            return  # worth neither a call nor a line on the terminal
+        if kind in ("log", "hardware") and event.group in ("note", "user"):
+            return  # worth neither a call nor a line on the terminal, unless it explains an end
         if self.hook:
             self.hook.tell(event)
         self._say(f"aegis: {event.text()}")

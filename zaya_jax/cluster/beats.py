@@ -25,6 +25,7 @@ SECTIONS = ("start", "compile", "step", "evaluate", "save", "end")
 MARKS = ("", "fetch", "dispatch", "wait", "figures")
 PULSE = 0.5
 LAPS = 64  # steps that are remembered
+MOST = 2**40  # steps or seconds; more are none
 
 # pid, section, step, mark, since, pulse, laps
 _TURN, _REST = (struct.Struct("<Q"), struct.Struct("<qqqqddQ"))
@@ -121,10 +122,12 @@ def lap(step: int, whole: float, own: float, data: float) -> None:
 
 
 def read(path: str | Path, index: int) -> Beat | None:
-    """A process's last report; None if it has not made one."""
+    """A process's last report; None if it has not made one, or something else wrote there."""
     with open(path, "rb") as file:
         for _ in range(100):
             raw, again = (os.pread(file.fileno(), SIZE, index * SIZE) for _ in range(2))
+            if len(raw) < SIZE:
+                return None
             turn, pid, section, step, mark, since, pulse, laps = _HEAD.unpack_from(raw)
             if turn and turn % 2 == 0 and raw[: _TURN.size] == again[: _TURN.size]:
                 break
@@ -132,4 +135,8 @@ def read(path: str | Path, index: int) -> Beat | None:
             return None
     kept = range(max(laps - LAPS, 0), laps)
     found = tuple(Lap(*_LAP.unpack_from(raw, _HEAD.size + i % LAPS * _LAP.size)) for i in kept)
+    numbers = (step, since, pulse, *(number for lap in found for number in lap))
+    sound = all(0 <= n < MOST for n in numbers) and max(since, pulse) <= time.monotonic()
+    if not sound or section not in range(len(SECTIONS)) or mark not in range(len(MARKS)):
+        return None
     return Beat(pid, SECTIONS[section], step, MARKS[mark], since, pulse, found)

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.cluster import lines
+
 FOLDER = "aegis"
 FILES = {"agent": "events.jsonl", "run": "events-run.jsonl"}
 LARGEST = 1e11  # seconds or steps in an event; a wall clock comes there in the year 5138
@@ -52,6 +54,7 @@ class Event:
         )
 
 
+_FIELDS = {field.name: field.type for field in dataclasses.fields(Event)} | {"facts": dict}
 # "note": only written down; "warn": it may explain an end; "exclude": restart without the node;
 # "stop": a person is wanted.
 ACTIONS = ("note", "warn", "restart", "exclude", "stop")
@@ -117,23 +120,21 @@ def read(workdir: str | Path) -> list[Event]:
 
 
 def _event(line: bytes) -> Event:
-    """An error where a number that others compute with is none."""
-    given = dict(json.loads(line))
-    event = Event(
-        **{
-            field.name: given[field.name]
-            for field in dataclasses.fields(Event)
-            if field.name in given
-        }
-    )
+    """An error where a field is of another type, or a number that others compute with is none."""
+    given = json.loads(line)
+    # Events are read on terminals.
+    known: dict[str, Any] = {
+        name: printable(given[name]) if isinstance(given[name], str) else given[name]
+        for name in _FIELDS
+        if name in given
+    }
+    if not lines.fits(known, {name: _FIELDS[name] for name in known}):
+        raise ValueError("odd fields")
+    event = Event(**known)
     counted = [event.facts.get(name, 0) for name in ("decision", "from", "start", "step", "stop")]
-    numbers = [
-        event.time,
-        event.seconds,
-        event.step,
-        *counted,
-        *event.facts.get("sections", {}).values(),
-    ]
-    if not all(-1 <= number < LARGEST for number in numbers):  # NaN is not
+    counted += event.facts.get("sections", {}).values()
+    if not all(
+        -1 <= n < LARGEST for n in (event.time, event.seconds, event.step, *counted)
+    ):  # NaN is not
         raise ValueError("no number of seconds or steps")
     return event

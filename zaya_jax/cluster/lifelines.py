@@ -33,6 +33,8 @@ from zaya_jax.config import UserError
 ALLOWED = 0.9  # of the seconds of silence; the rest is for noticing and leaving
 GOODBYE = 10.0  # seconds that process 0 waits for the others to hang up
 NO_PROCESS = -1  # in place of a process's index: process 0 found it out
+# The fields of each message.
+FIELDS = {"all": (str,), "bye": ()} | dict.fromkeys(("end", "doubt"), (range(256), int, str, str))
 _log = logging.getLogger("zaya_jax")
 
 
@@ -175,6 +177,8 @@ class Lifelines:
 
     def _take(self, line: Line, message: list) -> None:
         kind, *rest = message
+        if not lines.fits(rest, FIELDS.get(kind)):
+            raise ValueError(kind)
         if kind == "all":
             (line.name,) = rest
             self._called.set()

@@ -1,6 +1,7 @@
 """Connections between the agents, or the processes, of one job: lists of JSON over TCP, one a line.
 
     Line(connection)                   say(...), flush(), read(); neither ever waits
+    fits(value, shape)                 whether JSON's value is what a message must have there
     Door(selector, digest, ...)        all lines of one end: greets callers, hears, hangs up
     call(address, index, digest, ...)  the others' connection to number 0
 
@@ -29,11 +30,43 @@ SECRET = "ZAYA_SECRET"
 SHORT, LONG = 1 << 12, 1 << 24  # bytes of a message before and after the greeting
 GREETING = 10.0  # seconds that a caller has for it
 STRANGERS = 256  # at once
+MOST = 1e15  # of any number in a message: seconds, steps, bytes a second
 
 
 def key() -> bytes:
     """The secret that all processes of a job share."""
     return (os.environ.get(SECRET) or os.environ.get("SLURM_JOB_ID") or "zaya_jax").encode()
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Whether a value is of a type (numbers: finite, and no larger than MOST), one of a set or range,
+    a list of one shape ([int]), of several in their order ((int, str)), or a dict of named fields.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    match shape:
+        case type() if shape in (int, float):
+            return number and -MOST < value < MOST and isinstance(value, int | shape)
+        case type():
+            return isinstance(value, shape)
+        case range():
+            return fits(value, int) and value in shape
+        case frozenset():
+            return isinstance(value, str) and value in shape
+        case dict():
+            return (
+                isinstance(value, dict)
+                and value.keys() == shape.keys()
+                and all(fits(value[name], shape[name]) for name in shape)
+            )
+        case list():
+            return isinstance(value, list | tuple) and all(fits(one, shape[0]) for one in value)
+        case tuple():
+            return (
+                isinstance(value, list | tuple)
+                and len(value) == len(shape)
+                and all(map(fits, value, shape))
+            )
+    return False
 
 
 def _proof(secret: bytes, *parts: Any) -> str:
@@ -105,8 +138,8 @@ class Door:
     and hangs up.
 
     For lines of the job alone are called `came(line, before)`, with the line that had this number
-    before; `hear(line, message)`, in which a ValueError or TypeError is the other end's fault; and
-    `lost(line)`, where the other end has hung up. `refused(words)`: a caller knows the key and is
+    before; `hear(line, message)`, in which any error is the other end's fault; and `lost(line)`,
+    where the other end has hung up. `refused(words)`: a caller knows the key and is
     not expected. `digest` must be the same at both ends; `differs` is the message if it is not.
     """
 
@@ -222,7 +255,7 @@ class Door:
                     self._greet(line, message)
                 else:
                     self._hear(line, message)
-        except (ValueError, TypeError):
+        except Exception:  # whatever the other end says, this one goes on
             messages = None
         if messages is None and self.drop(line):
             self._lost(line)
