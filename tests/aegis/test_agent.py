@@ -4,6 +4,7 @@ or ends as it should.
 The program is a stand-in that counts; `test_training` does the same with training itself.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -184,6 +185,20 @@ def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seconds", [4.9, 7.0])
+def test_an_agent_that_pauses_while_its_process_goes_on_blames_nobody(tmp_path, seconds):
+    variables = {"ZAYA_HEARTBEAT_SECONDS": "20"}
+    with start(tmp_path, agents=2, steps=400, variables=variables) as run:
+        run.until_step(30)
+        run.processes[1].send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        run.processes[1].send_signal(signal.SIGCONT)
+        run.until_step(run.steps()[-1] + 100)
+        assert not [e for e in run.events() if e.kind in ("hangs", "lost", "died")]
+        assert len(run.events("started")) == 1
+
+
+@pytest.mark.slow
 def test_an_agent_of_another_job_is_refused(tmp_path):
     with start(tmp_path, agents=2, steps=40_000, variables={"ZAYA_JOIN_SECONDS": "5"}) as run:
         run.until_step(2)
@@ -289,9 +304,20 @@ def test_a_refused_start_leaves_nothing(tmp_path):
             "--coordinator (JAX_COORDINATOR_ADDRESS) and --agent (NODE)",
         ),
         (["report", "--workdir=nowhere"], "has no events"),
+        (
+            ["--coordinator=localhost:70000", "--agents=2", "--agent=0", "--", "--workdir=x"],
+            "with a port from 1 to 65535",
+        ),
+        *(
+            ([f"{name}={x}", "--", "--workdir=x"], f"{name}={x!r} is not a whole number of seconds")
+            for name in ("ZAYA_HEARTBEAT_SECONDS", "ZAYA_JOIN_SECONDS")
+            for x in ("0", "-1", "1e3", "9" * 30)
+        ),
     ],
 )
-def test_refuses_in_one_line(options, words, called):
+def test_refuses_in_one_line(options, words, called, monkeypatch):
+    if options[0].startswith("ZAYA"):  # a variable
+        monkeypatch.setenv(*options.pop(0).split("="))
     code, _, err = called(supervise, *options)
     assert code == cli.BAD_INPUT and words in err and err.count("\n") == 1
 
@@ -304,8 +330,13 @@ def test_the_last_of_two_workdirs_is_the_run_s():
 def test_damaged_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
     folder = tmp_path / events.FOLDER
     folder.mkdir()
-    whole = json.dumps({"kind": "died", "time": 1e9, "seen": "SIGKILL", "later version": 1})
-    odd = ["[1]", "null", "[" * 100_000, '{"kind": "died"}']
+    given = {"kind": "died", "time": 1e9, "seen": "SIGKILL", "later version": 1}
+    whole = json.dumps(given | {"done": "\x1b[2J \u202ereversed"})
+    names = [field.name for field in dataclasses.fields(events.Event)]
+    wrong = [
+        json.dumps(given | {name: x}) for name in names for x in (None, [], [{}], True, 10**400)
+    ]
+    odd = [*wrong, "[1]", "null", "[" * 100_000, '{"kind": "died"}']
     odd += [f'{{"kind": "spent", "time": {time}}}' for time in ('"noon"', "NaN", "1e300", "[]")]
     rest = ('"step": "x"', '"seconds": -Infinity', '"facts": []', '"facts": {"step": "y"}')
     odd += [
@@ -315,4 +346,6 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
     (folder / "events.jsonl").write_text("\n".join([whole[:-5], *odd, whole, whole[:9]]))
     (event,) = events.read(tmp_path)
     assert event.seen == "SIGKILL" and f"{len(odd) + 2} lines of" in caplog.text
-    assert supervise.report(tmp_path) == 0 and "died" in capsys.readouterr().out
+    assert supervise.report(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "died" in out and "\x1b" not in out and "\u202e" not in out

@@ -341,10 +341,10 @@ def _turn(name: str) -> int:
 
 
 def seconds_of(setting: tuple[str, int]) -> int:
-    """The seconds of JOIN, WAIT or HEARTBEAT by the environment; UserError if it is not a
-    number."""
+    """The seconds of JOIN, WAIT or HEARTBEAT by the environment; UserError if it is not a number
+    of seconds."""
     name, usual = setting
-    try:
-        return int(os.environ.get(name) or usual)
-    except ValueError:
-        raise UserError(f"{name}={os.environ[name]!r} is not a whole number of seconds") from None
+    given = os.environ.get(name) or str(usual)
+    if not given.isdecimal() or not 0 < int(given[:9]) <= NEVER:
+        raise UserError(f"{name}={given!r} is not a whole number of seconds from 1 to {NEVER}")
+    return int(given)

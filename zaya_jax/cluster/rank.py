@@ -123,8 +123,12 @@ def find_rank(
             f"{which}={index} of {how_many}={count} is none; they go from 0 to {how_many} - 1"
         )
     coordinator = str(found["coordinator"])
-    if not re.fullmatch(r".+:\d{1,5}", coordinator):
-        raise UserError(f"{called['coordinator']} is {coordinator!r}; give host:port of number 0")
+    port = re.fullmatch(r".+:([0-9]{1,5})", coordinator)
+    if not port or not 0 < int(port[1]) < 2**16:
+        raise UserError(
+            f"{called['coordinator']} is {coordinator!r}; give host:port of number 0, with a port"
+            " from 1 to 65535"
+        )
     return Rank(
         coordinator, count, index, () if "process_id" in started else _slurm_devices(environ)
     )
