@@ -87,6 +87,18 @@ def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypa
     claims.release(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["notes.txt", "nowhere"])
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_as_it_is(tmp_path, target):
+    (tmp_path / "notes.txt").write_text("of somebody else\n" * 50)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / claims.LOCK).symlink_to(tmp_path / target)
+    for call in (claims.take, claims.require_free):
+        with pytest.raises(UserError, match=r"\.lock is a link.*remove it"):
+            call(tmp_path / "run")
+    assert (tmp_path / "notes.txt").read_text() == "of somebody else\n" * 50
+    assert not (tmp_path / "nowhere").exists()
+
+
 # ################################################################################################
 # Folders
 # ##################################################################################################

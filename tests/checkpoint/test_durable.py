@@ -225,6 +225,17 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
     silent.close()
 
 
+def test_an_answer_that_trickles_has_an_end(monkeypatch):
+    """Only silence was limited: a store that sent a byte every 8 s held a reading up for ever."""
+    monkeypatch.setattr(vault_lib, "ANSWER", 0.2)
+    monkeypatch.setattr(vault_lib, "PAUSES", (0.1,))
+    vault, over = Vault("memory://trickles"), threading.Event()
+    monkeypatch.setattr(vault._files, "cat_file", lambda path: over.wait(60))
+    with pytest.raises(StorageError, match=r"after 2 attempts: no whole answer within 0.2 s"):
+        vault.get(5, "x")
+    over.set()
+
+
 # ################################################################################################
 # A run's copies
 # ##################################################################################################

@@ -30,6 +30,7 @@ from zaya_jax.config import UserError, files
 
 LOCK = ".lock"
 PATIENCE = 5.0  # seconds: a process that was just killed may still be giving back its memory
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 WITHOUT = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # Opened once a process: closing any of its descriptors of a file gives up the process's locks on
@@ -89,7 +90,7 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
 
 def require_free(workdir: Path) -> None:
     """UserError if another process has claimed a folder; creates nothing."""
-    if (workdir / LOCK).exists():
+    if os.path.lexists(workdir / LOCK):
         take(workdir)
         release(workdir)
 
@@ -108,13 +109,18 @@ def release(workdir: Path) -> None:
 
 def _opened(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb+", buffering=0)
+    try:  # not through a link, whose target would lose its content
+        return os.fdopen(os.open(path, _FLAGS, 0o644), "rb+", buffering=0)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{path} is a link, and no lock of a run; remove it") from None
 
 
 def _bears(file: BinaryIO, path: Path) -> bool:
     """Whether an open file is the one that bears the name."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except OSError:
         return False
 

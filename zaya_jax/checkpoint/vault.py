@@ -35,6 +35,7 @@ from zaya_jax.config import StorageError, UserError, files
 IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 READ_TIMEOUT = 60  # seconds without a byte of an answer
+ANSWER = 300.0  # seconds for a whole one, of 32 MiB at most
 # Seconds without a whole answer, after which nothing is tried a second time until there is one.
 PATIENCE = 100.0
 # Errors that tell of the file, not of the place.
@@ -400,7 +401,7 @@ class Vault:
                 raise Unreachable(f"{where} is slow or dead, and the run may not wait")
             begun = time.monotonic()
             try:
-                found = function(*args)
+                found = function(*args) if self._local else _in_time(function, *args)
                 self._failing_since = None
                 return found
             except Exception as error:  # client libraries' own classes are no OSErrors
@@ -431,6 +432,23 @@ def vault_at(place: str | Path) -> Vault | None:
     if "://" in str(place) or (writing.steps_in(folder) and not (folder / "checkpoints").is_dir()):
         return Vault(place)
     return None
+
+
+def _in_time[T](function: Callable[..., T], *args: Any) -> T:
+    """The result, if it is there within ANSWER: clients limit an answer's silence, so that one that
+    trickles would have no end."""
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(function(*args))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="answer", daemon=True).start()
+    if not concurrent.futures.wait([answer], ANSWER).done:
+        raise TimeoutError(f"no whole answer within {ANSWER:g} s")
+    return answer.result()
 
 
 def _in_words(error: StorageError) -> str:
