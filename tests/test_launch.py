@@ -15,7 +15,7 @@ import yaml
 from experiments import supervise
 from experiments.prepare_data import __main__ as prepare_data
 from zaya_jax import cli
-from zaya_jax.cluster import multihost
+from zaya_jax.cluster import lines, multihost
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 SHELLS = (
@@ -64,9 +64,16 @@ def test_the_jobset_names_its_parts_consistently(jobset):
     assert str(supervise.workdir_of(training)).startswith("/runs/")
     volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE]
-    assert rule["onExitCodes"]["containerName"] == container["name"]
+    rules = job["podFailurePolicy"]["rules"]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container["name"]}
+    assert [(rule["action"], rule["onExitCodes"]["values"]) for rule in rules] == [
+        ("Ignore", [cli.PREEMPTED]),
+        ("FailJob", [cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE]),
+    ]
+    (secret,) = [v for v in container["env"] if v["name"] == lines.SECRET]
+    reference = secret["valueFrom"]["secretKeyRef"]
+    create = f"secret generic {reference['name']} --from-literal={reference['key']}="
+    assert create in (LAUNCH / "jobset.yaml").read_text()
 
 
 def test_the_image_has_what_the_templates_start(jobset, tmp_path):
@@ -98,7 +105,9 @@ def test_slurm_and_jobset_set_the_same_values(jobset):
     *_, variables = job_of(jobset)
     common = there.keys() & variables.keys()
     assert {
-        name for name in variables if name.startswith(("NCCL", "ZAYA", "HSA", "XLA", "GLIBC"))
+        name
+        for name in variables
+        if variables[name] and name.startswith(("NCCL", "ZAYA", "HSA", "XLA", "GLIBC"))
     } <= common
     for name in common - {"JAX_COMPILATION_CACHE_DIR", "OMP_NUM_THREADS"}:
         assert there[name] == variables[name], name

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,36 @@ def test_collectives_wait_as_long_as_the_patience_and_less_than_twice_that(patie
     waited = 4.096e-6 * 2 ** int(found["NCCL_IB_TIMEOUT"]) * int(found["NCCL_IB_RETRY_CNT"])
     assert patience <= waited <= 2 * patience and int(found["NCCL_IB_TIMEOUT"]) <= 31
     assert machine.time_outs(0.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("named", "absent"),
+    [
+        (None, ""),
+        ("", ""),
+        ("ionic_0,ionic_1", ""),
+        ("ionic", ""),  # all whose names begin so
+        ("=ionic_0:1,ionic_1", ""),
+        ("^mlx5_7", ""),  # all but these
+        ("ionic_0,ionic_7:1,mlx5", "ionic_7, mlx5"),
+        ("=ionic", "ionic"),
+    ],
+)
+def test_network_cards_that_are_named_and_not_there_are_said(tmp_path, named, absent):
+    """RCCL takes sockets then, and says nothing."""
+    for card in ("ionic_0", "ionic_1"):
+        (tmp_path / "sys/class/infiniband" / card).mkdir(parents=True)
+    words = machine.missing_cards({"NCCL_IB_HCA": named} if named is not None else {}, tmp_path)
+    assert (f"NCCL_IB_HCA names {absent}, but /sys/class" in words) == bool(absent)
+    assert bool(words) == bool(absent)
+
+
+def test_a_card_without_a_driver_in_the_image_is_missing_too(monkeypatch):
+    there = [Path("/sys/class/infiniband/ionic_0")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: there)
+    monkeypatch.setattr(machine, "usable_cards", lambda: {"ionic_0"})
+    assert machine.missing_cards({"NCCL_IB_HCA": "ionic_0"}) == ""
+    monkeypatch.setattr(machine, "usable_cards", lambda: set())
+    assert "ionic_0, but libibverbs has no driver" in machine.missing_cards(
+        {"NCCL_IB_HCA": "ionic_0"}
+    )

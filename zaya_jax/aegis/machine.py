@@ -4,9 +4,11 @@ gpus(os.environ)           the NUMA node of each accelerator
 on_numa_node(numa)         words before a command, to run it on that NUMA node
 ends_with_this()           words before a command, to have it end with this process
 time_outs(patience)        variables for collectives that outlast a link's absence
+missing_cards(os.environ)  words about network cards that NCCL_IB_HCA names and nothing can use
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import shutil
@@ -59,6 +61,37 @@ def time_outs(patience: float) -> dict[str, str]:
         return {}
     exponent = math.ceil(math.log2(patience / RETRIES / 4.096e-6))
     return {"NCCL_IB_TIMEOUT": str(min(max(exponent, 14), 31)), "NCCL_IB_RETRY_CNT": str(RETRIES)}
+
+
+def missing_cards(environ: Mapping[str, str], root: str | Path = "/") -> str:
+    """What NCCL_IB_HCA names without effect; "" for nothing. RCCL and NCCL say nothing: without a card
+    they take sockets."""
+    given = environ.get("NCCL_IB_HCA", "")
+    # "mlx5" is any card whose name begins so, "=mlx5_1" is that one, "^mlx5" are all others.
+    fits = str.__eq__ if given.startswith("=") else str.startswith
+    names = [n.partition(":")[0] for n in given.lstrip("=").split(",") if n and given[0] != "^"]
+    there = {path.name for path in Path(root, "sys/class/infiniband").glob("*")}
+    usable = there & usable_cards() if str(root) == "/" else there
+    absent = [name for name in names if not any(fits(card, name) for card in usable)]
+    if not absent:
+        return ""
+    why = "/sys/class/infiniband does not have them: `ibv_devices` lists the names"
+    if all(any(fits(card, name) for card in there) for name in absent):
+        why = "libibverbs has no driver for them here: install the card's (launch/Dockerfile)"
+    return f"NCCL_IB_HCA names {', '.join(absent)}, but {why}; collectives will use sockets"
+
+
+def usable_cards() -> set[str]:
+    """The cards that libibverbs, by which RCCL and NCCL look for them, has a driver for."""
+    try:
+        verbs, count = ctypes.CDLL("libibverbs.so.1"), ctypes.c_int()
+    except OSError:
+        return set()
+    verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    verbs.ibv_get_device_name.restype = ctypes.c_char_p
+    found = verbs.ibv_get_device_list(ctypes.byref(count))
+    names = [verbs.ibv_get_device_name(ctypes.c_void_p(found[i])) for i in range(count.value)]
+    return {name.decode() for name in names}
 
 
 def on_numa_node(numa: int) -> list[str]:

@@ -32,6 +32,7 @@ from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
+from zaya_jax.cluster.events import Finding
 
 LOOK = 0.25  # seconds between two looks at the beats
 WATCH = 5.0  # seconds between two looks at the hardware
@@ -69,8 +70,6 @@ class Process:
 
 
 class Node:
-    """See the module."""
-
     def __init__(
         self,
         plan: Plan,
@@ -100,7 +99,6 @@ class Node:
         self._tell(["ready", _port()])
 
     def check(self, number: int) -> None:
-        """Begins to try this node."""
 
         def tried() -> list:
             found = preflight.check(len(self._numa) or None, os.environ.get(ROOT, "/"))
@@ -113,7 +111,6 @@ class Node:
         self._begin(lambda: ["linked", number, *preflight.link(coordinator, index)])
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
-        """Starts this node's processes."""
         # each start counts its lines anew
         self._number, self._matcher = (number, log_rules.Matcher())
         self._forget_beats()
@@ -277,6 +274,9 @@ class Node:
     def _watch(self) -> None:
         root = os.environ.get(ROOT, "/")
         watchers, kernel = watch.Watchers(root), log_rules.Kernel(root)
+        if words := machine.missing_cards(os.environ, root):
+            finding = Finding("network cards missing", "distributed", "note", words)
+            self._done.put(["finding", dataclasses.asdict(finding)])
         while True:
             for finding in [*watchers.look(), *kernel.look()]:
                 self._done.put(["finding", dataclasses.asdict(finding)])
