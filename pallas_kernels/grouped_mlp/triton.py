@@ -122,7 +122,9 @@ TILES = {
         "down": Tile(256, 128, 32, 8, 3),
         "d_hidden": Tile(128, 64, 64, 8, 3),
         "d_x": Tile(256, 128, 32, 8, 3),
-        "weights": Tile(128, 128, 64, 8, 3),
+        # The rows' numbers are loaded first, which takes two stages: with 3 or 4 the code is the same,
+        # and one turn's loads are in flight; with 5 two turns'.
+        "weights": Tile(128, 128, 64, 8, 5),
     },
 }
 WIDE = Tile(64, 64, 32, 4, 2)  # of float32 rows
