@@ -31,9 +31,9 @@ from pallas_kernels import chip, tiles
 from pallas_kernels.cca_mix.xla import NORM_FLOOR
 
 TOKENS = 64  # of a program
-SPLITS = (
-    16  # of all tokens: each writes as much as the taps of heads, 1.3 MB of float32 at ZAYA1's size
-)
+# Parts of all tokens: each writes as much as the taps of heads, 1.3 MB of float32 at ZAYA1's size.
+# Its 20 taps make 520 programs, nearly four for each of NVIDIA's 132 multiprocessors.
+SPLITS = 26
 FORMATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -248,9 +248,16 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
         grid=grid,
         out_shapes=out_shapes,
         work=tiles.Work(flops, moved=(at.bytes(passes[0]) + others, at.bytes(passes[1]) + shares)),
-        warps={"2": 128, "3": 512}.get(chip.current().tile("cca_mix") or "", 256)
-        // chip.current().lanes,
+        warps=_threads(name) // chip.current().lanes,
     )
+
+
+def _threads(name: str) -> int:
+    """Those of a program. On NVIDIA two of 128 that go forward fit a multiprocessor, one of 256;
+    backward 128 would spill."""
+    here = chip.current()
+    few = (here.maker, name) == ("cuda", "mix")
+    return {"2": 128, "3": 512}.get(here.tile("cca_mix") or "", 128 if few else 256)
 
 
 class _Refs:
