@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.lax import Precision
+from jax.lax import DotAlgorithmPreset, Precision, PrecisionLike
 
 from pallas_kernels import chip
 from pallas_kernels.products import cpu, xla
@@ -27,19 +27,26 @@ IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
 GIVEN = "products"  # the name under which a remat policy finds the results of `einsum` and `dot`
 
 
-def whole(dtype: Any) -> Precision | None:
+def whole(dtype: Any) -> PrecisionLike:
     """The precision that a product of `dtype` needs to deserve the name: float32 asks for all its
     bits.
 
     In the kernels that jaxlib 0.12.0 makes for an H200 and an MI300X "default" and "high" are TF32,
-    XF32 (mma .. tf32, mfma .. xf32).
+    XF32 (mma .. tf32, mfma .. xf32). NVIDIA's other float32 products run outside the matrix units.
+    So each operand is cut into two of TF32 there, 21 bits, and three products of these are added:
+    errors of 3.6e-7 of a product 2,048 deep, float32's own are 3.7e-7 (benchmarks/router.py).
     """
-    return Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+    if jnp.dtype(dtype) != jnp.float32:
+        return None
+    here = chip.current()
+    if here.maker == "cuda" and "bfloat16" in here.formats and not here.is_host:
+        return DotAlgorithmPreset.TF32_TF32_F32_X3
+    return Precision.HIGHEST
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
 def einsum(
-    spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype, precision: Precision | None = None
+    spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype, precision: PrecisionLike = None
 ) -> jax.Array:
     """jnp.einsum(spec, x, w) in `dtype`, given as `out_dtype`; `precision` is for the gradients'
     products too.
@@ -80,7 +87,7 @@ def sum_rows(
     w_spec: str,
     x: jax.Array,
     y: jax.Array,
-    precision: Precision | None = None,
+    precision: PrecisionLike = None,
 ) -> jax.Array:
     """einsum of x and y over their rows "n", float32."""
     return chip.choose(IMPLEMENTATIONS).sum_rows(x_spec, y_spec, w_spec, x, y, precision)
@@ -93,7 +100,7 @@ def times_rows(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def dot(
-    x: jax.Array, w: jax.Array, dtype, out_dtype=None, precision: Precision | None = None
+    x: jax.Array, w: jax.Array, dtype, out_dtype=None, precision: PrecisionLike = None
 ) -> jax.Array:
     """x [..., in] times w [in, out]."""
     y = einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, dtype, out_dtype or dtype, precision)

@@ -25,6 +25,7 @@ H200, MI300X = (
     AbstractDevice("NVIDIA H200", 132, "cuda"),
     AbstractDevice("AMD Instinct MI300X", 304, "rocm"),
 )
+WHOLE = "tf32 x 3"  # float32 on an H200, all its bits
 SHAPE = {"sequences": 8, "length": 32}
 MODELS = {
     "zaya": {"layer_types": ("hybrid", "hybrid_sliding"), "sliding_window": 9},
@@ -122,13 +123,23 @@ def kernels(operations: list) -> set[str]:
 
 
 def products(operations: list) -> list[tuple[str, str, str]]:
-    """Format of the operands, precision, and shape of the result, of every matrix product."""
+    """Format of the operands, precision, and shape of the result, of every matrix product.
+
+    A precision is a word, or "tf32 x 3": three products of operands in TF32.
+    """
     found = []
     for op in operations:
         if op.name in ("stablehlo.dot_general", "chlo.ragged_dot"):
             both = {
                 str(p).split("precision ")[1].rstrip(">") for p in op.attributes["precision_config"]
             }
+            if "algorithm" in op.attributes:
+                said = re.search(
+                    r"lhs_precision_type = (\w+), rhs_precision_type = \1.*num_primitive_operations = (\d)",
+                    str(op.attributes["algorithm"]),
+                )
+                assert both == {"DEFAULT"} and said, op
+                both = {f"{said[1]} x {said[2]}"}
             kinds = {element(op.operands[i]) for i in (0, 1)}
             assert len(kinds) == len(both) == 1
             found.append((kinds.pop(), both.pop(), str(op.results[0].type)))
@@ -196,24 +207,34 @@ def test_the_cpus_own_step_has_it():
     [("zaya", 1), ("linear", 2), pytest.param("dense", 0, marks=pytest.mark.slow)],
 )
 def test_float32_of_the_table_is_float32(model, kinds):
-    """With bfloat16 products, all that is left of float32 asks for all its bits."""
-    found = products(lowered(settings(model), 1))
+    """With bfloat16 products, all that is left of float32 keeps its bits."""
+    check_float32(model, kinds, H200, WHOLE)
+
+
+@pytest.mark.slow
+def test_it_is_for_an_mi300x():
+    targets.tell_pallas()
+    check_float32("zaya", 1, MI300X, "HIGHEST")
+
+
+def check_float32(model, kinds, device, whole):
+    found = products(lowered(settings(model), 1, device))
     exact = [p for p in found if p[0] == "f32"]
     # For each kind of layer that is traced: the router's four matrices, three products each; the
     # convolutions' biases.
-    assert [p[1] for p in exact] == ["HIGHEST"] * 15 * kinds
-    assert {p[:2] for p in found} - {("f32", "HIGHEST")} == {("bf16", "DEFAULT")}
+    assert [p[1] for p in exact] == [whole] * 15 * kinds
+    assert {p[:2] for p in found} - {("f32", whole)} == {("bf16", "DEFAULT")}
 
 
 @pytest.mark.parametrize("matmul", ["default", pytest.param("highest", marks=pytest.mark.slow)])
 def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(matmul):
     found = products(lowered(settings(compute="float32", matmul=matmul, router="float32"), 1))
     assert {p[0] for p in found} == {"f32"}
-    assert {p[1] for p in found} == {matmul.upper(), "HIGHEST"}
+    assert {p[1] for p in found} == {matmul.upper(), WHOLE}
     if matmul != "highest":
         # logits, narrow stream
         router = [p for p in found if p[2] in ("tensor<256x9xf32>", "tensor<256x8xf32>")]
-        assert len(router) >= 4 and {p[1] for p in router} == {"HIGHEST"}
+        assert len(router) >= 4 and {p[1] for p in router} == {WHOLE}
 
 
 @pytest.mark.parametrize(("model", "devices", "mesh"), CASES)

@@ -76,7 +76,10 @@ _ROWS = {  # on MI300X with Pollara, and on Hopper with InfiniBand
     "products": (Rate(0.54, AMD), Rate(0.73, SEMIANALYSIS)),
     "grouped": (Rate(0.27, HALF, (0.36, 0.19)), Rate(0.36, HALF, (0.45, 0.25))),
     "attention": (Rate(0.15, MODELLED, (0.2, 0.1)), Rate(0.19, MODELLED, (0.25, 0.12))),
-    "float32": (Rate(0.5, ASSUMED), Rate(0.5, ASSUMED)),
+    "float32": (
+        Rate(0.5, ASSUMED),
+        Rate(1.5, f"{ASSUMED}: as three products of TF32, each at 0.6 of that peak"),
+    ),
     "memory": (Rate(4.33 / 5.3, ZAYA1), Rate(0.9, ASSUMED)),
     "inside": (
         Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
