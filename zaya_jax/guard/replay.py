@@ -134,8 +134,8 @@ class Replay:
 
 
 class _Hashed:
-    """Takes the place of a way in which a layer's gradients travel (`optim.by_layer`), and keeps
-    only their hash."""
+    """Takes the place of a way in which a layer's gradients travel (`optim.zero.by_layer`), and
+    keeps only their hash."""
 
     def __init__(self, layers: int):
         self.shape = (layers, HALVES)

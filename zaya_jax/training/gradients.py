@@ -30,7 +30,7 @@ from zaya_jax.optim.zero.by_layer import ByLayer
 
 
 class Unreduced(NamedTuple):
-    """A way for gradients that are reduced later; see `optim.by_layer`."""
+    """A way for gradients that are reduced later; see `optim.zero.by_layer`."""
 
     shape: tuple[int, ...]
 
