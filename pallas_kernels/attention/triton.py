@@ -364,7 +364,7 @@ def _forward(at: _Shape, q, k, v, *refs):
             scores = jnp.where(seen, scores, MASKED)
         # Scores times log2(e), so that a weight is one multiply-add and a power of two.
         new_top = jnp.maximum(top, scores.max(1) * factor)
-        weights = jnp.exp2(scores * factor - new_top[:, None])
+        weights = tiles.exp2(scores, factor, new_top[:, None])
         shrink = jnp.exp2(top - new_top)
         update = tiles.dot(tiles.narrow(weights, v.dtype), keys.load(v, inner=not masked))
         return acc * shrink[:, None] + update, new_top, total * shrink + weights.sum(1)
@@ -384,8 +384,8 @@ def _forward(at: _Shape, q, k, v, *refs):
 
 def _weights(scores, lse, factor, seen):
     """exp(scores - lse), 0 where not `seen`."""
-    power = scores * factor - lse
-    return jnp.exp2(power if seen is None else jnp.where(seen, power, MASKED))
+    weights = tiles.exp2(scores, factor, lse)
+    return weights if seen is None else jnp.where(seen, weights, 0)
 
 
 def _queries(has_d_lse: bool, at: _Shape, q, k, v, out, lse, d_out, *refs):

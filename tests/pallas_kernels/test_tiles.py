@@ -53,3 +53,19 @@ def test_products_of_float32_ask_for_all_its_bits():
     }
     assert set(precisions["float32"]) == {jax.lax.Precision.HIGHEST}
     assert precisions["bfloat16"] is None or set(precisions["bfloat16"]) == {None}
+
+
+@pytest.mark.parametrize("kind", ["gfx942", "NVIDIA H200", "gfx1100"])
+def test_powers_of_two_are_one_instruction_of_the_chips_where_it_needs_no_care(kind):
+    """Interpreted they are NumPy's; below 2 ** -126, where a GPU may give zero, they weigh
+    nothing."""
+    x, less = np.linspace(-60, 90, 48, dtype=np.float32).reshape(4, 12), np.full((4, 1), 7.5)
+    with chip.making(chip.Chip("cpu", kind)):
+        found = tiles.exp2(jnp.asarray(x), 1.5, jnp.asarray(less, jnp.float32))
+    np.testing.assert_allclose(found, np.exp2(x * 1.5 - 7.5), rtol=1e-5)
+    with chip.making(chip.Chip("gpu", kind)):
+        program = jax.make_jaxpr(lambda x, y: tiles.exp2(x, 1.5, y))(x, less)
+    used = {e.primitive.name: e for e in program.eqns}
+    assert ("exp2" in used) == (kind == "gfx1100")
+    if kind == "NVIDIA H200":
+        assert "mul" not in used and "0f3fc00000" in used["elementwise_inline_asm"].params["asm"]
