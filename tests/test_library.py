@@ -354,9 +354,8 @@ def test_a_phase_s_rotary_base_stays_with_the_weights(folder, settings, ids):
     early = zj.create(c)
     assert library._as_begun(early.config, None).schedule.phases == ()
     # as `load` has it after the second phase
-    late = dataclasses.replace(
-        early, config=dataclasses.replace(early.config, model=schedule.model_at(early.config, 9))
-    )
+    second = schedule.phase_config(early.config, schedule.phase_at(early.config, 9)).model
+    late = dataclasses.replace(early, config=dataclasses.replace(early.config, model=second))
     again = zj.load(late.save(folder / "phased"))
     assert again.config.model.rope_parameters.hybrid.rope_theta == 777.0
     np.testing.assert_array_equal(again.logits(ids), late.logits(ids))

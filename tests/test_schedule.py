@@ -10,7 +10,7 @@ import pytest
 from zaya_jax import schedule
 from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, UserError, check, to_dict
 from zaya_jax.parallel.spread import ALONE
-from zaya_jax.training import recipe
+from zaya_jax.training import notes, recipe
 
 
 def config(*phases, num_steps=1000, **options):
@@ -20,6 +20,12 @@ def config(*phases, num_steps=1000, **options):
         run=Run(num_steps=num_steps),
         schedule=Schedule(phases=phases, **options),
     )
+
+
+def rates_of(*phases, **options):
+    """The learning rate as a function of the tokens seen, without a warm-up."""
+    plan = schedule.make_plan(config(*phases, warmup_fraction=0.0, **options))
+    return lambda tokens: schedule.learning_rate(plan, tokens, plan.segments[0])
 
 
 RECIPE = config(
@@ -37,6 +43,14 @@ RECIPE_IN_SMALL = (
 )
 
 
+# The last seven steps are without a rate of their own.
+OWN_RATES = (
+    Phase("a", 9 * 1024 - 5, lr=6e-4, lr_end=2e-4, schedule="cosine"),
+    dataclasses.replace(RECIPE_IN_SMALL[1], lr=2e-4),
+    Phase("c", 9 * 1024),
+)
+
+
 def test_every_step_of_a_short_run():
     plan = schedule.make_plan(
         config(num_steps=20, warmup_fraction=0.25, decay_fraction=0.25, final_lr_fraction=0.1)
@@ -51,17 +65,61 @@ def test_every_step_of_a_short_run():
     ("decay", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))]
 )
 def test_decay_shapes(decay, half):
-    s = Schedule(warmup_fraction=0.0, decay_fraction=0.5, decay=decay, final_lr_fraction=0.2)
     total = 12 * 10**12
-    assert schedule.lr_factor(s, 0, total) == schedule.lr_factor(s, total // 2, total) == 1
-    assert schedule.lr_factor(s, 3 * total // 4, total) == pytest.approx(0.2 + 0.8 * half)
-    assert schedule.lr_factor(s, total, total) == pytest.approx(0.2)
-    steps = [schedule.lr_factor(s, t, total) for t in range(total // 2, total, total // 100)]
+    options = dict(decay_fraction=0.5, decay=decay, final_lr_fraction=0.2)
+    rate = rates_of(Phase(tokens=total), **options)
+    assert rate(0) == rate(total // 2) == 1e-3
+    assert rate(3 * total // 4) == pytest.approx((0.2 + 0.8 * half) * 1e-3)
+    assert rate(total) == pytest.approx(0.2e-3)
+    steps = [rate(tokens) for tokens in range(total // 2, total, total // 100)]
     assert all(a > b for a, b in itertools.pairwise(steps))
 
 
+FOUR_RATES = (
+    Phase("cosine", 40_000, lr=6e-4, lr_end=2e-4, schedule="cosine", ramp_from=2, ramp_tokens=9000),
+    Phase("constant", 20_000, seq_len=256, lr=2e-4),
+    Phase("run's", 10_000),
+    Phase("up", 10_000, lr=1e-4, lr_end=5e-4),
+)
+
+
+def test_a_phase_has_a_rate_of_its_own_after_the_run_s_warm_up():
+    """It begins at lr and ends at lr_end whatever the batches; the run's schedule fills the others."""
+    given = config(*FOUR_RATES, warmup_fraction=0.05, decay_fraction=0.25)
+    plan = schedule.make_plan(given)
+    rates: dict[str, list[float]] = {}
+    for number in range(1, plan.total_steps + 1):
+        step = plan.step(number)
+        rates.setdefault(step.phase.name, []).append(step.lr)
+    warmup = plan.total_tokens * 0.05
+    assert rates["cosine"][0] == pytest.approx(6e-4 * plan.tokens_of_step(1) / warmup)
+    assert max(rates["cosine"]) == pytest.approx(6e-4, rel=1e-2)
+    middle = next(s for s in plan.segments if s.sequences == 8)
+    half = (warmup + 40_000) / 2
+    assert schedule.learning_rate(plan, half, middle) == pytest.approx(4e-4)
+    assert [found[-1] for found in rates.values()] == [2e-4, 2e-4, rates["run's"][-1], 5e-4]
+    assert set(rates["constant"]) == {2e-4}
+    shared = [dataclasses.replace(p, lr=0.0, lr_end=None, schedule="") for p in FOUR_RATES]
+    without = schedule.make_plan(config(*shared, warmup_fraction=0.05, decay_fraction=0.25))
+    third = next(s for s in without.segments if s.phase_index == 2)
+    numbers = range(third.first_step, third.first_step + third.num_steps)
+    assert rates["run's"] == [without.step(n).lr for n in numbers]
+    assert rates["up"] == sorted(rates["up"])
+
+
+def test_borders_at_which_the_learning_rate_jumps_are_named():
+    def table(*phases):
+        return notes.phase_table(recipe.place(config(*phases, decay_fraction=0.25)))
+
+    jumps = re.findall("jumps from (.*) to (.*) where phase (.*) begins", table(*FOUR_RATES))
+    assert [jump[0] for jump in jumps][:1] == ["0.0002"] and jumps[1][1] == "0.0001"
+    assert [jump[2] for jump in jumps] == ['"run\'s"', "'up'"]
+    for phases in (FOUR_RATES[:2], RECIPE.schedule.phases):
+        assert "it has no jump" in table(*phases) and "jumps" not in table(*phases)
+
+
 @pytest.mark.parametrize("options", [{}, {"decay_steps": 7}])
-@pytest.mark.parametrize("phases", [(), RECIPE_IN_SMALL])
+@pytest.mark.parametrize("phases", [(), RECIPE_IN_SMALL, OWN_RATES])
 def test_a_fork_s_steps_are_the_parent_s_where_nothing_differs(phases, options):
     whole = schedule.make_plan(config(*phases, num_steps=20, **options))
     for begun in range(1, whole.total_steps):
@@ -96,10 +154,9 @@ def test_a_fork_with_other_batches_counts_the_tokens_that_were_seen():
 
 
 def test_single_tokens_count_at_12_trillion():
-    s = Schedule(warmup_fraction=0.0, decay_fraction=1.0)
     total = 12 * 10**12
-    a, b = (schedule.lr_factor(s, total // 2 + t, total) for t in (0, 1))
-    assert 0 < a - b < 2 / total
+    rate = rates_of(Phase(tokens=total), decay_fraction=1.0)
+    assert 0 < rate(total // 2) - rate(total // 2 + 1) < 2e-3 / total
 
 
 def test_recipe():
@@ -135,7 +192,8 @@ def test_a_ramp_changes_batches_alone():
     ]
     assert abs(border[0] - border[1]) < 1024
     for tokens in range(0, 250_000, 10_000):
-        assert with_ramp.lr_at(tokens) == pytest.approx(without.lr_at(tokens), rel=0.05)
+        rates = [schedule.learning_rate(p, tokens, p.segments[0]) for p in (with_ramp, without)]
+        assert rates[0] == pytest.approx(rates[1], rel=0.05)
     sizes = [with_ramp.step(n).sequences for n in range(1, with_ramp.total_steps + 1)]
     assert sizes == sorted(sizes) and set(sizes) == {2, 4, 8}
 
@@ -207,6 +265,19 @@ def test_an_impossible_phase_is_refused_with_a_way_out_that_works(phase, message
         )
         mended = dict(micro_batch=int(advised[1]))
     schedule.make_plan(config(Phase(**phase | mended)))
+
+
+@pytest.mark.parametrize("odd", [dict(lr_end=0.0), dict(lr=1e-3, schedule="cosine")])
+def test_a_rate_without_its_ends_is_refused(odd):
+    with pytest.raises(UserError, match=r"phases\[0\] has lr=.* give lr for a constant rate"):
+        check(to_dict(config(Phase(tokens=10**6, **odd))))
+    check(to_dict(config(Phase(tokens=10**6, lr=1e-3, lr_end=0.0))))
+
+
+def test_a_decay_in_steps_needs_a_last_phase_without_a_rate_of_its_own():
+    with pytest.raises(UserError, match=r"decay_steps=9 .* schedule\.phases\[3\]\.lr gives"):
+        check(to_dict(config(*FOUR_RATES, decay_steps=9)))
+    check(to_dict(config(*FOUR_RATES[:3], decay_steps=5)))
 
 
 @pytest.mark.parametrize(

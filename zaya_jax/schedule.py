@@ -6,7 +6,7 @@ no float32. A run is a row of phases (context length, RoPE base, mixture and bat
 batch, so that a 12T-token run with a ramp from 256 to 4096 sequences has five segments and its step
 compiles for five of them: for other numbers of micro-batches, or for smaller ones where a step has
 fewer sequences than a micro-batch. A batch ramp moves neither a phase's borders nor the learning
-rate, since both are given in tokens.
+rate, since both are given in tokens. `learning_rate` is the whole rule of the latter.
 
     plan = schedule.make_plan(config)
     step = plan.step(number)
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-from zaya_jax.config import Config, Model, Phase, Schedule, UserError, fields
+from zaya_jax.config import Config, Phase, Schedule, UserError, fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Segment:
     first_step: int  # 1 is the run's first
     num_steps: int
     first_token: int  # seen before its first step
+    phase_begin: int  # tokens before its phase, also where a fork begins in the middle of that
 
     @property
     def tokens_per_step(self) -> int:
@@ -60,7 +61,6 @@ class Step:
     phase_index: int
     sequences: int
     micro_batches: int
-    tokens_before: int
     tokens_after: int
     lr: float
 
@@ -72,9 +72,7 @@ class Plan:
     segments: tuple[Segment, ...]
     schedule: Schedule
     peak_lr: float
-    decay_tokens: int | None = (
-        None  # over which the learning rate falls, where schedule.decay_steps says it
-    )
+    decay_begin: float = 0  # tokens after which the run's learning rate falls
 
     @property
     def begin(self) -> int:
@@ -107,51 +105,48 @@ class Plan:
         tokens, segment = self.tokens_of_step(number), self._segment_at(number)
         if number < segment.first_step:
             raise ValueError(f"steps are counted from {segment.first_step}, not {number}")
-        before = tokens - segment.tokens_per_step
         return Step(
             number,
             segment.phase,
             segment.phase_index,
             segment.sequences,
             segment.micro_batches,
-            before,
             tokens,
-            self.lr_at(tokens),
+            learning_rate(self, tokens, segment),
         )
-
-    def lr_at(self, tokens: int) -> float:
-        """The learning rate of the step that ends after `tokens` tokens."""
-        return self.peak_lr * lr_factor(self.schedule, tokens, self.total_tokens, self.decay_tokens)
 
     def _segment_at(self, number: int) -> Segment:
         after = bisect.bisect_right(self.segments, number, key=lambda segment: segment.first_step)
         return self.segments[max(after - 1, 0)]
 
 
-def lr_factor(
-    schedule: Schedule, tokens: int, total: int, decay_tokens: float | None = None
-) -> float:
-    """The learning rate over its peak when `tokens` of `total` have been seen: up, constant, down
-    over the last ones.
+def learning_rate(plan: Plan, tokens: int, segment: Segment) -> float:
+    """The learning rate of the step of `segment` that ends after `tokens` tokens.
 
-    `decay_tokens`: how many these are, if not `decay_fraction` of all; they begin behind the rise
-    in any case.
+    Up, constant, down: it rises from 0 over the run's first tokens, and falls over its last ones,
+    or in a phase with a rate of its own from that phase's first token to its last. A fall begins
+    behind the rise in any case.
     """
-    warmup = schedule.warmup_fraction * total
+    phase, run = segment.phase, plan.schedule
+    peak, end, shape = plan.peak_lr, plan.peak_lr * run.final_lr_fraction, run.decay
+    fall_begin, fall_end = plan.decay_begin, plan.total_tokens
+    if phase.lr:
+        assert phase.lr_end is not None  # _filled
+        peak, end, shape = phase.lr, phase.lr_end, phase.schedule
+        fall_begin, fall_end = segment.phase_begin, segment.phase_begin + phase.tokens
+    warmup = run.warmup_fraction * plan.total_tokens
     if tokens < warmup:
-        return tokens / warmup
-    start = max(
-        total - (schedule.decay_fraction * total if decay_tokens is None else decay_tokens), warmup
-    )
-    if tokens <= start:
-        return 1.0
-    done = min((tokens - start) / (total - start), 1.0)
-    shape = {
+        return peak * tokens / warmup
+    fall_begin = max(fall_begin, warmup)
+    if tokens <= fall_begin:
+        return peak
+    done = min((tokens - fall_begin) / max(fall_end - fall_begin, 1), 1)
+    left = {
         "linear": 1 - done,
         "cosine": (1 + math.cos(math.pi * done)) / 2,
         "1-sqrt": 1 - math.sqrt(done),
     }
-    return schedule.final_lr_fraction + (1 - schedule.final_lr_fraction) * shape[schedule.decay]
+    return end + (peak - end) * left[shape]
 
 
 def make_plan(config: Config) -> Plan:
@@ -161,9 +156,9 @@ def make_plan(config: Config) -> Plan:
     may stop there.
     """
     begun, seen = config.run.fork_step, config.run.fork_tokens
-    size = config.data.global_batch * config.data.seq_len
-    whole = seen + max(config.run.num_steps - begun, 0) * size
-    phases = config.schedule.phases or (Phase(name="all", tokens=whole),)
+    batch = config.data.global_batch * config.data.seq_len
+    whole = Phase(name="all", tokens=seen + max(config.run.num_steps - begun, 0) * batch)
+    phases = config.schedule.phases or (whole,)
     segments: list[Segment] = []
     tokens, steps = 0, 0  # of the segments so far
     for index, given in enumerate(phases):
@@ -175,36 +170,35 @@ def make_plan(config: Config) -> Plan:
             if num_steps:
                 micro_batches = sequences // (phase.micro_batch or sequences) or 1
                 segments.append(
-                    Segment(phase, index, sequences, micro_batches, steps + 1, num_steps, tokens)
+                    Segment(
+                        phase, index, sequences, micro_batches, steps + 1, num_steps, tokens, start
+                    )
                 )
             tokens, steps = tokens + num_steps * size, steps + num_steps
     plan = Plan(_after(segments, begun, seen, config), config.schedule, config.optim.lr)
     whole_run = dataclasses.replace(plan, segments=tuple(segments))
-    return dataclasses.replace(plan, decay_tokens=_decay_tokens(plan, whole_run, config))
+    return dataclasses.replace(plan, decay_begin=_decay_begin(plan, whole_run, config))
 
 
-def _decay_tokens(plan: Plan, whole_run: Plan, config: Config) -> int | None:
-    """Tokens of the last `schedule.decay_steps` steps.
+def _decay_begin(plan: Plan, whole_run: Plan, config: Config) -> float:
+    """The tokens before the last `schedule.decay_steps` steps, or before `decay_fraction` of all.
 
-    They may have begun before a fork's first, if its parent's steps were as `whole_run` has them.
+    The steps may have begun before a fork's first, if its parent's were as `whole_run` has them.
     """
     steps = config.schedule.decay_steps
     if not steps:
-        return None
+        return plan.total_tokens - config.schedule.decay_fraction * plan.total_tokens
     before, begin = plan.total_steps - steps, plan.begin
     if before >= begin:
-        return plan.total_tokens - plan.tokens_of_step(before)
-    same = (
-        begin <= whole_run.total_steps and whole_run.tokens_of_step(begin) == config.run.fork_tokens
-    )
-    if before >= 0 and same:
-        return plan.total_tokens - whole_run.tokens_of_step(before)
-    where = (
-        f"steps come after run.fork={config.run.fork}" if begin else "steps are all that there are"
-    )
+        return plan.tokens_of_step(before)
+    if (
+        0 <= before < begin <= whole_run.total_steps
+        and whole_run.tokens_of_step(begin) == config.run.fork_tokens
+    ):
+        return whole_run.tokens_of_step(before)
     raise UserError(
-        f"config.schedule.decay_steps={steps}, but {plan.total_steps - begin} {where}; give at most"
-        " as many"
+        f"config.schedule.decay_steps={steps}, but {plan.total_steps - begin} steps come after"
+        f" {f'run.fork={config.run.fork}' if begin else 'the start'}; give at most as many"
     )
 
 
@@ -308,6 +302,8 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
         phase,
         eval_seq_len=phase.eval_seq_len or phase.seq_len,
         micro_batch=min(phase.micro_batch, phase.global_batch),
+        lr_end=phase.lr if phase.lr_end is None else phase.lr_end,
+        schedule=phase.schedule or config.schedule.decay,
     )
     for name in ("seq_len", "eval_seq_len"):
         if getattr(phase, name) > config.model.max_position_embeddings:
@@ -350,11 +346,8 @@ def _ramp(phase: Phase) -> list[tuple[int, Fraction | None]]:
     ]
 
 
-def model_at(config: Config, step: int) -> Model:
-    """The model as the run's phase at this step has it: phases differ in the base of the rotary
-    embedding."""
-    if step == 0:
-        return config.model
+def phase_at(config: Config, step: int) -> Phase:
+    """The phase that a checkpoint of this step was trained in."""
     plan = make_plan(config)
     step = max(step, plan.segments[0].first_step)  # a fork's first checkpoint is from before that
-    return phase_config(config, plan.step(min(step, plan.total_steps)).phase).model
+    return plan.step(min(step, plan.total_steps)).phase

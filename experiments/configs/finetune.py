@@ -27,9 +27,8 @@ from zaya_jax.config import files
 from zaya_jax.pytorch import any_model
 
 CONTEXT = 4096  # at most, where nothing else is said
-SMALLER = (
-    0.1  # than the peak of the rates that the weights were made with; fine-tuned ones keep theirs
-)
+# Times the peak rate of the phase that the weights come from; fine-tuned ones keep theirs.
+SMALLER = 0.1
 IMPORTED_LR = 2e-5  # where that is not known
 
 
@@ -66,12 +65,14 @@ def get_config(weights: str = "") -> ConfigDict:
     c.data.chats = True
     c.data.packing = "best_fit"
     c.data.tokenizer = found.tokenizer_folder
-    c.data.seq_len = min(CONTEXT, _context(before, step))
+    phase = schedule.phase_at(before, step) if step else None
+    context = phase.seq_len if phase else before.model.max_position_embeddings
+    c.data.seq_len = min(CONTEXT, context)
     c.data.global_batch = 16
 
     # A second set of chats is not learnt at a tenth of a tenth.
     smaller = 1 if step and _tuned(before, found.folder) else SMALLER
-    c.optim.lr = IMPORTED_LR if step == 0 else smaller * before.optim.lr
+    c.optim.lr = smaller * (phase.lr or before.optim.lr) if phase else IMPORTED_LR
     c.balance.lr = smaller * before.balance.lr  # the biases themselves come with the weights
     c.schedule.warmup_fraction = 0.05
     c.schedule.decay_fraction = 0.95
@@ -126,11 +127,3 @@ def _tuned(before: config.Config, folder: Path) -> bool:
             f"{path} cannot be read ({type(error).__name__}: {error}); bring it back, or remove it"
             " and give --config.optim.lr, which it would have decided"
         ) from None
-
-
-def _context(before: config.Config, step: int) -> int:
-    """The context that the weights were trained at, as far as is known."""
-    if not step:
-        return before.model.max_position_embeddings
-    plan = schedule.make_plan(before)
-    return plan.step(min(max(step, plan.segments[0].first_step), plan.total_steps)).phase.seq_len

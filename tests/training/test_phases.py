@@ -16,7 +16,7 @@ from zaya_jax.checkpoint import partial, writing
 from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.run import train
-from zaya_jax.training import recipe
+from zaya_jax.training import notes, recipe
 
 SMALL = Path(__file__).with_name("small_phases.py")
 BORDERS = [3, 6, 9]
@@ -159,13 +159,18 @@ def test_two_processes_go_through_all_borders(tmp_path, unbroken):
 def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch):
     devices = jax.devices()
     two, eight = recipe.place(settings(), devices[:2]), recipe.place(settings(), devices)
-    notes = recipe.check(two)
-    assert len(notes) == 2 and "phase 'pretrain 2', from step 4," in notes[0]
+    misfits = recipe.check(two)
+    assert len(misfits) == 2 and "phase 'pretrain 2', from step 4," in misfits[0]
     assert (
         "config.schedule.phases[1].mesh has data x expert x context x tensor = -1 x 4 x 1 x 1"
-        in notes[0]
+        in misfits[0]
     )
     assert recipe.check(eight) == []
+    table = notes.phase_table(eight)
+    jump = (
+        "note: the learning rate jumps from 0.001 to 0.002 where phase 'midtrain' begins, at step 7"
+    )
+    assert jump in table and "no jump" not in table
     assert recipe.check(recipe.place(settings(run__num_steps=3), devices[:2])) == []
     with pytest.raises(config.UserError, match=r"phases\[1\]\.mesh .* there are 2 devices"):
         recipe.check(two, 3)
@@ -216,6 +221,8 @@ def test_a_config_is_described_without_devices_data_or_files(tmp_path):
     plan = schedule.make_plan(settings(path))
     assert f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens in all" in done.stdout
     assert all(segment.phase.name in done.stdout for segment in plan.segments)
+    assert "0.0006 to 0.0002, cosine" in done.stdout
+    assert "it has no jump at a border between phases" in done.stdout
 
 
 def test_the_full_size_recipe_is_the_published_one():
@@ -235,6 +242,8 @@ def test_the_full_size_recipe_is_the_published_one():
     assert [phase.mesh.context for phase in phases] == [1, 1, 2, 8]
     assert [phase.packing for phase in phases] == ["concat"] * 3 + ["best_fit"]
     assert phases[0].global_batch == phases[1].global_batch == 4096
+    assert (phases[0].lr, phases[0].schedule) == (6e-4, "cosine")
+    assert phases[0].lr_end == pytest.approx(2e-4)
     assert all(path.startswith("/srv/data/") for phase in phases for path in phase.mixture)
     assert "/srv/data/reasoning_32k=0.86" in phases[2].mixture
     assert "/srv/data/reasoning_131k=0.75" in phases[3].mixture

@@ -127,9 +127,7 @@ def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, monkeypatc
         )
     (text,) = (text for text in said if text.startswith("note: changed"))
     assert (
-        note in text
-        and "learning rate follows the new length" in text
-        and ("order" in text) == bool(note)
+        note in text and "and so does the learning rate" in text and ("order" in text) == bool(note)
     )
     recorded = config.editable(read_config(tmp_path / "run"))
     assert {key: recorded[key.split(".")[0]][key.split(".")[1]] for key in keys} == keys

@@ -5,9 +5,9 @@
 
 The number is the length: 1 takes 2 minutes on two CPU cores as eight virtual devices, 4 four times
 as long. As in zaya1_base.py: contexts of 1 : 8 : 32, the bases of RoPE and the shares of 86% and
-75%, a batch ramp, one schedule of warm-up, constant and decay over all phases, attention over 2 and
-then 8 devices, and a mesh of its own for each phase. Its own choice: each phase's share of the
-tokens (40, 20, 25, 15%), so that the last two learn something.
+75%, a batch ramp, attention over 2 and then 8 devices, and a mesh of its own for each phase. Its
+own choice: each phase's share of the tokens (40, 20, 25, 15%), so that the last two learn
+something, and one schedule of warm-up, constant and decay over all phases.
 """
 
 from ml_collections import ConfigDict

@@ -4,7 +4,7 @@ schedule's."""
 import re
 
 from zaya_jax.config.fields import UserError, nearest, shown
-from zaya_jax.config.keys import Config, Model, Run
+from zaya_jax.config.keys import Config, Model, Run, Schedule
 
 
 def check_config(c: Config) -> None:
@@ -12,6 +12,7 @@ def check_config(c: Config) -> None:
     check_model(c.model)
     _check_run(c.run)
     _check_kernels(c.kernels)
+    _check_rates(c.schedule)
     if c.log.profile and not re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,3})?", c.log.profile):
         raise UserError(
             f"config.log.profile={shown(c.log.profile)} is not STEP or STEP:STEPS, such as 100:3"
@@ -36,6 +37,23 @@ def _check_chats(c: Config) -> None:
                     f" config.data.chats fits chats to one context, data.seq_len={c.data.seq_len};"
                     " leave it out, or prepare chats for each context"
                 )
+
+
+def _check_rates(s: Schedule) -> None:
+    for i, phase in enumerate(s.phases):
+        falls = phase.lr_end is not None or phase.schedule
+        if falls and (not phase.lr or phase.lr_end is None):
+            raise UserError(
+                f"config.schedule.phases[{i}] has lr={phase.lr}, lr_end={phase.lr_end} and"
+                f" schedule={phase.schedule!r}; give lr for a constant rate, lr and lr_end for one"
+                " that falls, with or without a schedule"
+            )
+    if s.decay_steps and s.phases and s.phases[-1].lr:
+        raise UserError(
+            f"config.schedule.decay_steps={s.decay_steps} would end the run's schedule, but"
+            f" schedule.phases[{len(s.phases) - 1}].lr gives the last phase a rate of its own;"
+            " leave decay_steps out and give that phase an lr_end, or leave its lr out"
+        )
 
 
 def _check_run(r: Run) -> None:

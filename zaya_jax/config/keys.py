@@ -10,6 +10,7 @@ from zaya_jax.config.fields import choice, group, ranged, switch, text
 
 LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
 PACKINGS = ("concat", "best_fit")
+DECAYS = ("linear", "cosine", "1-sqrt")
 FLOATS = ("bfloat16", "float32")
 SCALES = ("match_rms_adamw", "spectral")
 SKIPS = ("never", "nonfinite", "spike")
@@ -217,12 +218,17 @@ class Phase:
     )
     remat: str = choice("", ("", *REMATS), "remat")
     eval_seq_len: int = ranged(0, 0, 2**27, "tokens of a held-out window: this phase's seq_len")
+    lr: float = ranged(
+        0.0, 0, 1000, "learning rate at its start, after the run's warm-up; 0: the run's schedule"
+    )
+    lr_end: float | None = ranged(None, 0, 1000, "learning rate at its end; None: lr throughout")
+    schedule: str = choice("", ("", *DECAYS), "the way from lr to lr_end: schedule.decay")
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """The learning rate over the whole run: warm-up, constant, decay; the fractions are of all its
-    tokens."""
+    tokens. A phase with a rate of its own shares only the warm-up."""
 
     warmup_fraction: float = ranged(0.02, 0, 1, "over which the learning rate rises from 0")
     decay_fraction: float = ranged(
@@ -231,7 +237,7 @@ class Schedule:
     decay_steps: int = ranged(
         0, 0, MOST, "steps of the decay, in place of decay_fraction; 0: by that"
     )
-    decay: str = choice("linear", ("linear", "cosine", "1-sqrt"), "how it falls")
+    decay: str = choice("linear", DECAYS, "how it falls")
     final_lr_fraction: float = ranged(0.0, 0, 1, "where it ends, of optim.lr")
     phases: tuple[Phase, ...] = group(
         (), "of config.Phase, in order; (): one phase of run.num_steps steps"

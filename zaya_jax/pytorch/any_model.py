@@ -60,7 +60,10 @@ class AnyModel:
     @property
     def model(self) -> Model:
         """The model as the run's phase at this step has it."""
-        return schedule.model_at(self.config, self.step)
+        if self.step == 0:
+            return self.config.model
+        phase = schedule.phase_at(self.config, self.step)
+        return schedule.phase_config(self.config, phase).model
 
     @property
     def trained(self) -> Config | None:

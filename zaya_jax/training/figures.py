@@ -79,7 +79,7 @@ class Figures:
         self._pace.mark("wait")
         found = nan_without_targets(jax.device_get(found))
         self._pace.mark("figures")
-        seconds, tokens = seconds or self._pace.step_seconds(), now.tokens_after - now.tokens_before
+        seconds, tokens = seconds or self._pace.step_seconds(), now.sequences * now.phase.seq_len
         figures = {"tokens": now.tokens_after, **found}
         figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
         if self._peak:

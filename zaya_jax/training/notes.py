@@ -1,12 +1,14 @@
 """Words the lines that a run prints about itself, and records its environment."""
 
 import itertools
+import math
 import sys
 from pathlib import Path
 
 import jax
 
-from zaya_jax.config import Mesh, Precision
+from zaya_jax import schedule
+from zaya_jax.config import Mesh, Phase, Precision
 from zaya_jax.data import mix
 from zaya_jax.hardware import sizing_rules
 from zaya_jax.hardware.chips import peak_flops
@@ -73,7 +75,22 @@ def phase_table(recipe: Recipe) -> str:
     end = f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens in all"
     if config.run.num_steps < plan.total_steps:
         end += f"; run.num_steps={config.run.num_steps} ends the run before"
-    return "\n".join([*lines, "", end])
+    return "\n".join([*lines, "", end, *_about_rates(plan)])
+
+
+def _about_rates(plan: schedule.Plan) -> list[str]:
+    """The warm-up, and each border between phases where the learning rate jumps."""
+    warmup = _short(int(plan.schedule.warmup_fraction * plan.total_tokens))
+    jumps = []
+    for before, after in itertools.pairwise(plan.segments):
+        was, now = (schedule.learning_rate(plan, after.first_token, s) for s in (before, after))
+        if not math.isclose(was, now):
+            jumps.append(
+                f"note: the learning rate jumps from {was:.4g} to {now:.4g} where phase"
+                f" {after.phase.name!r} begins, at step {after.first_step:,}"
+            )
+    smooth = "" if jumps else "; it has no jump at a border between phases"
+    return [f"the learning rate rises over the first {warmup} tokens{smooth}", *jumps]
 
 
 def describe_mesh(mesh: Mesh, devices: int | None = None) -> str:
@@ -89,7 +106,8 @@ def describe_mesh(mesh: Mesh, devices: int | None = None) -> str:
 
 
 def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
-    config, here, phase, segments = recipe.config, placed.config, placed.phase, placed.segments
+    config, plan, here = recipe.config, recipe.plan, placed.config
+    phase, segments = placed.phase, placed.segments
     last = segments[-1].first_step + segments[-1].num_steps - 1
     tokens = sum(segment.num_steps * segment.tokens_per_step for segment in segments)
     devices = placed.mesh.size if placed.mesh else None
@@ -106,6 +124,7 @@ def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
         "micro-batches": " > ".join(
             f"{s.micro_batches} of {s.sequences // s.micro_batches:,}" for s in segments
         ),
+        "learning rate": _rates(plan, phase, segments[0].first_step, last),
         "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if placed.misfit else ""),
         "remat": phase.remat,
         "packing": phase.packing,
@@ -114,6 +133,15 @@ def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
         ),
         "evaluation": f"{config.eval.windows} x {phase.eval_seq_len:,} tokens",
     }
+
+
+def _rates(plan: schedule.Plan, phase: Phase, first: int, last: int) -> str:
+    """The learning rate at both ends of a phase; of a rate of its own the form too."""
+    if not phase.lr:
+        return f"{plan.step(first).lr:.4g} to {plan.step(last).lr:.4g}"
+    if phase.lr == phase.lr_end:
+        return f"{phase.lr:.4g}"
+    return f"{phase.lr:.4g} to {phase.lr_end:.4g}, {phase.schedule}"
 
 
 def _end(path: str) -> str:

@@ -249,7 +249,7 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
             " differently"
         )
     if later:
-        notes.append("steps that have not begun: the learning rate follows the new length")
+        notes.append("steps that have not begun follow the new plan, and so does the learning rate")
     return f"note: changed since step {reached}: {'; '.join(notes)}" if notes else ""
 
 
