@@ -78,6 +78,8 @@ class Join(nnx.Module):
     """How a block's output y joins the residual stream h, in float32: (y + b_y) a_y + (h + b_h)
     a_h.
 
+    So the released code computes it, and so do the ports; the paper is said to write a x + b.
+
     A gate that comes with y multiplies y's rows.
     """
 
