@@ -60,7 +60,7 @@ def init(config: Config, seed: int = 0, mesh: Mesh | None = None) -> tuple[dict,
 
 @functools.cache
 def _fresh(config: Config, mesh: Mesh | None, target: chip.Chip) -> Callable:
-    def fresh(seed):
+    def fresh(seed: Array) -> tuple[dict, Biases]:
         params = zaya.init(config.model, jax.random.key(seed), config.precision)
         return params, zaya.init_balance(config.model)
 
@@ -113,7 +113,7 @@ def forward(
     spread = _spread(config, mesh)
     devices = _Seeing() if attention else Over(spread)
 
-    def run(params, balance, batch):
+    def run(params: dict, balance: Biases, batch: dict[str, Any]) -> dict[str, Array]:
         params, out = _pass(config, spread, devices, params, balance, batch, trace)
         found = {"logits": zaya.logits(model, params, out.hidden, precision)}
         like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
@@ -190,7 +190,7 @@ def training_loss(
     spread = _spread(config, mesh)
     loss_fn = make_loss(config, config.model, spread)
 
-    def run(params, balance, batch):
+    def run(params: dict, balance: Biases, batch: dict[str, Any]) -> tuple[Array, Array]:
         total = jnp.sum(batch["loss_mask"])
         total = total if mesh is None else jax.lax.psum(total, spread.token_axes)
         value, (_, sums) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
@@ -251,13 +251,13 @@ def scores(
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
 
-    def run(params, balance, batch):
+    def run(params: dict, balance: Biases, batch: dict[str, Any]) -> tuple[Array, Array]:
         params, out = _pass(config, spread, Over(spread), params, balance, batch)
         hidden, wanted = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
         chunk = max(chunk_rows(len(wanted), model.vocab_size), 1)
         pad = -len(wanted) % chunk
 
-        def of_chunk(piece):
+        def of_chunk(piece: tuple[Array, Array]) -> tuple[Array, Array]:
             hidden, wanted = piece
             logits = zaya.logits(model, params, hidden[None], precision)[0]
             found = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
@@ -302,10 +302,10 @@ def _pass(
     spread: Spread,
     devices: Devices,
     params: dict,
-    balance,
-    batch,
+    balance: Biases,
+    batch: dict[str, Any],
     trace: bool = False,
-):
+) -> tuple[dict, zaya.Output]:
     """The parameters outside the layers, gathered, and the output of the layers; inside a
     program."""
     if spread.fsdp:
@@ -327,10 +327,18 @@ def _spread(config: Config, mesh: Mesh | None) -> Spread:
     return ALONE if mesh is None else spread_of(config.mesh, mesh.shape)
 
 
-def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, balance, batch) -> Any:
+def _on(
+    config: Config,
+    mesh: Mesh | None,
+    run: Callable,
+    outs: Any,
+    params: dict,
+    balance: Biases,
+    batch: dict[str, Any],
+) -> Any:
     """run(params, balance, batch), on a mesh with each device's own parts."""
 
-    def precise(*args):
+    def precise(*args: Any) -> Any:
         with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
             return run(*args)
 
@@ -348,14 +356,16 @@ def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, bal
     return mapped(params, balance, batch)
 
 
-def _batch(config: Config, spread: Spread, ids, segments, labels=None) -> dict[str, Any]:
+def _batch(
+    config: Config, spread: Spread, ids: Ids, segments: Ids | None, labels: Ids | None = None
+) -> dict[str, Any]:
     """A micro-batch as a training step gets it; on a mesh padded until the mesh divides it."""
     rows, columns = ids.shape
     alone = spread == ALONE
     if segments is None and not alone:
         segments = jnp.ones_like(ids)
     positions = None if segments is None else _positions(segments)
-    batch = {"tokens": ids, "segment_ids": segments, "positions": positions}
+    batch: dict[str, Any] = {"tokens": ids, "segment_ids": segments, "positions": positions}
     if labels is not None:
         real = labels >= 0
         batch |= {"targets": jnp.where(real, labels, 0), "loss_mask": real.astype(jnp.float32)}
@@ -378,7 +388,7 @@ def _batch(config: Config, spread: Spread, ids, segments, labels=None) -> dict[s
     return batch
 
 
-def _positions(segments):
+def _positions(segments: Ids) -> Ids:
     """Each token's index in its segment."""
     place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
@@ -394,7 +404,7 @@ def _positions(segments):
 class _Seen(Placement):
     """Whole sequences that keep attention's weights, computed by the operator's definition."""
 
-    def _softmax(self, q, k, v) -> tuple[jax.Array, Kept]:
+    def _softmax(self, q: Array, k: Array, v: Array) -> tuple[jax.Array, Kept]:
         out, _ = super()._softmax(q, k, v)
         (batch, length, heads, channels), num_kv = q.shape, k.shape[2]
         grouped = q.reshape(batch, length, num_kv, heads // num_kv, channels)
@@ -410,7 +420,9 @@ class _Seen(Placement):
 class _Seeing(Devices):
     """One device that keeps attention's weights."""
 
-    def sequences(self, length, segments, mask, weights) -> Placement:
+    def sequences(
+        self, length: int, segments: Array | None, mask: Array | None, weights: Any
+    ) -> Placement:
         return _Seen(segments, mask, weights)
 
 
