@@ -15,19 +15,24 @@ CONFIG = {  # the keys of ZAYA1-8B-legacy's, at this size
     "architectures": ["ZayaForCausalLM"],
     "model_type": "zaya",
     "activation_func": "swiglu",
+    "activation_func_fp8_input_store": False,
     "add_bias_linear": False,
     "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bias_activation_fusion": True,
     "bos_token_id": 2,
     "cca": True,
     "cca_time0": 2,
     "cca_time1": 2,
-    "clamp_temp": True,
+    "dtype": "bfloat16",
     "eos_token_id": 3,
     "ffn_hidden_size": 24,
     "gated_linear_unit": True,
     "head_dim": 8,
     "hidden_size": 16,
+    "kv_channels": 8,
     "lm_head_bias": False,
+    "mamba_cache_dtype": "float32",
     "max_position_embeddings": 64,
     "moe_router_topk": 1,
     "norm_epsilon": 1e-5,
@@ -35,13 +40,18 @@ CONFIG = {  # the keys of ZAYA1-8B-legacy's, at this size
     "num_attention_heads": 2,
     "num_experts": 2,
     "num_hidden_layers": 6,
+    "num_key_value_heads": 1,
     "num_query_groups": 1,
     "pad_token_id": 0,
     "partial_rotary_factor": 0.5,
+    "residual_in_fp32": True,
+    "rope_scaling": False,
     "rope_theta": 5000000,
     "scale_residual_merge": True,
     "sliding_window": None,
     "tie_word_embeddings": True,
+    "transformers_version": "4.57.1",
+    "use_cache": True,
     "vocab_size": 40,
     "zaya_mlp_expansion": 6,
     "zaya_use_eda": True,
@@ -132,21 +142,95 @@ def test_it_is_read_as_the_present_layout_and_exported_in_it(made, tmp_path):
     written = read_all(exchange.to_hf(folder, tmp_path / "out"))
     assert written.keys() == tensors.keys()
     assert all(written[name].tobytes() == x.tobytes() for name, x in tensors.items())
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"swa_layers": [0, 0, 4, 0, 4, 0]}))
-    model = hf.Directory(folder).model
-    assert (model.kinds, model.sliding_window) == (
-        ("hybrid", "hybrid_sliding", "hybrid_sliding"),
-        5,
-    )
 
 
-def test_what_this_model_has_not_is_named(made):
-    folder, _ = made
-    for key, value in (
-        ("activation_func", "gelu"),
-        ("zaya_use_mod", False),
-        ("moe_router_topk", 2),
-    ):
-        (folder / "config.json").write_text(json.dumps(CONFIG | {key: value}))
-        with pytest.raises(UserError, match=f"{key}=.* in the older layout; only"):
-            hf.Directory(folder)
+def read_with(folder, changes):
+    """The model of the directory with other keys in its config; None takes one away."""
+    config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return hf.Directory(folder).model
+
+
+FULL, SLIDING = "hybrid", "hybrid_sliding"
+TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"swa_layers": [0, 0, 4, 0, 4, 0]}, ((FULL, SLIDING, SLIDING), 5, 5e6)),
+        ({"swa_layers": [4, 4, 0]}, ((SLIDING, SLIDING, FULL), 5, 5e6)),
+        ({"swa_layers": [4, 0, 4], "sliding_window": 5}, ((SLIDING, FULL, SLIDING), 5, 5e6)),
+        ({"layer_types": TYPES, "sliding_window": 7}, ((FULL, SLIDING, SLIDING), 7, 5e6)),
+        ({"layer_types": TYPES, "swa_layers": [0, 6, 6]}, ((FULL, SLIDING, SLIDING), 7, 5e6)),
+        ({"rope_theta": None, "rotary_base": 1000000}, ((FULL,) * 3, None, 1e6)),
+        (  # ZAYA1-base's form
+            {
+                "zaya_layers": ["a", 2] * 3,
+                "num_attention_heads": 4,
+                "cca_num_q_heads": [2, 0] * 3,
+                "num_query_groups": 4,
+                "num_query_groups_list": [1, 0] * 3,
+                "ffn_hidden_size": 96,
+                "ffn_hidden_size_list": [0, 24] * 3,
+                "zaya_mlp_expansion": [0, 6] * 3,
+                "num_hidden_layers": 9,
+                "head_dim": None,
+                "final_logit_softcapping": None,
+                "use_lora_att": False,
+            },
+            ((FULL,) * 3, None, 5e6),
+        ),
+    ],
+)
+def test_each_way_of_saying_the_same_is_read(made, changes, expected):
+    model = read_with(made[0], changes)
+    assert (model.kinds, model.sliding_window, model.rope_parameters.hybrid.rope_theta) == expected
+    assert (model.num_attention_heads, model.num_experts) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"activation_func": "gelu"}, "activation_func='gelu' in the older layout; only"),
+        ({"zaya_use_mod": False}, "zaya_use_mod=False in the older layout; only"),
+        ({"moe_router_topk": 2}, "moe_router_topk=2"),
+        ({"clamp_temp": True}, "clamp_temp=True in the older layout; only False"),
+        ({"residual_in_fp32": False}, "residual_in_fp32"),
+        ({"zaya_high_prec": False}, "zaya_high_prec"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "unknown key 'rope_scaling'"),
+        ({"rope_scaling": "yarn"}, "unknown key 'rope_scaling'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters"),
+        ({"rope_parameters": {"hybrid": {"rope_theta": 1e6}}}, "rope_parameters"),
+        ({"rope_theta": None}, "no rope_theta"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"use_lora_att": True}, "use_lora_att"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"swa_layers": [0, 0, 4, 0, 16, 0]}, "one window"),
+        ({"swa_layers": [0, 4, 4, 0, 4, 0]}, "one window"),
+        ({"swa_layers": [4, 4]}, "one window"),
+        ({"layer_types": [x for one in TYPES for x in (one, one)]}, "one window"),
+        ({"swa_layers": 4}, "one window"),
+        ({"swa_layers": ["a", {}, 1]}, "one window"),
+        ({"swa_layers": [4, 4, 0], "sliding_window": 7}, "one window"),
+        ({"swa_layers": [4, 4, 0], "layer_types": TYPES}, "one window"),
+        ({"sliding_window": 7}, "one window"),
+        ({"layer_types": TYPES}, "one window"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({"num_query_groups": 2}, "num_query_groups"),
+        (
+            {"cca_num_q_heads": 4},
+            "cca_num_q_heads or num_attention_heads is 4, but the tensors have 2",
+        ),
+        ({"num_attention_heads": 4}, "is 4, but the tensors have 2"),
+        ({"head_dim": 4}, "head_dim"),
+        ({"num_experts": 4}, "is 4, but"),
+        ({"ffn_hidden_size": 48}, "is 48"),
+        ({"zaya_mlp_expansion": [0, 6, 0, 7, 0, 6]}, "zaya_mlp_expansion"),
+        ({"zaya_layers": ["a", 2, "m", 2, "a", 2]}, "zaya_layers"),
+    ],
+)
+def test_what_this_model_has_not_is_named(made, changes, named):
+    with pytest.raises(UserError, match=named):
+        read_with(made[0], changes)

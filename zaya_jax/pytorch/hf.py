@@ -25,6 +25,8 @@ class Directory(Unsealed):
     """A checked model directory: its config, and its tensors, which it also reads as a checkpoint's
     arrays."""
 
+    model: Model
+
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         super().__init__(self.path)
@@ -174,7 +176,7 @@ def read_json(path: Path) -> dict:
         raise UserError(
             f"{path} is missing; give a model directory as transformers writes it"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); copy it anew") from None
     if not isinstance(out, dict):
         raise UserError(f"{path} holds {type(out).__name__}, expected a JSON object; copy it anew")

@@ -129,7 +129,9 @@ def get(tree: dict, path: tuple[str, ...], layer: int | None) -> Any:
     return tree
 
 
-# Keys of the port that this project only carries over.
+# Keys of the port that a model here has.
+FIELDS = {field.name for field in dataclasses.fields(Model)} - {"intermediate_size"}
+# Keys that this project only carries over.
 _IGNORED = {
     "architectures",
     "model_type",
@@ -178,8 +180,7 @@ def model_from_json(given: dict, where: str) -> Model:
             f"{where}: {has}; only models of transformers' 'zaya' can be read, give such a"
             " directory"
         )
-    fields = {f.name for f in dataclasses.fields(Model)} - {"intermediate_size"}
-    unknown = sorted(set(given) - fields - _IGNORED)
+    unknown = sorted(set(given) - FIELDS - _IGNORED)
     if unknown:
         raise UserError(
             f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot"
@@ -189,7 +190,7 @@ def model_from_json(given: dict, where: str) -> Model:
         raise UserError(
             f"{where}: quantization_config is set; only unquantised weights can be read"
         )
-    known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in fields}
+    known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in FIELDS}
     known["layer_types"] = tuple(given.get("layer_types") or ())
     known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"))
     if isinstance(known["eos_token_id"], list):

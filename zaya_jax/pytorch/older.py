@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import UserError, shown
-from zaya_jax.pytorch.hf_names import natural
+from zaya_jax.pytorch.hf_names import FIELDS, natural
 from zaya_jax.pytorch.tensor_files import TensorFile
 
 SIGNS = (
@@ -23,7 +23,7 @@ SIGNS = (
     "num_query_groups",
     "ffn_hidden_size",
 )
-# The only values that this model has; a key that is absent has them.
+# The only values that this model has; a key that is absent, or null, has them.
 MUST = {
     "activation_func": "swiglu",
     "normalization": "RMSNorm",
@@ -34,26 +34,50 @@ MUST = {
     "gated_linear_unit": True,
     "add_bias_linear": False,
     "moe_router_topk": 1,
+    "clamp_temp": False,
+    "residual_in_fp32": True,
+    "zaya_high_prec": True,
+    "rope_parameters": {},
 }
-KEPT = (
-    "vocab_size",
-    "hidden_size",
-    "cca_time0",
-    "cca_time1",
-    "attention_bias",
-    "lm_head_bias",
-    "max_position_embeddings",
-    "initializer_range",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "dtype",
-    "torch_dtype",
-    "model_type",
-    "transformers_version",
+READ = (  # by `config_of`, under these names
+    "head_dim",
+    "kv_channels",
+    "num_hidden_layers",
+    "zaya_layers",
+    "num_attention_heads",
+    "cca_num_q_heads",
+    "num_key_value_heads",
+    "num_query_groups",
+    "num_query_groups_list",
+    "num_experts",
+    "moe_intermediate_size",
+    "ffn_hidden_size",
+    "ffn_hidden_size_list",
+    "router_hidden_size",
+    "zaya_mlp_expansion",
+    "rms_norm_eps",
+    "norm_epsilon",
+    "layer_types",
+    "swa_layers",
     "sliding_window",
+    "rope_theta",
+    "rotary_base",
+    "swa_rotary_base",
+    "partial_rotary_factor",
+    "rope_pct",
 )
+NOTHING = (  # how other programs compute the same, or train
+    "auto_map",
+    "_attn_implementation",
+    "activation_func_fp8_input_store",
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "fused_add_norm",
+    "load_balance_coeff",
+    "mamba_cache_dtype",
+    "use_grouped_mm",
+)
+KINDS = {"full_attention": "hybrid", "sliding_attention": "hybrid_sliding"}
 RENAMED = (
     ("self_attn.qkv.conv_qk.0.", "self_attn.qkv_proj.conv_qk_depthwise."),
     ("self_attn.qkv.conv_qk.1.", "self_attn.qkv_proj.conv_qk_grouped."),
@@ -128,40 +152,101 @@ def _present(name: str, layers: int) -> str:
 
 
 def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, Any]:
-    """The present config.json; UserError on what this model does not have."""
+    """The present config.json; UserError on what this model does not have, or the tensors have not.
+
+    Keys that are not known here go into it, where those with a meaning are refused.
+    """
+    given = {key: value for key, value in given.items() if value is not None}
     for key, value in MUST.items():
-        if key in given and given[key] != value:
+        if given.get(key, value) != value:
             raise UserError(
                 f"{where}: {key}={shown(given[key])} in the older layout; only {value!r} can be"
                 " read"
             )
-    first, window = "model.layers.0.", given.get("sliding_window")
-    has = tensors.tensors
-    size = lambda name, dim: has[first + name].shape[dim] if first + name in has else 0  # noqa: E731
-    head = given.get("head_dim") or given.get("kv_channels") or 128
-    windows = [int(one) for one in given.get("swa_layers") or [0] * tensors.layers]
-    windows = windows[::2] if len(windows) == tensors.layers else windows
-    rotary = given.get("partial_rotary_factor", given.get("rope_pct", 0.5))
+
+    def first(default: Any, *keys: str) -> Any:
+        return next((given[key] for key in keys if key in given), default)
+
+    def size(name: str, dim: int, *keys: str, of: int = 1) -> int:
+        """How many times `of` a dim of layer 0's tensors has; the first of these keys that is given
+        says it too, and the others may be left over from another program."""
+        tensor = tensors.tensors.get(f"model.layers.0.{name}")
+        has = tensor.shape[dim] // of if tensor else 0
+        told = first(has, *keys)
+        # Some say it for each half layer: nothing, or attention, where it has no such size.
+        if any(one not in ("a", 0, has) for one in (told if isinstance(told, list) else [told])):
+            raise UserError(
+                f"{where}: {' or '.join(keys)} is {shown(told)}, but the tensors have {has}"
+            )
+        return has
+
+    layers, grouped = tensors.layers // 2, "self_attn.qkv_proj.conv_qk_grouped.weight"
+    head = max(size(grouped, 1, "head_dim", "kv_channels"), 1)
+    size("mlp.experts.gate_up_proj", 1, "ffn_hidden_size_list", "ffn_hidden_size")
+    kinds, window = _attention(given, layers, where)
     bases = {
-        "hybrid": given.get("rope_theta", 5e6),
-        "hybrid_sliding": given.get("swa_rotary_base", 1e4),
+        "hybrid": first(None, "rope_theta", "rotary_base"),
+        "hybrid_sliding": first(1e4, "swa_rotary_base"),
     }
-    return {key: given[key] for key in KEPT if key in given} | {
-        "num_hidden_layers": tensors.layers // 2,
+    if bases["hybrid"] is None:
+        raise UserError(f"{where} has no rope_theta; write the model's own into it")
+    rest = {
+        key: value
+        for key, value in given.items()
+        if key not in (*READ, *MUST, *NOTHING) and (value or key in FIELDS)
+    }
+    return rest | {
+        "num_hidden_layers": layers,
         "head_dim": head,
-        "num_attention_heads": size("self_attn.qkv_proj.q_proj.weight", 0) // head,
-        "num_key_value_heads": size("self_attn.qkv_proj.k_proj.weight", 0) // head,
-        "num_experts": size("mlp.experts.down_proj", 0),
-        "moe_intermediate_size": size("mlp.experts.down_proj", 2),
-        "router_hidden_size": size("mlp.gate.down_proj.weight", 0),
-        "rms_norm_eps": given.get("norm_epsilon", given.get("rms_norm_eps", 1e-5)),
-        "layer_types": ["hybrid_sliding" if one else "hybrid" for one in windows],
-        # There it counts the tokens before the query; here the query too.
-        "sliding_window": (
-            window if window is not None else max(windows) + 1 if any(windows) else None
+        "num_attention_heads": size(
+            "self_attn.qkv_proj.q_proj.weight", 0, "cca_num_q_heads", "num_attention_heads", of=head
         ),
+        "num_key_value_heads": size(
+            "self_attn.qkv_proj.k_proj.weight",
+            0,
+            "num_query_groups_list",
+            "num_query_groups",
+            "num_key_value_heads",
+            of=head,
+        ),
+        "num_experts": size("mlp.experts.down_proj", 0, "zaya_layers", "num_experts"),
+        "moe_intermediate_size": size("mlp.experts.down_proj", 2, "moe_intermediate_size"),
+        "router_hidden_size": size(
+            "mlp.gate.down_proj.weight", 0, "router_hidden_size", "zaya_mlp_expansion"
+        ),
+        "rms_norm_eps": first(1e-5, "norm_epsilon", "rms_norm_eps"),
+        "layer_types": kinds,
+        "sliding_window": window,
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": rotary}
+            kind: {
+                "rope_type": "default",
+                "rope_theta": base,
+                "partial_rotary_factor": first(0.5, "partial_rotary_factor", "rope_pct"),
+            }
             for kind, base in bases.items()
         },
     }
+
+
+def _attention(given: dict[str, Any], layers: int, where: str) -> tuple[list[str], int | None]:
+    """(the kind of each layer, the window), of which several keys say a part."""
+    told = {
+        key: given[key] for key in ("swa_layers", "layer_types", "sliding_window") if given.get(key)
+    }
+    try:
+        widths = told.get("swa_layers", [0] * layers)
+        if len(widths) == 2 * layers and not any(widths[1::2]):  # experts have none
+            widths = widths[::2]
+        by_width = ["hybrid_sliding" if one else "hybrid" for one in widths]
+        kinds = [KINDS.get(one, one) for one in told.get("layer_types", by_width)]
+        # There a width counts the tokens before the query; here the query too.
+        windows = {told.get("sliding_window"), *(int(one) + 1 for one in widths if one)} - {None}
+        fits = len(kinds) == layers and len(windows) == ("hybrid_sliding" in kinds)
+        if fits and (kinds == by_width or "swa_layers" not in told):
+            return kinds, windows.pop() if windows else None
+    except (TypeError, ValueError):
+        pass
+    raise UserError(
+        f"{where}: {shown(told)} do not say for {layers} layers which have a window, and one window"
+        " for these; no other form can be read"
+    )
