@@ -111,6 +111,62 @@ def test_what_the_packages_import_is_declared_and_no_more():
 
 
 # ################################################################################################
+# Its environment
+# ##################################################################################################
+
+INTERPRETER = """#!/bin/bash
+case "$*" in
+  "-I --version") echo Python 3.13.0 ;;
+  "-I -c"*) echo "$HERE/python" ;;
+  "-I -m venv "*) mkdir -p "$4/bin"; cp "$HERE/python" "$4/bin/python" ;;
+  "-m pip install"*) echo "$*" >>"$HERE/installed"; [ ! -e "$HERE/broken" ] ;;
+esac
+"""
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """tools/setup.sh in a folder of its own, with an interpreter that only notes what it is to
+    install: a function from EXTRAS to (exit code, the extras that are installed)."""
+    for name in ("tools", "requirements"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / "tools" / "setup.sh", tmp_path / "tools")
+    finds = tmp_path / "tools" / "find_python.sh"
+    finds.write_text(f"#!/bin/bash\necho {tmp_path}/python\n")
+    (tmp_path / "python").write_text(INTERPRETER)
+    for path in (finds, tmp_path / "python"):
+        path.chmod(0o755)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "requirements" / "dev.txt").touch()
+
+    def call(extras=None):
+        (tmp_path / "installed").write_text("")
+        given = {"HERE": str(tmp_path)} | ({} if extras is None else {"EXTRAS": extras})
+        setup = ["bash", "tools/setup.sh", ".venv", "requirements/dev.txt"]
+        code, _, _ = started(setup, tmp_path, **given)
+        return code, re.findall(r"-e \.\[?([\w,]*)", (tmp_path / "installed").read_text())
+
+    return call
+
+
+def test_extras_add_up_in_the_environment_that_is_there(set_up, tmp_path):
+    assert set_up("cuda") == (0, ["cuda"])
+    by_hand = tmp_path / ".venv" / "by_hand"
+    by_hand.touch()
+    assert set_up("eval, notebook") == (0, ["cuda,eval,notebook"])
+    assert set_up() == set_up("eval") == set_up("") == (0, [])  # nothing to do
+    (tmp_path / "broken").touch()  # a network that ends in the middle
+    assert set_up("s3")[0] == 1
+    (tmp_path / "broken").unlink()
+    assert set_up() == (0, ["cuda,eval,notebook,s3"]) and by_hand.exists()
+    shutil.move(tmp_path / ".venv", tmp_path / "elsewhere")
+    (tmp_path / "broken").touch()
+    assert set_up("rocm")[0] == 1
+    (tmp_path / "broken").unlink()
+    assert set_up() == (0, ["rocm"])
+
+
+# ################################################################################################
 # The wheel
 # ##################################################################################################
 
