@@ -36,7 +36,7 @@ BUDGET = {
     "zaya_jax/report": 1_220,
     "zaya_jax/text": 1_680,
     "zaya_jax/training": 1_600,
-    "zaya_jax/*.py": 1_380,
+    "zaya_jax/*.py": 1_390,
     "zaya_jax": 20_740,
     "pallas_kernels": 3_790,
     "experiments": 2_270,

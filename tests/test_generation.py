@@ -123,6 +123,22 @@ def test_ids_that_the_tokenizer_has_not_give_nothing(make):
     assert "".join(parts) + text.rest() == "world hello"
 
 
+@pytest.mark.parametrize("make", [spelt_as_llama, lambda: BYTES])
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_long_text_is_decoded_in_a_time_that_grows_with_its_length(make, size, monkeypatch):
+    """Also where ids have no text, bytes make no character, and a stop string begins all the time."""
+    tokenizer, decoded = make(), []
+    written = "hello world \u20ac of many \U0001f600 words " * 60
+    odd = [tokenizer.vocab_size] * 90 + tokenizer.encode("\u20ac")[1:2] * 90
+    ids = [*tokenizer.encode(written), *odd, *tokenizer.encode("hello" * 20)]
+    whole, decode = tokenizer.decode(ids), tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    text = generation.Text(tokenizer, ["hellq", "lohellohellq", "\N{REPLACEMENT CHARACTER}x"])
+    parts = [text.add(ids[i : i + size]) for i in range(0, len(ids), size)]
+    assert "".join(parts) + text.rest() == whole
+    assert sum(decoded) < 12 * len(ids) + 120 * generation.LONGEST
+
+
 @pytest.fixture(scope="module")
 def weights():
     """A model that writes letters alone, each by the one before."""

@@ -7,7 +7,7 @@ document, or after its number of tokens.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from zaya_jax.text import chat, chat_template
 from zaya_jax.text.tokenizers import Tokenizer
 
 CHARACTER = 4  # tokens of one character at most: its bytes in UTF-8
+LONGEST = 64  # tokens that are decoded together until their text is whole
 
 
 def stream(
@@ -67,53 +68,54 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()):
         if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
             raise UserError(f"stop={shown(stop)} must be a list of texts that are not empty")
-        self.stopped = False
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._ids, self._shown = _end_of(tokenizer, before)
+        self._ids, text = _end_of(tokenizer, before)
+        self._settled = len(text)  # characters of these ids' text
+        # The settled text that may begin a stop string.
+        self.stopped, self._held = False, ""
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that these tokens settle."""
-        if self.stopped:
-            return ""
         self._ids += ids
-        text = self._upto_stop(
-            self._tokenizer.decode(self._ids).rstrip("\N{REPLACEMENT CHARACTER}")
-        )
-        return self._advance(text if self.stopped else text[: len(text) - self._begun(text)])
+        text = self._tokenizer.decode(self._ids)
+        too_long = len(self._ids) > LONGEST  # to be the beginning of a character
+        whole = text if too_long else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new, self._settled = whole[self._settled :], max(self._settled, len(whole))
+        if whole == text:
+            # Decoding all ids again at each call would take a time that grows with their square.
+            last, before = _end_of(self._tokenizer, self._ids)
+            if last or too_long:
+                self._ids, self._settled = last, len(before)
+        return self._show(new)
 
     def rest(self) -> str:
         """The text that was held back."""
-        return (
-            ""
-            if self.stopped
-            else self._advance(self._upto_stop(self._tokenizer.decode(self._ids)))
-        )
+        return self._show(self._tokenizer.decode(self._ids)[self._settled :], to_the_end=True)
 
-    def _upto_stop(self, text: str) -> str:
-        # The text shown so far has no beginning of a stop string at its end. Of several stop
-        # strings the first one to be whole counts, however many tokens came at once.
-        found = [(text.find(stop, len(self._shown)), len(stop)) for stop in self._stop]
+    def _show(self, new: str, to_the_end: bool = False) -> str:
+        """The text up to a stop string, or to what may begin one."""
+        if self.stopped:
+            return ""
+        text = self._held + new
+        # Of several stop strings the first one to be whole counts, however many tokens came at
+        # once.
+        found = [(text.find(stop), len(stop)) for stop in self._stop]
         whole = [(place + length, place) for place, length in found if place >= 0]
-        self.stopped = bool(whole)
-        return text[: min(whole)[1]] if whole else text
-
-    def _begun(self, text: str) -> int:
-        """The number of characters at the end that may begin a stop string."""
-        held = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        return max(held, default=0)
-
-    def _advance(self, text: str) -> str:
-        new = text[len(self._shown) :]
-        self._shown += new
-        return new
+        begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end = len(text) if to_the_end else len(text) - max(begun, default=0)
+        if whole:
+            self.stopped, end = True, min(whole)[1]
+        self._held = text[end:]
+        return text[:end]
 
 
 def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
-    """The fewest last ids that make whole characters, and their text; nothing without such ids."""
+    """The fewest last ids that have a text of whole characters, and this text; nothing without such
+    ids."""
     for count in range(1, min(len(ids), CHARACTER) + 1):
         last = [int(token) for token in ids[-count:]]
         text = tokenizer.decode(last)
-        if "\N{REPLACEMENT CHARACTER}" not in text:
+        if text and "\N{REPLACEMENT CHARACTER}" not in text:
             return last, text
     return [], ""
 
@@ -133,6 +135,8 @@ class Asked:
 def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
     """What a caller gives; UserError where it is none of these, or needs a tokenizer that is not
     there."""
+    if isinstance(given, Mapping):  # a conversation of one turn
+        given = [given]
     given = given if isinstance(given, str) else list(given)
     one = isinstance(given, str) or isinstance(next(iter(given), None), int | np.integer | dict)
     several = [given] if one else given

@@ -45,6 +45,16 @@ def test_trained_bpe_encodes_anything(bpe):
     assert len(ids) == 7
 
 
+def test_a_tokenizer_made_here_begins_a_text_as_training_does(bpe):
+    """In every program that reads its tokenizer.json, so an exported model continues the same."""
+    from tokenizers import Tokenizer
+
+    for tokenizer in (tokenizers.load("bytes"), bpe):
+        theirs = Tokenizer.from_str(tokenizer.json())
+        assert theirs.encode("a text").ids == tokenizer.document("a text")[:-1].tolist()
+        assert tokenizer.adds_bos and tokenizer.spelt("a text")[0] == tokenizer.encode("a text")
+
+
 def test_text_never_becomes_a_special_token(bpe):
     for tok in (bpe, tokenizers.load("bytes")):
         text = "<|bos|> <think> <|end_turn|>"

@@ -190,6 +190,7 @@ class Bytes(Tokenizer):
     """UTF-8 bytes as ids 0..255, then eight specials: a vocabulary of 264."""
 
     kind = "bytes"
+    adds_bos = True
     vocab_size, bos_id, eos_id, pad_id = 264, 256, 257, 258
     _ends: ClassVar = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}  # no text has these names
     # 263 is free
@@ -231,7 +232,7 @@ class Bytes(Tokenizer):
         tokenizer.add_special_tokens(
             [tokenizers.AddedToken(name, special=True, normalized=False) for name in names]
         )
-        return tokenizer
+        return _beginning(tokenizer)
 
 
 class HuggingFace(Tokenizer):
@@ -346,7 +347,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
         raise UserError(
             f"the input gives a BPE of {made} ids, {vocab_size} were asked for; {advice}"
         )
-    return HuggingFace(tokenizer.to_str().encode("utf-8"), {}, "trained here")
+    return HuggingFace(_beginning(tokenizer).to_str().encode("utf-8"), {}, "trained here")
+
+
+def _beginning(tokenizer: Any) -> Any:
+    """A tokenizer made here, which begins a document in other programs too, as training does."""
+    from tokenizers import processors
+
+    name = BOS_NAMES[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A",
+        pair=f"{name} $A $B",
+        special_tokens=[(name, tokenizer.token_to_id(name))],
+    )
+    return tokenizer
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
