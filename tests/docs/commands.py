@@ -228,8 +228,8 @@ def of_make(args: list[str], needs: bool) -> str:
         if name not in targets:
             return f"make has no target {name}"
     for name in given:
-        if name not in ("ARGS", "EXTRAS", "PYTHON"):
-            return f"make is given {name}; it knows ARGS, EXTRAS and PYTHON"
+        if name not in ("ARGS", "EXTRAS", "PYTHON", "T"):
+            return f"make is given {name}; it knows ARGS, EXTRAS, PYTHON and T"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

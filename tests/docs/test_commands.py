@@ -104,6 +104,17 @@ def test_the_loss_and_the_router_of_the_how_to_are_ones():
     assert names["grads"]["embed"]["embedding"].shape == (264, 192)
 
 
+@pytest.mark.slow
+def test_what_the_page_on_debugging_shows_is_found(capfd):
+    names: dict = {}
+    for block in (b for b in BLOCKS if b.page == "docs/debugging.md" and b.language == "python"):
+        if "breakpoint" not in block.text:  # which would wait for a person
+            exec(block.text, names)
+    said = capfd.readouterr().out
+    assert said.count("greatest number of the stream") == 4
+    assert "not finite: 2" in said and re.search(r"nan.* in .*router\.py line", said)
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
