@@ -30,7 +30,7 @@ recorded trees of sysfs and a simulated NVML. The check before a start ran only 
 Rules are data: `zaya_jax/aegis/rules_process.toml` and `rules_kernel.toml`. The first matching rule wins, in the
 order below. Words of a kernel's message that take it back ("corrected", "recovered", "deferred", "non-fatal", "ignored"
 and the like) lower its action to a warning, a note or nothing. A Python exception counts as the end of a traceback
-only, a library's message of a broken device only in a library's form. A line is read up to {longest:,} characters.
+only, a library's message in a library's form only. A line is read up to {longest:,} characters.
 Lines that differ only in numbers are reported at the 1st, 10th, 100th, ... of them, with their count. With several
 processes, the first cause is the earliest finding that is neither a note nor a *consequence*, a line that a process
 prints when another one is gone. A process's exit shows that

@@ -29,8 +29,9 @@ _PCI = r"(?P<device>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
 _XID = rf"NVRM: Xid \((?:PCI:)?{_PCI}[^)]*\): "
 # How libraries begin the message of an error, as a text that speaks of one does not.
 _FAULT = (
-    r"^(?:\d{4}-\d\d-\d\d \S+ [EFW] \S+ )?(?:[EFW]\d{4} .*?\] |error: |[\w.]*(?:Error|Exception): "
-    r"|[A-Z_]{5,}: |\S+ \[\d+\] .*NCCL WARN |:\d+:\S+\.cpp )"
+    r"^(?=(?:\d{4}-\d\d-\d\d \S+ [EFW] \S+ )?(?:(?:[EFW]\d{4} .*?|\d{4}-\d\d-\d\d \S+ [EFW] \S+)\] "
+    r"|error: |warning: |[\w.]*(?:Error|Exception)(?: \(.*?\))?: |[A-Z_]{5,}: |:\d+:\S+\.cpp |what\(\): "
+    r"|\S+ \[\d+\] .*NCCL WARN |failed call to |slurmstepd: |srun: ))"
 )
 # Words that take a kernel's message back wherever they stand in it, and the most that its rule may
 # do then; "" is nothing. ("page: Ignored" is a memory failure that could not be handled.)
