@@ -69,3 +69,10 @@ def test_every_name_on_the_page_of_metrics_is_one_that_the_code_writes():
         )
         whole = re.search(rf'["\']{re.escape(name)}["\']', sources)
         assert whole or re.search(rf'["\']{re.escape(plain)}["\']', sources), name
+
+
+def test_the_code_that_the_project_s_words_name_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    places = re.findall(r"`([\w/]+/\w+(?:\.py)?)`.*\|$", text, re.M)
+    wrong = [p for p in places if not any((ROOT / top / p).exists() for top in ("", "zaya_jax"))]
+    assert len(places) > 30 and not wrong, wrong
