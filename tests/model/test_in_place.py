@@ -32,7 +32,7 @@ def token(model, precision, rows, length):
     """The arguments of the program of further tokens, as shapes, and its cache."""
     shape = jax.ShapeDtypeStruct
     params, head = jax.eval_shape(
-        lambda p: zaya.rounded(p, precision), zaya.abstract(model, precision)
+        lambda p: zaya.rounded(model, p, precision), zaya.abstract(model, precision)
     )
     balance = shape((model.num_hidden_layers, model.num_experts + 1), jnp.float32)
     each, one = shape((rows,), jnp.int32), shape((), jnp.int32)
@@ -100,7 +100,7 @@ def test_no_program_has_a_copy_of_a_layers_experts(rows, size):
         .memory_analysis()
     )
     assert taken.temp_size_in_bytes < a_layer / 4
-    prompt = decode._first_piece.lower(
+    prompt = decode._piece.lower(
         piece(model, EXACT, rows, size), None, size, model, EXACT, decode.ALONE
     )
     assert prompt.compile().memory_analysis().temp_size_in_bytes < a_layer / 2
@@ -132,7 +132,7 @@ def test_rounding_once_changes_no_bit(kind):
     model = model_helpers.small(**(DENSE if kind == "dense" else {}))
     params, bias = model_helpers.weights(model)
     precision = Precision(compute="bfloat16")
-    once, head = zaya.rounded(params, precision)
+    once, head = zaya.rounded(model, params, precision)
     names = {
         path[-2].key if path[-1].key in ("kernel", "bias") else path[-1].key
         for path, x in jax.tree.leaves_with_path(once)
@@ -150,6 +150,6 @@ def test_rounding_once_changes_no_bit(kind):
     )
     for a, b in zip(run(once, head), run(params, params), strict=True):
         np.testing.assert_array_equal(a, b)
-    same, head = zaya.rounded(params, EXACT)
+    same, head = zaya.rounded(model, params, EXACT)
     assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(params), strict=True))
     assert head["embed"]["embedding"] is params["embed"]["embedding"]

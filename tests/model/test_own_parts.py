@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rows import slow
 
 import zaya_jax as zj
 from benchmarks import ablations, own_parts
+from zaya_jax.model import zaya
+from zaya_jax.model.layer import Experts, with_own
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, head_dim=4, moe_intermediate_size=8)
 WIDTH, TOKENS = 24, 40
@@ -96,3 +99,86 @@ def test_every_variant_takes_a_step(name, monkeypatch):
     monkeypatch.setattr(ablations, "LENGTH", 16)
     found = ablations.run(name, ablations.RATE, seed=0, last=1)
     assert abs(found["loss"] - np.log(264)) < 1 and abs(found["held_out"] - np.log(264)) < 1
+
+
+class NormedExperts(Experts):
+    """Their matrices have a mean square of 1/4, whatever the weights are."""
+
+    def __call__(self, x, choice, gate, here):
+        graph, weights = nnx.split(self)
+        half = lambda w: w / (2 * jnp.sqrt(jnp.mean(w**2, axis=(1, 2), keepdims=True)))  # noqa: E731
+        return Experts.__call__(
+            nnx.merge(graph, jax.tree.map(half, weights)), x, choice, gate, here
+        )
+
+
+class Normed(zj.Layer):
+    def __init__(self, rngs, model, precision):
+        super().__init__(rngs, model, precision)
+        self.experts = NormedExperts(rngs, model, precision)
+
+
+class AroundExperts(zj.Layer):
+    """The usual class of experts, called with other weights than its own."""
+
+    def __call__(self, h, stream, balance, rope, here):
+        self.experts.down[...] = self.experts.down[...] * 3
+        return super().__call__(h, stream, balance, rope, here)
+
+
+class MlpAlone(zj.Layer):
+    """One MLP in place of experts, without a router; it reads its weights in float32."""
+
+    def __init__(self, rngs, model, precision):
+        super().__init__(rngs, model, precision)
+        del self.experts, self.router
+        self.mlp = nnx.Module()
+        for name in ("gate", "up", "down"):
+            shape = (model.hidden_size,) * 2
+            setattr(self.mlp, name, zj.weight(rngs, shape, ("embed", "embed"), 0.2))
+
+    def __call__(self, h, stream, balance, rope, here):
+        x, h = self.attn_norm.read(h, self.dtype)
+        y, cache = self.cca(x, rope, here)
+        h = self.attn_join(y, h)
+        x = self.moe_norm(h).astype(jnp.float32)
+        up = jax.nn.silu(x @ self.mlp.gate[...]) * (x @ self.mlp.up[...])
+        h = self.moe_join(up @ self.mlp.down[...], h, jnp.ones(h.shape[:-1]))
+        choice = jnp.zeros(stream.shape[:1], jnp.int32)
+        return h, stream, choice, jnp.zeros((len(choice), len(balance))), cache
+
+
+def small(name):
+    full = ablations.settings(name)
+    return dataclasses.replace(full, model=dataclasses.replace(full.model, **SMALL))
+
+
+OWN_LAYERS = {"normed": Normed, "around": AroundExperts, "mlp": MlpAlone}
+DECODED = [*OWN_LAYERS, "gqa_cache", "no_scaling", "no_skip", "linear", "no_eda", "auxiliary"]
+
+
+@pytest.mark.parametrize(
+    "name", ["normed", "mlp", *(slow(name) for name in DECODED if name not in ("normed", "mlp"))]
+)
+def test_decoding_gives_the_likeliest_of_the_logits(name):
+    variant = ablations.VARIANTS.get(name)
+    layer = variant.layer if variant else OWN_LAYERS[name]
+    settings = small(name) if variant else small("zaya")
+    model = zj.create(settings, 0, layer=layer, router=variant and variant.router)
+    draw = np.random.default_rng(0)
+    model.params = jax.tree.map(
+        lambda x: x + 0.3 * draw.standard_normal(x.shape, np.float32), model.params
+    )
+    signs = draw.standard_normal(16).astype(np.float32)  # so that no token is followed by itself
+    model.params["final_norm"] = {"scale": signs}
+    found = model.generate(draw.integers(0, 256, (2, 5)), 12)
+    likeliest = model.logits(found).argmax(-1)
+    np.testing.assert_array_equal(found[:, 5:], likeliest[:, 4:-1])
+    assert len(set(found[:, 5:].ravel().tolist())) > 2
+
+
+def test_weights_of_an_own_layer_are_not_rounded_before_decoding(config):
+    model = with_own(config.model, layer=MlpAlone)
+    precision = dataclasses.replace(config.precision, compute="bfloat16")
+    found, _ = jax.eval_shape(lambda p: zaya.rounded(model, p, precision), zaya.abstract(model))
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}

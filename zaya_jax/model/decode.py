@@ -27,6 +27,7 @@ from pallas_kernels.loops import turning
 from zaya_jax.config import Model, Precision, UserError, shown
 from zaya_jax.model import cca, dense, zaya
 from zaya_jax.model.experts import read_in_place
+from zaya_jax.model.layer import Layer
 from zaya_jax.model.placement import ALONE, Cached, Devices, Rows
 from zaya_jax.model.sampling import Sampling, pick
 from zaya_jax.model.stored import SCANNED, Stored
@@ -119,7 +120,7 @@ class Generation:
         self._carry: Any = None
         if self.ended:
             return
-        params, self._head = self._everywhere(zaya.rounded(params, precision))
+        params, self._head = self._everywhere(zaya.rounded(model, params, precision))
         self._weights: Any = (params, self._everywhere(balance))
         self._drawing = self._everywhere((sampling.numbers(), row_seeds, _padded_ends(ends)))
         self._start(ids, lengths, mask, num_tokens, -(-size // parts) * parts)
@@ -205,13 +206,9 @@ class Generation:
         for size in sizes:
             counts = np.clip(lengths - start, 0, size)
             arguments = (*self._weights, rows[:, start : start + size], counts, hidden)
+            arguments += (np.int32(start),) if start else ()
             with chip.making(self._target):
-                if start:
-                    hidden, self._cache = _piece(
-                        (*arguments, np.int32(start)), self._cache, *statics
-                    )
-                else:
-                    hidden, self._cache = _first_piece(arguments, None, length, *statics)
+                hidden, self._cache = _piece(arguments, self._cache, length, *statics)
             start += size
         self._hidden, self._index = hidden, (lengths, np.zeros_like(lengths))
 
@@ -391,23 +388,15 @@ def _padded(arguments, cache, length, model, precision, devices):
     return _on_all(devices, model, precision, run, arguments, cache)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _first_piece(arguments, cache, length, model, precision, devices):
-    """The first piece of the prompts, into a new cache."""
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), donate_argnums=(1,))
+def _piece(arguments, cache, length, model, precision, devices):
+    """A piece of the prompts; the first, without a start, goes into a new cache of this length."""
 
     def run(arguments, cache):
-        ids = arguments[2]
-        cache = _empty_cache(model, precision, len(ids), devices.cache().columns(length))
-        return _through(arguments, 0, cache, model, precision, devices)
-
-    return _on_all(devices, model, precision, run, arguments, cache)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=(1,))
-def _piece(arguments, cache, model, precision, devices):
-    """A further piece."""
-
-    def run(arguments, cache):
+        if cache is None:
+            columns = devices.cache().columns(length)
+            cache = _empty_cache(model, precision, len(arguments[2]), columns)
+            arguments = (*arguments, 0)
         *arguments, start = arguments
         return _through(arguments, start, cache, model, precision, devices)
 
@@ -490,12 +479,10 @@ def _go_on(arguments, cache, model, precision, devices, kind):
 
 
 def _in_place(model: Model, params: dict) -> Stored:
-    """The experts' weights are read in place."""
-    return (
-        SCANNED
-        if model.model_type == "dense"
-        else Stored(read_in_place(**params["layers"]["experts"]))
-    )
+    """The experts' weights are read in place, unless a layer of the caller's may change them."""
+    if zaya.layer_class(model) is Layer:
+        return Stored(read_in_place(**params["layers"]["experts"]))
+    return SCANNED
 
 
 def _pick(model, head, hidden, precision, kind, numbers, seeds, count) -> Int[Array, "B"]:

@@ -87,7 +87,7 @@ class Head(nnx.Module):
 class Zaya(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         self.embed = Embed(rngs, model)
-        layer = _layer_class(model)
+        layer = layer_class(model)
         stack = nnx.vmap(lambda key: layer(nnx.Rngs(key), model, precision))
         self.layers = stack(jax.random.split(rngs.params(), model.num_hidden_layers))
         self.final_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
@@ -147,7 +147,8 @@ class Zaya(nnx.Module):
         return Output(h, counts, sums, cache, *(traced if trace else ()))
 
 
-def _layer_class(model: Model) -> type:
+def layer_class(model: Model) -> type:
+    """The class of the model's layers."""
     return model.layer if isinstance(model, Own) else LAYERS[model.model_type]
 
 
@@ -156,7 +157,7 @@ def layer_of(model: Model, params: dict, number: int, precision: Precision) -> n
     # JAX would give the last layer for one that is not there
     number = range(model.num_hidden_layers)[number]
     graph, state = nnx.split(
-        nnx.eval_shape(lambda: _layer_class(model)(nnx.Rngs(0), model, precision))
+        nnx.eval_shape(lambda: layer_class(model)(nnx.Rngs(0), model, precision))
     )
     nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: x[number], params["layers"]))
     return nnx.merge(graph, state)
@@ -271,12 +272,12 @@ def apply(
     )
 
 
-def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
+def rounded(model: Model, params: dict, precision: Precision) -> tuple[dict, dict]:
     """Parameters for many passes, and those for `logits`, with weights that products read rounded
     to their format.
 
     Results do not change: each pass would round these weights itself. The others are the same
-    arrays.
+    arrays, and so are all weights of a layer of the caller's, who may read them in another format.
     """
     dtype = jnp.dtype(precision.compute)
 
@@ -284,12 +285,10 @@ def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
         return x if x.dtype == dtype else x.astype(dtype)
 
     layers = dict(params["layers"])
-    for block in ROUNDED.keys() & layers.keys():
-        # a layer of the caller's may lack some
-        names = [name for name in ROUNDED[block] if name in layers[block]]
-        layers[block] = layers[block] | {
-            name: jax.tree.map(cast, layers[block][name]) for name in names
-        }
+    if layer_class(model) in LAYERS.values():
+        for block in ROUNDED.keys() & layers.keys():
+            once = {name: jax.tree.map(cast, layers[block][name]) for name in ROUNDED[block]}
+            layers[block] = layers[block] | once
     head = {name: params[name] for name in ("head",) if name in params}
     return params | {"layers": layers}, head | {
         "embed": {"embedding": cast(params["embed"]["embedding"])}
