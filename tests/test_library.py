@@ -524,10 +524,11 @@ def test_it_continues_whatever_it_is_given(model, ids):
     talk = [{"role": "user", "content": "hi"}]
     answers = model.generate([talk, talk], 5)
     assert answers == ["".join(model.stream(talk, 5))] * 2
+    assert model.generate(talk[0], 5) == "".join(model.stream(talk[0], 5)) == answers[0]
     asked = [256, 259, *b"user\nhi", 260, *b"\n", 259, *b"assistant\n"]
     new = model.generate([asked] * 2, 5, ends=[257, 260])[0][len(asked) :]
     assert model.tokenizer.decode(new) == answers[0]
-    for wrong in ([], [{"x": 1}], ["a", [1]], [1, 264], [[]]):
+    for wrong in ([], {}, {"x": 1}, [{"x": 1}], ["a", [1]], [1, 264], [[]]):
         with pytest.raises(
             zj.UserError, match=r"prompt=|a conversation is a list of turns|prompt 1 of 1 (has|is)"
         ):

@@ -18,6 +18,7 @@ from zaya_jax.checkpoint import boxes, partial, rewrite
 from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import UserError
+from zaya_jax.model import zaya
 
 SAVE = """
 import sys
@@ -44,6 +45,8 @@ saved("zarr2", use_ocdbt=False, use_zarr3=False)
 saved("zarr3", use_ocdbt=False, use_zarr3=True, use_compression=False)
 saved("zstd", use_ocdbt=False, use_zarr3=True)
 v0.PyTreeCheckpointer().save(root / "v0", tree)
+ocp.save(root / "alone", {"params": tree["params"]})
+ocp.save(root / "bare", tree["params"])
 ocp.save(root / "int8", jax.tree.map(lambda x: jnp.int8(9 * x), tree))
 with ocp.training.Checkpointer(root / "steps") as checkpointer:
     checkpointer.save(4, tree)
@@ -116,6 +119,19 @@ def test_each_layout_comes_in(model, saved, layout, tmp_path):
         got = zj.load(folder, config=model.config)
         same(got.params, model.params)
         assert got.loss_and_grads(IDS, IDS)[0] == model.loss_and_grads(IDS, IDS)[0]
+
+
+@pytest.mark.parametrize("layout", ["alone", "bare"])
+def test_parameters_alone_begin_with_fresh_balancing_biases(model, saved, layout, capsys):
+    state = {"params": model.params, "balance": {"bias": zaya.init_balance(model.config.model)}}
+    source, held = open_source(str(saved / layout)), boxes.of_tree(state)
+    partial.require_fit(source, held.weights())
+    same(source.restore(held.leaves, held), trees.flat(state))
+    got = zj.load(saved / layout, config=model.config)
+    same(got.params, model.params)
+    np.testing.assert_array_equal(got.balance, state["balance"]["bias"])
+    (note,) = capsys.readouterr().out.splitlines()
+    assert note.endswith("; its balancing biases begin anew, since it has none")
 
 
 def test_integers_become_no_weights(model, saved, tmp_path):

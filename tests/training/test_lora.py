@@ -12,9 +12,10 @@ from safetensors.numpy import load_file
 
 import zaya_jax as zj
 from zaya_jax import cli, trees
-from zaya_jax.checkpoint import partial
+from zaya_jax.checkpoint import merged, partial
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import UserError
-from zaya_jax.pytorch import adapters, exchange
+from zaya_jax.pytorch import adapters, any_model, exchange
 from zaya_jax.training import step as steps
 
 IDS = np.arange(48).reshape(2, 24) % 200
@@ -85,6 +86,32 @@ def test_the_export_is_the_run(folder, tmp_path):
     exported = zj.load(exchange.to_hf(f"{folder}/run", tmp_path / "hf"), dtype="float32")
     np.testing.assert_array_equal(model.logits(IDS), exported.logits(IDS))
     assert zj.load(model.save(tmp_path / "saved")).loss(IDS, IDS) == model.loss(IDS, IDS)
+
+
+def test_the_merged_weights_are_the_bases_own_numbers_and_the_updates(folder, monkeypatch):
+    """As PEFT has them, also where the run holds the base in another format."""
+    run, base = Source(folder / "run"), Source(folder / "base")
+    meta = run.meta()
+    meta["config"]["precision"]["compute"] = "bfloat16"
+    monkeypatch.setattr(run, "meta", lambda: meta)
+    found = trees.flat(partial.read(merged.Merged(run, base)))
+    pairs = trees.flat(partial.read(run))
+    for name, x in trees.flat(partial.read(base)).items():
+        update = pairs[f"{name}.a"] @ pairs[f"{name}.b"] if f"{name}.a" in pairs else 0
+        np.testing.assert_allclose(found[name], x + update, atol=1e-7, err_msg=name)
+
+
+def test_a_base_of_another_function_is_said_and_its_adapters_stay_here(folder, tmp_path, capsys):
+    """Its own config decides what PEFT computes."""
+    base = exchange.to_hf(f"{folder}/base", tmp_path / "hf")
+    about = json.loads((base / "config.json").read_text()) | {"rms_norm_eps": 0.05}
+    (base / "config.json").write_text(json.dumps(about))
+    keys = {"run__init_from": str(base), "run__num_steps": 1, "balance__enabled": False}
+    assert train(folder, tmp_path / "run", **keys) == cli.DONE
+    differs = "config.model.rms_norm_eps 0.05 there, 1e-05 here"
+    assert f"is of another model: {differs}\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"computes otherwise than its base .*{differs}"):
+        adapters.to_peft(f"{tmp_path}/run", tmp_path / "adapters")
 
 
 @pytest.mark.slow
@@ -159,6 +186,19 @@ def test_what_cannot_be_is_said(folder, tmp_path, keys, says):
     with pytest.raises(UserError) as error:
         train(folder, tmp_path / "new", 2, **keys)
     assert says in str(error.value)
+
+
+def test_a_base_is_known_by_all_its_numbers(folder, tmp_path):
+    """However they are stored."""
+    state = partial.read(folder / "base") | partial.read(folder / "base", "balance.bias")
+    mark = merged.mark_of(exchange.InMemory(state))
+    places = folder / "base", exchange.to_hf(f"{folder}/base", tmp_path / "hf")
+    assert {merged.mark_of(any_model.weights_of(str(place))) for place in places} == {mark}
+    for name, x in trees.flat(state).items():
+        last = (-1,) * x.ndim
+        before, x[last] = x[last], x[last] + 0.5
+        assert merged.mark_of(exchange.InMemory(state)) != mark, name
+        x[last] = before
 
 
 def test_another_base_is_refused(folder, tmp_path):

@@ -1,5 +1,6 @@
 """Starts: a refused one leaves nothing behind, and the way out that its message names works."""
 
+import dataclasses
 import json
 import math
 import re
@@ -11,9 +12,11 @@ import pytest
 import tiny_runs
 from orbax.checkpoint import v1 as ocp
 
+import zaya_jax as zj
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import partial, store
+from zaya_jax.checkpoint import partial, source, store
 from zaya_jax.config import UserError
+from zaya_jax.pytorch import exchange
 from zaya_jax.text import tokenizers
 from zaya_jax.training import figures, notes, snapshot
 from zaya_jax.training import state as states
@@ -56,6 +59,51 @@ def refused(begin, keys, devices, new=False):
         begin(keys, devices, new)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_a_run_whose_tokenizer_was_replaced_is_not_read(trained, tmp_path):
+    """Its ids would be other text; the checkpoints have the hash of the right one."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    tokenizers.train_bpe(["some text " * 50], 264).save(tmp_path / "run" / "tokenizer")
+    for read in (zj.load, lambda place: exchange.to_hf(place, tmp_path / "hf")):
+        with pytest.raises(
+            config.UserError, match=r"is not the tokenizer that .* was trained with"
+        ):
+            read(tmp_path / "run")
+    assert not (tmp_path / "hf").exists()
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    assert zj.load(tmp_path / "run").tokenizer is None
+
+
+@pytest.mark.slow
+def test_weights_of_another_function_are_said(trained, tmp_path, capsys):
+    keys = {"data__path": str(trained / "corpus"), "run__num_steps": 1}
+    keys |= {"run__init_from": str(trained / "run"), "model__rms_norm_eps": 0.1}
+    assert tiny_runs.train(tmp_path / "new", **keys) == cli.DONE
+    note = "is of another model: config.model.rms_norm_eps 1e-05 there, 0.1 here\n"
+    assert note in capsys.readouterr().out
+
+
+BASE = config.Model(num_hidden_layers=2)
+WINDOWS = dict(layer_types=("hybrid", "hybrid_sliding"), sliding_window=8)
+OTHER_ROPE = config.RopeKinds(config.Rope(rope_theta=1e6), config.Rope(rope_theta=1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"rms_norm_eps": 0.1}, ["rms_norm_eps 1e-05 there, 0.1 here"]),
+        ({"rope_parameters": OTHER_ROPE}, ["rope_parameters.hybrid.rope_theta 10000.0 there"]),
+        (WINDOWS, ["layer_types", "rope_parameters.hybrid_sliding", "sliding_window"]),
+        ({"layer_types": ("hybrid", "hybrid"), "sliding_window": 8}, []),
+        ({"max_position_embeddings": 9, "initializer_range": 1.0, "eos_token_id": 5}, []),
+    ],
+)
+def test_only_keys_that_change_a_result_are_said_to_differ(changes, keys):
+    found = source.differing(BASE, dataclasses.replace(BASE, **changes))
+    assert all(any(key in line for line in found) for key in keys) and bool(found) == bool(keys)
+    assert source.differing(None, BASE) == []
 
 
 def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):

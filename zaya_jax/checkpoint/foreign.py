@@ -4,8 +4,9 @@ safetensors.
     source = open_source(place, step)       a `Source`, also where Orbax alone has written
 
 `place` is the folder of one such checkpoint, a folder of steps, or FOLDER@STEP. The tree must have
-our names (`params.layers.cca.q.kernel`). Such a state has no checksums: Orbax 0.12.8 loads a
-changed bit without an error.
+our names (`params.layers.cca.q.kernel`) or be the parameters themselves; balancing biases that it
+does not have are a new run's. Such a state has no checksums: Orbax 0.12.8 loads a changed bit
+without an error.
 """
 
 import threading
@@ -20,7 +21,9 @@ from zaya_jax.checkpoint import layout, writing
 from zaya_jax.checkpoint.layout import Array
 from zaya_jax.checkpoint.source import Source, place_and_step
 from zaya_jax.config import StorageError, UserError
+from zaya_jax.model import zaya
 
+BIASES = "balance.bias"
 SIGNS = ("_CHECKPOINT_METADATA", "_METADATA")  # Orbax's own files, in v1 and in v0
 # under way at once: without a limit Orbax takes 1.67 states of memory, with it 1.31
 READ_BYTES = 96 << 20
@@ -83,6 +86,19 @@ class Foreign(Unsealed):
             raise StorageError(
                 f"{folder} cannot be read by Orbax: {writing.reason(error)}"
             ) from error
+        found = {n: x for n, x in trees.flat(self._tree).items() if hasattr(x, "shape")}
+        above = "params." if any(name.startswith("layers.") for name in found) else ""
+        self._theirs = {f"{above}{name}": name for name in found}  # by our names
+        self._shapes = {
+            ours: (tuple(found[name].shape), np.dtype(found[name].dtype).name)
+            for ours, name in self._theirs.items()
+        }
+        layers = [shape for name, (shape, _) in self._shapes.items() if "params.layers." in name]
+        if layers and BIASES not in self._shapes:
+            # A dense model has no router, and two classes.
+            router, _ = self._shapes.get("params.layers.router.out.kernel", ((2,), ""))
+            self._shapes[BIASES] = (layers[0][0], router[-1]), "float32"
+            self.warning += "; its balancing biases begin anew, since it has none"
 
     def _context(self) -> Any:
         context, me = self._ocp.Context(), jax.process_index()
@@ -95,20 +111,21 @@ class Foreign(Unsealed):
 
     def arrays(self) -> dict[str, Array]:
         """All arrays by name."""
-        about = {name: x for name, x in trees.flat(self._tree).items() if hasattr(x, "shape")}
-        return {
-            n: Array(n, tuple(x.shape), np.dtype(x.dtype).name, tuple(x.shape))
-            for n, x in about.items()
-        }
+        return {name: Array(name, *about, about[0]) for name, about in self._shapes.items()}
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+        if array.name not in self._theirs:  # the balancing biases of a beginning
+            biases = np.zeros(array.shape, array.dtype)
+            biases[:, -1] = zaya.SKIP_BIAS
+            return biases
+        name = self._theirs[array.name]
         wanted = np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
         def only(path, _):
-            return wanted if trees.name_of(path) == array.name else self._ocp.PLACEHOLDER
+            return wanted if trees.name_of(path) == name else self._ocp.PLACEHOLDER
 
-        flat = array.name in self._tree  # as safetensors are, which take no placeholder
-        like = {array.name: wanted} if flat else jax.tree_util.tree_map_with_path(only, self._tree)
+        flat = name in self._tree  # as safetensors are, which take no placeholder
+        like = {name: wanted} if flat else jax.tree_util.tree_map_with_path(only, self._tree)
         with self._lock, self._context():
             found = self._ocp.load(self.folder, like)
-        return np.asarray(trees.flat(found)[array.name])
+        return np.asarray(trees.flat(found)[name])

@@ -3,8 +3,8 @@ names its base.
 
     source = Merged(adapters, base)     two sources; reads like a checkpoint of all weights, each base + A B in float32
 
-The base is rounded as the run holds it, so the run and everything made of its merged weights
-compute with the same.
+The base's numbers are its own, as PEFT has them under the adapters. The run itself holds them
+rounded to the format of its products.
 """
 
 import hashlib
@@ -14,39 +14,34 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.foreign import Unsealed
 from zaya_jax.checkpoint.layout import Array
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import UserError
-from zaya_jax.model import lora
-
-CORNER = 64  # rows and columns of a matrix that its mark is made of
 
 
 def mark_of(base: Source) -> str:
-    """A hash of a corner of every array: another model's, or another step's, differs."""
+    """A hash of all weights, in float32: it does not change with the files that hold them."""
     found = hashlib.sha256()
     for name, array in sorted(base.arrays().items()):
         if layout.is_weight(name):
-            box = tuple(
-                slice(0, min(n, CORNER if i >= len(array.shape) - 2 else 1))
-                for i, n in enumerate(array.shape)
-            )
-            out = np.empty(layout.sizes(box), np.float32)
-            base.fill(array, box, out)
-            found.update(f"{name}{array.shape}".encode() + out.tobytes())
+            found.update(f"{name}{array.shape}".encode())
+            by_layer = layout.by_layer(name, array.shape)  # in memory, a layer of the large ones
+            for index in range(array.shape[0]) if by_layer else [None]:
+                found.update(base.read(name.split("."), index).astype(np.float32, copy=False))
     return found.hexdigest()
 
 
-def check_mark(base: Source, meta: Mapping[str, Any], name: str) -> None:
-    """UserError if this is not the base that a checkpoint with this metadata names."""
-    if mark_of(base) != meta["base"]["mark"]:
+def checked_mark(base: Source, meta: Mapping[str, Any], name: str) -> str:
+    """The mark of a base; UserError if a checkpoint with this metadata names another one."""
+    mark = mark_of(base)
+    if meta and mark != meta["base"]["mark"]:
         raise UserError(
             f"{name} was trained over {meta['base']['name']}, and {base.name} has other weights;"
             " bring the former back"
         )
+    return mark
 
 
 class Merged(Unsealed):
@@ -56,14 +51,13 @@ class Merged(Unsealed):
         super().__init__(Path())
         self.place, self.workdir, self.run = adapters.place, adapters.workdir, adapters.run
         self.step, self.name, self.warning = adapters.step, adapters.name, base.warning
-        self._adapters, self._base = adapters, base
+        self._adapters, self.base = adapters, base
         self._bases, self._pairs, self._arrays = (
             base.arrays(),
             dict[str, np.ndarray](),
             dict[str, Array](),
         )
-        self._narrow = config_lib.check(self.meta()["config"]).precision.compute
-        check_mark(base, self.meta(), self.name)
+        checked_mark(base, self.meta(), self.name)
 
     def meta(self) -> dict[str, Any]:
         """The run's."""
@@ -72,7 +66,7 @@ class Merged(Unsealed):
     def check(self, *args: Any, **options: Any) -> None:
         """Of both."""
         self._adapters.check(*args, **options)
-        self._base.check(*args, **options)
+        self.base.check(*args, **options)
 
     @property
     def base_name(self) -> str:
@@ -83,7 +77,7 @@ class Merged(Unsealed):
         """(the factors by name, whether the balancing biases are others than the base's)."""
         self.arrays()
         bias = ("balance", "bias")
-        return self._pairs, not np.array_equal(self._adapters.read(bias), self._base.read(bias))
+        return self._pairs, not np.array_equal(self._adapters.read(bias), self.base.read(bias))
 
     def arrays(self) -> dict[str, Array]:
         """The base's parameters and the run's balancing biases; reads the adapters, which are
@@ -108,10 +102,7 @@ class Merged(Unsealed):
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
         if array.name.startswith("balance."):
             return self._adapters._chunk(array, index)
-        x = self._base._chunk(self._bases[array.name], index)
-        if lora.is_narrow(array.name.removeprefix("params.").replace(".", "/")):
-            x = x.astype(self._narrow)
-        x = x.astype(np.float32)
+        x = self.base._chunk(self._bases[array.name], index).astype(np.float32)
         if f"{array.name}.a" in self._pairs:
             whole = tuple(slice(0, n) for n in array.shape)
             _, box = next(at for at in array.touched(whole) if at[0] == index)

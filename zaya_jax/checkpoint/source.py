@@ -9,6 +9,7 @@ source.restore(like, held)                      a tree of arrays on devices (`re
 
 import contextlib
 import difflib
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +19,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax import trees
+from zaya_jax import config as config_lib
+from zaya_jax import schedule, trees
 from zaya_jax.checkpoint import boxes, layout, reading, writing
 from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.layout import Array, Box
 from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.vault import Progress, Step, Vault, vault_at
-from zaya_jax.config import StorageError, UserError, shown
+from zaya_jax.config import Config, Model, StorageError, UserError, shown
 
 
 class Source:
@@ -104,6 +106,13 @@ class Source:
         self.check(names=[layout.META])
         return self.json(layout.META)
 
+    @functools.cached_property
+    def model(self) -> Model | None:
+        """The model that the weights are of; None where no config is there that can be read."""
+        with contextlib.suppress(KeyError, UserError):
+            return model_at(config_lib.check(self.meta()["config"]), self.step)
+        return None
+
     def arrays(self) -> dict[str, Array]:
         """All arrays by name; StorageError if their descriptions are damaged."""
         described = sorted(name for name in self.files if name.endswith("/zarr.json"))
@@ -174,6 +183,34 @@ class Source:
         return jax.tree.unflatten(
             jax.tree.structure(like), [found[name] for name in trees.flat(like)]
         )
+
+
+def model_at(config: Config, step: int) -> Model:
+    """The model as the run's phase at this step has it."""
+    if step == 0:
+        return config.model
+    return schedule.phase_config(config, schedule.phase_at(config, step)).model
+
+
+def differing(there: Model | None, here: Model) -> list[str]:
+    """The keys by which the same weights are another function here, in words; none where the model
+    there is not known."""
+    was, now = (trees.flat(_function(model)) for model in (there or here, here))
+    return [
+        f"config.model.{key} {was.get(key)!r} there, {now.get(key)!r} here"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+    ]
+
+
+def _function(model: Model) -> dict[str, Any]:
+    """The keys on which a model's results depend."""
+    keys = config_lib.to_dict(model) | {"layer_types": ", ".join(model.kinds)}
+    ropes = keys["rope_parameters"].items()
+    keys["rope_parameters"] = {kind: rope for kind, rope in ropes if kind in model.kinds}
+    others = ["initializer_range", "max_position_embeddings"]
+    others += [] if "hybrid_sliding" in model.kinds else ["sliding_window"]
+    return {k: x for k, x in keys.items() if k not in others and not k.endswith("_token_id")}
 
 
 def misfit(theirs: Mapping[str, Array], wanted: Mapping[str, Any], everything: bool = False) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint import claims
-from zaya_jax.checkpoint.merged import Merged
+from zaya_jax.checkpoint import claims, merged
+from zaya_jax.checkpoint.source import differing
 from zaya_jax.config import Model, UserError
 from zaya_jax.pytorch import any_model, tensor_files
 from zaya_jax.pytorch import hf_names as names
@@ -27,11 +27,11 @@ INSIDE = {
 
 
 def to_peft(name: str, out: str | os.PathLike) -> Path:
-    """Writes a run's adapters; UserError where it has none, or where they are not all that it has
-    changed."""
+    """Writes a run's adapters; UserError where it has none, or where the base with them is not the
+    run's model."""
     found = any_model.find(name)
     names.check_zaya(found.model, found.name)
-    if not isinstance(found.source, Merged):
+    if not isinstance(found.source, merged.Merged):
         raise UserError(f"{found.name} has no low-rank updates (run.lora); leave --adapters out")
     source = found.source
     found.check()
@@ -40,6 +40,11 @@ def to_peft(name: str, out: str | os.PathLike) -> Path:
         raise UserError(
             f"{found.name} has moved the balancing biases, for which PEFT has no place; leave"
             " --adapters out, or train with --config.balance.enabled=False"
+        )
+    if changed := differing(source.base.model, found.model):
+        raise UserError(
+            f"{found.name} computes otherwise than its base {source.base_name}"
+            f" ({'; '.join(changed)}), so its updates do not fit that; leave --adapters out"
         )
     target = claims.new_folder(out, "--out")
     tensors = _tensors(found.model, pairs)

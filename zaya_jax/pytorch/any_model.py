@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from zaya_jax import config as config_lib
-from zaya_jax import schedule, trees
+from zaya_jax import trees
 from zaya_jax.checkpoint import source as sources
 from zaya_jax.checkpoint import store
 from zaya_jax.checkpoint.foreign import open_source
@@ -60,10 +60,7 @@ class AnyModel:
     @property
     def model(self) -> Model:
         """The model as the run's phase at this step has it."""
-        if self.step == 0:
-            return self.config.model
-        phase = schedule.phase_at(self.config, self.step)
-        return schedule.phase_config(self.config, phase).model
+        return sources.model_at(self.config, self.step)
 
     @property
     def trained(self) -> Config | None:
@@ -75,6 +72,12 @@ class AnyModel:
         if self.tokenizer_folder is None:
             return None
         found = tokenizers.load(self.tokenizer_folder)
+        if (self.source.meta().get("tokenizer") or found.sha256) != found.sha256:
+            raise UserError(
+                f"{self.tokenizer_folder} is not the tokenizer that {self.name} was trained with,"
+                " so its ids mean other text; put that one back, or take the folder away to go on"
+                " with ids alone"
+            )
         if found.vocab_size > self.config.model.vocab_size:
             raise UserError(
                 f"{self.folder}: its tokenizer has {found.vocab_size} ids, its config.json a"

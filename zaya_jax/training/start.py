@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 
 from zaya_jax.checkpoint import boxes, merged, partial
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import Source, differing
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
@@ -138,6 +138,7 @@ def first_state(
         partial.require_fit(source, copies.held.weights())  # before anything is compiled
         state = copies.with_weights_of(_fresh(planned), source.restore)
         say(f"begins from {source.name}{source.warning}")
+        _say_what_differs(source, planned)
     elif way == "imported":  # weights and biases, no optimizer yet
         state = copies.with_weights_of(_fresh(planned), Source(store.root / "0").restore)
     else:
@@ -145,7 +146,15 @@ def first_state(
     if not run.lora:
         return state, {}
     base = weights_of(meta["base"]["name"] if meta else run.init_from)
+    if not meta:
+        _say_what_differs(base, planned)
     return state, put_frozen_under(state, planned.state, base, meta)
+
+
+def _say_what_differs(source: Source, planned: PlannedStart) -> None:
+    """Says by which keys the weights are another function here than where they come from."""
+    if changed := differing(source.model, planned.phase.config.model):
+        say(f"note: {source.name} is of another model: {'; '.join(changed)}")
 
 
 def _fresh(planned: PlannedStart) -> Any:
@@ -162,10 +171,8 @@ def put_frozen_under(
     """
     wanted = {"params": like["frozen"], "balance": {"bias": like["balance"].bias}}
     partial.require_fit(base, boxes.of_tree(wanted))
-    if meta:
-        multihost.from_first("base", lambda: merged.check_mark(base, meta, "this run"))
+    mark = multihost.from_first("mark", lambda: merged.checked_mark(base, meta, "this run"))
     found = base.restore(wanted)
-    mark = multihost.from_first("mark", lambda: merged.mark_of(base))
     state["frozen"] = found["params"]
     if not meta:
         state["balance"] = state["balance"]._replace(bias=found["balance"]["bias"])
