@@ -72,11 +72,9 @@ def summarise(manifest: dict, out: str) -> None:
             "chats    "
             f" {chat.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}"
         )
-    left_out = manifest["left_out"]
-    print(
-        f"left out  {left_out['bad']:,} bad records and files, {left_out['not_text']:,} files that"
-        f" are not text, {left_out['empty']:,} empty texts"
-    )
+    left_out = prepare.LeftOut()
+    left_out.add(manifest["left_out"])
+    print(f"left out  {left_out}")
     for kind, word in (("bad", "skipped"), ("not_text", "not text")):
         for example in left_out[f"{kind}_examples"]:
             print(f"{word:9s} {example}")

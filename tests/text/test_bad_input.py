@@ -1,17 +1,20 @@
 """Preparing whatever a disk may hold: one bad record costs one record, and no input ends in a
 traceback."""
 
+import bz2
+import collections
 import gzip
 import io
 import json
 import random
 import shutil
+import tarfile
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_helpers import here, zstd
+from data_helpers import here, texts_of, zstd
 
 from zaya_jax.config import UserError
 from zaya_jax.data import storage
@@ -135,7 +138,7 @@ def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_b
         here(Options([str(folder)]), tmp_path / "strict")
     documents, out = left_out(folder, out=tmp_path / "out")
     assert (documents, out["bad"], out["not_text"], out["empty"]) == (1, 1, 1, 1)
-    assert out["not_text_examples"] == [str(folder / "d.png")]
+    assert out["not_text_examples"] == [f"{folder / 'd.png'} (binary)"]
     (folder / "c.txt").unlink()
     (folder / "link.txt").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"cannot read .*link\.txt: .*No such file"):
@@ -147,6 +150,72 @@ def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_b
     (folder / "link.txt").unlink()
     manifest, _ = here(Options([str(folder)], held_out=0.0), tmp_path / "out2")
     assert manifest["left_out"]["not_text"] == 1
+
+
+def archive(mode):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as tar:
+        tar.add(__file__, "x.txt")
+    return file.getvalue()
+
+
+NOT_TEXT = {
+    "a.tar": (archive("w"), "archive"),
+    "a.tar.gz": (archive("w:gz"), "archive"),
+    "a.tgz": (archive("w:gz"), "archive"),
+    "renamed.txt": (archive("w"), "binary"),
+    "inside.txt.gz": (archive("w:gz"), "binary"),
+    "tail.txt": (b"text " * 20_000 + b"\0", "binary"),
+    "utf16.txt": ("text".encode("utf-16"), "binary"),
+    "a.jsonl.bz2": (bz2.compress(b'{"text": "t"}'), "otherwise compressed"),
+    "a.csv": (b"text,label\nsound,1\n", "table"),
+    "a.tsv.gz": (gzip.compress(b"text\tlabel\n"), "table"),
+}
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, caplog):
+    for name, (raw, _) in NOT_TEXT.items():
+        (tmp_path / name).write_bytes(raw)
+    kinds = dict(collections.Counter(kind for _, kind in NOT_TEXT.values()))
+    with pytest.raises(UserError) as error:
+        here(Options([str(tmp_path / "*")]), tmp_path / "none")
+    assert "10 files that are not text (" in str(error.value)
+    assert all(f"{count} {kind}" in str(error.value) for kind, count in kinds.items())
+    with pytest.raises(UserError, match=r"none with UTF-8 text \(a\.csv \(table\), a\.jsonl\.bz2"):
+        sources.named_texts(str(tmp_path / "*"))
+    (tmp_path / "sound.txt").write_bytes(b"\xef\xbb\xbfsound")
+    manifest, _ = here(Options([str(tmp_path / "*")], held_out=0.0), tmp_path / "out")
+    assert manifest["left_out"]["not_text_kinds"] == kinds
+    assert sorted(manifest["left_out"]["not_text_examples"]) == sorted(
+        f"{tmp_path / name} ({kind})" for name, (_, kind) in NOT_TEXT.items()
+    )
+    # A mark of byte order is no character of the text.
+    assert texts_of(tmp_path / "out") == ["sound"]
+    assert sources.named_texts(str(tmp_path / "*")) == [("sound.txt", "sound")]
+    assert "left out 10 files that are not UTF-8 text, such as a.csv (table), " in caplog.text
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+def test_zeros_behind_compressed_data_are_its_padding_and_garbage_is_damage(tmp_path, name):
+    line = json.dumps({"text": "sound"}).encode() + b"\n"
+    whole = gzip.compress(line * 50) + gzip.compress(line * 50)
+    for padding, bad in (b"\0", 0), (bytes(10_240), 0), (bytes(9) + b"x", 1), (b"garbage", 1):
+        (tmp_path / name).write_bytes(whole + padding)
+        (tmp_path / "b.jsonl").write_bytes(line)
+        out = tmp_path / f"out{len(padding)}"
+        documents, found = left_out(tmp_path / name, tmp_path / "b.jsonl", out=out)
+        assert found["bad"] == bad and (bad or documents == (101 if "jsonl" in name else 2))
+        shutil.rmtree(out)
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz"])
+def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=f"cannot read .*{name}: it has no bytes"):
+        here(Options([str(tmp_path / name)]), tmp_path / "out")
 
 
 @pytest.mark.usefixtures("in_process")

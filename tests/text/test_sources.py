@@ -38,8 +38,8 @@ def test_what_is_left_out_is_said(corpus, caplog):
         (corpus / f"bad{i}.bin").write_bytes(b"\xff")
     sources.text_corpus(str(corpus), tokenizers.load("bytes"))
     assert caplog.messages == [
-        f"{corpus}: left out 6 files that are not UTF-8 text, such as 'bad0.bin', 'bad1.bin',"
-        " 'bad2.bin'"
+        f"{corpus}: left out 6 files that are not UTF-8 text, such as bad0.bin (not UTF-8), bad1.bin"
+        " (not UTF-8), bad2.bin (not UTF-8)"
     ]
 
 

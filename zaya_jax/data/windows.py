@@ -157,7 +157,9 @@ def _refuse_trained(path: str, trained: list[str]) -> None:
 
 
 def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> Memory:
-    records = any(inputs.kind_of(str(file)) != "text" for _, file in sources.list_files(path))
+    records = any(
+        inputs.kind_of(str(file)) in inputs.RECORDS for _, file in sources.list_files(path)
+    )
     context = config.data.seq_len if config.data.chats and records else 0
 
     def make() -> Memory:

@@ -117,7 +117,7 @@ def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
         for part in itertools.chain(
             *inputs.split([(str(file), *inputs.stamp(str(file)))], sys.maxsize)
         ):
-            if part.kind == "text":
+            if part.kind not in inputs.RECORDS:
                 raise UserError(
                     f"config.data.chats is set, but {part} is neither JSONL nor Parquet; give"
                     f" records with a list of turns under {FIELDS}"

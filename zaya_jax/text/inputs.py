@@ -9,10 +9,12 @@ bad record costs one record, a damaged compressed file its rest, damaged Parquet
 import concurrent.futures
 import contextlib
 import dataclasses
+import gzip
 import io
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,10 +24,11 @@ from zaya_jax.text.tokenizers import NotUnicode, utf8
 
 Sample = tuple[str, str | list[chat.Message]]  # a name, and a text or the turns of a chat
 CHAT_FIELDS = ("messages", "conversations", "conversation")
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 OPENED_AT_ONCE = 16
 # `datasets.save_to_disk` writes them, too
 ARROW_EXTRAS = ("dataset_dict.json", "dataset_info.json", "state.json")
+DAMAGE = (OSError, EOFError, zlib.error)
+RECORDS = ("jsonl", "parquet", "arrow", "hub")  # the kinds of files with texts or chats in fields
 
 
 class BadInput(UserError):
@@ -33,7 +36,11 @@ class BadInput(UserError):
 
 
 class NotText(BadInput):
-    """A binary file among texts, such as a picture or an archive: always left out and counted."""
+    """A file that is not read as text, such as a picture or an archive: left out and counted."""
+
+    def __init__(self, part: "InputRange", kind: str) -> None:
+        super().__init__(f"{part} ({kind})")
+        self.kind = kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +49,7 @@ class InputRange:
 
     path: str
     name: str  # relative, the same on any machine
-    kind: str  # text, jsonl, parquet, arrow, hub
+    kind: str  # as `kind_of` says
     start: int
     stop: int
     cost: int  # bytes, for progress
@@ -127,13 +134,15 @@ def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             yield from _jsonl(part, text_field)
         elif part.kind == "parquet":
             yield from _parquet(part, text_field)
-        else:
+        elif part.kind in RECORDS:
             yield from _group(
                 part, (hub.rows if part.kind == "hub" else _arrow_rows)(part.path), 0, text_field
             )
+        else:
+            raise NotText(part, part.kind)
     except BadInput as error:
         yield error
-    except OSError as error:
+    except DAMAGE as error:
         yield BadInput(f"cannot read {part}: {first_line(error)}")
 
 
@@ -160,7 +169,7 @@ def _parts(
         for start in range(0, count, each):
             stop = min(start + each, count)
             yield InputRange(path, name, kind, start, stop, size * (stop - start) // count)
-    elif kind == "jsonl" and not path.lower().endswith(tuple(COMPRESSION)):
+    elif kind == "jsonl" and not path.lower().endswith(sources.COMPRESSION):
         for start in range(0, max(size, 1), part_bytes):
             stop = min(start + part_bytes, size)
             yield InputRange(path, name, kind, start, stop, stop - start)
@@ -169,33 +178,23 @@ def _parts(
 
 
 def kind_of(path: str) -> str:
-    """The kind of content by a file's name: text, jsonl, parquet, arrow; hub for a shard of the
-    hub."""
-    if path.startswith(hub.PREFIX):
-        return "hub"
-    stem = path.lower()
-    for suffix in COMPRESSION:
-        stem = stem.removesuffix(suffix)
-    suffix = pathlib.Path(stem).suffix
-    kinds = {
-        ".jsonl": "jsonl",
-        ".ndjson": "jsonl",
-        ".json": "jsonl",
-        ".parquet": "parquet",
-        ".arrow": "arrow",
-    }
-    return kinds.get(suffix, "text")
+    """The kind of content by a file's name; hub for a shard of the hub."""
+    return "hub" if path.startswith(hub.PREFIX) else sources.kind_of(path)
 
 
 @contextlib.contextmanager
 def _open(path: str) -> Iterator[io.BufferedIOBase]:
+    compressed = path.lower().endswith(sources.COMPRESSION)
     with open(path, "rb") as file:
-        compression = COMPRESSION.get(pathlib.Path(path).suffix.lower())
-        if compression:
+        if compressed and not file.peek(1):
+            raise OSError("it has no bytes, which no compression makes")
+        # In blocks of this size: damage costs no more than that before it.
+        if path.lower().endswith(".gz"):  # zeros behind the data, as tapes leave, are its padding
+            yield io.BufferedReader(gzip.GzipFile(fileobj=file), 64 << 10)
+        elif compressed:
             import pyarrow
 
-            # In blocks of this size: damage costs no more than that before it.
-            yield io.BufferedReader(pyarrow.input_stream(file, compression), 64 << 10)
+            yield io.BufferedReader(pyarrow.input_stream(file, "zstd"), 64 << 10)
         else:
             yield file
 
@@ -203,15 +202,16 @@ def _open(path: str) -> Iterator[io.BufferedIOBase]:
 def _text(part: InputRange) -> Iterator[Sample]:
     with _open(part.path) as file:
         raw = file.read(sources.LONGEST + 1)
-    binary = b"\0" in raw[: 64 << 10]
+    if b"\0" in raw:
+        raise NotText(part, "binary")
     if len(raw) > sources.LONGEST:
-        raise NotText(str(part)) if binary else BadInput(f"{part} {sources.TOO_LONG}")
+        raise BadInput(f"{part} {sources.TOO_LONG}")
     try:
-        yield part.name, raw.decode("utf-8")
+        yield part.name, raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         # Python's tests have other encodings
-        if binary or part.path.startswith(str(sources.stdlib())):
-            raise NotText(str(part)) from None
+        if part.path.startswith(str(sources.stdlib())):
+            raise NotText(part, "not UTF-8") from None
         line = 1 + raw[: error.start].count(b"\n")
         raise BadInput(
             f"{part}, line {line}: not UTF-8; convert the file, or leave it out"
@@ -219,7 +219,7 @@ def _text(part: InputRange) -> Iterator[Sample]:
 
 
 def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    compressed = part.path.lower().endswith(tuple(COMPRESSION))
+    compressed = part.path.lower().endswith(sources.COMPRESSION)
     with _open(part.path) as file:
         at = part.start
         if at:  # the line that begins before this part belongs to the one before
@@ -236,7 +236,7 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             number += 1
             try:
                 line = file.readline()
-            except OSError as error:
+            except DAMAGE as error:
                 yield BadInput(
                     f"{place()}: cannot be read, nor what follows it: {first_line(error)}"
                 )

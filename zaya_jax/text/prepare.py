@@ -22,7 +22,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import StorageError, UserError, fields
-from zaya_jax.text import inputs, prepare_task, sources, tokenizers
+from zaya_jax.text import chat, inputs, prepare_task, sources, tokenizers
 from zaya_jax.text import tokens as tokens_lib
 from zaya_jax.text.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
 from zaya_jax.text.tokenizers import Tokenizer
@@ -211,13 +211,14 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     shards = shards[:num_shards]
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
     if not len(of_split["train"]):
+        such = "".join(f"; not text: {name}" for name in left_out["not_text_examples"][:1])
         _clear(directory)
         shutil.rmtree(directory / tokens_lib.TOKENIZER)
         with contextlib.suppress(OSError):  # where other files are in it
             directory.rmdir()
         raise UserError(
-            "the input has no document for training: every file is empty, undecodable, dropped or"
-            " held out"
+            f"the input has no document for training: {left_out}, {outcomes[chat.DROPPED]:,} dropped"
+            f" chats, and the rest is held out{such}"
         )
     content = np.concatenate(list(of_split.values())).tobytes()
     tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content, directory / WORK)

@@ -6,6 +6,7 @@ task write the same bytes twice. Tasks run in processes of this machine or on a 
 both give the same files.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -169,13 +170,24 @@ class LeftOut(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__(bad=0, not_text=0, empty=0, bad_examples=[], not_text_examples=[])
+        self["not_text_kinds"] = collections.Counter[str]()
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self["not_text_kinds"].items())
+        return (
+            f"{self['bad']:,} bad records and files, {self['not_text']:,} files that are not text"
+            f"{f' ({kinds})' if kinds else ''}, {self['empty']:,} empty texts"
+        )
 
     def add(self, more: dict[str, Any]) -> None:
         """Add counts, and what is named of them, up to EXAMPLES."""
         for kind, held in more.items():
-            self[kind] = (
-                (self[kind] + held)[:EXAMPLES] if isinstance(held, list) else self[kind] + held
-            )
+            if isinstance(held, dict):
+                self[kind].update(held)
+            elif isinstance(held, list):
+                self[kind] = (self[kind] + held)[:EXAMPLES]
+            else:
+                self[kind] += held
 
 
 class _Writing:
@@ -245,7 +257,10 @@ class _Writing:
 
     def _bad(self, found: inputs.BadInput) -> None:
         if isinstance(found, inputs.NotText):
-            self._left_out.add({"not_text": 1, "not_text_examples": [str(found)]})
+            kinds = {found.kind: 1}
+            self._left_out.add(
+                {"not_text": 1, "not_text_kinds": kinds, "not_text_examples": [str(found)]}
+            )
         elif not self._options.skip_bad:
             raise found
         else:

@@ -33,6 +33,17 @@ TOO_LONG = (
     " of it"
 )
 NAMED = 3  # files left out that are named; the others are counted
+# What a file holds, by its suffix without that of a compression; others are text.
+KINDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    **dict.fromkeys((".7z", ".a", ".cpio", ".jar", ".rar", ".tar", ".tgz", ".warc"), "archive"),
+    ".zip": "archive",
+    **dict.fromkeys((".br", ".bz2", ".lz", ".lz4", ".lzma", ".xz", ".z"), "otherwise compressed"),
+    **dict.fromkeys((".csv", ".tsv"), "table"),
+}
+COMPRESSION = (".gz", ".zst")
 SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
 _log = logging.getLogger(__name__)
 
@@ -156,6 +167,14 @@ def _expand(place: pathlib.Path, parts: Sequence[str]) -> Iterator[pathlib.Path]
                 yield from _expand(path, rest)
 
 
+def kind_of(name: str) -> str:
+    """The kind of content by a file's name: text, jsonl, parquet, arrow, or one that is not read."""
+    name = name.lower()
+    for suffix in COMPRESSION:
+        name = name.removesuffix(suffix)
+    return KINDS.get(pathlib.Path(name).suffix, "text")
+
+
 def identity(path: str | os.PathLike) -> object:
     """The identity of a file, the same under all of its names, symbolic and hard links included."""
     try:
@@ -235,26 +254,33 @@ def named_texts(path: str) -> list[tuple[str, str]]:
     documents: list[tuple[str, str]] = []
     unreadable: list[str] = []
     for name, file in files_for_memory(path):
-        if file.stat().st_size > LONGEST:
-            raise UserError(f"config.data.path={path!r}: {name} {TOO_LONG}")
-        try:
-            text = file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            unreadable.append(name)
-            continue
-        if text.strip():
+        kind = kind_of(name)
+        if kind in ("text", "jsonl"):
+            if file.stat().st_size > LONGEST:
+                raise UserError(f"config.data.path={path!r}: {name} {TOO_LONG}")
+            raw = file.read_bytes()
+            try:
+                text = raw.decode("utf-8-sig")
+                kind = "binary" if b"\0" in raw else ""
+            except UnicodeDecodeError:
+                kind = "not UTF-8"
+        if kind:
+            unreadable.append(f"{ascii(name)[1:-1]} ({kind})")
+        elif text.strip():
             documents.append((name, text))
+    named = ", ".join(unreadable[:NAMED])
     if not documents:
         raise UserError(
-            f"config.data.path={path!r} has files, but none with UTF-8 text; give a corpus with"
-            " text in it"
+            f"config.data.path={path!r} has files, but none with UTF-8 text ({named or 'all empty'});"
+            " give a corpus with text in it, or prepare it once with python -m"
+            " experiments.prepare_data"
         )
     if unreadable and path != "stdlib":  # its few files of other encodings are Python's tests
         _log.warning(
             "%s: left out %d files that are not UTF-8 text, such as %s",
             path,
             len(unreadable),
-            ", ".join(map(ascii, unreadable[:NAMED])),
+            named,
         )
     records = [name for name, _ in documents if name.lower().endswith((".jsonl", ".ndjson"))]
     if records:
