@@ -1,6 +1,7 @@
 """Data sets of Hugging Face's library as input: folders that it saved, and streams in parts."""
 
 import json
+import shutil
 
 import pyarrow
 import pytest
@@ -26,17 +27,46 @@ def saved(folder, columns):
     path = str(folder / "data-00000-of-00001.arrow")
     with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=300)
-    for name in ("state.json", "dataset_info.json"):
-        (folder / name).write_text(json.dumps({"features": {}}, indent=1))
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}, indent=1))
 
 
-def test_a_saved_folder_is_read(tmp_path):
-    saved(tmp_path / "set" / "train", {"text": TEXTS, "n": list(range(700))})
-    saved(tmp_path / "set" / "test", {"messages": [CHAT] * 3})
-    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    manifest, _ = here(Options([str(tmp_path / "set")]), tmp_path / "out")
-    assert manifest["trim"]["kept"] == 3 and manifest["left_out"]["bad"] == 0
-    assert set(TEXTS) < set(texts_of(tmp_path / "out"))
+@pytest.fixture
+def splits(tmp_path):
+    """A DatasetDict of two splits, with what `map` left beside one."""
+    root = tmp_path / "set"
+    saved(root / "train", {"text": TEXTS, "n": list(range(700))})
+    saved(root / "test", {"messages": [CHAT] * 3})
+    shutil.copy(root / "train" / "data-00000-of-00001.arrow", root / "train" / "cache-2ad7.arrow")
+    (root / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return root
+
+
+@pytest.mark.parametrize("pattern", ["{}/train", "{}/tra*/*.arrow", "{}/../se?/train/*"])
+def test_a_saved_folder_is_what_its_state_names(splits, tmp_path, pattern):
+    manifest, _ = here(Options([pattern.format(splits)]), tmp_path / "out")
+    assert manifest["left_out"]["bad"] == 0
+    assert texts_of(tmp_path / "out") == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("pattern", ["{}", "{}/**/*.arrow", "{}/.."])
+def test_a_saved_dict_needs_a_split_named(splits, tmp_path, pattern):
+    with pytest.raises(UserError, match=r"has 2 splits of the DatasetDict .*; name one, such as"):
+        here(Options([pattern.format(splits)]), tmp_path / "out")
+    # Both by name, or the one that there is.
+    given = [str(splits / "train"), str(splits / "test")]
+    manifest, _ = here(Options(given), tmp_path / "out")
+    assert manifest["trim"]["kept"] == 3
+    shutil.rmtree(splits / "test")
+    here(Options([str(splits)]), tmp_path / "one")
+    assert texts_of(tmp_path / "one") == sorted(TEXTS)
+
+
+def test_a_file_that_a_saved_folder_lacks_is_named(splits, tmp_path):
+    (splits / "train" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow.* No such file"):
+        here(Options([str(splits / "train")]), tmp_path / "out")
 
 
 @pytest.mark.parametrize("size", [100, 5000])

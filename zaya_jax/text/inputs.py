@@ -25,8 +25,6 @@ from zaya_jax.text.tokenizers import NotUnicode, utf8
 Sample = tuple[str, str | list[chat.Message]]  # a name, and a text or the turns of a chat
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 OPENED_AT_ONCE = 16
-# `datasets.save_to_disk` writes them, too
-ARROW_EXTRAS = ("dataset_dict.json", "dataset_info.json", "state.json")
 DAMAGE = (OSError, EOFError, zlib.error)
 RECORDS = ("jsonl", "parquet", "arrow", "hub")  # the kinds of files with texts or chats in fields
 
@@ -88,8 +86,6 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
             streamed += hub.shards(pattern)
             continue
         here = [p for p in sources.find(pattern) if not os.path.realpath(p).startswith(written)]
-        if any(kind_of(p.name) == "arrow" for p in here):
-            here = [p for p in here if p.name not in ARROW_EXTRAS]
         if not here:
             raise UserError(
                 f"--input={pattern} names no file; give paths, directories or globs (quoted)"
