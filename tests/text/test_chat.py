@@ -1,6 +1,11 @@
 """Conversations: their forms, our template's spelling of them, and that exactly the model's own
 words are learnt."""
 
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from zaya_jax.text import chat, chat_template, inputs, tokenizers
@@ -195,6 +200,44 @@ def test_a_record_with_text_and_chat_is_the_chat():
     for field in inputs.CHAT_FIELDS:
         _, sample = inputs._record({"text": "a rendering of it", field: turns}, "name", "text")
         assert sample == chat.read(turns)
+
+
+QUESTION, ANSWER = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
+PAIRS = [
+    ({"prompt": "q", "completion": "a"}, ["q", "a"]),
+    ({"prompt": [QUESTION], "completion": [ANSWER]}, ["q", "a"]),
+    ({"prompt": [QUESTION, ANSWER, QUESTION], "completion": "b"}, ["q", "a", "q", "b"]),
+    ({"prompt": "q", "completion": [ANSWER], "system": "s"}, ["s", "q", "a"]),
+    ({"instruction": "q", "input": "", "output": "a", "text": "all"}, ["q", "a"]),
+    ({"instruction": "q", "input": "more", "output": "a"}, ["q\n\nmore", "a"]),
+    ({"instruction": "q", "output": "a"}, ["q", "a"]),
+    ({"messages": [], "prompt": "q", "completion": "a"}, ["q", "a"]),
+    ({"messages": [], "text": "a text"}, "a text"),
+    ({"prompt": "of a text", "text": "a text"}, "a text"),
+    ({"prompt": None, "completion": None, "text": "a text"}, "a text"),
+]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("record", "expected"), PAIRS)
+def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form):
+    path = str(tmp_path / f"a.{form}")
+    if form == "jsonl":
+        Path(path).write_text(json.dumps(record))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    ((part,),) = inputs.split([(path, 1 << 20, 0)], 1 << 30)
+    ((_, found),) = inputs.samples(part, "text")
+    if isinstance(found, list):
+        roles = [turn.role for turn in found if turn.role != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+        found = [turn.content for turn in found]
+    assert found == expected
+
+
+def test_a_field_that_is_asked_for_is_a_text():
+    record = {"instruction": "q", "output": "the text"}
+    assert inputs._record(record, "x", "output") == ("x", "the text")
 
 
 def talk(*reasonings):

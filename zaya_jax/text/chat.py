@@ -23,6 +23,9 @@ REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
 # Fields of a chat's record before its turns: descriptions of tools, a text. In this order, since a
 # template has tools before all turns, and the system text is one.
 LEADING_FIELDS = ("tools", "system")
+# Two fields that are a chat of one question and one answer: a completion's, Alpaca's.
+PAIRS = (("prompt", "completion"), ("instruction", "output"))
+ADDED = "input"  # of Alpaca, behind its instruction
 RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
@@ -77,6 +80,24 @@ def leading_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"role": role, "content": value if isinstance(value, str) else _json(value)}
         for role, value in found.items()
     ]
+
+
+def paired_turns(record: Mapping[str, Any], text_field: str) -> list[Any]:
+    """The turns of a record that has a question and its answer in two fields, as text or as lists
+    of turns; none where it has no such pair, or `text_field` asks for one of the two as a text."""
+    for pair in PAIRS:
+        question, answer = (record.get(field) for field in pair)
+        if text_field in pair or not isinstance(question, str | list) or answer is None:
+            continue
+        if pair[0] == "instruction" and record.get(ADDED):
+            question = f"{question}\n\n{record[ADDED]}"
+        sides = (question, "user"), (answer, "assistant")
+        return [
+            turn
+            for given, role in sides
+            for turn in (given if isinstance(given, list) else [{"role": role, "content": given}])
+        ]
+    return []
 
 
 class Counts(collections.Counter[str]):

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -241,6 +242,8 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
                 return
             if line.strip():
                 try:
+                    if line.lstrip().startswith(b"["):
+                        raise BadInput("a JSON array; make a line of each element: jq -c '.[]'")
                     yield _record(json.loads(line.rstrip()), f"{part.name}:{at}", text_field)
                 except (BadInput, chat.BadChat) as error:
                     yield BadInput(f"{place()}: {error}")
@@ -261,12 +264,17 @@ def _open_parquet(path: str) -> Any:
 def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
     with _open_parquet(part.path) as file:
         names = file.schema_arrow.names
-        if not any(field in names for field in (text_field, *CHAT_FIELDS)):
+        known = any(field in names for field in (text_field, *CHAT_FIELDS))
+        if not known and not any({*pair} <= {*names} for pair in chat.PAIRS):
             if part.start:  # it is the file's, and counts once
                 return
             held = ascii(", ".join(names[:8]))[1:-1][:200]
             raise BadInput(f"{part} has columns {held}, but {_wanted(text_field)}")
-        columns = [c for c in (text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS) if c in names]
+        pairs = itertools.chain(*chat.PAIRS, (chat.ADDED,))
+        wanted = {text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS, *pairs}
+        columns = [name for name in names if name in wanted]
+        if len(set(columns)) < len(columns):
+            raise BadInput(f"{part} has two columns of one name among {', '.join(columns)}")
         for group in range(part.start, part.stop):
             batches = file.iter_batches(256, [group], columns)
             yield from _group(
@@ -312,9 +320,10 @@ def _without_nulls(value: Any) -> Any:
 def _record(record: Any, name: str, text_field: str) -> Sample:
     if not isinstance(record, dict):
         raise BadInput(f"a JSON {type(record).__name__}, but {_wanted(text_field)}")
-    for field in CHAT_FIELDS:
-        if isinstance(record.get(field), list):
-            return name, chat.read(chat.leading_turns(record) + record[field])
+    given = [record[field] for field in CHAT_FIELDS if isinstance(record.get(field), list)]
+    turns = next(filter(None, given), None) or chat.paired_turns(record, text_field)
+    if turns:
+        return name, chat.read(chat.leading_turns(record) + turns)
     text = record.get(text_field)
     if isinstance(text, str):
         if len(text) > sources.LONGEST:
@@ -333,5 +342,5 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
 def _wanted(text_field: str) -> str:
     return (
         f"neither a text under {text_field!r} (--text_field) nor a chat under"
-        f" {', '.join(CHAT_FIELDS)}"
+        f" {', '.join(CHAT_FIELDS)}, {' or '.join(map(' with '.join, chat.PAIRS))}"
     )
