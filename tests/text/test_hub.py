@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import types
 
 import pyarrow
 import pytest
@@ -90,13 +92,32 @@ class Stream:
 
     num_shards = 4
 
+    def __init__(self, texts=TEXTS):
+        self.texts = texts
+
     def shard(self, num_shards, index):
-        return ({"text": text} for text in TEXTS[index::num_shards])
+        return ({"text": text} for text in self.texts[index::num_shards])
 
 
-def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "_load", lambda given: Stream())
-    options = Options(["hf:owner/name:train"], skip_bad=True)
+@pytest.fixture
+def remote(monkeypatch):
+    """The library over a hub whose newest commit is the last of these."""
+    commits = {"c0ffee": TEXTS}
+
+    def builder(name, subset, revision):
+        return types.SimpleNamespace(hash=revision or list(commits)[-1])
+
+    def load(name, subset, revision, split, streaming):
+        assert (name, subset, split, streaming) == ("owner/name", "sub", "test", True)
+        return Stream(commits[revision])
+
+    library = types.SimpleNamespace(load_dataset=load, load_dataset_builder=builder)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    return commits
+
+
+def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkeypatch, remote):
+    options = Options(["hf:owner/name/sub:test"], skip_bad=True)
     here(options, tmp_path / "whole")
     assert texts_of(tmp_path / "whole") == sorted(TEXTS)
     for index in (1, 0):
@@ -111,6 +132,34 @@ def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkey
     monkeypatch.setattr(Stream, "shard", broken)
     with pytest.raises(UserError, match=r"#0/4 cannot be read on: the line went dead"):
         here(options, tmp_path / "broken")
+
+
+def test_a_preparation_stays_with_its_revision(tmp_path, remote):
+    options = Options(["hf:owner/name/sub:test"])
+    prepare.prepare(options, str(tmp_path / "out"), 1, lambda _: None, part=(0, 2))
+    remote["decade"] = ["rewritten"] * 100
+    here(options, tmp_path / "out")
+    assert texts_of(tmp_path / "out") == sorted(TEXTS)
+    with pytest.raises(UserError, match="is complete, from other input"):
+        here(options, tmp_path / "out")
+    here(Options(["hf:owner/name/sub:test@c0ffee"]), tmp_path / "named")
+    assert texts_of(tmp_path / "named") == sorted(TEXTS)
+
+
+def test_a_folder_that_changes_while_it_is_prepared_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "set").mkdir()
+    path = tmp_path / "set" / "a.jsonl"
+    path.write_text("")
+    library = types.SimpleNamespace(load_dataset=lambda *_, **__: Stream())
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    options = Options([f"hf:{tmp_path / 'set'}"])
+    prepare.prepare(options, str(tmp_path / "out"), 1, lambda _: None, part=(0, 2))
+    path.write_text("between two parts")
+    with pytest.raises(UserError, match=r"other input files \(hf:.* was changed"):
+        here(options, tmp_path / "out")
+    monkeypatch.setattr(Stream, "shard", lambda *_, **__: iter(path.write_text("now") * [{}]))
+    with pytest.raises(UserError, match=r"set#0/4 has changed since the preparation began"):
+        here(options, tmp_path / "other")
 
 
 def test_the_library_reads_a_folder(tmp_path):

@@ -64,10 +64,9 @@ def shown(path: str) -> str:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """A file's size and time of change. A shard of the hub has no size, and revisions of its data
-    set look the same."""
+    """A file's size and time of change."""
     if path.startswith(hub.PREFIX):
-        return 1, 1
+        return hub.stamp(path)
     try:
         found = os.stat(path)
     except OSError:
@@ -75,16 +74,18 @@ def stamp(path: str) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
+def find(patterns: list[str], out: str | os.PathLike, begun: Sequence[str] = ()) -> list[str]:
     """The files that globs, directories and paths name, sorted, each once, but none below `out`;
     UserError where one of them names nothing.
+
+    A data set of the hub stays the revision with which a preparation has `begun`.
     """
     found: list[pathlib.Path] = []
     written = os.path.join(os.path.realpath(out), "")
     streamed: list[str] = []
     for pattern in patterns:
         if pattern.startswith(hub.PREFIX):
-            streamed += hub.shards(pattern)
+            streamed += hub.shards(pattern, begun)
             continue
         here = [p for p in sources.find(pattern) if not os.path.realpath(p).startswith(written)]
         if not here:
@@ -157,7 +158,7 @@ def _parts(
     path, size, _ = file
     kind = kind_of(path)
     if kind == "hub":  # a task of its own
-        yield InputRange(path, path, kind, 0, 1, part_bytes)
+        yield InputRange(path, hub.unrevised(path), kind, 0, 1, part_bytes)
         return
     name = os.path.abspath(path)[len(root) :].lstrip("/")
     if path in groups:

@@ -64,7 +64,8 @@ def prepare(
     if engine == "ray" and importlib.util.find_spec("ray") is None:
         raise UserError("--engine=ray needs Ray, which is not installed: pip install ray")
     directory = _directory(out)
-    plan = prepare_task.make_plan(options, inputs.find(options.inputs, out))
+    begun = [path for path, *_ in _begun(directory).get("files", ())]
+    plan = prepare_task.make_plan(options, inputs.find(options.inputs, out, begun))
     if os.path.exists(directory / tokens_lib.MANIFEST):
         _clear(directory)  # what one that was killed just before the end left
         manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
@@ -125,7 +126,7 @@ def _begin(directory: pathlib.Path, plan: Plan) -> None:
         raise UserError(
             f"--out={directory} cannot be written: {error.strerror}; give another directory"
         ) from None
-    begun = json.loads(path.read_bytes())
+    begun = _begun(directory)
     differ = [name for name in plan if name != "skip_bad" and begun.get(name) != plan[name]]
     words = [name for name in differ if name != "files"]
     if "files" in differ:
@@ -138,6 +139,12 @@ def _begin(directory: pathlib.Path, plan: Plan) -> None:
             f"--out={directory} was begun with other {', '.join(words)}; repeat the first command, "
             "give another directory, or remove this one to begin anew"
         )
+
+
+def _begun(directory: pathlib.Path) -> Plan:
+    """The plan with which a preparation began; empty before that, and when it is complete."""
+    path = directory / WORK / PLAN
+    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def _directory(out: str) -> pathlib.Path:
