@@ -3,6 +3,8 @@ anywhere, nothing lost and nothing repeated, whatever the sizes.
 """
 
 import collections
+import concurrent.futures
+import dataclasses
 import json
 import shutil
 import tracemalloc
@@ -10,7 +12,7 @@ import tracemalloc
 import google_crc32c
 import numpy as np
 import pytest
-from data_helpers import assert_same, in_memory
+from data_helpers import assert_same, here, in_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.data import order, pipeline, storage, windows
-from zaya_jax.text import tokenizers, tokens
+from zaya_jax.text import prepare, tokenizers, tokens
 
 TOK = tokenizers.load("bytes")
 SLOW = pytest.mark.slow
@@ -246,6 +248,99 @@ def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(
 def test_the_same_data_twice_is_refused(make_config, directories):
     with pytest.raises(UserError, match="the same data twice"):
         pipeline.Batches(make_config(mixture=(f"{directories[0]}=1", f"{directories[0]}/=1")), TOK)
+
+
+@pytest.mark.parametrize("other", ["{}/sub", "{}/sub/*", "{}/link", "{}/sub/0.txt"])
+def test_a_file_of_two_sources_is_refused(tmp_path, make_config, other):
+    root = tmp_path / "corpus"
+    (root / "sub").mkdir(parents=True)
+    for i in range(4):
+        (root / f"{i}.txt").write_text(f"{i} is a number")
+        (root / "sub" / f"{i}.txt").write_text(f"{i} is another number")
+    (root / "link").mkdir()
+    (root / "link" / "hard.txt").hardlink_to(root / "0.txt")
+    mixture = (f"{root}=1", f"{other.format(root)}=1")
+    with pytest.raises(UserError, match=r"files are part of both .* such as .*: batches"):
+        pipeline.Batches(make_config(mixture=mixture), TOK)
+    phases = tuple(config_lib.Phase(tokens=512, mixture=(one,)) for one in mixture)
+    config = make_config(mixture=mixture)
+    schedule_ = dataclasses.replace(config.schedule, phases=phases)
+    pipeline.Batches(dataclasses.replace(config, schedule=schedule_), TOK)  # one after the other
+
+
+@pytest.mark.parametrize("contexts", [(256, 128), (128, 256), (256, 256), (0, 256)])
+@pytest.mark.usefixtures("in_process")
+def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, make_config, contexts):
+    answer = {"role": "assistant", "content": "<think>" + "word " * 60 + "</think>yes"}
+    records = [[{"role": "user", "content": f"{i}?"}, answer] for i in range(40)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": r}) + "\n" for r in records))
+    directories = [tmp_path / f"{number}-{size}" for number, size in enumerate(contexts)]
+    for directory, size in zip(directories, contexts, strict=True):
+        here(prepare.Options([str(tmp_path / "c.jsonl")], context=size, held_out=0.1), directory)
+    phases = tuple(
+        config_lib.Phase(tokens=2048, seq_len=size, packing=packing, mixture=(f"{directory}=1",))
+        for directory, size, packing in zip(
+            directories, (128, 256), ("best_fit", "concat"), strict=True
+        )
+    )
+    config = make_config(path=str(directories[0]), seq_len=128)
+    config = dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, phases=phases)
+    )
+    if contexts[0] > 128:
+        with pytest.raises(UserError, match="for a context of 256, and rows of 128 tokens would"):
+            pipeline.Batches(config, TOK)
+    else:
+        (note,) = pipeline.Batches(config, TOK).notes
+        assert note.startswith(f"{directories[1]}: packing=concat cuts chats at the ends of rows")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path, make_config):
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    lines = [{"messages": chat}] * 30 + [{"text": "a text"}] * 7
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    here(prepare.Options([str(tmp_path / "c.jsonl")], context=64), tmp_path / "out")
+    config = make_config(path=str(tmp_path / "out"), packing="best_fit", chats=True)
+    with pytest.raises(UserError, match="out holds 7 texts beside its chats, but config"):
+        pipeline.Batches(config, TOK)
+
+
+def test_a_shard_s_table_is_read_once_while_its_block_is_open(
+    make_config, prepare_text, monkeypatch
+):
+    monkeypatch.setattr(storage, "TABLES", 2)
+    monkeypatch.setattr(order, "BLOCK_BUNDLES", 2)
+    config = make_config(path=str(prepare_text("web", 900, shards=12)), global_batch=16)
+    batches = pipeline.Batches(config, TOK, rounds=1)
+    source, (store,) = batches.source(batches.eras[0], 0), batches.stores
+    assert source.order.block_rows > 1 and source.order.most_open > store.num_shards
+    tables, own = [], storage.Prepared._table
+    monkeypatch.setattr(
+        storage.Prepared,
+        "_table",
+        lambda self, shard, *more: tables.append(shard) or own(self, shard, *more),
+    )
+    for step in range(source.layout.num_rows // 16):
+        batches[step]
+    assert sorted(tables) == list(range(store.num_shards))
+
+
+def test_readers_that_cross_an_era_s_border_plan_each_source_once(
+    make_config, directories, monkeypatch
+):
+    config = make_config(path=directories[0])
+    phases = tuple(config_lib.Phase(tokens=2048, seq_len=size) for size in (64, 128))
+    config = dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, phases=phases)
+    )
+    batches, made, own = pipeline.Batches(config, TOK), [], pipeline.Source.__init__
+    monkeypatch.setattr(
+        pipeline.Source, "__init__", lambda self, *more: (made.append(self), own(self, *more))[1]
+    )
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(batches.__getitem__, [2, 3, 4, 5] * 4))
+    assert len(batches.eras) == len(made) == 2
 
 
 def names(batch):

@@ -172,6 +172,20 @@ def test_two_of_the_same_part_at_once_give_the_same(tmp_path, source, whole):
     assert contents(tmp_path / "out") == whole
 
 
+@pytest.mark.parametrize("moment", ["_begin", "_tokenizer", "gather"])
+def test_one_that_comes_late_finds_that_all_is_done(tmp_path, source, whole, monkeypatch, moment):
+    options, own = options_for(source), getattr(prepare, moment)
+
+    def late(*arguments):
+        monkeypatch.setattr(prepare, moment, own)
+        here(options, tmp_path / "out")  # another process ends just now
+        return own(*arguments)
+
+    monkeypatch.setattr(prepare, moment, late)
+    here(options, tmp_path / "out")
+    assert contents(tmp_path / "out") == whole
+
+
 def touched(path):
     path.write_bytes(path.read_bytes())
     os.utime(path, ns=(1, 1))

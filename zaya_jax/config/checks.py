@@ -35,7 +35,8 @@ def _check_chats(c: Config) -> None:
                 raise UserError(
                     f"config.schedule.phases[{i}].{key}={getattr(phase, key)}, but"
                     f" config.data.chats fits chats to one context, data.seq_len={c.data.seq_len};"
-                    " leave it out, or prepare chats for each context"
+                    " leave it out, or take data.chats away and give each phase chats that were"
+                    " prepared for its context"
                 )
 
 

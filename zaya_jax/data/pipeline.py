@@ -17,7 +17,9 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,6 +36,7 @@ from zaya_jax.data.stores import (
     local_rows,
     notes_on,
     open_stores,
+    refuse_doubles,
 )
 from zaya_jax.text.tokenizers import Tokenizer
 
@@ -48,6 +51,7 @@ OVER_PROCESSES: dict[str, Callable] = {
 # once.
 CACHE_SHARE = 1 / 16
 _log = logging.getLogger(__name__)
+_planning = threading.Lock()  # Grain may read with several threads, and a packed source takes long
 
 
 class Source:
@@ -111,6 +115,9 @@ class Source:
             machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             wanted = int(self.order.most_open * share_here * each)
             store.cache.limit = max(store.cache.limit, min(wanted, int(machine * CACHE_SHARE)))
+            # Each open block may lie in two shards of its own.
+            blocks = math.ceil(self.order.most_open * share_here)
+            store.places.limit = max(store.places.limit, 2 * blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +152,19 @@ class Batches:
         self._all_stores = [open_stores(config, path, tokenizer)[0] for path in paths]
         self.stores = [store for store in self._all_stores if isinstance(store, storage.Prepared)]
         self.notes = notes_on(self._all_stores)
-        self._refuse_doubles(paths, stretches)
+        for seq_len, packing, stretch in stretches:
+            chosen = zip(self._all_stores, stretch.weights, strict=True)
+            used = [store for store, weight in chosen if weight]
+            refuse_doubles(used)
+            for store in used:
+                if isinstance(store, storage.Prepared) and store.fitted_to:
+                    store.require_context(seq_len)
+                    if packing == "concat":
+                        self.notes.append(
+                            f"{store.name}: packing=concat cuts chats at the ends of rows, which"
+                            " packing=best_fit keeps whole"
+                        )
+        self.notes = list(dict.fromkeys(self.notes))
         # A fork's rows come in another order than its parent's.
         self._fork = (config.run.fork_step,) if config.run.fork_step else ()
         self._planned: list[Era] = []
@@ -166,21 +185,6 @@ class Batches:
         """The ranges left out that the batches before a step depend on."""
         behind = [i for i, (at, _) in enumerate(self.left_out) if at < step]
         return self.left_out[: max(behind, default=-1) + 1]
-
-    def _refuse_doubles(
-        self, paths: list[str], stretches: list[tuple[int, str, mix.Stretch]]
-    ) -> None:
-        for *_, stretch in stretches:
-            used = [
-                s.fingerprint
-                for s, weight in zip(self._all_stores, stretch.weights, strict=True)
-                if weight
-            ]
-            if len(set(used)) < len(used):
-                raise UserError(
-                    f"a mixture of {', '.join(paths)} has the same data twice: batches would hold"
-                    " copies; name it once, with the sum of its weights"
-                )
 
     def _era_of(self, step: int) -> Era:
         return next(e for e in reversed(self.eras) if e.first_step <= step)
@@ -236,21 +240,21 @@ class Batches:
     def source(self, era: Era, k: int) -> Source:
         """One of the sources in an era, made when it is first wanted: a packed one is planned
         then."""
-        made = self._sources.get((era.number, k))
-        if made is None:
-            store = self._all_stores[k]
-            # By its content, not by its place among all sources: a path that moves may change that.
-            content = hashlib.sha256(store.fingerprint.encode()).digest()
-            key = shuffle.key(
-                self._seed, int.from_bytes(content[:8], "little"), era.number, *self._fork
-            )
-            made = Source(
-                store, era.seq_len, era.packing, era.mixture.rows_of(k), key, self._rounds
-            )
-            made.keep(1 / (self.process[1] * self._part[1]))
-            kept = {at: held for at, held in self._sources.items() if at[0] == era.number}
-            # one assignment: Grain may read with several threads
-            self._sources = kept | {(era.number, k): made}
+        with _planning:
+            return self._sources.get((era.number, k)) or self._plan(era, k)
+
+    def _plan(self, era: Era, k: int) -> Source:
+        store = self._all_stores[k]
+        # By its content, not by its place among all sources: a path that moves may change that.
+        content = hashlib.sha256(store.fingerprint.encode()).digest()
+        key = shuffle.key(
+            self._seed, int.from_bytes(content[:8], "little"), era.number, *self._fork
+        )
+        made = Source(store, era.seq_len, era.packing, era.mixture.rows_of(k), key, self._rounds)
+        made.keep(1 / (self.process[1] * self._part[1]))
+        # The neighbours too: readers ahead cross an era's border to and fro.
+        kept = {at: v for at, v in self._sources.items() if abs(at[0] - era.number) < 2}
+        self._sources = kept | {(era.number, k): made}
         return made
 
     def counters(self) -> storage.Counters:

@@ -128,9 +128,11 @@ class Prepared:
         names = ("version", "corpus", "tokenizer", "token_bytes", "totals", "shards_crc32c")
         facts = tokens_lib.manifest_hash({name: self.manifest[name] for name in names})
         self.fingerprint = f"{facts}/{split}"
+        # The context to which its chats were fitted; 0 without any, or if they were not.
+        self.fitted_to: int = (self.manifest.get("trim") or {}).get("context", 0)
         self.counters = Counters()
         self.cache: Lru[tuple[int, int], Bundle] = Lru(cache_bytes)
-        self._places: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(TABLES)
+        self.places: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(TABLES)
         self._lengths: Lru[int, np.ndarray] = Lru(LENGTHS)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,6 +147,14 @@ class Prepared:
                 f" {made['vocab_size']} ids) than {given} ({tokenizer.kind}, {tokenizer.vocab_size}"
                 f" ids); give {copied}{join(self.name, 'tokenizer')} instead, or prepare the text"
                 " again"
+            )
+
+    def require_context(self, seq_len: int) -> None:
+        """UserError where its chats were fitted to more tokens than a row has."""
+        if self.fitted_to > seq_len:
+            raise UserError(
+                f"{self.name} was prepared for a context of {self.fitted_to}, and rows of"
+                f" {seq_len} tokens would cut its chats; prepare it with --context={seq_len}"
             )
 
     @property
@@ -251,13 +261,13 @@ class Prepared:
     def _places_of(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Where each bundle of a shard begins in its file, and the last one ends; and the checksum
         of each."""
-        found = self._places.get(shard)
+        found = self.places.get(shard)
         if found is None:
             entry = self.shards[shard]
             count = int(entry["bundles"])
             numbers = self._table(shard, tokens_lib.PLACES, int(entry["places_at"]), 2 * count + 1)
             found = numbers[: count + 1], numbers[count + 1 :]
-            self._places.put(shard, found, 1)
+            self.places.put(shard, found, 1)
         return found
 
     def _table(self, shard: int, magic: bytes, at: int, count: int) -> np.ndarray:

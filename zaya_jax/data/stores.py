@@ -2,14 +2,16 @@
 store."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import mix, pack, storage
 from zaya_jax.data.pack import Piece, Span
-from zaya_jax.text import chat_template, chats, sources
+from zaya_jax.text import chat, chat_template, chats, sources
 from zaya_jax.text.sources import Bundle
 from zaya_jax.text.tokenizers import Tokenizer
 from zaya_jax.text.tokens import SPLITS
@@ -23,9 +25,17 @@ class Memory:
 
     bundle_tokens, num_shards = 0, 1
 
-    def __init__(self, name: str, bundle: Bundle, fingerprint: str, note: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        bundle: Bundle,
+        fingerprint: str,
+        note: str = "",
+        files: Mapping[object, object] = types.MappingProxyType({}),
+    ) -> None:
         self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
         self.note = note  # a note on it for the user
+        self.files = files  # of its text, by their identity
         self.num_tokens = len(bundle)
         self.first_token = np.array([0, len(bundle)], np.int64)
         self._lengths: np.ndarray | None = None
@@ -85,18 +95,27 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
 
 def require_prepared(path: str, shards: storage.Prepared, context: int) -> None:
     """UserError where a prepared directory holds no chats, or chats for another context."""
-    found = shards.manifest.get("trim")
+    found, totals = shards.manifest.get("trim"), shards.manifest["totals"].values()
     again = f"prepare it with --context={context}"
     if not found:
         raise UserError(
             f"{path} was prepared from text and holds no chats, but config.data.chats is set;"
             f" {again}"
         )
-    if not 0 < found["context"] <= context:
-        has = f"for a context of {found['context']}" if found["context"] else "for no context"
+    texts = sum(split["documents"] for split in totals) - sum(
+        found.get(outcome, 0) for outcome in (chat.KEPT, chat.TRIMMED, chat.REDUCED)
+    )
+    if texts:
         raise UserError(
-            f"{path} was prepared {has}, config.data.seq_len={context} would cut its chats; {again}"
+            f"{path} holds {texts:,} texts beside its chats, but config.data.chats is set; prepare"
+            " the chats alone"
         )
+    if not shards.fitted_to:
+        raise UserError(
+            f"{path} was prepared for no context, config.data.seq_len={context} would cut its"
+            f" chats; {again}"
+        )
+    shards.require_context(context)
 
 
 def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Memory]:
@@ -125,7 +144,8 @@ def _sides(path: str, train: Bundle, held_out: Bundle, note: str = "") -> tuple[
         held.update(side.tokens)
         held.update(side.learn)
     first, second = (f"{held.hexdigest()}/{name}" for name in SPLITS)
-    return Memory(path, train, first, note), Memory(path, held_out, second, note)
+    files = sources.identities(path)
+    return Memory(path, train, first, note, files), Memory(path, held_out, second, note, files)
 
 
 def fill(store: TokenStore, rows: pack.Rows, row_ids, spans: list[list[Span]]) -> None:
@@ -134,6 +154,24 @@ def fill(store: TokenStore, rows: pack.Rows, row_ids, spans: list[list[Span]]) -
     for row, pieces in zip(row_ids, spans, strict=True):
         for _ in pieces:
             rows.add(row, next(found))
+
+
+def refuse_doubles(used: Sequence[TokenStore]) -> None:
+    """UserError where two of these stores, which give rows to the same batches, hold the same."""
+    for one, other in itertools.combinations(used, 2):
+        if one.fingerprint == other.fingerprint:
+            raise UserError(
+                f"a mixture of {one.name} and {other.name} has the same data twice: batches would"
+                " hold copies; name it once, with the sum of its weights"
+            )
+        if isinstance(one, Memory) and isinstance(other, Memory):
+            both = one.files.keys() & other.files.keys()
+            if both:
+                raise UserError(
+                    f"{len(both):,} files are part of both {one.name} and {other.name} of a mixture,"
+                    f" such as {min(str(one.files[file]) for file in both)}: batches would hold"
+                    " copies; give one of them without these files"
+                )
 
 
 def local_rows(batch: int, process: tuple[int, int]) -> range:

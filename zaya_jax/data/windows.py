@@ -144,10 +144,10 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
 
 def _refuse_trained(path: str, trained: list[str]) -> None:
     """UserError where some of the files belong to a source of text that is trained on."""
-    own = {sources.identity(file): str(file) for _, file in sources.list_files(path)}
+    own = sources.identities(path)
     for source in trained:
         if source == "stdlib" or not storage.is_prepared(source):
-            both = own.keys() & {sources.identity(file) for _, file in sources.list_files(source)}
+            both = own.keys() & sources.identities(source).keys()
             if both:
                 some = min(own[file] for file in both)
                 raise UserError(

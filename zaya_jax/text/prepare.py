@@ -66,16 +66,43 @@ def prepare(
     directory = _directory(out)
     begun = [path for path, *_ in _begun(directory).get("files", ())]
     plan = prepare_task.make_plan(options, inputs.find(options.inputs, out, begun))
-    if os.path.exists(directory / tokens_lib.MANIFEST):
-        _clear(directory)  # what one that was killed just before the end left
-        manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
-        if manifest["plan"] != tokens_lib.manifest_hash(plan):
-            raise UserError(
-                f"--out={out} is complete, from other input or options; give another directory"
-            )
-        return manifest, True
-    _begin(directory, plan)
-    with _failing(out):
+    try:
+        return _finished(directory, plan) or _work(
+            directory, options, plan, processes, tell, engine, part
+        )
+    except StorageError:
+        # A process that did the same may have finished just now, and removed `.work/`.
+        if not (manifest := _finished(directory, plan)):
+            raise
+        return manifest
+
+
+def _finished(directory: pathlib.Path, plan: Plan) -> tuple[dict[str, Any], bool] | None:
+    """What `prepare` returns where the manifest is there; UserError where it is of another plan."""
+    if not os.path.exists(directory / tokens_lib.MANIFEST):
+        return None
+    _clear(directory)  # what one that was killed just before the end left
+    content = (directory / tokens_lib.MANIFEST).read_bytes()
+    manifest = tokens_lib.check_manifest(content, str(directory))
+    if manifest["plan"] != tokens_lib.manifest_hash(plan):
+        raise UserError(
+            f"--out={directory} is complete, from other input or options; give another directory"
+        )
+    return manifest, True
+
+
+def _work(
+    directory: pathlib.Path,
+    options: Options,
+    plan: Plan,
+    processes: int,
+    tell: Tell,
+    engine: str,
+    part: tuple | None,
+) -> tuple[dict[str, Any] | None, bool]:
+    """What `prepare` returns, by doing what is not done yet."""
+    with _failing(str(directory)):
+        _begin(directory, plan)
         tasks = prepare_task.tasks_of(plan)
         tokenizer = _tokenizer(options, directory, tasks)
         job = prepare_task.make_job(directory, options, plan, tokenizer)
@@ -126,7 +153,7 @@ def _begin(directory: pathlib.Path, plan: Plan) -> None:
         raise UserError(
             f"--out={directory} cannot be written: {error.strerror}; give another directory"
         ) from None
-    begun = _begun(directory)
+    begun = json.loads(path.read_bytes())
     differ = [name for name in plan if name != "skip_bad" and begun.get(name) != plan[name]]
     words = [name for name in differ if name != "files"]
     if "files" in differ:

@@ -216,6 +216,11 @@ def identity(path: str | os.PathLike) -> object:
     return found.st_dev, found.st_ino
 
 
+def identities(path: str) -> dict[object, pathlib.Path]:
+    """The files of `list_files` by their identity."""
+    return {identity(file): file for _, file in list_files(path)}
+
+
 def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> None:
     """UserError where files that are to be read as text are a preparation's shards."""
     for path in files:
