@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -116,8 +115,8 @@ class Source:
             wanted = int(self.order.most_open * share_here * each)
             store.cache.limit = max(store.cache.limit, min(wanted, int(machine * CACHE_SHARE)))
             # Each open block may lie in two shards of its own.
-            blocks = math.ceil(self.order.most_open * share_here)
-            store.places.limit = max(store.places.limit, 2 * blocks)
+            tables = 2 * int(self.order.most_open * share_here + 1)
+            store.places.limit = max(store.places.limit, tables)
 
 
 @dataclasses.dataclass(frozen=True)

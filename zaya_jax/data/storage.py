@@ -111,6 +111,8 @@ class Prepared:
     """One split of a prepared directory as a tape of tokens, with retries, checksums and a bounded
     cache."""
 
+    files: frozenset[object] = frozenset()  # of its input: not known
+
     def __init__(
         self,
         directory: str,

@@ -3,8 +3,7 @@ store."""
 
 import hashlib
 import itertools
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -31,11 +30,10 @@ class Memory:
         bundle: Bundle,
         fingerprint: str,
         note: str = "",
-        files: Mapping[object, object] = types.MappingProxyType({}),
+        files: Iterable[object] = (),
     ) -> None:
         self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
-        self.note = note  # a note on it for the user
-        self.files = files  # of its text, by their identity
+        self.note, self.files = note, frozenset(files)  # for the user; identities of its text's
         self.num_tokens = len(bundle)
         self.first_token = np.array([0, len(bundle)], np.int64)
         self._lengths: np.ndarray | None = None
@@ -159,19 +157,13 @@ def fill(store: TokenStore, rows: pack.Rows, row_ids, spans: list[list[Span]]) -
 def refuse_doubles(used: Sequence[TokenStore]) -> None:
     """UserError where two of these stores, which give rows to the same batches, hold the same."""
     for one, other in itertools.combinations(used, 2):
-        if one.fingerprint == other.fingerprint:
+        both = one.files & other.files
+        if both or one.fingerprint == other.fingerprint:
             raise UserError(
-                f"a mixture of {one.name} and {other.name} has the same data twice: batches would"
-                " hold copies; name it once, with the sum of its weights"
+                f"a mixture of {one.name} and {other.name} has the same data twice"
+                f"{f' ({len(both):,} files)' if both else ''}: batches would hold copies; name it"
+                " once, with the sum of its weights"
             )
-        if isinstance(one, Memory) and isinstance(other, Memory):
-            both = one.files.keys() & other.files.keys()
-            if both:
-                raise UserError(
-                    f"{len(both):,} files are part of both {one.name} and {other.name} of a mixture,"
-                    f" such as {min(str(one.files[file]) for file in both)}: batches would hold"
-                    " copies; give one of them without these files"
-                )
 
 
 def local_rows(batch: int, process: tuple[int, int]) -> range:

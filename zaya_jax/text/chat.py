@@ -26,6 +26,7 @@ LEADING_FIELDS = ("tools", "system")
 # Two fields that are a chat of one question and one answer: a completion's, Alpaca's.
 PAIRS = (("prompt", "completion"), ("instruction", "output"))
 ADDED = "input"  # of Alpaca, behind its instruction
+PAIR_FIELDS = (*PAIRS[0], *PAIRS[1], ADDED)
 RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import gzip
 import io
-import itertools
 import json
 import os
 import pathlib
@@ -64,9 +63,10 @@ def shown(path: str) -> str:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """A file's size and time of change."""
+    """A file's size and time of change. A shard of the hub has no size, and its name has the
+    revision."""
     if path.startswith(hub.PREFIX):
-        return hub.stamp(path)
+        return 1, 1
     try:
         found = os.stat(path)
     except OSError:
@@ -158,7 +158,7 @@ def _parts(
     path, size, _ = file
     kind = kind_of(path)
     if kind == "hub":  # a task of its own
-        yield InputRange(path, hub.unrevised(path), kind, 0, 1, part_bytes)
+        yield InputRange(path, path.rpartition("@")[0], kind, 0, 1, part_bytes)
         return
     name = os.path.abspath(path)[len(root) :].lstrip("/")
     if path in groups:
@@ -271,8 +271,7 @@ def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
                 return
             held = ascii(", ".join(names[:8]))[1:-1][:200]
             raise BadInput(f"{part} has columns {held}, but {_wanted(text_field)}")
-        pairs = itertools.chain(*chat.PAIRS, (chat.ADDED,))
-        wanted = {text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS, *pairs}
+        wanted = (text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS, *chat.PAIR_FIELDS)
         columns = [name for name in names if name in wanted]
         if len(set(columns)) < len(columns):
             raise BadInput(f"{part} has two columns of one name among {', '.join(columns)}")

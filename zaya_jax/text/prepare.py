@@ -22,7 +22,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import StorageError, UserError, fields
-from zaya_jax.text import chat, inputs, prepare_task, sources, tokenizers
+from zaya_jax.text import inputs, prepare_task, sources, tokenizers
 from zaya_jax.text import tokens as tokens_lib
 from zaya_jax.text.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
 from zaya_jax.text.tokenizers import Tokenizer
@@ -66,60 +66,39 @@ def prepare(
     directory = _directory(out)
     begun = [path for path, *_ in _begun(directory).get("files", ())]
     plan = prepare_task.make_plan(options, inputs.find(options.inputs, out, begun))
+    if os.path.exists(directory / tokens_lib.MANIFEST):
+        _clear(directory)  # what one that was killed just before the end left
+        manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
+        if manifest["plan"] != tokens_lib.manifest_hash(plan):
+            raise UserError(
+                f"--out={out} is complete, from other input or options; give another directory"
+            )
+        return manifest, True
     try:
-        return _finished(directory, plan) or _work(
-            directory, options, plan, processes, tell, engine, part
-        )
+        with _failing(out):
+            _begin(directory, plan)
+            tasks = prepare_task.tasks_of(plan)
+            tokenizer = _tokenizer(options, directory, tasks)
+            job = prepare_task.make_job(directory, options, plan, tokenizer)
+            index, count = part or (0, 1)
+            run = prepare_task.run_on_ray if engine == "ray" else prepare_task.run_processes
+            mine = [task for task in tasks if task.number % count == index]
+            todo = prepare_task.undone(job, mine)
+            total = sum(task.cost for task in mine)
+            progress = Progress(
+                total - sum(task.cost for task in todo), total, 0, len(mine) - len(todo), len(mine)
+            )
+            for task, written in run(job, todo, processes) if todo else ():
+                progress.done += task.cost
+                progress.tokens += written
+                progress.tasks += 1
+                tell(progress)
+            return None if part else gather(job, tokenizer, plan, len(tasks)), False
     except StorageError:
-        # A process that did the same may have finished just now, and removed `.work/`.
-        if not (manifest := _finished(directory, plan)):
+        # Another process may have finished just now, and removed `.work/`.
+        if not os.path.exists(directory / tokens_lib.MANIFEST):
             raise
-        return manifest
-
-
-def _finished(directory: pathlib.Path, plan: Plan) -> tuple[dict[str, Any], bool] | None:
-    """What `prepare` returns where the manifest is there; UserError where it is of another plan."""
-    if not os.path.exists(directory / tokens_lib.MANIFEST):
-        return None
-    _clear(directory)  # what one that was killed just before the end left
-    content = (directory / tokens_lib.MANIFEST).read_bytes()
-    manifest = tokens_lib.check_manifest(content, str(directory))
-    if manifest["plan"] != tokens_lib.manifest_hash(plan):
-        raise UserError(
-            f"--out={directory} is complete, from other input or options; give another directory"
-        )
-    return manifest, True
-
-
-def _work(
-    directory: pathlib.Path,
-    options: Options,
-    plan: Plan,
-    processes: int,
-    tell: Tell,
-    engine: str,
-    part: tuple | None,
-) -> tuple[dict[str, Any] | None, bool]:
-    """What `prepare` returns, by doing what is not done yet."""
-    with _failing(str(directory)):
-        _begin(directory, plan)
-        tasks = prepare_task.tasks_of(plan)
-        tokenizer = _tokenizer(options, directory, tasks)
-        job = prepare_task.make_job(directory, options, plan, tokenizer)
-        index, count = part or (0, 1)
-        run = prepare_task.run_on_ray if engine == "ray" else prepare_task.run_processes
-        mine = [task for task in tasks if task.number % count == index]
-        todo = prepare_task.undone(job, mine)
-        total = sum(task.cost for task in mine)
-        progress = Progress(
-            total - sum(task.cost for task in todo), total, 0, len(mine) - len(todo), len(mine)
-        )
-        for task, written in run(job, todo, processes) if todo else ():
-            progress.done += task.cost
-            progress.tokens += written
-            progress.tasks += 1
-            tell(progress)
-        return None if part else gather(job, tokenizer, plan, len(tasks)), False
+        return prepare(options, out, processes, tell, engine, part)
 
 
 @contextlib.contextmanager
@@ -245,14 +224,12 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     shards = shards[:num_shards]
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
     if not len(of_split["train"]):
-        such = "".join(f"; not text: {name}" for name in left_out["not_text_examples"][:1])
         _clear(directory)
         shutil.rmtree(directory / tokens_lib.TOKENIZER)
         with contextlib.suppress(OSError):  # where other files are in it
             directory.rmdir()
         raise UserError(
-            f"the input has no document for training: {left_out}, {outcomes[chat.DROPPED]:,} dropped"
-            f" chats, and the rest is held out{such}"
+            f"the input has no document for training: {left_out}; the rest is dropped or held out"
         )
     content = np.concatenate(list(of_split.values())).tobytes()
     tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content, directory / WORK)

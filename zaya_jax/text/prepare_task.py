@@ -182,12 +182,9 @@ class LeftOut(dict[str, Any]):
     def add(self, more: dict[str, Any]) -> None:
         """Add counts, and what is named of them, up to EXAMPLES."""
         for kind, held in more.items():
-            if isinstance(held, dict):
-                self[kind].update(held)
-            elif isinstance(held, list):
-                self[kind] = (self[kind] + held)[:EXAMPLES]
-            else:
-                self[kind] += held
+            self[kind] += collections.Counter(held) if isinstance(held, dict) else held
+            if isinstance(held, list):
+                del self[kind][EXAMPLES:]
 
 
 class _Writing:

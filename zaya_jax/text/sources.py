@@ -45,7 +45,6 @@ KINDS = {
     **dict.fromkeys((".csv", ".tsv"), "table"),
 }
 COMPRESSION = (".gz", ".zst")
-SAVED_BESIDE = ("dataset_dict.json", "dataset_info.json", "state.json")  # by `datasets`
 SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
 _log = logging.getLogger(__name__)
 
@@ -110,34 +109,26 @@ def find(pattern: str) -> list[pathlib.Path]:
 
 
 def _data_of_saved(pattern: str, paths: list[pathlib.Path]) -> list[pathlib.Path]:
-    """Of folders that `datasets` saved, the data that state.json names, as it keeps results of
-    `map` and `filter` beside them; UserError for several splits."""
-    given, data = set(paths), dict[pathlib.Path, set[pathlib.Path]]()
-    for folder in {path.parent for path in paths if kind_of(path.name) in ("arrow", "jsonl")}:
+    """Of a folder that `datasets` saved, the files that its state.json names: it keeps results of
+    `map` and `filter` beside them. UserError where it is a dict of several splits."""
+    found, splits = set(paths), collections.Counter[pathlib.Path]()
+    for folder in sorted({path.parent for path in paths if kind_of(path.name) != "text"}):
         try:
             state = json.loads((folder / "state.json").read_bytes())
-            data[folder] = {folder / file["filename"] for file in state["_data_files"]}
+            named = {folder / file["filename"] for file in state["_data_files"]}
         except (OSError, ValueError, KeyError, TypeError):
             continue  # `datasets` did not save it
-    splits = collections.defaultdict[pathlib.Path, list[pathlib.Path]](list)
-    for folder in sorted(data):
-        if (folder.parent / "dataset_dict.json").exists():
-            splits[folder.parent].append(folder)
-    for folder, names in splits.items():
-        if len(names) > 1:
+        splits[folder.parent] += (folder.parent / "dataset_dict.json").exists()
+        if splits[folder.parent] > 1:
             raise UserError(
-                f"{pattern} has {len(names)} splits of the DatasetDict {folder}; name one, such as"
-                f" {names[-1]}"
+                f"{pattern} has several splits of the DatasetDict {folder.parent}; name one, such"
+                f" as {folder}"
             )
-    # Where the whole folder is meant, a file that is not there fails when it is to be read.
-    lost = {path for folder in data if folder / "state.json" in given for path in data[folder]}
-
-    def belongs(path: pathlib.Path) -> bool:
-        if path.name in SAVED_BESIDE:
-            return path.parent not in data and path.parent not in splits
-        return kind_of(path.name) != "arrow" or path in data.get(path.parent, given)
-
-    return sorted({path for path in paths if belongs(path)} | lost)
+        # Where the whole folder is meant, a file that is not there fails when it is to be read.
+        data = named if folder / "state.json" in found else named & found
+        found = {path for path in found if path.parent != folder} | data
+        found.discard(folder.parent / "dataset_dict.json")
+    return sorted(found)
 
 
 def once(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
