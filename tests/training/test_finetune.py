@@ -209,7 +209,7 @@ BAD = {
     ),
     "other fields": (
         '{"prompt": "a"}\n',
-        "under messages, conversations, conversation; mend it, or let prepare_data",
+        "or instruction with output; mend it, or let prepare_data",
     ),
     "too long": (
         json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n",

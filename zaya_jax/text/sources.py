@@ -27,7 +27,7 @@ from zaya_jax.text.tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
-# bytes of a file that is one text: while it is encoded, a token takes some 100 bytes
+# bytes of a file that is one text: while it is encoded, a token takes 420 to 490 bytes
 LONGEST = 256 << 20
 TOO_LONG = (
     f"has more than {LONGEST >> 20} MiB, too many for one document; split it, or make a JSONL file"
