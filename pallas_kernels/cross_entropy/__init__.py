@@ -37,7 +37,7 @@ def cross_entropy(
     chunk: int | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """(loss, z): the weighted sums over tokens of -log p(target) + z_weight log² Z, and of log² Z
-    (not differentiated).
+    (not differentiated). Targets below 0 are of tokens without weight.
 
     Divide by the number of real tokens of the whole batch, not of this piece of it.
     """
@@ -45,7 +45,8 @@ def cross_entropy(
     chunk = max(min(chunk, num) if chunk else chunk_rows(num, vocab), 1)
     pad = -num % chunk
     hidden = jnp.pad(hidden, ((0, pad), (0, 0)))
-    targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
+    # Targets below 0 have no weight; they would index from the end of a chunk's logits.
+    targets, weights = jnp.pad(jnp.maximum(targets, 0), (0, pad)), jnp.pad(weights, (0, pad))
     return _cross_entropy(
         hidden, embedding, bias, targets, weights, jnp.dtype(dtype), z_weight, chunk
     )

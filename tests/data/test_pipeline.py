@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from data_helpers import assert_same
 
+from zaya_jax import functions
 from zaya_jax.config import UserError
 from zaya_jax.data import pipeline, windows
 from zaya_jax.text import tokenizers
@@ -35,6 +36,7 @@ def check_batch(batch, tok):
     assert (batch["positions"][:, 1:][~same] == 0).all() and (batch["positions"][:, 0] == 0).all()
     learn = (batch["loss_mask"] > 0)[:, :-1] & same
     assert (batch["targets"][:, :-1][learn] == batch["tokens"][:, 1:][learn]).all()
+    assert (batch["targets"][batch["loss_mask"] == 0] == functions.IGNORED).all()
     # a begin token opens a segment, and no target is a begin token
     inside = batch["tokens"][:, 1:] == tok.bos_id
     assert not same[inside].any()

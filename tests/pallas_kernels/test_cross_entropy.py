@@ -56,9 +56,12 @@ def test_values_and_gradients(arrays, chunk, z_weight, with_bias):
 
 def test_masked_targets_teach_nothing(arrays):
     hidden, embedding, bias, targets, weights = arrays
-    grad = jax.grad(
-        lambda h: cross_entropy(h, embedding, bias, targets, weights, dtype=jnp.float32)[0]
+    ignored = jnp.where(weights > 0, targets, -100)
+    value, grad = jax.value_and_grad(
+        lambda h: cross_entropy(h, embedding, bias, ignored, weights, dtype=jnp.float32)[0]
     )(hidden)
+    wanted = reference.cross_entropy(hidden, embedding, bias, targets, weights)[0]
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_array_equal(grad[weights == 0], 0)
     assert (np.abs(grad[weights > 0]).sum(-1) > 0).all()
 

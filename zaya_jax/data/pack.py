@@ -12,6 +12,7 @@ import numpy as np
 
 from zaya_jax.text.sources import Bundle
 
+IGNORED = np.int32(-100)  # a target that counts for nothing, also in a loop without `loss_mask`
 Batch = dict[str, np.ndarray]
 Span = tuple[int, int]  # start, stop on a source's tape of documents
 Piece = tuple[Bundle, int, int]  # start, stop within a bundle: a piece of a span
@@ -99,7 +100,7 @@ def finish(rows: Rows, cross_documents: bool = False) -> Batch:
         positions *= real
     return {
         "tokens": rows.tokens,
-        "targets": rows.targets * rows.learn,
+        "targets": np.where(rows.learn, rows.targets, IGNORED),
         "segment_ids": segment_ids,
         "positions": positions.astype(np.int32, copy=False),
         "loss_mask": rows.learn.astype(np.float32),
