@@ -34,15 +34,15 @@ BUDGET = {
     "zaya_jax/plan": 760,
     "zaya_jax/pytorch": 810,
     "zaya_jax/report": 1_220,
-    "zaya_jax/text": 1_750,
+    "zaya_jax/text": 1_980,  # `answers` finds and checks what a template writes of a chat
     "zaya_jax/training": 1_600,
     "zaya_jax/*.py": 1_390,
-    "zaya_jax": 20_740,
+    "zaya_jax": 20_900,
     "pallas_kernels": 3_790,
     "experiments": 2_270,
     "benchmarks": 3_350,
     "tools": 2_260,
-    "tests": 16_930,
+    "tests": 17_250,
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.

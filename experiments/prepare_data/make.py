@@ -72,6 +72,8 @@ def summarise(manifest: dict, out: str) -> None:
             "chats    "
             f" {chat.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}"
         )
+        learnt = {k: v for k, v in (manifest.get("chats") or {}).items() if k != "template"}
+        print(f"learnt    {chat.Counts(learnt).learnt}")
     left_out = prepare.LeftOut()
     left_out.add(manifest["left_out"])
     print(f"left out  {left_out}")

@@ -57,6 +57,7 @@ CALL = {
     "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'},
 }
 CALLED = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
+NAMED = {"id": "1", **CALLED}  # as some templates want it
 SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 
 
@@ -71,7 +72,7 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
         ({"role": None, "content": None, "from": "human", "value": "hi"}, ("user", "", "hi")),
         (
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            ("assistant", "", "", [CALLED]),
+            ("assistant", "", "", [NAMED]),
         ),
         (
             {
@@ -83,7 +84,7 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
         ),
         (
             {"role": "assistant", "content": "so", "tool_calls": [CALL, CALL]},
-            ("assistant", "", "so", [CALLED, CALLED]),
+            ("assistant", "", "so", [NAMED, NAMED]),
         ),
         (
             {

@@ -72,9 +72,9 @@ CALLED = (
     "</function>\n</zyphra_tool_call>"
 )
 ANSWERS = [
-    "I add.\n</think>\n\n" + CALLED * 2 + "<|im_end|>\n",
-    "So it is.\n</think>\n\nIt is 4.<|im_end|>\n",
-    "\n</think>\n\nYou are welcome <|im_end|><|im_end|>\n",
+    "I add.\n</think>\n\n" + CALLED * 2 + "<|im_end|>",
+    "So it is.\n</think>\n\nIt is 4.<|im_end|>",
+    "\n</think>\n\nYou are welcome <|im_end|><|im_end|>",
 ]
 OPEN = "<|im_start|>assistant\n<think>\n"
 BETWEEN = [
@@ -87,7 +87,7 @@ BETWEEN = [
     "</zyphra_tool_response><|im_end|>\n" + OPEN,
     "<|im_start|>user\nthanks<|im_end|>\n" + OPEN,
 ]
-WHOLE = "".join(before + answer for before, answer in zip(BETWEEN, ANSWERS, strict=True))
+WHOLE = "".join(f"{before}{answer}\n" for before, answer in zip(BETWEEN, ANSWERS, strict=True))
 
 
 def messages():
@@ -121,7 +121,7 @@ def test_what_stands_in_generation_blocks_is_learnt_where_there_are_such(made):
     document, _ = chat_template.Template(tok).prepare(messages(), None)
     assert tok.spell(document.tokens.tolist()) == WHOLE
     learnt = tok.spell(document.tokens[document.learn].tolist())
-    assert learnt == "".join("<think>\n" + answer.removesuffix("\n") for answer in ANSWERS)
+    assert learnt == "".join("<think>\n" + answer for answer in ANSWERS)
 
 
 def test_an_answer_that_the_template_rewrites_later_is_not_learnt(made):
@@ -165,9 +165,9 @@ def test_the_template_is_found_where_transformers_finds_it(made):
     assert chat_template.Template(named).render(chat.read(TALK)) == "<B>2+2?"
     ours = with_template(made, "{#- Written by zaya_jax: -#}")
     assert (
-        chat_template.source_of(ours)
-        == chat_template.source_of(made)
-        == chat_template.make_template(made)
+        chat_template.sources_of(ours)
+        == chat_template.sources_of(made)
+        == {"default": chat_template.make_template(made)}
     )
 
 

@@ -51,6 +51,9 @@ def test_chats_are_trimmed_and_counted(tmp_path):
     )
     manifest, _ = here(Options([str(tmp_path / "c.jsonl")], context=200), tmp_path / "out")
     assert manifest["trim"] == {"context": 200, "kept": 2, "trimmed": 1, "reduced": 1, "dropped": 1}
+    learnt = {name: number for name, number in manifest["chats"].items() if name != "template"}
+    assert learnt.pop("tokens learnt") > 5 * len("hello")
+    assert learnt == {"answers learnt": 5, "answers rewritten": 0}
     store = Prepared(str(tmp_path / "out"))
     (((bundle, _, _),),) = store.parts([(0, store.num_tokens)])
     assert 0 < bundle.learn.sum() < len(bundle) - 4

@@ -37,6 +37,7 @@ from zaya_jax.data.stores import (
     open_stores,
     refuse_doubles,
 )
+from zaya_jax.text import chat_template
 from zaya_jax.text.tokenizers import Tokenizer
 
 PREFETCH_BATCHES, DEVICE_BATCHES = 4, 2
@@ -144,7 +145,8 @@ class Batches:
     ) -> None:
         # Fewer `rounds` measure the order of large sources on small ones.
         self.data, self.process, self.pad_id = config.data, process, tokenizer.pad_id
-        self._rounds, self._seed, self._tokenizer = rounds, config.run.seed, tokenizer.sha256
+        form = chat_template.fingerprint(tokenizer) if config.data.chats else ""
+        self._rounds, self._seed, self._tokenizer = rounds, config.run.seed, tokenizer.sha256 + form
         self._part = 0, 1  # of the process's rows: a worker has its own
         check_tokenizer(config, tokenizer)
         paths, stretches = mix.plan_sources(config)

@@ -25,7 +25,7 @@ import numpy as np
 
 from zaya_jax.config import StorageError, UserError, first_line
 from zaya_jax.data.pack import Piece, Span
-from zaya_jax.text import tokenizers
+from zaya_jax.text import chat_template, tokenizers
 from zaya_jax.text import tokens as tokens_lib
 from zaya_jax.text.sources import Bundle
 from zaya_jax.text.tokens import CorruptRecord
@@ -141,7 +141,8 @@ class Prepared:
         return self.__dict__ | {"counters": Counters()}  # a worker counts its own reads
 
     def require_tokenizer(self, tokenizer: tokenizers.Tokenizer, given: str) -> None:
-        """UserError where this was prepared with another tokenizer than the one that is `given`."""
+        """UserError where this was prepared with another tokenizer than the one that is `given`, or
+        holds chats in another template than its."""
         made, copied = self.manifest["tokenizer"], "" if is_local(self.name) else "a copy of "
         if made["sha256"] != tokenizer.sha256:
             raise UserError(
@@ -149,6 +150,12 @@ class Prepared:
                 f" {made['vocab_size']} ids) than {given} ({tokenizer.kind}, {tokenizer.vocab_size}"
                 f" ids); give {copied}{join(self.name, 'tokenizer')} instead, or prepare the text"
                 " again"
+            )
+        form = (self.manifest.get("chats") or {}).get("template")
+        if form not in (None, chat_template.fingerprint(tokenizer)):
+            raise UserError(
+                f"{self.name} holds chats in another chat template than {given} has; prepare them"
+                " again, into another directory, with the model's folder as --tokenizer"
             )
 
     def require_context(self, seq_len: int) -> None:

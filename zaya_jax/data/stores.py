@@ -93,12 +93,13 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
 
 def require_prepared(path: str, shards: storage.Prepared, context: int) -> None:
     """UserError where a prepared directory holds no chats, or chats for another context."""
-    found, totals = shards.manifest.get("trim"), shards.manifest["totals"].values()
+    found = shards.manifest.get("chats") and shards.manifest["trim"]
+    totals = shards.manifest["totals"].values()
     again = f"prepare it with --context={context}"
     if not found:
         raise UserError(
-            f"{path} was prepared from text and holds no chats, but config.data.chats is set;"
-            f" {again}"
+            f"{path} was prepared from text and holds no chats, or by an earlier version of this"
+            f" program, but config.data.chats is set; {again}"
         )
     texts = sum(split["documents"] for split in totals) - sum(
         found.get(outcome, 0) for outcome in (chat.KEPT, chat.TRIMMED, chat.REDUCED)
@@ -130,7 +131,8 @@ def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Mem
         last = chats.last_held_out(found.values())
         return {one: _sides(one, *held.split(last)) for one, held in found.items()}
 
-    return tokenised(paths, (tokenizer.sha256, context), make)[path]
+    what = tokenizer.sha256, chat_template.fingerprint(tokenizer), context
+    return tokenised(paths, what, make)[path]
 
 
 def _sides(path: str, train: Bundle, held_out: Bundle, note: str = "") -> tuple[Memory, Memory]:

@@ -25,7 +25,7 @@ from zaya_jax.data.stores import (
     require_prepared,
     tokenised,
 )
-from zaya_jax.text import chats, inputs, sources, tokenizers
+from zaya_jax.text import chat_template, chats, inputs, sources, tokenizers
 from zaya_jax.text.tokenizers import Tokenizer
 
 # pieces of data that could not be read, since the last training stream was made
@@ -170,7 +170,8 @@ def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> Memory:
             bundle = sources.concatenate(tokenizers.encode_texts(tokenizer, texts), tokenizer)
         return Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), note)
 
-    return tokenised([path], ("whole", tokenizer.sha256, context), make)
+    form = chat_template.fingerprint(tokenizer) if context else ""
+    return tokenised([path], ("whole", tokenizer.sha256, form, context), make)
 
 
 def _real(path: str) -> str:

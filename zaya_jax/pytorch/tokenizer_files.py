@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.config import Config, files
+from zaya_jax.config import Config
 from zaya_jax.text import chat_template, tokenizers
-from zaya_jax.text.chat_template import CONFIG_FILE as CONFIG
-from zaya_jax.text.chat_template import TEMPLATE_FILE as TEMPLATE
+from zaya_jax.text.tokenizers import CONFIG_FILE as CONFIG
+from zaya_jax.text.tokenizers import TEMPLATE_FILE as TEMPLATE
 
 FILES = (tokenizers.FILE, *tokenizers.EXTRA_FILES, "vocab.json", "merges.txt")
 
@@ -27,6 +27,7 @@ def write(
     """A tokenizer's files in a model directory; unchanged if the model was not trained (no
     config)."""
     for name, content in kept.items():
+        (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(content)
     if config is None or tokenizer is None:
         return
@@ -56,7 +57,7 @@ def write(
 def came_with_template(folder: Path) -> bool:
     """Whether a tokenizer's folder has a template that is not ours."""
     return bool(
-        chat_template.own_source(
+        chat_template.own_sources(
             {
                 name: (folder / name).read_bytes()
                 for name in (CONFIG, TEMPLATE)
@@ -77,8 +78,5 @@ def describe_template(folder: Path) -> str:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The content of tokenizer_config.json; empty if it is missing or unreadable."""
-    try:
-        found = files.read_json(folder / CONFIG)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    file = folder / CONFIG
+    return tokenizers.settings_of({CONFIG: file.read_bytes()} if file.is_file() else {})

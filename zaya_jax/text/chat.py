@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from zaya_jax.text.tokenizers import NotUnicode, utf8
+from zaya_jax.text.tokens import Document
 
-# of how chats are read: 1 kept the roles' own names, 2 had tools after a record's system text
-VERSION = 3
+# Of how chats become documents: 1 kept the roles' own names, 2 had tools after a record's system
+# text, 3 found answers by the differences of prefixes.
+VERSION = 4
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
@@ -31,9 +33,9 @@ RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
-# samples, fitted to a context
-KEPT, TRIMMED, REDUCED, DROPPED = ("kept", "trimmed", "reduced", "dropped")
-_THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+KEPT, TRIMMED, REDUCED, DROPPED = OUTCOMES = ("kept", "trimmed", "reduced", "dropped")
+LEARNT = ("answers learnt", "answers rewritten", "tokens learnt", "answers learnt without an end")
+_THINK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 
 
 class BadChat(ValueError):
@@ -50,6 +52,8 @@ class Message:
     content: str
     # The calls of tools, and names of results, as templates take them.
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    # The reasoning as it was given before the content, with its marks and line ends.
+    inside: str = dataclasses.field(default="", repr=False, compare=False)
 
     def __str__(self) -> str:
         return "\n".join((self.role, self.reasoning, self.content))
@@ -58,6 +62,27 @@ class Message:
     def answer(self) -> bool:
         """Whether the model is to learn to write it."""
         return self.role.lower() in MODEL_ROLES
+
+    def with_reasoning(self, reasoning: str) -> "Message":
+        """The same turn with other reasoning, or none."""
+        before, mark, rest = self.inside.partition("<think>")
+        inside = before + mark + rest.replace(self.reasoning, reasoning, 1) if reasoning else ""
+        return dataclasses.replace(self, reasoning=reasoning, inside=inside)
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object, and its text for a template that writes one."""
+
+    text: str  # as it was given, or as JSON
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, text: str) -> str:
+        return f"{self}{text}"
+
+    def __radd__(self, text: str) -> str:
+        return f"{text}{self}"
 
 
 def read(messages: Any) -> list[Message]:
@@ -102,10 +127,25 @@ def paired_turns(record: Mapping[str, Any], text_field: str) -> list[Any]:
 
 
 class Counts(collections.Counter[str]):
-    """How many samples were kept, trimmed, reduced and dropped."""
+    """How many chats were kept, trimmed, reduced, dropped and left out; and LEARNT of them."""
+
+    def add(self, document: Document | None, outcome: str, ends: bool) -> None:
+        """Count a chat as `Template.prepare` gives it; `ends`: whether its template ends
+        answers."""
+        self[outcome] += 1
+        if document is not None and document.learn is not None:
+            told = document.answers, document.rewritten, int(document.learn.sum())
+            self.update(dict(zip(LEARNT, told, strict=False)))
+            self.update({} if ends else {LEARNT[3]: document.answers})
 
     def __str__(self) -> str:
-        return ", ".join(f"{self[name]:,} {name}" for name in (KEPT, TRIMMED, REDUCED, DROPPED))
+        others = sorted(self.keys() - {*OUTCOMES, *LEARNT})
+        return ", ".join(f"{self[name]:,} {name}" for name in (*OUTCOMES, *others))
+
+    @property
+    def learnt(self) -> str:
+        """What is learnt, in words."""
+        return ", ".join(f"{self[name]:,} {name}" for name in LEARNT if name in self)
 
 
 def message(given: Any) -> Message:
@@ -125,17 +165,14 @@ def message(given: Any) -> Message:
     reasoning, text = _text(content, role)
     if field is not None:
         reasoning = "".join(_text(field, ""))
-    turn = Message(_spelt(role), "", text)
-    if turn.answer and not reasoning:
-        found = _THINK.match(text)
-        if found:
-            reasoning, text = found[1], text[found.end() :]
-    reasoning = reasoning.strip("\n") if turn.answer else ""
-    text = text.lstrip() if reasoning else text  # as where the reasoning stands inside
+    turn, inside = Message(_spelt(role), "", text), ""
+    if turn.answer and not reasoning and (found := _THINK.match(text)):
+        inside, reasoning, text = found[0], found[1], text[found.end() :]
+    reasoning = reasoning.strip("\n") if turn.answer and reasoning.strip() else ""
     more: dict[str, Any] = {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
     if calls:
         more["tool_calls"] = calls
-    turn = Message(turn.role, reasoning, text, more)
+    turn = Message(turn.role, reasoning, text, more, inside)
     try:
         utf8(turn.role + turn.reasoning + turn.content + _json(more))
     except NotUnicode as error:
@@ -193,12 +230,16 @@ def _calls(given: dict[str, Any]) -> list[dict[str, Any]]:
                 f"a call of a tool needs a function with a name, this one has {_fields(function)}"
             )
         arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
+        text = arguments if isinstance(arguments, str) else _json(arguments)
         if isinstance(arguments, str):  # JSON within JSON, mostly
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
-        found.append(
-            {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-        )
+        if isinstance(arguments, dict):
+            arguments = Arguments(arguments)
+            arguments.text = text
+        named = {"name": function["name"], "arguments": arguments}
+        known = {"id": call["id"]} if call.get("id") else {}
+        found.append({**known, "type": "function", "function": named})
     return found
 
 

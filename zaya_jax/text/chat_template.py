@@ -5,15 +5,16 @@
 the servers that read its folders.
 
 Only what the model writes is learnt. Where a template says what that is, by `{% generation %}`, it
-is that; otherwise an answer is what the text up to it has more than the text before it with a
-generation prompt. Templates may rewrite earlier turns (most leave their reasoning out): an answer
-that does not stand in the whole text as the model wrote it is not learnt. A text that spells a mark
-becomes the mark, as in transformers.
+is that; otherwise `answers` finds each answer in the text. Templates may rewrite earlier turns (most
+leave their reasoning out): an answer that does not stand in the text as the model wrote it is
+counted and not learnt, and a chat of which the template leaves something out is counted and left
+out. A text that spells a mark becomes the mark, as in transformers.
 """
 
-import dataclasses
+import contextlib
 import datetime
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,14 +23,22 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.text import chat
+from zaya_jax.text import answers, chat
+from zaya_jax.text.answers import Incomplete, Refused
 from zaya_jax.text.chat import DROPPED, KEPT, REDUCED, TRIMMED, Message
-from zaya_jax.text.tokenizers import CHAT_TOKENS, Tokenizer
+from zaya_jax.text.tokenizers import (
+    CHAT_TOKENS,
+    TEMPLATE_FILE,
+    TOOLS_FILE,
+    Tokenizer,
+    settings_of,
+    special_names,
+)
 from zaya_jax.text.tokens import Document
 
-CONFIG_FILE, TEMPLATE_FILE, KEY = "tokenizer_config.json", "chat_template.jinja", "chat_template"
 OWN = "Written by zaya_jax"
-ANSWER = "<@ an answer @>"  # to see how a template ends one
+ANSWER = "<@ an answer @>"  # to see how a template ends one,
+REASONING = "<@ its reasoning @>"  # and how it takes this
 TRIES = 4  # to cut a reasoning to a length
 
 # A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between
@@ -80,12 +89,9 @@ TEMPLATE = r"""
     {%- if at.answer and not at.reasoning and rest.startswith('<think>') and '</think>' in rest -%}
         {%- set halves = rest[7:].split('</think>', 1) -%}
         {%- set at.reasoning = halves[0] -%}
-        {%- set at.text = halves[1].lstrip() -%}
+        {%- set at.text = halves[1].lstrip('\n') -%}
     {%- endif -%}
     {%- set at.reasoning = at.reasoning.strip('\n') if at.answer else '' -%}
-    {%- if at.reasoning -%}
-        {%- set at.text = at.text.lstrip() -%}
-    {%- endif -%}
     {%- for call in (message['tool_calls'] or []) + [message['function_call']] -%}
         {%- if call -%}
             {%- set function = call if call['function'] is not defined else call['function'] -%}
@@ -117,13 +123,16 @@ TEMPLATE = r"""
 """
 
 
-class Refused(UserError):
-    """A conversation that the template does not take."""
+def sources_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """The templates of a model by their names in transformers, its own or ours: "default", and for
+    chats with tools perhaps "tool_use"."""
+    return own_sources(tokenizer.extra_files) or {"default": make_template(tokenizer)}
 
 
-def source_of(tokenizer: Tokenizer) -> str:
-    """The template of a model: its own, or ours."""
-    return own_source(tokenizer.extra_files) or make_template(tokenizer)
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """A hash of all that decides, beside the tokenizer, how a chat becomes a document."""
+    facts = [chat.VERSION, sources_of(tokenizer), special_names(tokenizer.extra_files)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def has_marks(tokenizer: Tokenizer) -> bool:
@@ -135,7 +144,7 @@ def has_marks(tokenizer: Tokenizer) -> bool:
 def require_marks(tokenizer: Tokenizer, named: str) -> None:
     """UserError where a model has no template of its own, and its vocabulary no marks of turns for
     ours."""
-    if not own_source(tokenizer.extra_files) and not has_marks(tokenizer):
+    if not own_sources(tokenizer.extra_files) and not has_marks(tokenizer):
         names = " and ".join(
             f"one of {', '.join(CHAT_TOKENS[role])}" for role in ("turn", "end_turn")
         )
@@ -169,87 +178,103 @@ def make_template(tokenizer: Tokenizer) -> str:
     )
 
 
-def own_source(files: Mapping[str, bytes]) -> str:
-    """The template among a tokenizer's files that is not ours; "" where there is none."""
-    source = (
-        files[TEMPLATE_FILE].decode("utf-8", "replace")
-        if TEMPLATE_FILE in files
-        else _settings(files).get(KEY)
-    )
-    if isinstance(source, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) and OWN not in source[:200] else ""
-
-
-def special_names(files: Mapping[str, bytes]) -> dict[str, str]:
-    """The names of special tokens as the template's variables: those of tokenizer_config.json."""
-    given = {key: value for key, value in _settings(files).items() if key.endswith("_token")}
-    named = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in given.items()
-    }
-    return {key: value for key, value in named.items() if isinstance(value, str)}
-
-
-def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The content of tokenizer_config.json; empty if it is missing or unreadable."""
-    try:
-        found = json.loads(files.get(CONFIG_FILE, b"{}"))
-    except ValueError:
+def own_sources(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The templates among a tokenizer's files that are not ours; {} where none is the default."""
+    given = settings_of(files).get("chat_template")
+    several = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = {one.get("name"): one.get("template") for one in several if isinstance(one, dict)}
+    for name, file in (("default", TEMPLATE_FILE), ("tool_use", TOOLS_FILE)):
+        if file in files:
+            named[name] = files[file].decode("utf-8", "replace")
+    default = named.get("default")
+    if not isinstance(default, str) or not default or OWN in default[:200]:
         return {}
-    return found if isinstance(found, dict) else {}
+    return {name: str(named[name]) for name in ("default", "tool_use") if named.get(name)}
 
 
 class Template:
     """A Jinja template that turns conversations into text, ids and documents with one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self.source = tokenizer, source_of(tokenizer)
-        self._generations, self._blocks = list[tuple[int, int]](), list[str]()
+        self._tokenizer, sources = tokenizer, sources_of(tokenizer)
+        self.source = sources["default"]
+        self._ours = OWN in self.source[:200]
+        self._generations, self._blocks = list[tuple[int, str]](), list[str]()
+        made = _environment(self._around, self._ours)
         try:
-            self._template = _environment(self._around, OWN in self.source[:200]).from_string(
-                self.source
-            )
+            self._template = self._for_tools = made.from_string(self.source)
+            if "tool_use" in sources:
+                self._for_tools = made.from_string(sources["tool_use"])
         except Exception as error:  # Jinja's own classes, and Python's for what it cannot compile
             raise UserError(
                 f"the model's chat template cannot be read: {first_line(error)}"
             ) from None
-        names = {
-            "bos_token": tokenizer.bos_id,
-            "eos_token": tokenizer.eos_id,
-            "pad_token": tokenizer.pad_id,
+        names: dict[str, Any] = {
+            "bos_token": tokenizer.mark(tokenizer.bos_id),
+            "eos_token": tokenizer.mark(tokenizer.eos_id),
+            "pad_token": tokenizer.mark(tokenizer.pad_id),
         }
-        self._names = {name: tokenizer.mark(token) for name, token in names.items()}
-        self._names |= special_names(tokenizer.extra_files)
+        names |= special_names(tokenizer.extra_files)
+        self._names = {name: mark for name, mark in names.items() if mark is not None}
 
     @functools.cached_property
     def ending(self) -> tuple[list[int], list[str]]:
-        """(the id that ends an answer, or else the text that does): of these one is there,
-        mostly."""
-        text = self.render([Message("user", "", "?"), Message("assistant", "", ANSWER)]).rpartition(
-            ANSWER
-        )[2]
-        ids = self._tokenizer.spelt(text)[0]
-        special = next(
-            (i for i, token in enumerate(ids) if not self._tokenizer.decode([token])), len(ids)
-        )
-        before = self._tokenizer.decode(ids[:special]).strip()
-        return ([], [before]) if before else (ids[special : special + 1], [])
+        """(the id that ends an answer, or else the text that does); nothing where the template has
+        neither."""
+        ids, before, _, _ = self._ending
+        return ([], [before]) if before else (ids, [])
+
+    @functools.cached_property
+    def _ending(self) -> tuple[list[int], str, str, str]:
+        """(the first special id behind a last answer, the text before it, all of both, all text
+        behind the answer)."""
+        tail = self.render([answers.ASKED, Message("assistant", "", ANSWER)]).rpartition(ANSWER)[2]
+        ids, places = self._tokenizer.spelt(tail)
+        first = next((i for i, one in enumerate(ids) if one in self._tokenizer.specials), len(ids))
+        stop = places[first][1] if first < len(ids) else len(tail)
+        before = self._tokenizer.decode(ids[:first]).strip()
+        return ids[first : first + 1], before, tail[:stop], tail
+
+    @functools.cached_property
+    def _form(self) -> str:
+        """How the template takes reasoning: in `fields` of a turn, in `parts` of its content, or in
+        the `content` between <think> and </think>."""
+        for form in ("fields", "parts"):
+            told = [answers.ASKED, Message("assistant", REASONING, ANSWER)]
+            with contextlib.suppress(Refused):
+                text = self._text(None, [self._turn(turn, form) for turn in told], False)
+                if REASONING in text and "'type'" not in text and '"type"' not in text:
+                    return form
+        return "content"
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """The text of a conversation; `prompt`: with the beginning of an answer."""
-        leads = bool(messages) and messages[0].role == "tools"
-        tools: Any = None
-        if leads:
-            try:
-                tools = json.loads(messages[0].content)
-            except ValueError:
-                leads = False  # in words: a turn as it was given
-        turns = [self._turn(message) for message in messages[leads:]]
+        return self._render(*_with_tools(messages), prompt)
+
+    def _render(self, tools: Any, turns: Sequence[Message], prompt: bool) -> str:
+        return self._text(tools, [self._turn(turn, self._form) for turn in turns], prompt)
+
+    def _turn(self, message: Message, form: str) -> dict[str, Any]:
+        """A message as templates take it; those of models know results as "tool"."""
+        role, reasoning, content = message.role, message.reasoning, message.content
+        role = "tool" if role.lower() in chat.RESULT_ROLES and not self._ours else role
+        turn = {"role": role, "content": content, **message.more}
+        if message.inside and form != "fields":  # as it was given
+            return turn | {"content": message.inside + content}
+        if not reasoning:
+            return turn
+        if form == "fields":
+            return turn | dict.fromkeys(chat.REASONING_KEYS, reasoning)
+        if form == "content":
+            return turn | {"content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
+        parts = {"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}
+        return turn | {"content": list(parts)}
+
+    def _text(self, tools: Any, turns: list[dict[str, Any]], prompt: bool) -> str:
         self._generations, self._blocks = [], []
+        template = self._for_tools if tools else self._template
         try:
-            for block in self._template.generate(
+            for block in template.generate(
                 messages=turns,
                 tools=tools,
                 documents=None,
@@ -259,7 +284,8 @@ class Template:
                 self._blocks.append(block)
         except Exception as error:  # a template may fail in any way
             raise Refused(
-                f"the model's chat template refuses this conversation: {first_line(error)}"
+                f"the model's chat template refuses this conversation: {first_line(error)}; change"
+                " it, or let prepare_data --skip_bad leave such conversations out"
             ) from None
         return "".join(self._blocks)
 
@@ -283,17 +309,25 @@ class Template:
         self, messages: Sequence[Message], context: int | None
     ) -> tuple[Document | None, str]:
         """(the document of a chat fitted to a context, KEPT or how it changed); None where it is
-        dropped.
+        dropped or left out.
 
         A chat that fits is kept. Otherwise all answers but the last lose their reasoning (reduced);
         where that is not enough, or there is one answer only, the end of the last reasoning is cut,
         just before the answer (trimmed). A chat that is too long without any reasoning is dropped.
         Prompts and answers are never touched.
         """
+        try:
+            return self._fitted(messages, context)
+        except Incomplete as error:
+            return None, str(error)
+
+    def _fitted(
+        self, messages: Sequence[Message], context: int | None
+    ) -> tuple[Document | None, str]:
         document = self.document(messages)
         if context is None or len(document.tokens) <= context:
             return document, KEPT
-        bare = [dataclasses.replace(message, reasoning="") for message in messages]
+        bare = [message.with_reasoning("") for message in messages]
         shortest = self.document(bare)
         if len(shortest.tokens) > context:
             return None, DROPPED
@@ -307,60 +341,51 @@ class Template:
             kept = self._tokenizer.encode(turns[last].reasoning)[: context - len(document.tokens)]
             # half of a character
             reasoning = self._tokenizer.decode(kept).rstrip("\N{REPLACEMENT CHARACTER}")
-            turns[last] = dataclasses.replace(turns[last], reasoning=reasoning)
+            turns[last] = turns[last].with_reasoning(reasoning if reasoning.strip() else "")
         return shortest, outcome
 
     def document(self, messages: Sequence[Message]) -> Document:
-        """The document of a conversation, the model's own text marked to be learnt."""
-        text = self.render(messages)
-        spans = self._generations or self._answers(messages, text)
+        """The document of a conversation, the model's own text marked to be learnt; Incomplete where
+        the template's text would teach something else than the conversation."""
+        tools, turns = _with_tools(messages)
+        text, blocks = self._render(tools, turns, False), self._generations
+        if any(not text.startswith(block, begin) for begin, block in blocks):
+            raise UserError(
+                "the model's chat template has a {% generation %} inside a {% set %} or a macro,"
+                " where its place in the text is not known; move it to where the text is written"
+            )
+        spans = [(begin, begin + len(block)) for begin, block in blocks]
         ids, places = self._tokenizer.spelt(text)
+        learnt = total = sum(turn.answer for turn in turns)
+        if not self._ours:
+            marked = answers.Marked(self._render, tools, turns, text)
+            if not spans:
+                special = self._tokenizer.specials
+                specials = [at for one, at in zip(ids, places, strict=True) if one in special]
+                spans = marked.spans(*self._ending[2:], specials)
+            learnt = min(total, len(spans))
         firsts, lasts = np.array(places, np.int64).reshape(-1, 2).T
         begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
         # As transformers' mask has it, also where a token joins an answer's first space with the
         # line's end before it.
         learn = np.searchsorted(begins, lasts) > np.searchsorted(ends, firsts, side="right")
-        return Document(np.array(ids, self._tokenizer.dtype), learn)
-
-    def _answers(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """The places of the answers, by the differences of prefixes."""
-        found = []
-        for number, message in enumerate(messages):
-            if message.answer and number:
-                upto = self.render(messages[: number + 1])
-                if text.startswith(upto):
-                    found.append(
-                        (_alike(self.render(messages[:number], prompt=True), upto), len(upto))
-                    )
-        return found
-
-    def _turn(self, message: Message) -> dict[str, Any]:
-        """A message as templates take it; one that knows no field of reasoning finds it in the
-        text."""
-        turn = {"role": message.role, "content": message.content, **message.more}
-        if not message.reasoning:
-            return turn
-        keys = [
-            key
-            for key in chat.REASONING_KEYS
-            if f"message.{key}" in self.source or f"'{key}'" in self.source
-        ]
-        if keys:
-            return turn | dict.fromkeys(keys, message.reasoning)
-        return turn | {"content": f"<think>\n{message.reasoning}\n</think>\n\n{message.content}"}
+        if not learn.any():
+            raise Incomplete("left out: the chat template writes no answer that can be learnt")
+        return Document(np.array(ids, self._tokenizer.dtype), learn, learnt, total - learnt)
 
     def _around(self, caller: Any) -> str:
         """The body of a `{% generation %}`, whose place is noted."""
-        text, begin = str(caller()), sum(map(len, self._blocks))
-        self._generations.append((begin, begin + len(text)))
+        text = str(caller())
+        self._generations.append((sum(map(len, self._blocks)), text))
         return text
 
 
-def _alike(a: str, b: str) -> int:
-    """The number of characters with which both begin."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+def _with_tools(messages: Sequence[Message]) -> tuple[Any, Sequence[Message]]:
+    """(the tools that lead a conversation, or None; its turns)."""
+    with contextlib.suppress(ValueError):  # in words: a turn as it was given
+        if messages and messages[0].role == "tools":
+            return json.loads(messages[0].content), messages[1:]
+    return None, messages
 
 
 def _environment(around: Any, ours: bool) -> Any:
@@ -395,5 +420,5 @@ def _environment(around: Any, ours: bool) -> Any:
     )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    made.globals["strftime_now"] = datetime.datetime.now().strftime  # one time for all texts
     return made

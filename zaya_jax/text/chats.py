@@ -42,8 +42,7 @@ class Chats:
         train, held_out = (_bundle(side, self.tokenizer) for side in sides)
         note = (
             f"{self.path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out"
-            f" ({self.counts}); {train.learn.sum() + held_out.learn.sum():,} of"
-            f" {len(train) + len(held_out):,} tokens are answers"
+            f" ({self.counts}); {len(train) + len(held_out):,} tokens, {self.counts.learnt}"
         )
         return train, held_out, note
 
@@ -75,7 +74,7 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
             document, outcome = form.prepare(messages, context)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
-        counts[outcome] += 1
+        counts.add(document, outcome, any(form.ending))
         said = repr(messages) + "".join(
             repr(calls) for one in messages if (calls := one.more.get("tool_calls"))
         )
@@ -89,9 +88,9 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
         )
     if not documents:
         raise UserError(
-            f"config.data.path={path!r}: its {sum(counts.values()):,} chats are all longer than"
-            f" config.data.seq_len={context}, and prompts and answers are never cut; give a longer"
-            " context"
+            f"config.data.path={path!r}: its {counts.total():,} chats are all longer than"
+            f" config.data.seq_len={context} or left out ({counts}); prompts and answers are never"
+            " cut: give a longer context, or for chats left out another chat template"
         )
     return Chats(path, documents, frozenset(hashes), counts, tokenizer)
 

@@ -7,7 +7,6 @@ command without a part does the rest. There are no locks, which some network fil
 processes that do the same write the same.
 """
 
-import collections
 import contextlib
 import dataclasses
 import importlib.util
@@ -22,7 +21,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import StorageError, UserError, fields
-from zaya_jax.text import inputs, prepare_task, sources, tokenizers
+from zaya_jax.text import chat, chat_template, inputs, prepare_task, sources, tokenizers
 from zaya_jax.text import tokens as tokens_lib
 from zaya_jax.text.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
 from zaya_jax.text.tokenizers import Tokenizer
@@ -71,7 +70,8 @@ def prepare(
         manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
         if manifest["plan"] != tokens_lib.manifest_hash(plan):
             raise UserError(
-                f"--out={out} is complete, from other input or options; give another directory"
+                f"--out={out} is complete, from other input or options, or another chat template; give"
+                " another directory"
             )
         return manifest, True
     try:
@@ -212,7 +212,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     directory = job.directory
     shards = np.zeros(2 * num_tasks, tokens_lib.SHARD_TYPE)
     num_shards, left_out = 0, LeftOut()
-    outcomes: collections.Counter[str] = collections.Counter()
+    outcomes = chat.Counts()
     for number in range(num_tasks):
         record = json.loads(job.record(number).read_bytes())
         for entry in record["shards"]:
@@ -221,6 +221,8 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
             num_shards += 1
         left_out.add(record["left_out"])
         outcomes.update(record["trim"])
+    learnt = {name: outcomes.pop(name) for name in chat.LEARNT if name in outcomes}
+    form = {"template": chat_template.fingerprint(tokenizer)}
     shards = shards[:num_shards]
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
     if not len(of_split["train"]):
@@ -258,6 +260,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
             for split, held in of_split.items()
         },
         "trim": {"context": plan["context"], **dict(outcomes)} if outcomes else None,
+        "chats": form | learnt if outcomes else None,
         "left_out": left_out,
         "storage_factor": (
             int(shards["pages"].sum())

@@ -10,7 +10,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -70,10 +69,11 @@ def make_plan(options: Options, paths: list[str]) -> Plan:
     """The plan of these options and input files; the machines that share a preparation all make the
     same one."""
     files = [[path, *inputs.stamp(path)] for path in paths]
-    tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
+    tokenizer = tokenizers.load("bytes" if options.train_bpe else options.tokenizer)
     return {
         **dataclasses.asdict(options),
-        "tokenizer": tokenizer,
+        "tokenizer": "bpe" if options.train_bpe else tokenizer.sha256,
+        "chat template": chat_template.fingerprint(tokenizer),
         "files": files,
         "version": tokens_lib.VERSION,
     }
@@ -116,9 +116,7 @@ def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: T
 
 def _versions(tokenizer: Tokenizer) -> list[Any]:
     """Everything but the plan that decides which ids a text becomes."""
-    form = hashlib.sha256(
-        f"{chat.VERSION} {chat_template.source_of(tokenizer)}".encode()
-    ).hexdigest()
+    form = chat_template.fingerprint(tokenizer)
     return [tokenizer.sha256, form, importlib.metadata.version("tokenizers")]
 
 
@@ -248,7 +246,7 @@ class _Writing:
         except chat_template.Refused as error:
             self._bad(inputs.BadInput(f"{name}: {error}"))
             return
-        self._outcomes[outcome] += 1
+        self._outcomes.add(document, outcome, any(self._template.ending))
         if document is not None:
             self._write(name, document)
 

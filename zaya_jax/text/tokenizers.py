@@ -23,11 +23,14 @@ from zaya_jax.config import Config, UserError, files, first_line
 
 META_FILE = "zaya_tokenizer.json"
 FILE = "tokenizer.json"
+CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
 EXTRA_FILES = (
-    "tokenizer_config.json",
+    CONFIG_FILE,
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
+    TOOLS_FILE,
 )
 
 # The roles a special token plays in chats, and the names under which vocabularies have it, ours
@@ -146,6 +149,12 @@ class Tokenizer(abc.ABC):
         made.no_padding()
         return made
 
+    @functools.cached_property
+    def specials(self) -> frozenset[int]:
+        """The special ids: no text is encoded with them, and they decode to nothing."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
     @property
     def pads_alone(self) -> bool:
         """Whether the padding id stands for nothing else: no text or chat ever has it."""
@@ -154,15 +163,14 @@ class Tokenizer(abc.ABC):
             self.eos_id,
             *(self._id(name) for names in CHAT_TOKENS.values() for name in names),
         }
-        # no text is encoded with special ones
-        added = self._tokenizer.get_added_tokens_decoder().get(self.pad_id)
-        return self.pad_id not in others and added is not None and added.special
+        return self.pad_id not in others and self.pad_id in self.specials
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in {**self.extra_files, **self._files()}.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
         meta = {
             "kind": self.kind,
@@ -240,7 +248,13 @@ class HuggingFace(Tokenizer):
 
     kind = "huggingface"
 
-    def __init__(self, content: bytes, ids: dict[str, int], where: str) -> None:
+    def __init__(
+        self,
+        content: bytes,
+        ids: dict[str, int],
+        where: str,
+        extra: Mapping[str, bytes] | None = None,
+    ) -> None:
         import tokenizers
 
         try:
@@ -254,6 +268,12 @@ class HuggingFace(Tokenizer):
         self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
         self._content = content
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.extra_files = extra or {}
+        for theirs, ours in MODEL_IDS.items():
+            name = special_names(self.extra_files).get(theirs.removesuffix("_id"))
+            number = self._id(name) if name else None
+            if number is not None:
+                ids = {ours: number} | ids
         self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where, self.vocab_size)
         self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
         self.sha256 = self._hash(content)
@@ -299,21 +319,40 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
             " writes the latter:"
             f" AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(FOLDER)"
         )
+    named = [directory / name for name in EXTRA_FILES if path.name == FILE]
+    extra = {
+        str(file.relative_to(directory)): file.read_bytes() for file in named if file.is_file()
+    }
     ids = {key: meta[key] for key in MODEL_IDS.values() if key in meta} or _config_ids(
         directory, path
     )
-    tokenizer = HuggingFace(path.read_bytes(), ids, str(path))
+    tokenizer = HuggingFace(path.read_bytes(), ids, str(path), extra)
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
         raise UserError(
             f"{path} is not the file that {META_FILE} next to it describes (SHA-256 differs);"
             " restore it"
         )
-    if path.name == FILE:
-        extra = {name: directory / name for name in EXTRA_FILES}
-        tokenizer.extra_files = {
-            name: file.read_bytes() for name, file in extra.items() if file.is_file()
-        }
     return tokenizer
+
+
+def settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The content of tokenizer_config.json; empty if it is missing or unreadable."""
+    try:
+        found = json.loads(files.get(CONFIG_FILE, b"{}"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def special_names(files: Mapping[str, bytes]) -> dict[str, str | None]:
+    """The names that tokenizer_config.json gives to special tokens, such as "eos_token"; None for
+    one that it says is missing."""
+    given = {key: value for key, value in settings_of(files).items() if key.endswith("_token")}
+    named = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in given.items()
+    }
+    return {key: name for key, name in named.items() if name is None or isinstance(name, str)}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:

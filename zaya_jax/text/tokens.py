@@ -84,6 +84,8 @@ class Document:
 
     tokens: np.ndarray
     learn: np.ndarray | None = None
+    answers: int = 0  # of a chat: those that are learnt,
+    rewritten: int = 0  # and those that its template does not write as the model did
 
 
 def shard_id(split: int, task: int) -> int:

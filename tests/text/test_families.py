@@ -1,0 +1,264 @@
+"""What chats teach under the templates of many families: each answer or a count, and nothing else.
+
+The templates are in `chat_families`; our own has `test_chat`.
+"""
+
+import itertools
+import json
+import random
+
+import pytest
+from chat_families import FAMILIES, tokenizer_of
+from data_helpers import here
+
+from zaya_jax.config import UserError
+from zaya_jax.data import stores, windows
+from zaya_jax.text import chat, chat_template, chats, prepare, tokenizers
+from zaya_jax.text.chat import KEPT
+
+TOOLS = [{"type": "function", "function": {"name": "find_sum", "parameters": {}}}]
+CALL = {"id": "abc123def", "type": "function"}
+CALL["function"] = {"name": "find_sum", "arguments": '{"a":2}'}
+# How many answers are learnt of two with reasoning, and what a chat with a tool, a call and a
+# result loses.
+TEACHES = {
+    "chatml": (2, "the tools"),
+    "qwen_25": (2, ""),
+    "qwen_3": (1, ""),
+    "qwq": (1, "the tools"),
+    "llama_2": (2, "refused"),
+    "llama_3": (2, "the tools"),
+    "llama_31": (2, ""),
+    "mistral_v3": (2, ""),
+    "mistral_last": (2, "the tools"),
+    "magistral": (2, "the tools"),
+    "phi_3": (2, "the tools"),
+    "gemma_2": (2, "the tools"),
+    "gemma_3": (2, "the tools"),
+    "deepseek_v3": (2, "the tools"),
+    "deepseek_r1": (0, "the tools"),
+    "gpt_oss": (1, ""),
+    "glm_45": (1, ""),
+    "command_r": (2, "the tools"),
+    "vicuna": (2, "the tools"),
+    "alpaca": (2, "the tools"),
+    "granite": (2, "the tools"),
+}
+NO_END = ("glm_45", "alpaca")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def learnt(tok, document):
+    """The runs of learnt text."""
+    pairs = zip(document.learn.tolist(), document.tokens.tolist(), strict=True)
+    runs = itertools.groupby(pairs, key=lambda pair: pair[0])
+    return [tok.spell([token for _, token in run]) for own, run in runs if own]
+
+
+def prepared(source, messages, **leading):
+    tok = tokenizer_of(source)
+    turns = chat.read([*chat.leading_turns(leading), *messages])
+    return tok, *chat_template.Template(tok).prepare(turns, None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_answer_is_learnt_with_its_end_and_nothing_else(family):
+    rng = random.Random(family)
+    words = ["4", "an answer", "    return 1\n", "ok </b> ", "zjmark0z", "two\n\nlines"]
+    for count in (1, 2, 3, 9):
+        said = [f"{rng.choice(words)}A{i}" for i in range(count)]
+        asked = [f"{rng.choice(words)}Q{i}" for i in range(count)]
+        talk = [turn for q, a in zip(asked, said, strict=True) for turn in (user(q), answer(a))]
+        tok, document, outcome = prepared(FAMILIES[family], talk)
+        assert outcome == KEPT and (document.answers, document.rewritten) == (count, 0)
+        form = chat_template.Template(tok)
+        (end, _), prompt = (
+            form.ending,
+            tok.spell(form.prompt(chat.read([user("?"), answer("")])[:1])),
+        )
+        for text, run in zip(said, learnt(tok, document), strict=True):
+            before, found, after = run.partition(text.strip())
+            assert found and not prompt.endswith(before.strip() or "x")
+            ends = [tok.spell(end), "<|end|>"] if family not in NO_END else [""]
+            assert after.strip() in ends
+            assert before.replace("<think>\n\n</think>", "").replace(
+                "<think></think>", ""
+            ).strip() in ("", "<|channel|>final<|message|>")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_template_leaves_out_is_named(family):
+    reasons, loses = TEACHES[family]
+    talk = [user("q"), answer("a", reasoning="because"), user("r"), answer("    b", reasoning="so")]
+    tok, document, outcome = prepared(FAMILIES[family], talk)
+    if not reasons:
+        assert document is None and outcome.endswith("does not write the last reasoning")
+    else:
+        assert (document.answers, document.rewritten) == (reasons, 2 - reasons)
+        assert "so" in learnt(tok, document)[-1] and "b" in learnt(tok, document)[-1]
+    result = {"role": "observation", "content": "it is four"}
+    talk = [user("q"), answer("", tool_calls=[CALL]), result, answer("So 4.")]
+    if loses == "refused":
+        with pytest.raises(chat_template.Refused, match="must alternate; change it, or let"):
+            prepared(FAMILIES[family], talk, tools=TOOLS)
+        return
+    tok, document, outcome = prepared(FAMILIES[family], talk, tools=TOOLS)
+    if loses:
+        assert document is None and outcome.endswith(f"does not write {loses}")
+        return
+    called, answered = learnt(tok, document)
+    assert "find_sum" in called and "four" not in called + answered and "So 4." in answered
+    assert "it is four" in tok.spell(document.tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("family", "turns", "loses"),
+    [
+        ("llama_3", [user("q"), answer("", tool_calls=[CALL])], "a call"),
+        ("command_r", [user("q"), answer("x"), {"role": "tool", "content": "4"}], "a result"),
+        (
+            "mistral_v3",
+            [{"role": "system", "content": "s"}, user("q"), answer("a")],
+            "a system text",
+        ),
+        ("vicuna", [{"role": "critic", "content": "s"}, user("q"), answer("a")], ""),
+        ("command_r", [{"role": "critic", "content": "s"}, user("q"), answer("a")], "another role"),
+        ("llama_31", [user("q"), answer("I add.", tool_calls=[CALL])], "an answer"),
+        ("glm_45", [user("q"), answer(" ")], "its turns as they are"),
+    ],
+)
+def test_each_part_of_a_chat_must_stand_in_the_text(family, turns, loses):
+    _, document, outcome = prepared(FAMILIES[family], turns)
+    assert (document is None) == bool(loses) and (outcome.endswith(loses) or not loses)
+
+
+def test_arguments_are_text_for_a_template_that_adds_them_to_text():
+    talk = [user("q"), answer("", tool_calls=[CALL]), {"role": "function", "content": "4"}]
+    tok, document, _ = prepared(FAMILIES["deepseek_v3"], talk)
+    (called,) = learnt(tok, document)
+    assert 'find_sum\n```json\n{"a":2}\n```<|call_end|>' in called  # as it was given
+    given = {"name": "find_sum", "arguments": {"a": [1]}}
+    tok, document, _ = prepared(
+        FAMILIES["deepseek_v3"], [user("q"), answer("", tool_calls=[given])]
+    )
+    assert '```json\n{"a": [1]}\n```' in learnt(tok, document)[0]
+
+
+def test_reasoning_inside_a_content_stays_as_it_was_given():
+    content = "<think>R</think>\n\n    return 1"
+    for family in ("chatml", "llama_3", "magistral"):
+        tok, document, _ = prepared(FAMILIES[family], [user("q"), answer(content)])
+        assert content in learnt(tok, document)[0]
+    parts = [{"type": "thinking", "thinking": "R"}, {"type": "text", "text": "    return 1"}]
+    tok, document, _ = prepared(FAMILIES["magistral"], [user("q"), answer(parts)])
+    assert learnt(tok, document) == ["[THINK]R[/THINK]    return 1</s>"]
+
+
+def test_chats_with_tools_take_the_template_for_tools():
+    named = [{"name": "default", "template": FAMILIES["chatml"]}]
+    named += [{"name": "tool_use", "template": FAMILIES["qwen_25"]}]
+    turns = chat.read(
+        [*chat.leading_turns({"tools": TOOLS}), user("q"), answer("", tool_calls=[CALL])]
+    )
+    in_config = tokenizer_of("", {"chat_template": named})
+    beside = tokenizer_of(FAMILIES["chatml"], **{tokenizers.TOOLS_FILE: FAMILIES["qwen_25"]})
+    for tok in (in_config, beside):
+        form = chat_template.Template(tok)
+        assert "# Tools" in form.render(turns) and "find_sum" in form.render(turns)
+        assert form.render(turns[1:2]) == "<|im_start|>user\nq<|im_end|>\n"
+
+
+BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set x %}" + BLOCK + "{% endset %}<|user|>{{ x }}",
+        "{% macro f(m) %}<|assistant|>" + BLOCK + "{% endmacro %}{{ f(m) }}",
+    ],
+)
+def test_a_generation_block_whose_place_is_not_known_is_refused(source):
+    source = "{% for m in messages %}" + source + "{% endfor %}"
+    with pytest.raises(UserError, match=r"inside a \{% set %\} or a macro"):
+        prepared(source, [user("my question"), answer("the answer")])
+
+
+def test_a_name_that_is_null_is_no_mark():
+    source = "{{ bos_token }}{{ messages[0].content }}"
+    for settings, begin in (({"bos_token": None}, ""), ({}, "<|bos|>")):
+        tok = tokenizer_of(source, settings)
+        assert (
+            chat_template.Template(tok).render(chat.read([user("q"), answer("a")])) == begin + "q"
+        )
+
+
+def test_ends_of_documents_are_those_that_the_folder_names(tmp_path):
+    tokenizer_of("", {"eos_token": {"content": "<|end|>"}, "pad_token": "<s>"}).save(tmp_path)
+    (tmp_path / tokenizers.META_FILE).unlink()
+    tok = tokenizers.load(tmp_path)
+    assert [tok.mark(i) for i in (tok.bos_id, tok.eos_id, tok.pad_id)] == [
+        "<|bos|>",
+        "<|end|>",
+        "<s>",
+    ]
+
+
+def test_many_turns_cost_a_few_renderings():
+    """Of prefixes it was one for each answer, so twice the turns cost four times the time."""
+    for family in FAMILIES:
+        tok = tokenizer_of(FAMILIES[family])
+        form, renderings = chat_template.Template(tok), []
+        plain = form._text
+        form._text = lambda *given: renderings.append(len(given[1])) or plain(*given)  # noqa: B023
+        talk = [turn for i in range(80) for turn in (user(f"q{i}"), answer(f"a{i}"))]
+        document, _ = form.prepare(chat.read(talk), None)
+        assert document.answers == 80 and sum(renderings) < 6 * len(talk), family
+
+
+@pytest.mark.usefixtures("in_process")
+def test_another_template_is_other_data(make_config, tmp_path):
+    """In one process, of prepared chats, and when these are prepared again."""
+    path, folder = tmp_path / "chats.jsonl", tmp_path / "model"
+    records = [{"messages": [user(f"q{i}"), answer(f"a{i}")]} for i in range(30)]
+    path.write_text("\n".join(map(json.dumps, records)))
+    named = {"path": str(path), "tokenizer": str(folder), "chats": True, "packing": "best_fit"}
+    config = make_config(vocab_size=400, **named)
+    read, kept = [], [prepare.Options([str(path)], str(folder), context=64), tmp_path / "out"]
+    for family in ("chatml", "llama_3"):
+        tok = tokenizer_of(FAMILIES[family])
+        tok.save(folder)
+        train, held_out = stores.open_stores(config, str(path), tok)
+        whole = windows._all_of(config, str(path), tok)
+        read.append([bundle.bundle.tokens.tobytes() for bundle in (train, held_out, whole)])
+        if family == "chatml":
+            assert not here(*kept)[1] and here(*kept)[1]
+            stores.open_stores(config, str(kept[1]), tok)
+            continue
+        with pytest.raises(UserError, match="or another chat template; give another directory"):
+            here(*kept)
+        with pytest.raises(UserError, match="holds chats in another chat template than"):
+            stores.open_stores(config, str(kept[1]), tok)
+    assert not set(read[0]) & set(read[1])
+
+
+def test_what_is_learnt_rewritten_and_left_out_is_counted(tmp_path):
+    talk = [user("q"), answer("a", reasoning="r"), user("s"), answer("b", reasoning="r")]
+    records = [{"messages": talk}, {"tools": TOOLS, "messages": talk}]
+    records += [{"messages": [user(f"q{i}"), answer("x")]} for i in range(30)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    read = chats.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(FAMILIES["qwq"]), 512)
+    tokens = sum(int(d.learn.sum()) for side in read.documents.values() for d in side)
+    assert str(read.counts) == (
+        "31 kept, 0 trimmed, 0 reduced, 0 dropped,"
+        " 1 left out: the chat template does not write the tools"
+    )
+    told = f"31 answers learnt, 1 answers rewritten, {tokens} tokens learnt"
+    assert read.counts.learnt == told
