@@ -1,7 +1,7 @@
 """The operators that have kernels of their own, at ZAYA1's sizes: one row each for all that judges
 them.
 
-`benchmarks.targets` compiles them for chips that are not here, tests/pallas_kernels/test_targets.py
+`benchmarks.candidates` compiles them for chips that are not here, tests/pallas_kernels/test_targets.py
 holds what must be true of that, and `benchmarks.kernels` times them on a chip. A new kernel needs
 one more row of FLOPS, and of `pallas_kernels.cases`.
 """
@@ -20,7 +20,6 @@ from pallas_kernels.cases import Array, Size, linearized, normal
 from pallas_kernels.grouped_mlp import grouped_mlp
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.config import Model
-from zaya_jax.optim.muon import newton_schulz_flops
 
 ZAYA = Model()
 TINY = Model(
@@ -61,24 +60,13 @@ def loads(size: Size) -> Array:
 class Case(cases.Case):
     """A case with its work."""
 
-    # Of use, by direction: "forward" and "backward" are judged apart, "gradients" are both in one,
-    # "alone" has none. 0 where memory counts.
+    # Of use, "forward" and "backward". 0 where memory counts.
     flops: Callable[[Size], dict[str, float]]
-    # at which TARGETS.md has it: more where the tiles meet other work
-    sizes: tuple[str, ...] = ("4K",)
-
-    @property
-    def directions(self) -> tuple[str, ...]:
-        """The parts that are compiled and timed separately."""
-        return tuple(self.flops(SMALL))
 
 
 def function(case: Case, direction: str, dtype: Any = jnp.bfloat16) -> Callable:
     """The function of a direction: of the arguments, or for "backward" of `linearized`'s results
     and the cotangent."""
-    plain = case.call(dtype)
-    if direction == "alone":
-        return plain
     if direction == "backward":
         return lambda pull, cotangent: pull(cotangent)
     if direction == "forward":
@@ -95,24 +83,6 @@ def function(case: Case, direction: str, dtype: Any = jnp.bfloat16) -> Callable:
         return out, pull(jax.tree.map(jnp.ones_like, out))
 
     return gradients
-
-
-def program(
-    case: Case,
-    direction: str,
-    size: Size,
-    dtype: Any = jnp.bfloat16,
-    placed: Callable = lambda f: f,
-) -> tuple[Callable, tuple[Any, ...]]:
-    """The same for the chip of `chip.making`: the values that a forward pass keeps depend on it.
-
-    `placed` puts a function where it will run (`absent.alone`).
-    """
-    like = case.like(size, dtype)
-    if direction == "backward":
-        out, pull = jax.eval_shape(placed(linearized(case, dtype)), *like)
-        like = (pull, out)
-    return function(case, direction, dtype), like
 
 
 def _attention_flops(size: Size) -> dict[str, float]:
@@ -152,18 +122,9 @@ def _mixing_flops(size: Size) -> dict[str, float]:
     return {"forward": product, "backward": 2 * product}
 
 
-def _newton_schulz_flops(size: Size) -> float:
-    a, b = size.model.hidden_size, 2 * size.model.moe_intermediate_size
-    return newton_schulz_flops((4, a, b))
-
-
 FLOPS: dict[str, Callable[[Size], dict[str, float]]] = {
     "cca_mix": _mixing_flops,
     "grouped_mlp": _experts_flops,
-    "cross_entropy": lambda s: {
-        "gradients": 6.0 * s.tokens * s.model.hidden_size * s.model.vocab_size
-    },
-    "newton_schulz": lambda s: {"alone": _newton_schulz_flops(s)},
 }
 WITHOUT_DOCUMENTS = {"attention": _attention_flops, "linear_attention": _linear_flops}
 
@@ -175,14 +136,7 @@ def _rows() -> tuple[Case, ...]:
     for c in cases.CASES:
         if c.operator in WITHOUT_DOCUMENTS:
             found.append(
-                Case(
-                    c.operator,
-                    "causal",
-                    c.call,
-                    cases.qkv,
-                    WITHOUT_DOCUMENTS[c.operator],
-                    ("4K", "32K"),
-                )
+                Case(c.operator, "causal", c.call, cases.qkv, WITHOUT_DOCUMENTS[c.operator])
             )
         found.append(
             Case(c.operator, c.label, c.call, c.arguments, FLOPS.get(c.operator, _moves_alone))

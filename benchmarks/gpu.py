@@ -26,7 +26,7 @@ from zaya_jax.report.document import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = (sys.executable, "-m")
-# seconds of a part, however late it is: kernels are tried for a minute, and it compiles (H100)
+# seconds of a part, however late it is: tiles are tried for a minute, and it compiles (H100)
 LEAST = 150.0
 # of bench_checkpoint.MODELS: sequences, tokens
 SIZES = {"1M": (8, 256), "100M": (4, 2048), "1B": (2, 4096)}
@@ -74,17 +74,10 @@ def golden(out: Path, tiny: bool) -> dict[str, Any]:
     return found
 
 
-def trial(out: Path, tiny: bool) -> dict[str, Any]:
-    """Which kernels a run of ZAYA1 would take here, and each kernel's time against all others."""
-    found = {}
-    if not tiny:
-        run("experiments.characterize", "kernels", f"--out={out}")
-        record = json.loads((out / "kernels.json").read_text())
-        found = {
-            "verdict": record["said"],
-            **{" ".join(row[:3]): " | ".join(row[3:]) for row in record["table"]},
-        }
-    chosen = ("--operators", "newton_schulz", "--seconds", "1e-3") if tiny else ("--sizes", "4K")
+def tune(out: Path, tiny: bool) -> dict[str, Any]:
+    """The tiles that a run of ZAYA1 would take here, and each kernel's time against all others."""
+    found = {} if tiny else {"tiles": run("pallas_kernels.tune")}
+    chosen = ("--operators", "residual_norm", "--seconds", "1e-3") if tiny else ("--sizes", "4K")
     run("benchmarks.kernels", "--out", out / "operators", *chosen)
     return {**found, "by operator": f"{out}/operators/kernels.md"}
 
@@ -116,7 +109,7 @@ def training_step(name: str, out: Path, tiny: bool) -> dict[str, Any]:
     from zaya_jax.training import state as states
 
     settings = settings_of(name, tiny)
-    chosen.settle(settings)  # before JAX takes the device
+    chosen.look_up(settings, jax.devices()[0])
     mesh, sequences = make_mesh(settings.mesh, jax.devices()[:1]), settings.data.global_batch
     device, tokens = mesh.devices.flat[0], sequences * settings.data.seq_len
     program, memory = buffers.compile_watched(measure.lower(settings, mesh, sequences, 1))
@@ -249,7 +242,7 @@ def characterize(out: Path, tiny: bool) -> dict[str, Any]:
 
 PARTS: dict[str, Part] = {
     "golden cases": golden,
-    "kernels": trial,
+    "kernels": tune,
     "training step, 1M": lambda *a: training_step("1M", *a),
     "training step, 100M": lambda *a: training_step("100M", *a),
     "training step, 1B": lambda *a: training_step("1B", *a),

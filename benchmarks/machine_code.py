@@ -1,20 +1,17 @@
-"""The machine code of a compiled program's Pallas kernels: registers, spills, shared memory, how
-many run at once.
+"""The machine code of a compiled program's Pallas kernels: registers, spills, shared memory.
 
     for code in machine_code.read_kernels(compiled):    # one for each that differs from the others
-        code.name, code.registers, code.spills, code.shared, code.occupancy
+        code.name, code.registers, code.spills, code.shared
 
 A program that is compiled for a GPU, here or not, serializes to a file that holds each kernel as
-the ELF file which the GPU's driver would load. What that says of itself is read here; `inner_loop`
-reads the instructions.
+the ELF file which the GPU's driver would load. What that says of itself is read here.
 
 The serialized program is XLA's own: a Riegeli file whose records are protocol buffers. Neither is
 promised to stay, so whatever is not found where JAX 0.11 and 0.12 have it is an error, never a
 guess.
 """
 
-import dataclasses
-import math
+import hashlib
 import re
 import struct
 from collections.abc import Iterator
@@ -35,140 +32,51 @@ _SIZED = 4  # of an attribute, that a length stands before it
 _REGISTERS, _FRAME = (0x2F, 0x11)
 
 
-class Core(NamedTuple):
-    """Resources that blocks of threads share: a compute unit of AMD, a multiprocessor of NVIDIA."""
-
-    warp: int  # threads
-    schedulers: int  # each issues for its own warps
-    registers: int  # of a thread, over all warps of a scheduler
-    most_registers: int  # of a thread
-    granule: int  # in which registers are given
-    warps: int  # of a scheduler at most
-    shared: int  # bytes
-    a_block: int  # bytes that one block may have
-    reserved: int  # bytes that each block takes besides
-    flops: int  # of bfloat16 products a clock, as the data sheets' peaks count them
-
-
-# The vendors' ISA and tuning guides. MI300X: 304 x 2,048 x 2.1 GHz = 1,307 TFLOP/s; MI355X: 256 x
-# 4,096 x 2.4 GHz = 2,517 TFLOP/s; H100 and H200: 132 x 4,096 x 1.83 GHz = 989 TFLOP/s.
-_CDNA3 = Core(64, 4, 512, 512, 8, 8, 64 << 10, 64 << 10, 0, 2048)
-CORES = {
-    "gfx942": _CDNA3,
-    "gfx950": _CDNA3._replace(shared=160 << 10, a_block=160 << 10, flops=4096),
-    "sm_90": Core(32, 4, 512, 255, 8, 16, 228 << 10, 227 << 10, 1 << 10, 4096),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Code:
-    """A kernel, and how it is launched."""
+class Code(NamedTuple):
+    """A kernel's machine code."""
 
     name: str  # the `name` that `tiles.call` was given
-    arch: str  # of CORES
-    grid: tuple[int, ...]
-    threads: int  # of a block
     registers: int  # of a thread; AMD's vector registers, those for matrices counted
     # registers for which there was no room; of NVIDIA, which does not say, the 4-byte words of the
     # frame
     spills: int
-    private: int  # bytes of HBM that each thread has for values in no register
-    scalar_spills: int  # AMD's scalar registers, which go to lanes of a vector register
     shared: int  # bytes of LDS, or shared memory, of a block
-    times: int  # how many calls of the program have this very code
-    elf: bytes = dataclasses.field(repr=False)
-
-    @property
-    def core(self) -> Core:
-        """The chip that it runs on."""
-        return CORES[self.arch]
-
-    @property
-    def warps(self) -> int:
-        """The warps of a block."""
-        return -(-self.threads // self.core.warp)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks on a core at once, by registers, shared memory and scheduler; 0 where it cannot
-        run."""
-        core = self.core
-        registers = -(-max(self.registers, 1) // core.granule) * core.granule
-        of_scheduler = min(core.registers // registers, core.warps)
-        found = of_scheduler * core.schedulers // self.warps
-        if self.shared > core.a_block or self.registers > core.most_registers:
-            return 0
-        return min(found, core.shared // (self.shared + core.reserved)) if self.shared else found
-
-    @property
-    def occupancy(self) -> float:
-        """Warps of a scheduler at once, of the `core.warps` that it can have."""
-        return self.blocks * self.warps / self.core.schedulers
+    digest: str  # of its instructions, by which equal code is known
 
 
 def read_kernels(compiled: Any) -> list[Code]:
-    """The Pallas kernels of a program that was compiled for a GPU, in the order in which they run,
-    each code once."""
+    """The Pallas kernels of a program that was compiled for a GPU, each code once."""
     called = set(_CALL.findall(compiled.as_text()))
-    found: dict[tuple, Code] = {}
+    found: dict[Code, None] = {}
     for record in _records(compiled.runtime_executable().serialize()):
         if ELF not in record or record.startswith(ELF):
             continue
         for parents, elf in _elves(record):
             code = _code(parents[-3], elf)
-            if code.name not in called:  # XLA's own
-                continue
-            known = found.get(key := (code.name, code.grid, elf))
-            found[key] = (
-                code if known is None else dataclasses.replace(known, times=known.times + 1)
-            )
-    if missing := called - {code.name for code in found.values()}:
+            if code.name in called:  # the others are XLA's own
+                found[code] = None
+    if missing := called - {code.name for code in found}:
         raise ValueError(
             f"no machine code of {', '.join(sorted(missing))} was found in the serialized program"
         )
-    return list(found.values())
+    return list(found)
 
 
 def _code(call: bytes, elf: bytes) -> Code:
-    said = dict(_fields(call))  # 1: name, 3: grid, 4: block, 6: bytes of shared memory
-    grid, block = (_sizes(said[number]) for number in (3, 4))
-    symbol = said[1].decode()  # with a number for the second kernel of a name
-    of_elf = _of_elf(symbol, said.get(6, 0), elf)
-    name = re.sub(r"__\d+$", "", symbol)
-    return Code(name, grid=grid, threads=math.prod(block), times=1, elf=elf, **of_elf)
-
-
-def _sizes(message: bytes) -> tuple[int, ...]:
-    """x, y and z, which are the one thing in a message."""
-    ((_, inner),) = _fields(message)
-    return tuple(size for _, size in sorted(_fields(inner)))
-
-
-def _of_elf(name: str, shared: int, elf: bytes) -> dict[str, Any]:
-    machine, flags = struct.unpack_from("<H", elf, 18)[0], struct.unpack_from("<I", elf, 48)[0]
-    sections = _sections(elf)
+    said = dict(_fields(call))  # 1: name, 6: bytes of shared memory
+    symbol, shared = said[1].decode(), said.get(6, 0)  # a second kernel of a name has a number
+    sections, name = _sections(elf), re.sub(r"__\d+$", "", symbol)
+    digest = hashlib.sha256(sections.get(".text", sections.get(f".text.{symbol}", elf))).hexdigest()
+    machine = struct.unpack_from("<H", elf, 18)[0]
     if machine == _AMD:
-        said = _amd_metadata(sections[".note"])
-        (kernel,) = [k for k in said["amdhsa.kernels"] if k[".name"] == name]
-        return {
-            "arch": re.findall(r"gfx\w+", said["amdhsa.target"])[0],
-            "registers": kernel[".vgpr_count"],
-            "spills": kernel[".vgpr_spill_count"],
-            "private": kernel[".private_segment_fixed_size"],
-            "scalar_spills": kernel[".sgpr_spill_count"],
-            "shared": shared + kernel[".group_segment_fixed_size"],
-        }
+        kernels = _amd_metadata(sections[".note"])["amdhsa.kernels"]
+        (kernel,) = [k for k in kernels if k[".name"] == symbol]
+        registers, spills = kernel[".vgpr_count"], kernel[".vgpr_spill_count"]
+        return Code(name, registers, spills, shared + kernel[".group_segment_fixed_size"], digest)
     if machine != _NVIDIA:
         raise ValueError(f"kernel {name} is an ELF file for machine {machine}, which is no GPU's")
     attributes = _nvidia_attributes(sections[".nv.info"])
-    return {
-        "arch": f"sm_{flags >> 8 & 0xFF}",
-        "registers": attributes[_REGISTERS],
-        "spills": attributes[_FRAME] // 4,
-        "private": attributes[_FRAME],
-        "scalar_spills": 0,
-        "shared": shared,
-    }
+    return Code(name, attributes[_REGISTERS], attributes[_FRAME] // 4, shared, digest)
 
 
 def _sections(elf: bytes) -> dict[str, bytes]:

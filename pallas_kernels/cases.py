@@ -8,7 +8,7 @@ can have the very same.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +17,13 @@ import numpy as np
 
 from pallas_kernels.attention import attention, softmax_scale
 from pallas_kernels.cca_mix import mix
-from pallas_kernels.cross_entropy import cross_entropy
-from pallas_kernels.grouped_mlp.tokens import of_own_expert
+from pallas_kernels.grouped_mlp import routes, stacked_mlp
+from pallas_kernels.grouped_mlp.tokens import of_own_expert, sort_by_expert
 from pallas_kernels.linear_attention import linear_attention
-from pallas_kernels.newton_schulz import orthogonalize
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read
 from pallas_kernels.rotary import rope_table
 
 ROPE_BASE, EPS = 1e6, 1e-5
-KELLER_JORDAN = (3.4445, -4.7750, 2.0315)  # the iteration, each of its polynomials
 DRAWN = 1_000_003  # numbers at most, repeated: a prime, so that no two rows or tiles are alike
 
 
@@ -72,12 +70,14 @@ def below(most: int, *shape: int) -> Array:
     return Array(shape, jnp.int32, lambda rng, shape: rng.integers(0, most, shape))
 
 
-def documents(size: Size) -> Array:
-    """Ids of packed documents, of some 500 tokens on average, shorter where the sequence is."""
+def documents(size: Size, padded: bool = False) -> Array:
+    """Ids of packed documents, of some 500 tokens on average, shorter where the sequence is; with a
+    padded tail, whose id is 0."""
     length = size.whole or size.length
 
     def draw(rng, shape):
-        return np.cumsum(rng.random(shape) < 1 / min(500, length / 4), axis=1)
+        ids = 1 + np.cumsum(rng.random(shape) < 1 / min(500, length / 4), axis=1)
+        return np.where(np.arange(length) < length - length // 8, ids, 0) if padded else ids
 
     return Array((size.batch, length), jnp.int32, draw)
 
@@ -102,16 +102,23 @@ class Case:
     def values(
         self, size: Size, dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None
     ) -> tuple[jax.Array, ...]:
-        """Arguments with numbers: those of bfloat16 drawn in that format, or in `drawn`, for any
-        `dtype`."""
-        rng = np.random.default_rng(seed)
+        """Arguments with numbers, see `values_of`."""
+        return values_of(self.arguments(size), dtype, seed, drawn)
 
-        def value(a: Array) -> jax.Array:
-            own = a.dtype == jnp.bfloat16
-            x = jnp.asarray(a.draw(rng, a.shape), drawn if own and drawn is not None else a.dtype)
-            return x.astype(dtype) if own else x
 
-        return tuple(map(value, self.arguments(size)))
+def values_of(
+    arrays: Sequence[Array], dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None
+) -> tuple[jax.Array, ...]:
+    """Arrays with numbers: those of bfloat16 drawn in that format, or in `drawn`, for any
+    `dtype`."""
+    rng = np.random.default_rng(seed)
+
+    def value(a: Array) -> jax.Array:
+        own = a.dtype == jnp.bfloat16
+        x = jnp.asarray(a.draw(rng, a.shape), drawn if own and drawn is not None else a.dtype)
+        return x.astype(dtype) if own else x
+
+    return tuple(map(value, arrays))
 
 
 def linearized(case: Case, dtype: Any = jnp.bfloat16) -> Callable:
@@ -131,17 +138,17 @@ def _vjp(plain: Callable, *arguments: Any) -> tuple[Any, Callable]:
     return jax.vjp(of_moving, *(x for m, x in zip(moving, arguments, strict=True) if m))
 
 
-def attending(window: int | None = None) -> Callable[[Any], Callable]:
-    """Attention of the last tokens of a sequence, of documents if ids are given; (output,)
-    alone."""
+def attending(window: int | None = None, lse: bool = False) -> Callable[[Any], Callable]:
+    """Attention of the last tokens of a sequence, of documents if ids are given; the output alone,
+    or with the log-sum-exps."""
 
     def call(dtype):
         def attend(q, k, v, *ids):
             before = k.shape[1] - q.shape[1]
             own, every = (ids[0][:, before:], ids[0]) if ids else (None, None)
-            return attention(q, k, v, own, every, window, before, scale=softmax_scale(q.shape[-1]))[
-                0
-            ]
+            scale = softmax_scale(q.shape[-1])
+            both = attention(q, k, v, own, every, window, before, scale=scale)
+            return both if lse else both[0]
 
         return attend
 
@@ -205,7 +212,7 @@ def _gated_join(dtype):
     return lambda y, h, *rest: join(y, h, Joining(*rest[:4]), rest[4])
 
 
-def _mixing(size: Size) -> tuple[Array, ...]:
+def _mixing(size: Size, padded: bool = False) -> tuple[Array, ...]:
     """The columns of queries, keys and values; both convolutions, their bias, the temperature;
     documents, positions."""
     m = size.model
@@ -219,39 +226,26 @@ def _mixing(size: Size) -> tuple[Array, ...]:
         jnp.int32,
         lambda rng, shape: np.broadcast_to(np.arange(shape[1]), shape),
     )
-    return columns, by_channel, by_head, *more, documents(size), counted
+    return columns, by_channel, by_head, *more, documents(size, padded), counted
 
 
-def _mix(dtype):
-    def mixed(columns, by_channel, by_head, bias, temperature, segments, positions):
-        earlier = len(by_channel) + len(by_head) - 2
-        segments = jnp.pad(segments, ((0, 0), (earlier, 0)), constant_values=-1)
-        rope = [(True, rope_table(positions, ROPE_BASE, by_head.shape[-1] // 2))]
-        return mix(
-            columns, None, by_channel, by_head, bias, temperature, rope, segments, None, dtype
-        )
+def _mix(parts: int = 2) -> Callable[[Any], Callable]:
+    """The mixing, where one of so many parts of the channels turns."""
 
-    return mixed
+    def call(dtype):
+        def mixed(columns, by_channel, by_head, bias, temperature, segments, positions):
+            earlier = len(by_channel) + len(by_head) - 2
+            segments = jnp.pad(segments, ((0, 0), (earlier, 0)), constant_values=-1)
+            rope = [(True, rope_table(positions, ROPE_BASE, by_head.shape[-1] // parts))]
+            return mix(
+                columns, None, by_channel, by_head, bias, temperature, rope, segments, None, dtype
+            )
 
+        return mixed
 
-def _head(size: Size) -> tuple[Array, ...]:
-    m = size.model
-    n = max(size.tokens // getattr(m, "head_parts", 1), 1)
-    return (
-        normal(n, m.hidden_size),
-        normal(m.vocab_size, m.hidden_size, dtype=jnp.float32, scale=0.02),
-        below(m.vocab_size, n),
-    )
+    return call
 
 
-def _loss(dtype):
-    def loss(hidden, table, targets):
-        return cross_entropy(hidden, table, None, targets, jnp.ones(len(hidden)), dtype=dtype)[0]
-
-    return loss
-
-
-CAUSAL, SORTED, MUON = "causal", "sorted rows", "gate and up of four experts"
 CASES = (
     Case("attention", "causal, documents", attending(), lambda s: (*qkv(s), documents(s))),
     Case(
@@ -260,9 +254,8 @@ CASES = (
         _linear_attention,
         lambda s: (*qkv(s), documents(s)),
     ),
-    Case("cca_mix", "documents", _mix, _mixing),
+    Case("cca_mix", "documents", _mix(), _mixing),
     Case("grouped_mlp", "tokens where they lie", _own_expert, _tokens),
-    Case("cross_entropy", "tied head", _loss, _head),
     Case(
         "residual_norm",
         "attention's join, the experts' norm",
@@ -281,12 +274,83 @@ CASES = (
         lambda dtype: lambda h, scale: read(h, scale, EPS, dtype),
         lambda s: (_stream(s)[1], _norm_and_router(s)[0]),
     ),
-    Case(
-        "newton_schulz",
-        MUON,
-        lambda dtype: lambda x: orthogonalize(x, (KELLER_JORDAN,) * 5, dtype),
-        lambda s: (
-            normal(4, s.model.hidden_size, 2 * s.model.moe_intermediate_size, dtype=jnp.float32),
-        ),
-    ),
 )
+
+
+def further(operator: str, windows: Sequence[int] = ()) -> list[Case]:
+    """What an operator must also do right: a run's windows, and what is rare in a step."""
+    padded = functools.partial(documents, padded=True)
+    with_padding = lambda s: (*qkv(s), padded(s))  # noqa: E731
+    if operator == "attention":
+        found = [
+            Case(operator, f"window of {window}", attending(window), with_padding)
+            for window in windows
+        ]
+        whole = Case(operator, "log-sum-exps, padded tail", attending(lse=True), with_padding)
+        return [*found, whole]
+    if operator == "linear_attention":
+        return [Case(operator, "padded tail", _linear_attention, with_padding)]
+    if operator == "cca_mix":
+        padded_mixing = functools.partial(_mixing, padded=True)
+        return [Case(operator, "all channels turn, padded tail", _mix(1), padded_mixing)]
+    if operator == "grouped_mlp":
+        return [Case(operator, "half of the experts idle", _own_expert, _tokens_of_few)]
+    return []
+
+
+def _tokens_of_few(size: Size) -> tuple[Array, ...]:
+    x, _, *weights = _tokens(size)
+    return x, below(max(size.model.num_experts // 2, 1), size.tokens), *weights
+
+
+# ################################################################################################
+# Experts as a training step has them
+# ################################################################################################
+
+STACK = 2  # layers; the last one's weights are used
+
+
+def stacked(size: Size) -> tuple[Array, ...]:
+    """Tokens, their experts, their gates, and both weights in stacks of layers, in the format of
+    the step's copies."""
+    x, choice, *weights = _tokens(size)
+    dtype = jnp.dtype(getattr(size.model, "expert_weights", "bfloat16"))
+    stacks = (normal(STACK, *w.shape, dtype=dtype, scale=0.02) for w in weights)
+    return x, choice, normal(size.tokens, dtype=jnp.float32), *stacks
+
+
+def sums(size: Size) -> tuple[Array, ...]:
+    """The stacks of gradients, to which a micro-batch adds its own."""
+    stacks = stacked(size)[3:]
+    return tuple(Array(w.shape, jnp.float32, lambda rng, shape: np.zeros(shape)) for w in stacks)
+
+
+def mlp_in_stacks(
+    x: jax.Array,
+    choice: jax.Array,
+    gate: jax.Array,
+    weights: Sequence[jax.Array],
+    sums: Sequence[jax.Array],
+    cotangent: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The result, the gradients of tokens and gates, and the sums with the weights' gradients."""
+    experts = weights[0].shape[1]
+    if routes():
+        order, _, counts = sort_by_expert(choice, experts + 1)
+        refs = tuple(map(jax.new_ref, sums))
+
+        def in_place(x: jax.Array, gate: jax.Array) -> jax.Array:
+            layer = jnp.int32(STACK - 1)
+            return stacked_mlp(x, order, counts[:experts], gate, *weights, layer, refs, True)
+
+        out, pull = jax.vjp(in_place, x, gate)
+        gradients = pull(cotangent(out))
+        return out, gradients, tuple(map(jax.freeze, refs))
+
+    def plain(x: jax.Array, gate: jax.Array, *own: jax.Array) -> jax.Array:
+        return (of_own_expert(x, choice, *own) * gate[:, None]).astype(x.dtype)
+
+    out, pull = jax.vjp(plain, x, gate, *(w[-1] for w in weights))
+    d_x, d_gate, *of_weights = pull(cotangent(out))
+    added = (s.at[-1].add(d) for s, d in zip(sums, of_weights, strict=True))
+    return out, (d_x, d_gate), tuple(added)

@@ -13,32 +13,30 @@ reaches the backward passes of `custom_vjp`, and the bodies of loops, of `jax.ch
 `shard_map`. If no chip is named it is that of the mesh around, and otherwise the device on which
 JAX puts arrays by default.
 
-Whether a kernel of ours runs on a GPU is found on one (`pallas_kernels.trial`): `settle` takes the
-verdict, and every program made afterwards in this process follows it. Without a verdict, as for
-absent chips, all are assumed to run.
+A GPU's kernels of ours run where the table of tiles (`pallas_kernels.table`) knows the
+architecture. `use` adds what `pallas_kernels.tune` found on this machine's card, for the programs
+that this process makes afterwards.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from pallas_kernels import table
+
 # The operators with kernels for GPUs, `triton.py` in their folders.
 OPERATORS: tuple[str, ...] = (
     "attention",
     "cca_mix",
-    "cross_entropy",
     "grouped_mlp",
     "linear_attention",
-    "newton_schulz",
     "residual_norm",
 )
 
-# A kernel with another than its first tile is "attention:2"; see `tiles.alternative`.
-TILES = ("1", "2", "3")
-OPEN = ("auto", "try")  # as a config's kernels: those of the verdict
+AUTO = "auto"  # as a config's kernels: those of the table
 
 # Architectures by parts of their chips' names, the first that fits: for devices that do not say
 # theirs (an abstract mesh's, absent ones), and NVIDIA's, which say their names.
@@ -72,21 +70,8 @@ ARCHITECTURES = {
     "RTX 50": "sm_120",
     "RTX PRO": "sm_120",
 }
-# for which tiles were chosen; by models of machine code, not by measurement
-TUNED = ("gfx942", "gfx950", "sm_90")
-# KiB of shared memory that a program may have (the vendors' guides); of unnamed chips as much as
-# every newer one has.
-SHARED = {
-    "gfx950": 160,
-    "gfx": 64,
-    "sm_70": 96,
-    "sm_75": 64,
-    "sm_80": 163,
-    "sm_90": 227,
-    "sm_100": 227,
-    "sm_103": 227,
-    "sm": 99,
-}
+
+Tile = tuple[tuple[str, int], ...]  # its sizes by name, as a part of jit's cache key
 
 
 class Chip(NamedTuple):
@@ -95,6 +80,7 @@ class Chip(NamedTuple):
     platform: str  # "cpu"; "gpu", "cuda" or "rocm"
     kind: str  # "NVIDIA H200", "gfx942"
     kernels: tuple[str, ...] = OPERATORS  # the operators whose own kernels for GPUs may run
+    tiles: tuple[tuple[str, Tile], ...] = ()  # of kernels that do not have the table's
 
     @property
     def maker(self) -> str:
@@ -127,17 +113,6 @@ class Chip(NamedTuple):
         return next(found, own) if self.maker in ("cuda", "rocm") else ""
 
     @property
-    def is_tuned(self) -> bool:
-        """Whether tiles were chosen for it."""
-        return self.architecture in TUNED
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory that a program may have."""
-        name = self.architecture
-        return 1024 * SHARED.get(name, SHARED["gfx" if name.startswith("gfx") else "sm"])
-
-    @property
     def lanes(self) -> int:
         """Threads of a warp."""
         return 64 if self.maker == "rocm" and not self.kind.startswith("gfx1") else 32
@@ -152,22 +127,20 @@ class Chip(NamedTuple):
         return "bfloat16", "float16", "float32"
 
     def taking(self, operators: tuple[str, ...]) -> "Chip":
-        """The same chip with own kernels for these operators at most.
+        """The same chip with own kernels for these operators at most, and this machine's tiles.
 
-        ("all",) takes none away, ("none",) all; ("auto",) and ("try",) take what `settle` was
-        given, without that all.
+        ("all",) takes none away, ("none",) all. ("auto",) leaves those that `use` was given, or
+        all on an architecture that the table knows, and none on others.
         """
-        if operators in tuple((name,) for name in OPEN):
-            operators = _verdicts[-1]
+        kernels, tiles = _used.get(self.kind, (None, self.tiles))
+        here = self._replace(tiles=tiles)
+        if operators == (AUTO,):
+            known = table.has(self.architecture) or self.maker not in ("cuda", "rocm")
+            operators = OPERATORS if known else ()
+            operators = operators if kernels is None else kernels
         if operators == ("all",):
-            return self
-        named = dict(map(_parts, operators))
-        found = (_word(name, named[name]) for name, _ in map(_parts, self.kernels) if name in named)
-        return self._replace(kernels=tuple(found))
-
-    def tile(self, operator: str) -> str | None:
-        """Which of TILES the operator's own kernels take; None: they do not run."""
-        return dict(map(_parts, self.kernels)).get(operator)
+            return here
+        return here._replace(kernels=tuple(name for name in self.kernels if name in operators))
 
     def unrolls(self, repeats: int, numbers: int) -> bool:
         """Whether a loop over layers, with streams of this many numbers, is faster written out.
@@ -179,29 +152,17 @@ class Chip(NamedTuple):
         return self.platform == "cpu" and repeats <= 8 and numbers >= 1 << 18
 
 
-def _parts(word: str) -> tuple[str, str]:
-    operator, _, tile = word.partition(":")
-    return operator, tile or TILES[0]
-
-
-def _word(operator: str, tile: str) -> str:
-    return operator if tile == TILES[0] else f"{operator}:{tile}"
-
-
 _named = jax.make_user_context(None)
-_verdicts: list[tuple[str, ...]] = [("all",)]
+_used: dict[str, tuple[tuple[str, ...], tuple[tuple[str, Tile], ...]]] = {}
 
 
-def settle(kernels: Iterable[str]) -> None:
-    """From now on the programs of this process have these kernels of ours, where a config leaves it
-    open."""
-    _verdicts.append(tuple(kernels))
-
-
-def is_word(word: str) -> bool:
-    """Whether this names an operator's kernels, with or without their tile."""
-    operator, _, tile = word.partition(":")
-    return operator in OPERATORS and tile in ("", *TILES)
+def use(kind: str, found: Mapping[str, Any] | None) -> None:
+    """From now on programs for this kind of card take what `tune` found (`table.read_measured`); None:
+    the table alone."""
+    _used.pop(kind, None)
+    if found:
+        tiles = {name: tuple(row["tile"].items()) for name, row in found["tiles"].items()}
+        _used[kind] = tuple(found["kernels"]), tuple(tiles.items())
 
 
 def making(chip: Chip) -> AbstractContextManager[None]:
@@ -245,7 +206,7 @@ def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementat
     if (
         kernel
         and made_for.maker in ("cuda", "rocm")
-        and made_for.tile(kernel.__name__.split(".")[-2])
+        and kernel.__name__.split(".")[-2] in made_for.kernels
     ):
         return kernel
     return offered.get(made_for.maker, offered["xla"])

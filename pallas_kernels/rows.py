@@ -21,16 +21,11 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 1
 
-    def suited(self, operator: str, kernel: str, channels: int, dtype: Any) -> "Tile":
-        """See `tiles.suited`: what stays, and two arrays that pass by."""
-
-        def numbers(tile: Tile) -> int:
-            stay, pass_by = (
-                (2 * tile.keys, tile.rows) if kernel.endswith("keys") else (tile.rows, tile.keys)
-            )
-            return (stay + 2 * pass_by * tile.stages) * channels
-
-        return tiles.suited(operator, self, ("rows", "keys"), numbers, dtype)
+    @classmethod
+    def of(cls, kernel: str, channels: int, dtype: Any) -> "Tile":
+        """The table's, for heads of so many channels."""
+        wide = jnp.dtype(dtype).itemsize > 2 or channels > 128
+        return tiles.tile_of(cls, kernel, "wide" if wide else "64" if channels <= 64 else "")
 
     def heads_of(self, group: int) -> int:
         """Heads of a group in one tile: the largest power of two that divides the group."""

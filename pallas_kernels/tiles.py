@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as backend
 
-from pallas_kernels import chip
+from pallas_kernels import chip, table
 
 block = pl.BlockSpec
 program_id = pl.program_id
@@ -58,27 +58,14 @@ class Work(NamedTuple):
 NOTHING_SAID = Work()
 
 
-def suited[Tile: Any](
-    operator: str, tile: Tile, sides: Sequence[str], numbers: Callable[[Tile], int], dtype: Any
-) -> Tile:
-    """The tile that a verdict asks for (`chip.TILES`): this one, one of half its widest side, one
-    with a stage more.
-
-    On a chip that tiles were not chosen for, it shrinks until its operands, so many `numbers`, fit
-    the shared memory. No tile's sums take more than 128 registers of a thread, which every chip
-    has.
-    """
-
-    def smaller(tile: Tile) -> Tile:
-        widest = max(sides, key=lambda side: getattr(tile, side))
-        return tile._replace(**{widest: max(getattr(tile, widest) // 2, 16)})
-
-    here, size = chip.current(), jnp.dtype(dtype).itemsize
-    which = here.tile(operator)
-    tile = smaller(tile) if which == "2" else tile._replace(stages=tile.stages + (which == "3"))
-    while not here.is_tuned and size * numbers(tile) > here.shared and smaller(tile) != tile:
-        tile = tile._replace(stages=tile.stages - 1) if tile.stages > 1 else smaller(tile)
-    return tile
+def tile_of[Tile: tuple](make: Callable[..., Tile], kernel: str, variant: str = "") -> Tile:
+    """A kernel's tile on the chip: one that the chip was given, otherwise the table's; of the
+    variant if that has a row."""
+    here = chip.current()
+    known = {name: row["tile"] for name, row in table.rows(here.architecture).items()}
+    known |= {name: dict(tile) for name, tile in here.tiles}
+    name = f"{kernel} {variant}"
+    return make(**known[name if name in known else kernel])
 
 
 class Product(NamedTuple):
@@ -88,12 +75,7 @@ class Product(NamedTuple):
     columns: int
     depth: int
     warps: int
-    stages: int = 2
-
-    def suited(self, operator: str, dtype: Any, products: int = 1) -> "Product":
-        """See `suited`; several products share the rows."""
-        numbers = lambda t: t.stages * t.depth * (t.rows + products * t.columns)  # noqa: E731
-        return suited(operator, self, ("rows", "columns"), numbers, dtype)
+    stages: int
 
 
 def call(

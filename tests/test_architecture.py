@@ -76,6 +76,7 @@ ARROWS = {
     ),
     "zaya_jax.text": ("zaya_jax.config", "zaya_jax.text"),
     "zaya_jax": ("zaya_jax", "pallas_kernels"),
+    "pallas_kernels.tune": ("pallas_kernels", "zaya_jax"),  # a program, for a run's config
     "pallas_kernels": ("pallas_kernels",),
     "experiments": ("experiments", "zaya_jax", "pallas_kernels"),
 }

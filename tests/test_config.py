@@ -146,11 +146,9 @@ def test_what_must_be_as_it_is_is_declared_so():
 
 def test_kernels_are_named_by_their_operators():
     """What takes one is in tests/training/test_absent_chips.py."""
-    for names in (("all",), ("none",), ("newton_schulz",), ("cross_entropy", "newton_schulz"), ()):
+    for names in (("all",), ("none",), ("cca_mix",), ("attention", "cca_mix"), ()):
         assert config.check(with_value("kernels", names)).kernels == names
-    assert "kernels[0]='newton_shulz' is not one of" in refusal("kernels", ["newton_shulz"])
-    assert "did you mean newton_schulz?" in refusal("kernels", ["newton_shulz"])
-    assert "'all' and 'none' stand alone" in refusal("kernels", ["newton_schulz", "all"])
-    assert "several are --config.kernels=\"('" in refusal(
-        "kernels", ["cross_entropy,newton_schulz"]
-    )
+    assert "kernels[0]='cca_mixx' is not one of" in refusal("kernels", ["cca_mixx"])
+    assert "did you mean cca_mix?" in refusal("kernels", ["cca_mixx"])
+    assert "'all' and 'none' stand alone" in refusal("kernels", ["cca_mix", "all"])
+    assert "several are --config.kernels=\"('" in refusal("kernels", ["attention,cca_mix"])

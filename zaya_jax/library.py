@@ -458,8 +458,8 @@ def create(
     settings = dataclasses.replace(
         settings, model=with_own(settings.model, layer=layer, router=router)
     )
-    kernels.settle(settings, at_once=1)  # before JAX takes the devices
     settings, over = _with_mesh(settings, mesh)
+    kernels.look_up(settings, jax.devices()[0])
     params, balance = functions.init(settings, seed, over)
     name, place = f"seed {seed}", settings.data.tokenizer if tokenizer else None
     origin = AnyModel(name, Path(), settings, exchange.InMemory({}), place)
@@ -493,8 +493,8 @@ def load(
     imported_now = isinstance(found.source, hf.Directory)
     own = dataclasses.replace(found.config, model=found.model)
     own = _with_dtype(own, dtype or ("float32" if imported_now else None))
-    kernels.settle(own, at_once=1)  # before JAX takes the devices
     own, over = _with_mesh(own, mesh)
+    kernels.look_up(own, jax.devices()[0])
     params, balance = found.weights(functions.shardings(own, over) if over else None)
     origin = dataclasses.replace(found, source=exchange.InMemory({}))
     return LanguageModel(own, params, balance, found.tokenizer(), over, found.name, origin)

@@ -95,8 +95,7 @@ class Beginning:
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # of the checkpoint that it resumes or forks from; otherwise empty
     decided: list[decisions.Decision]  # its earlier rollbacks
-    # the record of the kernels' trial; None where there is no choice
-    kernels: dict[str, Any] | None
+    kernels: dict[str, Any] | None  # `kernels.look_up`
     workdir: Path
     cleanup: CleanupIfRefused
     store: Store
@@ -120,9 +119,9 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     newest is looked for;
     last, the batches that it leaves out are taken out of the stream.
     """
-    # before JAX takes the devices
-    found = kernels.settle(config, folder := folder_of(config, workdir))
+    folder = folder_of(config, workdir)
     recipe, tokenizer = start.plan_run(config, folder)
+    found = kernels.look_up(recipe.config, jax.devices()[0], together=True)
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
     way: start.Way = "fresh"
@@ -213,7 +212,7 @@ class Loop:
         """Records the start, then makes the state; from here on the stream sends batches."""
         begun, planned = self.begun, self.planned
         lineage = begun.meta.get("lineage", [])
-        record_start(self.workdir, self.config, planned.tokenizer, lineage, begun.kernels)
+        record_start(self.workdir, self.config, planned.tokenizer, lineage)
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
         # Other processes read what process 0 has just written.

@@ -1,15 +1,13 @@
 """Measures a machine and derives sizing rules for a run.
 
     python -m experiments.characterize collectives|matmul|memory --out=DIR [--config=FILE] [--chip=NAME] [--devices=N]
-    python -m experiments.characterize kernels --out=DIR [--config=FILE]
     python -m experiments.characterize storage --data=DIR --out=DIR [--iops_budget=70000]
     python -m experiments.characterize all --out=DIR [--data=DIR]
 
 `collectives` sends messages of 1 KiB to GiBs over every power of two of the devices, in a node and
 across; `matmul` and `memory` measure one device. Each writes DIR/NAME.json and .html: figures, and
 sizing rules for the config's model; docs/hardware.md explains them. Several processes, started as
-for pretrain, measure together. `kernels` tries our kernels on this GPU at the config's sizes, as a
-run does at its start, and writes the record that it would keep.
+for pretrain, measure together. (`python -m pallas_kernels.tune` finds the kernels' tiles.)
 
 `storage` reads a prepared directory as training would, with a cold and with a warm page cache, and
 computes the page reads that a run needs: by default for ZAYA1's batch of 4096 sequences of 4096
@@ -30,17 +28,16 @@ PARTS = {
     "matmul": "matrix products: rates of the model's shapes over tokens, and over tokens an expert",
     "memory": "a device's memory: bandwidth of copying over size",
 }
-TRIAL = "our kernels, XLA's and cuDNN's on this GPU: which are right, and their seconds"
 
 
 def main() -> int:
     """Runs the measurement that the first argument names."""
     parser = cli.Parser(prog="python -m experiments.characterize", description=__doc__)
     what = parser.add_subparsers(
-        dest="what", required=True, metavar="|".join((*PARTS, "kernels", "storage", "all"))
+        dest="what", required=True, metavar="|".join((*PARTS, "storage", "all"))
     )
     whole = "all of these; storage where --data is given"
-    for name, about in (*PARTS.items(), ("kernels", TRIAL), ("all", whole)):
+    for name, about in (*PARTS.items(), ("all", whole)):
         part = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md")
         part.set_defaults(parts=tuple(PARTS) if name == "all" else (name,), devices_on_cpu=DEVICES)
         add = part.add_argument

@@ -15,7 +15,6 @@ import jax
 
 from experiments.characterize import collectives
 from experiments.characterize import rates as device_rates
-from pallas_kernels import trial
 from pallas_kernels.timing import Timing
 from zaya_jax import cli
 from zaya_jax import config as config_lib
@@ -33,7 +32,6 @@ from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import duration, number
 from zaya_jax.text import tokenizers
 from zaya_jax.text.tokens import PAGE_BYTES, SUFFIX
-from zaya_jax.training import kernels
 
 HOST = (
     "These figures are of this host's CPU, whose virtual devices share its cores and memory. They"
@@ -58,47 +56,12 @@ def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int
         if reading is not None:
             check_storage(reading)
     config = read_config(args.config) if args.what != "storage" else None
-    if config and args.what in ("kernels", "all"):
-        try_kernels(args, config)  # before JAX takes the devices
-    if config and args.what != "kernels":
+    if config:
         measure_devices(args, config, reading)
     elif not config and multihost.is_writer():
         measure_storage(args)
     multihost.barrier("measured")
     return cli.DONE
-
-
-def try_kernels(args: argparse.Namespace, config: Config) -> None:
-    """Tries the kernels and writes kernels.json and .html; UserError without a GPU, if nothing else
-    is measured."""
-    config = dataclasses.replace(config, kernels=("try",))
-    # its batch may be another machine's
-    record = kernels.settle(config) or kernels.settle(config, at_once=1)
-    if record is None and args.what == "kernels":
-        raise UserError(
-            "no GPU is here, or the config does not fit it: kernels are tried on one; python -m"
-            " benchmarks.kernels interprets them"
-        )
-    if record and multihost.is_writer():
-        name = pathlib.Path(args.out) / "kernels"
-        rows = [
-            Section(
-                "Implementations",
-                tables=[Table("Seconds of one call", trial.HEAD, trial.table(record))],
-            )
-        ]
-        about = f"{record.get('date', '')}, jax {jax.__version__}, {record.get('driver', '')}"
-        page = Page(
-            trial.words(record),
-            "kernels",
-            about,
-            rows,
-            footer="docs/compiling.md says how they are tried.",
-        )
-        with made(name.parent):
-            files.write(name.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode())
-            files.write(name.with_suffix(".html"), page.html().encode())
-        print(f"{trial.words(record)}\nwritten: {name}.json, .html", flush=True)
 
 
 def measure_devices(

@@ -1,7 +1,7 @@
 """Compiles the training step for absent chips and reports its cost.
 
     python -m experiments.compile --config=FILE --target=mi300x --devices=1024 --out=DIR [--config.KEY=VALUE ...]
-        [--phase=NAME] [--at_once=N] [--kernels=FILE]
+        [--phase=NAME] [--at_once=N]
 
 For each phase it compiles `pretrain`'s own step and reports memory by kind, HBM traffic and kernel
 launches by scope, FLOPs and their useful share, collectives, and a lower bound on the time. If the
@@ -10,8 +10,7 @@ compile.html. GPUs need their compilers: run make setup-targets once.
 
 A batch ramp's smaller steps are not compiled. --at_once=N processes N sequences at once on each row
 of data x expert and rounds the config's batch to whole micro-batches, so one config serves any
-number of devices. --kernels=FILE is the kernels.json of a run or of `experiments.characterize
-kernels`; without it all kernels of ours are assumed to run.
+number of devices.
 """
 
 from zaya_jax import cli
@@ -35,12 +34,6 @@ def parser() -> cli.Parser:
     add("--phase", metavar="NAME", help="the one phase to compile; by default all")
     at_once = "sequences at once on each row of data x expert; 0: as the config says"
     add("--at_once", type=cli.number(int, 0), default=0, metavar="N", help=at_once)
-    add(
-        "--kernels",
-        type=cli.path,
-        metavar="FILE",
-        help="a trial's record; by default all kernels are assumed",
-    )
     return found
 
 

@@ -5,12 +5,11 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from pallas_kernels import chip, trial
+from pallas_kernels import chip, table
 from zaya_jax import cli, schedule
 from zaya_jax.compiled import measure
 from zaya_jax.config import Config, UserError
@@ -59,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(repr(s.phase.name) for s in last.values())
         raise UserError(f"--phase={args.phase} is not a phase of {config.name}; it has {names}")
     devices = targets.devices(args.target, args.devices)
-    config, assumed = _with_kernels(config, args.kernels, devices[0])
-    print(assumed, flush=True)
+    kernels_said = _kernels(config, devices[0])
+    print(kernels_said, flush=True)
     capacity, cluster = None, None
     if args.target != "cpu":
         capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         "devices": len(devices),
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "kernels": assumed,
+        "kernels": kernels_said,
         "phases": found,
     }
     write_results(out, "compile", result, document(result))
@@ -114,36 +113,15 @@ def _with_ids(config: Config) -> Config:
     return tokenizers.with_model_ids(config, tokenizer)
 
 
-def _with_kernels(config: Config, record: Path | None, device: Any) -> tuple[Config, str]:
-    """The config with the kernels of a trial's record, or without one all that it leaves open, and
-    a line that says so.
-
-    UserError where the record is another chip's.
-    """
+def _kernels(config: Config, device: Any) -> str:
+    """Which kernels of ours the program has, and with which tiles, in a line."""
     here = chip.chip_of(device)
-    if record:
-        found = trial.read(record)
-        if found is None or found["kind"] != here.kind:
-            was = (
-                f"of {found['kind']}, the target is {here.kind}"
-                if found
-                else "no record of a trial"
-            )
-            raise UserError(
-                f"--kernels={record} is {was}; give kernels.json of a run on such a chip, or leave"
-                " it out"
-            )
-        config, why = (
-            dataclasses.replace(config, kernels=tuple(found["kernels"]) or ("none",)),
-            f"tried, {record}",
-        )
-    else:
-        open_ = config.kernels[0] in chip.OPEN
-        why = "assumed: not tried on this chip" if open_ else "as --config.kernels says"
     if here.maker not in ("cuda", "rocm"):
-        return config, "kernels: a CPU's own algorithms"
-    own = ", ".join(here.taking(config.kernels).kernels)
-    return config, f"kernels: ours for {own or 'nothing'}, otherwise XLA's ({why})"
+        return "kernels: a CPU's own algorithms"
+    own = here.taking(config.kernels).kernels
+    rows = table.rows_of_operators(table.rows(here.architecture), own)
+    said = f"; tiles: {table.counted(rows)}" if rows else ""
+    return f"kernels: ours for {', '.join(own) or 'nothing'}, otherwise XLA's{said}"
 
 
 def _program(

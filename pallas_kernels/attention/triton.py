@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from numpy import typing as npt
 
-from pallas_kernels import chip, tiles
+from pallas_kernels import tiles
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.reference import MASKED, NO_WINDOW
 from pallas_kernels.rows import LOG2E, Rows, Tile, formats
@@ -46,27 +46,14 @@ def tile_of(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
     """The tile of "forward", "queries" or "keys"; with a `block` (tests), of this many rows and
     keys.
 
-    Chosen by a model of the inner loop's machine code (`benchmarks.inner_loop`), without spilled
-    registers and with at most 2% of the work behind the diagonal at 4,096 tokens: half a tile's
-    queries and half its keys against half the sequence. benchmarks/kernels.md has other tiles'
-    results; `Tile.suited` takes some of them.
+    None spills registers, and at most 2% of the work is behind the diagonal at 4,096 tokens: half a
+    tile's queries and half its keys against half the sequence. benchmarks/kernels.md has other
+    tiles' results.
     """
-    return _tuned(kernel, channels, dtype, block).suited("attention", kernel, channels, dtype)
-
-
-def _tuned(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
     if block:
         side = max(1 << (block.bit_length() - 1), 16)
         return Tile(side, side)
-    if jnp.dtype(dtype).itemsize > 2 or channels > 128:
-        return Tile(32, 32)
-    if chip.current().maker == "cuda":
-        return Tile(64, 64, stages=2) if kernel == "keys" else Tile(128, 64, warps=8, stages=2)
-    if kernel == "keys":  # a warp has 32 keys: with fewer, two would compute the same products
-        return Tile(32, 64, warps=2)
-    # The wider one, where it does not keep a second warp out of a scheduler's registers, or nothing
-    # else lets one in.
-    return Tile(128, 64) if (kernel == "forward") == (channels <= 64) else Tile(128, 32)
+    return Tile.of(f"attention_{kernel}", channels, dtype)
 
 
 def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:

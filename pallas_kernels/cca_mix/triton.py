@@ -10,7 +10,7 @@ norm, stay in registers.
     mix_columns    from that, the columns' own, by both convolutions backwards and the means; shares of the taps' of
                    channels. The columns behind those of queries and keys (values) are copied, so that the gradient of
                    all columns is one array, written once
-    mix_taps       shares of the gradient of the taps of heads, one of each of SPLITS parts of the tokens
+    mix_taps       shares of the gradient of the taps of heads, one of each of `splits` parts of the tokens
 
 Nothing is added atomically; XLA adds up the shares. The rotation turns pairs of channels half a
 table apart, and a tile cannot be cut once it is in registers: so it is made of blocks of channels,
@@ -31,10 +31,15 @@ from pallas_kernels import chip, tiles
 from pallas_kernels.cca_mix.xla import NORM_FLOOR
 
 TOKENS = 64  # of a program
-# Parts of all tokens: each writes as much as the taps of heads, 1.3 MB of float32 at ZAYA1's size.
-# Its 20 taps make 520 programs, nearly four for each of NVIDIA's 132 multiprocessors.
-SPLITS = 26
 FORMATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+class _Tile(NamedTuple):
+    threads: int
+    # Parts of all tokens that `mix_taps` sums apart: each writes as much as the taps of heads, 1.3
+    # MB of float32 at ZAYA1's size. 26 are 520 programs of its 20 taps, nearly four for each of
+    # NVIDIA's 132 multiprocessors.
+    splits: int = 0
 
 
 class _Shape(NamedTuple):
@@ -194,21 +199,21 @@ def _mix_bwd(at, saved, d):
         flops=at.flops((at.t0 + 1) * (at.t1 + 1)),
         passes=(2 + at.width / packed - 1, at.width / packed),
     )
-    taps = (at.t1 + 1) * at.all_heads
+    taps, splits = (at.t1 + 1) * at.all_heads, tiles.tile_of(_Tile, "mix_taps").splits
     of_heads, of_biases = _call(
         at,
-        _taps,
+        functools.partial(_taps, splits),
         saved,
         (d_sums,),
         "mix_taps",
-        (taps, SPLITS),
-        [wide((SPLITS, taps, at.channels, at.channels)), wide((SPLITS, taps, at.channels))],
+        (taps, splits),
+        [wide((splits, taps, at.channels, at.channels)), wide((splits, taps, at.channels))],
         flops=at.flops(at.t1 + 1),
         passes=(2, 0),
     )
     shape = at.t1 + 1, at.all_heads, at.channels
-    d_bias = of_biases.reshape(SPLITS, *shape)[:, -1].sum(0)
-    d_by_head = of_heads.reshape(SPLITS, *shape, at.channels).sum(0)
+    d_bias = of_biases.reshape(splits, *shape)[:, -1].sum(0)
+    d_by_head = of_heads.reshape(splits, *shape, at.channels).sum(0)
     d_by_channel = of_channels.reshape(all_tokens, at.t0 + 1, at.all_heads, at.channels).sum(0)
     d_temperature = d_scales[at.heads :].sum(1)
     return d_columns, d_by_channel, d_by_head, d_bias, d_temperature, None, None
@@ -248,16 +253,8 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
         grid=grid,
         out_shapes=out_shapes,
         work=tiles.Work(flops, moved=(at.bytes(passes[0]) + others, at.bytes(passes[1]) + shares)),
-        warps=_threads(name) // chip.current().lanes,
+        warps=tiles.tile_of(_Tile, name).threads // chip.current().lanes,
     )
-
-
-def _threads(name: str) -> int:
-    """Those of a program. On NVIDIA two of 128 that go forward fit a multiprocessor, one of 256;
-    backward 128 would spill."""
-    here = chip.current()
-    few = (here.maker, name) == ("cuda", "mix")
-    return {"2": 128, "3": 512}.get(here.tile("cca_mix") or "", 128 if few else 256)
 
 
 class _Refs:
@@ -477,11 +474,11 @@ def _own_columns(at, refs, tokens, head, number, d_columns, of_channels):
         _store(at, d_columns, tokens, head * at.channels + place, total)
 
 
-def _taps(at, refs, of_heads, of_biases):
+def _taps(splits, at, refs, of_heads, of_biases):
     tap, part = tiles.program_id(0), tiles.program_id(1)
     head, distance = lax.rem(tap, at.all_heads), at.t1 - lax.div(tap, at.all_heads)
     num = at.batch * at.blocks
-    each = -(-num // SPLITS)
+    each = -(-num // splits)
 
     def add(i, sums):
         by_taps, by_bias = sums

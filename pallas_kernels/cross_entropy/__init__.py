@@ -3,7 +3,7 @@
 The gradient is computed in the forward pass, chunk by chunk while the chunk's logits are at hand:
 three products in all, none repeated. Letters: N tokens, D model, V vocabulary.
 
-An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has, for N in whole
+An implementation (`xla`, `cpu`; `reference` is the definition) has, for N in whole
 chunks,
 
     chunk_rows(num, vocab)                                                   tokens in a chunk
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip
-from pallas_kernels.cross_entropy import cpu, triton, xla
+from pallas_kernels.cross_entropy import cpu, xla
 
-IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
+IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
 
 
 def cross_entropy(

@@ -44,7 +44,7 @@ def product(hidden, table, bias) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def sums(
-    hidden, embedding, bias, targets, weights, dtype, z_weight, chunk, product=product
+    hidden, embedding, bias, targets, weights, dtype, z_weight, chunk
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.cross_entropy`."""
     table = embedding.astype(dtype)
@@ -81,7 +81,7 @@ def _chunk_loss(given, targets, weights, z_weight):
 
 
 def forward(
-    hidden, embedding, bias, targets, weights, dtype, z_weight, chunk, product=product
+    hidden, embedding, bias, targets, weights, dtype, z_weight, chunk
 ) -> tuple[tuple, tuple]:
     """See `pallas_kernels.cross_entropy`."""
     table = embedding.astype(dtype)

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import chip, tiles
+from pallas_kernels import tiles
 from pallas_kernels.tiles import Product as Tile
 
 
@@ -102,38 +102,15 @@ def routed_backward(
     over_rows = functools.partial(
         _over_rows, order=order, sizes=sizes, layer=layer if into else None, add=add
     )
-    d_gate_up = over_rows(x, d_hidden, sums[0], order_of_x=True, name="experts_d_gate_up")
-    d_down = over_rows(activation, d_out, sums[1], order_of_x=False, name="experts_d_down")
+    d_gate_up = over_rows(x, d_hidden, sums[0], order_of_x=True, kernel="d_gate_up")
+    d_down = over_rows(activation, d_out, sums[1], order_of_x=False, kernel="d_down")
     return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down
 
 
-# By the model of their inner loops in machine code, of those without spilled registers; TARGETS
-# says more.
-TILES = {
-    "rocm": {
-        "gate_up": Tile(256, 64, 32, 8, 2),  # columns of each half
-        "down": Tile(128, 128, 32, 4, 2),
-        "d_hidden": Tile(128, 64, 32, 8, 2),
-        "d_x": Tile(128, 128, 32, 4, 2),
-        "weights": Tile(128, 128, 32, 4, 2),
-    },
-    "cuda": {
-        "gate_up": Tile(128, 128, 32, 8, 3),
-        "down": Tile(256, 128, 32, 8, 3),
-        "d_hidden": Tile(128, 64, 64, 8, 3),
-        "d_x": Tile(256, 128, 32, 8, 3),
-        # The rows' numbers are loaded first, which takes two stages: with 3 or 4 the code is the same,
-        # and one turn's loads are in flight; with 5 two turns'.
-        "weights": Tile(128, 128, 64, 8, 5),
-    },
-}
-WIDE = Tile(64, 64, 32, 4, 2)  # of float32 rows
-
-
-def _tile(name: str, *whole: int, dtype) -> Tile:
+def _tile(kernel: str, *whole: int, dtype) -> Tile:
     """One that is no larger than the whole array needs, of these rows, columns and depth."""
-    tile = TILES[chip.current().maker][name] if dtype == jnp.bfloat16 else WIDE
-    tile = tile.suited("grouped_mlp", dtype, products=2 if name == "gate_up" else 1)
+    wide = jnp.dtype(dtype).itemsize > 2
+    tile = tiles.tile_of(Tile, f"experts_{kernel}", "wide" if wide else "")
     sides = zip(("rows", "columns", "depth"), whole, strict=True)
     return tile._replace(
         **{side: min(getattr(tile, side), max(16, tiles.power(size))) for side, size in sides}
@@ -357,14 +334,16 @@ def _swiglu(gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
     return silu * up, share + silu * (1 - share), silu
 
 
-def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: str) -> jax.Array:
+def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel: str) -> jax.Array:
     """For each group x^T @ y over its rows, float32; `order` gives the places of the rows of x or
     of y.
 
     With a `layer`, `sums` with this in the layer's place.
     """
     (num, height), width, dtype = x.shape, y.shape[1], x.dtype
-    tile = _tile("weights", height, width, num, dtype=dtype)
+    # The rows' numbers are loaded first, which takes two stages: on NVIDIA's chips 3 and 4 are the
+    # same code, with one turn's loads in flight; with 5 two turns' are.
+    tile = _tile(kernel, height, width, num, dtype=dtype)
     given = (
         {"order": order}
         if layer is None
@@ -372,7 +351,7 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
     )
     there = {name: a for name, a in given.items() if a is not None}
 
-    def kernel(sizes_ref, x_ref, y_ref, *refs):
+    def body(sizes_ref, x_ref, y_ref, *refs):
         *given_refs, out_ref = refs
         of = dict.fromkeys(("order", "layer", "sums")) | dict(zip(there, given_refs, strict=True))
         group = tiles.program_id(2)
@@ -417,9 +396,9 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
     )
     shape = (*sizes.shape, height, width) if layer is None else sums.shape
     return tiles.call(
-        kernel,
+        body,
         *operands,
-        name=name,
+        name=f"experts_{kernel}",
         grid=(-(-width // tile.columns), -(-height // tile.rows), sizes.size),
         out_shapes=jax.ShapeDtypeStruct(shape, jnp.float32),
         work=tiles.Work(2.0 * num * height * width, moved=(reads, written)),

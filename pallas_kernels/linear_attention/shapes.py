@@ -2,30 +2,10 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
-from pallas_kernels import chip, tiles
+from pallas_kernels import tiles
 from pallas_kernels.rows import Tile, wide
 
 CHUNK = 128  # tokens: as many as a head has channels balances the two products
-
-
-def tile_of(kernel: str, channels: int, dtype: Any) -> Tile:
-    """The tile of "outputs", "d_queries", "d_keys", or of "states", which has only rows.
-
-    Chosen as attention's are; benchmarks/kernels.md has other tiles' results.
-    """
-    return _tuned(kernel, channels, dtype).suited("linear_attention", kernel, channels, dtype)
-
-
-def _tuned(kernel: str, channels: int, dtype: Any) -> Tile:
-    if jnp.dtype(dtype).itemsize > 2 or channels > 128:
-        return {"states": Tile(32, 0, warps=8), "d_keys": Tile(32, 16)}.get(kernel, Tile(32, 32))
-    if chip.current().maker == "cuda":
-        tiles_of = {"states": Tile(64, 0, 8, 2), "d_keys": Tile(64, 64, 8, 2)}
-        return tiles_of.get(kernel, Tile(128, 64, 8, 2))
-    tiles_of = {"states": Tile(64, 0), "outputs": Tile(128, 32), "d_queries": Tile(64, 64)}
-    return tiles_of.get(kernel, Tile(32, 64, warps=2))
 
 
 def chunk_of(chunk: int | None, seq: int) -> int:
@@ -66,7 +46,7 @@ class Shape(NamedTuple):
         return min(self.wide, 32)
 
     def cut(self, kernel: str) -> "Cut":
-        tile = tile_of(kernel, self.channels, self.dtype)
+        tile = Tile.of(f"linear_{kernel}", self.channels, self.dtype)
         heads = tile.heads_of(self.group)
         queries = min(max(tile.rows // heads, 1), self.chunk)
         return Cut(tile, heads, self.group // heads, queries, min(tile.keys, self.chunk))

@@ -2,7 +2,7 @@
 
     X = x / max(|x|_F, eps);   then for each (a, b, c): G = X X^T,  X <- a X + (b G + c G G) X
 
-An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
+An implementation (`xla`, `cpu`; `reference` is the definition) has
 
     iterate(x, polynomials, dtype)    → x after all polynomials, of matrices [..., a, b] with a <= b in `dtype`
 
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import chip
-from pallas_kernels.newton_schulz import cpu, triton, xla
+from pallas_kernels.newton_schulz import cpu, xla
 
-IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
+IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
 
 
 def orthogonalize(

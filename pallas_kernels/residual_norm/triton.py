@@ -24,9 +24,6 @@ from pallas_kernels.residual_norm import xla
 from pallas_kernels.residual_norm.xla import Joining, vectors
 
 MOST = 8192
-# Of a backward pass: more of them write more shares (16.8 MB at 2,048 columns, where the stream of
-# 16,384 tokens has 134), fewer leave a GPU of 304 units idle.
-PROGRAMS = 512
 
 
 def read(h, scale, eps, dtype) -> tuple[jax.Array, jax.Array]:
@@ -153,6 +150,7 @@ class _Tile(NamedTuple):
     tall: int
     wide: int
     steps: int
+    warps: int
 
     @property
     def programs(self) -> int:
@@ -177,18 +175,26 @@ class _Tile(NamedTuple):
         return jax.ShapeDtypeStruct((self.rows, self.columns), x)
 
 
-def _tile(rows: int, columns: int, programs: int) -> _Tile:
+class _Sizes(NamedTuple):
+    """What the table says of a kernel."""
+
+    numbers: int  # of a thread; 8 of bfloat16 are 16 bytes
+    # At most. More of a backward pass write more shares (16.8 MB of 512 at 2,048 columns, where the
+    # stream of 16,384 tokens has 134), fewer leave a GPU of 304 units idle.
+    programs: int
+
+
+def _tile(rows: int, columns: int, kernel: str) -> _Tile:
+    sizes = tiles.tile_of(_Sizes, kernel)
     wide = max(tiles.power(columns), 16)
     tall = max(2048 // wide, 1)
-    return _Tile(rows, columns, tall, wide, -(-rows // (tall * programs)))
+    warps = min(max(tall * wide // (sizes.numbers * chip.current().lanes), 1), 16)
+    return _Tile(rows, columns, tall, wide, -(-rows // (tall * sizes.programs)), warps)
 
 
 def _call(body, tile: _Tile, arrays, out_shapes, name: str):
-    # of a thread: 16 bytes of bfloat16
-    numbers = {"2": 16, "3": 4}.get(chip.current().tile("residual_norm") or "", 8)
-    warps = min(max(tile.tall * tile.wide // (numbers * chip.current().lanes), 1), 16)
     return tiles.call(
-        body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=warps
+        body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=tile.warps
     )
 
 
@@ -243,7 +249,8 @@ def _inverse_rms(h, columns, eps):
 def _forward(y, h, how, scale, eps, dtype):
     """The joined stream, its norm, and 1 / rms of its rows."""
     shape = h.shape
-    tile = _tile(h.size // shape[-1], shape[-1], 4 * PROGRAMS)
+    name = "residual_join_and_read"
+    tile = _tile(h.size // shape[-1], shape[-1], name)
 
     def body(y, h, y_scale, y_bias, h_scale, h_bias, scale, after, x, inverse):
         first = tiles.program_id(0) * tile.tall * tile.steps
@@ -268,7 +275,7 @@ def _forward(y, h, how, scale, eps, dtype):
         jax.ShapeDtypeStruct((tile.rows,), jnp.float32),
     ]
     arrays = [_flat(y), _flat(h), *how, scale]
-    after, x, inverse = _call(body, tile, arrays, shapes, "join_and_read")
+    after, x, inverse = _call(body, tile, arrays, shapes, name)
     return after.reshape(shape), x.reshape(shape), inverse.reshape(shape[:-1])
 
 
@@ -294,7 +301,9 @@ def _backward(
     `d_h` are those of the stream after it, `d_x` those of the norm, to be added up.
     """
     shape = h.shape
-    tile = _tile(h.size // shape[-1], shape[-1], PROGRAMS)
+    parts = ["join"] * (joined is not None) + ["read"] * (norm is not None)
+    name = f"residual_{'_and_'.join(parts)}_gradients"
+    tile = _tile(h.size // shape[-1], shape[-1], name)
     _, how, gate = joined or (h, None, None)
     scale, eps = norm or (None, 0.0)
     given, made, names = _operands(tile, h, d_h, scale, d_x, joined)
@@ -349,9 +358,6 @@ def _backward(
                 outs["sums"].at[tiles.program_id(0) * len(names) + i, top.columns], x[0], mask=mask
             )
 
-    name = "_".join(
-        [*(["join"] if how is not None else []), *(["read"] if norm else []), "gradients"]
-    )
     found = dict(
         zip(made, _call(body, tile, list(given.values()), list(made.values()), name), strict=True)
     )

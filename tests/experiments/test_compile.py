@@ -1,5 +1,6 @@
 """experiments.compile: it compiles pretrain's own step, and its figures add up."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.compile import page
-from pallas_kernels import chip, trial
+from pallas_kernels import chip
 from zaya_jax import config, schedule
 from zaya_jax.compiled import measure
 from zaya_jax.parallel.mesh import make_mesh
@@ -51,32 +52,16 @@ def run(*options):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_it_says_which_kernels_it_assumes_or_takes_a_trials(tmp_path):
+def test_it_says_which_kernels_and_tiles_the_program_has():
     """Of a chip that is not here, and of the CPU, which has its own algorithms."""
     mi300x, cpu = types.SimpleNamespace(platform="rocm", device_kind="gfx942"), jax.devices()[0]
     given = config.check(config.default())
-    every = (
-        f"kernels: ours for {', '.join(chip.OPERATORS)}, otherwise XLA's (assumed: not tried on"
-        " this chip)"
-    )
-    assert page._with_kernels(given, None, mi300x) == (given, every)
-    assert page._with_kernels(given, None, cpu) == (given, "kernels: a CPU's own algorithms")
-    record = {"kind": "gfx942", "kernels": ["attention:2", "cca_mix"], "rows": []}
-    trial.write(tmp_path / "kernels.json", record)
-    found, said = page._with_kernels(given, tmp_path / "kernels.json", mi300x)
-    assert (
-        found.kernels == ("attention:2", "cca_mix") and f"(tried, {tmp_path}/kernels.json)" in said
-    )
-    assert "ours for attention:2, cca_mix, otherwise" in said
-    trial.write(tmp_path / "none.json", record | {"kernels": []})
-    assert page._with_kernels(given, tmp_path / "none.json", mi300x)[0].kernels == ("none",)
-    (tmp_path / "bad.json").write_text("{")
-    for name, device, why in (
-        ("kernels.json", cpu, "is of gfx942, the target is cpu"),
-        ("bad.json", mi300x, "is no record of a trial"),
-    ):
-        with pytest.raises(config.UserError, match=why):
-            page._with_kernels(given, tmp_path / name, device)
+    every = f"kernels: ours for {', '.join(chip.OPERATORS)}, otherwise XLA's; tiles: 21 modelled"
+    assert page._kernels(given, mi300x) == every
+    assert page._kernels(given, cpu) == "kernels: a CPU's own algorithms"
+    one, none = (dataclasses.replace(given, kernels=(name,)) for name in ("cca_mix", "none"))
+    assert page._kernels(one, mi300x).endswith("otherwise XLA's; tiles: 4 modelled")
+    assert page._kernels(none, mi300x) == "kernels: ours for nothing, otherwise XLA's"
 
 
 def test_it_compiles_the_step_that_pretrain_runs(small):

@@ -1,8 +1,10 @@
-"""The trial's child with planted faults: `python -m tests.pallas_kernels.planted OPERATOR=FAULT
-...`.
+"""The child of `tune` with planted faults: `python -m tests.pallas_kernels.planted
+OPERATOR=FAULT[@CASE] ..`.
 
 XLA's implementations take SLOW seconds more than they need, so that ours, interpreted here, are
-faster where they are right. OPERATOR's own kernels have the FAULT.
+faster where they are right. OPERATOR's own kernels have the FAULT, in all cases or in those whose
+label begins with CASE; `@tiles`: with other tiles than those that ship. Each kernel has one other
+tile at most.
 """
 
 import functools
@@ -10,21 +12,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import trial
-from pallas_kernels.chip import Chip
+from pallas_kernels import chip, trying
 
-SLOW = 0.1
+SLOW = 0.3
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def late(x: Any, seconds: float = SLOW) -> Any:
+def late(x: Any, seconds: float) -> Any:
     """The same, after so many seconds of the run."""
 
     def wait(leaf):
@@ -36,63 +36,60 @@ def late(x: Any, seconds: float = SLOW) -> Any:
     return jax.tree.unflatten(jax.tree.structure(x), [first, *others])
 
 
-late.defvjp(lambda x, seconds: (late(x, seconds), None), lambda seconds, _, d: (d,))
-
-
-def changed(x: jax.Array, by: float) -> jax.Array:
-    return x.at[(0,) * x.ndim].add(by)
-
-
-def at_a_segments_end(x: jax.Array, ids: jax.Array) -> jax.Array:
-    """NaN at the last token of the first document."""
-    ends = (ids != jnp.roll(ids, -1, axis=1)) & (ids == ids[:, :1])
-    return jnp.where(ends[:, :, None, None], jnp.nan, x)
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wrong(fault: str, call: Callable, *arguments: Any) -> Any:
-    """The operator with the fault, while it is traced or in its result."""
+def wrong(fault: str, plain: Callable, arguments: Any, sums: Any) -> Any:
+    """The results with the fault, which may also come while they are traced."""
     if fault == "raises":
         raise NotImplementedError("no such instruction")
     if fault == "kills":
-        killed()
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hangs":
         time.sleep(1e4)
-    out = call(*arguments)
-    if fault == "slow":
-        return late(out, 2 * SLOW)
-    if fault == "NaN":
-        return at_a_segments_end(out, arguments[3])
-    return jax.tree.map(lambda x: changed(x, 0.5), out) if fault == "wrong" else out
+    (out, gradients), sums = plain(arguments, sums)
+    by = {"NaN": jnp.nan, "wrong": 0.5}.get(fault, 0.0)
+    first, *others = jax.tree.leaves(gradients)
+    if fault == "scaled":  # by less than any limit of the worst place
+        first = 1.05 * first
+    elif by:
+        first = first.at[(0,) * first.ndim].add(by * 10)
+    gradients = jax.tree.unflatten(jax.tree.structure(gradients), [first, *others])
+    return late((out, gradients), 2 * SLOW if fault == "slow" else 0.0), sums
+
+
+def with_faults(case: trying.Case, fault: str, xlas: str, dtype: Any) -> Callable:
+    plain = case.call(dtype)
+    what, _, where = fault.partition("@")
+
+    def run(arguments, sums):
+        here = chip.current()
+        if case.operator not in here.kernels:
+            if xlas and dtype != jnp.float32:
+                return wrong(xlas, plain, arguments, sums)
+            results, sums = plain(arguments, sums)
+            return late(results, SLOW * case.timed), sums
+        there = bool(here.tiles) if where == "tiles" else case.label.startswith(where)
+        return wrong(what if there else "", plain, arguments, sums)
+
+    return run
 
 
 def main() -> int:
     faults = dict(argument.split("=") for argument in sys.argv[1:])
-    offered = trial.offered
+    request_cases, tiles_to_measure = trying.request_cases, trying.candidates.tiles_to_measure
 
-    def planted(case: Any, here: Chip) -> dict:
-        found = {}
-        for name, (call, target) in offered(case, here).items():
-            fault = faults.get(case.operator, "") if name in trial.OURS else "XLA"
-            found[name] = functools.partial(_with, fault, call), target
-        return {
-            name: found[name] for name in ("XLA", *list(trial.OURS)[: int(faults.get("tiles", 1))])
-        }
+    def planted(asked: Mapping[str, Any], operator: str) -> list[trying.Case]:
+        both = faults.get(operator, ""), faults.get(f"XLA's {operator}", "")
+        return [
+            case._replace(call=functools.partial(with_faults, case, *both))
+            for case in request_cases(asked, operator)
+        ]
 
-    trial.offered = planted
-    trial.SAMPLES = 1e-3
-    trial.timing.LEAST = 2
-    return trial.main()
-
-
-def _with(fault: str, call: Callable, dtype: Any) -> Callable:
-    plain = call(dtype)
-    if fault == "XLA":
-        return lambda *arguments: late(plain(*arguments))
-    return functools.partial(wrong, fault, plain)
+    trying.request_cases = planted
+    trying.candidates.tiles_to_measure = lambda *given: tiles_to_measure(*given)[
+        : int(faults.get("tiles", 0))
+    ]
+    trying.SAMPLES = 1e-3
+    trying.timing.LEAST = 2
+    return trying.main()
 
 
 if __name__ == "__main__":

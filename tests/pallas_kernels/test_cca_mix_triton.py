@@ -152,10 +152,10 @@ def test_bfloat16_errs_as_xlas_does():
 
 
 @pytest.mark.slow
-def test_shares_of_several_blocks_of_tokens(monkeypatch):
+def test_shares_of_several_blocks_of_tokens():
     """A part of the taps' gradients is of several blocks above 1,024 tokens alone; here of two."""
-    monkeypatch.setattr(triton, "SPLITS", 2)
-    assert_equal_to_the_definition(arrays(2, 70, 1, 1, 16, 0, (1, 2), 0, False))
+    two = MI300X._replace(tiles=(("mix_taps", (("threads", 256), ("splits", 2))),))
+    assert_equal_to_the_definition(arrays(2, 70, 1, 1, 16, 0, (1, 2), 0, False), two)
 
 
 def test_what_the_kernels_do_not_take_is_left_to_xla():

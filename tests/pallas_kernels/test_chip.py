@@ -10,7 +10,8 @@ import pytest
 from jax._src.mesh import AbstractDevice  # in jax.sharding from 0.12 on
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from pallas_kernels import chip, tiles
+from pallas_kernels import chip, table, tiles
+from pallas_kernels.rows import Tile
 
 H200, MI300X, CPU = (
     chip.Chip("cuda", "NVIDIA H200"),
@@ -184,79 +185,61 @@ def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():
     assert chosen == [2, 1, 3]
 
 
-def test_a_kernel_is_taken_with_its_tile():
-    three = H200.taking(("attention:2", "cca_mix", "newton_schulz:3"))
-    assert three.kernels == ("attention:2", "cca_mix", "newton_schulz:3")
-    assert [three.tile(name) for name in ("attention", "cca_mix", "cross_entropy")] == [
-        "2",
-        "1",
-        None,
-    ]
-    assert three.taking(("cca_mix:2",)).kernels == ("cca_mix:2",)
-    assert [*map(chip.is_word, ("attention", "attention:3", "attention:4", "atention", "all"))] == [
-        True
-    ] * 2 + [False] * 3
+def test_which_operators_have_kernels_of_ours_and_with_which_tiles(monkeypatch):
+    """The config's, on architectures that the table knows; and what `tune` found on this card."""
+    monkeypatch.setattr(chip, "_used", {})
+    assert H200.taking(("auto",)) == H200.taking(("all",)) == H200
+    assert H200.taking(("attention",)).kernels == ("attention",)
+    unknown = chip.Chip("cuda", "NVIDIA B200")
+    assert unknown.taking(("auto",)).kernels == () and unknown.taking(("all",)) == unknown
+    assert CPU.taking(("auto",)) == CPU
+    tile = {"rows": 64, "keys": 32, "warps": 4, "stages": 1}
+    chip.use("NVIDIA B200", {"kernels": ["attention"], "tiles": {"attention_keys": {"tile": tile}}})
+    found = unknown.taking(("auto",))
+    assert found.kernels == ("attention",) and hash(found) != hash(unknown)
+    with chip.making(found):
+        assert Tile.of("attention_keys", 128, jnp.bfloat16) == Tile(**tile)
+        assert Tile.of("attention_queries", 128, jnp.bfloat16) == Tile(32, 32)
+    assert H200.taking(("auto",)) == H200
+    chip.use("NVIDIA B200", None)
+    assert unknown.taking(("auto",)).kernels == ()
 
 
-def test_a_verdict_is_followed_from_then_on_where_the_config_leaves_it_open(monkeypatch):
-    monkeypatch.setattr(chip, "_verdicts", [*chip._verdicts])
-    assert H200.taking(("auto",)) == H200.taking(("try",)) == H200
-    chip.settle(["cca_mix:2"])
-    assert H200.taking(("auto",)).kernels == H200.taking(("try",)).kernels == ("cca_mix:2",)
-    assert H200.taking(("attention",)).kernels == ("attention",) and H200.taking(("all",)) == H200
+def test_a_variants_row_comes_first_where_the_table_has_one():
+    def of(kind, *which):
+        with chip.making(chip.Chip("gpu", kind)):
+            return Tile.of("attention_forward", *which)[:2]
+
+    assert of("gfx942", 128, jnp.bfloat16) == of("gfx950", 128, jnp.bfloat16) == (128, 32)
+    assert of("gfx942", 64, jnp.bfloat16) == (128, 64)
+    assert of("NVIDIA H200", 64, jnp.bfloat16) == of("NVIDIA H200", 128, jnp.bfloat16)
+    assert of("NVIDIA H200", 128, jnp.float32) == of("gfx1100", 64, jnp.bfloat16) == (32, 32)
 
 
 @pytest.mark.parametrize(
-    ("kind", "maker", "architecture", "kib", "tuned"),
+    ("kind", "maker", "architecture", "known"),
     [
-        ("Tesla V100-SXM2-16GB", "cuda", "sm_70", 96, False),
-        ("Tesla T4", "cuda", "sm_75", 64, False),
-        ("NVIDIA A100-SXM4-80GB", "cuda", "sm_80", 163, False),
-        ("NVIDIA A10", "cuda", "sm_86", 99, False),
-        ("NVIDIA GeForce RTX 4090", "cuda", "sm_89", 99, False),
-        ("NVIDIA L40S", "cuda", "sm_89", 99, False),
-        ("NVIDIA H100 80GB HBM3", "cuda", "sm_90", 227, True),
-        ("NVIDIA B200", "cuda", "sm_100", 227, False),
-        ("NVIDIA X9000", "cuda", "sm", 99, False),
-        ("gfx908", "rocm", "gfx908", 64, False),
-        ("gfx942", "rocm", "gfx942", 64, True),
-        ("gfx950", "rocm", "gfx950", 160, True),
-        ("gfx1100", "rocm", "gfx1100", 64, False),
-        ("AMD Instinct MI999", "rocm", "gfx", 64, False),
+        ("Tesla V100-SXM2-16GB", "cuda", "sm_70", False),
+        ("Tesla T4", "cuda", "sm_75", False),
+        ("NVIDIA A100-SXM4-80GB", "cuda", "sm_80", False),
+        ("NVIDIA A10", "cuda", "sm_86", False),
+        ("NVIDIA GeForce RTX 4090", "cuda", "sm_89", False),
+        ("NVIDIA L40S", "cuda", "sm_89", False),
+        ("NVIDIA H100 80GB HBM3", "cuda", "sm_90", True),
+        ("NVIDIA B200", "cuda", "sm_100", False),
+        ("NVIDIA X9000", "cuda", "sm", False),
+        ("gfx908", "rocm", "gfx908", False),
+        ("gfx942", "rocm", "gfx942", True),
+        ("gfx950", "rocm", "gfx950", True),
+        ("gfx1100", "rocm", "gfx1100", False),
+        ("AMD Instinct MI999", "rocm", "gfx", False),
     ],
 )
-def test_what_a_chip_has_follows_from_its_name(kind, maker, architecture, kib, tuned):
+def test_what_a_chip_has_follows_from_its_name(kind, maker, architecture, known):
     of = chip.Chip("gpu", kind)
-    assert (of.maker, of.architecture, of.shared, of.is_tuned) == (
-        maker,
-        architecture,
-        kib << 10,
-        tuned,
-    )
+    assert (of.maker, of.architecture) == (maker, architecture)
+    assert table.has(architecture) is known
     assert ("bfloat16" in of.formats) == (architecture not in ("sm_70", "sm_75"))
     assert of.lanes == (
         64 if architecture.startswith(("gfx9", "gfx")) and architecture != "gfx1100" else 32
     )
-
-
-@pytest.mark.parametrize(
-    "kind", ["Tesla T4", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "gfx908", "gfx1100"]
-)
-def test_tiles_shrink_until_a_chip_has_room_for_them(kind):
-    wide = tiles.Product(256, 128, 64, warps=8, stages=3)
-    with chip.making(chip.Chip("gpu", kind)):
-        got = wide.suited("grouped_mlp", jnp.bfloat16)
-        assert 2 * got.stages * got.depth * (got.rows + got.columns) <= chip.current().shared
-        assert min(got[:3]) >= 16
-    for tuned in (H200, MI300X):
-        with chip.making(tuned):
-            assert wide.suited("grouped_mlp", jnp.bfloat16) == wide
-
-
-def test_a_verdicts_other_tiles():
-    wide = tiles.Product(256, 128, 64, warps=8)
-    found = []
-    for which in chip.TILES:
-        with chip.making(H200._replace(kernels=(f"grouped_mlp:{which}",))):
-            found.append(wide.suited("grouped_mlp", jnp.bfloat16))
-    assert found == [wide, wide._replace(rows=128), wide._replace(stages=3)]

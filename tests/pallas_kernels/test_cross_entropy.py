@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rows import fast_alone, slow
+from rows import slow
 
 from pallas_kernels import chip
 from pallas_kernels.cross_entropy import chunk_rows, cross_entropy, reference
@@ -141,88 +141,3 @@ def test_default_chunks(kind, num, vocab, rows, pieces):
         assert chunk_rows(num, vocab) == rows and -(-num // rows) == pieces
     if kind != "cpu":
         assert rows * vocab * 4 <= (4608 if kind == "gfx942" else 2304) << 20
-
-
-@pytest.mark.parametrize("kind", ["gfx942", "NVIDIA H200"])
-@pytest.mark.parametrize(
-    ("tokens", "vocab", "with_bias"),
-    [
-        (256, 300, True),
-        slow(128, 256, False),
-        slow(200, 5, True),
-        slow(384, 384, True),
-        (384, 383, False),
-        slow(128, 385, True),
-    ],
-)
-def test_the_kernel_gives_what_the_definition_gives(kind, tokens, vocab, with_bias):
-    """Interpreted: words that fill no tile, one chunk and several, padded ones."""
-    keys = jax.random.split(jax.random.key(1), 5)
-    hidden, embedding = (
-        jax.random.normal(keys[0], (tokens, 64)),
-        jax.random.normal(keys[1], (vocab, 64)),
-    )
-    bias = jax.random.normal(keys[2], (vocab,)) if with_bias else None
-    targets = jax.random.randint(keys[3], (tokens,), 0, vocab)
-    weights = jax.random.bernoulli(keys[4], 0.7, (tokens,)).astype(jnp.float32)
-
-    def run(function):
-        objective = lambda h, e, b: function(h, e, b, targets, weights)  # noqa: E731
-        return jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)(
-            hidden, embedding, bias
-        )
-
-    with chip.making(chip.Chip("cpu", kind)):
-        options = {"dtype": jnp.float32, "z_weight": 0.1, "chunk": 128}
-        text = str(jax.make_jaxpr(lambda: run(lambda *a: cross_entropy(*a, **options)))())
-        assert "pallas_call" in text
-        ours = run(lambda *a: cross_entropy(*a, **options))
-    theirs = run(lambda *a: reference.cross_entropy(*a, z_weight=0.1))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-5)
-
-
-LARGE_AT_THE_END = np.where(np.arange(300) < 280, 0.0, 3.0)
-# all of the second tile's 128 words, and of the third's
-GONE = np.where(np.arange(300) < 100, 0.0, -np.inf)
-BESIDE_XLA = {
-    "bfloat16, no bias": (256, 64, jnp.bfloat16, None),
-    "several tiles of tokens, channels and words in one chunk": (
-        512,
-        128,
-        jnp.float32,
-        LARGE_AT_THE_END,
-    ),
-    "and in bfloat16": (512, 128, jnp.bfloat16, LARGE_AT_THE_END),
-    "words that a bias takes away fill a tile": (128, 64, jnp.float32, GONE),
-}
-
-
-@pytest.mark.parametrize("case", fast_alone(list(BESIDE_XLA)[1::2], BESIDE_XLA))
-def test_the_kernel_gives_what_xla_gives(case):
-    tokens, channels, dtype, bias = BESIDE_XLA[case]
-    keys = jax.random.split(jax.random.key(3), 3)
-    hidden, embedding = (
-        jax.random.normal(keys[0], (tokens, channels)),
-        jax.random.normal(keys[1], (300, channels)),
-    )
-    embedding = embedding * 8 / channels
-    bias = None if bias is None else jnp.asarray(bias, jnp.float32)
-    targets = jax.random.randint(keys[2], (tokens,), 0, 100)
-
-    def run(of):
-        with chip.making(of):
-            options = {"dtype": dtype, "chunk": tokens}
-            loss = lambda *a: cross_entropy(*a, bias, targets, jnp.ones(tokens), **options)[0]  # noqa: E731
-            return jax.value_and_grad(loss, (0, 1))(hidden, embedding)
-
-    ours, theirs = run(chip.Chip("cpu", "gfx942")), run(chip.Chip("cpu", "gfx942", kernels=()))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-4 if dtype == jnp.float32 else 2e-2, rtol=1e-4)
-
-
-def test_shapes_that_fill_no_tile_are_for_xla(arrays):
-    hidden, embedding, bias, targets, weights = arrays
-    with chip.making(chip.Chip("cpu", "gfx942")):
-        f = lambda h: cross_entropy(h, embedding, bias, targets, weights, dtype=jnp.float32)[0]  # noqa: E731
-        assert "pallas_call" not in str(jax.make_jaxpr(f)(hidden))

@@ -43,7 +43,7 @@ def test_values_and_gradients(sizes, implementation):
 def tiles_of_16(monkeypatch):
     """Tiles so small that an expert has several, and that they reach over its rows and over all
     sides."""
-    monkeypatch.setattr(triton, "WIDE", triton.Tile(16, 16, 16, 4))
+    monkeypatch.setattr(triton.tiles, "tile_of", lambda *_: triton.Tile(16, 16, 16, 4, 2))
 
 
 @pytest.mark.usefixtures("tiles_of_16")

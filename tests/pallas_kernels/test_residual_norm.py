@@ -94,14 +94,13 @@ def test_tails_of_rows_and_columns_one_of_either_and_rows_that_fill_a_programs_t
 @pytest.mark.parametrize("columns", [24, slow(128)])
 def test_many_programs_of_many_tiles(columns, monkeypatch):
     """Some 40 programs of three tiles each; the last one's reach over the end."""
-    monkeypatch.setattr(triton, "PROGRAMS", 40)
     monkeypatch.setattr(triton, "_tile", functools.partial(small_tiles, triton._tile))
     target = CHIPS["kernels for ROCm"]
     assert_equal_to_the_reference(target, (3, 77), columns, 3, jnp.float32, jnp.float32)
 
 
-def small_tiles(make, rows, columns, programs):
-    tile = make(rows, columns, programs)
+def small_tiles(make, rows, columns, kernel):
+    tile = make(rows, columns, kernel)
     return tile._replace(tall=2, steps=3)
 
 

@@ -48,9 +48,8 @@ def cases(fast):
 IN_FULL = cases([*CPU, KERNELS])
 
 # Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16
-# pairs of channels turn in heads of 16; cross_entropy, since some 70 tokens fill no tile of 128;
-# newton_schulz, which is the optimizer's; linear_attention, which the public implementation does
-# not have.
+# pairs of channels turn in heads of 16; linear_attention, which the public implementation does not
+# have.
 RUN = {"attention", "grouped_mlp", "residual_norm"}
 
 

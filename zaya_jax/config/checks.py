@@ -77,20 +77,19 @@ def _check_run(r: Run) -> None:
 
 
 def _check_kernels(names: tuple[str, ...]) -> None:
-    alone = ("auto", "try", "all", "none")
+    alone = ("auto", "all", "none")
     if len(names) == 1 and names[0] in alone:
         return
     # imports JAX, which a config of default kernels does not need
-    from pallas_kernels.chip import OPERATORS, is_word
+    from pallas_kernels.chip import OPERATORS
 
     for i, name in enumerate(names):
-        if not is_word(name):
+        if name not in OPERATORS:
             near = "" if name in alone else nearest(name, OPERATORS)
             raise UserError(
                 f"config.kernels[{i}]={shown(name)} is not one of {', '.join(OPERATORS)}{near};"
-                " 'auto', 'try', 'all' and 'none' stand alone, several are"
-                f" --config.kernels=\"('{OPERATORS[0]}', '{OPERATORS[-1]}')\", and {OPERATORS[0]}:2"
-                " has another tile"
+                " 'auto', 'all' and 'none' stand alone, several are"
+                f" --config.kernels=\"('{OPERATORS[0]}', '{OPERATORS[-1]}')\""
             )
 
 

@@ -408,6 +408,6 @@ class Config:
         ("auto",),
         "name",
         "operators whose own kernels a program for a GPU takes, by their folders in pallas_kernels,"
-        " or one word: auto: those that a trial found right and faster; try: of a new trial; all;"
-        " none",
+        " or one word: auto: all where tiles were chosen for the card, or what `python -m"
+        " pallas_kernels.tune` found on it; all; none",
     )

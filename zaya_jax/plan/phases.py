@@ -131,7 +131,7 @@ def phases(
     if not found:
         raise wrong[0]
     notes = [f"not with so many devices: {error}" for error in wrong]
-    if config.kernels not in (("all",), ("auto",), ("try",)):
+    if config.kernels not in (("all",), ("auto",)):
         notes.append(
             "of programs with all kernels of our own, but the config has"
             f" --config.kernels={','.join(config.kernels)}"

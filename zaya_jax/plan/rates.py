@@ -18,7 +18,7 @@ from zaya_jax.hardware.clusters import Cluster
 
 ASSUMED = "assumed"
 AMD = "AMD's own measurements, 708 of 1,307 TFLOP/s in bfloat16 (ROCm blog on max-achievable FLOPs)"
-SEMIANALYSIS = "SemiAnalysis, December 2024: some 720 of 989 TFLOP/s in bfloat16"
+H100 = "measured on one H100 (benchmarks/gpu.md)"
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127: 4.33 of 5.3 TB/s"
 HALF = f"{ASSUMED}: half of dense; fast: two thirds"
 MODELLED = f"{ASSUMED}; fast: half of the modelled rate of the kernels' inner loops"
@@ -73,14 +73,14 @@ class Rates:
 
 
 _ROWS = {  # on MI300X with Pollara, and on Hopper with InfiniBand
-    "products": (Rate(0.54, AMD), Rate(0.73, SEMIANALYSIS)),
-    "grouped": (Rate(0.27, HALF, (0.36, 0.19)), Rate(0.36, HALF, (0.45, 0.25))),
+    "products": (Rate(0.54, AMD), Rate(0.83, H100)),
+    "grouped": (Rate(0.27, HALF, (0.36, 0.19)), Rate(0.27, H100, (0.3, 0.25))),
     "attention": (Rate(0.15, MODELLED, (0.2, 0.1)), Rate(0.19, MODELLED, (0.25, 0.12))),
     "float32": (
         Rate(0.5, ASSUMED),
         Rate(1.5, f"{ASSUMED}: as three products of TF32, each at 0.6 of that peak"),
     ),
-    "memory": (Rate(4.33 / 5.3, ZAYA1), Rate(0.9, ASSUMED)),
+    "memory": (Rate(4.33 / 5.3, ZAYA1), Rate(0.8, H100)),
     "inside": (
         Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
         Rate(0.8, f"{ASSUMED}: NCCL inside a node"),

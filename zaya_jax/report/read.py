@@ -151,7 +151,6 @@ class Workdir:
     vectors: dict[str, Series] = dataclasses.field(default_factory=dict)  # of arrays
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
-    kernels: dict = dataclasses.field(default_factory=dict)
     # of a fork: its ancestors, the nearest first
     lineage: list = dataclasses.field(default_factory=list)
     sample: str = ""
@@ -216,7 +215,6 @@ def read_workdir(path: pathlib.Path) -> Workdir:
     out, notes = Workdir(path), list[str]()
     out.config = _json_object(path / "config.json", notes)
     out.environment = _json_object(path / "environment.json", notes)
-    out.kernels = _json_object(path / "kernels.json", notes)
     forked = _json_object(path / "lineage.json", notes).get("forked")
     out.lineage = (
         [run for run in forked if isinstance(run, dict)] if isinstance(forked, list) else []

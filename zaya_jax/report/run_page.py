@@ -3,8 +3,8 @@ numbers, config.
 
 It reads the workdir: metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is
 marked where the text starts with the config's `log.sample_prompt`), environment.json (any facts,
-`device` among them), kernels.json (a GPU's trial), a fork's lineage.json, checkpoint_times.jsonl
-and a supervised run's aegis/events*.jsonl. Only `loss`, the step times, the time waiting for data,
+`device` among them), a fork's lineage.json, checkpoint_times.jsonl and a supervised run's
+ aegis/events*.jsonl. Only `loss`, the step times, the time waiting for data,
 the expert load and the held-out losses are known by name; any other number in metrics.jsonl gets a
 curve under its own name, `prefix/name` metrics share one picture per prefix, and lists of one
 number per layer become heat maps.
@@ -23,8 +23,6 @@ from zaya_jax.report import curves, expert_load, supervised
 from zaya_jax.report.document import OPEN_ROWS, Page, Section, Table, Tile, write_page
 from zaya_jax.report.read import Workdir, read_workdir
 from zaya_jax.report.text import counted, duration, escape, known, number
-
-KERNELS = ("operator", "case", "implementation", "forward, ms", "backward, ms", "error", "verdict")
 
 
 def write_report(workdir: str | os.PathLike) -> pathlib.Path:
@@ -213,25 +211,12 @@ def value_text(value: object) -> str:
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
-def _kernels(run: Workdir) -> Section:
-    """On a GPU the trial of the kernels, `pallas_kernels.trial`'s table."""
-    rows = run.kernels.get("table")
-    rows = (
-        [[*map(str, row)] for row in rows if isinstance(row, list) and len(row) == len(KERNELS)]
-        if rows
-        else []
-    )
-    said = str(run.kernels.get("said", ""))
-    return Section("Kernels", said, [Table("Implementations tried", KERNELS, rows)] if rows else [])
-
-
 SECTIONS = (
     _lineage,
     curves.loss_section,
     expert_load.experts_section,
     curves.optimiser_section,
     curves.speed_section,
-    _kernels,
     curves.saves_section,
     supervised.supervised_section,
     curves.other_section,

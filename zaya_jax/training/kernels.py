@@ -1,110 +1,96 @@
-"""Settles which kernels of ours the programs of this process have on a GPU: those that
-`pallas_kernels.trial` found.
+"""Looks up which kernels of ours the programs for a GPU have, and with which tiles.
 
-The sizes are those of a device in the phase that most of the run's tokens are of; a run keeps its
-verdict from start to start, in kernels.json, as long as chip, driver, JAX, kernels and sizes stay
-the same. Of several processes one of each kind of device tries, and all take what all of these
-found.
+The package's table says it, or what `pallas_kernels.tune` measured on this machine's card. All
+processes of a run take what the first one has.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+import functools
 from typing import Any
 
-from pallas_kernels import chip, trial
+import jax
+
+from pallas_kernels import chip, table
 from zaya_jax import schedule
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.parallel.spread import ALONE, Spread
 from zaya_jax.training import recipe
-from zaya_jax.training.workdir import KERNELS
-
-FIND: dict[str, Any] = {}  # further arguments of `trial.find`, for tests
-# tokens of a trial: more take longer (16.8M tokens on an H100: no result in 45 s) and rank the same
-MOST = 16_384
 
 
-def settle(config: Config, folder: Path | None = None, at_once: int = 0) -> dict[str, Any] | None:
-    """The record of the trial, whose verdict `chip.settle` is given; None where there is nothing to
-    choose.
+def look_up(config: Config, device: jax.Device, together: bool = False) -> dict[str, Any] | None:
+    """The tiles of the kernels that programs for this device have, {"kernels": {name: tile}}, and a
+    line that says so; None on a CPU. From now on this process's programs have them.
 
-    `at_once` sequences are for one process alone on one device; without it, those of a training
-    step are meant.
+    `together`: all processes call this, for one program.
     """
-    if config.kernels[0] not in chip.OPEN or not trial.may_be_here():
+    here = chip.chip_of(device)
+    if here.maker not in ("cuda", "rocm"):
         return None
-    index, count = multihost.place()
-    if at_once or count == 1:
-        record = _find(config, folder, at_once, count)
-    else:
-        kinds = multihost.to_first("cards", trial.cards()) or []
-        trying = multihost.from_first(
-            "who tries", lambda: [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    read = functools.partial(table.read_measured, here.kind)
+    own, fault = multihost.from_first("tiles", read) if together else read()
+    chip.use(here.kind, own)
+    rows = dict(table.rows(here.architecture))
+    for name, row in (own["tiles"] if own else {}).items():
+        rows[name.split()[0]] = row  # measured for the variant that this machine uses
+    taken = table.rows_of_operators(rows, here.taking(config.kernels).kernels)
+    said = f"tiles: {table.counted(taken)}" if taken else f"kernels: XLA's on {here.kind}"
+    if config.kernels == (chip.AUTO,) and not own and not table.has(here.architecture):
+        said += ", for which no tiles were chosen"
+        fault = fault or "python -m pallas_kernels.tune finds the tiles of this card"
+    elif fault:
+        fault += "; python -m pallas_kernels.tune measures again"
+    said += f"; {fault}" if fault else ""
+    return {"kernels": {name: row["tile"] for name, row in taken.items()}, "said": said}
+
+
+def meta(found: dict[str, Any] | None) -> dict[str, Any]:
+    """For a checkpoint's metadata."""
+    return {"kernels": found["kernels"]} if found else {}
+
+
+def notes(saved: dict[str, Any], found: dict[str, Any] | None, reached: int) -> list[str]:
+    """The line of a start, and a note where a run goes on with other kernels or tiles than it
+    had."""
+    lines = [found["said"]] if found else []
+    if reached and saved.get("kernels") != meta(found).get("kernels"):
+        lines.append(
+            "note: the kernels of ours, or their tiles, are not those that the run had until step"
+            f" {reached}: it rounds differently from now on"
         )
-        found = (
-            multihost.to_first(
-                "kernels", _find(config, folder, 0, count) if index in trying else None
-            )
-            or []
-        )
-        record = multihost.from_first("verdict", lambda: agreed([one for one in found if one]))
-    if record:
-        chip.settle(record["kernels"])
-    return record
+    return lines
 
 
-def _find(
-    config: Config, folder: Path | None, at_once: int, processes: int
-) -> dict[str, Any] | None:
-    def ask(here: dict) -> dict | None:
-        try:
-            return request(config, 1 if at_once else processes * here["devices"], at_once)
-        except UserError:  # the start itself says it
-            return None
+# ################################################################################################
+# For `pallas_kernels.tune`
+# ################################################################################################
 
-    known = [record] if folder and (record := trial.read(folder / KERNELS)) else []
-    try:
-        return trial.find(ask, again=config.kernels == ("try",), known=known, **FIND)
-    except OSError as error:  # no process, no disk
-        return {"kernels": [], "rows": [], "kind": "this device", "note": f"no trial: {error}"}
+MOST = 16_384  # tokens: more take longer (16.8M on an H100: no result in 45 s) and rank the same
 
 
-def agreed(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The record of all kinds of devices: the first's, with the kernels that each of them found."""
-    if not records:
-        return None
-    own = [
-        word for word in records[0]["kernels"] if all(word in other["kernels"] for other in records)
-    ]
-    kind = ", ".join(dict.fromkeys(record["kind"] for record in records))
-    return {**records[0], "kernels": own, "taken_on": kind}
-
-
-def request(config: Config, devices: int, at_once: int = 0) -> dict[str, Any]:
-    """What `trial` is asked: a device's share of the model, in the phase that most tokens are
-    of."""
+def tuning_request(config: Config, devices: int) -> dict[str, Any]:
+    """The sizes at which `tune` tries: a device's share of the model, in the phase that most tokens
+    are of, or where the config's batch does not fit so few devices, one sequence at a time."""
     segment = max(
         schedule.make_plan(config).segments, key=lambda one: one.num_steps * one.tokens_per_step
     )
-    if at_once:
-        here, spread, rows = schedule.phase_config(config, segment.phase), ALONE, at_once
-    else:
+    try:
         here, spread, sequences, micro_batches = recipe.portion(config, segment, devices)
-        rows = max(sequences // micro_batches // (spread.data * spread.expert), 1)
-    length = here.data.seq_len
-    rows = min(rows, max(MOST * spread.sequence_parts // length, 1))
+    except UserError:
+        here, spread = schedule.phase_config(config, segment.phase), ALONE
+        sequences = micro_batches = 1
+    whole = min(here.data.seq_len, MOST)
+    rows = max(sequences // micro_batches // (spread.data * spread.expert), 1)
     asked = {
-        "batch": rows,
-        "length": length // spread.sequence_parts,
-        "whole": length,
+        "batch": min(rows, max(MOST * spread.sequence_parts // whole, 1)),
+        "length": whole // spread.sequence_parts,
+        "whole": whole,
         "dtype": here.precision.compute,
         "operators": _operators(here, spread),
         "model": _share(here, spread),
+        "windows": [],
     }
     if "hybrid_sliding" in here.model.kinds:
         asked["windows"] = [here.model.sliding_window]
-    if here.precision.newton_schulz != "compute":
-        asked["dtypes"] = {"newton_schulz": here.precision.newton_schulz}
     return asked
 
 
@@ -114,51 +100,27 @@ def _operators(here: Config, spread: Spread) -> list[str]:
         "attention": bool(kinds - {"hybrid_linear"}),
         "linear_attention": "hybrid_linear" in kinds,
         # its kernels take no tokens of a neighbour
-        "cca_mix": (routed and spread.sequence_parts == 1),
+        "cca_mix": routed and spread.sequence_parts == 1,
         "grouped_mlp": routed,
-        "newton_schulz": here.optim.name == "muon",
     }
     return [name for name in chip.OPERATORS if there.get(name, True)]
 
 
-def _share(here: Config, spread: Spread) -> dict[str, int]:
+def _share(here: Config, spread: Spread) -> dict[str, Any]:
     """The model's sizes on a device."""
     m = here.model
     experts = m.num_experts
     for axis in spread.expert_axes:
         experts = -(-experts // getattr(spread, axis))
+    width = m.intermediate_size or m.moe_intermediate_size
     return {
         "num_attention_heads": max(m.num_attention_heads // spread.heads, 1),
         "num_key_value_heads": max(m.num_key_value_heads // spread.heads, 1),
-        "moe_intermediate_size": max(
-            (m.intermediate_size or m.moe_intermediate_size) // spread.heads, 1
-        ),
+        "moe_intermediate_size": max(width // spread.heads, 1),
         "num_experts": experts,
         "head_dim": m.head_dim,
         "hidden_size": m.hidden_size,
-        "vocab_size": m.vocab_size,
-        "head_parts": spread.heads,
         "router_hidden_size": m.router_hidden_size,
         "cca_time0": m.cca_time0,
         "cca_time1": m.cca_time1,
     }
-
-
-def meta(record: dict[str, Any] | None) -> dict[str, Any]:
-    """For a checkpoint's metadata."""
-    return {"kernels": record["kernels"]} if record else {}
-
-
-def notes(saved: dict[str, Any], record: dict[str, Any] | None, reached: int) -> list[str]:
-    """The record in a line, and a note where a run goes on with other kernels than it had."""
-    found = [trial.words(record)] if record else []
-    before, now = saved.get("kernels"), meta(record).get("kernels")
-    if reached and before != now:
-        was, here = (
-            "not tried" if names is None else ", ".join(names) or "none" for names in (before, now)
-        )
-        found.append(
-            f"note: kernels of ours were {was} until step {reached}, now {here}: the run rounds"
-            " differently from now on"
-        )
-    return found

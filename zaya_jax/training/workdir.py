@@ -9,7 +9,6 @@ sample.txt         the model's text at the end
 lineage.json       a fork's: the runs that it comes from, see `fork`
 tracker.id         the run's id with trackers, see `trackers`
 .lock              the process that writes here now, see `checkpoint.claims`
-kernels.json       on a GPU the trial of the kernels, see `kernels`
 imported.json      where the weights came from PyTorch: their config's further keys, their dtypes
 """
 
@@ -34,7 +33,6 @@ from zaya_jax.text.tokenizers import Tokenizer
 from zaya_jax.training import logs, notes
 
 LINEAGE = "lineage.json"
-KERNELS = "kernels.json"
 
 # Keys that may differ from the recorded config when a run goes on, as may phases that have not
 # begun.
@@ -169,9 +167,7 @@ class CleanupIfRefused:
         claims.release(self._workdir)
 
 
-def record_start(
-    workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list, kernels: dict | None = None
-) -> None:
+def record_start(workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list) -> None:
     """Writes the files of a start, before its first step; `lineage`: the runs that this one is
     forked from."""
     logs.open_log(workdir)
@@ -180,8 +176,6 @@ def record_start(
     write_json(workdir / "config.json", config_lib.to_dict(config))
     tokenizer.save(workdir / "tokenizer")
     write_json(workdir / "environment.json", notes.environment())
-    if kernels:
-        write_json(workdir / KERNELS, kernels)
     if lineage:
         write_json(workdir / LINEAGE, {"forked": lineage})
     else:  # a fork may have been killed here before it saved anything

@@ -1,0 +1,387 @@
+"""The child of `tune`: compares and times implementations of operators, in the form of a training
+step.
+
+    python -m pallas_kernels.trying      a JSON request in, a line of JSON for each result out
+
+For each operator: XLA's implementation, our kernels with the tiles that ship, with another tile of
+one kernel at a time, and with the best of each together. All are compared with XLA's in float32,
+and those that are right are timed: values and gradients in one program, as a step has them. Experts
+read a layer of stacks and add their gradients into stacks. The tiles that ship, and the best ones,
+must also be right in further cases: windows, log-sum-exps and their gradient, padded tails, all
+channels turned, experts without tokens, lengths that fill no tile.
+
+Before each implementation the child says which one it begins, so that its parent knows what a crash
+or an endless kernel was, and another child goes on behind it.
+"""
+
+import concurrent.futures
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import candidates, cases, chip, table, timing
+from pallas_kernels.candidates import Tile
+from pallas_kernels.cases import Size
+from pallas_kernels.chip import Chip
+
+SAMPLES = 0.03  # seconds of a timing
+THREADS = 16  # that compile at once
+GAIN = 1.01  # by which another tile of a kernel must be faster
+# Error limits, relative to the norm and to the worst row. Below NORM and WORST all is right; above,
+# an error may be so many times XLA's in the same format. Where XLA's own failed, LIMITS by the bytes
+# of a number hold: right kernels have at most half of them.
+NORM, WORST = 1e-3, 1e-2
+TIMES_NORM, TIMES_WORST = 2.0, 4.0
+LIMITS = {2: (2e-2, 0.5), 4: (1e-4, 1e-2)}
+# A result or gradient this much smaller than the largest is rounding noise around zero, and its
+# errors are measured in this unit.
+ZERO, OF_NOISE = 1e-3, (100.0, 100.0)
+XLA, SHIPPED, BEST = "XLA", "shipped", "best of each"
+
+Row = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """An operator's call with its gradients; without `timed` it must only be right."""
+
+    operator: str
+    label: str
+    timed: bool
+    size: Size
+    # dtype → function(arguments, sums) → (results, sums); `sums` are given away and come back.
+    call: Callable[[Any], Callable]
+    arguments: Callable[[Size], tuple[cases.Array, ...]]
+    sums: Callable[[Size], tuple[cases.Array, ...]]
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Operator and label."""
+        return self.operator, self.label
+
+    def values(self, dtype: Any, drawn: Any) -> tuple[tuple, tuple]:
+        """Arguments, those of bfloat16 drawn in the format `drawn`; and sums."""
+        arguments = cases.values_of(self.arguments(self.size), dtype, drawn=drawn)
+        return arguments, cases.values_of(self.sums(self.size))
+
+
+def request_cases(asked: Mapping[str, Any], operator: str) -> list[Case]:
+    """An operator's cases: the timed ones first."""
+    model = SimpleNamespace(**asked["model"])
+    size = Size("", asked["batch"], asked["length"], model, asked.get("whole", 0))
+    small = Size("", 2, 333, model)
+    plain = [case for case in cases.CASES if case.operator == operator]
+    more = cases.further(operator, asked.get("windows", ()))
+    if operator == "grouped_mlp":
+        stacks = Case(operator, "in stacks", True, size, _in_stacks, cases.stacked, cases.sums)
+        found, more = [stacks], [*more, *plain]
+    else:
+        found = [_case(case, size, True) for case in plain]
+    return found + [_case(case, small, False) for case in more]
+
+
+def _case(case: cases.Case, size: Size, timed: bool) -> Case:
+    def call(dtype: Any) -> Callable:
+        def run(arguments, sums):
+            out, pull = cases.linearized(case, dtype)(*arguments)
+            return (out, pull(jax.tree.map(_cotangent, out))), sums
+
+        return run
+
+    return Case(case.operator, case.label, timed, size, call, case.arguments, lambda size: ())
+
+
+def _in_stacks(dtype: Any) -> Callable:
+    def run(arguments, sums):
+        x, choice, gate, *weights = arguments
+        found = cases.mlp_in_stacks(x.astype(dtype), choice, gate, weights, sums, _cotangent)
+        out, gradients, added = found
+        return (out, gradients), added
+
+    return run
+
+
+def _cotangent(x: jax.Array) -> jax.Array:
+    return jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype)
+
+
+# ################################################################################################
+# What is tried
+# ################################################################################################
+
+
+def shipped_tiles(asked: Mapping[str, Any], operator: str, here: Chip) -> dict[str, Tile]:
+    """The tiles that ship for an operator's kernels, by the name of the variant that the request
+    meets."""
+    rows = table.rows(here.architecture)
+    narrow = jnp.dtype(asked["dtype"]).itemsize == 2
+    heads = operator in ("attention", "linear_attention")
+    channels = asked["model"]["head_dim"] if heads else 128
+    variant = "wide" if not narrow or channels > 128 else "64" if channels <= 64 else ""
+    found = {}
+    for kernel, row in table.rows_of_operators(rows, [operator]).items():
+        own = rows.get(f"{kernel} {variant}", row)
+        found[f"{kernel} {variant}".strip() if own is not row else kernel] = own["tile"]
+    return found
+
+
+def implementations(
+    asked: Mapping[str, Any], operator: str, here: Chip
+) -> dict[str, dict[str, Tile]]:
+    """Names of implementations, each with the tiles that it has in place of those that ship."""
+    found: dict[str, dict[str, Tile]] = {XLA: {}, SHIPPED: {}}
+    for kernel, tile in shipped_tiles(asked, operator, here).items():
+        for other in candidates.tiles_to_measure(here.architecture, kernel, tile):
+            sizes = " ".join(f"{name} {size}" for name, size in other.items())
+            found[f"{kernel}: {sizes}"] = {kernel: other}
+    return found
+
+
+def best_of_each(rows: Sequence[Row], cases: Sequence[Case]) -> dict[str, Tile]:
+    """The fastest right tile of each kernel, of those that are faster than what ships."""
+    times = total_seconds(rows, [case for case in cases if case.timed])
+    found: dict[str, Tile] = {}
+    fastest: dict[str, float] = {}
+    for row in rows:
+        for kernel, tile in row.get("tiles", {}).items() if row["name"] != BEST else ():
+            time_of = times.get(row["name"], np.inf)
+            if time_of < min(times.get(SHIPPED, np.inf) / GAIN, fastest.get(kernel, np.inf)):
+                found[kernel], fastest[kernel] = tile, time_of
+    return found
+
+
+def total_seconds(rows: Sequence[Row], needed: Sequence[Case]) -> dict[str, float]:
+    """The seconds of each implementation that is right in all these cases, over the timed ones."""
+    right: dict[str, dict[tuple, float]] = {}
+    for row in rows:
+        if "fault" not in row:
+            own = right.setdefault(row["name"], {})
+            own[row["operator"], row["case"]] = row.get("seconds", 0.0)
+    names = [case.name for case in needed]
+    return {
+        name: sum(own[case] for case in names)
+        for name, own in right.items()
+        if all(case in own for case in names)
+    }
+
+
+def try_all(
+    asked: Mapping[str, Any], here: Chip, rows: list[Row], until: float, alone: bool
+) -> Iterator[dict[str, Any]]:
+    """{"begin": [operator, case, name]} and {"row": ..} of each implementation that `rows` does not
+    have; `alone`: one compiles at a time."""
+    for operator in asked["operators"]:
+        own = request_cases(asked, operator)
+        exact: dict[str, Reference] = {}
+        every = implementations(asked, operator, here)
+        for case in own:
+            chosen = every if case.timed else {name: every[name] for name in (XLA, SHIPPED)}
+            yield from _try_case(case, chosen, asked, here, rows, exact, until, alone)
+        if best := best_of_each(rows, own):
+            for case in own:
+                yield from _try_case(case, {BEST: best}, asked, here, rows, exact, np.inf, alone)
+
+
+def _try_case(
+    case: Case,
+    chosen: Mapping[str, dict[str, Tile]],
+    asked: Mapping[str, Any],
+    here: Chip,
+    rows: list[Row],
+    exact: "dict[str, Reference]",
+    until: float,
+    alone: bool,
+) -> Iterator[dict[str, Any]]:
+    known = {row["name"]: row for row in rows if (row["operator"], row["case"]) == case.name}
+    todo = {name: tiles for name, tiles in chosen.items() if name not in known}
+    if not todo or "float32" in known:
+        return
+    if case.label not in exact:
+        yield {"begin": [*case.name, "float32"]}
+        exact[case.label] = Reference(case, asked, here)
+    reference = exact[case.label]
+    reference.limit_by(known.get(XLA, {}))
+    programs: dict[str, Any] = {}
+    if not alone:  # in this program's threads: which one a crash was, the next child finds
+        yield {"begin": [*case.name, ""]}
+        for name, program in reference.compiled(todo, here):
+            programs[name] = program
+            yield {"alive": name}
+    for name, tiles in todo.items():
+        if name not in (XLA, SHIPPED) and time.monotonic() > until:
+            return
+        yield {"begin": [*case.name, name]}
+        row = {"operator": case.operator, "case": case.label, "name": name, "tiles": tiles}
+        if name not in programs:
+            programs |= reference.compiled({name: tiles}, here)
+        row |= reference.judge(name, programs[name])
+        rows.append(row)
+        yield {"row": row}
+
+
+class Reference:
+    """A case's results and gradients in float32, and by how much others may differ."""
+
+    def __init__(self, case: Case, asked: Mapping[str, Any], here: Chip):
+        self.case, self.dtype = case, jnp.dtype(asked["dtype"])
+        self.queue = not here.is_host
+        self.given = case.values(self.dtype, self.dtype)
+        with chip.making(here.taking(("none",))), jax.default_matmul_precision("highest"):
+            arguments, sums = case.values(jnp.float32, self.dtype)
+            program = jax.jit(case.call(jnp.float32)).lower(arguments, sums).compile()
+            groups = _groups(*program(arguments, sums))
+        norms = [[_rms(x) for x in group] for group in groups]
+        self.exact = [x for group in groups for x in group]
+        self.units = [max(n, ZERO * max(group)) for group in norms for n in group]
+        limits = LIMITS[self.dtype.itemsize]
+        self.limits = [
+            limits if n >= ZERO * max(group) else OF_NOISE for group in norms for n in group
+        ]
+
+    def limit_by(self, xlas: Row) -> None:
+        """Takes XLA's own errors for limits, where it is right."""
+        if "errors" in xlas and "fault" not in xlas:
+            self.limits = [
+                (max(TIMES_NORM * norm, NORM), max(TIMES_WORST * worst, WORST))
+                for norm, worst in xlas["errors"]
+            ]
+
+    def compiled(
+        self, todo: Mapping[str, dict[str, Tile]], here: Chip
+    ) -> Iterator[tuple[str, Any]]:
+        """(name, program, or the error) of each, as they are ready."""
+
+        def one(name: str, tiles: Mapping[str, Tile]) -> tuple[str, Any]:
+            given = tuple((kernel, tuple(tile.items())) for kernel, tile in tiles.items())
+            target = here.taking(("none",)) if name == XLA else here._replace(tiles=given)
+            try:
+                with chip.making(target):
+                    program = jax.jit(self.case.call(self.dtype), donate_argnums=1)
+                    return name, program.lower(*self.given).compile()
+            except Exception as error:
+                return name, error
+
+        with concurrent.futures.ThreadPoolExecutor(min(THREADS, len(todo))) as pool:
+            waiting = [pool.submit(one, name, tiles) for name, tiles in todo.items()]
+            for done in concurrent.futures.as_completed(waiting):
+                yield done.result()
+
+    def judge(self, name: str, program: Any) -> Row:
+        """The errors of one implementation, and where they are small its seconds."""
+        row: Row = {}
+        try:
+            if isinstance(program, Exception):
+                raise program
+            arguments, sums = self.given
+            held = [jax.tree.map(jnp.copy, sums)]
+            found = program(arguments, held[0])
+            held[0] = found[1]
+            errors = self._errors([x for group in _groups(*found) for x in group])
+            row["errors"] = [[min(x, 1e99) for x in pair] for pair in errors]
+            norm, worst = map(max, zip(*errors, strict=True))
+            row["error"] = min(norm, 1e99)
+            pairs = zip(errors, self.limits, strict=True)
+            if any(e > most for own, limit in pairs for e, most in zip(own, limit, strict=True)):
+                finite = norm + worst < np.inf
+                how = f"by {norm:.2g} of the norm, in one place by {worst:.2g}"
+                return row | {"fault": f"wrong: {how if finite else 'not finite'}"}
+            if name == XLA:
+                self.limit_by(row)
+
+            def call() -> Any:
+                out, held[0] = program(arguments, held[0])
+                return out
+
+            if self.case.timed:
+                row["seconds"] = timing.time_call(call, SAMPLES, self.queue).median
+        except Exception as error:
+            row["fault"] = " ".join(f"failed: {type(error).__name__}: {error}".split())[:160]
+        return row
+
+    def _errors(self, found: list[jax.Array]) -> list[tuple[float, float]]:
+        """Of each result and gradient, over its norm and in the worst place; infinite where it is
+        not finite."""
+        if [x.shape for x in found] != [x.shape for x in self.exact]:
+            return [(np.inf, np.inf)] * len(self.exact)
+        pairs = [_distance(*given) for given in zip(found, self.exact, self.units, strict=True)]
+        numbers = np.array(jax.device_get(pairs), np.float64).reshape(-1, 2)
+        return [(norm, worst) for norm, worst in np.nan_to_num(numbers, nan=np.inf).tolist()]
+
+
+def _groups(results: tuple, sums: Any) -> list[list[jax.Array]]:
+    """The results; and the gradients, with the sums that they were added to."""
+    out, gradients = results
+    return [
+        [x.astype(jnp.float32) for x in jax.tree.leaves(group)]
+        for group in (out, (gradients, sums))
+    ]
+
+
+def _rms(x: jax.Array) -> float:
+    return float(jnp.sqrt(jnp.mean(x * x))) if x.size else 0.0
+
+
+@jax.jit
+def _distance(a: jax.Array, b: jax.Array, unit: float) -> tuple[jax.Array, jax.Array]:
+    """Of a norm, and the farthest number in units of its row, where a row counts at least a tenth
+    of them all."""
+    if not a.size:
+        return jnp.zeros(()), jnp.zeros(())
+    difference, least = jnp.abs(a - b), jnp.maximum(unit, jnp.finfo(jnp.float32).tiny)
+    row = jnp.sqrt(jnp.mean(b * b, axis=-1, keepdims=True)) if b.ndim else jnp.abs(b)
+    return jnp.sqrt(jnp.mean(difference**2)) / least, jnp.max(difference / (row + 0.1 * least))
+
+
+# ################################################################################################
+# The process
+# ################################################################################################
+
+
+def main() -> int:
+    """Says what device is here, then answers one request."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print goes to standard error
+
+    def send(line: dict) -> None:
+        print(json.dumps(line), file=out, flush=True)
+
+    device = jax.devices()[0]
+    here = chip.chip_of(device)
+    about = {"platform": here.platform, "kind": here.kind, "name": device.device_kind}
+    send(about | {"devices": jax.device_count()})
+    request = json.loads(sys.stdin.readline() or "null")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if request:
+        target = Chip(*request["as"]) if request.get("as") else here
+        until = time.monotonic() + request["seconds"]
+        for answer in try_all(request["asked"], target, request["rows"], until, request["alone"]):
+            send(answer)
+            if "failed" in answer.get("row", {}).get("fault", "") and not _sound():
+                return 1
+    send({"end": True})
+    return 0
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()  # ends when the parent does
+    os._exit(1)
+
+
+def _sound() -> bool:
+    """Whether the device still computes; after a bad address it does not."""
+    try:
+        return bool(jnp.ones(8).sum() == 8)
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The search for tiles, interpreted, with planted faults: each costs its kernels' place and no
+more."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+import tiny_runs
+
+from pallas_kernels import chip, trying, tune
+from pallas_kernels.trying import BEST, SHIPPED, XLA
+from zaya_jax.training import kernels
+
+MODEL = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 2,
+    "router_hidden_size": 32,
+    "cca_time0": 2,
+    "cca_time1": 2,
+}
+HERE = chip.Chip("cpu", "gfx942")
+
+
+def asked(*operators, **more):
+    given = {"model": MODEL, "batch": 1, "length": 64, "dtype": "bfloat16", "windows": []}
+    return given | {"operators": list(operators), **more}
+
+
+def tuned(request, *faults, **more):
+    program = ("tests.pallas_kernels.planted", *faults)
+    more = {"seconds": 300, "each": 90, "pretend": HERE} | more
+    return tune.measure(lambda devices: request, program=program, **more)
+
+
+def faults(rows):
+    return {
+        (row["operator"], row["case"], row["name"]): row["fault"] for row in rows if "fault" in row
+    }
+
+
+def row(name, seconds, operator="attention", case="causal, documents", **more):
+    return {
+        "operator": operator,
+        "case": case,
+        "name": name,
+        "tiles": {},
+        "seconds": seconds,
+        **more,
+    }
+
+
+def in_all_cases(name, seconds, **more):
+    return [row(name, seconds, **more), row(name, 0, case=FURTHER)]
+
+
+FURTHER = "log-sum-exps, padded tail"
+REQUEST = asked("attention")
+TILE = {"rows": 64, "keys": 64, "warps": 4, "stages": 1}
+
+
+def taken(*rows):
+    return tune.verdict(REQUEST, "attention", [*in_all_cases(XLA, 1.0), *rows])[1]
+
+
+def test_ours_must_be_right_in_every_case_and_faster_by_three_percent():
+    assert taken(*in_all_cases(SHIPPED, 0.96)) == SHIPPED
+    assert taken(*in_all_cases(SHIPPED, 0.98)) == XLA
+    wrong = row(SHIPPED, 0, case=FURTHER, fault="wrong: not finite")
+    assert taken(row(SHIPPED, 0.1), wrong) == XLA
+    assert taken(row(SHIPPED, 0.1, fault="failed: x"), *in_all_cases(BEST, 0.5)) == BEST
+    assert taken(*in_all_cases(SHIPPED, 0.5), row(BEST, 0.1), wrong | {"name": BEST}) == SHIPPED
+    failed = [row(XLA, 0, fault="failed: x"), row(XLA, 0, case=FURTHER)]
+    both = [*failed, *in_all_cases(SHIPPED, 9.0)]
+    assert tune.verdict(REQUEST, "attention", both)[1] == SHIPPED
+
+
+def test_a_case_that_was_never_begun_decides_nothing():
+    rows = [*in_all_cases(XLA, 1.0), row(SHIPPED, 0.1)]  # and the padded tail was not reached
+    assert tune.verdict(REQUEST, "attention", rows) == ({}, XLA)
+    record = tune.make_record(HERE, "MI300X", REQUEST, rows)
+    assert record["tiles"] == {} and "attention" in record["kernels"]  # as it ships
+    earlier = {"kernels": ["cca_mix"], "tiles": {"mix": {"tile": 1}, "attention_keys": {"tile": 2}}}
+    kept = tune.make_record(HERE, "MI300X", REQUEST, rows, earlier)
+    assert kept["kernels"] == ["cca_mix"] and kept["tiles"] == earlier["tiles"]
+    unknown = tune.make_record(chip.Chip("gpu", "NVIDIA B200"), "B200", REQUEST, rows)
+    assert unknown["kernels"] == [] and tune.describe(REQUEST, rows) == [
+        "attention: not tried to its end: as it ships"
+    ]
+
+
+def test_the_best_tile_of_each_kernel_is_one_that_is_faster_than_what_ships():
+    cases = trying.request_cases(REQUEST, "attention")
+    rows = in_all_cases(SHIPPED, 1.0)
+    forward, keys = {"attention_forward": TILE}, {"attention_keys": TILE}
+    rows += [
+        row("a", 0.8) | {"tiles": forward},
+        row("b", 0.7) | {"tiles": {"attention_forward": {}}},
+    ]
+    rows += [row("c", 0.995) | {"tiles": keys}, row("d", 0.1, fault="x") | {"tiles": keys}]
+    assert trying.best_of_each(rows, cases) == {"attention_forward": {}}
+
+
+def test_errors_are_held_against_xlas_and_without_it_against_the_formats_own():
+    """A gradient that is wrong by 9% of its norm is refused where XLA's implementation fails."""
+    case = trying.request_cases(asked("residual_norm"), "residual_norm")[2]
+    reference = trying.Reference(case, asked("residual_norm"), HERE)
+    ((_, program),) = reference.compiled({XLA: {}}, HERE)
+
+    def scaled(by):
+        def call(arguments, sums):
+            (out, gradients), sums = program(arguments, sums)
+            return (out, jax.tree.map(lambda x: (by * x).astype(x.dtype), gradients)), sums
+
+        return call
+
+    assert "fault" not in reference.judge(SHIPPED, scaled(1.0))
+    assert "fault" not in reference.judge(SHIPPED, scaled(1.01))
+    assert reference.judge(SHIPPED, scaled(1.09))["fault"].startswith("wrong: by 0.09 of the norm")
+    assert "seconds" in reference.judge(XLA, program)
+    assert reference.judge(SHIPPED, scaled(1.01))["fault"].startswith("wrong: by 0.01")
+    assert reference.judge(SHIPPED, scaled(float("nan")))["fault"] == "wrong: not finite"
+    assert reference.judge(SHIPPED, ValueError("x"))["fault"] == "failed: ValueError: x"
+
+
+def test_what_is_compared_has_the_runs_options():
+    config = tiny_runs.settings()
+    request = kernels.tuning_request(config, 1)
+    labels = {
+        operator: [
+            case.label for case in trying.request_cases(request | {"windows": [7]}, operator)
+        ]
+        for operator in chip.OPERATORS
+    }
+    assert labels["attention"] == ["causal, documents", "window of 7", FURTHER]
+    assert labels["grouped_mlp"][0] == "in stacks" and len(labels["grouped_mlp"]) == 3
+    assert labels["cca_mix"][1] == "all channels turn, padded tail"
+    mesh = dataclasses.replace(config.mesh, data=2, expert=2, tensor=1)
+    cut = kernels.tuning_request(dataclasses.replace(config, mesh=mesh), 4)
+    assert cut["batch"] == 2 and cut["model"]["num_experts"] == config.model.num_experts // 2
+    assert cut["operators"] == ["attention", "cca_mix", "grouped_mlp", "residual_norm"]
+    mesh = dataclasses.replace(config.mesh, data=1, context=2)
+    cut = kernels.tuning_request(dataclasses.replace(config, mesh=mesh), 2)
+    assert (cut["length"], cut["whole"]) == (8, 16) and "cca_mix" not in cut["operators"]
+
+
+def test_without_a_gpu_it_says_so_and_a_process_that_cannot_start_is_named(capsys):
+    assert tune.main(["--config=experiments/configs/tiny.py"]) == 2
+    assert "error: no GPU is here; python -m benchmarks.kernels" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="ended the process \\(exit code 1\\)"):
+        tune.measure(lambda devices: REQUEST, program=("no.such.module",))
+
+
+@pytest.mark.slow
+def test_experts_in_stacks_and_another_tile_are_tried_as_the_step_runs_them():
+    here, name, request, rows = tuned(asked("grouped_mlp"), "tiles=1")
+    assert not faults(rows)
+    names = {row["name"] for row in rows if row["case"] == "in stacks"}
+    assert len(names) >= 8 and {XLA, SHIPPED} < names
+    record = tune.make_record(here, name, request, rows)
+    assert set(record["tiles"]) == {
+        f"experts_{kernel}"
+        for kernel in ("gate_up", "down", "d_hidden", "d_x", "d_gate_up", "d_down")
+    }
+
+
+@pytest.mark.slow
+def test_a_fault_costs_the_operator_its_kernels_and_the_others_are_tried():
+    request = asked("attention", "cca_mix", "residual_norm", windows=[16])
+    planted = "attention=wrong@window", "cca_mix=kills", "residual_norm=none"
+    here, name, request, rows = tuned(request, *planted)
+    found = faults(rows)
+    assert set(found) == {
+        ("attention", "window of 16", SHIPPED),
+        ("cca_mix", "documents", SHIPPED),
+        ("cca_mix", "all channels turn, padded tail", SHIPPED),
+    }
+    assert found["cca_mix", "documents", SHIPPED] == "ended the process (SIGKILL)"
+    assert found["attention", "window of 16", SHIPPED].startswith("wrong: by ")
+    record = tune.make_record(here, name, request, rows)
+    assert record["kernels"] == ["grouped_mlp", "linear_attention", "residual_norm"]
+    assert all(kernel.startswith("residual_") for kernel in record["tiles"])
+    row = record["tiles"]["residual_join_and_read"]
+    assert row["source"] == "measured" and row["ms"] > 0 and row["tile"]["programs"] == 2048
+    lines = tune.describe(request, rows)
+    assert lines[0].startswith("attention: XLA's") and "window of 16: wrong" in lines[0]
+    assert "1.00x what ships" in lines[2]
+    json.dumps(record)
+
+
+def test_a_crash_and_a_kernel_that_never_ends_cost_one_place():
+    """The first child compiles in threads, so a second one finds which implementation it was."""
+    planted = "residual_norm=kills@experts' join"
+    here, name, request, rows = tuned(asked("residual_norm"), planted)
+    assert faults(rows) == {
+        ("residual_norm", "experts' join", SHIPPED): "ended the process (SIGKILL)"
+    }
+    assert tune.verdict(request, "residual_norm", rows)[1] == XLA
+    assert tune.make_record(here, name, request, rows)["kernels"] == [
+        operator for operator in chip.OPERATORS if operator != "residual_norm"
+    ]
+
+
+@pytest.mark.slow
+def test_one_that_never_ends_is_ended():
+    rows = tuned(asked("residual_norm"), "residual_norm=hangs@attention's norm", each=15)[3]
+    assert faults(rows) == {
+        ("residual_norm", "attention's norm", SHIPPED): "did not end within 15 s"
+    }

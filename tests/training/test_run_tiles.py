@@ -1,0 +1,108 @@
+"""Which kernels and tiles the programs of a run on a GPU have: the table's, or what `tune` found."""
+
+import json
+import types
+
+import pytest
+import tiny_runs
+
+from benchmarks import gpu
+from pallas_kernels import chip, table
+from zaya_jax.training import kernels
+
+MI300X = types.SimpleNamespace(platform="rocm", device_kind="gfx942")
+B200 = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA B200")
+ROW = {"source": "measured", "chip": "a card", "date": "2026-12-01", "jax": "0.12", "ms": 0.2}
+TILE = {"rows": 64, "keys": 32, "warps": 4, "stages": 1}
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """Writes what `tune` found on a card of this kind."""
+    monkeypatch.setattr(chip, "_used", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def write(kind, operators, tiles, **changed):
+        rows = {name: {**ROW, "tile": tile} for name, tile in tiles.items()}
+        found = {"key": table.key(kind) | changed, "kernels": operators, "tiles": rows}
+        table.write_measured(kind, found)
+
+    return write
+
+
+def test_a_start_says_how_many_tiles_were_measured_and_checkpoints_have_them(own):
+    config = tiny_runs.settings()
+    assert kernels.look_up(config, types.SimpleNamespace(platform="cpu", device_kind="cpu")) is None
+    found = kernels.look_up(config, MI300X)
+    assert found["said"] == "tiles: 21 modelled" and len(found["kernels"]) == 21
+    own("gfx942", ["attention", "cca_mix"], {"attention_forward": TILE, "attention_keys 64": TILE})
+    measured = kernels.look_up(config, MI300X)
+    assert measured["said"] == "tiles: 2 measured on a card, 5 modelled"
+    assert measured["kernels"]["attention_forward"] == measured["kernels"]["attention_keys"] == TILE
+    assert chip.chip_of(MI300X).taking(("auto",)).kernels == ("attention", "cca_mix")
+    note = "note: the kernels of ours, or their tiles, are not those that the run had until step 3:"
+    before = kernels.meta(found)
+    assert kernels.notes(before, found, 3) == [found["said"]]
+    assert kernels.notes(before, measured, 3)[1].startswith(note)
+    assert kernels.notes(before, measured, 0) == [measured["said"]]
+    assert kernels.notes({}, None, 3) == [] and len(kernels.notes(before, None, 3)) == 1
+
+
+def test_an_unknown_card_has_xlas_kernels_until_tune_found_its_tiles(own):
+    config = tiny_runs.settings()
+    found = kernels.look_up(config, B200)
+    assert found["kernels"] == {} and found["said"] == (
+        "kernels: XLA's on NVIDIA B200, for which no tiles were chosen; python -m"
+        " pallas_kernels.tune finds the tiles of this card"
+    )
+    assert chip.chip_of(B200).taking(("auto",)).kernels == ()
+    own("NVIDIA B200", ["attention"], {"attention_forward": TILE})
+    assert kernels.look_up(config, B200)["said"] == "tiles: 1 measured on a card, 2 modelled"
+
+
+@pytest.mark.parametrize("changed", ["driver", "jax", "code"])
+def test_measured_tiles_are_left_where_what_they_depend_on_changed(own, changed):
+    own("gfx942", [], {"attention_forward": TILE}, **{changed: "another"})
+    said = kernels.look_up(tiny_runs.settings(), MI300X)["said"]
+    assert (
+        said.startswith("tiles: 21 modelled; ") and f"is for another {changed}; python -m" in said
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"gfx942": 1}', '{"gfx942": {"tiles": {"x": {}}, "kernels": []}}']
+)
+def test_a_damaged_file_is_said_and_another_cards_rows_stay(own, text):
+    table.measured_file().parent.mkdir(parents=True)
+    table.measured_file().write_text(text)
+    said = kernels.look_up(tiny_runs.settings(), MI300X)["said"]
+    assert said.startswith("tiles: 21 modelled; ") and "cannot be read" in said
+    own("gfx942", [], {})
+    own("gfx950", [], {})
+    assert {"gfx942", "gfx950"} <= {*json.loads(table.measured_file().read_text())}
+
+
+@pytest.mark.slow
+def test_a_first_hour_on_a_gpu_is_one_command_which_goes_on_past_a_part_that_fails(
+    tmp_path, monkeypatch
+):
+    parts = [name for name in gpu.PARTS if "1B" not in name and "100M" not in name]
+    assert gpu.main([f"--out={tmp_path}", "--minutes=8", "--parts", *parts]) == 0
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(results) == ["device", *parts] and not any(
+        "fault" in results[name] for name in parts
+    )
+    assert all(words.startswith("right") for words in results["golden cases"]["found"].values())
+    step = results["training step, 1M"]["found"]
+    assert (
+        step["tokens a second"] > 0
+        and step["peak GB, planned"] > 0
+        and step["peak GB, compiled"] > 0
+    )
+    whole, of = (
+        results["resume"]["found"]["equal bit for bit"].removesuffix(" arrays").split(" of ")
+    )
+    assert whole == of
+    monkeypatch.setattr(gpu, "LEAST", 0.1)
+    assert gpu.main([f"--out={tmp_path}", "--minutes=0", "--parts", "resume", "decoding"]) == 1
+    assert (tmp_path / "gpu.md").read_text().count("did not end within 0 s") == 2
