@@ -149,6 +149,13 @@ def _what_fits(
         print(f"  with {', '.join(changes)}: {headline(row)}{', fits' if fits else ''}", flush=True)
         return {"changes": changes, **row} if fits else None
 
+    rounds = here.model.model_type == "zaya" and here.precision.weights == "compute"
+    if mesh.size == 1 and rounds:
+        here = dataclasses.replace(
+            here, precision=dataclasses.replace(here.precision, weights="float32")
+        )
+        if row := tried("precision.weights=float32"):
+            return row
     if here.remat in ("none", "elementwise"):
         here = dataclasses.replace(here, remat="attention")
         if row := tried("remat=attention"):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax._src.mesh import AbstractDevice  # in jax.sharding from 0.12 on
 from jax.sharding import AbstractMesh, AxisType
+from rows import slow
 
 from zaya_jax import config
 from zaya_jax.hardware import targets
@@ -49,9 +50,7 @@ MORE_MESHES = {
     "dense TSP": ("dense", 2, {"tensor": 2, "tsp": True}),
 }
 CASES = [pytest.param(*case, id=name) for name, case in MESHES.items()]
-CASES += [
-    pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE_MESHES.items()
-]
+CASES += [slow(*case, id=name) for name, case in MORE_MESHES.items()]
 
 
 def settings(model: str = "zaya", mesh: dict | None = None, **precision) -> config.Config:
@@ -203,21 +202,17 @@ def test_the_cpus_own_step_has_it():
 
 
 @pytest.mark.parametrize(
-    ("model", "kinds"),
-    [("zaya", 1), ("linear", 2), pytest.param("dense", 0, marks=pytest.mark.slow)],
+    ("model", "kinds", "device", "whole"),
+    [
+        ("zaya", 1, H200, WHOLE),
+        ("linear", 2, H200, WHOLE),
+        slow("dense", 0, H200, WHOLE),
+        slow("zaya", 1, MI300X, "HIGHEST"),
+    ],
 )
-def test_float32_of_the_table_is_float32(model, kinds):
+def test_float32_of_the_table_is_float32(model, kinds, device, whole):
     """With bfloat16 products, all that is left of float32 keeps its bits."""
-    check_float32(model, kinds, H200, WHOLE)
-
-
-@pytest.mark.slow
-def test_it_is_for_an_mi300x():
     targets.tell_pallas()
-    check_float32("zaya", 1, MI300X, "HIGHEST")
-
-
-def check_float32(model, kinds, device, whole):
     found = products(lowered(settings(model), 1, device))
     exact = [p for p in found if p[0] == "f32"]
     # For each kind of layer that is traced: the router's four matrices, three products each; the
@@ -226,7 +221,23 @@ def check_float32(model, kinds, device, whole):
     assert {p[:2] for p in found} - {("f32", whole)} == {("bf16", "DEFAULT")}
 
 
-@pytest.mark.parametrize("matmul", ["default", pytest.param("highest", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["compute", "float32"])
+def test_a_step_rounds_the_experts_weights_before_its_kernels_read_them(weights):
+    """The products of an NVIDIA GPU take their second operand from shared memory: weights that are
+    rounded in their loops go there twice."""
+    operations = lowered(settings(weights=weights), 1)
+    read = {
+        name: element(op.operands[2])
+        for op in operations
+        for name in kernels([op]) & {"experts_gate_up", "experts_down", "experts_d_x"}
+    }
+    assert read == dict.fromkeys(
+        ("experts_gate_up", "experts_down", "experts_d_x"),
+        "bf16" if weights == "compute" else "f32",
+    )
+
+
+@pytest.mark.parametrize("matmul", ["default", slow("highest")])
 def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(matmul):
     found = products(lowered(settings(compute="float32", matmul=matmul, router="float32"), 1))
     assert {p[0] for p in found} == {"f32"}

@@ -2,6 +2,7 @@
 in less memory."""
 
 import functools
+import math
 import shutil
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import tiny_runs
 from tiny_runs import lines, same_state, settings, train, write_corpus
 
+from pallas_kernels import chip
 from zaya_jax import cli, trees
 from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.source import Source
@@ -20,6 +22,7 @@ from zaya_jax.plan import footprint
 from zaya_jax.plan.case import Case
 from zaya_jax.training import snapshot
 from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 EXPERTS = {"layers/experts/gate_up", "layers/experts/down"}
 KEYS = {
@@ -166,6 +169,30 @@ def test_memory_is_planned(keys):
         for part, name in (("params", "weights"), ("optimizer", "optimizer")):
             taken = sum(map(states.bytes_per_device, jax.tree.leaves(state[part])))
             assert planned[name] == pytest.approx(taken, abs=600)  # figures and counters
+
+
+def test_one_device_rounds_its_experts_once_a_step_and_changes_no_bit(keys):
+    """In the kernels, or before the first of two micro-batches; as planned, in 2 bytes a number
+    more."""
+    keys = keys | {"model__num_hidden_layers": 1, "model__hidden_size": 32}
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 2, 16), np.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
+    batch |= {"segment_ids": 1 + 0 * tokens, "loss_mask": np.ones(tokens.shape, np.float32)}
+    found = {}
+    with chip.making(chip.Chip("cpu", "NVIDIA H200", ("grouped_mlp",))):
+        for weights in ("compute", "float32"):
+            config, optimizer, like, _ = on(1, precision__weights=weights, **keys)
+            mesh = jax.tree.leaves(like)[0].sharding.mesh
+            step = steps.make_train_step(config, config.model, optimizer, mesh)
+            state = step(states.init(config, optimizer, mesh), batch, np.float32(1e-3))
+            planned = footprint.estimate(
+                Case(config, spread_of(config.mesh, mesh.shape), "h200", 4, 2)
+            )
+            found[weights] = jax.device_get(state), planned.phases["backward"]
+    (ours, more), (theirs, less) = found.values()
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    weights = [w for w in optimizer.layout.weights if w.path in EXPERTS]
+    assert more - less == 2 * sum(math.prod(w.shape) for w in weights)
 
 
 def test_what_has_no_copies(keys):

@@ -67,12 +67,14 @@ def estimate(case: Case) -> Footprint:
     # Of gradients that leave with their layer, the share stays.
     left4 = 4.0 * case.leaving * (1 / case.devices - 1)
     held = sums if several else local4 + left4
+    # Until the last micro-batch's gradients are there.
+    copies = COPY * work.rounded(case)
     # the table's gradient is computed last of all
     late = logits2 if chunks == 1 and not several else 0.0
     places = {
         "head": {
             "activations": kept,
-            "working set": logits4 + logits2 + table4 * compute / 4 + 3 * x4,
+            "working set": logits4 + logits2 + table4 * compute / 4 + 3 * x4 + copies,
             "exchange": gathered,
             "gradients": (
                 sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0)
@@ -83,13 +85,13 @@ def estimate(case: Case) -> Footprint:
             # layer twice
             "activations": kept,
             "gradients": held + table4,
-            "working set": 8 * x4 + 2 * have["h2"] + late,
+            "working set": 8 * x4 + 2 * have["h2"] + late + copies,
             "exchange": gathered + (layer4 if fetched else 0.0) + 8.0 * case.leaving / layers,
         },
         "its end": {
             "activations": kept if late else 0.0,
             "gradients": held + (2 if late else 3) * table4,
-            "working set": late + 2 * x4,
+            "working set": late + 2 * x4 + (copies if several else 0.0),
             "exchange": table,
         },
     }

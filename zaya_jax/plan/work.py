@@ -13,7 +13,7 @@ device:
     p2      N of packed queries and keys                  q2 v2   of the queries; of the keys or the values alone
     c2      N of packed columns and values                h2 f2   N of the experts' gate and up; of their width
     s2      the states of linear attention's chunks       w4 w2   the part's weights of a layer, float32, to compute in
-    wh      the same weights as the device holds them
+    wh      the same weights as the kernels find them
 """
 
 import dataclasses
@@ -189,6 +189,15 @@ def in_place(case: Case) -> bool:
     return case.model.model_type == "zaya" and not (s.fsdp or s.tsp or s.expert_axes)
 
 
+def rounded(case: Case) -> float:
+    """Numbers of the experts' weights that a step rounds for these kernels: those that do not lie
+    rounded already."""
+    if not in_place(case) or "layers/experts/gate_up" not in case.layout.formats:
+        return 0.0
+    numbers = case.model.num_hidden_layers * case.layer["experts"]
+    return numbers - case.copied.get("experts", 0)
+
+
 def fetched(case: Case) -> bool:
     """Whether a layer's weights come from other devices, so that it is computed again where nothing
     else is asked."""
@@ -219,7 +228,8 @@ def _layers(case: Case) -> Iterator[ScopeWork]:
 def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[ScopeWork]:
     """One part, at each stage at which it runs."""
     weights = case.layer.get(name, 0.0)
-    held = 4 * weights - (4 - COPY) * case.copied.get(name, 0) / case.model.num_hidden_layers
+    copied = case.copied.get(name, 0) + (rounded(case) if name == "experts" else 0)
+    held = 4 * weights - (4 - COPY) * copied / case.model.num_hidden_layers
     have = sizes(case) | {
         "w4": 4 * weights,
         "w2": size(case.here.precision.compute) * weights,
@@ -385,6 +395,7 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
     others += (4.0 * local + directions(case)) / case.devices + (
         20.0 * local if case.devices == 1 else 0.0
     )
+    others += (4.0 + COPY) * rounded(case)
     yield ScopeWork("optimizer", "", flops, products, others, launches)
     if layout.sharded:
         yield ScopeWork(

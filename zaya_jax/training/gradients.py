@@ -9,7 +9,8 @@ Weights are of three kinds, by where their gradients are stored:
               optimizer reduces their sums. Gradients of bfloat16 copies leave even then, in float32 and unreduced
               (`Unreduced`): as gradients of the copies themselves they would be rounded.
     experts   kernels read the weights in the stack of all layers, and write their gradients into a second such stack;
-              or into shares, if the gradients of both weights (EXPERTS) can leave.
+              or into shares, if the gradients of both weights (EXPERTS) can leave. Weights that lie in float32 are
+              rounded once for the whole step: in a kernel's inner loop that would happen for each tile.
 
 A gradient leaves through a slot: an argument of the loss, zeros in the shape of a device's share.
 In the backward pass the layer returns its reduced gradient as the slot's gradient (`model.stored`),
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_mlp import unwritten
 from zaya_jax import trees
 from zaya_jax.model.experts import read_and_written_in_place
-from zaya_jax.model.stored import Stored
+from zaya_jax.model.stored import NONE, Stored
 from zaya_jax.optim.zero.by_layer import ByLayer
 
 
@@ -46,17 +47,23 @@ EXPERTS = ("layers/experts/gate_up", "layers/experts/down")
 
 
 def gradients(
-    loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place: bool
+    loss_of: Callable,
+    params: dict,
+    batch: dict,
+    ways: Ways,
+    in_place: bool,
+    copies: Mapping[str, Any] = NONE,
 ) -> tuple[dict, Any]:
     """(gradients, the loss function's other results), both summed over the micro-batches.
 
     loss_of(params, micro-batch, stored) → (loss, other results). Gradients lie like the parameters,
     or as shares. `in_place`: kernels read the experts, and write their gradients, in the stacks of
-    all layers.
+    all layers. `copies` are the number formats of copies that products make anyway, by path.
     """
     single = batch["tokens"].shape[0] == 1
     plain = trees.flat(params, "/")
     experts = {path: plain.pop(path) for path in EXPERTS} if in_place else {}
+    experts = {path: w.astype(copies.get(path, w.dtype)) for path, w in experts.items()}
     if not single:
         ways = {path: Unreduced(w.shape) for path, w in plain.items() if w.dtype != jnp.float32}
     places, shares = _places(experts, ways, add=not single)

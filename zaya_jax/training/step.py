@@ -120,7 +120,8 @@ def make_train_step(
             return loss_fn(params, bias, micro, total, stored, frozen)
 
         ways = {} if frozen else optimizer.layout.by_layer
-        grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place)
+        formats = optimizer.layout.formats
+        grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place, formats)
         grads = hook(grads) if hook else grads
 
         parts = jax.lax.psum(parts, AXES)

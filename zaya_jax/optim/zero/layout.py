@@ -80,6 +80,8 @@ class Layout:
             for path, way in self.by_layer.items()
             if way.bucket.weights[0].copy
         }
+        # The number format of each weight's copies, whether devices hold such copies or not.
+        self.formats = {w.path: w.copy for w in weights if w.copy}
         self.methods = {name: bucket.method for name, bucket in self.bucket.items()}
 
     def _share(self, weights: list[Weight]) -> None:
