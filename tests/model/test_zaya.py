@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from flax import nnx
 from rows import slow
 
 from pallas_kernels import chip
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import zaya
 from zaya_jax.model.placement import Rows
+from zaya_jax.model.stack import side_by_side
+
+IDS = np.arange(10, dtype=np.int32)[None]
 
 
 def test_parameter_counts_of_the_full_size_model():
@@ -55,6 +59,21 @@ def test_fresh_weights():
     assert not (layers["cca"]["q"]["kernel"][0] == layers["cca"]["q"]["kernel"][1]).any()
     bias = zaya.init_balance(model)
     assert (bias[:, -1] == -1).all() and (bias[:, :-1] == 0).all()
+
+
+def test_a_layers_vectors_are_one_input_of_the_scan():
+    """On a GPU, by its program; a layer finds the weights that it would find one by one."""
+    model = model_helpers.small()
+    params, bias = model_helpers.weights(model)
+    whole = nnx.split(zaya.Zaya(nnx.Rngs(0), model, Precision()).layers)[1]
+    given, of_layer = side_by_side(whole, True)
+    assert given[0].ndim == 2 and all(x.ndim > 2 for x in jax.tree.leaves(given[1]))
+    for i in range(model.num_hidden_layers):
+        own, alone = (jax.tree.map(lambda x, i=i: x[i], tree) for tree in (given, whole))
+        jax.tree.map(np.testing.assert_array_equal, of_layer(own), alone)
+    with chip.making(chip.Chip("cpu", "NVIDIA H200", ())):
+        program = jax.make_jaxpr(lambda p: zaya.apply(model, p, bias, Rows(IDS)).hidden)(params)
+    assert given[0].shape in [x.aval.shape for e in program.eqns for x in e.invars]
 
 
 def run(model, params, bias, ids, **options):

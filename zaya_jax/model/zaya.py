@@ -29,7 +29,7 @@ from zaya_jax.model.dense import DenseLayer
 from zaya_jax.model.layer import Layer, Own
 from zaya_jax.model.lookup import lookup
 from zaya_jax.model.placement import ALONE, Cached, Devices, Rows
-from zaya_jax.model.stack import linear_pattern, scan_layers
+from zaya_jax.model.stack import linear_pattern, scan_layers, side_by_side
 from zaya_jax.model.stored import SCANNED, Stored
 from zaya_jax.model.weights import RMSNorm, TokenSum, weight
 
@@ -107,11 +107,12 @@ class Zaya(nnx.Module):
         real = here.segments > 0 if here.segments is not None else here.mask
         real = (jnp.ones_like(tokens) if real is None else real).reshape(-1).astype(jnp.float32)
         layer_def, layer_weights = nnx.split(self.layers)
+        layer_weights, own_weights = side_by_side(layer_weights, chip.current().maker != "cpu")
 
         def body(linear, carry, per_layer, cache_l):
             h, stream = carry
             weights, balance_l, kind, window, given = per_layer
-            weights, lie = stored.of_layer(given, weights, here.weights)
+            weights, lie = stored.of_layer(given, own_weights(weights), here.weights)
             layer = nnx.merge(layer_def, lie.local(weights))
             rope = [] if linear else _rope_of(kind, tables)
             at = dataclasses.replace(here.of_layer(window, linear, cache_l), weights=lie)
