@@ -260,10 +260,8 @@ def of_program(name: str, args: list[str], needs: bool) -> str:
     if "config" in OPTIONS[name].get("", ()):
         given = next((arg for arg in args if arg.startswith("--config=")), "")
         file, _, run = given.removeprefix("--config=").partition(":")
-        if "zaya1_base" in file and name == "pretrain" and "--describe" not in args and not needs:
-            return (
-                "zaya1_base trains on GPUs alone: say so in a line before the block, *Needs: ...*"
-            )
+        if "zaya1_" in file and name == "pretrain" and "--describe" not in args and not needs:
+            return f"{file} trains on GPUs alone: say so in a line before the block, *Needs: ...*"
         # A run that is not here, and a file of the reader's, are read as the default: the keys are
         # the same.
         default = run or (needs and not (ROOT / file).is_file())

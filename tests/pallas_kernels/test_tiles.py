@@ -65,7 +65,5 @@ def test_powers_of_two_are_one_instruction_of_the_chips_where_it_needs_no_care(k
     np.testing.assert_allclose(found, np.exp2(x * 1.5 - 7.5), rtol=1e-5)
     with chip.making(chip.Chip("gpu", kind)):
         program = jax.make_jaxpr(lambda x, y: tiles.exp2(x, 1.5, y))(x, less)
-    used = {e.primitive.name: e for e in program.eqns}
-    assert ("exp2" in used) == (kind == "gfx1100")
-    if kind == "NVIDIA H200":
-        assert "mul" not in used and "0f3fc00000" in used["elementwise_inline_asm"].params["asm"]
+    assert ("exp2" in str(program)) == (kind == "gfx1100")
+    assert ("0f3fc00000" in str(program)) == (kind == "NVIDIA H200")

@@ -331,7 +331,8 @@ class Precision:
     Weights (but for copies of them, `weights`), residual stream, norms, softmaxes and losses are
     always float32, and a product adds up in float32. TF32 is float32 cut to 10 bits in front of a
     product: XLA's choice for float32 on NVIDIA and, as XF32, on MI300X, unless it is asked for
-    more. CPUs have none.
+    more. CPUs have none. "Never TF32" is said of the bits: NVIDIA's float32 is three products of
+    TF32, as exact as one of float32.
     """
 
     # Partial sums over tensor, and gradients of keys and values over context, add up in it. A
@@ -360,7 +361,7 @@ class Precision:
         "compute",
         ("compute", "float32"),
         "devices' copies of matrices whose gradients are reduced layer by layer; their owners have"
-        " float32",
+        " float32. Of other experts on a GPU, copies for the time of a step",
     )
 
 

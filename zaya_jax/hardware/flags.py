@@ -58,8 +58,8 @@ PLATFORMS: dict[str, Flags] = {
 }
 
 # JAX takes three quarters of a GPU's memory by default; RCCL, NCCL and the kernels' own need the
-# rest.
-MEMORY_SHARE = 0.90
+# rest. A GPU alone has neither, and may give JAX more, by the variable.
+MEMORY_SHARE, OF_MEMORY = 0.90, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def platform(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -86,4 +86,9 @@ def set_for_platform(environ: MutableMapping[str, str] = os.environ) -> None:
     device."""
     if name := platform(environ):
         environ["XLA_FLAGS"] = merged(environ.get("XLA_FLAGS", ""), PLATFORMS[name])
-        environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))
+        environ.setdefault(OF_MEMORY, str(MEMORY_SHARE))
+
+
+def memory_share(environ: Mapping[str, str] = os.environ) -> float:
+    """The share of a GPU's memory that JAX takes: the environment's, otherwise MEMORY_SHARE."""
+    return float(environ.get(OF_MEMORY, MEMORY_SHARE))

@@ -24,6 +24,9 @@ from zaya_jax.hardware import chips, clusters, flags
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
 A_NODE = 8  # GPUs of a node
 GIB = 1 << 30
+# XLA repeats instructions to stay below a limit: in a run what JAX takes of the memory, of an absent
+# chip this share.
+OF_ABSENT = 0.8
 # AMD's devices by the names that a machine with them gives, which programs ask for the chip that
 # they are made for.
 ARCHITECTURES = {"AMD Instinct MI300X": "gfx942", "AMD Instinct MI355X": "gfx950"}
@@ -38,10 +41,11 @@ class Target(NamedTuple):
 
 
 def _gpu(platform: str, memory: int, name: str, about: str, versions: str) -> Target:
+    told = int(memory * flags.memory_share() / OF_ABSENT)
     limits = "threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 "
     limits += "threads_per_core_limit: 2048 fpus_per_core: 128"
     text = (
-        f"gpu_device_info {{ {limits} device_memory_size: {memory} {about} }} {versions} "
+        f"gpu_device_info {{ {limits} device_memory_size: {told} {about} }} {versions} "
         f'platform_name: "{platform.upper()}" device_description_str: "{name}"'
     )
     return Target(platform, memory, text)
@@ -93,8 +97,8 @@ TARGETS = {
 
 
 def memory_for_jax(name: str) -> int:
-    """Bytes of a GPU's memory that JAX takes (`flags.MEMORY_SHARE`)."""
-    return int(TARGETS[name].memory * flags.MEMORY_SHARE)
+    """Bytes of a GPU's memory that JAX takes (`flags.memory_share`)."""
+    return int(TARGETS[name].memory * flags.memory_share())
 
 
 def devices(name: str, count: int) -> list[Any]:

@@ -348,7 +348,7 @@ def _around(case: Case) -> Iterator[ScopeWork]:
     own = sum(case.layer.values()) * layers
     large = case.layer.get("experts", case.layer.get("mlp", 0.0)) * layers
     stacked = own - (large if in_place(case) or fsdp else case.leaving)
-    yield ScopeWork("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 72 * layers)
+    yield ScopeWork("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 48 * layers)
     # Zeros for kept arrays and for the table's gradient; the carry of the embedding's sum; o's
     # weights converted.
     rest = (
