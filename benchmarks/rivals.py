@@ -82,11 +82,6 @@ def lasp1(
     )
 
 
-def passed_bytes(batch: int, num_kv: int, channels: int) -> int:
-    """The bytes of one of `lasp1`'s collective-permutes."""
-    return batch * (num_kv * channels * (channels + 1) + 1) * 4
-
-
 def _passed_on(states, first, last, axis):
     """As `_gathered`, by states that travel: up the devices through their first pieces, down
     through the second."""
