@@ -336,10 +336,10 @@ def _around(case: Case) -> Iterator[ScopeWork]:
         mb * 3 * 2.0 * chunk * chunks * m.hidden_size * m.vocab_size,
         # Logits w; their gradient r twice; the table r twice, its gradient rw; rows.
         mb * (logits4 + 2 * logits2 + chunks * (2 * table2 + 2 * table4) + 3 * x4),
-        # The gradient made of the logits; the table to the compute format; rows, and their
-        # gradients into place.
-        mb * (logits4 + logits2 + table4 + table2 + 17 * x4),
-        mb * (14 * chunks + 6),
+        # The logits' maxima and sums; the gradient made of the logits; the table to the compute
+        # format; rows, and their gradients into place.
+        mb * (3 * logits4 + logits2 + table4 + table2 + 17 * x4),
+        mb * (15 * chunks + 6),
     )
     held = kept(case) * layers
     # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put
@@ -382,16 +382,20 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
             adamw4 += 4 * numbers
             continue
         matrices = numbers / math.prod(shape[-2:])
-        flops += matrices * _newton_schulz(shape[-2:], rounds)
+        flops += matrices * newton_schulz_flops(shape[-2:], rounds)
         x4 += 4 * numbers
         gram4 += 4 * matrices * min(shape[-2:]) ** 2
-        launches += 20 * max(numbers / 2**23, 1)
-    # A round is three kernels: x r, gram w; r, factor w; r with x, its successor w.
-    products = rounds * (3 * x4 + 4 * gram4) * step / 4
+        launches += 30 * max(numbers / 2**23, 1)
+    # A round: x r, gram w; r, its square w; factor r with x, their product w. Results are float32.
+    wide = 4 / step
+    products = rounds * ((2 + wide) * x4 + (2 + 2 * wide) * gram4) * step / 4
+    # Its sums, with their roundings where the products' format is narrower.
+    rounding = (1 + wide) * (wide > 1)
+    sums = rounds * ((2 + wide) * x4 + (2 + wide + rounding) * gram4) * step / 4
     local = sum(case.numbers.values()) - sum(case.copied.values())
     # The states; weights rw, directions r; norms of each device's part, or gradients weighed, cut
     # and put away whole.
-    others = (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + directions(case)
+    others = sums + (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + directions(case)
     others += (4.0 * local + directions(case)) / case.devices + (
         20.0 * local if case.devices == 1 else 0.0
     )
@@ -430,15 +434,6 @@ def _exchanged(case: Case) -> float:
             for kind, times in weights.items()
         )
     )
-
-
-def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
-    """FLOPs of the iteration of one matrix: of symmetric products the tiles on the diagonal and
-    under it."""
-    m, n = sorted(shape)
-    down = max(m // 128, 1)
-    skipped = (2.0 * m * m * n + 2.0 * m**3) * (down - 1) / (2 * down)
-    return newton_schulz_flops((m, n), steps) - steps * skipped
 
 
 def directions(case: Case) -> float:
