@@ -3,12 +3,15 @@ more."""
 
 import dataclasses
 import json
+import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tiny_runs
 
-from pallas_kernels import chip, trying, tune
+from pallas_kernels import cases, chip, trying, tune
+from pallas_kernels.cases import Size
 from pallas_kernels.trying import BEST, SHIPPED, XLA
 from zaya_jax.training import kernels
 
@@ -139,6 +142,11 @@ def test_what_is_compared_has_the_runs_options():
     assert labels["attention"] == ["causal, documents", "window of 7", FURTHER]
     assert labels["grouped_mlp"][0] == "in stacks" and len(labels["grouped_mlp"]) == 3
     assert labels["cca_mix"][1] == "all channels turn, padded tail"
+    assert request["model"]["expert_weights"] == config.precision.compute
+    precise = dataclasses.replace(config.precision, weights="float32", compute="bfloat16")
+    wide = kernels.tuning_request(dataclasses.replace(config, precision=precise), 1)
+    (weights, _) = cases.stacked(Size("", 1, 16, types.SimpleNamespace(**wide["model"])))[3:]
+    assert weights.dtype == jnp.float32
     mesh = dataclasses.replace(config.mesh, data=2, expert=2, tensor=1)
     cut = kernels.tuning_request(dataclasses.replace(config, mesh=mesh), 4)
     assert cut["batch"] == 2 and cut["model"]["num_experts"] == config.model.num_experts // 2

@@ -113,11 +113,13 @@ def _share(here: Config, spread: Spread) -> dict[str, Any]:
     for axis in spread.expert_axes:
         experts = -(-experts // getattr(spread, axis))
     width = m.intermediate_size or m.moe_intermediate_size
+    rounded = here.precision.weights == "compute"
     return {
         "num_attention_heads": max(m.num_attention_heads // spread.heads, 1),
         "num_key_value_heads": max(m.num_key_value_heads // spread.heads, 1),
         "moe_intermediate_size": max(width // spread.heads, 1),
         "num_experts": experts,
+        "expert_weights": here.precision.compute if rounded else "float32",
         "head_dim": m.head_dim,
         "hidden_size": m.hidden_size,
         "router_hidden_size": m.router_hidden_size,
