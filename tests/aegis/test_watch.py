@@ -2,14 +2,14 @@
 exception."""
 
 import random
+import re
 import threading
 from pathlib import Path
 
 import pytest
 import watched
 
-from tools import watching_page
-from zaya_jax.aegis import accounts, limits, watch
+from zaya_jax.aegis import accounts, limits, log_rules, watch
 
 
 @pytest.fixture
@@ -243,9 +243,11 @@ def test_counters_of_other_drivers_are_known():
     assert watch.kind_of("port_xmit_wait") is None and watch.kind_of("out_of_sequence") is None
 
 
-def test_the_page_is_what_the_tables_say():
-    page = Path(watch.__file__).parents[2] / "docs" / "watching.md"
-    assert page.read_text() == watching_page.page(), (
-        "python -m tools.watching_page > docs/watching.md"
-    )
-    assert watching_page.MEANINGS.keys() == set(accounts.USES)
+def test_the_page_has_each_rule_and_limit_and_use_of_time():
+    page = (Path(watch.__file__).parents[2] / "docs" / "watching.md").read_text()
+    row = r"^\| ([^|]+) \|(?: [^|]+ \|)? (\w+) \| (note|warn|restart|exclude|stop) \|"
+    rules = [rule for kind in log_rules.KINDS for rule in log_rules.load(kind)]
+    judged = [(x.name, x.group, x.action) for x in [*rules, *limits.LIMITS]]
+    assert sorted(re.findall(row, page, re.M)) == sorted(judged)
+    for use in accounts.USES:
+        assert f"\n| {accounts.LABELS[use]} | " in page, use
