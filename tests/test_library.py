@@ -149,11 +149,11 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-def test_fifty_sentences_take_two_programs_and_have_the_logits_of_their_own_lengths(compiled):
+def test_sentences_take_two_programs_and_have_the_logits_of_their_own_lengths(compiled):
     model = zj.create({"model": SMALL | {"max_position_embeddings": 512}, "data": {"seq_len": 512}})
     rng = np.random.default_rng(0)
     rows = [
-        rng.integers(0, 264, (1, length)) for length in (1, 64, 65, 256, *rng.integers(1, 257, 46))
+        rng.integers(0, 264, (1, length)) for length in (1, 64, 65, 256, *rng.integers(1, 257, 8))
     ]
     before = compiled()
     padded = [model.logits(ids) for ids in rows]

@@ -45,8 +45,6 @@ def cases(fast):
     )
 
 
-IN_FULL = cases([*CPU, KERNELS])
-
 # Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16
 # pairs of channels turn in heads of 16; linear_attention, which the public implementation does not
 # have.
@@ -93,7 +91,7 @@ def assert_near(ours, theirs, name):
     assert np.abs(ours - theirs).max() <= bound, name
 
 
-@IN_FULL
+@cases(CPU)  # the loss and its gradients pass through the same kernels
 def test_every_residual_stream_router_logit_and_logit(golden_case, loaded, expected):
     model = loaded(golden_case)
     found = functions.jitted["forward"](
@@ -106,7 +104,7 @@ def test_every_residual_stream_router_logit_and_logit(golden_case, loaded, expec
             assert_near(found[kind][layer].reshape(theirs.shape), theirs, f"{kind}.{layer}")
 
 
-@IN_FULL
+@cases([*CPU, KERNELS])
 def test_the_loss_and_every_gradient(golden_case, loaded, expected, run_as_kernels):
     model = loaded(golden_case)
     loss, grads = model.loss_and_grads(expected["input_ids"], expected["labels"])
