@@ -39,9 +39,9 @@ BUDGET = {
     "zaya_jax/*.py": 1_390,
     "zaya_jax": 20_900,
     "pallas_kernels": 3_790,
-    "experiments": 2_270,
-    "benchmarks": 3_350,
-    "tools": 2_260,
+    "experiments": 2_260,
+    "benchmarks": 2_360,
+    "tools": 1_530,
     "tests": 17_250,
 }
 
