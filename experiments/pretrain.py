@@ -57,9 +57,9 @@ def main() -> int:
 
 def _faults() -> Any:
     """Injected faults, where tests ask for them; not part of the library."""
-    return (
-        importlib.import_module("tools.faults").given() if os.environ.get("ZAYA_FAULTS") else None
-    )
+    if not os.environ.get("ZAYA_FAULTS"):
+        return None
+    return importlib.import_module("tools.faults").requested()
 
 
 if __name__ == "__main__":

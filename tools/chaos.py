@@ -28,8 +28,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools import faults, hurt
-from tools.hurt import Victim
+from tools import faults
+from tools.faults import Victim
 from zaya_jax.checkpoint import layout, writing
 from zaya_jax.cluster import events
 from zaya_jax.cluster.events import Event
@@ -62,6 +62,7 @@ CONFIG: dict[str, object] = {
     "schedule.warmup_fraction": 1e-5,
     "run.num_steps": 10**6,  # so many that the learning rate does not depend on where it is stopped
 }
+DECIDED = ("data", "nonfinite")  # faults of the program about which the run itself decides
 # A GPU and a network card as the watchers find them in /sys, healthy.
 CARD, PORT = "sys/class/drm/card0/device", "sys/class/infiniband/mlx5_0/ports/1"
 TREE = {
@@ -75,11 +76,11 @@ TREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One kind of harm: the function that does it (and returns its undoing), and the event that
+    """One kind of harm: the function that does it (and may return its undoing), and the event that
     names it correctly."""
 
     name: str
-    harm: Callable[["Chaos", Victim], Callable[[], object]]
+    harm: Callable[["Chaos", Victim], Callable[[], object] | None]
     named: Callable[[Event, Victim], bool]
     ends: bool = True  # whether the run starts again for it
     back: bool = False  # whether it goes back without
@@ -114,9 +115,10 @@ class Chaos:
         process."""
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--workdir={folder} is not empty; give a new folder")
-        self.folder, self.workdir, self.tree = folder, folder / "hurt", folder / "tree"
+        self.folder, self.tree = folder, folder / "tree"
+        self.workdir, self.calm_workdir = folder / "hurt", folder / "calm"
         self.processes, self._say, self._random = processes, say, random.Random(seed)
-        self.store: hurt.Store | None = None
+        self.store: faults.Store | None = None
         self.orders: list[dict] = []  # the faults asked of `faults`
         self.outcomes: list[Outcome] = []
         self._agent: subprocess.Popen
@@ -127,7 +129,7 @@ class Chaos:
             self._training = [f"--config.data.path={folder / 'corpus'}", *keys]
         for name, content in TREE.items():
             self.write(name, content)
-        self.order()
+        self._write_orders()
 
     def run(self, minutes: float, of: Sequence[Fault] | None = None, learned: int = LEARNED) -> int:
         """Hurts a run for so long, but with each fault once at least, when it has gone so many
@@ -135,7 +137,6 @@ class Chaos:
         of = self._possible(FAULTS if of is None else of)
         until, left = time.monotonic() + 60 * minutes, self._random.sample(of, len(of))
         with self._supervised(self.workdir) as agent:
-            self._agent = agent
             self._settle(learned)
             while left and agent.poll() is None:
                 self._hurt(left.pop())
@@ -158,47 +159,47 @@ class Chaos:
                     "without a dead store: moto and s3fs are not installed (make setup has them)"
                 )
                 return [fault for fault in of if not fault.store]
-            self.store = hurt.Store()
+            self.store = faults.Store()
         return of
 
     def through(self, plan: Sequence[tuple[int, Fault]]) -> int:
         """Does each fault once the run has come to its step, until the run ends by itself; its exit
         code."""
         possible = self._possible([fault for _, fault in plan])
-        with self._supervised(self.workdir) as self._agent:
+        with self._supervised(self.workdir) as agent:
             for step, fault in plan:
-                while self.step() < step and self._agent.poll() is None:
+                while self.step() < step and agent.poll() is None:
                     time.sleep(0.1)
-                if fault in possible and self._agent.poll() is None:
+                if fault in possible and agent.poll() is None:
                     self._hurt(fault)
-            return self._agent.wait()
+            return agent.wait()
 
-    def calm(self) -> int:
-        """The same run with the faults alone that the run decides about; its exit code."""
-        self.orders = [order for order in self.orders if order["kind"] in ("data", "nonfinite")]
-        self.order()
-        with self._supervised(self.folder / "calm") as self._agent:
-            return self._agent.wait()
+    def calm(self, until: int | None = None) -> int:
+        """The same run with the faults alone that the run decides about, to its end or to a step;
+        its exit code."""
+        self.orders = [order for order in self.orders if order["kind"] in DECIDED]
+        self._write_orders()
+        with self._supervised(self.calm_workdir) as agent:
+            if until is None:
+                return agent.wait()
+            latest, reached = time.monotonic() + PATIENCE, 0
+            while until not in writing.steps_in(self.calm_workdir / "checkpoints"):
+                if self.step() > reached:
+                    latest, reached = time.monotonic() + PATIENCE, self.step()
+                if time.monotonic() > latest or agent.poll() is not None:
+                    break
+                time.sleep(0.2)
+            agent.send_signal(signal.SIGTERM)
+            return agent.wait(PATIENCE)
 
     def same_bits(self) -> tuple[bool, int]:
         """Whether a run that is left alone has the same bits, and at which step."""
         steps = writing.steps_in(self.workdir / "checkpoints")
         step = max(s for s in steps if s % int(str(CONFIG["checkpoint.every_steps"])) == 0)
-        self.orders = [order for order in self.orders if order["kind"] in ("data", "nonfinite")]
-        self.order()
-        calm = self.folder / "calm"
-        with self._supervised(calm) as agent:
-            self._agent = agent
-            until, reached = time.monotonic() + PATIENCE, 0
-            while step not in writing.steps_in(calm / "checkpoints"):
-                if self.step() > reached:
-                    until, reached = time.monotonic() + PATIENCE, self.step()
-                if time.monotonic() > until or agent.poll() is not None:
-                    return False, step
-                time.sleep(0.2)
-            agent.send_signal(signal.SIGTERM)
-            agent.wait(PATIENCE)
-        return bits(self.workdir, step) == bits(calm, step), step
+        self.calm(step)
+        if step not in writing.steps_in(self.calm_workdir / "checkpoints"):
+            return False, step
+        return bits(self.workdir, step) == bits(self.calm_workdir, step), step
 
     def table(self) -> list[str]:
         """Lines of Markdown: each fault, how often, and medians and worst of seconds."""
@@ -228,16 +229,20 @@ class Chaos:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, content.encode() + b"\n")
 
-    def order(self, **fault: object) -> Callable[[], None]:
-        """Requests a fault in the program; returns the function that removes it."""
-        self.orders += [fault] if fault else []
-        files.write(self.folder / "faults.json", json.dumps(self.orders).encode())
+    def order(self, **fault: object) -> Callable[[], None] | None:
+        """Asks the program for a fault; returns the function that takes it back, but of those that
+        the calm run must have too."""
+        self.orders.append(fault)
+        self._write_orders()
 
         def undo() -> None:
             self.orders = [order for order in self.orders if order is not fault]
-            self.order()
+            self._write_orders()
 
-        return undo
+        return None if fault["kind"] in DECIDED else undo
+
+    def _write_orders(self) -> None:
+        files.write(self.folder / "faults.json", json.dumps(self.orders).encode())
 
     def step(self) -> int:
         """The step that the run is at."""
@@ -245,7 +250,7 @@ class Chaos:
 
     def victims(self) -> dict[int, Victim]:
         """The processes, all of them."""
-        return hurt.processes_of(self._agent.pid)
+        return faults.processes_of(self._agent.pid)
 
     def _steps(self) -> list[int]:
         return [beat.step for victim in self.victims().values() if (beat := victim.beat())]
@@ -260,7 +265,8 @@ class Chaos:
         try:
             found = self._event(lambda e: e.time >= began - 0.5 and fault.named(e, victim))
         finally:
-            undo()
+            if undo:
+                undo()
         if found:
             outcome.found = max(found.time - began, 0.0)
             outcome.cause = ": ".join(filter(None, (found.kind, found.concluded or found.seen)))
@@ -337,6 +343,7 @@ class Chaos:
             agent = subprocess.Popen(
                 command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT
             )
+        self._agent = agent
         try:
             yield agent
         finally:
@@ -363,54 +370,20 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "never"
 
 
-# ################################################################################################
-# The faults
-# ##################################################################################################
-
-
-def _done(*_: object) -> None:
-    """There is nothing to undo."""
-
-
-def _kill(chaos: Chaos, victim: Victim) -> Callable[[], object]:
-    hurt.kill(victim)
-    return _done
-
-
-def _stop(chaos: Chaos, victim: Victim) -> Callable[[], object]:
-    hurt.stop(victim)
-    return _done
-
-
-def _slow(chaos: Chaos, victim: Victim) -> Callable[[], object]:
-    return chaos.order(kind="slow", process=victim.number, seconds=0.1)
-
-
-def _disk(chaos: Chaos, victim: Victim) -> Callable[[], object]:
-    hurt.fill_disk(victim)
-    return _done  # the next start has another limit
-
-
-def _damage(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+def _damage(chaos: Chaos, victim: Victim) -> None:
     saved = chaos.workdir / "checkpoints"
     newest = saved / str(max(writing.steps_in(saved)))
-    hurt.flip(
-        max(
-            (path for path in newest.rglob("*") if path.is_file()),
-            key=lambda path: path.stat().st_size,
-        )
-    )
-    hurt.kill(victim)
-    return _done
+    written = [path for path in newest.rglob("*") if path.is_file()]
+    faults.flip(max(written, key=lambda path: path.stat().st_size))
+    faults.kill(victim)
 
 
-def _cut(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+def _cut(chaos: Chaos, victim: Victim) -> None:
     others = [other for index, other in chaos.victims().items() if index != victim.number]
-    if not hurt.cut(victim, others[0]):
+    if not faults.cut(victim, others[0]):
         raise RuntimeError(
             f"processes {victim.number} and {others[0].number} have no connection to cut"
         )
-    return _done
 
 
 def _dead(chaos: Chaos, victim: Victim) -> Callable[[], object]:
@@ -419,30 +392,22 @@ def _dead(chaos: Chaos, victim: Victim) -> Callable[[], object]:
     return chaos.store.live
 
 
-def _nonfinite(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+def _nonfinite(chaos: Chaos, victim: Victim) -> None:
     step = chaos.step() + 5
     chaos.order(kind="nonfinite", device=victim.number, first=step, last=step, passing=True)
-    return _done  # so that the calm run has it too
 
 
-def _spike(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+def _spike(chaos: Chaos, victim: Victim) -> None:
     step = chaos.step() + 5
     chaos.order(kind="data", first=step, last=step + 40)
-    return _done
 
 
-def _flip(chaos: Chaos, victim: Victim) -> Callable[[], object]:
-    return chaos.order(kind="flip", device=victim.number)
-
-
-def _memory(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+def _memory(chaos: Chaos, victim: Victim) -> None:
     chaos.write(f"{CARD}/ras/umc_err_count", f"ue: {len(chaos.outcomes) + 1}\nce: 0")
-    return _done
 
 
-def _link(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+def _link(chaos: Chaos, victim: Victim) -> None:
     chaos.write(f"{PORT}/counters/symbol_error", str(1000 * (len(chaos.outcomes) + 1)))
-    return _done
 
 
 def _of(kind: str) -> Callable[[Event, Victim], bool]:
@@ -454,17 +419,17 @@ def _rule(kind: str, name: str) -> Callable[[Event, Victim], bool]:
 
 
 FAULTS = [
-    Fault("a process is killed", _kill, _of("died")),
-    Fault("a process is stopped (SIGSTOP)", _stop, _of("hangs")),
+    Fault("a process is killed", lambda _, victim: faults.kill(victim), _of("died")),
+    Fault("a process is stopped (SIGSTOP)", lambda _, victim: faults.stop(victim), _of("hangs")),
     Fault(
         "a process is slow",
-        _slow,
+        lambda chaos, victim: chaos.order(kind="slow", process=victim.number, seconds=0.1),
         lambda event, victim: event.concluded == "straggler" and event.process == victim.number,
         ends=False,
     ),
     Fault(
         "a full disk",
-        _disk,
+        lambda _, victim: faults.fill_disk(victim),  # the next start has another limit
         lambda event, victim: _of("died")(event, victim) and event.group == "storage",
     ),
     Fault(
@@ -482,7 +447,11 @@ FAULTS = [
         ends=False,
     ),
     Fault("corrupt data", _spike, lambda event, _: event.kind == "spike", ends=False, back=True),
-    Fault("a flipped bit in a gradient", _flip, _of("corrupt")),
+    Fault(
+        "a flipped bit in a gradient",
+        lambda chaos, victim: chaos.order(kind="flip", device=victim.number),
+        _of("corrupt"),
+    ),
     Fault(
         "a GPU's memory error",
         _memory,

@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
             monkeypatch.setenv(faults.VARIABLE, str(tmp_path / "faults.json"))
         keys = SMALL | {"data.path": corpus} | keys
         return tiny_runs.train(
-            tmp_path / workdir, keys.get("mesh__data", 1), faults.given(), **keys
+            tmp_path / workdir, keys.get("mesh__data", 1), faults.requested(), **keys
         )
 
     return call

@@ -43,21 +43,21 @@ def made(settings, devices):
     return settings, mesh, state, batch
 
 
-def checked(settings, devices, hook=None):
+def checked(settings, devices, injected=None):
     settings, mesh, state, batch = made(settings, devices)
+    hook = injected and injected.gradients(mesh)
     return Replay(settings, mesh, hook)(state["params"], state["balance"].bias, batch)
 
 
 @pytest.fixture
 def faulty(tmp_path, monkeypatch):
-    """Asks for faults, and gives the hook for four data shards."""
+    """Asks for faults, and gives their hooks."""
 
-    def ask(*wanted, axes=("data",), sizes=(4,)):
+    def ask(*wanted):
         path = tmp_path / "faults.json"
         path.write_text(json.dumps(wanted))
         monkeypatch.setenv(faults.VARIABLE, str(path))
-        faults._done.clear()
-        return faults.hook(axes, sizes)
+        return faults.requested()
 
     return ask
 
@@ -92,16 +92,15 @@ def test_one_that_is_wrong_once_differs_from_itself(faulty):
 
 @pytest.mark.slow
 def test_with_fewer_shards_less_can_be_told(faulty):
-    found = checked(small(), 2, faulty({"kind": "flip", "device": 1}, sizes=(2,)))
+    found = checked(small(), 2, faulty({"kind": "flip", "device": 1}))
     assert (found.kind, found.devices) == ("others", (0, 1))
     assert "a third to decide is not there" in found.why
     # the same each time
-    assert checked(small(), 1, faulty({"kind": "flip", "device": 0}, sizes=(1,))) is None
-    found = checked(small(), 1, faulty({"kind": "flip", "device": 0, "times": 1}, sizes=(1,)))
+    assert checked(small(), 1, faulty({"kind": "flip", "device": 0})) is None
+    found = checked(small(), 1, faulty({"kind": "flip", "device": 0, "times": 1}))
     assert (found.kind, found.devices) == ("itself", (0,))
     # Of devices that compute together the group is named.
-    hook = faulty({"kind": "flip", "device": 6}, axes=("data", "tensor"), sizes=(4, 2))
-    found = checked(small(mesh__tensor=2), 8, hook)
+    found = checked(small(mesh__tensor=2), 8, faulty({"kind": "flip", "device": 6}))
     assert (found.kind, found.devices) == ("others", (6, 7))
 
 

@@ -21,7 +21,8 @@ import signal
 import time
 from pathlib import Path
 
-from tools import chaos, hurt
+from tools import chaos, faults
+from tools.rehearse import corpus as texts_of_machine
 from tools.rehearse import recipe
 from tools.rehearse.story import Failed, Story, arrow, figures
 from zaya_jax import cli, config, schedule
@@ -86,13 +87,7 @@ def corpus(story: Rehearsal) -> None:
     """Text from this machine, a tokenizer, shards for each context; one record is damaged on
     purpose."""
     texts = story.out / "texts"
-    contexts = ",".join(map(str, recipe.CONTEXTS))
-    story.program(
-        "tools.rehearse.corpus",
-        texts,
-        f"--mib={min(8.0, 1 + story.minutes / 5)}",
-        f"--needle={contexts}",
-    )
+    texts_of_machine.make(texts, min(8.0, 1 + story.minutes / 5), recipe.CONTEXTS)
     prepare = "experiments.prepare_data"
     every = [f"--input={path}" for path in sorted(texts.glob("*.jsonl"))]
     story.program(prepare, *every, "--train_bpe=1024", f"--out={story.out / 'sample'}")
@@ -127,7 +122,7 @@ def corpus(story: Rehearsal) -> None:
                 f"{n:,} {word}" for word, n in (manifest["trim"] or {}).items() if word != "context"
             )
             rows.append([made.name, f"{train['tokens']:,}", f"{held['tokens']:,}", fitted or "–"])
-    hurt.flip(min((story.data / "web").glob("train-*.tokens")))
+    faults.flip(min((story.data / "web").glob("train-*.tokens")))
     found = story.program("experiments.prepare_data", f"--verify={story.data / 'web'}", ok=(4,))
     story.promise(
         "a flipped bit in the prepared data is found", "damaged" in found, found.splitlines()[0]
@@ -253,7 +248,7 @@ def node(story: Rehearsal) -> None:
             time.sleep(0.2)
         for pid in [
             agents[1].pid,
-            *(victim.pid for victim in hurt.processes_of(agents[1].pid).values()),
+            *(victim.pid for victim in faults.processes_of(agents[1].pid).values()),
         ]:
             os.kill(pid, signal.SIGKILL)
         code = agents[0].wait(400)

@@ -1,7 +1,5 @@
 """Makes the rehearsal's corpus and its lm-eval tasks from what a machine has, without a network.
 
-    python -m tools.rehearse.corpus DIR [--mib=8] [--needle=64,512,2048]
-
 | file | holds |
 |---|---|
 | web.jsonl | prose: documentation of the standard library and of installed packages |
@@ -15,13 +13,12 @@ The same Python and packages give the same files. Names and numbers of a task oc
 document.
 """
 
-import argparse
 import ast
 import json
 import random
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +63,8 @@ EVERYBODY = [f"{name} {letter}" for name in NAMES for letter in "abcdefghijklmno
 LINE = 7.0  # tokens of a line of such lists, with the rehearsal's tokenizer
 
 
-def main() -> int:
-    """Writes the folder that is named."""
-    parser = argparse.ArgumentParser(prog="python -m tools.rehearse.corpus", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--mib", type=float, default=8.0, help="size of each part, at most")
-    parser.add_argument("--needle", default="64,512,2048", help="the contexts, in tokens")
-    args = parser.parse_args()
-    make(args.folder, args.mib, [int(word) for word in args.needle.split(",")])
-    return 0
-
-
-def make(folder: Path, mib: float, contexts: list[int]) -> dict[str, int]:
-    """Writes all parts; the bytes of each."""
+def make(folder: Path, mib: float, contexts: Sequence[int]) -> None:
+    """Writes all parts, each of `mib` MiB at most, with needles of these contexts in tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     longest = contexts[-1]
     parts = {
@@ -88,10 +74,8 @@ def make(folder: Path, mib: float, contexts: list[int]) -> dict[str, int]:
         "reasoning": needles(random.Random(2), contexts),
         "chat": chats(random.Random(3)),
     }
-    sizes = {
-        name: _write(folder / f"{name}.jsonl", part, int(mib * 2**20))
-        for name, part in parts.items()
-    }
+    for name, part in parts.items():
+        _write(folder / f"{name}.jsonl", part, int(mib * 2**20))
     (folder / "tasks").mkdir(exist_ok=True)
     held = random.Random(4)
     task(
@@ -101,10 +85,9 @@ def make(folder: Path, mib: float, contexts: list[int]) -> dict[str, int]:
     for context in (contexts[0] * 4, longest):
         asked = [needle_question(held, context) for _ in range(60)]
         task(folder / "tasks", f"rehearsal_needle_{context}", asked)
-    return sizes
 
 
-def _write(path: Path, records: Iterator[dict[str, Any]], most: int) -> int:
+def _write(path: Path, records: Iterator[dict[str, Any]], most: int) -> None:
     """Writes records until the file has so many bytes."""
     size = 0
     with path.open("w", encoding="utf-8") as file:
@@ -112,7 +95,6 @@ def _write(path: Path, records: Iterator[dict[str, Any]], most: int) -> int:
             size += file.write(json.dumps(record) + "\n")
             if size >= most:
                 break
-    return size
 
 
 def prose() -> Iterator[str]:
@@ -186,7 +168,7 @@ def _lines(pairs: Iterable[tuple[str, int]]) -> str:
     return "".join(f"{name} has {number}.\n" for name, number in pairs)
 
 
-def needles(chosen: random.Random, contexts: list[int]) -> Iterator[dict[str, Any]]:
+def needles(chosen: random.Random, contexts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Chats: a list in a third of a context, names in another order, and a reasoning that finds the
     line of each."""
     while True:
@@ -266,7 +248,3 @@ def task(folder: Path, name: str, records: list[dict[str, Any]]) -> None:
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]",
     ]
     (folder / f"{name}.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
