@@ -1,6 +1,8 @@
 """The optimizer's state as a checkpoint would hold it, put together from the boxes that
 `layout.held` lists."""
 
+from collections.abc import Iterator
+
 import jax
 import numpy as np
 
@@ -9,30 +11,26 @@ from zaya_jax.optim.chain import KINDS, Optimizer
 from zaya_jax.optim.zero import Layout
 
 
+def boxes(layout: Layout, name: str, bucket: np.ndarray) -> Iterator[tuple]:
+    """What each device holds of a bucket, a global array: (by the layout, its numbers)."""
+    axes, dims = layout.grid.axes, layout.spec(name)
+    over = dims[0] if len(dims) and dims[0] else ()
+    over = (over,) if isinstance(over, str) else over
+    parts = bucket.reshape(*(axes[axis] for axis in over), -1, *bucket.shape[1:])
+    for held in layout.held(name):
+        places = dict(zip(axes, np.unravel_index(held.device, tuple(axes.values())), strict=True))
+        yield held, parts[tuple(places[axis] for axis in over)][held.place]
+
+
 def weights(layout: Layout, buckets: dict) -> dict[str, np.ndarray]:
     """Buckets, global arrays, as one array per weight, by path; every box that several devices hold
     is the same."""
-    axes, shapes = layout.grid.axes, {w.path: w.shape for w in layout.weights}
+    shapes = {w.path: w.shape for w in layout.weights}
     found: dict[str, np.ndarray] = {}
     for name, x in buckets.items():
-        x, dims = np.asarray(x), layout.spec(name)
-        over = (
-            ()
-            if not len(dims) or dims[0] is None
-            else (dims[0],)
-            if isinstance(dims[0], str)
-            else dims[0]
-        )
-        parts = x.reshape(*(axes[axis] for axis in over), -1, *x.shape[1:]) if over else x
-        for held in layout.held(name):
-            places = (
-                dict(zip(axes, np.unravel_index(held.device, tuple(axes.values())), strict=True))
-                if axes
-                else {}
-            )
-            own = parts[tuple(places[axis] for axis in over)] if over else parts
+        for held, numbers in boxes(layout, name, np.asarray(x)):
             whole = found.setdefault(held.weight, np.full(shapes[held.weight], np.nan, x.dtype))
-            box = own[held.place].reshape(whole[held.box].shape)
+            box = numbers.reshape(whole[held.box].shape)
             assert np.isnan(whole[held.box].astype(np.float32)).all() or np.array_equal(
                 whole[held.box], box
             )

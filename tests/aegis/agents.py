@@ -18,6 +18,12 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 STEPS = 25
 
 
+def command(workdir: Path, steps: int, seconds: float, *options: str) -> list:
+    """An agent's command line."""
+    run = [f"--workdir={workdir}", str(steps), str(seconds)]
+    return [sys.executable, STAND_IN, "agent", *options, "--", *run]
+
+
 class Agents(multiprocess_runs.Run):
     """Those of one run."""
 
@@ -91,7 +97,7 @@ def start(
     for process, words in (befalls or {}).items():
         (workdir / f"do-{process}").write_text(words)
     port = multiprocess_runs.free_port()
-    started = []
+    started, line = [], command(workdir, steps, seconds, *options)
     for i in range(agents):
         environ = os.environ | {
             "PYTHONPATH": str(multiprocess_runs.ROOT),
@@ -104,19 +110,9 @@ def start(
                 "NODE": str(i),
                 "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
             }
-        command = [
-            sys.executable,
-            STAND_IN,
-            "agent",
-            *options,
-            "--",
-            f"--workdir={workdir}",
-            str(steps),
-            str(seconds),
-        ]
         with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
             environ |= (variables or {}) | (own or {}).get(i, {})
-            started.append(subprocess.Popen(command, env=environ, stdout=out, stderr=err))
+            started.append(subprocess.Popen(line, env=environ, stdout=out, stderr=err))
     run = Agents(workdir, started, folder, port)
     try:
         yield run

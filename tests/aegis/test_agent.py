@@ -17,7 +17,7 @@ from pathlib import Path
 
 import multiprocess_runs
 import pytest
-from agents import STAND_IN, STEPS, start
+from agents import STEPS, command, start
 
 from experiments import supervise
 from zaya_jax import cli
@@ -26,18 +26,6 @@ from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import events
 
 ALONE = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none"}
-
-
-def command(workdir, steps, seconds):
-    return [
-        sys.executable,
-        STAND_IN,
-        "agent",
-        "--",
-        f"--workdir={workdir}",
-        str(steps),
-        str(seconds),
-    ]
 
 
 def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):

@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import logical_state
 import numpy as np
 import optim_helpers
 import pytest
@@ -106,22 +107,9 @@ def check_held(layout: zero.Layout, axes: dict[str, int], shares: dict, total: d
     it has holders."""
     seen = {path: np.zeros(x.shape) for path, x in total.items()}
     for name, x in shares.items():
-        dims = layout.spec(name)
-        over = (
-            ()
-            if not len(dims) or dims[0] is None
-            else (dims[0],)
-            if isinstance(dims[0], str)
-            else dims[0]
-        )
-        parts = x.reshape(*(axes[axis] for axis in over), -1, *x.shape[1:]) if over else x
         copies = math.prod(axes.values()) // layout.parts(name)
-        for held in layout.held(name):
-            places = dict(
-                zip(axes, np.unravel_index(held.device, tuple(axes.values())), strict=True)
-            )
-            own = parts[tuple(places[axis] for axis in over)] if over else parts
-            there, box = own[held.place], total[held.weight][held.box]
+        for held, there in logical_state.boxes(layout, name, x):
+            box = total[held.weight][held.box]
             assert np.array_equal(there.reshape(-1), box.reshape(-1)), held
             seen[held.weight][held.box] += 1 / copies
     for path, times in seen.items():

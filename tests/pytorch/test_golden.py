@@ -145,7 +145,7 @@ def test_greedy_decoding_with_the_cache(golden_case, loaded, expected):
     np.testing.assert_array_equal(generated, expected["generated"])
 
 
-@cases(CPU)
+@cases([("taps", "cpu"), ("mixed", "cpu")])
 def test_greedy_decoding_of_a_left_padded_batch(golden_case, golden_dir, loaded):
     cases = load_file(golden_dir / "padded_generation.safetensors")
     ids, mask, theirs = (
