@@ -250,6 +250,21 @@ def test_a_run_that_stands_while_an_agent_is_silent_hangs_as_soon_as_before(ahea
     assert run.now - begun <= 5.0
 
 
+@pytest.mark.parametrize("ahead", [1, 9])
+def test_one_that_is_known_to_be_behind_stopped_before_a_silent_one(ahead):
+    """The others came to a later step than the silent one's last report: it came there too."""
+    run = Run(3)
+    number = steady(run, 0.5)
+    run.at("step", number, "dispatch")
+    run.look()
+    run.unheard = {1}
+    for later in range(number, number + ahead):
+        assert run.step(later, 0.5) is None
+    run.at("step", number + ahead, "dispatch", of=[2])
+    run.at("step", number + ahead, "wait", of=[0])
+    assert run.wait(100).process == 2
+
+
 @pytest.mark.parametrize(
     "how", ["alike", "one is silent", "one is stopped", "one has come less far", "saving"]
 )

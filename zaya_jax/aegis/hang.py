@@ -135,7 +135,11 @@ class Hangs:
         late = told - max(self._seen[first].since, self._woke) > self.limit(first)
         if not stopped and not late:
             return None
-        return self._name(min(stopped or self._seen, key=lambda p: self._order(p, now)), now)
+        # One that is known to be behind stopped before any whose agent is silent.
+        reached = max(s.place for s in self._seen.values())
+        behind = [p for p in known if self._seen[p].place < reached]
+        suspects = stopped or behind or self._seen
+        return self._name(min(suspects, key=lambda p: self._order(p, now)), now)
 
     def limit(self, process: int) -> float:
         """How long this process may be where it is."""
