@@ -1,9 +1,11 @@
 """Learning rate, phases and ramps as pure functions of the tokens seen."""
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import re
+import struct
 
 import pytest
 
@@ -59,6 +61,17 @@ def test_every_step_of_a_short_run():
     rates = [plan.step(n).lr / plan.peak_lr for n in range(1, 21)]
     expected = [0.2, 0.4, 0.6, 0.8, 1.0] + [1.0] * 10 + [1 - 0.9 * k / 5 for k in range(1, 6)]
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"), [("linear", "df5543ed9b8f35f5"), ("1-sqrt", "79b33901e764dc2d")]
+)
+def test_rates_have_the_bits_that_earlier_versions_gave(decay, expected):
+    """A run that is continued with another version computes the same."""
+    options = dict(warmup_fraction=0.07, decay_fraction=0.9, final_lr_fraction=0.13)
+    plan = schedule.make_plan(config(decay=decay, **options))
+    rates = struct.pack("<1000d", *(plan.step(number).lr for number in range(1, 1001)))
+    assert hashlib.sha256(rates).hexdigest()[:16] == expected
 
 
 @pytest.mark.parametrize(

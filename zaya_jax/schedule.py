@@ -128,15 +128,15 @@ def learning_rate(plan: Plan, tokens: int, segment: Segment) -> float:
     behind the rise in any case.
     """
     phase, run = segment.phase, plan.schedule
-    peak, end, shape = plan.peak_lr, plan.peak_lr * run.final_lr_fraction, run.decay
+    peak, final, shape = plan.peak_lr, run.final_lr_fraction, run.decay
     fall_begin, fall_end = plan.decay_begin, plan.total_tokens
     if phase.lr:
         assert phase.lr_end is not None  # _filled
-        peak, end, shape = phase.lr, phase.lr_end, phase.schedule
+        peak, final, shape = phase.lr, phase.lr_end / phase.lr, phase.schedule
         fall_begin, fall_end = segment.phase_begin, segment.phase_begin + phase.tokens
     warmup = run.warmup_fraction * plan.total_tokens
     if tokens < warmup:
-        return peak * tokens / warmup
+        return peak * (tokens / warmup)
     fall_begin = max(fall_begin, warmup)
     if tokens <= fall_begin:
         return peak
@@ -146,7 +146,7 @@ def learning_rate(plan: Plan, tokens: int, segment: Segment) -> float:
         "cosine": (1 + math.cos(math.pi * done)) / 2,
         "1-sqrt": 1 - math.sqrt(done),
     }
-    return end + (peak - end) * left[shape]
+    return peak * (final + (1 - final) * left[shape])
 
 
 def make_plan(config: Config) -> Plan:
