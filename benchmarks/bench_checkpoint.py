@@ -37,7 +37,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax import config, trees
-from zaya_jax.checkpoint import layout, store, writing
+from zaya_jax.checkpoint import layout, writing
+from zaya_jax.checkpoint.run import store
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint
 from zaya_jax.hardware import host

@@ -111,7 +111,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     from zaya_jax.aegis import agent, machine  # JAX comes with them, 1 s that --help does not need
     from zaya_jax.aegis.decide import Rules
     from zaya_jax.aegis.node import Plan
-    from zaya_jax.checkpoint import claims
+    from zaya_jax.checkpoint.run import claims
     from zaya_jax.cluster import multihost
     from zaya_jax.cluster.rank import find_agent_rank
 

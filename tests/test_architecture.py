@@ -66,6 +66,25 @@ HEAVY = {
 # The parts of this project that a module may import. The first name that fits a module counts.
 ARROWS = {
     "zaya_jax.aegis": ("zaya_jax.aegis", "zaya_jax.checkpoint.writing", "zaya_jax.cluster"),
+    "zaya_jax.checkpoint.run": (
+        "zaya_jax.checkpoint",
+        "zaya_jax.cluster",
+        "zaya_jax.config",
+        "zaya_jax.trees",
+    ),
+    # what a checkpoint is knows nothing of what a run does with it
+    "zaya_jax.checkpoint": (
+        *(
+            f"zaya_jax.checkpoint.{path.stem}"
+            for path in (ROOT / "zaya_jax/checkpoint").iterdir()
+            if path.stem != "run"
+        ),
+        "zaya_jax.cluster",
+        "zaya_jax.config",
+        "zaya_jax.model",
+        "zaya_jax.schedule",
+        "zaya_jax.trees",
+    ),
     "zaya_jax.config": ("zaya_jax.config", "pallas_kernels.chip"),
     "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.trees", "pallas_kernels"),
     "zaya_jax.parallel": (

@@ -31,6 +31,7 @@ from pathlib import Path
 from tools import faults
 from tools.faults import Victim
 from zaya_jax.checkpoint import layout, writing
+from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import events
 from zaya_jax.cluster.events import Event
 from zaya_jax.cluster.leaving import PREEMPTED
@@ -354,7 +355,7 @@ class Chaos:
 
 def bits(workdir: Path, step: int) -> Mapping[str, object]:
     """The checksums of all arrays of a checkpoint."""
-    sums = writing.read_seal(workdir / "checkpoints" / str(step)).files
+    sums = Vault(workdir / "checkpoints").seal(step).files
     return {name: found for name, found in sums.items() if name.startswith(f"{layout.STATE}/")}
 
 

@@ -169,7 +169,7 @@ def out_folder(given: str | None, what: str) -> Path:
     written."""
     if not given:
         raise UserError(f"--out=DIR is missing: the folder for {what}")
-    from zaya_jax.checkpoint import claims  # brings JAX, 1 s, which --help does not need
+    from zaya_jax.checkpoint.run import claims  # brings JAX, 1 s, which --help does not need
 
     fields.check_path("--out", given)
     claims.require_writable(Path(given), f"--out={given}")

@@ -29,7 +29,7 @@ from ml_collections import ConfigDict
 from pallas_kernels import chip
 from zaya_jax import cli, functions, generation, run, schedule
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import claims
+from zaya_jax.checkpoint.run import claims
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, Precision, UserError, fields, shown
 from zaya_jax.hardware import flags as xla_flags

@@ -17,9 +17,9 @@ import numpy as np
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import retention
+from zaya_jax.checkpoint.run import retention
+from zaya_jax.checkpoint.run.store import Store
 from zaya_jax.checkpoint.source import Source, read_meta
-from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
 from zaya_jax.data import pipeline

@@ -18,7 +18,7 @@ from experiments.characterize import rates as device_rates
 from pallas_kernels.timing import Timing
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import claims
+from zaya_jax.checkpoint.run import claims
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, Precision, UserError, fields, files, read_config
 from zaya_jax.data import pipeline, storage

@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from experiments.checkpoint.page import checkpoints_document, steps_table
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import look, rewrite, source, times
+from zaya_jax.checkpoint import source
+from zaya_jax.checkpoint.run import look, rewrite, times
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import adapters, exchange, tokenizer_files

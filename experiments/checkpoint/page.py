@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_jax.checkpoint import look, times
-from zaya_jax.checkpoint.times import Event
+from zaya_jax.checkpoint.run import look, times
+from zaya_jax.checkpoint.run.times import Event
 from zaya_jax.config import UserError
 from zaya_jax.report.curves import SAVE_FIGURES, WAITS, save_curves
 from zaya_jax.report.document import Page, Section, Table, Tile

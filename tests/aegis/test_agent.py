@@ -22,7 +22,7 @@ from agents import STEPS, command, start
 from experiments import supervise
 from zaya_jax import cli
 from zaya_jax.aegis import accounts
-from zaya_jax.checkpoint import claims
+from zaya_jax.checkpoint.run import claims
 from zaya_jax.cluster import events
 
 ALONE = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none"}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint.run import store
 from zaya_jax.config import Checkpoint
 
 

@@ -17,7 +17,9 @@ from checkpoint_helpers import train
 
 from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
-from zaya_jax.checkpoint import layout, partial, rewrite, seal, store, vault, writing
+from zaya_jax.checkpoint import layout, partial, seal
+from zaya_jax.checkpoint import place as place_lib
+from zaya_jax.checkpoint.run import rewrite, store
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError
 from zaya_jax.training.workdir import open_workdir
@@ -62,7 +64,7 @@ def found_by_all(workdir, step, tmp_path, words):
     shutil.copytree(folder, tmp_path / "vault" / str(step))
     assert any(re.search(words, str(d)) for d in copies.verify(step))
     with pytest.raises(StorageError, match=words):
-        copies.copy(step, writing.read_seal(folder).files, Vault(tmp_path / "back"))
+        copies.copy(step, Vault(folder.parent).seal(step).files, Vault(tmp_path / "back"))
 
 
 def test_every_chunk_in_the_place_of_another_is_found(runs):
@@ -98,7 +100,7 @@ def test_a_disk_that_cannot_read_a_file_is_damage_at_once(runs, monkeypatch):
         return open(path, *rest, **options)
 
     monkeypatch.setattr(seal, "open", fails, raising=False)
-    monkeypatch.setattr(vault, "PAUSES", (1e9,))
+    monkeypatch.setattr(place_lib, "PAUSES", (1e9,))
     (damage,) = Vault(runs[0]).verify(40)
     assert str(damage) == "state/params.a/c.0.0 (array params.a) is unreadable (Input/output error)"
 

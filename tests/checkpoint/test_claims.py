@@ -9,14 +9,14 @@ import pytest
 from checkpoint_helpers import content, train
 
 from zaya_jax import config
-from zaya_jax.checkpoint import claims, rewrite, store
+from zaya_jax.checkpoint.run import claims, rewrite, store
 from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.training.workdir import open_workdir
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from zaya_jax.checkpoint import claims
+from zaya_jax.checkpoint.run import claims
 for folder in sys.argv[1:]:
     claims.take(Path(folder))
 if not os.fork():  # a worker that outlives it

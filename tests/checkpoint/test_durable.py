@@ -19,15 +19,17 @@ import pytest
 from checkpoint_helpers import content, save, train
 from rows import slow
 
-from zaya_jax.checkpoint import layout, rewrite, seal, store, times, writing
+from zaya_jax.checkpoint import layout, seal, writing
+from zaya_jax.checkpoint import place as place_lib
 from zaya_jax.checkpoint import vault as vault_lib
+from zaya_jax.checkpoint.run import rewrite, store, times
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(vault_lib, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(place_lib, "PAUSES", (0.01, 0.01))
 
 
 @pytest.fixture(params=["s3", "folder"])
@@ -81,7 +83,7 @@ def cut_off(*_):
 
 def test_there_and_back(place, tmp_path):
     folder = train(tmp_path / "run", 5) / "5"
-    sums, vault = writing.read_seal(folder).files, Vault(place.url)
+    sums, vault = Vault(folder.parent).seal(5).files, Vault(place.url)
     names = [name for name in sums if name != layout.COMMITTED]
     assert vault.steps() == []
     here = Vault(folder.parent)
@@ -93,17 +95,14 @@ def test_there_and_back(place, tmp_path):
     place.put(f"5/{names[0]}", b"half")
     with pytest.raises(StorageError, match=f"lacks 2 of {len(sums)} files, such as {names[0]}"):
         vault.complete(5, here.seal(5))
-    if vault.folder:  # as a kill before a folder's first file leaves it
-        (vault.folder / "5" / "state" / "empty").mkdir()
-    assert (
-        vault.steps() == []
-        and vault.clear() == [5]
-        and place.names() == []
-        and vault.numbered() == []
-    )
+    if vault.place.folder:  # as a kill before a folder's first file leaves it
+        (vault.place.folder / "5" / "state" / "empty").mkdir()
+    assert vault.steps() == [] and vault.unfinished() == [5]
+    vault.remove(5)
+    assert place.names() == [] and vault.numbered() == []
     here.copy(5, names, vault)
     vault.complete(5, here.seal(5))
-    assert vault.clear() == [] and vault.steps() == [5] and vault.seal(5) == here.seal(5)
+    assert vault.unfinished() == [] and vault.steps() == [5] and vault.seal(5) == here.seal(5)
     assert place.names() == sorted(f"5/{name}" for name in [*sums, layout.MARKER])
     vault.copy(5, names, Vault(tmp_path), "back")
     for name in names:
@@ -134,7 +133,7 @@ def test_damage_is_named(place, tmp_path):
             damaged is None or "(array params.w)" in str(error.value)
         )
         (found,) = vault.verify(5)
-        assert (found.file, found.array) == (chunk, "params.w") and what.split("|")[0] in found.what
+        assert f"{chunk} (array params.w) is {what.split('|')[0]}" in str(found)
     place.put(f"5/{layout.MARKER}", place.get(f"5/{layout.MARKER}").replace(b"1", b"2"))
     with pytest.raises(StorageError, match=f"{layout.MARKER} is changed"):
         vault.copy(5, [chunk], Vault(tmp_path), "marker")
@@ -143,7 +142,7 @@ def test_damage_is_named(place, tmp_path):
 def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
     train(tmp_path / "run", 5, durable=place.url)
     vault, gone = Vault(place.url), []
-    delete = vault._unlink
+    delete = vault.place._unlink
 
     def dies(name):
         if gone:
@@ -151,18 +150,20 @@ def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
         gone.append(name)
         delete(name)
 
-    monkeypatch.setattr(vault, "_unlink", dies)
+    monkeypatch.setattr(vault.place, "_unlink", dies)
     with pytest.raises(StorageError, match="cannot delete"):
         vault.remove(5)
     assert gone == [f"5/{layout.MARKER}"]
     other = Vault(place.url)
-    assert other.steps() == [] and other.clear() == [5] and place.names() == [seal.RUN]
+    assert other.steps() == [] and other.unfinished() == [5]
+    other.remove(5)
+    assert place.names() == [seal.RUN]
 
 
 def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_path, monkeypatch):
     place, folder = bucket("flaky"), train(tmp_path / "run", 5) / "5"
     here, vault, fails, messages = Vault(folder.parent), Vault(place.url), [2], []
-    name, pipe, vault.tell = layout.META, vault._files.pipe_file, messages.append
+    name, pipe, vault.place.tell = layout.META, vault.place._files.pipe_file, messages.append
 
     def sometimes(*args):
         if fails[0]:
@@ -170,7 +171,7 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
             raise ConnectionResetError("reset by peer")
         return pipe(*args)
 
-    monkeypatch.setattr(vault._files, "pipe_file", sometimes)
+    monkeypatch.setattr(vault.place._files, "pipe_file", sometimes)
     here.copy(5, [name], vault)
     assert place.names() == [f"5/{name}"]
     assert messages == [
@@ -207,7 +208,7 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
         threading.Thread(target=take, daemon=True).start()
     port = {"absent": 9, "silent": silent.getsockname()[1]}[kind]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{port}")
-    monkeypatch.setattr(vault_lib, "READ_TIMEOUT", 0.5)
+    monkeypatch.setattr(place_lib, "READ_TIMEOUT", 0.5)
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another endpoint
     vault, begun = Vault("s3://bucket/run"), time.monotonic()
     with pytest.raises(
@@ -215,8 +216,8 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
     ):
         vault.get(5, "x")
     assert len(asked) == (3 if kind == "silent" else 0)
-    monkeypatch.setattr(vault_lib, "PATIENCE", 1.0)
-    monkeypatch.setattr(vault_lib, "PAUSES", (0.1,) * 100)
+    monkeypatch.setattr(place_lib, "PATIENCE", 1.0)
+    monkeypatch.setattr(place_lib, "PAUSES", (0.1,) * 100)
     with contextlib.suppress(StorageError):
         vault.get(5, "x")
     with pytest.raises(StorageError, match="after 1 attempt:"):  # until there is an answer
@@ -227,10 +228,10 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
 
 def test_an_answer_that_trickles_has_an_end(monkeypatch):
     """Only silence was limited: a store that sent a byte every 8 s held a reading up for ever."""
-    monkeypatch.setattr(vault_lib, "ANSWER", 0.2)
-    monkeypatch.setattr(vault_lib, "PAUSES", (0.1,))
+    monkeypatch.setattr(place_lib, "ANSWER", 0.2)
+    monkeypatch.setattr(place_lib, "PAUSES", (0.1,))
     vault, over = Vault("memory://trickles"), threading.Event()
-    monkeypatch.setattr(vault._files, "cat_file", lambda path: over.wait(60))
+    monkeypatch.setattr(vault.place._files, "cat_file", lambda path: over.wait(60))
     with pytest.raises(StorageError, match=r"after 2 attempts: no whole answer within 0.2 s"):
         vault.get(5, "x")
     over.set()
@@ -306,8 +307,8 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
     place.delete(f"5/{layout.MARKER}")
     place.put(f"6/{layout.MARKER}", b"{}")
     with monkeypatch.context() as patch:
-        patch.setattr(vault_lib, "PAUSES", ())
-        patch.setattr(Vault, "_write", cut_off)
+        patch.setattr(place_lib, "PAUSES", ())
+        patch.setattr(place_lib.Place, "_write", cut_off)
         assert start(root, place.url) == (6, [5, 6])
         out = capsys.readouterr().out
         assert "warning: step 6 is saved, but its copy is NOT: cannot write" in out
@@ -332,7 +333,7 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
         save(checkpoints, 5, plus=1)
         checkpoints.close()
         assert vault.steps() == [6, 7] and checkpoints.steps() == [5, 6, 7]
-    assert start(root, place.url) == (7, []) and vault.seal(5) == writing.read_seal(root / "5")
+    assert start(root, place.url) == (7, []) and vault.seal(5) == Vault(root).seal(5)
 
 
 def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_path, capsys):
@@ -431,9 +432,7 @@ def test_a_whole_copy_is_not_given_up_for_a_damaged_step_of_another_content(run,
     assert re.search(r"has no whole copy of step 4: .*/4 is damaged: .*c\.0 .* truncated", out)
     shutil.rmtree(root / "4")
     shutil.copytree(anew / "4", root / "4")
-    assert start(root, copies) == (6, []) and Vault(str(copies)).seal(4) == writing.read_seal(
-        root / "4"
-    )
+    assert start(root, copies) == (6, []) and Vault(str(copies)).seal(4) == Vault(root).seal(4)
 
 
 def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
@@ -482,15 +481,15 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch):
 @pytest.fixture
 def dead(monkeypatch):
     """The durable place does not answer, until it is called."""
-    attempt = Vault._attempt
+    attempt = place_lib.Place.attempt
 
     def refuses(self, verb, name, *rest):
         if not self.url.endswith("copies"):
             return attempt(self, verb, name, *rest)
-        raise vault_lib.Unreachable(f"cannot {verb} {self.url}/{name}")
+        raise place_lib.Unreachable(f"cannot {verb} {self.url}/{name}")
 
-    monkeypatch.setattr(Vault, "_attempt", refuses)
-    return lambda: monkeypatch.setattr(Vault, "_attempt", attempt)
+    monkeypatch.setattr(place_lib.Place, "attempt", refuses)
+    return lambda: monkeypatch.setattr(place_lib.Place, "attempt", attempt)
 
 
 def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, dead):
@@ -526,8 +525,8 @@ def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
     took requests."""
     messages, settings = [], Checkpoint(keep=9, max_wait=0.1, durable=str(tmp_path / "copies"))
     with monkeypatch.context() as patch:
-        patch.setattr(vault_lib, "PAUSES", (100.0,))
-        patch.setattr(Vault, "_write", cut_off)
+        patch.setattr(place_lib, "PAUSES", (100.0,))
+        patch.setattr(place_lib.Place, "_write", cut_off)
         checkpoints = store.Store(tmp_path / "run", settings, messages.append)
         checkpoints.bring_newest()
         for step in (1, 2):

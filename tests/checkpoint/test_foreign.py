@@ -14,8 +14,9 @@ from orbax.checkpoint import v1 as ocp
 import zaya_jax as zj
 from experiments.configs import tiny
 from zaya_jax import config, trees
-from zaya_jax.checkpoint import boxes, partial, rewrite
+from zaya_jax.checkpoint import boxes, partial
 from zaya_jax.checkpoint.foreign import open_source
+from zaya_jax.checkpoint.run import rewrite
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import UserError
 from zaya_jax.model import zaya

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
-from zaya_jax.checkpoint import layout, look, store, times, writing
+from zaya_jax.checkpoint import layout, writing
+from zaya_jax.checkpoint.run import look, store, times
 from zaya_jax.config import Checkpoint
 from zaya_jax.training.workdir import open_workdir
 

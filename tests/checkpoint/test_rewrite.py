@@ -12,8 +12,9 @@ import pytest
 from checkpoint_helpers import same
 
 from zaya_jax import config
-from zaya_jax.checkpoint import boxes, layout, partial, retention, rewrite, source, store
+from zaya_jax.checkpoint import boxes, layout, partial, source
 from zaya_jax.checkpoint.foreign import open_source
+from zaya_jax.checkpoint.run import retention, rewrite, store
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.training.workdir import open_workdir
@@ -80,7 +81,7 @@ def test_other_chunks_hold_the_same(workdir, tmp_path, chunk):
 MEASURE = """
 import sys
 from pathlib import Path
-from zaya_jax.checkpoint import rewrite
+from zaya_jax.checkpoint.run import rewrite
 
 def memory(what):  # MiB
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -6,7 +6,8 @@ import shutil
 import checkpoint_helpers
 import pytest
 
-from zaya_jax.checkpoint import look, retention, store, writing
+from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint.run import look, retention, store
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.guard import decisions

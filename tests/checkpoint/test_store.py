@@ -14,7 +14,8 @@ from checkpoint_helpers import same
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.checkpoint import boxes, layout, look, retention, seal, store, times, writing
+from zaya_jax.checkpoint import boxes, layout, seal, writing
+from zaya_jax.checkpoint.run import look, retention, store, times
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_helpers import content
 
 from zaya_jax import config
-from zaya_jax.checkpoint import claims, rewrite, store
+from zaya_jax.checkpoint.run import claims, rewrite, store
 from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.pytorch import any_model, exchange
 from zaya_jax.training.workdir import CleanupIfRefused, open_workdir

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from experiments import generate
 from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
-from zaya_jax.checkpoint import layout, partial, source, store
+from zaya_jax.checkpoint import layout, partial, source
+from zaya_jax.checkpoint.run import store
 from zaya_jax.pytorch import exchange
 from zaya_jax.run import train
 from zaya_jax.training.workdir import read_config

@@ -9,7 +9,7 @@ import pytest
 from made_run import checked
 
 from experiments.checkpoint import page as checkpoint_page
-from zaya_jax.checkpoint import times
+from zaya_jax.checkpoint.run import times
 from zaya_jax.report import write_report
 
 

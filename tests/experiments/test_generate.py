@@ -12,7 +12,7 @@ import pytest
 
 from experiments import generate
 from zaya_jax import config
-from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint.run import store
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Model
 from zaya_jax.model import decode, zaya

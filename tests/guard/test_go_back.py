@@ -7,7 +7,8 @@ from small_runs import Killed, same_end
 from tiny_runs import lines
 
 from zaya_jax import cli
-from zaya_jax.checkpoint import retention, writing
+from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint.run import retention
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.cluster import events
 from zaya_jax.guard import decisions

@@ -12,8 +12,8 @@ from rows import fast_alone, slow
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout
+from zaya_jax.checkpoint.run.store import Store
 from zaya_jax.checkpoint.source import Source
-from zaya_jax.checkpoint.store import Store
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.compiled import hlo
 from zaya_jax.training import snapshot

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from zaya_jax import config
-from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint.run import store
 from zaya_jax.config import Model, UserError
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import any_model, exchange, hf, tensor_files

@@ -16,8 +16,9 @@ import tiny_runs
 
 from zaya_jax import cli, config
 from zaya_jax import run as run_lib
-from zaya_jax.checkpoint import source, store, writing
+from zaya_jax.checkpoint import source, writing
 from zaya_jax.checkpoint import vault as vault_lib
+from zaya_jax.checkpoint.run import store
 from zaya_jax.cluster import leaving
 from zaya_jax.training import figures
 from zaya_jax.training import step as steps

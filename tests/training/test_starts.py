@@ -14,7 +14,8 @@ from orbax.checkpoint import v1 as ocp
 
 import zaya_jax as zj
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import partial, source, store
+from zaya_jax.checkpoint import partial, source
+from zaya_jax.checkpoint.run import store
 from zaya_jax.config import UserError
 from zaya_jax.pytorch import exchange
 from zaya_jax.text import tokenizers

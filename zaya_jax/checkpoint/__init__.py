@@ -1,5 +1,19 @@
-"""Saves, verifies, moves and restores checkpoints, in the layout of Orbax; `Handler` is for who
-saves with Orbax."""
+"""What a checkpoint is: its files, how they are written, checked and read, in the layout of Orbax.
+
+    layout      the files: arrays, their chunks, the small ones
+    boxes       which device holds which part of an array, and which process writes it
+    seal        the list of the files with their checksums, which makes a checkpoint whole
+    writing     threads that write the files, and the rename that completes them
+    reading     chunks, verified, onto the devices
+    place       a folder or URL, with attempts
+    vault       the checkpoints of one place: list, verify, copy, complete, delete
+    source      one checkpoint to read; `foreign` if Orbax wrote it, `merged` with low-rank updates,
+                `partial` some of its arrays
+    handler     `Handler`: the same for code that saves through Orbax
+
+What a run does with its checkpoints (when to save, what to keep, where copies go) is in `run`; that
+wing imports this one, never the reverse.
+"""
 
 from typing import TYPE_CHECKING, Any
 

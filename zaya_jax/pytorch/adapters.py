@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint import claims, merged
+from zaya_jax.checkpoint import merged
+from zaya_jax.checkpoint.run import claims
 from zaya_jax.checkpoint.source import differing
 from zaya_jax.config import Model, UserError
 from zaya_jax.pytorch import any_model, tensor_files

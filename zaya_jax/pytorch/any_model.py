@@ -23,10 +23,10 @@ import numpy as np
 from zaya_jax import config as config_lib
 from zaya_jax import trees
 from zaya_jax.checkpoint import source as sources
-from zaya_jax.checkpoint import store
 from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.layout import IMPORTED
 from zaya_jax.checkpoint.merged import Merged
+from zaya_jax.checkpoint.run import store
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config, Model, UserError, fields, first_line
 from zaya_jax.model import zaya

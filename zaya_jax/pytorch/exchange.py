@@ -17,9 +17,9 @@ import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import trees
-from zaya_jax.checkpoint import claims, rewrite
 from zaya_jax.checkpoint.foreign import Unsealed
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
+from zaya_jax.checkpoint.run import claims, rewrite
 from zaya_jax.config import Config, Model, UserError, shown
 from zaya_jax.config.files import write
 from zaya_jax.model import zaya

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zaya_jax.checkpoint import times
+from zaya_jax.checkpoint.run import times
 from zaya_jax.report.document import Section
 from zaya_jax.report.read import Bins, Series, Workdir
 from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale, columns

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint import retention
+from zaya_jax.checkpoint.run import retention
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.multihost import is_writer
 from zaya_jax.hardware.chips import model_flops, peak_flops

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import jax
 
 from zaya_jax.checkpoint import boxes, merged, partial
+from zaya_jax.checkpoint.run.store import Store
 from zaya_jax.checkpoint.source import Source, differing
-from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline

@@ -8,7 +8,7 @@ logs/              one file per process, see `logs`  environment.json   devices,
 sample.txt         the model's text at the end
 lineage.json       a fork's: the runs that it comes from, see `fork`
 tracker.id         the run's id with trackers, see `trackers`
-.lock              the process that writes here now, see `checkpoint.claims`
+.lock              the process that writes here now, see `checkpoint.run.claims`
 imported.json      where the weights came from PyTorch: their config's further keys, their dtypes
 """
 
@@ -24,8 +24,9 @@ import jax
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.checkpoint import claims, source, writing
+from zaya_jax.checkpoint import source, writing
 from zaya_jax.checkpoint.layout import IMPORTED, META
+from zaya_jax.checkpoint.run import claims
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.checkpoint import writing
-from zaya_jax.checkpoint.durable import Durable
 from zaya_jax.checkpoint.layout import META
-from zaya_jax.checkpoint.vault import Unreachable, Vault
+from zaya_jax.checkpoint.place import Unreachable
+from zaya_jax.checkpoint.run.durable import Durable
+from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, UserError, files
 

@@ -18,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint import claims, writing
-from zaya_jax.checkpoint.seal import Seal
-from zaya_jax.checkpoint.times import record
-from zaya_jax.checkpoint.vault import Unreachable, Vault, each, share
+from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint.place import Unreachable, each
+from zaya_jax.checkpoint.run import claims
+from zaya_jax.checkpoint.run.times import record
+from zaya_jax.checkpoint.seal import RUN, Seal
+from zaya_jax.checkpoint.vault import Vault, share
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, UserError
 
@@ -34,11 +36,11 @@ class Durable:
     def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None]):
         self.root, self._settings, self._say = root, settings, say
         self.vault, self._here = Vault(settings.durable), Vault(root)
-        option = f"config.checkpoint.durable={settings.durable}"
-        if self.vault.folder:
-            claims.require_apart([root.parent, root], self.vault.folder, option)
+        self._option = f"config.checkpoint.durable={settings.durable}"
+        if self.vault.place.folder:
+            claims.require_apart([root.parent, root], self.vault.place.folder, self._option)
         if multihost.is_writer():
-            self.vault.tell = say
+            self.vault.place.tell = say
         self.silent: Unreachable | None = None  # it did not answer at this start; of process 0
         self._copier = concurrent.futures.ThreadPoolExecutor(1, "copy")
         self._copies: list[concurrent.futures.Future] = []  # one for each step that is owed
@@ -73,7 +75,7 @@ class Durable:
     def settle(self, seconds: float | None = None) -> None:
         """Waits until nothing is on its way; copies that take longer than that are cut short."""
         if concurrent.futures.wait(self._copies, seconds).not_done:
-            self.vault.given_up.set()
+            self.vault.place.given_up.set()
         for job in self._copies:
             job.result()
 
@@ -163,6 +165,17 @@ class Durable:
         except StorageError:
             return False
 
+    def _claim(self, run: str) -> None:
+        """Makes an empty place this run's; StorageError where another was faster."""
+        owner = self.vault.owner()
+        if owner and owner != run:
+            raise StorageError(
+                f"{self.vault.url} is run {owner}'s by now, this is run {run}; give each run a"
+                " place of its own"
+            )
+        if not owner and run:
+            self.vault.place.put(RUN, run.encode())
+
     def _send(self, step: int, begun: float) -> str | None:
         """Copies a step, unless it is there already or was deleted here meanwhile; returns an
         error, if any."""
@@ -174,7 +187,7 @@ class Durable:
                 return [None, False, False]
             try:
                 whole = self._here.seal(step)
-                self.vault.claim(writing.run_of(self.root))
+                self._claim(writing.run_of(self.root))
                 wanted = not self.vault.holds(step, whole)
                 return [None, wanted, wanted and self.vault.has(step)]
             except StorageError as failure:
@@ -230,16 +243,13 @@ class Durable:
             try:
                 if self.silent:  # its steps were not compared with the run's decisions
                     raise self.silent
-                option = f"config.checkpoint.durable={self.vault.url}"
-                run = writing.run_of(self.root) if here else ""
-                self.vault.require_own(run, str(self.root.parent), option)
+                self._require_own(writing.run_of(self.root) if here else "")
                 if not here and accept:
                     self._require_accepted(accept)
-                self.vault.clear()
-                return sorted(
-                    (step for step in self.vault.steps() if step > max(here, default=-1)),
-                    reverse=True,
-                )
+                for step in self.vault.unfinished():  # uploads that never ended
+                    self.vault.remove(step)
+                newer = [step for step in self.vault.steps() if step > max(here, default=-1)]
+                return newer[::-1]
             except Unreachable as failure:
                 if not here:
                     raise
@@ -270,6 +280,25 @@ class Durable:
                 " checkpoint.durable"
             )
 
+    def _require_own(self, run: str) -> None:
+        """UserError where the place is another run's, or holds steps and no name. `run` is "" for
+        one that has none yet.
+
+        Asked before anything is fetched, copied or deleted: a place bears its name from before the
+        first copy on.
+        """
+        owner = self.vault.owner()
+        if not owner and (numbered := self.vault.numbered()):
+            raise UserError(
+                f"{self._option} holds step {numbered[-1]}, and no {RUN} tells whose it is; write"
+                " the run's name there, or give another place"
+            )
+        if owner and run and owner != run:
+            raise UserError(
+                f"{self._option} is the place of another run than {self.root.parent} (that is run"
+                f" {owner}, this is run {run}); give each run a place of its own"
+            )
+
     def _require_accepted(self, accept: Accept) -> None:
         """UserError where the newest copy is of another config than a new workdir's."""
         for step in self.vault.steps()[-1:]:
@@ -277,7 +306,7 @@ class Durable:
                 accept(self.vault.meta(step))
             except UserError as error:
                 raise UserError(
-                    f"config.checkpoint.durable={self.vault.url} holds step {step} of another run"
+                    f"{self._option} holds step {step} of another run"
                     f" than {self.root.parent} ({error}); give each run a place of its own"
                 ) from None
             except Unreachable:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from zaya_jax import trees
-from zaya_jax.checkpoint import claims, layout, writing
+from zaya_jax.checkpoint import layout, writing
 from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
+from zaya_jax.checkpoint.run import claims
 from zaya_jax.checkpoint.seal import Seal, Sums
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.vault import Progress

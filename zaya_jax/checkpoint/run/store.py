@@ -27,12 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint import boxes, layout, retention, writing
+from zaya_jax.checkpoint import boxes, layout, writing
 from zaya_jax.checkpoint.boxes import Holding, Writers
-from zaya_jax.checkpoint.durable import Accept, Durable
+from zaya_jax.checkpoint.run import retention
+from zaya_jax.checkpoint.run.durable import Accept, Durable
+from zaya_jax.checkpoint.run.times import record
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.source import Source
-from zaya_jax.checkpoint.times import record
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost

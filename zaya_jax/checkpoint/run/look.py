@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint import layout, retention, writing
+from zaya_jax.checkpoint import layout, writing
+from zaya_jax.checkpoint.run import retention
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import StorageError, UserError
 

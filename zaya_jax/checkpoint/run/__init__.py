@@ -1,0 +1,9 @@
+"""What a run does with its checkpoints: the other wing, `zaya_jax.checkpoint`, knows nothing of it.
+
+store        saves in the background, brings the newest whole step, restores it
+durable      copies steps to a safer place, and fetches them from there
+retention    decides which steps to delete, and which belong to a past that was given up
+claims       one program at a time in a folder, and no folder inside another
+times, look  record how long saves took, and summarise a run's checkpoints
+rewrite      writes a step anew: step 0 of another run, or the parameters alone
+"""
