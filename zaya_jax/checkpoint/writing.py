@@ -185,11 +185,6 @@ def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None
     return multihost.from_first(f"{name}: end", last)
 
 
-def read_seal(folder: Path) -> Seal:
-    """A whole checkpoint's; ValueError where it is damaged itself."""
-    return seal.parse((folder / MARKER).read_bytes())
-
-
 def commit(folder: Path, target: Path, whole: Seal) -> None:
     """Gives a written folder its final name; when this returns, it outlives a power cut."""
     write_files(folder, {MARKER: whole.content()})

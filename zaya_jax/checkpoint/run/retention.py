@@ -45,7 +45,7 @@ class Candidate:
 
     step: int
     tokens: int
-    loss: float | None = None  # on held-out text, where it was evaluated and is finite
+    loss: float | None = None  # on held-out text, where it was evaluated
     sound: bool = True
 
 
@@ -58,8 +58,7 @@ def saved_in(root: Path) -> list[Candidate]:
             meta = files.read_json(root / str(step) / META)
             figures = meta.get("metrics") or {}
             loss = figures.get("eval/loss")
-            finite = loss if _finite(loss) else None
-            saved.append(Candidate(step, int(meta["tokens"]), finite, sound(figures)))
+            saved.append(Candidate(step, int(meta["tokens"]), loss, sound(figures)))
     return saved
 
 

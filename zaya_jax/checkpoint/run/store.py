@@ -56,9 +56,12 @@ class Store:
         """`accept` raises UserError for the meta of another run, which a new workdir must not
         adopt."""
         self.root = Path(workdir).absolute() / "checkpoints"
-        self.settings, self._say = settings or Checkpoint(), say
+        self.settings = settings or Checkpoint()
+        self._say = say if multihost.is_writer() else lambda _: None
         self._accept = accept
-        self.durable = Durable(self.root, self.settings, say) if self.settings.durable else None
+        self.durable = (
+            Durable(self.root, self.settings, self._say) if self.settings.durable else None
+        )
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: concurrent.futures.Future | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
@@ -232,8 +235,8 @@ class Store:
 
         error = writing.together("save", work, end)
         if error:
+            self._complain(step, error)
             if me == 0:
-                self._complain(step, error)
                 shutil.rmtree(folder, ignore_errors=True)
             return error
         self._seconds = {"held": waited, **times.seconds(), "commit": time.perf_counter() - written}
@@ -275,7 +278,7 @@ class Store:
         """Sets aside checkpoints of a past that these decisions abandoned. All processes
         together."""
         steps = retention.drop_stale(self.root, self.durable, decisions)
-        if steps and multihost.is_writer():
+        if steps:
             there = f"{self.root}/{writing.STALE}{len(decisions)}-*"
             self._say(
                 f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was"
@@ -305,8 +308,8 @@ class Store:
             # of a new run, or lost: then its newest checkpoint has it
             if not writing.run_of(self.root):
                 known = ""
-                with contextlib.suppress(OSError, ValueError):
-                    known = writing.read_seal(self.root / str(max(self.steps()))).run or ""
+                with contextlib.suppress(StorageError, ValueError):
+                    known = Vault(self.root).seal(max(self.steps())).run or ""
                 writing.begin_run(self.root, known)
         except OSError as error:
             raise StorageError(
@@ -344,8 +347,7 @@ class Store:
                 f" lists it all; {way_out if before else none}"
             )
         where = multihost.from_first("aside", lambda: str(writing.set_aside(self.root, step)))
-        if multihost.is_writer():
-            self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
+        self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
 
     def restore(
         self,
