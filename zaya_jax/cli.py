@@ -3,6 +3,7 @@ code."""
 
 import argparse
 import io
+import itertools
 import math
 import signal
 import sys
@@ -41,12 +42,27 @@ def exit_code(main: Callable[[], int]) -> int:
         code, line = leaving.code_of(error)
         if code == leaving.FAILED:
             raise
-    leaving.complain(f"error: {line}")
+    leaving.complain(f"error: {_option_of(line, sys.argv[1:])}{line}")
     try:
         sys.stdout.flush()
     except OSError:  # the interpreter would try again at its end, and its code would be 120
         leaving.silence(sys.stdout)
     return code
+
+
+def _option_of(line: str, given: list[str]) -> str:
+    """The option, with `=`, of the value that an error's line begins with; "" if no option gave it,
+    or several did.
+
+    The library's errors begin with what was given, and do not know the options of programs.
+    """
+    words = [word for option in given for word in option.split("=", 1)]
+    found = {
+        f"{option}="
+        for option, value in itertools.pairwise(words)
+        if option.startswith("--") and line.startswith((f"{value} ", f"{value}: "))
+    }
+    return found.pop() if len(found) == 1 else ""
 
 
 def leave(code: int) -> NoReturn:
@@ -172,5 +188,5 @@ def out_folder(given: str | None, what: str) -> Path:
     from zaya_jax.checkpoint.run import claims  # brings JAX, 1 s, which --help does not need
 
     fields.check_path("--out", given)
-    claims.require_writable(Path(given), f"--out={given}")
+    claims.require_writable(given)
     return Path(given)

@@ -525,7 +525,7 @@ def train(
     settings = _config_of(config)
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
-    with any_model.named(folder), leaving.signals_as_they_were():
+    with leaving.signals_as_they_were():
         code = run.train(settings, folder, None, tracker, observers)
     if code != cli.DONE:
         raise TrainingStopped(code, folder)
@@ -572,8 +572,8 @@ def _with_mesh(config: Config, mesh: Mapping[str, Any] | None) -> tuple[Config, 
     not fit it."""
     if mesh is None:
         return config, None
-    given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
-    fields.check_fields(given, "mesh.")
+    given = fields.build(config_lib.Mesh, dict(mesh), "config.mesh.")
+    fields.check_fields(given, "config.mesh.")
     over = make_mesh(given, jax.local_devices(), "mesh")
     config = dataclasses.replace(config, mesh=given)
     sharding.check(config, spread_of(given, over.shape), where="mesh")
@@ -606,7 +606,7 @@ def _with_dtype(config: Config, dtype: str | None) -> Config:
 def _new_folder(directory: str | os.PathLike) -> Path:
     """A folder that can be created."""
     fields.check_path("directory", os.fspath(directory))
-    return claims.new_folder(directory, "directory")
+    return claims.new_folder(directory)
 
 
 def _integers(

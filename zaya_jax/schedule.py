@@ -289,7 +289,7 @@ def key(config: Config, index: int, name: str) -> str:
 def _filled(config: Config, phase: Phase, index: int) -> Phase:
     """A phase with a value for everything that it leaves open; UserError where it cannot be."""
     where = f"config.schedule.phases[{index}]" if config.schedule.phases else "config.data"
-    fields.check_fields(phase, f"schedule.phases[{index}].")
+    fields.check_fields(phase, f"config.schedule.phases[{index}].")
     outside: dict[str, Any] = {
         name: functools.reduce(getattr, path.split("."), config) for name, path in ELSEWHERE.items()
     }

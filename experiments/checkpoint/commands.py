@@ -77,18 +77,9 @@ def verify(args: Any) -> int:
     # In a workdir a folder without a list is damaged: it gets its name with the list in it.
     listed = vault.steps if copies else vault.numbered
     steps = listed()
-    if not steps:
-        raise UserError(
-            f"--workdir={args.workdir} has no checkpoint; give a run's folder, or the place of its"
-            " copies"
-        )
+    chosen = source.choose_step(args.workdir, steps, args.step)
     if args.step is not None:
-        if args.step not in steps:
-            raise UserError(
-                f"--workdir={args.workdir} has no checkpoint of step {config.shown(args.step)}; "
-                f"it has {', '.join(map(str, steps))}"
-            )
-        steps = [args.step]
+        steps = [chosen]
     damaged = 0
     for step in steps:
         total = 0

@@ -43,7 +43,7 @@ def checkpoints_document(workdir: Path) -> Page:
     saves, loads = (list(found.get(kind, {}).values()) for kind in ("save", "load"))
     seen, _ = look.see_all(workdir)
     if not seen and not saves:
-        raise UserError(f"--workdir={workdir} has no checkpoint and no times of any; train first")
+        raise UserError(f"{workdir} has no checkpoint and no times of any; train first")
     load = max(loads, key=lambda event: event.time, default=None)
     sections = [
         Section("Over the run", WAITS, pictures=save_curves(saves)),

@@ -149,7 +149,7 @@ def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, t
     for write in (
         lambda: rewrite.reshard(workdir, inside),
         lambda: rewrite.export_params(workdir, inside),
-        lambda: claims.new_folder(tmp_path / "link" / "4" / "state" / "deep", "--out"),
+        lambda: claims.new_folder(tmp_path / "link" / "4" / "state" / "deep"),
         lambda: open_workdir(inside, config.Config()),
         lambda: store.Store(tmp_path / "apart", Checkpoint(durable=inside), print),
     ):

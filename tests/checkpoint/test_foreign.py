@@ -147,9 +147,7 @@ def test_integers_become_no_weights(model, saved, tmp_path):
             UserError, match=r"is of int8, and float32 is needed; multiply quantised"
         ):
             zj.load(place, config=model.config)
-        with pytest.raises(
-            UserError, match=r"init_from: .* has \S+ as int8, .* multiply quantised"
-        ):
+        with pytest.raises(UserError, match=r"is of int8, .* multiply quantised"):
             partial.require_fit(open_source(str(place)), held)
 
 
@@ -171,6 +169,6 @@ def test_two_processes_each_read_their_parts(saved, tmp_path):
 def test_of_a_tree_with_other_names_the_nearest_are_listed(model, saved):
     fresh = {"params": {"embed": {"embeddings": model.params["embed"]["embedding"]}}}
     with pytest.raises(
-        UserError, match=r"embeddings it has none; the nearest names are params\.embed\.embedding"
+        UserError, match=r"no array \S+embeddings; the nearest names are params\.embed\.embedding"
     ):
         partial.require_fit(open_source(str(saved / "ocdbt")), boxes.of_tree(fresh).weights())

@@ -98,7 +98,7 @@ REFUSED = {
     "": "required: COMMAND",
     "from_hf --model=/nowhere --workdir=NEW": "/nowhere is not a folder",
     "from_hf --model=GOLDEN/base --workdir=GOLDEN": "is not empty",
-    "from_hf --model=GOLDEN/base --workdir=/proc/nowhere/x": "cannot be written",
+    "from_hf --model=GOLDEN/base --workdir=/proc/nowhere/x": "error: --workdir=/proc/nowhere/x cannot be written",
     "from_hf --model=RUN --workdir=NEW": "",
     "to_hf --model=TMP --out=NEW": "holds no model",
     "to_hf --model=RUN --out=NEW --dtype=int8": "invalid choice: 'int8'",
@@ -110,15 +110,15 @@ REFUSED = {
     "to_hf --model=RUN --out=RUN": "is not empty",
     "to_hf --model=RUN --out=RUN/config.json/x": "cannot be written",
     "export_params --workdir=RUN --out=RUN/config.json": "is not empty",
-    "export_params --workdir=TMP --out=NEW": "has no checkpoint",
-    "reshard --from=RUN --to=RUN": "is not empty",
+    "export_params --workdir=TMP --out=NEW": "error: --workdir=TMP has no checkpoint",
+    "reshard --from=RUN --to=RUN": "error: RUN exists and is not empty",
     **{
         f"reshard --from=RUN --to=NEW --chunk_mb={bad}": "--chunk_mb="
         for bad in ("nan", "inf", "0")
     },
     "reshard --from=RUN --to=NEW --step=3": "no checkpoint of step 3",
-    "reshard --from=TMP --to=NEW": "has no checkpoint",
-    "reshard --from=RUN --to=GOLDEN": "is not empty",
+    "reshard --from=TMP --to=NEW": "error: --from=TMP has no checkpoint",
+    "reshard --from=RUN --to=GOLDEN": "error: --to=GOLDEN exists and is not empty",
     "inspect --workdir=RUN --step=9": "no checkpoint of step 9",
     "inspect --workdir=TMP": "has no config.json",
     "verify --workdir=RUN --step=9": "no checkpoint of step 9; it has 0",
@@ -138,7 +138,7 @@ def test_what_is_refused_leaves_everything_as_it_was(run, imported, golden_dir, 
         "NEW": tmp_path / "a" / "b",
         "TMP": tmp_path,
     }.items():
-        command = command.replace(name, str(place))
+        command, says = command.replace(name, str(place)), says.replace(name, str(place))
     code, _, err = run(*command.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err
     assert [tree(folder) for folder in folders] == before
@@ -189,11 +189,9 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
     }.items():
         ended[name] = run(name, *options)
     for name, (code, out, err) in ended.items():
-        assert code == 4 and "checkpoints/5 is damaged" in err and "--step=0" in err, (
-            name,
-            code,
-            err,
-        )
+        assert (
+            code == 4 and "checkpoints/5 is damaged" in err and f"take step 0 ({workdir}@0)" in err
+        ), (name, code, err)
         assert err.count("\n") == 1 and (
             name != "inspect" or "DAMAGED, `verify` says where: 5." in out
         )

@@ -268,5 +268,5 @@ def test_prepared_directories_are_no_text(tmp_path):
     tok = tokenizers.load("bytes")
     with pytest.raises(UserError, match=r"holds .*train-00000\.tokens, a shard"):
         here(options, tmp_path / "other")
-    with pytest.raises(UserError, match="path='' holds no text file"):
+    with pytest.raises(UserError, match="'' holds no text file"):
         sources.text_corpus("", tok)

@@ -96,7 +96,7 @@ REFUSED = {
     "config.optim.name 'adamw' there, 'muon' here": {"optim__name": "muon"},
     "config.run.fork=RUN and config.run.init_from=x are both given": {"run__init_from": "x"},
     "config.run.num_steps=6, but run.fork=RUN@6 has reached step 6": {"run__num_steps": 6},
-    "config.run.fork=RUN@3: --workdir=RUN has no checkpoint of step 3; it has 2, 4, 6": {
+    "config.run.fork=RUN@3: RUN has no checkpoint of step 3; it has 2, 4, 6": {
         "run__fork": "RUN@3"
     },
     "fork_step=4 and fork_tokens=3, but RUN@4 has 512 tokens at step 4": {

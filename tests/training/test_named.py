@@ -91,7 +91,7 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(
     [
         ("one", "is no name=path, such as"),
         ("loss={}/one", "loss is the loss on the run's held-out data"),
-        ("x={}/nowhere", r"eval\.named x=.*nowhere: path=.* holds no text file"),
+        ("x={}/nowhere", r"eval\.named x=.*nowhere: .*nowhere. holds no text file"),
         (
             "x={}/trained/3.txt",
             r"1 of its 1 files are trained on as part of .*trained, such as .*/3\.txt",

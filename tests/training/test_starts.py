@@ -292,7 +292,7 @@ REFUSED = {
     "config.model.eos_token_id=3": {"model__eos_token_id": 3},
     "config.run.init_from=nowhere: nowhere has no checkpoint": {"run__init_from": "nowhere"},
     "nothing://host/x is no folder and no URL": {"checkpoint__durable": "nothing://host/x"},
-    "a mixture's source='nowhere' holds no text": {"data__mixture": ("nowhere=1",)},
+    "a mixture's source: 'nowhere' holds no text": {"data__mixture": ("nowhere=1",)},
 }
 
 
@@ -332,10 +332,7 @@ def test_what_was_there_before_a_refused_run_stays(here):
     (here / "runs" / "tiny" / "mine.txt").write_text("x")
     (here / "file").write_text("mine")
     before = tree(here)
-    for place, says in (
-        (None, r"holds mine\.txt"),
-        ("file/a/b", "--workdir=file/a/b cannot be written"),
-    ):
+    for place, says in ((None, r"holds mine\.txt"), ("file/a/b", "^file/a/b cannot be written")):
         with pytest.raises(UserError, match=says):
             train(place)
     assert tree(here) == before

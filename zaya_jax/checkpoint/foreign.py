@@ -19,7 +19,7 @@ import numpy as np
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout, writing
 from zaya_jax.checkpoint.layout import Array
-from zaya_jax.checkpoint.source import Source, place_and_step
+from zaya_jax.checkpoint.source import Source, nearest, place_and_step
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.model import zaya
 
@@ -63,7 +63,7 @@ class Unsealed(Source):
         """One array; UserError if there is no such array."""
         name, theirs = ".".join(path), self.arrays()
         if name not in theirs:
-            raise UserError(f"{self.name} has no array {name}{self.nearest(name)}")
+            raise UserError(f"{self.name} has no array {name}{nearest(name, theirs)}")
         return theirs[name]
 
 

@@ -14,7 +14,7 @@ from zaya_jax import trees
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.foreign import open_source
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import Source, misfit
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
 
@@ -52,23 +52,8 @@ def require_fit(source: Source, held: Holding) -> None:
     """UserError where a run that holds these weights cannot begin with a checkpoint's; StorageError
     for damage."""
     theirs = {name: x for name, x in source.arrays().items() if layout.is_weight(name)}
-    wrong = [
-        n for n, x in held.arrays.items() if n not in theirs or theirs[n].shape != tuple(x.shape)
-    ]
-    wrong += sorted(theirs.keys() - held.arrays.keys())
-    if wrong:
-        name = wrong[0]
-        has = f"has {theirs[name].shape}" if name in theirs else f"has none{source.nearest(name)}"
-        needs = tuple(held.arrays[name].shape) if name in held.arrays else "none"
+    if odd := misfit(theirs, held.arrays, everything=True):
         raise UserError(
-            f"config.run.init_from: {source.name} does not fit this model: of {name} it {has}, the"
-            f" model needs {needs} ({len(wrong)} such arrays); give a checkpoint of the same shapes"
+            f"{source.name} does not fit this model: {odd}; give a checkpoint of the same arrays"
         )
-    for name, x in theirs.items():
-        if not layout.is_real(x.dtype):
-            raise UserError(
-                f"config.run.init_from: {source.name} has {name} as {x.dtype}, and weights are"
-                " floating-point numbers: multiply quantised ones by their scales before they are"
-                " saved"
-            )
     multihost.from_first("init", lambda: source.check(names=[x.folder for x in theirs.values()]))

@@ -12,7 +12,7 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,7 @@ class Source:
         vault = vault_at(place)
         name: Step
         if vault:
-            steps = vault.steps()
-            if not steps or step not in (None, *steps):
-                which = f" of step {shown(step)}" if step is not None else ""
-                raise UserError(f"--from={place} has no checkpoint{which}")
-            name = max(steps) if step is None else step
+            name = choose_step(place, vault.steps(), step)
         # one checkpoint's own folder, or exported parameters
         elif (Path(place) / layout.MARKER).is_file():
             folder = Path(place).absolute()
@@ -125,11 +121,6 @@ class Source:
         if f"{layout.STATE}/{name}/zarr.json" not in self.files:
             raise UserError(f"{self.name} has no array {name}")
         return self._array(f"{layout.STATE}/{name}/zarr.json")
-
-    def nearest(self, name: str) -> str:
-        """The names most like one that is not here, as the end of an error."""
-        found = difflib.get_close_matches(name, self.arrays(), 3, 0.4) or sorted(self.arrays())[:3]
-        return f"; the nearest names are {', '.join(found)}" if found else ""
 
     def _array(self, file: str) -> Array:
         return Array.of_json(file.split("/")[1], self.json(file))
@@ -213,11 +204,28 @@ def _function(model: Model) -> dict[str, Any]:
     return {k: x for k, x in keys.items() if k not in others and not k.endswith("_token_id")}
 
 
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The names most like one that is not among them, as the end of an error."""
+    known = sorted(names)
+    found = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
+    return f"; the nearest names are {', '.join(found)}" if found else ""
+
+
+def choose_step(place: str | os.PathLike, steps: Sequence[int], step: int | None) -> int:
+    """`step`, or without one the newest of a place's; UserError where there is none."""
+    if not steps:
+        raise UserError(f"{place} has no checkpoint; train first, or give a run's folder")
+    if step not in (None, *steps):
+        has = ", ".join(map(str, steps))
+        raise UserError(f"{place} has no checkpoint of step {shown(step)}; it has {has}")
+    return steps[-1] if step is None else step
+
+
 def misfit(theirs: Mapping[str, Array], wanted: Mapping[str, Any], everything: bool = False) -> str:
     """How the arrays of a checkpoint differ from those that are wanted; "" where they do not."""
     for name, x in wanted.items():
         if name not in theirs:
-            return f"it has no array {name}"
+            return f"it has no array {name}{nearest(name, theirs)}"
         if theirs[name].shape != tuple(x.shape):
             return f"its array {name} is {list(theirs[name].shape)}, {list(x.shape)} is needed"
         if layout.is_real(theirs[name].dtype) != layout.is_real(x.dtype):
@@ -228,7 +236,7 @@ def misfit(theirs: Mapping[str, Array], wanted: Mapping[str, Any], everything: b
             return f"its array {name} is of {theirs[name].dtype}, and {needed}"
     more = sorted(theirs.keys() - wanted.keys())
     return (
-        f"it has {len(more)} arrays that the run has not, such as {more[0]}"
+        f"it has arrays that are not wanted, such as {more[0]} ({len(more)} in all)"
         if more and everything
         else ""
     )
@@ -251,27 +259,16 @@ def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
     word.
     """
     root = Path(workdir) / "checkpoints"
-    steps = writing.numbered(root)
-    if not steps:
-        raise UserError(
-            f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run"
-        )
-    if step is not None and step not in steps:
-        raise UserError(
-            f"--workdir={workdir} has no checkpoint of step {shown(step)}; it has"
-            f" {', '.join(map(str, steps))}"
-        )
-    chosen = steps[-1] if step is None else step
+    chosen = choose_step(workdir, writing.numbered(root), step)
     try:
         Vault(root).seal(chosen)
     except StorageError as error:
         if chosen not in writing.numbered(root):  # its run has deleted it meanwhile
             return latest_step(workdir, step)
         others = [other for other in writing.steps_in(root) if other != chosen]
-        way_out = f", --step={others[-1]} or {workdir}@{others[-1]} takes another" if others else ""
+        way_out = f", or take step {others[-1]} ({workdir}@{others[-1]})" if others else ""
         raise StorageError(
-            f"{error}; `python -m experiments.checkpoint verify --workdir={workdir}` lists it"
-            f" all{way_out}"
+            f"{error}; `python -m experiments.checkpoint verify` lists it all{way_out}"
         ) from None
     return chosen
 

@@ -148,7 +148,7 @@ class Vault:
         def wrong(name: str) -> str | None:
             file, folder = f"{step}/{name}", self.place.folder
             try:
-                if folder:  # in blocks: a file may be larger than the memory
+                if folder:  # in blocks, which takes the memory of none
                     return self.place.attempt(
                         "read", file, seal.wrong_with_file, folder / file, sums[name]
                     )

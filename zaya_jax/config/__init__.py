@@ -92,11 +92,12 @@ def check(cfg: config_dict.ConfigDict | dict) -> Config:
     return config
 
 
-def check_model(given: dict) -> Model:
-    """The frozen Model of a nested dict of its keys alone."""
-    model = fields.build(Model, given, "model.")
-    fields.check_fields(model, "model.")
-    checks.check_model(model)
+def check_model(given: dict, prefix: str = "config.model.") -> Model:
+    """The frozen Model of a nested dict of its keys alone; UserError names a key behind
+    `prefix`."""
+    model = fields.build(Model, given, prefix)
+    fields.check_fields(model, prefix)
+    checks.check_model(model, prefix)
     return model
 
 

@@ -93,36 +93,36 @@ def _check_kernels(names: tuple[str, ...]) -> None:
             )
 
 
-def check_model(m: Model) -> None:
-    """UserError if keys of a model contradict each other."""
+def check_model(m: Model, prefix: str = "config.model.") -> None:
+    """UserError if keys of a model contradict each other; it names them behind `prefix`."""
     if m.num_attention_heads % m.num_key_value_heads:
         raise UserError(
-            f"config.model.num_attention_heads={m.num_attention_heads} is not a multiple of"
+            f"{prefix}num_attention_heads={m.num_attention_heads} is not a multiple of"
             f" num_key_value_heads={m.num_key_value_heads}; each key-value head serves an equal"
             " group of query heads"
         )
     if m.num_key_value_heads * m.head_dim % 2:
         raise UserError(
-            f"config.model.num_key_value_heads x head_dim = {m.num_key_value_heads * m.head_dim} is"
+            f"{prefix}num_key_value_heads x head_dim = {m.num_key_value_heads * m.head_dim} is"
             " odd; half of the value channels come from the token before, so it must be even"
         )
     if m.layer_types and len(m.layer_types) != m.num_hidden_layers:
         raise UserError(
-            f"config.model.layer_types names {len(m.layer_types)} layers,"
+            f"{prefix}layer_types names {len(m.layer_types)} layers,"
             f' num_hidden_layers={m.num_hidden_layers}; give one kind per layer, or () for "hybrid"'
             " throughout"
         )
     if "hybrid_sliding" in m.kinds and (m.sliding_window is None or m.sliding_window < 1):
         raise UserError(
-            f"config.model.sliding_window={m.sliding_window} but layer_types has hybrid_sliding"
+            f"{prefix}sliding_window={m.sliding_window} but layer_types has hybrid_sliding"
             " layers; give the window in tokens, the query included"
         )
     if m.model_type == "dense":
-        _check_dense(m)
+        _check_dense(m, prefix)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if (getattr(m, name) or 0) >= m.vocab_size:
             raise UserError(
-                f"config.model.{name}={getattr(m, name)} is outside the vocabulary of"
+                f"{prefix}{name}={getattr(m, name)} is outside the vocabulary of"
                 f" model.vocab_size={m.vocab_size}; give an id from 0 to {m.vocab_size - 1}, or"
                 " None for the tokenizer's"
             )
@@ -130,30 +130,29 @@ def check_model(m: Model) -> None:
         rope = getattr(m.rope_parameters, kind)
         if int(m.head_dim * rope.partial_rotary_factor) % 2:
             raise UserError(
-                f"config.model.rope_parameters.{kind}.partial_rotary_factor={rope.partial_rotary_factor}"
+                f"{prefix}rope_parameters.{kind}.partial_rotary_factor={rope.partial_rotary_factor}"
                 f" turns {m.head_dim * rope.partial_rotary_factor:g} of {m.head_dim} channels; it"
                 " must be an even number"
             )
 
 
-def _check_dense(m: Model) -> None:
+def _check_dense(m: Model, prefix: str) -> None:
     if m.intermediate_size < 1:
         raise UserError(
-            f"config.model.intermediate_size={m.intermediate_size} must be at least 1 with"
+            f"{prefix}intermediate_size={m.intermediate_size} must be at least 1 with"
             " model_type='dense': the width of the gated MLP"
         )
     if m.num_experts != 1:
         raise UserError(
-            f"config.model.num_experts={m.num_experts} with model_type='dense', which has no"
+            f"{prefix}num_experts={m.num_experts} with model_type='dense', which has no"
             " router; set it to 1"
         )
     if m.attention_bias:
         raise UserError(
-            "config.model.attention_bias is set, but model_type='dense' has no biases; set it to"
-            " False"
+            f"{prefix}attention_bias is set, but model_type='dense' has no biases; set it to False"
         )
     if "hybrid_linear" in m.kinds:
         raise UserError(
-            "config.model.layer_types has hybrid_linear, which is a form of ZAYA's attention, but"
+            f"{prefix}layer_types has hybrid_linear, which is a form of ZAYA's attention, but"
             " model_type='dense'; dense layers are hybrid (full attention) or hybrid_sliding"
         )

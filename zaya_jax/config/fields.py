@@ -7,6 +7,7 @@ Every key is declared this way (a test holds it), so no check and no line of doc
 forgotten.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -26,10 +27,19 @@ class StorageError(RuntimeError):
     """Storage that stays unreadable after all retries, or damaged data: one line, exit code 4."""
 
 
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Has a UserError of a room that knows no option or key begin with the one it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
 # Of strings; a path may be an address, a source is "path=weight".
 KINDS = ("name", "path", "text", "source")
 # keys of older versions' records, which are not read
-WITHDRAWN = ("checkpoint.local", "run.init_grow")
+WITHDRAWN = ("config.checkpoint.local", "config.run.init_grow")
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
 MODEL_FORMS = (
@@ -87,24 +97,24 @@ def _declare(default: Any, meaning: str, **metadata: Any) -> Any:
 # ##################################################################################################
 
 
-def build(cls: type, given: Any, prefix: str = "") -> Any:
-    """The dataclass of a nested dict, every key known and of its type; UserError names the key as
-    config.PREFIXkey."""
+def build(cls: type, given: Any, prefix: str = "config.") -> Any:
+    """The dataclass of a nested dict, every key known and of its type; UserError names the key
+    behind `prefix`."""
     if isinstance(given, config_dict.ConfigDict):
         given = given.to_dict()
     elif dataclasses.is_dataclass(given) and not isinstance(given, type):
         given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
     if not isinstance(given, dict):
-        where = f"config.{prefix}".rstrip(".")
-        raise UserError(f"{where} is {shown(given)}; it is a group of keys, see docs/config.md")
+        raise UserError(
+            f"{prefix.rstrip('.')} is {shown(given)}; it is a group of keys, see docs/config.md"
+        )
     given = {key: value for key, value in given.items() if f"{prefix}{key}" not in WITHDRAWN}
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in given:
         if key not in fields:
             path = f"{prefix}{key}"
             raise UserError(
-                "unknown config key"
-                f" config.{path}{nearest(path, [prefix + name for name in fields])}"
+                f"unknown config key {path}{nearest(path, [prefix + name for name in fields])}"
             )
     return cls(
         **{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()}
@@ -136,8 +146,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 def _wrong(path: str, value: Any, expected: str) -> UserError:
     return UserError(
-        f"config.{path}={shown(value)} has the wrong type {type(value).__name__}; it must be"
-        f" {expected}"
+        f"{path}={shown(value)} has the wrong type {type(value).__name__}; it must be {expected}"
     )
 
 
@@ -170,7 +179,7 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 # ##################################################################################################
 
 
-def check_fields(value: Any, prefix: str = "") -> None:
+def check_fields(value: Any, prefix: str = "config.") -> None:
     """UserError on the first key of a dataclass, its groups and rows included, that breaks its
     declaration."""
     for field in dataclasses.fields(value):
@@ -186,7 +195,7 @@ def _check(field: dataclasses.Field, value: Any, path: str) -> None:
     if dataclasses.is_dataclass(value):
         check_fields(value, f"{path}.")
         return
-    given = f"config.{path}={shown(value)}"
+    given = f"{path}={shown(value)}"
     only = only_value(field)
     if only is not None and value != only:
         raise UserError(f"{given} is not supported; it must be {only!r}")
@@ -201,7 +210,7 @@ def _check(field: dataclasses.Field, value: Any, path: str) -> None:
             raise UserError(f"{given} is not one of {words}{nearest(value, choices)}")
     elif field.metadata.get("kind", "text") != "text" and (value or field.default != ""):
         kind = field.metadata["kind"]
-        check_path(f"config.{path}", value, addresses=kind in ("path", "source"), kind=kind)
+        check_path(path, value, addresses=kind in ("path", "source"), kind=kind)
 
 
 def check_path(option: str, value: str, addresses: bool = False, kind: str = "path") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import mix, pack, storage
 from zaya_jax.data.pack import Piece, Span
 from zaya_jax.text import chat, chat_template, chats, sources
@@ -80,15 +80,12 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
         if data.chats:
             require_prepared(path, shards, data.seq_len)
         return shards, storage.Prepared(path, "held_out", config.data.on_corrupt)
-    try:
+    with fields.naming("config.data.path" if path == data.path else "a mixture's source"):
         if data.chats:
             return _chats(config, path, tokenizer)
         return tokenised(
             [path], (tokenizer.sha256,), lambda: _sides(path, *sources.text_corpus(path, tokenizer))
         )
-    except UserError as error:
-        named = "config.data.path" if path == config.data.path else "a mixture's source"
-        raise UserError(str(error).replace("config.data.path", named)) from None
 
 
 def require_prepared(path: str, shards: storage.Prepared, context: int) -> None:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from zaya_jax import schedule
-from zaya_jax.config import Config, Phase, UserError, shown
+from zaya_jax.config import Config, Phase, UserError, fields, shown
 from zaya_jax.data import mix, order, pack, storage
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.stores import (
@@ -124,7 +124,7 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
     where = f"config.eval.named {name}={path}"
     trained = {_real(source): source for source in mix.plan_sources(config)[0]}
     store: TokenStore
-    try:
+    with fields.naming(where):
         if path != "stdlib" and storage.is_prepared(path):
             store = storage.Prepared(path, "held_out", config.data.on_corrupt)
             store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
@@ -135,8 +135,6 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
         else:
             _refuse_trained(path, list(trained.values()))
             store = _all_of(config, path, tokenizer)
-    except UserError as error:
-        raise UserError(f"{where}: {str(error).replace('config.data.path', 'path')}") from None
     if not store.num_tokens:
         raise UserError(f"{where} has no held-out part; prepare it with --held_out, or give files")
     return store

@@ -115,13 +115,8 @@ def documents(
 
 
 def files_of(path: str) -> list[str]:
-    """The files that --data=path reads, or prepared data's own folder."""
-    if storage.is_prepared(path):
-        return [path]
-    try:
-        return inputs.find([path], os.devnull)
-    except UserError as error:
-        raise UserError(str(error).replace("--input", "--data")) from None
+    """The files of a path or glob, or prepared data's own folder."""
+    return [path] if storage.is_prepared(path) else inputs.find([path], os.devnull)
 
 
 def held_out(
@@ -130,7 +125,7 @@ def held_out(
     """The held-out documents of one source of a run with this config; at most `limit`."""
     store = pipeline.open_stores(config, path, tokenizer)[1]
     if not store.num_tokens:
-        raise UserError(f"{path} of the run has no held-out part; give --data")
+        raise UserError(f"{path} of the run has no held-out part; give other data to evaluate on")
     return itertools.islice(_of_store(store, tokenizer), limit)
 
 
@@ -167,9 +162,7 @@ def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
     store = storage.Prepared(path, "held_out")
     store.require_tokenizer(tokenizer, "the model's")
     if not store.num_tokens:
-        raise UserError(
-            f"--data={path} has no held-out part; prepare it with --held_out, or give files"
-        )
+        raise UserError(f"{path} has no held-out part; prepare it with --held_out, or give files")
     yield from _of_store(store, tokenizer)
 
 

@@ -47,7 +47,7 @@ def to_peft(name: str, out: str | os.PathLike) -> Path:
             f"{found.name} computes otherwise than its base {source.base_name}"
             f" ({'; '.join(changed)}), so its updates do not fit that; leave --adapters out"
         )
-    target = claims.new_folder(out, "--out")
+    target = claims.new_folder(out)
     tensors = _tensors(found.model, pairs)
     rank = next(iter(pairs.values())).shape[-1]
     with claims.whole_or_nothing(target) as part:

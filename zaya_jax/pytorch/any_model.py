@@ -8,11 +8,10 @@ OWNER/NAME on the Hugging Face hub (OWNER/NAME@REVISION), which keeps one copy i
 Nothing else is copied: the arrays are read from where they lie onto the devices.
 """
 
-import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -136,14 +135,12 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
             )
         kept = config.data.tokenizer
         has = kept == "bytes" or Path(kept).exists()
-        with named(folder):
-            source = open_source(os.fspath(folder), step)
+        source = open_source(os.fspath(folder), step)
         return AnyModel(str(name), folder, config, source, kept if has else None)
     if is_run(folder):
-        with named(folder):
-            step = sources.latest_step(folder, step)
-            source = with_base(Source(folder, step))
-            config = config_at(folder, step)
+        step = sources.latest_step(folder, step)
+        source = with_base(Source(folder, step))
+        config = config_at(folder, step)
         # the weights are whole
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, lora=None))
         tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
@@ -172,9 +169,8 @@ def weights_of(name: str) -> Source:
             return hf.Directory(place)
         return with_base(open_source(place))
     except UserError as error:
-        why = str(error).replace("--workdir=", "")
         raise UserError(
-            f"config.run.init_from={name}: {why}; or give {FORMS}, or exported parameters"
+            f"config.run.init_from={name}: {error}; or give {FORMS}, or exported parameters"
         ) from None
 
 
@@ -228,15 +224,6 @@ def _on_hub(name: str) -> Path | None:
             f" ({first_line(error)}); give {FORMS}; without a network, download it elsewhere and"
             " give its folder"
         ) from None
-
-
-@contextlib.contextmanager
-def named(folder: Path) -> Iterator[None]:
-    """Rewrites messages of the programs, which name --workdir, to name the folder."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace(f"--workdir={folder}", str(folder))) from None
 
 
 def config_at(workdir: str | os.PathLike, step: int) -> Config:

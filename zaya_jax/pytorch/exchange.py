@@ -44,7 +44,7 @@ def from_hf(
     found = any_model.find(name)
     if not isinstance(found.source, hf.Directory):
         raise UserError(f"{name} is a run's folder already; every program takes it as it is")
-    target = claims.new_folder(workdir, "--workdir")
+    target = claims.new_folder(workdir)
     config = any_model.config_of(
         found.model, target / "tokenizer" if found.tokenizer_folder else None
     )
@@ -100,7 +100,7 @@ def to_hf(
     found = name if isinstance(name, AnyModel) else any_model.find(name)
     names.check_zaya(found.model, found.name)
     found.check()
-    target = claims.new_folder(out, "--out")
+    target = claims.new_folder(out)
     with claims.whole_or_nothing(target) as part:
         specs = _specs(found.model, found.imported["dtypes"], dtype)
         tensor_files.write_sharded(

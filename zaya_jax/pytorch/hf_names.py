@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.config import Model, Rope, RopeKinds, UserError, check_model, shown, to_dict
+from zaya_jax.config import Model, Rope, RopeKinds, UserError, check_model, fields, shown, to_dict
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # tied: some files repeat the embedding under this name
@@ -195,10 +195,8 @@ def model_from_json(given: dict, where: str) -> Model:
     known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"))
     if isinstance(known["eos_token_id"], list):
         known["eos_token_id"] = known["eos_token_id"][0] if known["eos_token_id"] else None
-    try:
-        model = check_model(known)
-    except UserError as error:
-        raise UserError(f"{where}: {str(error).replace('config.model.', '')}") from None
+    with fields.naming(where):
+        model = check_model(known, "")
     check_zaya(model, where)
     return model
 

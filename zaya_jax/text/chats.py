@@ -82,14 +82,11 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
         if document is not None:
             documents.setdefault(key, []).append(document)
     if not counts:
-        raise UserError(
-            f"config.data.path={path!r} has no chat; give records with a list of turns under"
-            f" {FIELDS}"
-        )
+        raise UserError(f"{path!r} has no chat; give records with a list of turns under {FIELDS}")
     if not documents:
         raise UserError(
-            f"config.data.path={path!r}: its {counts.total():,} chats are all longer than"
-            f" config.data.seq_len={context} or left out ({counts}); prompts and answers are never"
+            f"{path!r}: its {counts.total():,} chats are all longer than the context of {context}"
+            f" tokens or left out ({counts}); prompts and answers are never"
             " cut: give a longer context, or for chats left out another chat template"
         )
     return Chats(path, documents, frozenset(hashes), counts, tokenizer)

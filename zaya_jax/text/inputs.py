@@ -89,10 +89,8 @@ def find(patterns: list[str], out: str | os.PathLike, begun: Sequence[str] = ())
             continue
         here = [p for p in sources.find(pattern) if not os.path.realpath(p).startswith(written)]
         if not here:
-            raise UserError(
-                f"--input={pattern} names no file; give paths, directories or globs (quoted)"
-            )
-        sources.refuse_shards(here, f"--input={pattern}", "give a directory without it")
+            raise UserError(f"{pattern} names no file; give paths, directories or globs (quoted)")
+        sources.refuse_shards(here, pattern, "give a directory without it")
         found += here
     return [*sorted(map(str, sources.once(found))), *streamed]
 

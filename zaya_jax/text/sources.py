@@ -74,14 +74,11 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
     else:
         root = pathlib.Path(os.path.commonpath([file.parent for file in found]) if found else "")
     refuse_shards(
-        found,
-        f"config.data.path={path!r}",
-        "give its directory, or continue its preparation if that has not finished",
+        found, path, "give its directory, or continue its preparation if that has not finished"
     )
     if not found:
         raise UserError(
-            f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a"
-            " glob"
+            f"{path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
         )
     return sorted((p.relative_to(root).as_posix(), p) for p in found)
 
@@ -270,7 +267,7 @@ def files_for_memory(path: str) -> Iterator[tuple[str, pathlib.Path]]:
         total += _stat(file)[2]
         if total > IN_MEMORY_LIMIT:
             raise UserError(
-                f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB, too much to"
+                f"{path!r} is above {IN_MEMORY_LIMIT >> 30} GiB, too much to"
                 " tokenise at every start; prepare it once with python -m experiments.prepare_data"
                 " and give that directory"
             )
@@ -285,7 +282,7 @@ def named_texts(path: str) -> list[tuple[str, str]]:
         kind = kind_of(name)
         if kind in ("text", "jsonl"):
             if file.stat().st_size > LONGEST:
-                raise UserError(f"config.data.path={path!r}: {name} {TOO_LONG}")
+                raise UserError(f"{path!r}: {name} {TOO_LONG}")
             raw = file.read_bytes()
             try:
                 text = raw.decode("utf-8-sig")
@@ -299,7 +296,7 @@ def named_texts(path: str) -> list[tuple[str, str]]:
     named = ", ".join(unreadable[:NAMED])
     if not documents:
         raise UserError(
-            f"config.data.path={path!r} has files, but none with UTF-8 text ({named or 'all empty'});"
+            f"{path!r} has files, but none with UTF-8 text ({named or 'all empty'});"
             " give a corpus with text in it, or prepare it once with python -m"
             " experiments.prepare_data"
         )

@@ -22,7 +22,7 @@ from zaya_jax import schedule
 from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.source import Source, misfit
 from zaya_jax.checkpoint.vault import share
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
 from zaya_jax.schedule import Plan
 from zaya_jax.text.tokenizers import Tokenizer
@@ -138,10 +138,8 @@ class Parent:
 
 def _open(place: str) -> tuple[Source, dict[str, Any]]:
     """A parent's checkpoint and its metadata."""
-    try:
+    with fields.naming(f"config.run.fork={place}"):
         source = Source(place)
-    except UserError as error:
-        raise UserError(f"config.run.fork={place}: {error}") from None
     meta = source.meta()
     if not {"step", "tokens", "data", "config", "tokenizer"} <= meta.keys() or not meta["tokens"]:
         raise UserError(

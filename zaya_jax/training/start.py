@@ -22,7 +22,7 @@ from zaya_jax.checkpoint import boxes, merged, partial
 from zaya_jax.checkpoint.run.store import Store
 from zaya_jax.checkpoint.source import Source, differing
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
 from zaya_jax.model import zaya
 from zaya_jax.optim.chain import Optimizer
@@ -135,7 +135,8 @@ def first_state(
         state = copies.place(parent.load(copies.like, copies.held))
     elif way == "initial weights" and not run.lora:
         source = weights_of(run.init_from)
-        partial.require_fit(source, copies.held.weights())  # before anything is compiled
+        with fields.naming("config.run.init_from"):  # before anything is compiled
+            partial.require_fit(source, copies.held.weights())
         state = copies.with_weights_of(_fresh(planned), source.restore)
         say(f"begins from {source.name}{source.warning}")
         _say_what_differs(source, planned)
@@ -170,7 +171,8 @@ def put_frozen_under(
     or empty. Gives the part of the metadata that names the base.
     """
     wanted = {"params": like["frozen"], "balance": {"bias": like["balance"].bias}}
-    partial.require_fit(base, boxes.of_tree(wanted))
+    with fields.naming("config.run.init_from"):
+        partial.require_fit(base, boxes.of_tree(wanted))
     mark = multihost.from_first("mark", lambda: merged.checked_mark(base, meta, "this run"))
     found = base.restore(wanted)
     state["frozen"] = found["params"]

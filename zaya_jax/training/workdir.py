@@ -95,15 +95,15 @@ def open_workdir(
             )
     if not (workdir / "config.json").exists():
         raise UserError(
-            f"--workdir={workdir} is not the folder that process 0 has opened: config.json is not"
+            f"{workdir} is not the folder that process 0 has opened: config.json is not"
             " there; give one on a file system that all nodes share"
         )
     return workdir
 
 
 def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
-    claims.require_outside(workdir, f"--workdir={workdir}")
-    claims.require_writable(workdir, f"--workdir={workdir}")
+    claims.require_outside(workdir)
+    claims.require_writable(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     _check_whose(workdir, config)
     claims.take(workdir, logs.say)
@@ -133,7 +133,7 @@ def _check_whose(workdir: Path, config: Config) -> None:
     for path in sorted(workdir.iterdir()):
         if path.name != claims.LOCK and not files.is_part_of(path, recorded):
             raise UserError(
-                f"--workdir={workdir} holds {path.name} and no config.json, so it is not a run's;"
+                f"{workdir} holds {path.name} and no config.json, so it is not a run's;"
                 " give a new folder"
             )
 
@@ -190,7 +190,7 @@ def read_config(workdir: str | os.PathLike) -> Config:
         found = files.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--workdir={workdir} has no config.json that can be read ({writing.reason(error)});"
+            f"{workdir} has no config.json that can be read ({writing.reason(error)});"
             " give the folder of a "
             f'run, or restore its config: each checkpoint has it too, in {META} under "config"'
         ) from None
@@ -234,7 +234,7 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
             changed.append(f"{key} ({was!r} before, {now!r} now)")
         elif not _among(general, CHANGES_NOTHING + COMPARED_BY_CONTENT):
             raise UserError(
-                f"--workdir={workdir} was started with config.{key}={was!r}, now it is {now!r}; "
+                f"{workdir} was started with config.{key}={was!r}, now it is {now!r}; "
                 "restore it, or give a new workdir"
             )
     notes = []

@@ -2,8 +2,8 @@
 another.
 
     take(workdir, say)                  claims it for this process; UserError names the process that has it
-    require_apart(own, place, option)   refuses places inside each other, or inside a checkpoint
-    new_folder(path, option)            checks that it can be made
+    require_apart(own, place)           refuses places inside each other, or inside a checkpoint
+    new_folder(path)                    checks that it can be made
     with whole_or_nothing(target):      a new folder that appears when it is complete
 
 The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it
@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 from zaya_jax.checkpoint.layout import MARKER, META
 from zaya_jax.checkpoint.seal import RUN
-from zaya_jax.config import UserError, files
+from zaya_jax.config import UserError, fields, files
 
 LOCK = ".lock"
 PATIENCE = 5.0  # seconds: a process that was just killed may still be giving back its memory
@@ -72,8 +72,8 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
                 who = _signature(file)
                 file.close()
                 raise UserError(
-                    f"--workdir={workdir} is in use by {who}; wait until that has ended, or give"
-                    " another folder"
+                    f"{workdir} is in use by {who}; wait until that has ended, or give another"
+                    " folder"
                 ) from None
             time.sleep(0.1)
     _taken[path] = file
@@ -138,15 +138,15 @@ def _signature(file: BinaryIO) -> str:
 # ##################################################################################################
 
 
-def require_apart(own: Iterable[Path], place: Path, option: str) -> None:
+def require_apart(own: Iterable[Path], place: Path) -> None:
     """UserError where another place lies in one of a run's own folders, or one of these in it."""
     for theirs in own:
         if overlap(place, theirs):
             raise UserError(
-                f"{option} and the run's own {theirs} lie in each other: copies would be written"
+                f"{place} and the run's own {theirs} lie in each other: copies would be written"
                 " over checkpoints, and deleted with them; give a place apart"
             )
-    require_outside(place, option)
+    require_outside(place)
 
 
 def overlap(a: Path, b: Path) -> bool:
@@ -156,42 +156,43 @@ def overlap(a: Path, b: Path) -> bool:
     return a.is_relative_to(b) or b.is_relative_to(a)
 
 
-def require_outside(folder: Path, option: str) -> None:
+def require_outside(folder: Path) -> None:
     """UserError for a folder in a checkpoint or among a run's checkpoints, where anything more
     counts as damage."""
-    folder = Path(os.path.realpath(folder))
-    for above in (folder, *folder.parents):
+    real = Path(os.path.realpath(folder))
+    for above in (real, *real.parents):
         if os.path.exists(above / MARKER) and os.path.exists(above / META):
             raise UserError(
-                f"{option} lies in the checkpoint {above}, where all that is not its own counts as"
+                f"{folder} lies in the checkpoint {above}, where all that is not its own counts as"
                 " damage; give a folder elsewhere"
             )
-        if above != folder and os.path.exists(above / RUN):
+        if above != real and os.path.exists(above / RUN):
             raise UserError(
-                f"{option} lies in {above}, among the checkpoints of a run, and would count as one"
+                f"{folder} lies in {above}, among the checkpoints of a run, and would count as one"
                 " of them or as damage; give a folder elsewhere"
             )
 
 
-def require_writable(folder: Path, option: str) -> None:
+def require_writable(folder: str | os.PathLike) -> None:
     """UserError where a folder that may have to be made could not be; makes nothing."""
-    there = files.existing(folder)
+    there, why = files.existing(folder), ""
     if not there.is_dir():
-        raise UserError(f"{option} cannot be written ({there} is a file); give a folder that can")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{option} cannot be written (no right to write in {there}); give a folder that can"
-        )
+        why = f"{there} is a file"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        why = f"no right to write in {there}"
+    if why:
+        raise UserError(f"{folder} cannot be written ({why}); give a folder that can")
 
 
-def new_folder(path: str | os.PathLike, option: str) -> Path:
+def new_folder(path: str | os.PathLike) -> Path:
     """A folder that may be made: it does not exist, or is empty; and it can be written. Nothing is
     made yet."""
     target = Path(os.path.realpath(path))  # a link is followed: no folder can take its name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{option}={path} exists and is not empty; give a new folder")
-    require_writable(target.parent, f"{option}={path}")
-    require_outside(target, f"{option}={path}")
+        raise UserError(f"{path} exists and is not empty; give a new folder")
+    with fields.naming(str(path)):
+        require_writable(target.parent)
+    require_outside(Path(path))
     return target
 
 
@@ -206,14 +207,12 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
     made = [folder for folder in part.parents if not folder.exists()]
     try:
         take(part)
-    except UserError as error:
-        raise UserError(str(error).replace(f"--workdir={part}", str(target))) from None
     except OSError as error:
         raise UserError(
             f"{target} cannot be written ({error.strerror}); give a folder that can"
         ) from None
     try:
-        new_folder(target, "the folder")  # which another may have made meanwhile
+        new_folder(target)  # which another may have made meanwhile
         for left in part.iterdir():  # the rest of an interrupted attempt
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left)

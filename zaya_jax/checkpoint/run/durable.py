@@ -25,22 +25,22 @@ from zaya_jax.checkpoint.run.times import record
 from zaya_jax.checkpoint.seal import RUN, Seal
 from zaya_jax.checkpoint.vault import Vault, share
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Checkpoint, StorageError, UserError
+from zaya_jax.config import Checkpoint, StorageError, UserError, fields
 
 Accept = Callable[[dict[str, Any]], object]  # raises UserError for the meta of another run
 
 
 class Durable:
-    """A run's copies; `root` is workdir/checkpoints."""
+    """A run's copies; `root` is workdir/checkpoints. `say` is heard from process 0 alone."""
 
     def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None]):
         self.root, self._settings, self._say = root, settings, say
         self.vault, self._here = Vault(settings.durable), Vault(root)
         self._option = f"config.checkpoint.durable={settings.durable}"
         if self.vault.place.folder:
-            claims.require_apart([root.parent, root], self.vault.place.folder, self._option)
-        if multihost.is_writer():
-            self.vault.place.tell = say
+            with fields.naming("config.checkpoint.durable"):
+                claims.require_apart([root.parent, root], self.vault.place.folder)
+        self.vault.place.tell = say
         self.silent: Unreachable | None = None  # it did not answer at this start; of process 0
         self._copier = concurrent.futures.ThreadPoolExecutor(1, "copy")
         self._copies: list[concurrent.futures.Future] = []  # one for each step that is owed
@@ -93,7 +93,7 @@ class Durable:
             self.settle()
             missing, error = self._missing()
         self._copier.shutdown()
-        if missing and multihost.is_writer():
+        if missing:
             why = error or next(
                 (self._failed[step] for step in missing if step in self._failed), ""
             )
@@ -122,10 +122,9 @@ class Durable:
         self._failed.pop(step, None)
         if error:
             self._failed[step] = error
-            if multihost.is_writer():
-                self._say(
-                    f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on"
-                )
+            self._say(
+                f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on"
+            )
 
     def _known_missing(self) -> list[int]:
         """Steps here whose copies have failed or were not made, without a look at the place."""
@@ -269,11 +268,9 @@ class Durable:
                 raise StorageError(
                     f"{error}; --config.checkpoint.on_corrupt=previous goes on from the one before"
                 )
-            if multihost.is_writer():
-                self._say(
-                    f"WARNING: step {step} could not be fetched: {error}; looking for the one"
-                    " before"
-                )
+            self._say(
+                f"WARNING: step {step} could not be fetched: {error}; looking for the one before"
+            )
         if error and not multihost.from_first("left", lambda: bool(writing.numbered(self.root))):
             raise StorageError(
                 f"{error}; no copy in {self.vault.url} is whole: restore one, or give another"

@@ -41,7 +41,7 @@ def reshard(
     if not 0 < chunk_mb <= MOST_MB:
         raise UserError(f"--chunk_mb={chunk_mb:g} must be above 0 and at most {MOST_MB:g}")
     source = open_source(place, step)
-    with claims.whole_or_nothing(claims.new_folder(target, "--to")) as part:
+    with claims.whole_or_nothing(claims.new_folder(target)) as part:
         source.check()
         arrays = [_stored(x.name, x.shape, x.dtype, chunk_mb) for x in source.arrays().values()]
         _write_step(part, source.step, source.run, source, arrays, source.meta(), progress)
@@ -87,7 +87,7 @@ def export_params(
             f"{workdir} holds low-rank updates alone; to_hf writes them merged with their base, and"
             f" so does zaya_jax.load({str(workdir)!r}).save(DIR)"
         )
-    target = claims.new_folder(out, "--out")
+    target = claims.new_folder(out)
     arrays = [
         _stored(
             name,
