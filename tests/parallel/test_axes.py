@@ -38,7 +38,8 @@ def over(settings, devices, remat="none", **sizes):
     ],
 )
 def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
-    with chip.making(chip.Chip("gpu", "NVIDIA H200", kernels=())):
+    # MI300X: a CPU cannot compute as NVIDIA does, by three products of TF32.
+    with chip.making(chip.Chip("gpu", "AMD Instinct MI300X", kernels=())):
         ours = over(ZAYA, devices, **sizes)
     helpers.assert_same(ours, alone(ZAYA))
 

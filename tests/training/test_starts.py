@@ -260,7 +260,7 @@ def test_phases_that_have_not_begun_may_change(tmp_path):
     with pytest.raises(UserError, match=r"phases\[0\]\.tokens=256, now it is 384; restore it"):
         change(begun, [first | {"tokens": 384}, other], 2)
     note = change(begun, [first, other, {"tokens": 128}], 2)
-    assert "steps that have not begun: the learning rate follows" in note
+    assert "steps that have not begun follow the new plan, and so does the learning rate" in note
     with pytest.raises(UserError, match=r"phases\[1\]\.rope_theta"):
         change([first, other], [first, other | {"rope_theta": 0.0}], 4)
 

@@ -2,6 +2,7 @@
 they are installed."""
 
 import dataclasses
+import functools
 import json
 import os
 import sqlite3
@@ -68,9 +69,8 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, ca
         own.append((step, figures["loss"]))
         assert step < 3, "no disk"
 
-    monkeypatch.setattr(
-        tiny_runs.run_lib, "train", lambda *a, f=tiny_runs.run_lib.train: f(*a, fails_at_3)
-    )
+    train = functools.partial(tiny_runs.run_lib.train, tracker=fails_at_3)
+    monkeypatch.setattr(tiny_runs.run_lib, "train", train)
     assert tiny_runs.train(tmp_path / "run", run__num_steps=4, **keys) == cli.DONE
     assert tiny_runs.train(tmp_path / "run", run__num_steps=6, **keys) == cli.DONE
     written = tiny_runs.lines(tmp_path / "run")
