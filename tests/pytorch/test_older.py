@@ -163,6 +163,8 @@ TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
         ({"swa_layers": [4, 0, 4], "sliding_window": 5}, ((SLIDING, FULL, SLIDING), 5, 5e6)),
         ({"layer_types": TYPES, "sliding_window": 7}, ((FULL, SLIDING, SLIDING), 7, 5e6)),
         ({"layer_types": TYPES, "swa_layers": [0, 6, 6]}, ((FULL, SLIDING, SLIDING), 7, 5e6)),
+        ({"swa_layers": [0] * 6, "sliding_window": 7}, ((FULL,) * 3, 7, 5e6)),
+        ({"layer_types": [TYPES[0]] * 3, "sliding_window": 7}, ((FULL,) * 3, 7, 5e6)),
         ({"rope_theta": None, "rotary_base": 1000000}, ((FULL,) * 3, None, 1e6)),
         (  # ZAYA1-base's form
             {

@@ -241,7 +241,11 @@ def _attention(given: dict[str, Any], layers: int, where: str) -> tuple[list[str
         kinds = [KINDS.get(one, one) for one in told.get("layer_types", by_width)]
         # There a width counts the tokens before the query; here the query too.
         windows = {told.get("sliding_window"), *(int(one) + 1 for one in widths if one)} - {None}
-        fits = len(kinds) == layers and len(windows) == ("hybrid_sliding" in kinds)
+        # A window that no layer has is left over, but alone it may be meant for all.
+        alone = told.keys() == {"sliding_window"}
+        fits = len(kinds) == layers and (
+            len(windows) == 1 if "hybrid_sliding" in kinds else not alone
+        )
         if fits and (kinds == by_width or "swa_layers" not in told):
             return kinds, windows.pop() if windows else None
     except (TypeError, ValueError):
