@@ -3,12 +3,12 @@ faults.
 
     python -m tools.chaos --workdir=DIR [--minutes=10] [--seed=0]
 
-One agent with four processes of a small model on this machine's CPU. Faults come in random order,
-each of them once before any comes again, each when the run has gone on from the one before. At the
-end the run is asked to save and stop. Then a second run of the same config, to which only the
-corrupt data and the not-finite gradients are done (at the same places), must have the same bits in
-its checkpoint of the same step. The exit code is 1 where a fault was not found, the run did not go
-on from one, or bits differ.
+One agent with four processes of a small model on this machine's CPU. Faults come in random order
+(the hardware's last), each of them once before any comes again, each when the run has gone on from
+the one before. At the end the run is asked to save and stop. Then a second run of the same config,
+to which only the corrupt data and the not-finite gradients are done (at the same places), must have
+the same bits in its checkpoint of the same step. The exit code is 1 where a fault was not found,
+the run did not go on from one, or bits differ.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from pathlib import Path
 
 from tools import faults
 from tools.faults import Victim
+from zaya_jax.aegis.cause import EXPLAINS
 from zaya_jax.checkpoint import layout, writing
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import events
@@ -86,6 +87,7 @@ class Fault:
     ends: bool = True  # whether the run starts again for it
     back: bool = False  # whether it goes back without
     store: bool = False  # whether it needs a store of its own
+    hardware: bool = False
 
 
 @dataclasses.dataclass
@@ -136,13 +138,14 @@ class Chaos:
         """Hurts a run for so long, but with each fault once at least, when it has gone so many
         steps; its exit code."""
         of = self._possible(FAULTS if of is None else of)
-        until, left = time.monotonic() + 60 * minutes, self._random.sample(of, len(of))
+        until, left = time.monotonic() + 60 * minutes, self._shuffled(of)
         with self._supervised(self.workdir) as agent:
             self._settle(learned)
             while left and agent.poll() is None:
                 self._hurt(left.pop())
                 if not left and time.monotonic() < until:
-                    left = self._random.sample(of, len(of))
+                    left = self._shuffled(of)
+                    time.sleep(EXPLAINS)
             agent.send_signal(signal.SIGTERM)
             code = agent.wait(PATIENCE)
         if self.store:
@@ -150,6 +153,11 @@ class Chaos:
             self.store = None  # the calm run's copies would change no bits
         self._say(f"the run that was hurt was asked to stop and ended with {code}")
         return code
+
+    def _shuffled(self, of: Sequence[Fault]) -> list[Fault]:
+        """To be done from the last on: the hardware's come after all others, since an agent explains
+        by them how a process ends in the minute after."""
+        return sorted(self._random.sample(of, len(of)), key=lambda fault: not fault.hardware)
 
     def _possible(self, of: Sequence[Fault]) -> Sequence[Fault]:
         """Opens a store for the faults that need one; without the packages for it they are left
@@ -458,8 +466,11 @@ FAULTS = [
         _memory,
         _rule("hardware", "gpu uncorrectable memory error"),
         ends=False,
+        hardware=True,
     ),
-    Fault("a link's errors", _link, _rule("hardware", "nic link errors"), ends=False),
+    Fault(
+        "a link's errors", _link, _rule("hardware", "nic link errors"), ends=False, hardware=True
+    ),
 ]
 
 # For a run with checkpoint.on_corrupt=previous and two checkpoints; others stop at it.
