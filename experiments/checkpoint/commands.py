@@ -30,15 +30,13 @@ def inspect(args: Any) -> int:
     """Prints tables, and draws the page if asked to."""
     read_config(args.workdir)  # or it is no run's folder
     if args.step is not None:
-        source.latest_step(args.workdir, args.step)
+        source.Source(args.workdir, args.step)
     seen, damaged = look.see_all(args.workdir)
     if seen:
         print(steps_table(seen, times.read(args.workdir).get("save", {})).markdown())
     if seen or damaged:
         print(*look.remarks(args.workdir, seen, damaged), sep="\n")
-    print(
-        arrays_table(look.see(args.workdir, source.latest_step(args.workdir, args.step))).markdown()
-    )
+    print(arrays_table(look.see(args.workdir, args.step)).markdown())
     if args.html:
         target = args.workdir / "checkpoints.html"
         print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")

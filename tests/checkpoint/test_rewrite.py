@@ -230,7 +230,7 @@ GONE = r"^step 9 of \S*/run is gone meanwhile, its run has deleted it; it has 4$
 def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, moment):
     """Wherever in the reading that comes, it is one line, and nothing is left."""
     module, name = {
-        "found": (source, "latest_step"),
+        "found": (source, "choose_step"),
         "listed": (Vault, "seal"),
         "checked": (Vault, "check"),
     }[moment]

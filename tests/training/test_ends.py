@@ -84,7 +84,7 @@ def test_stopped_by_a_signal(run, tmp_path, number):
         run(7, lambda: None if asked else asked.append(os.kill(os.getpid(), number)))
         == cli.PREEMPTED
     )
-    assert last_step(tmp_path / "run") == source.latest_step(tmp_path / "run") == 7
+    assert last_step(tmp_path / "run") == source.Source(tmp_path / "run").step == 7
     assert (tmp_path / "run" / "report.html").exists() == (number != signal.SIGTERM)
 
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule, trees
-from zaya_jax.checkpoint import boxes, layout, reading, writing
+from zaya_jax.checkpoint import boxes, layout, reading
 from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.layout import Array, Box
-from zaya_jax.checkpoint.seal import Sums
+from zaya_jax.checkpoint.seal import Seal, Sums
 from zaya_jax.checkpoint.vault import Progress, Step, Vault, vault_at
 from zaya_jax.config import Config, Model, StorageError, UserError, shown
 
@@ -51,12 +51,29 @@ class Source:
                 name = int(folder.name)
         else:
             self.workdir = Path(place).absolute()
-            vault, name = Vault(self.workdir / "checkpoints"), latest_step(place, step)
+            # The newest is the one of the greatest name, as for a start: a folder gets its name with
+            # its list in it, so one without is damaged, and an older one in its place would be
+            # another model without a word.
+            vault = Vault(self.workdir / "checkpoints")
+            name = choose_step(place, vault.numbered(), step)
         self._vault, self._name = vault, name
         with self._unless_deleted():
-            found = self._vault.seal(self._name)
+            found = self._whole()
         self.files, self.run, self.step = found.files, found.run or "", found.step
         self.name = f"step {self.step} of {place}"
+
+    def _whole(self) -> Seal:
+        """Its list; StorageError with a way out where that is damaged."""
+        try:
+            return self._vault.seal(self._name)
+        except StorageError as error:
+            if not self.workdir:
+                raise
+            others = [step for step in self._vault.steps() if step != self._name]
+            take = f", or take step {others[-1]} ({self.place}@{others[-1]})" if others else ""
+            raise StorageError(
+                f"{error}; `python -m experiments.checkpoint verify` lists it all{take}"
+            ) from None
 
     @contextlib.contextmanager
     def _unless_deleted(self) -> Iterator[None]:
@@ -248,29 +265,6 @@ def place_and_step(place: str | Path, step: int | None) -> tuple[str | Path, int
     if step is None and path and number.isdecimal() and not Path(place).is_dir():
         return path, int(number)
     return place, step
-
-
-def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
-    """The newest checkpoint of a workdir, or `step`; UserError where there is none, StorageError
-    where it is damaged.
-
-    The newest is the one of the greatest name, as for a start: a folder gets its name with its list
-    in it, so one without is damaged, and an older one in its place would be another model without a
-    word.
-    """
-    root = Path(workdir) / "checkpoints"
-    chosen = choose_step(workdir, writing.numbered(root), step)
-    try:
-        Vault(root).seal(chosen)
-    except StorageError as error:
-        if chosen not in writing.numbered(root):  # its run has deleted it meanwhile
-            return latest_step(workdir, step)
-        others = [other for other in writing.steps_in(root) if other != chosen]
-        way_out = f", or take step {others[-1]} ({workdir}@{others[-1]})" if others else ""
-        raise StorageError(
-            f"{error}; `python -m experiments.checkpoint verify` lists it all{way_out}"
-        ) from None
-    return chosen
 
 
 def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:

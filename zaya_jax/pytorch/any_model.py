@@ -138,8 +138,8 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
         source = open_source(os.fspath(folder), step)
         return AnyModel(str(name), folder, config, source, kept if has else None)
     if is_run(folder):
-        step = sources.latest_step(folder, step)
-        source = with_base(Source(folder, step))
+        source = Source(folder, step)
+        step, source = source.step, with_base(source)
         config = config_at(folder, step)
         # the weights are whole
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, lora=None))

@@ -43,15 +43,15 @@ class Seen:
         return dict(parts)
 
 
-def see(workdir: str | Path, step: int) -> Seen:
-    """Looks at one step; StorageError where its small files are damaged."""
+def see(workdir: str | Path, step: int | None) -> Seen:
+    """Looks at one step, by default the newest; StorageError where its small files are damaged."""
     source = Source(workdir, step)
     arrays, meta = list(source.arrays().values()), source.meta()
-    saved = (Path(workdir) / "checkpoints" / str(step) / layout.MARKER).stat().st_mtime
+    saved = (Path(workdir) / "checkpoints" / str(source.step) / layout.MARKER).stat().st_mtime
     sums = source.files
     chunks = Counter(name.split("/")[1] for name in sums if re.search(r"/c[.\d]*$", name))
     size = sum(entry[0] for entry in sums.values())
-    return Seen(step, meta, size, len(sums) + 1, arrays, chunks, saved)
+    return Seen(source.step, meta, size, len(sums) + 1, arrays, chunks, saved)
 
 
 def see_all(workdir: str | Path) -> tuple[list[Seen], list[int]]:
