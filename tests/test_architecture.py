@@ -40,8 +40,8 @@ BUDGET = {
     "zaya_jax": 20_900,
     "pallas_kernels": 3_790,
     "experiments": 2_260,
-    "benchmarks": 2_360,
-    "tools": 1_530,
+    "benchmarks": 2_200,
+    "tools": 1_490,
     "tests": 17_250,
 }
 
