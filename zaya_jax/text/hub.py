@@ -75,11 +75,11 @@ def _open(function: str, given: str, **more: Any) -> Any:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"--input={given} needs another package: pip install datasets") from None
+        raise UserError(f"{given} needs another package: pip install datasets") from None
     name, subset, _ = _parse(given)
     try:
         return getattr(datasets, function)(name, subset, **more)
     except Exception as error:  # the library raises its own, the network's and bare ones
         raise UserError(
-            f"--input={given} cannot be opened: {first_line(error)}; give hf:NAME[/SUBSET][:SPLIT]"
+            f"{given} cannot be opened: {first_line(error)}; give hf:NAME[/SUBSET][:SPLIT]"
         ) from None

@@ -70,7 +70,7 @@ def prepare(
         manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
         if manifest["plan"] != tokens_lib.manifest_hash(plan):
             raise UserError(
-                f"--out={out} is complete, from other input or options, or another chat template; give"
+                f"{out} is complete, from other input or options, or another chat template; give"
                 " another directory"
             )
         return manifest, True
@@ -109,9 +109,7 @@ def _failing(out: str) -> Iterator[None]:
     except inputs.BadInput as error:
         raise UserError(f"{error}{GOES_ON}, also with --skip_bad added") from None
     except OSError as error:  # reading input raises BadInput, so this was written
-        raise StorageError(
-            f"--out={out} cannot be written: {error.strerror or error}{GOES_ON}"
-        ) from None
+        raise StorageError(f"{out} cannot be written: {error.strerror or error}{GOES_ON}") from None
     except MemoryError:
         raise UserError(
             f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}"
@@ -130,7 +128,7 @@ def _begin(directory: pathlib.Path, plan: Plan) -> None:
             tokens_lib.write_atomically(path, json.dumps(plan).encode())
     except OSError as error:
         raise UserError(
-            f"--out={directory} cannot be written: {error.strerror}; give another directory"
+            f"{directory} cannot be written: {error.strerror}; give another directory"
         ) from None
     begun = json.loads(path.read_bytes())
     differ = [name for name in plan if name != "skip_bad" and begun.get(name) != plan[name]]
@@ -142,7 +140,7 @@ def _begin(directory: pathlib.Path, plan: Plan) -> None:
         words.append(f"input files ({inputs.shown(min(changed)[0])} was changed, added or removed)")
     if words:
         raise UserError(
-            f"--out={directory} was begun with other {', '.join(words)}; repeat the first command, "
+            f"{directory} was begun with other {', '.join(words)}; repeat the first command, "
             "give another directory, or remove this one to begin anew"
         )
 
@@ -160,9 +158,7 @@ def _directory(out: str) -> pathlib.Path:
     names = set(os.listdir(out)) if os.path.isdir(out) else set()
     # one look: another process may begin here just now
     if names and not names & {tokens_lib.MANIFEST, WORK}:
-        raise UserError(
-            f"--out={out} exists and is not a preparation; give an empty or new directory"
-        )
+        raise UserError(f"{out} exists and is not a preparation; give an empty or new directory")
     return directory
 
 
