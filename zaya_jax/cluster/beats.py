@@ -134,9 +134,10 @@ def read(path: str | Path, index: int) -> Beat | None:
         else:
             return None
     kept = range(max(laps - LAPS, 0), laps)
-    found = tuple(Lap(*_LAP.unpack_from(raw, _HEAD.size + i % LAPS * _LAP.size)) for i in kept)
-    numbers = (step, since, pulse, *(number for lap in found for number in lap))
-    sound = all(0 <= n < MOST for n in numbers) and max(since, pulse) <= time.monotonic()
+    every = (Lap(*_LAP.unpack_from(raw, _HEAD.size + i % LAPS * _LAP.size)) for i in kept)
+    # A lap stays for many steps, and the rest is soon written anew: odd laps alone are dropped.
+    found = tuple(lap for lap in every if all(0 <= n < MOST for n in lap))
+    sound = all(0 <= n < MOST for n in (step, since, pulse, time.monotonic() - max(since, pulse)))
     if not sound or section not in range(len(SECTIONS)) or mark not in range(len(MARKS)):
         return None
     return Beat(pid, SECTIONS[section], step, MARKS[mark], since, pulse, found)
