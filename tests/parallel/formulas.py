@@ -1,5 +1,4 @@
-"""Bytes that `zaya_jax.parallel` sends and holds, by formulas: tests and benchmarks compare
-programs with them."""
+"""Bytes that `zaya_jax.parallel` sends and holds, by formulas with which tests compare programs."""
 
 import numpy as np
 
