@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (".ci", "benchmarks", "docs", "launch", "requirements", "tests", "tools")
 PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
-MAX_LINES = 700  # of a file
-LONGEST, MOST_PARAMETERS = 92, 10  # of a function, not counting `self`
+MAX_LINES = 650  # of a file
+LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 
 # Statements (`ast.stmt`) at most. Wrapping a line adds none, so packing saves nothing. A row has
 # some 3% of air for mends; whoever needs more takes something away first, or raises the row with
@@ -36,7 +36,7 @@ BUDGET = {
     "zaya_jax/report": 1_220,
     "zaya_jax/text": 1_980,  # `answers` finds and checks what a template writes of a chat
     "zaya_jax/training": 1_600,
-    "zaya_jax/*.py": 1_400,  # the options of programs stand in `cli` alone
+    "zaya_jax/*.py": 1_480,  # the options of programs stand in `cli` alone
     "zaya_jax": 20_900,
     "pallas_kernels": 3_790,
     "experiments": 2_260,

@@ -17,7 +17,7 @@ from test_public_names import OF_A_MODEL
 from traced_once import traced_once
 
 import zaya_jax as zj
-from zaya_jax import functions, library, schedule
+from zaya_jax import arguments, functions, library, schedule
 from zaya_jax.data import windows
 from zaya_jax.model import decode
 from zaya_jax.parallel import tree
@@ -175,7 +175,7 @@ def test_the_loss_on_held_out_data_is_what_the_run_wrote(trained, run, settings)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
     assert sorted(written) == [2, 4]
-    checked = library._config_of(settings)
+    checked = arguments.config_of(settings)
     batches = list(windows.eval_batches(checked, tokenizers.load("bytes"), (0, 1), 8))
     assert batches
     for step, loss in written.items():
@@ -352,7 +352,7 @@ def test_a_phase_s_rotary_base_stays_with_the_weights(folder, settings, ids):
     c = copy.deepcopy(settings)
     c.schedule.phases = ({"tokens": 256, "micro_batch": 8}, {"tokens": 256, "rope_theta": 777.0})
     early = zj.create(c)
-    assert library._as_begun(early.config, None).schedule.phases == ()
+    assert arguments.as_begun(early.config, None).schedule.phases == ()
     # as `load` has it after the second phase
     second = schedule.phase_config(early.config, schedule.phase_at(early.config, 9)).model
     late = dataclasses.replace(early, config=dataclasses.replace(early.config, model=second))
@@ -455,7 +455,7 @@ def test_a_layer_of_one_s_own_is_in_every_pass(settings, model, ids):
 
 
 def test_a_loop_of_public_names_trains_as_the_program_does(settings):
-    c = zj.library._config_of(settings)
+    c = arguments.config_of(settings)
     mesh = make_mesh(zj.config.Mesh(), jax.devices()[:1], "mesh")
     ids = np.random.default_rng(1).integers(0, 264, (1, 2, 17)).astype(np.int32)
     ones = np.ones((1, 2, 16), np.int32)
@@ -536,7 +536,7 @@ def test_it_continues_whatever_it_is_given(model, ids):
 
 
 def test_a_model_s_keys_are_a_config_and_a_misspelt_one_names_the_nearest():
-    assert library._config_of({"model": {"max_position_embeddings": 64}}).data.seq_len == 64
+    assert arguments.config_of({"model": {"max_position_embeddings": 64}}).data.seq_len == 64
     with pytest.raises(AttributeError) as caught:
         zj.config.default().model.hiden_size = 3
     assert 'Did you mean "hidden_size" instead of "hiden_size"?' in str(caught.value)

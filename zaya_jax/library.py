@@ -24,31 +24,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from pallas_kernels import chip
-from zaya_jax import cli, functions, generation, run, schedule
-from zaya_jax import config as config_lib
-from zaya_jax.checkpoint.run import claims
+from zaya_jax import arguments, cli, functions, generation, run, schedule
+from zaya_jax.arguments import AnyConfig
 from zaya_jax.cluster import leaving, multihost
-from zaya_jax.config import Config, Precision, UserError, fields, shown
+from zaya_jax.config import Config, UserError, shown
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.hardware import host
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.layer import check_named, with_own
 from zaya_jax.model.router import Router
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.parallel import sharding, tree
-from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.spread import spread_of
+from zaya_jax.parallel import tree
 from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.pytorch.any_model import AnyModel
 from zaya_jax.text import tokenizers
 from zaya_jax.training import kernels
 from zaya_jax.training.observers import Observer
 from zaya_jax.training.workdir import folder_of
-
-type AnyConfig = Config | ConfigDict | Mapping[str, Any] | str | os.PathLike
 
 
 class TrainingStopped(RuntimeError):
@@ -332,8 +326,10 @@ class LanguageModel:
         True
         """
         check_named(self.config.model)
-        target = _new_folder(directory)
-        config = _as_begun(self.config, target / "tokenizer" if self._origin.files() else None)
+        target = arguments.new_folder(directory)
+        config = arguments.as_begun(
+            self.config, target / "tokenizer" if self._origin.files() else None
+        )
         return exchange.write_workdir(target, self._found(), config)
 
     def to_hf(self, directory: str | os.PathLike, dtype: str | None = None) -> Path:
@@ -344,7 +340,7 @@ class LanguageModel:
         'hf'
         """
         check_named(self.config.model)
-        return exchange.to_hf(self._found(), _new_folder(directory), dtype)
+        return exchange.to_hf(self._found(), arguments.new_folder(directory), dtype)
 
     def _found(self) -> AnyModel:
         """As `any_model.find` would give it, with these weights."""
@@ -369,7 +365,7 @@ class LanguageModel:
         rows, columns = ids.shape
         if segments is None:
             room = functools.partial(
-                _padded,
+                arguments.padded,
                 shape=functions.roomy(rows, columns, self.config.model.max_position_embeddings),
             )
             ids, labels = room(ids, 0), None if labels is None else room(labels, functions.IGNORED)
@@ -407,19 +403,21 @@ class LanguageModel:
 
     def _inputs(self, ids: Any, segments: Any) -> tuple[np.ndarray, np.ndarray | None]:
         model = self.config.model
-        ids = _integers("ids", ids, None, model.vocab_size)
+        ids = arguments.integers("ids", ids, None, model.vocab_size)
         if ids.shape[1] > model.max_position_embeddings:
             raise UserError(
                 f"ids have {ids.shape[1]} columns, above the model's max_position_embeddings="
                 f"{model.max_position_embeddings}; give shorter rows"
             )
-        return ids, None if segments is None else _integers("segments", segments, ids.shape, 2**31)
+        return ids, None if segments is None else arguments.integers(
+            "segments", segments, ids.shape, 2**31
+        )
 
     def _labelled(
         self, ids: Any, labels: Any, segments: Any, shifted: bool
     ) -> tuple[Any, Any, Any]:
         ids, segments = self._inputs(ids, segments)
-        labels = _integers(
+        labels = arguments.integers(
             "labels", labels, ids.shape, self.config.model.vocab_size, functions.IGNORED
         )
         if not (functions.to_targets(labels, segments, shifted, np) >= 0).any():
@@ -447,7 +445,7 @@ def create(
     (2, 7, 264)
     """
     host.keep_compiled()
-    settings = _config_of(config)
+    settings = arguments.config_of(config)
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={shown(seed)} must be at least 0 and below {2**32}")
     tokenizer: tokenizers.Tokenizer | None = tokenizers.load(settings.data.tokenizer)
@@ -458,7 +456,7 @@ def create(
     settings = dataclasses.replace(
         settings, model=with_own(settings.model, layer=layer, router=router)
     )
-    settings, over = _with_mesh(settings, mesh)
+    settings, over = arguments.with_mesh(settings, mesh)
     kernels.look_up(settings, jax.devices()[0])
     params, balance = functions.init(settings, seed, over)
     name, place = f"seed {seed}", settings.data.tokenizer if tokenizer else None
@@ -487,13 +485,13 @@ def load(
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
     host.keep_compiled()
-    found = any_model.find(place, None if config is None else _config_of(config))
+    found = any_model.find(place, None if config is None else arguments.config_of(config))
     if found.source.warning:
         print(f"note: {found.name}{found.source.warning}")
     imported_now = isinstance(found.source, hf.Directory)
     own = dataclasses.replace(found.config, model=found.model)
-    own = _with_dtype(own, dtype or ("float32" if imported_now else None))
-    own, over = _with_mesh(own, mesh)
+    own = arguments.with_dtype(own, dtype or ("float32" if imported_now else None))
+    own, over = arguments.with_mesh(own, mesh)
     kernels.look_up(own, jax.devices()[0])
     params, balance = found.weights(functions.shardings(own, over) if over else None)
     origin = dataclasses.replace(found, source=exchange.InMemory({}))
@@ -522,7 +520,7 @@ def train(
         raise UserError("a model object is of one process; several train by experiments.pretrain")
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training listens to signals, so it needs the process's main thread")
-    settings = _config_of(config)
+    settings = arguments.config_of(config)
     xla_flags.set_for_platform()
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
     with leaving.signals_as_they_were():
@@ -537,98 +535,3 @@ def train(
         else None
     )
     return load(folder, mesh=mesh)
-
-
-# ################################################################################################
-# Arguments
-# ##################################################################################################
-
-
-def _config_of(given: AnyConfig) -> Config:
-    """The checked config of anything that holds one; a name stands for a file in
-    experiments/configs."""
-    if isinstance(given, Config):
-        check_named(given.model)
-        given = config_lib.to_dict(given)
-    if isinstance(given, Mapping | ConfigDict):
-        given = given if isinstance(given, ConfigDict) else dict(given)
-        # a model alone needs no key of the data: their rows are as long as it takes
-        if set(given) == {"model"}:
-            model = config_lib.check_model(dict(given["model"]))
-            rows = min(config_lib.Data.seq_len, model.max_position_embeddings)
-            given = {"model": config_lib.to_dict(model), "data": {"seq_len": rows}}
-        return config_lib.check(given)
-    name, colon, argument = str(given).partition(":")
-    if name.isidentifier() and not Path(name).exists():
-        names = sorted(path.stem for path in config_lib.SHIPPED.glob("[a-z]*.py"))
-        if name not in names:
-            raise UserError(f"config={shown(name)} is not a file or one of {', '.join(names)}")
-        return config_lib.read_config(f"experiments/configs/{name}.py{colon}{argument}")
-    return config_lib.read_config(str(given))
-
-
-def _with_mesh(config: Config, mesh: Mapping[str, Any] | None) -> tuple[Config, Mesh | None]:
-    """The config with this mesh, and the mesh of all four axes; UserError if model or devices do
-    not fit it."""
-    if mesh is None:
-        return config, None
-    given = fields.build(config_lib.Mesh, dict(mesh), "config.mesh.")
-    fields.check_fields(given, "config.mesh.")
-    over = make_mesh(given, jax.local_devices(), "mesh")
-    config = dataclasses.replace(config, mesh=given)
-    sharding.check(config, spread_of(given, over.shape), where="mesh")
-    return config, over
-
-
-def _as_begun(config: Config, tokenizer: Path | None) -> Config:
-    """The config of a run that begins with a model as it is: one phase, its own weights."""
-    run = dataclasses.replace(config.run, init_from="", fork="", fork_step=0, fork_tokens=0)
-    data = config.data
-    if config.schedule.phases:
-        data = dataclasses.replace(data, micro_batch=0)
-    if tokenizer:
-        data = dataclasses.replace(data, tokenizer=str(tokenizer))
-    plain = dataclasses.replace(config.schedule, phases=())
-    begun = dataclasses.replace(config, run=run, data=data, schedule=plain, mesh=config_lib.Mesh())
-    return config_lib.check(config_lib.to_dict(begun))
-
-
-def _with_dtype(config: Config, dtype: str | None) -> Config:
-    """The config whose matrices multiply in this dtype."""
-    if dtype is None:
-        return config
-    matmul = "highest" if dtype == "float32" else "default"
-    return dataclasses.replace(
-        config, precision=Precision(compute=dtype, router="float32", matmul=matmul)
-    )
-
-
-def _new_folder(directory: str | os.PathLike) -> Path:
-    """A folder that can be created."""
-    fields.check_path("directory", os.fspath(directory))
-    return claims.new_folder(directory)
-
-
-def _integers(
-    name: str, given: Any, shape: tuple[int, ...] | None, end: int, also: int | None = None
-) -> np.ndarray:
-    """Integers [B, S], or of this shape: from 0 to below `end`, and `also`."""
-    x = np.asarray(given)
-    if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer) or not x.size:
-        raise UserError(
-            f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers [B, S]"
-        )
-    if shape is not None and x.shape != shape:
-        raise UserError(f"{name} have shape {x.shape}; expected that of the ids, {shape}")
-    wrong = x[((x < 0) | (x >= end)) & (x != also)]
-    if wrong.size:
-        raise UserError(
-            f"{name} hold {wrong[0]}; expected 0 to {end - 1:,}" + (f", or {also}" if also else "")
-        )
-    return x.astype(np.int32)
-
-
-def _padded(x: np.ndarray, value: int, shape: tuple[int, int]) -> np.ndarray:
-    return np.pad(
-        x, [(0, to - size) for to, size in zip(shape, x.shape, strict=True)], constant_values=value
-    )

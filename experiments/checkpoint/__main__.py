@@ -14,6 +14,7 @@ docs/checkpoints.md and docs/pytorch.md.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from zaya_jax import cli
@@ -72,6 +73,12 @@ def _parser() -> cli.Parser:
         metavar="MB",
         help="greatest size of a file in MiB; memory holds two of them",
     )
+    _add_exports(command)
+    return parser
+
+
+def _add_exports(command: Callable[[str, str], Any]) -> None:
+    """The commands that exchange weights with other programs."""
     add = command("export_params", "write the parameters alone, for Orbax to load anywhere")
     add.add_argument(
         "--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read"
@@ -110,7 +117,6 @@ def _parser() -> cli.Parser:
         action="store_true",
         help="write a run's low-rank updates alone, in PEFT's format",
     )
-    return parser
 
 
 def main() -> int:

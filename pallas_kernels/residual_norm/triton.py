@@ -313,9 +313,8 @@ def _backward(
         outs = dict(zip(made, refs[len(ins) :], strict=True))
         first = tiles.program_id(0) * tile.tall * tile.steps
         top = _At(tile, first)
-        vector = {
-            name: top.vector(ins[name]) for name in (*Joining._fields, "scale") if name in ins
-        }
+        vectors = [name for name in (*Joining._fields, "scale") if name in ins]
+        vector = {name: top.vector(ins[name]) for name in vectors}
         parts = [vector[name] for name in Joining._fields] if how is not None else []
 
         def step(i, sums):
@@ -354,13 +353,11 @@ def _backward(
         sums = lax.fori_loop(0, tile.steps, step, (nothing,) * len(names))
         mask = None if top.in_columns is None else top.in_columns[0]
         for i, x in enumerate(sums):
-            tiles.store(
-                outs["sums"].at[tiles.program_id(0) * len(names) + i, top.columns], x[0], mask=mask
-            )
+            row = tiles.program_id(0) * len(names) + i
+            tiles.store(outs["sums"].at[row, top.columns], x[0], mask=mask)
 
-    found = dict(
-        zip(made, _call(body, tile, list(given.values()), list(made.values()), name), strict=True)
-    )
+    results = _call(body, tile, list(given.values()), list(made.values()), name)
+    found = dict(zip(made, results, strict=True))
     shares = found["sums"].reshape(tile.programs, len(names), tile.columns)
     sums = dict(zip(names, shares.sum(0), strict=True))
     return _Gradients(
