@@ -23,7 +23,7 @@ from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
 from zaya_jax.data import pipeline
-from zaya_jax.guard import decisions
+from zaya_jax.guard import decisions, first_step
 from zaya_jax.guard.guard import Guard
 from zaya_jax.guard.replay import Replay
 from zaya_jax.hardware import host
@@ -255,6 +255,8 @@ class Loop:
     def run(self, stop: multihost.StopSignal) -> int | None:
         """Trains to an end; its exit code, or None where the run goes back and begins again."""
         self.stop = stop
+        if fault := self.try_step():
+            return self._end(self.planned.reached, cli.HARDWARE, fault)
         self.before_the_first_step()
         for number in range(self.planned.reached + 1, self.planned.end + 1):
             now = self.plan.step(number)
@@ -281,6 +283,15 @@ class Loop:
         return (
             self.done() if self.planned.end == self.planned.recipe.last_step else self.at_border()
         )
+
+    def try_step(self) -> str:
+        """Tries the step of a small model where this machine has not seen it right; a line if it is
+        wrong."""
+        placed = self.planned.phase
+        micro_batches = placed.segments[0].micro_batches
+        with self.pace.outside_a_step():
+            self.pace.begin("evaluate", self.planned.reached, ("a small step",))
+            return first_step.fault(placed.config, self.mesh, micro_batches, logs.say)
 
     def before_the_first_step(self) -> None:
         """A fork's first save, an evaluation that the last start postponed, or given weights' loss

@@ -322,6 +322,12 @@ class Guard:
     replay_every: int = ranged(
         500, 0, MOST, "steps between two that are computed twice and compared; 0: off"
     )
+    try_step: str = choice(
+        "auto",
+        ("auto", "always", "never"),
+        "a small model's step against a CPU's numbers: auto: once on each new machine with GPUs;"
+        " always: at each start",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

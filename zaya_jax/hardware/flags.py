@@ -31,6 +31,15 @@ BOTH: Flags = {
     "xla_gpu_first_collective_call_terminate_timeout_seconds": 1800,
 }
 
+# The same flags where collectives wait for their turn: slower, and without the schedules in which
+# XLA has had errors.
+CAUTIOUS: Flags = {
+    "xla_gpu_enable_latency_hiding_scheduler": "false",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
+    "xla_gpu_enable_pipelined_all_gather": "false",
+    "xla_gpu_enable_pipelined_reduce_scatter": "false",
+}
+
 
 def _combining(size: int) -> Flags:
     """Collectives of one kind up to so many bytes become one call.

@@ -3,6 +3,7 @@ refused.
 
 keep_memory()      before JAX starts
 keep_compiled()    before JAX starts
+cache_folder()     for what outlives a process
 for_one_call()     when a program that runs once is compiled
 require_x32()      before anything is made for a training step
 """
@@ -69,8 +70,12 @@ def keep_compiled() -> None:
     """Compiled programs outlive the process, below the user's cache folder unless JAX is set to
     keep them elsewhere."""
     if not jax.config.jax_compilation_cache_dir:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+
+
+def cache_folder() -> Path:
+    """The folder for what a later start on this machine need not find out again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax"
 
 
 def for_one_call(target: Chip) -> dict[str, int]:

@@ -84,12 +84,12 @@ def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), prefix)
 
 
-def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
+def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh, params: Any = None) -> dict[str, Any]:
     key = jax.random.key(config.run.seed)
     if config.run.lora:
         params = lora.init(config.model, config.run.lora, key)
     else:
-        params = zaya.init(config.model, key, config.precision)
+        params = params or zaya.init(config.model, key, config.precision)
         params = sharding.arrange(params, spread_of(config.mesh, mesh.shape).heads)
     params, kept = optimizer.layout.divided(params)
     return {
@@ -101,16 +101,16 @@ def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def init(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    """The state before the first step: a function of the seed alone, whatever the mesh; without
-    frozen weights."""
+def init(config: Config, optimizer: Optimizer, mesh: Mesh, params: Any = None) -> dict[str, Any]:
+    """The state before the first step: a function of the seed alone, or of the given weights,
+    whatever the mesh; without frozen weights."""
     fresh = functools.partial(_fresh, config, optimizer, mesh)
     with jax.default_matmul_precision(config.precision.matmul):
         options = host.for_one_call(chip.made_for(mesh))
         places = {
             name: x for name, x in shardings(config, optimizer, mesh).items() if name != "frozen"
         }
-        return jax.jit(fresh, out_shardings=places, compiler_options=options)()
+        return jax.jit(fresh, out_shardings=places, compiler_options=options)(params)
 
 
 def abstract(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
