@@ -213,6 +213,7 @@ PAIRS = [
     ({"instruction": "q", "input": "more", "output": "a"}, ["q\n\nmore", "a"]),
     ({"instruction": "q", "output": "a"}, ["q", "a"]),
     ({"messages": [], "prompt": "q", "completion": "a"}, ["q", "a"]),
+    ({"functions": "two", "messages": [QUESTION, ANSWER]}, ["two", "q", "a"]),
     ({"messages": [], "text": "a text"}, "a text"),
     ({"prompt": "of a text", "text": "a text"}, "a text"),
     ({"prompt": None, "completion": None, "text": "a text"}, "a text"),
@@ -230,7 +231,7 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
     ((part,),) = inputs.split([(path, 1 << 20, 0)], 1 << 30)
     ((_, found),) = inputs.samples(part, "text")
     if isinstance(found, list):
-        roles = [turn.role for turn in found if turn.role != "system"]
+        roles = [turn.role for turn in found if turn.role not in ("system", "tools")]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
         found = [turn.content for turn in found]
     assert found == expected
@@ -239,6 +240,11 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
 def test_a_field_that_is_asked_for_is_a_text():
     record = {"instruction": "q", "output": "the text"}
     assert inputs._record(record, "x", "output") == ("x", "the text")
+
+
+def test_earlier_turns_of_another_form_are_refused():
+    with pytest.raises(chat.BadChat, match="under 'history' are not read; give all under messages"):
+        chat.paired_turns({"prompt": "q", "completion": "a", "history": [["p", "b"]]}, "text")
 
 
 def talk(*reasonings):

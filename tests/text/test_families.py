@@ -128,6 +128,7 @@ def test_what_a_template_leaves_out_is_named(family):
             [{"role": "system", "content": "s"}, user("q"), answer("a")],
             "a system text",
         ),
+        ("mistral_v3", [{"role": "system", "content": ""}, user("q"), answer("a")], ""),
         ("vicuna", [{"role": "critic", "content": "s"}, user("q"), answer("a")], ""),
         ("command_r", [{"role": "critic", "content": "s"}, user("q"), answer("a")], "another role"),
         ("llama_31", [user("q"), answer("I add.", tool_calls=[CALL])], "an answer"),
@@ -137,6 +138,54 @@ def test_what_a_template_leaves_out_is_named(family):
 def test_each_part_of_a_chat_must_stand_in_the_text(family, turns, loses):
     _, document, outcome = prepared(FAMILIES[family], turns)
     assert (document is None) == bool(loses) and (outcome.endswith(loses) or not loses)
+
+
+# These end the last answer alone, ask for answers behind turns alone, write a last turn in another
+# form than those before, have two blocks in one answer and none in others.
+ENDS_LAST = """{% for m in messages %}{{ '\n' if not loop.first }}<|{{ m.role }}|>
+{{ m.content }}{{ eos_token if loop.last }}{% endfor %}
+{{- '\n<|assistant|>\n' if add_generation_prompt }}"""
+ASKS_BEHIND = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}
+{{- '<|assistant|>' if loop.last and add_generation_prompt }}{% endfor %}"""
+LAST_APART = """{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}
+{%- elif m.role == 'tool' %}<|user|><response>{{ m.content }}</response>
+{%- else %}<|assistant|>
+{{ '<think>\n' if loop.last and not m.tool_calls }}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<toolcall>{{ call.function.name }}</toolcall>{% endfor %}
+{%- if not loop.last %}{{ '\n' }}{% endif %}<|end|>
+{%- endif %}{% endfor %}{{ '<|assistant|>\n<think>\n' if add_generation_prompt }}"""
+
+LAST_IN_BLOCKS = """{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}
+{%- generation %}{{ m.content[:1] }}{% endgeneration %}
+{%- generation %}{{ m.content[1:] }}</s>{% endgeneration %}
+{%- else %}{{ m.content }}</s>{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "turns", "expected", "rewritten"),
+    [
+        (ENDS_LAST, [user("q"), answer("a"), user("r"), answer("b")], ["b</s>"], 1),
+        (ENDS_LAST, [user("q"), answer("a"), answer("b"), user("r"), answer("c")], ["c</s>"], 2),
+        (ASKS_BEHIND, [answer("a"), user("q"), answer("b")], ["a</s>", "b</s>"], 0),
+        (
+            LAST_APART,
+            [
+                user("q"),
+                answer("", tool_calls=[CALL]),
+                {"role": "tool", "content": "4"},
+                answer("4"),
+            ],
+            ["<toolcall>find_sum</toolcall>\n<|end|>", "4<|end|>"],
+            0,
+        ),
+        (LAST_IN_BLOCKS, [user("q"), answer("a"), user("r"), answer("two")], ["two</s>"], 1),
+        ("{{ tools is none }}" + ASKS_BEHIND, [user("q"), answer("a")], ["a</s>"], 0),
+    ],
+)
+def test_headers_of_turns_are_not_learnt(source, turns, expected, rewritten):
+    tok, document, _ = prepared(source, turns, tools="[]")
+    assert "False" not in tok.spell(document.tokens)
+    assert learnt(tok, document) == expected and document.rewritten == rewritten
 
 
 def test_arguments_are_text_for_a_template_that_adds_them_to_text():

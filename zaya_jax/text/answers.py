@@ -7,8 +7,8 @@ ends. An answer begins behind the prompt that the template writes for it, or els
 words, and ends with the mark of its end.
 """
 
-import bisect
 import collections
+import contextlib
 import json
 import os
 import re
@@ -24,7 +24,6 @@ ANSWER, REASONING = "an answer", "the last reasoning"
 KINDS = {"assistant": ANSWER, "user": "a question", "system": "a system text"}
 KINDS |= dict.fromkeys(chat.RESULT_ROLES, "a result")
 ASKED = Message("user", "", "?")
-_SPACE = re.compile(r"\s*")
 Spans = list[tuple[int, int]]
 Render = Callable[[Any, Sequence[Message], bool], str]  # of tools, turns, with a prompt
 
@@ -48,9 +47,8 @@ class Marked:
         self._mark, self._parts = MARK, list[tuple[str, str]]()  # (kind, text) of each part
         while self._mark in text:
             self._mark += "q"
-        self._tools = tools
-        if isinstance(tools, list):
-            self._tools = [self._named("the tools", tool) for tool in tools]
+        given = tools if isinstance(tools, list) else []
+        self._tools = [self._named("the tools", tool) for tool in given] or tools
         self._turns, self._first = list[Message](), [len(self._parts)]  # part of each turn
         for turn in turns:
             self._turns.append(self._turn(turn))
@@ -75,22 +73,27 @@ class Marked:
         if missing:
             raise Incomplete(f"left out: the chat template does not write {missing[0]}")
 
-    def spans(self, end: str, tail: str, specials: Spans) -> Spans:
+    def spans(self, tail: str, ends: Sequence[str]) -> Spans:
         """The places of the answers that are not rewritten.
 
-        `tail` is what the template writes behind an answer at the end of a conversation, `end` its
-        beginning up to the mark of the end, and `specials` are the places of special tokens.
+        `tail` is what the template writes behind an answer at the end of a conversation, and `ends`
+        are the marks that may end one, the first of them there.
         """
         found: Spans = []
         heads = collections.defaultdict[str, list[str]](list)
         # The last one first: it is the one that a prompt surely fits, and others begin as it does.
         for number in reversed(self._answers):
             own = self._own(number)
-            stop = None if own is None else self._stop(number, end.strip(), tail, specials)
+            stop = None if own is None else self._stop(number, tail, ends)
             if own is not None and stop is not None:
                 role = self._given[number - 1].role if number else ""
                 found.insert(0, (self._start(number, own, heads[role]), stop))
         return found
+
+    def learnt(self, spans: Spans) -> int:
+        """How many answers end in these places."""
+        ends = [self._ends.get(self._first[number + 1] - 1, -1) for number in self._answers]
+        return sum(any(begin <= end <= stop for begin, stop in spans) for end in ends)
 
     def _behind(self, kind: str, text: str) -> str:
         """A text with a mark behind it, before its last white space: templates may strip that."""
@@ -111,7 +114,8 @@ class Marked:
         calls, content, more = turn.more.get("tool_calls"), turn.content, dict(turn.more)
         if turn.reasoning:
             turn = turn.with_reasoning(self._behind(REASONING, turn.reasoning))
-        if content.strip() or not (calls or turn.reasoning):
+        # An empty system text says nothing, and many templates leave it out.
+        if content.strip() or not (calls or turn.reasoning or turn.role == "system"):
             content = self._behind(KINDS.get(turn.role, "a turn of another role"), content)
         if calls:
             more["tool_calls"] = [self._named("a call", call) for call in calls]
@@ -148,40 +152,38 @@ class Marked:
         fitting = [head for head in heads if text.startswith(head, before)]
         if fitting:
             return before + max(map(len, fitting))
-        try:
-            prompt = self._render(self._tools, self._turns[:number], True)
-            head = self._after(prompt, self._first[number] - 1 if number else None)
-        except Refused:  # as of a conversation without a question
-            head = text[before:own]
+        head = text[before:own]
+        if number:
+            with contextlib.suppress(Refused):  # as of a conversation without a question
+                prompt = self._render(self._tools, self._turns[:number], True)
+                head = self._after(prompt, self._first[number] - 1)
         if not text.startswith(head, before):  # as one that begins reasoning, which this has not
             head = os.path.commonprefix((head, text[before:own]))  # noqa: RUF071
             plain = self._parts[self._first[number]][0] == ANSWER
             if plain or text.startswith("<think>", own):
                 head += text[before + len(head) : own]
+            else:  # a call, whose own mark may begin as that of reasoning does
+                head = head[: head.rfind("<")] if head.rfind("<") > head.rfind(">") else head
         heads.append(head)
         return before + len(head)
 
-    def _stop(self, number: int, end: str, tail: str, specials: Spans) -> int | None:
-        """Where an answer ends, the mark of its end included."""
-        part = self._first[number + 1] - 1
+    def _stop(self, number: int, tail: str, ends: Sequence[str]) -> int | None:
+        """Where an answer ends, the mark of its end included; None where it has none of `ends`."""
+        part, text = self._first[number + 1] - 1, self._text
         if self._parts[part][0] != ANSWER:  # behind its last name come arguments
             tail = self._after(self._render(self._tools, [ASKED, self._turns[number]], False), part)
         tail, at = tail.strip(), self._ends[part]
         if not tail:
             return at
-        at = _SPACE.match(self._text, at).end()  # type: ignore[union-attr]
-        shared = os.path.commonprefix((tail, self._text[at : at + len(tail)]))  # noqa: RUF071
-        if end and end in shared:
-            return at + shared.rindex(end) + len(end)
-        if shared == tail:
-            return at + len(tail)
-        # Another mark ends an answer that others follow.
-        differs = at + len(shared)
-        before = bisect.bisect(specials, (differs, len(self._text))) - 1
-        return specials[before][1] if before >= 0 and specials[before][1] > differs else None
+        end = next((mark for mark in ends if mark in tail), tail)
+        closing = r"\s*".join(map(re.escape, tail.rpartition(end)[0].split()))
+        marks = "|".join(map(re.escape, (end, *ends)))
+        found = re.compile(rf"\s*{closing}\s*(?:{marks})").match(text, at)
+        return found.end() if found else None
 
-    def _after(self, rendered: str, part: int | None) -> str:
-        """What a text with marks has behind a part, or all of it, without them."""
-        if part is not None:
+    def _after(self, rendered: str, part: int) -> str:
+        """What a text with marks has behind a part, or all of it where there is none, without
+        them."""
+        if part >= 0:
             rendered = rendered.partition(f"{self._mark}{part}z")[2]
         return re.sub(f"{self._mark}[0-9]+z", "", rendered)

@@ -17,18 +17,19 @@ from zaya_jax.text.tokenizers import NotUnicode, utf8
 from zaya_jax.text.tokens import Document
 
 # Of how chats become documents: 1 kept the roles' own names, 2 had tools after a record's system
-# text, 3 found answers by the differences of prefixes.
-VERSION = 4
+# text, 3 found answers by the differences of prefixes, 4 learnt a next turn's header as an end.
+VERSION = 5
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
-# Fields of a chat's record before its turns: descriptions of tools, a text. In this order, since a
-# template has tools before all turns, and the system text is one.
-LEADING_FIELDS = ("tools", "system")
+# Fields of a chat's record that are turns before its own, and their roles: descriptions of tools, a
+# text. In this order, since a template has tools before all turns, and the system text is one.
+LEADING_FIELDS = {"tools": "tools", "functions": "tools", "system": "system"}
 # Two fields that are a chat of one question and one answer: a completion's, Alpaca's.
 PAIRS = (("prompt", "completion"), ("instruction", "output"))
 ADDED = "input"  # of Alpaca, behind its instruction
-PAIR_FIELDS = (*PAIRS[0], *PAIRS[1], ADDED)
+EARLIER = "history"  # turns before that, in a form that is not read
+PAIR_FIELDS = (*PAIRS[0], *PAIRS[1], ADDED, EARLIER)
 RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
@@ -101,10 +102,10 @@ def read(messages: Any) -> list[Message]:
 
 def leading_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools and system text of a chat's record, as turns of these roles before the first."""
-    found = {role: record[role] for role in LEADING_FIELDS if record.get(role)}
     return [
         {"role": role, "content": value if isinstance(value, str) else _json(value)}
-        for role, value in found.items()
+        for field, role in LEADING_FIELDS.items()
+        if (value := record.get(field))
     ]
 
 
@@ -115,6 +116,8 @@ def paired_turns(record: Mapping[str, Any], text_field: str) -> list[Any]:
         question, answer = (record.get(field) for field in pair)
         if text_field in pair or not isinstance(question, str | list) or answer is None:
             continue
+        if record.get(EARLIER):
+            raise BadChat(f"earlier turns under {EARLIER!r} are not read; give all under messages")
         if pair[0] == "instruction" and record.get(ADDED):
             question = f"{question}\n\n{record[ADDED]}"
         sides = (question, "user"), (answer, "assistant")
@@ -155,13 +158,12 @@ def message(given: Any) -> Message:
     role = given.get("role") or given.get("from")
     role = role.strip() if isinstance(role, str) else None
     if not role:
-        raise BadChat(f"a turn needs a role as text, this one has {_fields(given)}")
-    content = given.get("content")
-    content = given.get("value") if content is None else content
+        raise BadChat(f"a turn needs a role as text, this one has {named_fields(given)}")
+    content = next((given[key] for key in ("content", "value") if given.get(key) is not None), None)
     calls = _calls(given)
     field = next((given[key] for key in REASONING_KEYS if given.get(key)), None)
     if content is None and not calls and field is None:
-        raise BadChat(f"a turn needs content, this one has {_fields(given)}")
+        raise BadChat(f"a turn needs content, this one has {named_fields(given)}")
     reasoning, text = _text(content, role)
     if field is not None:
         reasoning = "".join(_text(field, ""))
@@ -227,7 +229,7 @@ def _calls(given: dict[str, Any]) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadChat(
-                f"a call of a tool needs a function with a name, this one has {_fields(function)}"
+                f"a call of a tool needs a function with a name, this one has {named_fields(function)}"
             )
         arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
         text = arguments if isinstance(arguments, str) else _json(arguments)
@@ -237,8 +239,8 @@ def _calls(given: dict[str, Any]) -> list[dict[str, Any]]:
         if isinstance(arguments, dict):
             arguments = Arguments(arguments)
             arguments.text = text
-        named = {"name": function["name"], "arguments": arguments}
         known = {"id": call["id"]} if call.get("id") else {}
+        named = {"name": function["name"], "arguments": arguments}
         found.append({**known, "type": "function", "function": named})
     return found
 
@@ -251,7 +253,8 @@ def _json(value: Any) -> str:
         raise BadChat("a tool's JSON is nested too deep to be written") from None
 
 
-def _fields(value: Any) -> str:
+def named_fields(value: Any) -> str:
+    """The fields of a record with their types, in words."""
     if not isinstance(value, dict):
         return f"a {type(value).__name__}"
     return ascii(", ".join(f"{key} ({type(value[key]).__name__})" for key in sorted(value)[:8]))[

@@ -169,10 +169,8 @@ def make_template(tokenizer: Tokenizer) -> str:
         "BOS": tokenizer.mark(tokenizer.bos_id),
         "EOS": tokenizer.mark(tokenizer.eos_id),
     }
-    keys = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
-    spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()} | {
-        "REASONING_KEYS": keys
-    }
+    spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()}
+    spelt["REASONING_KEYS"] = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
     return (
         re.sub(rf"\b({'|'.join(spelt)})\b", lambda found: spelt[found[0]], TEMPLATE.strip()) + "\n"
     )
@@ -213,8 +211,8 @@ class Template:
             "bos_token": tokenizer.mark(tokenizer.bos_id),
             "eos_token": tokenizer.mark(tokenizer.eos_id),
             "pad_token": tokenizer.mark(tokenizer.pad_id),
+            **special_names(tokenizer.extra_files),
         }
-        names |= special_names(tokenizer.extra_files)
         self._names = {name: mark for name, mark in names.items() if mark is not None}
 
     @functools.cached_property
@@ -226,9 +224,23 @@ class Template:
 
     @functools.cached_property
     def _ending(self) -> tuple[list[int], str, str, str]:
-        """(the first special id behind a last answer, the text before it, all of both, all text
-        behind the answer)."""
-        tail = self.render([answers.ASKED, Message("assistant", "", ANSWER)]).rpartition(ANSWER)[2]
+        """`_behind` of a last answer."""
+        return self._behind(answers.ASKED, Message("assistant", "", ANSWER))
+
+    @functools.cached_property
+    def _ends(self) -> list[str]:
+        """The marks that may end an answer: the one behind a last answer, and where others follow
+        perhaps the one that ends questions too."""
+        ends = [self._ending[2].strip()]
+        with contextlib.suppress(Refused):
+            _, before, end, _ = self._behind(Message("user", "", ANSWER))
+            ends += [] if before else [end.strip()]
+        return list(filter(None, ends))
+
+    def _behind(self, *turns: Message) -> tuple[list[int], str, str, str]:
+        """(the first special id behind the last of some turns, the text before it, all of both, all
+        text behind the turn)."""
+        tail = self.render(turns).rpartition(ANSWER)[2]
         ids, places = self._tokenizer.spelt(tail)
         first = next((i for i, one in enumerate(ids) if one in self._tokenizer.specials), len(ids))
         stop = places[first][1] if first < len(ids) else len(tail)
@@ -360,10 +372,8 @@ class Template:
         if not self._ours:
             marked = answers.Marked(self._render, tools, turns, text)
             if not spans:
-                special = self._tokenizer.specials
-                specials = [at for one, at in zip(ids, places, strict=True) if one in special]
-                spans = marked.spans(*self._ending[2:], specials)
-            learnt = min(total, len(spans))
+                spans = marked.spans(self._ending[3], self._ends)
+            learnt = marked.learnt(spans)
         firsts, lasts = np.array(places, np.int64).reshape(-1, 2).T
         begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
         # As transformers' mask has it, also where a token joins an answer's first space with the
@@ -384,7 +394,7 @@ def _with_tools(messages: Sequence[Message]) -> tuple[Any, Sequence[Message]]:
     """(the tools that lead a conversation, or None; its turns)."""
     with contextlib.suppress(ValueError):  # in words: a turn as it was given
         if messages and messages[0].role == "tools":
-            return json.loads(messages[0].content), messages[1:]
+            return json.loads(messages[0].content) or None, messages[1:]
     return None, messages
 
 

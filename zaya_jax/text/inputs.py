@@ -332,8 +332,7 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
             raise BadInput(str(error)) from None
         return name, text
     if text is not None or (text_field not in record and record):
-        kinds = ", ".join(f"{key} ({type(record[key]).__name__})" for key in sorted(record)[:8])
-        raise BadInput(f"fields {ascii(kinds)[1:-1][:200]}, but {_wanted(text_field)}")
+        raise BadInput(f"fields {chat.named_fields(record)}, but {_wanted(text_field)}")
     return name, ""
 
 

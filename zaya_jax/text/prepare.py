@@ -212,8 +212,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     for number in range(num_tasks):
         record = json.loads(job.record(number).read_bytes())
         for entry in record["shards"]:
-            for name in tokens_lib.SHARD_TYPE.names or ():
-                shards[num_shards][name] = entry[name]
+            shards[num_shards] = tuple(entry[name] for name in tokens_lib.SHARD_TYPE.names or ())
             num_shards += 1
         left_out.add(record["left_out"])
         outcomes.update(record["trim"])

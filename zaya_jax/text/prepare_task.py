@@ -199,12 +199,10 @@ class _Writing:
         for found in inputs.samples(part, self._options.text_field):
             if isinstance(found, inputs.BadInput):
                 self._bad(found)
-                continue
-            name, sample = found
-            if isinstance(sample, str):
-                self._add_text(name, sample)
+            elif isinstance(found[1], str):
+                self._add_text(found[0], found[1])
             else:
-                self._add_chat(name, sample)
+                self._add_chat(found[0], found[1])
 
     def close(self) -> None:
         """Let go of the files, and delete those that were not committed."""

@@ -52,6 +52,7 @@ BOS_NAMES = (
 )
 EOS_NAMES = ("<|eos|>", "<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[SEP]")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
+ID_NAMES = {"bos_id": BOS_NAMES, "eos_id": EOS_NAMES, "pad_id": PAD_NAMES}
 
 MODEL_IDS = {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
 
@@ -225,8 +226,9 @@ class Bytes(Tokenizer):
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
-        shown = [byte for byte in range(256) if chr(byte).isprintable() and not chr(byte).isspace()]
-        shown = [byte for byte in shown if byte != 0xAD]
+        shown = [
+            byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xAD)
+        ]
         # GPT-2's way: these as U+0100 and on
         hidden = [byte for byte in range(256) if byte not in shown]
         spelt = {byte: chr(byte) for byte in shown} | {
@@ -269,12 +271,14 @@ class HuggingFace(Tokenizer):
         self._content = content
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.extra_files = extra or {}
-        for theirs, ours in MODEL_IDS.items():
-            name = special_names(self.extra_files).get(theirs.removesuffix("_id"))
-            number = self._id(name) if name else None
-            if number is not None:
-                ids = {ours: number} | ids
-        self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where, self.vocab_size)
+        names = special_names(self.extra_files)
+        named = {
+            ours: self._id(names.get(theirs.removesuffix("_id")) or "")
+            for theirs, ours in MODEL_IDS.items()
+        }
+        self.bos_id, self.eos_id, self.pad_id = _special_ids(
+            self._id, named | ids, where, self.vocab_size
+        )
         self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
         self.sha256 = self._hash(content)
 
@@ -347,10 +351,10 @@ def settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
 def special_names(files: Mapping[str, bytes]) -> dict[str, str | None]:
     """The names that tokenizer_config.json gives to special tokens, such as "eos_token"; None for
     one that it says is missing."""
-    given = {key: value for key, value in settings_of(files).items() if key.endswith("_token")}
     named = {
         key: value.get("content") if isinstance(value, dict) else value
-        for key, value in given.items()
+        for key, value in settings_of(files).items()
+        if key.endswith("_token")
     }
     return {key: name for key, name in named.items() if name is None or isinstance(name, str)}
 
@@ -436,24 +440,18 @@ def with_model_ids(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def _special_ids(
-    lookup, given: dict[str, int], where: str, vocab_size: int
+    lookup, given: Mapping[str, int | None], where: str, vocab_size: int
 ) -> tuple[int, int, int]:
-    def find(key: str, names: Sequence[str]) -> int | None:
-        if key in given:
-            return given[key]
-        return next((found for found in map(lookup, names) if found is not None), None)
-
-    bos, eos, pad = find("bos_id", BOS_NAMES), find("eos_id", EOS_NAMES), find("pad_id", PAD_NAMES)
-    if bos is None and eos is None:
+    known = {key: [given.get(key), *map(lookup, names)] for key, names in ID_NAMES.items()}
+    numbers = {key: [n for n in found if n is not None] for key, found in known.items()}
+    ends = numbers["eos_id"] or numbers["bos_id"]
+    if not ends:
         raise UserError(
             f"tokenizer {where} has no begin- or end-of-document token under a known name "
             f"({', '.join(BOS_NAMES)}); "
             f"write its ids as bos_id, eos_id, pad_id into {META_FILE} next to it"
         )
-    bos = eos if bos is None else bos
-    eos = bos if eos is None else eos
-    assert bos is not None and eos is not None
-    found = {"bos_id": bos, "eos_id": eos, "pad_id": eos if pad is None else pad}
+    found = {key: (several or ends)[0] for key, several in numbers.items()}
     for key, value in found.items():
         if type(value) is not int or not 0 <= value < vocab_size:
             raise UserError(
