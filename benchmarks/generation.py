@@ -1,17 +1,19 @@
 """Generation here and in transformers: the same exported model, prompts and machine, greedy, in one
 run.
 
-    .venv/bin/python benchmarks/generation.py --torch-python=ORACLE/bin/python [--sizes small wide] [--rounds=3]
+    python -m benchmarks.generation --torch-python=ORACLE/bin/python [--sizes small wide] [--rounds=3]
+    python -m benchmarks.generation --torch-python=PYTHON --device=gpu --sizes=slice
 
 ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0. A model of random
 weights is written as a model directory, which both read. Each side runs in a process of its own on
 the same single core, by turns, and the result is the least CPU time of the rounds, which on a
 shared machine is reproducible, while wall time depends on the other users. Both continue greedily
-in float32, and the ids are compared.
+in float32, and the ids are compared. On a GPU it is wall time, in float32 and in bfloat16.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,25 +50,46 @@ SIZES = {
         "num_experts": 8,
         "router_hidden_size": 128,
     },
+    "tiny": {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "router_hidden_size": 24,
+    },
+    # of ZAYA1-base, for a GPU: fewer words, since PyTorch keeps the logits of all in float32
+    "slice": {"vocab_size": 65536, "num_hidden_layers": 8},
 }
+DRAWN = 1_000_003  # numbers of a weight at most, repeated: a prime, so that no two rows are alike
+ON_GPU = ((1, 128, 128), (16, 128, 128))
 CASES = ((1, 128, 64), (16, 128, 64), (1, 2048, 32))  # rows, tokens of each prompt, new tokens
 SEED = 0
 
 THEIRS = """
 import json, sys, time, torch
 from transformers import ZayaForCausalLM
-torch.set_num_threads(1)
-model = ZayaForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+on_gpu = sys.argv[3] == "gpu"
+device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+clock = time.perf_counter if on_gpu else time.process_time
+how = dict(attn_implementation="sdpa", experts_implementation="grouped_mm") if on_gpu else {}
+if not on_gpu:
+    torch.set_num_threads(1)
+model = ZayaForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[4]), **how).to(device).eval()
 model.generation_config.eos_token_id = None
 model.generation_config.pad_token_id = 0
 found = []
 for case in json.loads(open(sys.argv[2]).read()):
-    ids = torch.tensor(case["ids"])
+    ids = torch.tensor(case["ids"]).to(device)
     def run(num):
-        begin = time.process_time()
+        begin = clock()
         with torch.inference_mode():
             out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, do_sample=False)
-        return time.process_time() - begin, out[:, ids.shape[1]:].tolist()
+        new = out[:, ids.shape[1]:].tolist()
+        return clock() - begin, new
     run(2)
     first, _ = run(1)
     whole, new = run(case["num"])
@@ -74,21 +98,24 @@ print(json.dumps(found))
 """
 
 
-def ours(folder: str, cases: list[dict]) -> list[dict]:
+def ours(folder: str, cases: list[dict], device: str, dtype: str) -> list[dict]:
     """Seconds to the first token and for each further one, and the ids."""
     import zaya_jax as zj
+    from zaya_jax.hardware import flags
     from zaya_jax.model import decode
 
-    model, found = zj.load(folder), []
+    flags.set_for_platform()
+    model, found = zj.load(folder, dtype=dtype), []
+    clock = time.perf_counter if device == "gpu" else time.process_time
     decoder = decode.Decoder(
         model.config.model, model.params, model.balance, model.config.precision
     )
     for case in cases:
 
         def run(num, case=case):
-            begin = time.process_time()
+            begin = clock()
             new = decode.generate(decoder, case["ids"], num)
-            return time.process_time() - begin, new
+            return clock() - begin, new
 
         run(1), run(case["num"])  # compiled
         first, _ = run(1)
@@ -107,7 +134,8 @@ def write_model(folder: Path, keys: dict) -> int:
     model, rng = Model(**keys), np.random.default_rng(SEED)
 
     def draw(name, shape):
-        x = rng.standard_normal(shape, np.float32)
+        some = rng.standard_normal(min(math.prod(shape), DRAWN), np.float32)
+        x = np.resize(some, shape)
         if name.endswith(hf_names.BALANCE):
             return np.where(np.arange(shape[0]) == shape[0] - 1, -1, 0).astype(np.float32)
         if name.endswith("bias"):
@@ -127,21 +155,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--torch-python", required=True)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--torch-python", help="without it, our side alone")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "wide"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     # this program as the process of our side
-    parser.add_argument("--ours", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--ours", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ours:
-        print(json.dumps(ours(args.ours[0], json.loads(Path(args.ours[1]).read_text()))))
+        folder, file, *how = args.ours
+        print(json.dumps(ours(folder, json.loads(Path(file).read_text()), *how)))
         return
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # those that are started have it too
-    print(f"one core, Python {platform.python_version()}, {args.rounds} rounds\n")
+    cpu = args.device == "cpu"
+    if cpu:  # those that are started have it too
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    where = "one core" if cpu else "one GPU"
+    print(f"{where}, Python {platform.python_version()}, {args.rounds} rounds\n")
     print(
         "| model | rows | prompt | | zaya_jax | transformers | ratio | same ids"
         " |\n|---|---|---|---|---|---|---|---|"
     )
+    sizes = CASES if cpu else ON_GPU
     for size in args.sizes:
         keys = SIZES[size]
         with tempfile.TemporaryDirectory() as made:
@@ -149,36 +183,36 @@ def main() -> None:
             weights = write_model(folder, keys)
             cases = [
                 {"ids": rng.integers(3, keys["vocab_size"], (rows, length)).tolist(), "num": num}
-                for rows, length, num in CASES
+                for rows, length, num in sizes
             ]
             (folder / "cases.json").write_text(json.dumps(cases))
-            given = [str(folder), str(folder / "cases.json")]
-            commands = (
-                [sys.executable, __file__, "--torch-python", args.torch_python, "--ours", *given],
-                [args.torch_python, "-c", THEIRS, *given],
-            )
-            rounds: list[list] = [[], []]
-            for _ in range(args.rounds):
-                for command, found in zip(commands, rounds, strict=True):
-                    done = subprocess.run(command, capture_output=True, text=True, check=False)
-                    if done.returncode:
-                        raise SystemExit(done.stderr)
-                    found.append(json.loads(done.stdout.splitlines()[-1]))
-            for i, (rows, length, num) in enumerate(CASES):
-                same = np.mean(
-                    [
-                        a == b
-                        for a, b in zip(rounds[0][0][i]["ids"], rounds[1][0][i]["ids"], strict=True)
-                    ]
-                )
-                for what, unit in (("prefill", "ms"), ("token", "ms a token")):
-                    a, b = (min(found[i][what] for found in side) * 1e3 for side in rounds)
-                    print(
-                        f"| {size}, {weights / 1e6:,.0f}M | {rows} | {length} | {what} | {a:,.1f}"
-                        f" {unit} | {b:,.1f} {unit} | {b / a:.2f} | {same:.0%} of rows, {num}"
-                        " tokens |",
-                        flush=True,
-                    )
+            for dtype in ("float32",) if cpu else ("float32", "bfloat16"):
+                given = [str(folder), str(folder / "cases.json"), args.device, dtype]
+                program = [sys.executable, "-m", "benchmarks.generation", "--ours"]
+                commands = [[*program, *given], [args.torch_python, "-c", THEIRS, *given]]
+                commands = commands[: 2 if args.torch_python else 1]
+                about = f"{size}, {weights / 1e6:,.0f}M" + ("" if cpu else f", {dtype}")
+                compare(commands, args.rounds, about, sizes)
+
+
+def compare(commands: list[list[str]], count: int, about: str, sizes: Any) -> None:
+    """Runs the sides by turns, and prints the rows of a model."""
+    rounds: list[list] = [[] for _ in commands]
+    for _ in range(count):
+        for command, found in zip(commands, rounds, strict=True):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    for i, (rows, length, num) in enumerate(sizes):
+        pairs = zip(rounds[0][0][i]["ids"], rounds[-1][0][i]["ids"], strict=True)
+        same = np.mean([a == b for a, b in pairs])
+        for what, unit in (("prefill", "ms"), ("token", "ms a token")):
+            best = [min(found[i][what] for found in side) * 1e3 for side in rounds]
+            cells = [f"{ms:,.1f} {unit}" for ms in best]
+            if len(best) == 2:
+                cells += [f"{best[1] / best[0]:.2f}", f"{same:.0%} of rows, {num} tokens"]
+            print(f"| {about} | {rows} | {length} | {what} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,39 @@
-"""A first hour on a GPU: what is right there, how fast it is, and what the plan and the compiler
-had said.
+"""What a GPU that is there for a while is asked: what is right, how fast it is, where the time goes,
+and what the plan and the compiler had said.
 
-    python -m benchmarks.gpu --out=DIR [--minutes=20] [--parts NAME ...]
+    python -m benchmarks.gpu --out=DIR [--parts NAME ...]       the first hour of somebody who has one
+    tools/gpu_hour.sh HOUR --out=DIR [--tiny] [--warm=DIR/cache.tar.gz] [--torch-python=PYTHON]
 
-Each part is a process with its own time, and the next begins whatever became of it. After each,
-DIR/gpu.json and DIR/gpu.md hold all that is known, and DIR/PART.log all that the part printed as
-errors. On a CPU all parts run at tiny sizes: that shows that they run, and measures no chip.
+Each part is a process with its own time, the cheapest begin, and the next begins whatever became of
+it. After each, DIR/gpu.json and DIR/gpu.md hold all that is known; DIR/PART.log has its errors.
+
+The second command is for a GPU that is lent for ten minutes, on that machine, in the root of a clone
+with the packages of requirements/:
+
+    PYTHONUNBUFFERED=1 tools/gpu_hour.sh 1 --out=$OUT
+
+Hour 1 (an H100, say) asks what is true: golden cases, the router's products, eight layers of
+ZAYA1-base and where their time goes. Hour 2 tunes the tiles, and compares with before and with
+PyTorch. Hour 3 (an H200) has the whole model. Hour 4 trains beside PyTorch, three minutes each side.
+DIR then gets four files: of logs one, logs.tar.gz, and cache.tar.gz with compiled programs and tiles,
+which the next hour takes by --warm. Without PyTorch and transformers its parts are left out.
+
+--tiny, or a machine without a GPU, runs every part at tiny size: that shows that they run, and
+measures no chip.
 """
 
 import argparse
-import collections
+import contextlib
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +42,6 @@ from zaya_jax.report.document import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = (sys.executable, "-m")
-# seconds of a part, however late it is: tiles are tried for a minute, and it compiles (H100)
-LEAST = 150.0
-# of bench_checkpoint.MODELS: sequences, tokens
-SIZES = {"1M": (8, 256), "100M": (4, 2048), "1B": (2, 4096)}
 RESUME = (
     "run.num_steps=4",
     "checkpoint.every_steps=2",
@@ -40,19 +52,8 @@ RESUME = (
     "log.sample_tokens=2",
 )
 
-Part = Callable[[Path, bool], dict[str, Any]]
 
-
-def run(*command: str | Path) -> str:
-    """A program's output; an error with its last line if it fails."""
-    done = subprocess.run([*PYTHON, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["no word"]
-        raise RuntimeError(f"exit code {done.returncode}: {lines[-1][:300]}")
-    return done.stdout
-
-
-def golden(out: Path, tiny: bool) -> dict[str, Any]:
+def golden(out: Path) -> dict[str, Any]:
     """The greatest difference of logits, and of the loss, from the public implementation's, in
     float32."""
     import numpy as np
@@ -74,138 +75,7 @@ def golden(out: Path, tiny: bool) -> dict[str, Any]:
     return found
 
 
-def tune(out: Path, tiny: bool) -> dict[str, Any]:
-    """The tiles that a run of ZAYA1 would take here, and each kernel's time against all others."""
-    found = {} if tiny else {"tiles": run("pallas_kernels.tune")}
-    chosen = ("--operators", "residual_norm", "--seconds", "1e-3") if tiny else ("--sizes", "4K")
-    run("benchmarks.kernels", "--out", out / "operators", *chosen)
-    return {**found, "by operator": f"{out}/operators/kernels.md"}
-
-
-def settings_of(name: str, tiny: bool) -> Any:
-    """The config of a size; all are the smallest where `tiny`."""
-    from benchmarks.bench_checkpoint import MODELS
-    from zaya_jax import config
-
-    sequences, length = (2, 64) if tiny else SIZES[name]
-    model = MODELS["1M" if tiny else name]
-    return config.check({"model": model, "data": {"seq_len": length, "global_batch": sequences}})
-
-
-def training_step(name: str, out: Path, tiny: bool) -> dict[str, Any]:
-    """Tokens a second, MFU of useful FLOPs, peak memory: measured, compiled, planned; the profile
-    by scope."""
-    import jax
-    import numpy as np
-
-    from pallas_kernels import timing
-    from zaya_jax.compiled import buffers, launches, measure
-    from zaya_jax.hardware import chips
-    from zaya_jax.parallel.mesh import make_mesh
-    from zaya_jax.parallel.spread import spread_of
-    from zaya_jax.plan import footprint
-    from zaya_jax.plan.case import Case
-    from zaya_jax.training import kernels as chosen
-    from zaya_jax.training import state as states
-
-    settings = settings_of(name, tiny)
-    chosen.look_up(settings, jax.devices()[0])
-    mesh, sequences = make_mesh(settings.mesh, jax.devices()[:1]), settings.data.global_batch
-    device, tokens = mesh.devices.flat[0], sequences * settings.data.seq_len
-    program, memory = buffers.compile_watched(measure.lower(settings, mesh, sequences, 1))
-    state = states.init(settings, states.build_optimizer(settings, mesh), mesh)
-    like = measure.batch_like(settings, mesh, sequences, 1)
-    batch = {key: jax.device_put(np.ones(x.shape, x.dtype), x.sharding) for key, x in like.items()}
-    at = [state]
-
-    def call():
-        at[0], figures = program(at[0], batch, np.float32(1e-4))
-        return figures
-
-    seconds = timing.time_call(call, 1.0 if tiny else 10.0, queue=False).median
-    peak = chips.peak_flops(device.device_kind, settings.precision)
-    case = Case(
-        settings,
-        spread_of(settings.mesh, mesh.shape),
-        chips.named(device.device_kind) or "mi300x",
-        sequences,
-        1,
-    )
-    statistics = device.memory_stats() or {}
-    useful = chips.model_flops(settings.model, settings.data.seq_len) * tokens / seconds
-    scopes = {
-        kernel.name: kernel.scope for kernel in launches.read_program(program.as_text()).kernels
-    }
-    return {
-        "tokens a second": round(tokens / seconds),
-        "ms a step": round(1e3 * seconds, 2),
-        "useful TFLOP/s": round(useful / 1e12, 3),
-        "MFU": peak and round(useful / peak, 4),
-        "peak GB, measured": round(statistics.get("peak_bytes_in_use", 0) / 1e9, 3) or None,
-        "peak GB, compiled": round(memory.peak / 1e9, 3),
-        "peak GB, planned": round(footprint.estimate(case).peak / 1e9, 3),
-        **profiled(call, out / f"profile-{name}", scopes),
-    }
-
-
-def profiled(call: Callable[[], Any], folder: Path, scopes: dict[str, str]) -> dict[str, Any]:
-    """Shares of the time of the device's operations by the scope that made them, of three calls.
-
-    "unknown" are those that the program's text does not have by name: a GPU may launch many as one
-    graph.
-    """
-    import jax
-
-    with jax.profiler.trace(str(folder)):
-        for _ in range(3):
-            jax.block_until_ready(call())
-    found: collections.Counter[str] = collections.Counter()
-    for path in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            for event in (event for line in plane.lines for event in line.events):
-                statistics = dict(event.stats)
-                name = statistics.get("hlo_op", event.name)
-                if name in scopes or ("hlo_op" in statistics and plane.name.startswith("/device:")):
-                    found[scopes.get(name, "unknown") or "other"] += event.duration_ns
-    total = sum(found.values())
-    return {f"time in {scope}": f"{share / total:.1%}" for scope, share in found.most_common(8)}
-
-
-def decoding(out: Path, tiny: bool) -> dict[str, Any]:
-    """New tokens a second of one row and of 16, of the middle size; greedy."""
-    import numpy as np
-
-    from zaya_jax import library
-
-    model, count, found = library.create(settings_of("100M", tiny)), 8 if tiny else 128, {}
-    for rows in (1, 16):
-        ids = np.ones((rows, 16), np.int32)
-        model.generate(ids, count)
-        begun = time.perf_counter()
-        model.generate(ids, count)
-        found[f"tokens a second, {rows} rows"] = round(
-            rows * count / (time.perf_counter() - begun), 1
-        )
-    return found
-
-
-def checkpoint(out: Path, tiny: bool) -> dict[str, Any]:
-    """The step's wait for a save, against a plain copy and Orbax's."""
-    text = run(
-        "benchmarks.bench_checkpoint",
-        "stall",
-        "--gb=0.2" if tiny else "--gb=4",
-        f"--saves={2 if tiny else 6}",
-    )
-    rows = [
-        line.strip("| ").split("|")
-        for line in text.splitlines()
-        if line.startswith("|") and "---" not in line
-    ]
-    return {row[0].strip(): " | ".join(cell.strip() for cell in row[1:]) for row in rows}
-
-
-def resume(out: Path, tiny: bool) -> dict[str, Any]:
+def resume(out: Path) -> dict[str, Any]:
     """Whether four steps are those of a run that goes on from the second of them, bit for bit."""
     import jax
     import numpy as np
@@ -213,11 +83,13 @@ def resume(out: Path, tiny: bool) -> dict[str, Any]:
     from zaya_jax.checkpoint import partial
 
     whole, again = out / "resume" / "whole", out / "resume" / "again"
-    keys = [f"--config.{key}" for key in RESUME]
-    run("experiments.pretrain", f"--workdir={whole}", *keys)
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / "4")
-    run("experiments.pretrain", f"--workdir={again}", *keys)
+    for folder in (whole, again):
+        if folder == again:
+            shutil.copytree(whole, again)
+            shutil.rmtree(again / "checkpoints" / "4")
+        keys = [f"--config.{key}" for key in RESUME]
+        command = [*PYTHON, "experiments.pretrain", f"--workdir={folder}", *keys]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
     same = jax.tree.map(
         lambda a, b: bool(np.array_equal(a, b)), *(partial.read(one, "*") for one in (whole, again))
     )
@@ -226,35 +98,79 @@ def resume(out: Path, tiny: bool) -> dict[str, Any]:
     }
 
 
-def characterize(out: Path, tiny: bool) -> dict[str, Any]:
-    """Products, memory and collectives of this machine."""
-    options = ("--config=experiments/configs/tiny.py", "--devices=1") if tiny else ()
-    part = "memory" if tiny else "all"
-    run(
-        "experiments.characterize",
-        part,
-        f"--out={out}",
-        f"--seconds={0.001 if tiny else 0.1}",
-        *options,
-    )
-    return {"page": f"{out}/{part}.html"}
-
-
-PARTS: dict[str, Part] = {
-    "golden cases": golden,
-    "kernels": tune,
-    "training step, 1M": lambda *a: training_step("1M", *a),
-    "training step, 100M": lambda *a: training_step("100M", *a),
-    "training step, 1B": lambda *a: training_step("1B", *a),
-    "decoding": decoding,
-    "checkpoint": checkpoint,
-    "resume": resume,
-    "characterize": characterize,
+OWN = {"golden": golden, "resume": resume}
+STEP = "benchmarks.gpu_step"
+# seconds, program with {out}, environment
+Parts = Mapping[str, tuple[float, str, Mapping[str, str]]]
+# JAX's share of the memory, for a model that just fits; a cache without tiles of this card; and
+# none taken beforehand, since PyTorch has the GPU while JAX waits.
+SHARE, SHIPPED = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}, {"XDG_CACHE_HOME": "/nonexistent"}
+LITTLE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+WHOLE = f"{STEP} --config=experiments/configs/zaya1_h200.py --layers=0 --micro-batches=4"
+BESIDE = "--device=gpu --torch-python={torch}"
+ATTENTION = "benchmarks.kernels --out={out} --operators attention --sizes 4K 32K --seconds=0.3"
+HOURS: dict[int, Parts] = {
+    0: {
+        "golden": (150, "benchmarks.gpu --out={out} --child=golden", {}),
+        "resume": (300, "benchmarks.gpu --out={out} --child=resume", {}),
+        "tiles": (300, "pallas_kernels.tune", {}),
+        "slice": (300, STEP, {}),
+        "profile": (300, f"{STEP} --profile={{out}}/profile", {}),
+        "kernels": (600, "benchmarks.kernels --out={out}/kernels --sizes 4K", {}),
+        "decoding": (300, "benchmarks.generation --device=gpu --sizes=slice", {}),
+        "checkpoint": (300, "benchmarks.bench_checkpoint stall --gb=4 --saves=6", {}),
+        "characterize": (600, "experiments.characterize all --out={out} --seconds=0.1", {}),
+    },
+    1: {
+        "golden": (90, "benchmarks.gpu --out={out} --child=golden", {}),
+        "router": (60, "benchmarks.router", {}),
+        "slice": (200, STEP, {}),
+        "profile": (180, f"{STEP} --profile={{out}}/slice", {}),
+        "float32 experts": (150, f"{STEP} --config.precision.weights=float32", {}),
+        "attention": (90, ATTENTION, {}),
+    },
+    2: {
+        "tune": (200, "pallas_kernels.tune --seconds=90", {}),
+        "slice, tuned": (180, STEP, {}),
+        "beside PyTorch": (240, f"benchmarks.bench_step {BESIDE} --shape=slice --rounds=3", {}),
+        "decoding": (150, f"benchmarks.generation {BESIDE} --sizes=slice --rounds=1", {}),
+        "slice, tiles that ship": (150, STEP, SHIPPED),
+    },
+    3: {
+        "golden": (90, "benchmarks.gpu --out={out} --child=golden", {}),
+        "whole": (250, WHOLE, SHARE),
+        "profile": (200, f"{WHOLE} --micro-batches=2 --profile={{out}}/whole", SHARE),
+        "products repeated": (200, f"{WHOLE} --config.remat=attention", SHARE),
+    },
+    4: {
+        "beside PyTorch": (
+            560,
+            f"benchmarks.torch_parity {BESIDE} --curve={{out}}/curve --seconds=180",
+            LITTLE,
+        )
+    },
+}
+HAS_TORCH = "import torch, transformers; transformers.ZayaForCausalLM"
+SMALL = "--config=experiments/configs/tiny.py"
+# of each program: what makes it tiny; None: it needs a GPU
+TINY = {
+    "benchmarks.gpu": "",
+    "benchmarks.router": "--tokens=256 --width=64",
+    STEP: f"{SMALL} --layers=0 --sequences=2 --micro-batches=2 --seconds=0.1",
+    "benchmarks.kernels": "--operators residual_norm --seconds=1e-3",
+    "benchmarks.bench_step": "--shape=tiny --rounds=2",
+    "benchmarks.generation": "--sizes=tiny",
+    "benchmarks.torch_parity": "--seconds=5",
+    "benchmarks.bench_checkpoint": "--gb=0.2 --saves=2",
+    "experiments.characterize": f"--seconds=1e-3 {SMALL} --devices=1",
+    "pallas_kernels.tune": None,
 }
 
 
-HERE = """import jax; of = jax.devices()[0]
-print(f"{jax.device_count()} x {of.device_kind}, jax {jax.__version__}", of.platform)"""
+HERE = """import importlib.metadata as m, jax; of = jax.devices()[0]
+there = {d.name: d.version for d in m.distributions() if "cudnn" in d.name}
+print(f"{jax.device_count()} x {of.device_kind}, jax {jax.__version__}, python packages {there},",
+  *of.client.platform_version.split(), of.platform)"""
 
 
 def here() -> tuple[str, bool]:
@@ -265,78 +181,113 @@ def here() -> tuple[str, bool]:
     return words.rpartition(" ")[0], words.endswith(" cpu")
 
 
-def in_a_process(name: str, out: Path, tiny: bool, seconds: float) -> dict[str, Any]:
-    """A part's result, or what became of it."""
-    begun = time.monotonic()
-    command = [*PYTHON, "benchmarks.gpu", f"--out={out}", f"--child={name}", *["--tiny"] * tiny]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            text, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with all that it started
-            text, errors = "", f"{process.communicate()[1]}\ndid not end within {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    (out / f"{name}.log").write_text(errors)
-    took = {"seconds": round(time.monotonic() - begun, 1)}
-    try:
-        return json.loads(text.strip().splitlines()[-1]) | took
-    except (IndexError, ValueError):
-        lines = errors.strip().splitlines() or [f"ended with {process.returncode}"]
-        return {"fault": lines[-1][:300]} | took
-
-
-def page(results: dict[str, dict[str, Any]], about: str) -> str:
-    """All parts as Markdown."""
-    words = f"# First hour on {about}, {time.strftime('%Y-%m-%d')}\n\n"
-    for name, result in results.items():
-        rows = [
-            [key, str(value)]
-            for key, value in result.get("found", {"failed": result.get("fault")}).items()
-        ]
-        words += (
-            Table(f"{name}, {result['seconds']:g} s", ("what", "found"), rows).markdown() + "\n"
+def in_a_process(
+    command: Sequence[str], seconds: float, environment: Mapping[str, str], log: Path
+) -> dict[str, Any]:
+    """A program's result, the JSON of its last line or else all that it printed; or what became of
+    it, and what it had printed until then. `log` gets its errors."""
+    begun, printed = time.monotonic(), log.with_suffix(".out")
+    with printed.open("w") as out, log.open("w") as errors:
+        process = subprocess.Popen(
+            [*PYTHON, *command],
+            cwd=ROOT,
+            stdout=out,
+            stderr=errors,
+            env={**os.environ, **environment},
+            start_new_session=True,
         )
+        try:
+            code = process.wait(timeout=seconds)
+            fault = f"ended with {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            fault = f"did not end within {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+            process.wait()
+    text = printed.read_text().strip()
+    if fault.startswith("ended"):
+        fault = (log.read_text().strip() or text or fault).splitlines()[-1][:300]
+    last = text.rpartition("\n")[2]
+    found = json.loads(last) if last.startswith('{"found"') else {"text": text} if text else {}
+    took = {"seconds": round(time.monotonic() - begun, 1)}
+    return found | ({"fault": fault} if fault else {}) | took
+
+
+def run_all(
+    parts: Parts, out: Path, logs: Path, seconds: float = math.inf, tiny: bool = False, **names: str
+) -> int:
+    """Runs programs in their order, within so many seconds, and writes all results into `out` after
+    each; 1 if one of them failed. `names` are filled in; an empty one leaves out who needs it."""
+    about, cpu = here()
+    until, results = time.monotonic() + seconds, dict[str, dict[str, Any]]()
+    for name, (limit, words, environment) in parts.items():
+        missing = [key for key, value in names.items() if f"{{{key}}}" in words and not value]
+        small = TINY[words.split()[0]] if tiny or cpu else ""
+        left = min(limit, until - time.monotonic())
+        skipped = f"no {missing[0]} here" if missing else "it needs a GPU" * (small is None)
+        skipped = skipped or "no time was left" * (left <= 0)
+        command = f"{words} {small}".format(out=logs, **names).split()
+        results[name] = (
+            {"skipped": skipped, "seconds": 0.0}
+            if skipped
+            else in_a_process(command, left, environment, logs / f"{name}.log")
+        )
+        record = json.dumps({"device": about, **results}, indent=1)
+        (out / "gpu.json").write_text(record + "\n")
+        (out / "gpu.md").write_text(page(results, about))
+        said = skipped or results[name].get("fault", "done")
+        print(f"{name}: {said} ({results[name]['seconds']:g} s)", flush=True)
+    print(f"written: {out}/gpu.md, gpu.json")
+    return 1 if any("fault" in result for result in results.values()) else 0
+
+
+def page(results: Mapping[str, dict[str, Any]], about: str) -> str:
+    """All parts as Markdown."""
+    words = f"# On {about}, {time.strftime('%Y-%m-%d')}\n\n"
+    for name, result in results.items():
+        above = {key: result[key] for key in ("fault", "skipped") if key in result}
+        rows = [[key, str(value)] for key, value in (above | result.get("found", {})).items()]
+        table = Table(f"{name}, {result['seconds']:g} s", ("what", "found"), rows).markdown()
+        words += f"{table}\n{result.get('text', '')}\n"
     return words
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs all parts, in their order; 1 if one of them failed."""
+    """Runs an hour's parts, in their order; 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hour", type=int, choices=HOURS, default=0)
     parser.add_argument("--out", type=lambda text: Path(text).absolute(), required=True)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, help="of all parts; 45, or 9.5 of a lent GPU")
+    parser.add_argument("--parts", nargs="+", help="these alone")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--warm", type=Path, help="cache.tar.gz of an earlier hour")
+    parser.add_argument("--torch-python", default=sys.executable)
+    parser.add_argument("--child", choices=OWN, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.child:  # a part; its result is the last line
+    out, hour, minutes = options.out, HOURS[options.hour], 9.5 if options.hour else 45
+    out.mkdir(parents=True, exist_ok=True)
+    if options.child:  # its result is the last line
         flags.set_for_platform()  # as a run has them
-        print(json.dumps({"found": PARTS[options.child](options.out, options.tiny)}))
+        print(json.dumps({"found": OWN[options.child](out)}))
         return 0
-    about, tiny = here()
-    until, results = time.monotonic() + 60 * options.minutes, dict[str, dict[str, Any]]()
-    for number, name in enumerate(options.parts):
-        left = max((until - time.monotonic()) / (len(options.parts) - number) * 2, LEAST)
-        results[name] = in_a_process(name, options.out, tiny, left)
-        (options.out / "gpu.json").write_text(
-            json.dumps({"device": about, **results}, indent=1) + "\n"
-        )
-        (options.out / "gpu.md").write_text(page(results, about))
-        print(
-            f"{name}: {results[name].get('fault', 'done')} ({results[name]['seconds']:g} s)",
-            flush=True,
-        )
-    print(f"written: {options.out}/gpu.md, gpu.json")
-    return 1 if any("fault" in result for result in results.values()) else 0
+    parts = {name: hour[name] for name in options.parts or hour}
+    asked = subprocess.run([options.torch_python, "-c", HAS_TORCH], capture_output=True)
+    torch = "" if asked.returncode else options.torch_python
+    how = 60 * (options.minutes or minutes), options.tiny
+    if not options.hour:
+        return run_all(parts, out, out, *how, torch=torch)
+    with tempfile.TemporaryDirectory() as folder:
+        logs, cache = Path(folder, "logs"), Path(folder, "cache")
+        for made in (logs, cache):
+            made.mkdir()
+        if options.warm:
+            shutil.unpack_archive(options.warm, folder)
+        os.environ |= {"XDG_CACHE_HOME": str(cache), "JAX_COMPILATION_CACHE_DIR": f"{cache}/jax"}
+        code = run_all(parts, out, logs, *how, torch=torch)
+        for made in (logs, cache):
+            shutil.make_archive(str(out / made.name), "gztar", folder, made.name)
+    return code
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@ users.
 
 Forward and backward passes apart, in bfloat16, at ZAYA1's sizes (`benchmarks.cases`). Each is first
 compared with XLA in float32, and a wrong one is not timed. Rates are compared with those of one
-large product and one copy in the same run. Written are kernels.json, kernels.csv and kernels.md. On
+large product and one copy in the same run. Written are kernels.json and kernels.md. On
 a CPU kernels are interpreted at a size of a few hundred numbers, which shows that the program runs
 and says nothing of any chip.
 """
 
 import argparse
-import csv
 import dataclasses
 import importlib.util
-import io
 import json
 import sys
 import time
@@ -244,6 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
         "of_host": host,
         **yardsticks(here, options.seconds),
     }
+    print(_yard(about), flush=True)
     rows: list[Row] = []
     for case in cases.CASES:
         if case.operator not in options.operators:
@@ -257,11 +256,20 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.append(row)
                 print(" | ".join(_cells(row, about)), flush=True)
                 _write(options.out, about, rows)  # earlier results are kept if a later case fails
-    print(f"written: {options.out}/kernels.json, kernels.csv, kernels.md")
+    print(f"written: {options.out}/kernels.json, kernels.md")
     return (
         1
         if any("wrong" in row.note for row in rows if row.implementation in ("ours", "XLA"))
         else 0
+    )
+
+
+def _yard(about: dict[str, Any]) -> str:
+    return (
+        f"One product of 8,192² reaches {about['product'] / 1e12:,.1f} TFLOP/s in bfloat16, a copy "
+        f"{about['copy'] / 1e9:,.0f} GB/s; shares are of these."
+        if not about["of_host"]
+        else ""
     )
 
 
@@ -291,27 +299,14 @@ def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
         )
         flat.append({**dataclasses.asdict(row), "rate": row.rate, **timed})
     (out / "kernels.json").write_text(json.dumps({**about, "rows": flat}, indent=1) + "\n")
-    sheet = io.StringIO()
-    writer = csv.DictWriter(
-        sheet, fieldnames=list(dict.fromkeys(key for row in flat for key in row))
-    )
-    writer.writeheader()
-    writer.writerows(flat)
-    (out / "kernels.csv").write_text(sheet.getvalue())
     note = (
         "\nFigures are of this host, where kernels are interpreted: of no GPU.\n"
         if about["of_host"]
         else ""
     )
     title = f"Kernels on {about['device']}, jax {about['jax']}, {about['date']}"
-    yard = (
-        f"One product of 8,192² reaches {about['product'] / 1e12:,.1f} TFLOP/s in bfloat16, a copy "
-        f"{about['copy'] / 1e9:,.0f} GB/s; shares are of these."
-        if not about["of_host"]
-        else ""
-    )
     table = Table("Median of repeated calls", HEAD, [_cells(row, about) for row in rows]).markdown()
-    (out / "kernels.md").write_text(f"# {title}\n{note}\n{yard}\n\n{table}")
+    (out / "kernels.md").write_text(f"# {title}\n{note}\n{_yard(about)}\n\n{table}")
 
 
 if __name__ == "__main__":

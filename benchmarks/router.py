@@ -3,12 +3,14 @@
     python -m benchmarks.router [--tokens=16384] [--width=2048] [--experts=16]
 
 Random numbers pass one router of ZAYA1-base's size in float64, by NumPy, and in each format. Of a format the page
-prints the error of its first product relative to float64's norm, and the share of tokens whose choice differs. A
-GPU multiplies as XLA would there; elsewhere operands are rounded, or cut in parts, and these are multiplied in
-float32. Where two classes are nearly equal, any rounding decides: float32's own share is the one to compare with.
+prints the error of its first product relative to float64's norm, the share of tokens whose choice differs, and on
+a GPU the first product's time. A GPU multiplies as XLA would there; elsewhere operands are rounded, or cut in parts,
+and these are multiplied in float32. Where two classes are nearly equal, any rounding decides: float32's own share is
+the one to compare with.
 """
 
 import argparse
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 from scipy.special import ndtr
 
-from pallas_kernels import chip
+from pallas_kernels import chip, timing
 from zaya_jax.report.document import Table
 
 FORMATS = {  # the bits of a part, how many parts an operand is cut in, and what a GPU is asked for
@@ -77,7 +79,12 @@ def rows(tokens: int, width: int, experts: int) -> list[list[str]]:
     for name in FORMATS:
         first, chosen = choices(x, weights, lambda a, b, name=name: product(a, b, name))
         error = np.linalg.norm(first - exact) / np.linalg.norm(exact)
-        found.append([name, f"{error:.1e}", f"{np.mean(chosen != wanted):.3%}"])
+        how = dict(precision=FORMATS[name][2], preferred_element_type=jnp.float32)
+        run = functools.partial(jnp.matmul, *map(jnp.asarray, (x, weights[0])), **how)
+        ms = (
+            "" if chip.current().is_host else f"{1e3 * timing.time_call(run, 0.2, True).median:.3f}"
+        )
+        found.append([name, f"{error:.1e}", f"{np.mean(chosen != wanted):.3%}", ms])
     return found
 
 
@@ -87,7 +94,8 @@ def main() -> None:
     for name, number in (("tokens", 16_384), ("width", 2048), ("experts", 16)):
         parser.add_argument(f"--{name}", type=int, default=number)
     found = rows(**vars(parser.parse_args()))
-    print(Table("The router's products", ("format", "error", "tokens elsewhere"), found).markdown())
+    head = ("format", "error", "tokens elsewhere", "ms")
+    print(Table("The router's products", head, found).markdown())
 
 
 if __name__ == "__main__":

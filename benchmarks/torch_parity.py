@@ -3,13 +3,15 @@ implementation, loss by loss.
 
     python -m benchmarks.torch_parity --torch-python=ORACLE/bin/python [--case=tests/golden/base] [--steps=30]
     python -m benchmarks.torch_parity --torch-python=ORACLE/bin/python --curve=DIR     200 steps of 21M parameters
+    python -m benchmarks.torch_parity --torch-python=PYTHON --curve=DIR --device=gpu --seconds=180     0.3B parameters
 
 ORACLE is an environment with torch 2.14.1 and transformers 5.24.0 (or 2.13.0 and 5.23.0 without
 --curve). Both start from the case's weights, train in float32 on the same tokens, without clipping,
 z-loss or balancing, and decay the same weights. The first command has AdamW and random tokens, and
 stores PyTorch's losses for a test; the second draws benchmarks/torch_parity.svg: torch's AdamW and
 torch's Muon beside ours, on the standard library's sources, with two more of our runs from other
-weights. What DIR has is not run again.
+weights. What DIR has is not run again. The third trains both sides of `bench_step` for so many seconds each, one
+after the other, in bfloat16 products, and draws DIR/seconds.svg: the loss by step and by second.
 """
 
 import argparse
@@ -23,9 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import matplotlib
 import numpy as np
+from matplotlib import pyplot as plt
 
 import zaya_jax as zj
+from benchmarks import bench_step
 from benchmarks.ablations import text, windows
 from zaya_jax.config import Balance, Config, Data, Optim, Precision
 from zaya_jax.hardware import host
@@ -41,6 +46,29 @@ BATCH, LENGTH = 4, 64
 RATES = {"adamw": 1e-3, "muon": 3e-3}  # of the curves
 STEPS, LAST, SEEDS = 200, 50, (0, 1, 2)  # of the curves; PyTorch has the first seed's weights
 HERE = Path(__file__).parent
+matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "torch_parity"}
+TURN = 10  # steps from loss to loss of a timed run
+MODEL = dict(
+    vocab_size=264,
+    hidden_size=96,
+    num_hidden_layers=12,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=384,
+    num_experts=16,
+    router_hidden_size=24,
+    max_position_embeddings=256,
+)
+WIDE = dict(  # on a GPU
+    hidden_size=1024,
+    num_attention_heads=8,
+    head_dim=64,
+    moe_intermediate_size=1024,
+    num_experts=8,
+    router_hidden_size=128,
+    max_position_embeddings=2048,
+)
 
 TORCH = """
 import json, sys, time, torch
@@ -90,7 +118,7 @@ def settings_for(case: str | Path, name: str = "adamw", lr: float = LR) -> Confi
     model = hf.Directory(case).model
     return Config(
         model=model,
-        data=Data(seq_len=LENGTH - 1, global_batch=BATCH),
+        data=Data(seq_len=LENGTH, global_batch=BATCH),
         optim=Optim(name=name, lr=lr, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY, clip_norm=0.0),
         balance=Balance(enabled=False),
         # torch's Muon iterates in bfloat16
@@ -115,30 +143,41 @@ def our_losses(
     case: str | Path, ids: np.ndarray, name: str = "adamw", lr: float = LR
 ) -> list[float]:
     """Each step's loss here."""
-    settings, (params, bias) = settings_for(case, name, lr), any_model.find(case).weights()
+    step, state, mesh = start(settings_for(case, name, lr), case)
+    losses = []
+    for rows in ids:
+        batch = steps.put_batch(mesh, batch_of(rows), 1)
+        state, figures = step(state, batch, np.float32(lr))
+        losses.append(float(figures["loss"]))
+    return losses
+
+
+def start(settings: Config, case: str | Path) -> tuple[Callable, Any, Any]:
+    """The training step, the state with the case's weights, and the mesh, of one device."""
+    params, bias = any_model.find(case).weights()
     mesh = make_mesh(dataclasses.replace(settings.mesh, data=1), jax.devices()[:1])
     optimizer = chain.build(
         settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape)
     )
     state = states.init(settings, optimizer, mesh)
-    start = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
-    state |= {"params": params, "balance": start._replace(bias=bias)}
-    state = jax.device_put(
-        jax.tree.map(np.array, state), states.shardings(settings, optimizer, mesh)
-    )
-    step, losses = steps.make_train_step(settings, settings.model, optimizer, mesh), []
-    for rows in ids.astype(np.int32):
-        shape = (BATCH, LENGTH - 1)
-        batch = {
-            "tokens": rows[:, :-1],
-            "targets": rows[:, 1:],
-            "segment_ids": np.ones(shape, np.int32),
-            "positions": np.tile(np.arange(LENGTH - 1, dtype=np.int32), (BATCH, 1)),
-            "loss_mask": np.ones(shape, np.float32),
-        }
-        state, figures = step(state, steps.put_batch(mesh, batch, 1), np.float32(lr))
-        losses.append(float(figures["loss"]))
-    return losses
+    begin = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
+    given = {"params": params, "balance": begin._replace(bias=bias)}
+    places = states.shardings(settings, optimizer, mesh)
+    given = jax.tree.map(np.array, given)
+    state |= jax.device_put(given, {name: places[name] for name in given})
+    return steps.make_train_step(settings, settings.model, optimizer, mesh), state, mesh
+
+
+def batch_of(ids: np.ndarray) -> dict[str, np.ndarray]:
+    """A batch of whole sequences [B, S], each token's target the next, as PyTorch shifts labels."""
+    places = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
+    return {
+        "tokens": ids.astype(np.int32),
+        "targets": np.roll(ids, -1, axis=1).astype(np.int32),
+        "segment_ids": np.ones_like(places),
+        "positions": places,
+        "loss_mask": (places < ids.shape[1] - 1).astype(np.float32),
+    }
 
 
 def table_rows(case: str | Path, name: str) -> dict[str, tuple[str, bool]]:
@@ -179,18 +218,7 @@ def once(path: Path, make: Callable[[], Any]) -> Any:
 def curves(python: str, out: Path) -> None:
     """Both optimizers: PyTorch's curve, ours from the same weights, ours from others."""
     c = zj.config.default()
-    c.model = dict(
-        vocab_size=264,
-        hidden_size=96,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        moe_intermediate_size=384,
-        num_experts=16,
-        router_hidden_size=24,
-        max_position_embeddings=256,
-    )
+    c.model = MODEL
     c.data.seq_len = LENGTH
     out.mkdir(parents=True, exist_ok=True)
     for seed in SEEDS:
@@ -215,18 +243,45 @@ def curves(python: str, out: Path) -> None:
     compare(found)
 
 
+def timed(python: str, out: Path, seconds: float) -> None:
+    """Both sides with AdamW from the same weights, each for so many seconds, and the picture."""
+    from safetensors.numpy import save_file
+
+    c, small = zj.config.default(), jax.default_backend() == "cpu"
+    c.model = MODEL if small else MODEL | WIDE
+    shape = (50, BATCH, LENGTH) if small else (3000, 16, 2048)
+    c.data.seq_len = shape[2]
+    zj.create(c).to_hf(out / "timed")
+    ids = windows(text(False), np.random.default_rng(0), *shape)
+    save_file({"ids": ids}, out / "timed" / "ids.safetensors")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    print("| | steps | seconds | tok/s | first loss | last |\n" + "|---" * 6 + "|", flush=True)
+    sides = bench_step.sides(python, str(out / "timed"), "gpu", RATES["adamw"])
+    for name in ("zaya_jax", "PyTorch"):
+        side = bench_step.Side(sides[name])
+        losses, times = [side.turn("bfloat16", 1)[1]], [0.0]  # the first step compiles
+        while times[-1] < seconds:
+            took, loss, *_ = side.turn("bfloat16", TURN)
+            losses, times = [*losses, loss], [*times, times[-1] + TURN * took]
+        side.end()
+        count = TURN * (len(times) - 1)
+        rate = count * shape[1] * shape[2] / times[-1]
+        figures = f"{count} | {times[-1]:.1f} | {rate:,.0f} | {losses[0]:.4f} | {losses[-1]:.4f}"
+        print(f"| {name} | {figures} |", flush=True)
+        for panel, x in zip(panels, (np.arange(len(times)) * TURN, times), strict=True):
+            panel.plot(x, losses, lw=1, label=name)
+        panels[0].set(xlabel="step", ylabel="nats per byte")
+        panels[1].set(xlabel="seconds from the first step's end")
+        panels[1].legend()
+        figure.savefig(out / "seconds.svg")
+
+
 def compare(found: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     """Prints how far apart the curves are, and draws them.
 
     Noise is the deviation between our seeds, root mean square over 21 steps around each. Two runs
     of unrelated weights are apart by more than 1.96 √2 times that in one step of twenty.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "torch_parity"}
-    from matplotlib import pyplot as plt
-
     figure, panels = plt.subplots(
         2, len(found), figsize=(11, 6), layout="constrained", sharex=True, squeeze=False
     )
@@ -275,8 +330,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", help="JSON file for PyTorch's losses")
     parser.add_argument("--curve", type=Path, help="the directory of the long runs")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of each side, on a GPU")
     args = parser.parse_args()
     host.keep_memory()
+    if args.curve and args.device == "gpu":
+        timed(args.torch_python, args.curve, args.seconds)
+        return
     if args.curve:
         host.keep_compiled()
         curves(args.torch_python, args.curve)

@@ -1,7 +1,6 @@
 """benchmarks.kernels on a CPU: it runs, compares before it times, and says that its figures are of
 this host."""
 
-import csv
 import json
 
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ def run(out, operator):
 
 
 @pytest.mark.slow
-def test_three_files_with_the_same_rows(tmp_path):
+def test_rows_have_times_rates_and_errors(tmp_path):
     found, of = run(tmp_path, "residual_norm")
     assert (
         found["of_host"]
@@ -29,9 +28,6 @@ def test_three_files_with_the_same_rows(tmp_path):
         and found["copy"] > 0
     )
     assert "of no GPU" in (tmp_path / "kernels.md").read_text()
-    with (tmp_path / "kernels.csv").open() as file:
-        table = list(csv.DictReader(file))
-    assert [r["implementation"] for r in table] == [r["implementation"] for r in found["rows"]]
     for name in ("ours", "XLA"):
         row = of["attention's norm", "forward", name]
         assert row["low"] <= row["seconds"] <= row["high"] and row["samples"] >= 5

@@ -6,7 +6,6 @@ import types
 import pytest
 import tiny_runs
 
-from benchmarks import gpu
 from pallas_kernels import chip, table
 from zaya_jax.training import kernels
 
@@ -80,29 +79,3 @@ def test_a_damaged_file_is_said_and_another_cards_rows_stay(own, text):
     own("gfx942", [], {})
     own("gfx950", [], {})
     assert {"gfx942", "gfx950"} <= {*json.loads(table.measured_file().read_text())}
-
-
-@pytest.mark.slow
-def test_a_first_hour_on_a_gpu_is_one_command_which_goes_on_past_a_part_that_fails(
-    tmp_path, monkeypatch
-):
-    parts = [name for name in gpu.PARTS if "1B" not in name and "100M" not in name]
-    assert gpu.main([f"--out={tmp_path}", "--minutes=8", "--parts", *parts]) == 0
-    results = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(results) == ["device", *parts] and not any(
-        "fault" in results[name] for name in parts
-    )
-    assert all(words.startswith("right") for words in results["golden cases"]["found"].values())
-    step = results["training step, 1M"]["found"]
-    assert (
-        step["tokens a second"] > 0
-        and step["peak GB, planned"] > 0
-        and step["peak GB, compiled"] > 0
-    )
-    whole, of = (
-        results["resume"]["found"]["equal bit for bit"].removesuffix(" arrays").split(" of ")
-    )
-    assert whole == of
-    monkeypatch.setattr(gpu, "LEAST", 0.1)
-    assert gpu.main([f"--out={tmp_path}", "--minutes=0", "--parts", "resume", "decoding"]) == 1
-    assert (tmp_path / "gpu.md").read_text().count("did not end within 0 s") == 2

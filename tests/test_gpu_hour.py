@@ -1,0 +1,69 @@
+"""A GPU's hour goes on past what fails, says what was left out, and accounts for the time."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import gpu, gpu_step
+from zaya_jax.compiled.launches import GpuKernel
+
+
+def kernel(name, op, op_name, flops, moved):
+    return GpuKernel(name, op, op_name, 1.0, moved, 0, flops, False, None)
+
+
+def test_a_trace_is_accounted_for_by_scope_and_by_kernel():
+    ours = kernel("call.1", "custom-call", "jit(step)/experts/flops=8e9/down", 8e9, 4_000_000)
+    add = kernel("fusion.2", "fusion", "jit(step)/transpose(jvp())/head/add", 0.0, 2000)
+    events = [
+        gpu_step.Event("down", "call.1", 0.0, 4e4),
+        gpu_step.Event("down", "call.1", 1e5, 4e4),
+        gpu_step.Event("loop_add", "fusion.2", 5e4, 2e3),
+        gpu_step.Event("MemcpyD2D", "?", 182e3, 18e3),
+    ]
+    found = gpu_step.account(events, {"call.1": ours, "fusion.2": add})
+    assert found["wall of a step, traced"] == "0.100 ms"  # of two steps
+    assert found["sum of kernels"] == found["gaps, the wall less the sum"] == "0.050 ms"
+    assert found["kernels under 3 µs"] == "0.001 ms, 0.5 of 2"
+    row = "0.040 ms, 80.0%, 1 times, mean 40.0 µs, 200.0 TFLOP/s, 100 GB/s"
+    assert found["scope experts forward"] == found["ours down"] == row
+    assert found["scope head backward"] == found["kernel loop_add"]
+    assert found["scope unknown"] == found["kernel MemcpyD2D"]
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Programs that are one line of Python, in the place of `python -m`."""
+    monkeypatch.setattr(gpu, "PYTHON", (sys.executable, "-c"))
+    monkeypatch.setattr(gpu, "TINY", {"print(6*7)": "", "1/0": "", "open(0).read()": None})
+    monkeypatch.setattr(gpu, "here", lambda: ("one card", False))
+
+
+def test_the_next_part_begins_whatever_became_of_one(programs, tmp_path):
+    endless = "print(7,flush=True)or(__import__('time').sleep(60))"
+    gpu.TINY[endless] = ""
+    parts = {
+        "wrong": (9, "1/0", {}),
+        "endless": (1.0, endless, {}),
+        "right": (9, "print(6*7)", {}),
+        "of a GPU": (9, "open(0).read()", {}),
+        "beside": (9, "print(6*7) {torch}", {}),
+    }
+    assert gpu.run_all(parts, tmp_path, tmp_path, tiny=True, torch="") == 1
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["device"] == "one card" and list(found)[1:] == list(parts)
+    assert found["wrong"]["fault"] == "ZeroDivisionError: division by zero"
+    assert found["right"]["text"] == "42" and found["endless"]["text"] == "7"
+    assert found["endless"]["fault"] == "did not end within 1 s"
+    assert found["of a GPU"]["skipped"] == "it needs a GPU"
+    assert found["beside"]["skipped"] == "no torch here"
+    assert "division by zero" in (tmp_path / "gpu.md").read_text()
+    assert gpu.run_all(parts, tmp_path, tmp_path, seconds=0, torch="x") == 0
+    assert (tmp_path / "gpu.md").read_text().count("no time was left") == len(parts)
+
+
+def test_every_part_of_every_hour_has_a_tiny_size():
+    for parts in gpu.HOURS.values():
+        for seconds, words, _ in parts.values():
+            assert seconds > 0 and words.split()[0] in gpu.TINY
