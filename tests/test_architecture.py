@@ -42,7 +42,7 @@ BUDGET = {
     "experiments": 2_260,
     "benchmarks": 2_220,  # with a step of ZAYA1 on a card, and beside PyTorch there
     "tools": 1_540,  # with what writes the numbers of a right step
-    "tests": 17_280,
+    "tests": 17_300,
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.

@@ -274,10 +274,13 @@ class Loop:
             self.pace.lap()
             if self.guard.spike:  # normally of the step before
                 return self.go_back(number)
+            # Before a signal, after which the same command would go on; the last step ends by itself.
+            if self.ended and number < self.planned.recipe.last_step:
+                return self._end(
+                    number, cli.DONE, f"{self.ended}: ends after step {number}; saved", again=True
+                )
             if stopping:
                 return self.stopped(number, owed)
-            if self.ended:
-                return self._end(number, cli.DONE, f"{self.ended}: ends after step {number}; saved")
             if self.figures.unsound >= UNHEALTHY_AFTER:
                 return self.unhealthy(number)
         return (
@@ -331,13 +334,14 @@ class Loop:
         jax.block_until_ready(self.state)
         _, figures = self.figures.read()
         measured = multihost.over_processes(self.stream.metrics(), pipeline.OVER_PROCESSES)
+        observed: dict[str, Any] = {}
         try:
             with self.pace.outside_a_step():
                 if due_eval and not owed:
                     measured |= self.evaluation.losses(self.state, now)
-                measured |= self.observe(observers, number, figures | measured)
+                observed = self.observe(observers, number, figures | measured)
         finally:  # the step's own figures are written whatever fails
-            self.figures.write(now, figures | measured)
+            self.figures.write(now, observed | figures | measured)
         # After a spike the run goes back.
         if (due_save or last or self.ended) and not self.guard.spike:
             judged = {name: float(figures[name]) for name in retention.FIGURES}
@@ -346,14 +350,14 @@ class Loop:
         return owed
 
     def observe(self, observers: Sequence[Observer], number: int, figures: dict) -> dict:
-        """Calls the observers; gives their figures."""
-        found: dict[str, float] = {}
+        """Calls the observers; gives their figures, by which nothing here judges."""
+        found: dict[str, Any] = {}
         for observer in observers:
             self.pace.begin("evaluate", number, id(observer))
             try:
-                found |= observer.after_step(number, self.state, figures | found) or {}
+                found |= observer.after_step(number, self.state, found | figures) or {}
             except EndRun as end:
-                self.ended = str(end)
+                self.ended = str(end) or "no reason given"
         return found
 
     def save(self, number: int, tokens: int, figures: dict, last: bool, owed: bool = False) -> None:
@@ -511,10 +515,11 @@ class Loop:
     ) -> int:
         """Ends after a step with this last line; `again`: tries failed durable copies once more.
 
-        A failed copy is no error here: the next start tries it again.
+        A failed copy is no error where a next start tries it again.
         """
         self.pace.at("end", number)
-        self.store.close(again=again)
+        if self.store.close(again=again) and code == cli.DONE:
+            code = cli.STORAGE
         self._wind_up()
         logs.say(f"{line} {self.store.way_back()}" if way_back else line)
         return code

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax.numpy as jnp
 import multiprocess_runs
@@ -22,6 +23,7 @@ from zaya_jax.checkpoint.run import store
 from zaya_jax.cluster import leaving
 from zaya_jax.training import figures
 from zaya_jax.training import step as steps
+from zaya_jax.training.observers import EndRun
 
 
 @pytest.fixture
@@ -277,6 +279,11 @@ def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, cap
         patch.setattr(
             vault_lib.Vault, "complete", raising_always(config.StorageError("no room there"))
         )
+        ends = types.SimpleNamespace(every=2, after_step=raising_always(EndRun("enough")))
+        assert run(99, None, observers=[ends], **keys) == cli.STORAGE
+        assert "enough: ends after step 2; saved" in capsys.readouterr().out
+        for folder in ("run", "safe"):
+            shutil.rmtree(tmp_path / folder)
         for _ in range(2):  # the second time it is complete but for that
             assert run(99, None, **keys) == cli.STORAGE
             out = capsys.readouterr().out

@@ -185,7 +185,8 @@ class Writer:
         if self._trackers:
             self._trackers.write(step, scalars(plain))
         with self._lock:
-            self._lines += json.dumps({"step": step, **plain}).encode() + b"\n"
+            line = {"step": step} | plain | {"step": step}  # first, and no observer's
+            self._lines += json.dumps(line).encode() + b"\n"
             if len(self._lines) > BUFFER:
                 self._write_lines()
 

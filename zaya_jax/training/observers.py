@@ -8,7 +8,7 @@ class Picture:
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Observer(Protocol):
@@ -17,11 +17,12 @@ class Observer(Protocol):
 
     every: int
 
-    def after_step(self, number: int, state: dict, figures: dict) -> Mapping[str, float] | None:
+    def after_step(self, number: int, state: dict, figures: dict) -> Mapping[str, Any] | None:
         """Called in all processes, with the state after step `number` and the step's figures.
 
-        What it returns is added to the figures of the step; it must be the same in all processes.
-        `EndRun` ends the run. The state must not be kept: the next step reuses its memory.
+        What it returns, numbers or arrays, is added to the figures of the step, whose own names keep
+        their values; it must be the same in all processes. `EndRun` ends the run. The state must
+        not be kept: the next step reuses its memory.
         """
 
 
