@@ -285,23 +285,19 @@ def load(args: argparse.Namespace) -> None:
 
 
 def model_run(name: str) -> tuple:
-    """(config, optimizer, mesh, copies) of a model of about so many parameters, on one device."""
+    """(config, setup, copies) of a model of about so many parameters, on one device."""
     settings = config.check({"model": MODELS[name]})
     mesh = make_mesh(settings.mesh, jax.devices()[:1])
-    optimizer = states.build_optimizer(settings, mesh)
-    return (
-        settings,
-        optimizer,
-        mesh,
-        snapshot.of_run(optimizer, states.abstract(settings, optimizer, mesh), heads=1),
-    )
+    setup = states.set_up(settings, mesh)
+    like = states.abstract(settings, setup)
+    return settings, setup, snapshot.of_run(setup.optimizer, like, heads=1)
 
 
 def model_save(args: argparse.Namespace) -> dict:
     """Two saves of a model's state."""
-    settings, optimizer, mesh, copies = model_run(args.model)
+    settings, setup, copies = model_run(args.model)
     begun = resident()
-    state = jax.block_until_ready(states.init(settings, optimizer, mesh))
+    state = jax.block_until_ready(states.init(settings, setup))
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
     checkpoints.bring_newest()
@@ -330,7 +326,7 @@ def model_save(args: argparse.Namespace) -> dict:
 
 def model_load(args: argparse.Namespace) -> dict:
     """One load by a new process, checksums first."""
-    _, _, _, copies = model_run(args.model)
+    _, _, copies = model_run(args.model)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
     size, begun = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(copies.like)), resident()
     verify, step = timed(checkpoints.bring_newest)

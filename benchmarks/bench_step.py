@@ -153,6 +153,7 @@ def serve(folder: str, on: str, rate: str) -> None:
                 "optim": {"name": "adamw", "clip_norm": 0.0, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
                 | {"weight_decay": 0.0},
                 "balance": {"enabled": False},
+                "run": {"skip_update": "never"},
                 "data": {"seq_len": batches.shape[2]},
                 "precision": {"compute": dtype, "router": dtype if on == "cpu" else "float32"},
             }

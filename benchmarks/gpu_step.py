@@ -29,7 +29,6 @@ from zaya_jax import cli, schedule
 from zaya_jax.compiled import launches, measure
 from zaya_jax.hardware import chips, clusters, flags, host
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, rates, step_time
 from zaya_jax.plan.case import Case
 from zaya_jax.training import kernels as chosen
@@ -69,9 +68,10 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     tiles = chosen.look_up(here, jax.devices()[0])
     mesh = make_mesh(here.mesh, jax.devices()[:1])
     sizes = args.sequences * args.micro_batches, args.micro_batches
-    program = measure.lower(here, mesh, *sizes).compile()
-    state = [states.init(here, states.build_optimizer(here, mesh), mesh)]
-    like = measure.batch_like(here, mesh, *sizes)
+    setup = states.set_up(here, mesh)
+    program = measure.lower(here, setup, *sizes).compile()
+    state = [states.init(here, setup)]
+    like = measure.batch_like(here, setup, *sizes)
     given = {
         name: jax.device_put(x.astype(like[name].dtype), like[name].sharding)
         for name, x in batch(like["tokens"].shape, here.model.vocab_size).items()
@@ -84,7 +84,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     if not args.profile:
         taken = timing.time_call(step, args.seconds, queue=False)
         chip = chips.named(jax.devices()[0].device_kind) or "h100"  # the plan beside a CPU's time
-        case = Case(here, spread_of(here.mesh, mesh.shape), chip, *sizes)
+        case = Case(here, setup.spread, chip, *sizes)
         return {"tiles": tiles and tiles["said"], **figures(case, mesh, program, taken)}
     jax.block_until_ready(step())
     with jax.profiler.trace(str(args.profile)):

@@ -32,7 +32,7 @@ from matplotlib import pyplot as plt
 import zaya_jax as zj
 from benchmarks import bench_step
 from benchmarks.ablations import text, windows
-from zaya_jax.config import Balance, Config, Data, Optim, Precision
+from zaya_jax.config import Balance, Config, Data, Optim, Precision, Run
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
@@ -121,6 +121,7 @@ def settings_for(case: str | Path, name: str = "adamw", lr: float = LR) -> Confi
         data=Data(seq_len=LENGTH, global_batch=BATCH),
         optim=Optim(name=name, lr=lr, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY, clip_norm=0.0),
         balance=Balance(enabled=False),
+        run=Run(skip_update="never"),
         # torch's Muon iterates in bfloat16
         precision=Precision(
             compute="float32", router="float32", matmul="highest", newton_schulz="bfloat16"
@@ -156,16 +157,13 @@ def start(settings: Config, case: str | Path) -> tuple[Callable, Any, Any]:
     """The training step, the state with the case's weights, and the mesh, of one device."""
     params, bias = any_model.find(case).weights()
     mesh = make_mesh(dataclasses.replace(settings.mesh, data=1), jax.devices()[:1])
-    optimizer = chain.build(
-        settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape)
-    )
-    state = states.init(settings, optimizer, mesh)
+    setup = states.set_up(settings, mesh)
+    state = states.init(settings, setup)
     begin = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
     given = {"params": params, "balance": begin._replace(bias=bias)}
-    places = states.shardings(settings, optimizer, mesh)
     given = jax.tree.map(np.array, given)
-    state |= jax.device_put(given, {name: places[name] for name in given})
-    return steps.make_train_step(settings, settings.model, optimizer, mesh), state, mesh
+    state |= jax.device_put(given, {name: setup.shardings[name] for name in given})
+    return steps.make_train_step(settings, setup), state, mesh
 
 
 def batch_of(ids: np.ndarray) -> dict[str, np.ndarray]:

@@ -466,9 +466,8 @@ def test_a_loop_of_public_names_trains_as_the_program_does(settings):
         "segment_ids": ones,
         "positions": places,
     }
-    theirs = states.build_optimizer(c, mesh)
-    state = states.init(c, theirs, mesh)
-    step = steps.make_train_step(c, c.model, theirs, mesh)
+    setup = states.set_up(c, mesh)
+    step, state = steps.make_train_step(c, setup), states.init(c, setup)
     params, biases = zj.init(c, c.run.seed)
     optimizer, plan = zj.optimizer(c), zj.schedule.make_plan(c)
     own, balance = optimizer.init(), zj.balance.init(*biases.shape[:1], biases.shape[1] - 1)

@@ -22,16 +22,16 @@ def traced_once() -> Iterator[None]:
     made: dict = {}
 
     def once(make):
-        def call(given, model, optimizer, mesh, hook=None):
+        def call(given, setup, hook=None):
             run = dataclasses.replace(
                 config.Run(),
                 **{name: getattr(given.run, name) for name in ("skip_update", "spike_deviations")},
             )
-            key = make, dataclasses.replace(given, run=run, **OF_THE_HOST), model, mesh
+            key = make, dataclasses.replace(given, run=run, **OF_THE_HOST), setup.mesh
             if hook:  # faults on purpose
-                return make(given, model, optimizer, mesh, hook)
+                return make(given, setup, hook)
             if key not in made:
-                made[key] = make(given, model, optimizer, mesh)
+                made[key] = make(given, setup)
             return made[key]
 
         return call

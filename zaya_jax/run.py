@@ -219,8 +219,8 @@ class Loop:
         multihost.barrier("set-up")
         # `copies.take` makes the copy from which a checkpoint is written; `copies.held` says where
         # its arrays lie in that.
-        heads = planned.phase.spread.heads
-        self.copies = snapshot.of_run(planned.optimizer, planned.state, heads, logs.say)
+        heads = planned.setup.spread.heads
+        self.copies = snapshot.of_run(planned.setup.optimizer, planned.state, heads, logs.say)
         # `named`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
         self.state, self.named = start.first_state(
             begun.way, planned, begun.parent, begun.meta, self.store, self.copies, weights_of
@@ -417,16 +417,16 @@ class Loop:
         if self.faults:
             batch = self.faults.batch(batch, number, decisions.left_out(self.begun.decided))
         micro_batches = self.plan.step(number).micro_batches
-        return steps.put_batch(self.mesh, batch, micro_batches, self.planned.phase.spread)
+        return steps.put_batch(self.mesh, batch, micro_batches, self.planned.setup.spread)
 
     def _program(self, phase_index: int, again: bool = False) -> Any:
         """A phase's training step, or the check that computes gradients repeatedly."""
         own = self.planned.recipe.phases[phase_index].config
         hook = self.faults and self.faults.gradients(self.mesh, again)
         if again:
-            return Replay(own, self.mesh, hook)
+            return Replay(own, self.planned.setup, hook)
         logs.say("compiling the training step; the next start on this machine finds it compiled")
-        return steps.make_train_step(own, own.model, self.planned.optimizer, self.mesh, hook)
+        return steps.make_train_step(own, self.planned.setup, hook)
 
     # Its ends
 

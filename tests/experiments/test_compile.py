@@ -74,9 +74,8 @@ def test_it_compiles_the_step_that_pretrain_runs(small):
         schedule.phase_config(of, segment.phase),
         make_mesh(config.Mesh(), jax.devices()[:2]),
     )
-    optimizer = states.build_optimizer(here, mesh)
-    step = steps.make_train_step(here, here.model, optimizer, mesh)
-    state = states.init(here, optimizer, mesh)
+    setup = states.set_up(here, mesh)
+    step, state = steps.make_train_step(here, setup), states.init(here, setup)
     rows = {
         name: np.zeros((4, 32), np.int32)
         for name in ("tokens", "targets", "segment_ids", "positions")
@@ -84,7 +83,7 @@ def test_it_compiles_the_step_that_pretrain_runs(small):
     batch = steps.put_batch(
         mesh, {**rows, "loss_mask": np.ones((4, 32), np.float32)}, segment.micro_batches
     )
-    ours = measure.lower(here, mesh, segment.sequences, segment.micro_batches)
+    ours = measure.lower(here, setup, segment.sequences, segment.micro_batches)
     theirs = step.lower(state, batch, np.float32(1e-3))
     assert ours.as_text() == theirs.as_text()
 

@@ -15,7 +15,6 @@ from zaya_jax import schedule
 from zaya_jax.guard import replay
 from zaya_jax.guard.replay import Replay
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
@@ -25,10 +24,10 @@ def small(**keys):
 
 
 def made(settings, devices):
-    """(config, mesh, state, batch) of a first step."""
+    """(config, setup, state, batch) of a first step."""
     settings = schedule.phase_config(settings, schedule.make_plan(settings).step(1).phase)
-    mesh = make_mesh(settings.mesh, jax.devices()[:devices])
-    state = states.init(settings, states.build_optimizer(settings, mesh), mesh)
+    setup = states.set_up(settings, make_mesh(settings.mesh, jax.devices()[:devices]))
+    state = states.init(settings, setup)
     ids = np.random.default_rng(0).integers(0, 256, (8, 17))
     rows = {
         "tokens": ids[:, :-1],
@@ -39,14 +38,13 @@ def made(settings, devices):
     rows = {name: x.astype(np.int32) for name, x in rows.items()} | {
         "loss_mask": np.ones((8, 16), np.float32)
     }
-    batch = steps.put_batch(mesh, rows, 1, spread_of(settings.mesh, mesh.shape))
-    return settings, mesh, state, batch
+    return settings, setup, state, steps.put_batch(setup.mesh, rows, 1, setup.spread)
 
 
 def checked(settings, devices, injected=None):
-    settings, mesh, state, batch = made(settings, devices)
-    hook = injected and injected.gradients(mesh)
-    return Replay(settings, mesh, hook)(state["params"], state["balance"].bias, batch)
+    settings, setup, state, batch = made(settings, devices)
+    hook = injected and injected.gradients(setup.mesh)
+    return Replay(settings, setup, hook)(state["params"], state["balance"].bias, batch)
 
 
 @pytest.fixture

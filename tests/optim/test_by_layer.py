@@ -147,9 +147,9 @@ SETTINGS = config.check(
 
 def program(settings, devices=8):
     mesh = make_mesh(settings.mesh, jax.devices()[:devices])
-    optimizer = states.build_optimizer(settings, mesh)
-    step = steps.make_train_step(settings, settings.model, optimizer, mesh)
-    state = states.init(settings, optimizer, mesh)
+    setup = states.set_up(settings, mesh)
+    optimizer = setup.optimizer
+    step, state = steps.make_train_step(settings, setup), states.init(settings, setup)
     rng = np.random.default_rng(0)
     shape = (devices, 16)
     batch = {name: rng.integers(0, 64, shape).astype(np.int32) for name in ("tokens", "targets")}

@@ -188,23 +188,20 @@ class Run:
     def __init__(self, devices, sizes):
         self.settings = dataclasses.replace(SETTINGS, mesh=config.Mesh(**sizes))
         self.mesh = make_mesh(self.settings.mesh, jax.devices()[:devices])
-        self.optimizer = states.build_optimizer(self.settings, self.mesh)
-        self.step = steps.make_train_step(
-            self.settings, self.settings.model, self.optimizer, self.mesh
-        )
-        like = states.abstract(self.settings, self.optimizer, self.mesh)
-        self.copies = snapshot.of_run(
-            self.optimizer, like, spread_of(self.settings.mesh, self.mesh.shape).heads
-        )
+        self.setup = states.set_up(self.settings, self.mesh)
+        self.optimizer = self.setup.optimizer
+        self.step = steps.make_train_step(self.settings, self.setup)
+        like = states.abstract(self.settings, self.setup)
+        self.copies = snapshot.of_run(self.optimizer, like, self.setup.spread.heads)
         self.restart()
 
     def restart(self):
         """The state before the first step."""
-        self.state = states.init(self.settings, self.optimizer, self.mesh)
+        self.state = states.init(self.settings, self.setup)
 
     def train(self, seeds):
         """The losses of a step for each seed."""
-        spread, losses = spread_of(self.settings.mesh, self.mesh.shape), []
+        spread, losses = self.setup.spread, []
         micro_batches = 2 if ROWS // 2 % (spread.data * spread.expert) == 0 else 1
         for seed in seeds:
             given = steps.put_batch(self.mesh, batch(seed=seed), micro_batches, spread)

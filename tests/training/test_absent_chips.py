@@ -83,9 +83,8 @@ def trace(of: config.Config, devices: int, device: AbstractDevice = H200):
     mesh = AbstractMesh(
         tuple(shape.values()), tuple(shape), (AxisType.Auto,) * 4, abstract_device=device
     )
-    optimizer = states.build_optimizer(of, mesh)
-    step = steps.make_train_step(of, of.model, optimizer, mesh)
-    state = states.abstract(of, optimizer, mesh)
+    setup = states.set_up(of, mesh)
+    step, state = steps.make_train_step(of, setup), states.abstract(of, setup)
     like = jax.ShapeDtypeStruct((1, SHAPE["sequences"], SHAPE["length"]), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), like)
     batch["loss_mask"] = jax.ShapeDtypeStruct(like.shape, jnp.float32)

@@ -17,7 +17,6 @@ from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.optim.zero import by_layer, matrices
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint
 from zaya_jax.plan.case import Case
 from zaya_jax.training import snapshot
@@ -60,12 +59,12 @@ def run(keys, tmp_path_factory):
 
 @functools.cache
 def on(devices, **keys):
-    """(config, optimizer, state's shapes, its copies) on so many devices."""
+    """(config, setup, state's shapes, its copies) on so many devices."""
     config = settings(**keys)
     mesh = make_mesh(config.mesh, tiny_runs.ALL_DEVICES[:devices])
-    optimizer = states.build_optimizer(config, mesh)
-    state = states.abstract(config, optimizer, mesh)
-    return config, optimizer, state, snapshot.of_run(optimizer, state, 1)
+    setup = states.set_up(config, mesh)
+    state = states.abstract(config, setup)
+    return config, setup, state, snapshot.of_run(setup.optimizer, state, 1)
 
 
 def check_copies(optimizer, state, weights):
@@ -121,7 +120,8 @@ def test_the_same_of_two_micro_batches_and_gradients_made_again(keys, tmp_path):
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_any_mesh_reads_the_owners_weights(run, keys, devices):
-    _, optimizer, _, copies = on(devices, **keys)
+    _, setup, _, copies = on(devices, **keys)
+    optimizer = setup.optimizer
     assert set(optimizer.layout.copied) >= EXPERTS if devices > 1 else not optimizer.layout.copied
     state = copies.place(Source(run).restore(copies.like, copies.held, everything=True))
     check_copies(optimizer, state, saved(run))
@@ -143,10 +143,10 @@ def logical(copies, copy):
 
 
 def test_a_run_begins_with_given_weights(run, keys):
-    config, optimizer, state, copies = on(4, **keys)
-    fresh = states.init(config, optimizer, jax.tree.leaves(state)[0].sharding.mesh)
-    check_copies(optimizer, fresh, whole(copies, fresh))
-    check_copies(optimizer, copies.with_weights_of(fresh, Source(run).restore), saved(run))
+    config, setup, _, copies = on(4, **keys)
+    fresh = states.init(config, setup)
+    check_copies(setup.optimizer, fresh, whole(copies, fresh))
+    check_copies(setup.optimizer, copies.with_weights_of(fresh, Source(run).restore), saved(run))
 
 
 def whole(copies, state):
@@ -156,14 +156,8 @@ def whole(copies, state):
 
 def test_memory_is_planned(keys):
     for devices, copied in ((4, True), (1, False)):
-        config, _, state, _ = on(devices, **keys)
-        case = Case(
-            config,
-            spread_of(config.mesh, jax.tree.leaves(state)[0].sharding.mesh.shape),
-            "mi300x",
-            8,
-            1,
-        )
+        config, setup, state, _ = on(devices, **keys)
+        case = Case(config, setup.spread, "mi300x", 8, 1)
         assert bool(case.copied) == copied
         planned = footprint.estimate(case).always
         for part, name in (("params", "weights"), ("optimizer", "optimizer")):
@@ -181,17 +175,14 @@ def test_one_device_rounds_its_experts_once_a_step_and_changes_no_bit(keys):
     found = {}
     with chip.making(chip.Chip("cpu", "NVIDIA H200", ("grouped_mlp",))):
         for weights in ("compute", "float32"):
-            config, optimizer, like, _ = on(1, precision__weights=weights, **keys)
-            mesh = jax.tree.leaves(like)[0].sharding.mesh
-            step = steps.make_train_step(config, config.model, optimizer, mesh)
-            state = step(states.init(config, optimizer, mesh), batch, np.float32(1e-3))
-            planned = footprint.estimate(
-                Case(config, spread_of(config.mesh, mesh.shape), "h200", 4, 2)
-            )
+            config, setup, *_ = on(1, precision__weights=weights, **keys)
+            step = steps.make_train_step(config, setup)
+            state = step(states.init(config, setup), batch, np.float32(1e-3))
+            planned = footprint.estimate(Case(config, setup.spread, "h200", 4, 2))
             found[weights] = jax.device_get(state), planned.phases["backward"]
     (ours, more), (theirs, less) = found.values()
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    weights = [w for w in optimizer.layout.weights if w.path in EXPERTS]
+    weights = [w for w in setup.optimizer.layout.weights if w.path in EXPERTS]
     assert more - less == 2 * sum(math.prod(w.shape) for w in weights)
 
 
@@ -203,5 +194,5 @@ def test_what_has_no_copies(keys):
         {"mesh__fsdp": True},
     )
     for more in (*others, {"precision__weights": "float32"}, {"mesh__tensor": 2}):
-        assert not EXPERTS & on(4, **keys | more)[1].layout.copied.keys()
-    assert not any("router" in path for path in on(4, **keys)[1].layout.copied)
+        assert not EXPERTS & on(4, **keys | more)[1].optimizer.layout.copied.keys()
+    assert not any("router" in path for path in on(4, **keys)[1].optimizer.layout.copied)

@@ -314,9 +314,9 @@ def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, mon
         other.close()
     before = tree(here)
 
-    def compiled(config, optimizer, mesh):
+    def compiled(config, setup):
         assert isinstance(jax.numpy.zeros(()), jax.core.Tracer), "the fresh state is being made"
-        return uncompiled(config, optimizer, mesh)
+        return uncompiled(config, setup)
 
     monkeypatch.setattr(states, "init", compiled)
     with pytest.raises(

@@ -2,6 +2,7 @@
 the batch."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,6 @@ from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
 from zaya_jax.model.layer import Layer, with_own
 from zaya_jax.model.weights import TokenSum
-from zaya_jax.optim import chain
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
@@ -68,22 +68,18 @@ class Noted(Layer):
 
 @functools.cache
 def program(num_devices):
-    mesh = make_mesh(SETTINGS.mesh, jax.devices()[:num_devices])
-    shapes = zaya.abstract(SETTINGS.model, SETTINGS.precision)
-    optimizer = chain.build(SETTINGS.optim, SETTINGS.precision, shapes, axes=dict(mesh.shape))
-    noted = with_own(SETTINGS.model, layer=Noted)
-    step = steps.make_train_step(SETTINGS, noted, optimizer, mesh)
-    return mesh, optimizer, step
+    setup = states.set_up(SETTINGS, make_mesh(SETTINGS.mesh, jax.devices()[:num_devices]))
+    noted = dataclasses.replace(SETTINGS, model=with_own(SETTINGS.model, layer=Noted))
+    return setup, steps.make_train_step(noted, setup)
 
 
 def run(num_devices, micro_batches):
-    mesh, optimizer, step = program(num_devices)
-    state = states.init(SETTINGS, optimizer, mesh)
+    setup, step = program(num_devices)
+    state = states.init(SETTINGS, setup)
     rng, figures = np.random.default_rng(0), []
     for _ in range(2):
-        state, found = step(
-            state, steps.put_batch(mesh, batch(rng), micro_batches), np.float32(1e-3)
-        )
+        rows = steps.put_batch(setup.mesh, batch(rng), micro_batches)
+        state, found = step(state, rows, np.float32(1e-3))
         figures.append(jax.device_get(found))
     return jax.device_get(state["params"]), figures
 
@@ -111,8 +107,8 @@ def test_shapes_are_known_without_a_program_of_fresh_weights(monkeypatch):
     """That program has a compiler option of its own where XLA_FLAGS has none; a traced one may have
     none."""
     monkeypatch.setenv("XLA_FLAGS", "")
-    mesh, optimizer, _ = program(1)
-    like, made = states.abstract(SETTINGS, optimizer, mesh), states.init(SETTINGS, optimizer, mesh)
+    setup, _ = program(1)
+    like, made = states.abstract(SETTINGS, setup), states.init(SETTINGS, setup)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), like) == jax.tree.map(
         lambda x: (x.shape, x.dtype), made
     )
@@ -122,10 +118,10 @@ def test_shapes_are_known_without_a_program_of_fresh_weights(monkeypatch):
 def compiled():
     """(optimizer, the step's program on eight devices by its number of micro-batches): those that
     run above."""
-    mesh, optimizer, step = program(8)
-    state = states.init(SETTINGS, optimizer, mesh)
-    likes = {n: steps.put_batch(mesh, batch(np.random.default_rng(0)), n) for n in (2, 1)}
-    return optimizer, {
+    setup, step = program(8)
+    state = states.init(SETTINGS, setup)
+    likes = {n: steps.put_batch(setup.mesh, batch(np.random.default_rng(0)), n) for n in (2, 1)}
+    return setup.optimizer, {
         n: step.lower(state, x, np.float32(1e-3)).compile() for n, x in likes.items()
     }
 
@@ -176,8 +172,8 @@ def test_no_weight_crosses_devices_inside_the_accumulation(compiled):
 
 
 def test_a_figure_of_a_layer_is_its_mean_over_the_tokens():
-    mesh, optimizer, step = program(8)
-    state = states.init(SETTINGS, optimizer, mesh)
+    setup, step = program(8)
+    state = states.init(SETTINGS, setup)
     rows = batch(np.random.default_rng(0))
     params, bias = jax.device_get((state["params"], state["balance"].bias))
     out = zaya.apply(
@@ -188,6 +184,6 @@ def test_a_figure_of_a_layer_is_its_mean_over_the_tokens():
         precision=SETTINGS.precision,
         trace=True,
     )
-    _, figures = step(state, steps.put_batch(mesh, rows, 1), np.float32(1e-3))
+    _, figures = step(state, steps.put_batch(setup.mesh, rows, 1), np.float32(1e-3))
     wanted = np.mean(np.square(out.hidden_states), axis=(1, 2, 3))
     np.testing.assert_allclose(figures["square"], wanted, rtol=1e-5)

@@ -20,7 +20,6 @@ from zaya_jax.config import Config
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel.mesh import batch_spec
-from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
@@ -29,9 +28,11 @@ LARGEST = 12  # kernels and buffers that are named
 LAUNCH = 3e-6
 
 
-def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> dict[str, Any]:
+def batch_like(
+    config: Config, setup: states.Setup, sequences: int, micro_batches: int
+) -> dict[str, Any]:
     """The shapes of a batch of so many sequences."""
-    sharding = NamedSharding(mesh, batch_spec(spread_of(config.mesh, mesh.shape)))
+    sharding = NamedSharding(setup.mesh, batch_spec(setup.spread))
     shape = (micro_batches, sequences // micro_batches, config.data.seq_len)
 
     def like(dtype):
@@ -41,17 +42,15 @@ def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -
     return whole | {"loss_mask": like(jnp.float32)}
 
 
-def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax.stages.Lowered:
+def lower(
+    config: Config, setup: states.Setup, sequences: int, micro_batches: int
+) -> jax.stages.Lowered:
     """The step of a phase (`schedule.phase_config`) for so many sequences over all devices."""
-    optimizer = states.build_optimizer(config, mesh)
-    step: Any = steps.make_train_step(config, config.model, optimizer, mesh)
+    step: Any = steps.make_train_step(config, setup)
+    batch = batch_like(config, setup, sequences, micro_batches)
     # a number that lies nowhere yet, as `pretrain` gives it
     rate = jax.ShapeDtypeStruct((), jnp.float32)
-    return step.lower(
-        states.abstract(config, optimizer, mesh),
-        batch_like(config, mesh, sequences, micro_batches),
-        rate,
-    )
+    return step.lower(states.abstract(config, setup), batch, rate)
 
 
 def measure(
@@ -68,14 +67,15 @@ def measure(
     All of one device and one step, in bytes and seconds, as plain numbers for JSON.
     """
     begun = time.perf_counter()
-    lowered = lower(config, mesh, sequences, micro_batches)
+    setup = states.set_up(config, mesh)
+    lowered = lower(config, setup, sequences, micro_batches)
     lowered_at = time.perf_counter()
     compiled, memory = buffers.compile_watched(lowered)
     seconds = {"lowering": lowered_at - begun, "compiling": time.perf_counter() - lowered_at}
     text = compiled.as_text()
     program, collectives = launches.read_program(text), hlo.collectives(text)
     device = mesh.devices.flat[0]
-    state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
+    state = states.abstract(config, setup)
     cluster = cluster and cluster.of_devices(mesh.size)
     limit = bound_of(program, collectives, device.device_kind, cluster, config.precision.matmul)
     tokens = sequences * config.data.seq_len / mesh.size

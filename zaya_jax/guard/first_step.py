@@ -105,21 +105,21 @@ def numbers(
     config, spread = small(config), spread_of(config.mesh, mesh.shape)
     batch = {name: np.array(x) for name, x in files.read_json(EXPECTED)["batch"].items()}
     sharding.check(config, spread, lengths={"the small step's": batch["tokens"].shape[1]})
-    optimizer = states.build_optimizer(config, mesh)
-    copies = snapshot.of_run(optimizer, states.abstract(config, optimizer, mesh), spread.heads)
+    setup = states.set_up(config, mesh, spread)
+    copies = snapshot.of_run(setup.optimizer, states.abstract(config, setup), spread.heads)
     # The same rows again and again have the same loss and gradients.
     rows = np.arange(np.lcm(len(batch["tokens"]), micro_batches * spread.data * spread.expert))
     part, parts = meshes.rows_of_process(mesh)
     rows = np.split(rows % len(batch["tokens"]), parts)[part]
     own = {name: x[rows].astype(x.dtype.kind + "4") for name, x in batch.items()}
     given = steps.put_batch(mesh, own, micro_batches, spread), np.float32(LR)
-    state = states.init(config, optimizer, mesh, weights(config.model))
-    step: Any = steps.make_train_step(config, config.model, optimizer, mesh)
+    state = states.init(config, setup, weights(config.model))
+    step: Any = steps.make_train_step(config, setup)
     options = options or host.for_one_call(chip.made_for(mesh))
     program = step.lower(state, *given).compile(compiler_options=options)
     state, figures = program(state, *given)
     gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, states.REPLICATED))
-    moments = jax.device_get(gather(optimizer.arrays(state["optimizer"])))
+    moments = jax.device_get(gather(setup.optimizer.arrays(state["optimizer"])))
     found: dict[str, Any] = _gradients(config.optim, copies.held, moments)
     found = {name: sketch(x) for name, x in found.items()}
     after = float(program(state, *given)[1]["loss"]) - float(figures["loss"])

@@ -1,7 +1,7 @@
 """Checks that the devices compute correctly: a step's gradients again, on the same devices and on
 others.
 
-    replay = Replay(config, mesh)                   of a phase; `faults` on purpose go through `hook`
+    replay = Replay(config, setup)                  of a phase; `faults` on purpose go through `hook`
     finding = replay(params, bias, batch)           None, or a Mismatch, the same in all processes
 
 Every device hashes the gradient of each weight as it leaves its layer, before anything is summed
@@ -28,15 +28,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax import trees
 from zaya_jax.config import Config
 from zaya_jax.parallel.mesh import batch_spec
-from zaya_jax.parallel.spread import AXES, spread_of
+from zaya_jax.parallel.spread import AXES
 from zaya_jax.training import step as steps
 from zaya_jax.training.gradients import gradients
-from zaya_jax.training.state import REPLICATED, frozen_specs, trained_specs
+from zaya_jax.training.state import REPLICATED, Setup
 
 HALVES = 4  # 64 bits, sixteen in each float: the gradient of a layer's slot is float32
 FIGURES = "loss"  # stands for the loss's sums among the names of weights
@@ -58,11 +58,11 @@ class Mismatch:
 class Replay:
     """The check of one phase."""
 
-    def __init__(self, config: Config, mesh: Mesh, hook: Any = None):
-        self._mesh, self._spread = mesh, spread_of(config.mesh, mesh.shape)
+    def __init__(self, config: Config, setup: Setup, hook: Any = None):
+        mesh, self._spread = setup.mesh, setup.spread
         self._names: list[str] = []
-        spread, model = self._spread, config.model
-        loss_fn = steps.make_loss(config, model, spread)
+        spread = self._spread
+        loss_fn = steps.make_loss(config, config.model, spread)
 
         def hashes(params, bias, batch, frozen):
             total = float(math.prod(batch["tokens"].shape[1:]) * spread.data * spread.expert)
@@ -92,12 +92,7 @@ class Replay:
             return jax.tree.map(lambda x: lax.ppermute(x, "data", there), one)
 
         batches, everywhere = batch_spec(spread), PartitionSpec(AXES)
-        specs = (
-            trained_specs(config, spread),
-            REPLICATED,
-            batches,
-            frozen_specs(config, spread).get("frozen", {}),
-        )
+        specs = (setup.specs["params"], REPLICATED, batches, setup.specs.get("frozen", {}))
         self._program = steps.on_mesh(config, mesh, hashes, specs, out=everywhere)
         self._moves = [
             steps.on_mesh(

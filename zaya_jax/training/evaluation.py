@@ -23,7 +23,7 @@ class Evaluation:
 
     def __init__(self, planned: PlannedStart, pace: Pace):
         self._recipe, self._here, self._pace = planned.recipe, planned.phase, pace
-        self._tokenizer, self._optimizer = planned.tokenizer, planned.optimizer
+        self._tokenizer, self._setup = planned.tokenizer, planned.setup
         self._named = windows.named_stores(self._recipe.config, self._tokenizer)
         self.notes = stores.notes_on(self._named.values())
         self.windows = functools.lru_cache(1)(self._windows)
@@ -75,11 +75,11 @@ class Evaluation:
 
     def _make(self, phase_index: int) -> Any:
         config = self._recipe.phases[phase_index].config
-        return steps.make_eval_step(config, config.model, self._optimizer, self._here.mesh)
+        return steps.make_eval_step(config, self._setup)
 
     def _windows(self, phase: Phase) -> dict[str, list]:
         """The batches that a phase is evaluated on, on the devices, by the figure's name."""
-        config, spread, mesh = self._recipe.config, self._here.spread, self._here.mesh
+        config, spread, mesh = self._recipe.config, self._setup.spread, self._setup.mesh
         rows, count = self._here.rows, recipe.eval_rows(config, phase, spread)
         own = windows.eval_config(config, phase)
         found = {"eval/loss": windows.eval_batches(own, self._tokenizer, rows, count)}

@@ -1,6 +1,6 @@
 """Copies a run's state for its checkpoints, and makes a state of a copy that was read.
 
-    copies = snapshot.of_run(optimizer, states.abstract(config, optimizer, mesh), spread.heads)
+    copies = snapshot.of_run(setup.optimizer, states.abstract(config, setup), setup.spread.heads)
     store.save(step, copies.take(state), meta, copies.held)
     state, _ = store.restore(step, copies.like, copies.held, copies.place)
 

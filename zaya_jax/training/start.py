@@ -25,7 +25,6 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
 from zaya_jax.model import zaya
-from zaya_jax.optim.chain import Optimizer
 from zaya_jax.text import tokenizers
 from zaya_jax.training import fork, recipe
 from zaya_jax.training import state as states
@@ -44,7 +43,7 @@ class PlannedStart:
     recipe: Recipe
     phase: PlacedPhase  # of the next step, whose mesh this program has
     end: int  # the last step on this mesh
-    optimizer: Optimizer
+    setup: states.Setup
     state: Any  # its shapes and shardings: `states.abstract`
     tokenizer: tokenizers.Tokenizer
     stream: pipeline.Stream  # of this process's rows
@@ -69,12 +68,12 @@ def plan_start(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> Pl
     first = min(reached + 1, run.last_step)
     here, end = run.phase_of_step(first), run.last_step_here(first)
     assert here.mesh is not None  # `recipe.check`
-    optimizer = states.build_optimizer(here.config, here.mesh)
-    state = states.abstract(here.config, optimizer, here.mesh)
+    setup = states.set_up(here.config, here.mesh, here.spread)
+    state = states.abstract(here.config, setup)
     check_memory(here, state)
     stream = pipeline.train_stream(run.config, tokenizer, here.rows)
     return PlannedStart(
-        reached, run, here, end, optimizer, state, tokenizer, stream, notes + stream.batches.notes
+        reached, run, here, end, setup, state, tokenizer, stream, notes + stream.batches.notes
     )
 
 
@@ -159,7 +158,7 @@ def _say_what_differs(source: Source, planned: PlannedStart) -> None:
 
 
 def _fresh(planned: PlannedStart) -> Any:
-    return states.init(planned.phase.config, planned.optimizer, planned.phase.mesh)
+    return states.init(planned.phase.config, planned.setup)
 
 
 def put_frozen_under(

@@ -6,8 +6,8 @@ state = {"params", "optimizer", "balance"}      with `run.lora` params are adapt
 Some params may be bfloat16 copies, whose float32 weights their owners have in "optimizer"
 (`precision.weights`).
 
-optimizer = states.build_optimizer(config, mesh)
-state = states.init(config, optimizer, mesh)        or, of shapes and shardings alone, states.abstract(..)
+setup = states.set_up(config, mesh)        the optimizer, and how the state lies
+state = states.init(config, setup)         or, of shapes and shardings alone, states.abstract(..)
 """
 
 import dataclasses
@@ -33,89 +33,79 @@ from zaya_jax.parallel.spread import Spread, spread_of
 REPLICATED = PartitionSpec()
 
 
-def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
-    """The optimizer of a run, for weights as they lie on the mesh."""
-    spread, rank, precision = spread_of(config.mesh, mesh.shape), config.run.lora, config.precision
-    params = lora.abstract(config.model, rank) if rank else zaya.abstract(config.model, precision)
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all programs of a training on a mesh share."""
+
+    mesh: Mesh
+    spread: Spread  # of the work
+    optimizer: Optimizer
+    specs: dict[str, Any]  # how each part of the state lies on the mesh (a prefix of its tree)
+
+    @property
+    def shardings(self) -> dict[str, Any]:
+        """The same as shardings."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
+
+
+def set_up(config: Config, mesh: Mesh, spread: Spread | None = None) -> Setup:
+    """The optimizer of a run, for weights as they lie on the mesh; by default the mesh is used as
+    `config.mesh` says."""
+    spread, precision = spread or spread_of(config.mesh, mesh.shape), config.precision
+    specs = {"params": sharding.param_specs(config.model, precision, spread)}
+    if config.run.lora:
+        params = lora.abstract(config.model, config.run.lora)
+        adapters = sharding.specs_of(lora.param_axes(config.model), spread)
+        specs = {"params": adapters, "frozen": specs["params"]}
+    else:
+        params = zaya.abstract(config.model, precision)
     # their products may have another format than `compute`
-    if rank or isinstance(config.model, Own):
+    if config.run.lora or isinstance(config.model, Own):
         precision = dataclasses.replace(precision, weights="float32")
-    return chain.build(
+    optimizer = chain.build(
         config.optim,
         precision,
         params,
-        specs=trained_specs(config, spread),
+        specs=specs["params"],
         axes=dict(mesh.shape),
         node=devices_of_node(mesh),
         skip_update=config.run.skip_update,
         spike_deviations=config.run.spike_deviations,
     )
+    specs |= {"optimizer": optimizer.specs(), "balance": REPLICATED}
+    return Setup(mesh, spread, optimizer, specs)
 
 
-def specs(config: Config, optimizer: Optimizer, spread: Spread) -> dict[str, Any]:
-    """How each part of the state lies on the mesh (a prefix of its tree)."""
-    found = {
-        "params": trained_specs(config, spread),
-        "optimizer": optimizer.specs(),
-        "balance": REPLICATED,
-    }
-    return found | frozen_specs(config, spread)
-
-
-def trained_specs(config: Config, spread: Spread) -> Any:
-    """How the weights that the optimizer moves lie on the mesh."""
-    if config.run.lora:
-        return sharding.specs_of(lora.param_axes(config.model), spread)
-    return sharding.param_specs(config.model, config.precision, spread)
-
-
-def frozen_specs(config: Config, spread: Spread) -> dict[str, Any]:
-    """How the weights under adapters lie on the mesh; nothing without adapters."""
-    return (
-        {"frozen": sharding.param_specs(config.model, config.precision, spread)}
-        if config.run.lora
-        else {}
-    )
-
-
-def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    """How each part lies on the mesh, as shardings."""
-    prefix = specs(config, optimizer, spread_of(config.mesh, mesh.shape))
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), prefix)
-
-
-def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh, params: Any = None) -> dict[str, Any]:
+def _fresh(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
     key = jax.random.key(config.run.seed)
     if config.run.lora:
         params = lora.init(config.model, config.run.lora, key)
     else:
         params = params or zaya.init(config.model, key, config.precision)
-        params = sharding.arrange(params, spread_of(config.mesh, mesh.shape).heads)
-    params, kept = optimizer.layout.divided(params)
+        params = sharding.arrange(params, setup.spread.heads)
+    params, kept = setup.optimizer.layout.divided(params)
     return {
         "params": params,
-        "optimizer": optimizer.init()._replace(weights=kept),
+        "optimizer": setup.optimizer.init()._replace(weights=kept),
         "balance": balance.init(
             config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS
         ),
     }
 
 
-def init(config: Config, optimizer: Optimizer, mesh: Mesh, params: Any = None) -> dict[str, Any]:
+def init(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
     """The state before the first step: a function of the seed alone, or of the given weights,
     whatever the mesh; without frozen weights."""
-    fresh = functools.partial(_fresh, config, optimizer, mesh)
+    fresh = functools.partial(_fresh, config, setup)
     with jax.default_matmul_precision(config.precision.matmul):
-        options = host.for_one_call(chip.made_for(mesh))
-        places = {
-            name: x for name, x in shardings(config, optimizer, mesh).items() if name != "frozen"
-        }
+        options = host.for_one_call(chip.made_for(setup.mesh))
+        places = {name: x for name, x in setup.shardings.items() if name != "frozen"}
         return jax.jit(fresh, out_shardings=places, compiler_options=options)(params)
 
 
-def abstract(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
+def abstract(config: Config, setup: Setup) -> dict[str, Any]:
     """The state as ShapeDtypeStructs with their shardings: nothing is allocated."""
-    shapes = jax.eval_shape(functools.partial(_fresh, config, optimizer, mesh))
+    shapes = jax.eval_shape(functools.partial(_fresh, config, setup))
     shapes |= {"frozen": lora.frozen(config.model, config.precision)} if config.run.lora else {}
 
     def placed(sharding, part):
@@ -123,7 +113,7 @@ def abstract(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
         )
 
-    return jax.tree.map(placed, shardings(config, optimizer, mesh), shapes)
+    return jax.tree.map(placed, setup.shardings, shapes)
 
 
 def bytes_per_device(x: Any) -> int:

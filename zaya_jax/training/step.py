@@ -26,21 +26,12 @@ from zaya_jax.model import zaya
 from zaya_jax.model.placement import Rows
 from zaya_jax.model.stored import SCANNED
 from zaya_jax.optim import balance
-from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.devices import Over
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
-from zaya_jax.parallel.spread import (
-    ALONE,
-    AXES,
-    Spread,
-    gather_over_data,
-    share_of_tokens,
-    spread_of,
-)
-from zaya_jax.training import state as states
+from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens
 from zaya_jax.training.gradients import gradients
-from zaya_jax.training.state import REPLICATED
+from zaya_jax.training.state import REPLICATED, Setup
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
@@ -96,16 +87,14 @@ def whole_outside(params: dict, axes: dict) -> dict:
     return {**jax.tree.map(gather_over_data, outer, names), "layers": params["layers"]}
 
 
-def make_train_step(
-    config: Config, model: Model, optimizer: Optimizer, mesh: Mesh, hook: Callable | None = None
-) -> Callable:
+def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) -> Callable:
     """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and
     [L, ..] arrays.
 
     `hook` is given each device's gradients as `gradients` returns them: injected faults
     (`tools.faults`).
     """
-    spread = spread_of(config.mesh, mesh.shape)
+    model, spread, optimizer = config.model, setup.spread, setup.optimizer
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
@@ -148,14 +137,14 @@ def make_train_step(
         state = {**state, "params": new_params, "optimizer": opt_state, "balance": new_balance}
         return state, figures
 
-    in_specs = (states.specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
-    return on_mesh(config, mesh, step, in_specs, donate=(0,))
+    in_specs = (setup.specs, batch_spec(spread), REPLICATED)
+    return on_mesh(config, setup.mesh, step, in_specs, donate=(0,))
 
 
-def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:
+def make_eval_step(config: Config, setup: Setup) -> Callable:
     """step(state, batch) → (summed loss, number of targets) over all devices."""
-    spread = spread_of(config.mesh, mesh.shape)
-    loss_fn = make_loss(config, model, spread)
+    spread = setup.spread
+    loss_fn = make_loss(config, config.model, spread)
 
     def step(state, batch):
         def add(carry, micro):
@@ -167,13 +156,8 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
         (loss, count), _ = jax.lax.scan(add, (zero, zero), batch)
         return jax.lax.psum(loss, AXES), jax.lax.psum(count, spread.token_axes)
 
-    return on_mesh(
-        config,
-        mesh,
-        step,
-        (states.specs(config, optimizer, spread), batch_spec(spread)),
-        out=REPLICATED,
-    )
+    in_specs = (setup.specs, batch_spec(spread))
+    return on_mesh(config, setup.mesh, step, in_specs, out=REPLICATED)
 
 
 def on_mesh(
