@@ -3,10 +3,10 @@
     found = footprint.estimate(case)
     found.peak, found.at_peak, found.phases
 
-The state is always there. The rest is largest in one of five places: the head (a chunk's logits),
+The state is always there. The rest is largest in one of four places: the head (a chunk's logits),
 the backward pass (all gradients, kept activations, a layer's working set), its end (the table's
-gradients from both sides), the sums over devices, or the directions, gathered again. Each is a sum
-of arrays as the compiled program has them.
+gradients from both sides), or the sums over devices. Each is a sum of arrays as the compiled
+program has them.
 """
 
 import dataclasses
@@ -48,10 +48,14 @@ class Footprint:
 
 def estimate(case: Case) -> Footprint:
     """The memory of a step."""
-    have, spread, layers = work.sizes(case), case.spread, case.model.num_hidden_layers
+    have, spread = work.sizes(case), case.spread
     compute, several = size(case.here.precision.compute), case.micro_batches > 1
     chunk, chunks = work.head_chunks(case)
-    vocab, x4, kept = case.model.vocab_size, have["x4"], layers * work.kept(case)
+    vocab, x4, kept = (
+        case.model.vocab_size,
+        have["x4"],
+        case.model.num_hidden_layers * work.kept(case),
+    )
     weights4, table4 = 4.0 * sum(case.numbers.values()), 4.0 * vocab * case.model.hidden_size
     local4 = weights4 - 4.0 * case.numbers["embedding"]
     layer4 = 4.0 * sum(case.layer.values())
@@ -81,12 +85,11 @@ def estimate(case: Case) -> Footprint:
             ),
         },
         "backward": {
-            # a layer's rows of experts, their gradients, the stream; of gradients that leave, a
-            # layer twice
+            # a layer's rows of experts, their gradients, the stream
             "activations": kept,
             "gradients": held + table4,
             "working set": 8 * x4 + 2 * have["h2"] + late + copies,
-            "exchange": gathered + (layer4 if fetched else 0.0) + 8.0 * case.leaving / layers,
+            "exchange": gathered + (layer4 if fetched else 0.0),
         },
         "its end": {
             "activations": kept if late else 0.0,
@@ -95,14 +98,10 @@ def estimate(case: Case) -> Footprint:
             "exchange": table,
         },
     }
-    if case.devices == 1:
-        places["directions"] = {"gradients": weights4, "working set": work.directions(case)}
-    else:
-        share = weights4 / case.devices
+    if case.devices > 1:
+        share, embedding4 = weights4 / case.devices, weights4 - local4
         # and received ones
         to_owners = 8.0 * sum(way.sent / way.rounds for way in case.ways.values())
-        embedding4 = weights4 - local4
         places["sums"] = {"gradients": weights4 + left4, "exchange": share + embedding4 + to_owners}
-        places["directions"] = {"gradients": 2 * share, "exchange": work.directions(case)}
     weights = weights4 - (4 - COPY) * sum(case.copied.values())
     return Footprint({"weights": weights, "optimizer": float(case.optimizer_bytes)}, places)
