@@ -39,13 +39,7 @@ from zaya_jax.training.pace import Pace
 from zaya_jax.training.profile import Profile
 from zaya_jax.training.sample import write_sample
 from zaya_jax.training.trackers import Function, Trackers
-from zaya_jax.training.workdir import (
-    CleanupIfRefused,
-    check_same,
-    folder_of,
-    open_workdir,
-    record_start,
-)
+from zaya_jax.training.workdir import CleanupIfRefused, check_same, open_workdir, record_start
 from zaya_jax.version import __version__
 
 UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.sound`)
@@ -53,7 +47,7 @@ UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.sound`
 
 def train(
     config: Config,
-    workdir: str | Path | None = None,
+    folder: Path,
     faults: Any = None,
     tracker: Function | None = None,
     observers: Sequence[Observer] = (),
@@ -69,7 +63,7 @@ def train(
     stop, code = None, None
     while code is None:  # the first time, and after each time that the run went back behind a spike
         with contextlib.ExitStack() as at_end:
-            begun = begin(config, workdir, at_end)
+            begun = begin(config, folder, at_end)
             if begun.planned.reached == begun.planned.recipe.last_step:
                 return already_complete(begun)
             loop = Loop(begun, faults, tracker, observers)
@@ -101,7 +95,7 @@ class Beginning:
     store: Store
 
 
-def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitStack) -> Beginning:
+def begin(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Beginning:
     """Opens the folder, finds out how the run begins, and checks all that can be checked before
     anything is compiled.
 
@@ -119,7 +113,6 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     newest is looked for;
     last, the batches that it leaves out are taken out of the stream.
     """
-    folder = folder_of(config, workdir)
     recipe, tokenizer = start.plan_run(config, folder)
     found = kernels.look_up(recipe.config, jax.devices()[0], together=True)
     config = recipe.config  # with the keys that a fork and a tokenizer fill in

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -274,9 +275,9 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
-def train(workdir=None, **keys):
+def train(place="runs/tiny", **keys):
     return tiny_runs.train(
-        workdir,
+        Path(place),
         **{"data__path": f"{cli.__file__[: -len('cli.py')]}optim", "run__num_steps": 2} | keys,
     )
 
@@ -332,7 +333,10 @@ def test_what_was_there_before_a_refused_run_stays(here):
     (here / "runs" / "tiny" / "mine.txt").write_text("x")
     (here / "file").write_text("mine")
     before = tree(here)
-    for place, says in ((None, r"holds mine\.txt"), ("file/a/b", "^file/a/b cannot be written")):
+    for place, says in (
+        ("runs/tiny", r"holds mine\.txt"),
+        ("file/a/b", "^file/a/b cannot be written"),
+    ):
         with pytest.raises(UserError, match=says):
             train(place)
     assert tree(here) == before
