@@ -60,6 +60,7 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     from zaya_jax.model import zaya
     from zaya_jax.parallel import sharding
     from zaya_jax.parallel.mesh import batch_spec, make_mesh
+    from zaya_jax.parallel.spread import spread_of
     from zaya_jax.training import step as steps
 
     if scheme == "tp+sp folded":
