@@ -103,7 +103,8 @@ def _answers(
                 lines.put(line)
             lines.put("")
 
-        threading.Thread(target=read, daemon=True).start()
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
         try:
             with contextlib.suppress(OSError):
                 print(json.dumps(request), file=process.stdin, flush=True)
@@ -121,6 +122,8 @@ def _answers(
         finally:  # with all that it started
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # It must be at the end of its input before that is closed.
+            reader.join(START)
 
 
 def make_record(
