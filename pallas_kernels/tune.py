@@ -122,6 +122,10 @@ def _answers(
         finally:  # with all that it started
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # Closing flushes a request that a child has not read, which is no error of ours.
+            with contextlib.suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.close()
             # It must be at the end of its input before that is closed.
             reader.join(START)
 
