@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (".ci", "benchmarks", "docs", "launch", "requirements", "tests", "tools")
 PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
-MAX_LINES = 650  # of a file
+MAX_LINES = 600  # of a file
 LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 
 # Statements (`ast.stmt`) at most. Wrapping a line adds none, so packing saves nothing. A row has

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_models
 from test_public_names import OF_A_MODEL
 from traced_once import traced_once
 
@@ -30,21 +31,8 @@ from zaya_jax.training import step as steps
 
 __all__ = ["traced_once"]
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = dict(
-    vocab_size=264,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    moe_intermediate_size=8,
-    num_experts=2,
-    router_hidden_size=8,
-    max_position_embeddings=64,
-    initializer_range=0.05,
-    layer_types=("hybrid_sliding", "hybrid"),
-    sliding_window=3,
-)
+# Sliding and full layers.
+KINDS = dict(initializer_range=0.05, layer_types=("hybrid_sliding", "hybrid"), sliding_window=3)
 
 
 def config():
@@ -54,17 +42,9 @@ def config():
     AdamW compiles in half the time of Muon. The z-loss is part of what training minimizes, not of a
     loss that is given.
     """
-    c = zj.config.default()
-    c.name = "small"
-    for key, value in SMALL.items():
-        c.model[key] = value
-    c.precision.compute, c.precision.newton_schulz, c.precision.matmul = (
-        "float32",
-        "float32",
-        "highest",
-    )
+    c = small_models.settings(**KINDS)
     c.optim.name, c.optim.z_loss = "adamw", 0.1
-    c.data.path, c.data.tokenizer, c.data.seq_len, c.data.global_batch = "text.txt", "bytes", 16, 8
+    c.data.path, c.data.seq_len = "text.txt", 16
     c.run.num_steps, c.eval.every, c.checkpoint.every_steps = 4, 2, 2
     c.log.sample_tokens = 0
     return c
@@ -150,7 +130,12 @@ def compiled():
 
 
 def test_sentences_take_two_programs_and_have_the_logits_of_their_own_lengths(compiled):
-    model = zj.create({"model": SMALL | {"max_position_embeddings": 512}, "data": {"seq_len": 512}})
+    model = zj.create(
+        {
+            "model": small_models.SIZES | KINDS | {"max_position_embeddings": 512},
+            "data": {"seq_len": 512},
+        }
+    )
     rng = np.random.default_rng(0)
     rows = [
         rng.integers(0, 264, (1, length)) for length in (1, 64, 65, 256, *rng.integers(1, 257, 8))
@@ -218,70 +203,6 @@ def test_a_run_that_is_not_done_is_an_exception_with_the_exit_code(
 # ##################################################################################################
 
 
-@pytest.fixture(scope="module")
-def segments():
-    """Documents that end anywhere, and padding."""
-    return np.asarray([[1] * 7, [1, 1, 1, 2, 2, 0, 0]])
-
-
-def test_attention_is_what_the_tokens_see_of_each_other(model, ids, segments):
-    seen = model.trace(ids, segments=segments, attention=True)
-    sliding, full = seen.attention
-    see = np.tril(np.ones((7, 7), bool)) & (segments[:, :, None] == segments[:, None, :])
-    see = np.broadcast_to(see[:, None], full.shape)
-    near = see & np.triu(np.ones((7, 7), bool), -2)  # a sliding layer does not look farther back
-    for weights, visible in ((full, see), (sliding, near)):
-        assert (weights[visible] > 0).all() and (weights[~visible] == 0).all()
-    np.testing.assert_allclose(seen.attention.sum(-1), 1, rtol=1e-6)
-    scores = (
-        np.einsum("lbqkgc,lbjkc->lbkgqj", seen.queries.reshape(2, 2, 7, 2, 2, 8), seen.keys)
-        / 8**0.5
-    )
-    scores = scores.reshape(seen.attention.shape)[..., 1, :2]  # the second token's, which sees both
-    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    np.testing.assert_allclose(weights, seen.attention[..., 1, :2], rtol=1e-4)
-    assert seen.values.shape == seen.keys.shape == (2, 2, 7, 2, 8)
-    plain = model.trace(ids, segments=segments)
-    biased = plain.router_probs + np.asarray(model.balance)[:, None, None]
-    np.testing.assert_array_equal(plain.choices, biased.argmax(-1))
-    assert plain.attention is None and len(np.unique(plain.choices)) > 1
-    np.testing.assert_array_equal(seen.logits, plain.logits)
-    np.testing.assert_array_equal(seen.hidden_states, plain.hidden_states)
-
-
-def test_the_experts_outputs_are_what_joins_the_stream_times_p(model, ids):
-    """With twice the last weights the stream gains the same once more: fresh weights scale
-    nothing."""
-    model = dataclasses.replace(model, balance=0 * model.balance)  # some tokens skip
-    layers = model.params["layers"]
-    doubled = {**layers["experts"], "down": 2 * layers["experts"]["down"]}
-    other = dataclasses.replace(
-        model, params={**model.params, "layers": {**layers, "experts": doubled}}
-    )
-    one, two = model.trace(ids), other.trace(ids)
-    skips, p = (
-        one.choices[0] == 2,
-        np.take_along_axis(one.router_probs[0], one.choices[0][..., None], -1),
-    )
-    assert skips.any() and not skips.all() and (one.expert_outputs[0][skips] == 0).all()
-    gained = two.hidden_states[0] - one.hidden_states[0]
-    np.testing.assert_allclose(p * one.expert_outputs[0], gained, rtol=1e-3, atol=1e-7)
-    assert np.abs(gained[~skips]).min(-1).all()
-
-
-def test_the_attention_that_is_seen_makes_what_the_operator_gives(segments):
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((2, 7, heads, 8), np.float32)) for heads in (4, 2, 2)
-    )
-    for window in (None, 3):
-        here = functions._Seeing().sequences(7, jnp.asarray(segments), None, None)
-        out, kept = here.of_layer(window, False, None).attend(q, k, v)
-        weights = kept["attention"].reshape(2, 2, 2, 7, 7)
-        made = jnp.einsum("bkgqj,bjkc->bqkgc", weights, v).reshape(out.shape)
-        np.testing.assert_allclose(made, out, rtol=1e-5, atol=1e-6)
-
-
 MESHES = [
     {"data": 2, "expert": 2, "context": 2, "fsdp": True},
     {"context": 4, "ring": True},
@@ -292,7 +213,8 @@ MESHES = [
 
 @pytest.mark.slow  # tests/parallel has meshes by default
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
+def test_a_mesh_gives_the_same_numbers(model, settings, ids, mesh):
+    segments = np.asarray([[1] * 7, [1, 1, 1, 2, 2, 0, 0]])  # ends anywhere, and padding
     # No mesh divides these rows and columns.
     over = zj.create(settings, mesh=mesh)
     assert same(over.params, model.params) and over.mesh.size == 8

@@ -1,7 +1,7 @@
 """One small model of fresh weights for all that scores here."""
 
 import pytest
-from scored_models import settings
+from small_models import settings
 
 import zaya_jax as zj
 from zaya_jax.text import tokenizers

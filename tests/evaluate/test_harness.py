@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 import pytest
-from scored_models import settings
+from small_models import settings
 
 import zaya_jax as zj
 from zaya_jax.config import UserError
