@@ -17,19 +17,25 @@ import numpy as np
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.foreign import Unsealed
 from zaya_jax.checkpoint.layout import Array
+from zaya_jax.checkpoint.seal import crc32c
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import UserError
 
 
 def mark_of(base: Source) -> str:
-    """A hash of all weights, in float32: it does not change with the files that hold them."""
+    """A hash of all weights, in float32: it does not change with the files that hold them.
+
+    Of their checksums, which find a change, not a forger: ten times as fast as a cryptographic
+    hash of the numbers.
+    """
     found = hashlib.sha256()
     for name, array in sorted(base.arrays().items()):
         if layout.is_weight(name):
             found.update(f"{name}{array.shape}".encode())
             by_layer = layout.by_layer(name, array.shape)  # in memory, a layer of the large ones
             for index in range(array.shape[0]) if by_layer else [None]:
-                found.update(base.read(name.split("."), index).astype(np.float32, copy=False))
+                part = base.read(name.split("."), index).astype(np.float32, copy=False)
+                found.update(crc32c(np.ascontiguousarray(part)).to_bytes(4, "little"))
     return found.hexdigest()
 
 
