@@ -27,8 +27,8 @@ def get_config() -> ConfigDict:
     c.model.router_hidden_size = 48
     c.model.max_position_embeddings = 1024
     # 0.02 would leave the fresh router's probabilities closer to each other than one step of
-    # balancing moves its
-    # biases: for 30 steps all tokens went to one expert after the other (benchmarks/balance.md).
+    # balancing moves its biases: for 30 steps all tokens went to one expert after the other
+    # (benchmarks/balance.md).
     c.model.initializer_range = 0.05
     c.model.bos_token_id, c.model.eos_token_id, c.model.pad_token_id = 256, 257, 258
 

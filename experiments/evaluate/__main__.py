@@ -3,15 +3,12 @@
     python -m experiments.evaluate --model=runs/tiny --out=DIR [--data=FILES_OR_PREPARED ...] [--tasks=NAME,NAME]
 
 --model is a run's folder, FOLDER@STEP, a directory of transformers, or OWNER/NAME on the hub.
-Without --data and
---tasks the run's held-out text is scored. --data takes files, quoted globs and directories as
-prepare_data does, or its
-output (then the held-out part is used), and may be repeated: each is a row of the table. The
-program writes
-evaluation.md, evaluation.json, evaluation.html and, with tasks, samples.jsonl. Several processes,
-started as for
-pretrain (docs/clusters.md), share the work; each loads the whole model. docs/evaluation.md says
-which tokens count.
+Without --data and --tasks the run's held-out text is scored. --data takes files, quoted globs and
+directories as prepare_data does, or its output (then the held-out part is used), and may be
+repeated: each is a row of the table. The program writes evaluation.md, evaluation.json,
+evaluation.html and, with tasks, samples.jsonl. Several processes, started as for pretrain
+(docs/clusters.md), share the work; each loads the whole model. docs/evaluation.md says which tokens
+count.
 """
 
 from zaya_jax import cli

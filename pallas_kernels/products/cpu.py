@@ -10,8 +10,8 @@ from pallas_kernels.products import xla
 
 # bytes of weights that XLA copies, into the order that it multiplies in, within a core's cache
 STRIP = 1 << 20
-FEW = range(2, 64)
 # rows whose products take the time in which weights are read; one row is multiplied without a copy
+FEW = range(2, 64)
 
 
 def sum_rows(x_spec, y_spec, w_spec, x, y, precision=None) -> jax.Array:

@@ -2,8 +2,8 @@
 WORKDIR OPTIONS`.
 
 Its "run" is a counter: all processes of a start meet at each step through files, every fifth step
-is a checkpoint, and
-a file WORKDIR/do-INDEX says what befalls process INDEX once, and at which step:
+is a checkpoint, and a file WORKDIR/do-INDEX says what befalls process INDEX once, and at which
+step:
 `STEP kill|stop|exit N|spin|lock|orphan|print TEXT|pause SECONDS`.
 """
 

@@ -11,10 +11,9 @@ of it:
 - Rows are taken in *blocks* of R neighbours, some bundles long. Rows that fill no block are spread
   over the epoch.
 - Blocks are permuted anew each epoch and opened L at a time, a *round*; rows go round its blocks,
-  so that one batch has
-  one row of each, and a block's next row comes `TURNS` steps later. A step's rows lie in the batch
-  by their blocks
-  (`Order.lane`), so a block stays with a batch slot or its neighbour, and is read by one process.
+  so that one batch has one row of each, and a block's next row comes `TURNS` steps later. A step's
+  rows lie in the batch by their blocks (`Order.lane`), so a block stays with a batch slot or its
+  neighbour, and is read by one process.
 - A source has at least `ROUNDS` rounds an epoch, otherwise R is smaller; small sources have R = 1:
   all rows shuffled.
 

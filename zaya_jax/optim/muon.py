@@ -34,12 +34,11 @@ from pallas_kernels.newton_schulz import orthogonalize
 
 COEFFICIENTS = ("keller_jordan", "polar_express")
 SCALES = ("match_rms_adamw", "spectral")
-# As steep at zero as a quintic can be; singular values do not converge to 1 but end in about [0.7,
-# 1.2].
+# As steep at zero as a quintic can be; singular values do not converge to 1 but end in about
+# [0.7, 1.2].
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
+# numbers of a stack up to which all of it is orthogonalised at once, its float32 copies included
 WHOLE = 2**26
-# numbers of a stack up to which all of it is orthogonalised at once, copies of it in float32 and
-# all
 # numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
 TURN = 2**23
 

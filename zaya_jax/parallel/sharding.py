@@ -88,8 +88,7 @@ def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
     keeps pairs together.
 
     [gate | up] becomes [gate 0 | up 0 | gate 1 | up 1 | ..]. A run with split expert widths holds
-    these
-    matrices in this order; checkpoints hold [gate | up].
+    these matrices in this order; checkpoints hold [gate | up].
     """
 
     def one(path, x):

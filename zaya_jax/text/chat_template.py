@@ -42,8 +42,8 @@ REASONING = "<@ its reasoning @>"  # and how it takes this
 TRIES = 4  # to cut a reasoning to a length
 
 # A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between
-# <think> and </think>
-# before the answer, and tool calls after it, each as JSON between <tool_call> and </tool_call>.
+# <think> and </think> before the answer, and tool calls after it, each as JSON between <tool_call>
+# and </tool_call>.
 TEMPLATE = r"""
 {#- Written by zaya_jax: zaya_jax/text/chat_template.py, for tuning, talking and export. -#}
 {%- set turn, end_turn = TURN, END_TURN -%}
