@@ -311,3 +311,29 @@ def test_what_is_learnt_rewritten_and_left_out_is_counted(tmp_path):
     )
     told = f"31 answers learnt, 1 answers rewritten, {tokens} tokens learnt"
     assert read.counts.learnt == told
+
+
+IN_BLOCKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", ["chatml", "llama_3", "mistral_v3", "phi_3", IN_BLOCKS, ""])
+def test_answers_of_a_prompt_are_read_and_not_learnt(source):
+    """As in TRL; so are turns with a weight of 0, as in OpenAI's form."""
+    source = FAMILIES.get(source, source)
+    prompt = [user("q0"), answer("said before"), user("q1")]
+    turns = chat.paired_turns({"prompt": prompt, "completion": [answer("learnt")]}, "text")
+    tok, document, outcome = prepared(source, turns)
+    assert outcome == KEPT and (document.answers, document.rewritten) == (1, 0)
+    (run, *ends) = learnt(tok, document)
+    assert run.lstrip().startswith("learnt") and "said" not in "".join(ends)
+    assert "said before" in tok.spell(document.tokens.tolist())
+
+    weighted = [user("q0"), answer("learnt"), user("q1"), answer("not this", weight=0)]
+    tok, document, outcome = prepared(source, weighted)
+    runs = learnt(tok, document)
+    assert len(runs) == 1 and runs[0].lstrip().startswith("learnt")
+    with pytest.raises(chat.BadChat, match="teaches nothing"):
+        chat.read([user("q"), answer("a", weight=0)])

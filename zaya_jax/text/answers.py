@@ -9,6 +9,7 @@ words, and ends with the mark of its end.
 
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -90,10 +91,24 @@ class Marked:
                 found.insert(0, (self._start(number, own, heads[role]), stop))
         return found
 
+    def without_context(self, spans: Spans) -> Spans:
+        """The places of answers that are to be learnt: a place belongs to the first answer that
+        ends behind its beginning, or to the last one."""
+        ends = [(self._end(number), self._given[number].context) for number in self._answers]
+
+        def only_read(begin: int) -> bool:
+            return next((context for end, context in ends if end >= begin), ends[-1][1])
+
+        return [span for span in spans if not only_read(span[0])]
+
     def learnt(self, spans: Spans) -> int:
         """How many answers end in these places."""
-        ends = [self._ends.get(self._first[number + 1] - 1, -1) for number in self._answers]
+        ends = [self._end(number) for number in self._answers if self._given[number].learnt]
         return sum(any(begin <= end <= stop for begin, stop in spans) for end in ends)
+
+    def _end(self, number: int) -> int:
+        """Where an answer's text ends; -1 where it is rewritten."""
+        return self._ends.get(self._first[number + 1] - 1, -1)
 
     def _behind(self, kind: str, text: str) -> str:
         """A text with a mark behind it, before its last white space: templates may strip that."""
@@ -119,7 +134,7 @@ class Marked:
             content = self._behind(KINDS.get(turn.role, "a turn of another role"), content)
         if calls:
             more["tool_calls"] = [self._named("a call", call) for call in calls]
-        return Message(turn.role, turn.reasoning, content, more, turn.inside)
+        return dataclasses.replace(turn, content=content, more=more)
 
     def _begin(self, part: int) -> int | None:
         """Where a part begins; None where it is not written as it was given."""

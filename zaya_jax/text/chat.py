@@ -17,8 +17,9 @@ from zaya_jax.text.tokenizers import NotUnicode, utf8
 from zaya_jax.text.tokens import Document
 
 # Of how chats become documents: 1 kept the roles' own names, 2 had tools after a record's system
-# text, 3 found answers by the differences of prefixes, 4 learnt a next turn's header as an end.
-VERSION = 5
+# text, 3 found answers by the differences of prefixes, 4 learnt a next turn's header as an end, 5
+# the answers of a prompt.
+VERSION = 6
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
@@ -55,14 +56,21 @@ class Message:
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     # The reasoning as it was given before the content, with its marks and line ends.
     inside: str = dataclasses.field(default="", repr=False, compare=False)
+    # Read, and never learnt: turns of a prompt, and those that OpenAI's form gives a weight of 0.
+    context: bool = dataclasses.field(default=False, repr=False)
 
     def __str__(self) -> str:
         return "\n".join((self.role, self.reasoning, self.content))
 
     @property
     def answer(self) -> bool:
-        """Whether the model is to learn to write it."""
+        """Whether the model writes it."""
         return self.role.lower() in MODEL_ROLES
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the model is to learn to write it."""
+        return self.answer and not self.context
 
     def with_reasoning(self, reasoning: str) -> "Message":
         """The same turn with other reasoning, or none."""
@@ -95,7 +103,7 @@ def read(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise BadChat(f"a conversation is a list of turns, not {type(messages).__name__}")
     found = [message(one) for one in messages]
-    if not any(one.answer for one in found):
+    if not any(one.learnt for one in found):
         raise BadChat("a conversation without an answer (a turn of role assistant) teaches nothing")
     return found
 
@@ -120,12 +128,13 @@ def paired_turns(record: Mapping[str, Any], text_field: str) -> list[Any]:
             raise BadChat(f"earlier turns under {EARLIER!r} are not read; give all under messages")
         if pair[0] == "instruction" and record.get(ADDED):
             question = f"{question}\n\n{record[ADDED]}"
-        sides = (question, "user"), (answer, "assistant")
-        return [
-            turn
-            for given, role in sides
-            for turn in (given if isinstance(given, list) else [{"role": role, "content": given}])
-        ]
+        if not isinstance(question, list):
+            question = [{"role": "user", "content": question}]
+        if not isinstance(answer, list):
+            answer = [{"role": "assistant", "content": answer}]
+        # A prompt's own answers are not learnt, as in TRL.
+        said = [one | {"weight": 0} if isinstance(one, dict) else one for one in question]
+        return [*said, *answer]
     return []
 
 
@@ -174,7 +183,7 @@ def message(given: Any) -> Message:
     more: dict[str, Any] = {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
     if calls:
         more["tool_calls"] = calls
-    turn = Message(turn.role, reasoning, text, more, inside)
+    turn = Message(turn.role, reasoning, text, more, inside, given.get("weight") == 0)
     try:
         utf8(turn.role + turn.reasoning + turn.content + _json(more))
     except NotUnicode as error:

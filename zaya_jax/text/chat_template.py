@@ -368,11 +368,13 @@ class Template:
             )
         spans = [(begin, begin + len(block)) for begin, block in blocks]
         ids, places = self._tokenizer.spelt(text)
-        learnt = total = sum(turn.answer for turn in turns)
-        if not self._ours:
+        learnt = total = sum(turn.learnt for turn in turns)
+        only_read = any(turn.answer and turn.context for turn in turns)
+        if not self._ours or only_read:
             marked = answers.Marked(self._render, tools, turns, text)
             if not spans:
                 spans = marked.spans(self._ending[3], self._ends)
+            spans = marked.without_context(spans) if only_read else spans
             learnt = marked.learnt(spans)
         firsts, lasts = np.array(places, np.int64).reshape(-1, 2).T
         begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
