@@ -30,7 +30,7 @@ from zaya_jax.compiled import launches, measure
 from zaya_jax.hardware import chips, clusters, flags, host
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.plan import footprint, rates, step_time
-from zaya_jax.plan.case import Case
+from zaya_jax.plan.case import StepCase
 from zaya_jax.training import kernels as chosen
 from zaya_jax.training import state as states
 
@@ -84,7 +84,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     if not args.profile:
         taken = timing.time_call(step, args.seconds, queue=False)
         chip = chips.named(jax.devices()[0].device_kind) or "h100"  # the plan beside a CPU's time
-        case = Case(here, setup.spread, chip, *sizes)
+        case = StepCase(here, setup.spread, chip, *sizes)
         return {"tiles": tiles and tiles["said"], **figures(case, mesh, program, taken)}
     jax.block_until_ready(step())
     with jax.profiler.trace(str(args.profile)):
@@ -107,9 +107,9 @@ def batch(shape: tuple[int, ...], vocabulary: int) -> dict[str, np.ndarray]:
     }
 
 
-def figures(case: Case, mesh: Any, program: Any, taken: timing.Timing) -> dict[str, Any]:
+def figures(case: StepCase, mesh: Any, program: Any, taken: timing.Timing) -> dict[str, Any]:
     """Tokens a second, MFU of useful FLOPs; memory and time as measured, compiled and planned."""
-    device, config, seconds = mesh.devices.flat[0], case.here, taken.median
+    device, config, seconds = mesh.devices.flat[0], case.config, taken.median
     tokens = case.sequences * config.data.seq_len
     peak = chips.peak_flops(device.device_kind, config.precision)
     useful = chips.model_flops(config.model, config.data.seq_len) * tokens / seconds

@@ -23,7 +23,7 @@ from zaya_jax.hardware import clusters, targets
 from zaya_jax.parallel.mesh import make_mesh, shape_of
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, work
-from zaya_jax.plan.case import Case
+from zaya_jax.plan.case import StepCase
 
 BASE = {"remat": "attention", "precision.weights": "float32"}
 COPIES = {"precision.weights": "compute"}  # the default
@@ -123,7 +123,7 @@ def config_of(changes: dict[str, Any]) -> Config:
     return config_lib.check(c)
 
 
-def here_of(config: Config) -> Config:
+def first_phase(config: Config) -> Config:
     """The config of its one phase."""
     return schedule.phase_config(config, schedule.make_plan(config).segments[0].phase)
 
@@ -134,12 +134,12 @@ def compiled(name: str, folder: Path) -> dict[str, Any]:
     if path.exists():
         return json.loads(path.read_text())
     devices, at_once, micro_batches, changes = CASES[name]
-    here = here_of(config_of(changes))
-    mesh = make_mesh(here.mesh, targets.devices("mi300x", devices))
+    config = first_phase(config_of(changes))
+    mesh = make_mesh(config.mesh, targets.devices("mi300x", devices))
     sequences = at_once * micro_batches * mesh.shape["data"] * mesh.shape["expert"]
     begun = time.perf_counter()
     row = measure.measure(
-        here,
+        config,
         mesh,
         sequences,
         micro_batches,
@@ -151,12 +151,12 @@ def compiled(name: str, folder: Path) -> dict[str, Any]:
     return row
 
 
-def planned(devices: int, at_once: int, micro_batches: int, changes: dict[str, Any]) -> Case:
+def planned(devices: int, at_once: int, micro_batches: int, changes: dict[str, Any]) -> StepCase:
     """A case for the formulas."""
-    here = here_of(config_of(changes))
-    sizes = shape_of(here.mesh, devices)
+    config = first_phase(config_of(changes))
+    sizes = shape_of(config.mesh, devices)
     sequences = at_once * micro_batches * sizes["data"] * sizes["expert"]
-    return Case(here, spread_of(here.mesh, sizes), "mi300x", sequences, micro_batches)
+    return StepCase(config, spread_of(config.mesh, sizes), "mi300x", sequences, micro_batches)
 
 
 def table(folder: Path, names: list[str]) -> str:
@@ -170,7 +170,7 @@ def table(folder: Path, names: list[str]) -> str:
     ]
     for name in names:
         row, case = compiled(name, folder), planned(*CASES[name])
-        parts = work.parts(case)
+        parts = work.list_work(case)
         peak, moved = footprint.estimate(case).peak, sum(p.bytes for p in parts)
         found = (peak, row["memory"]["peak"]), (moved, row["hbm_bytes"])
         cells = [f"{a / 1e9:,.1f} | {b / 1e9:,.1f} | {a / b:.3f}" for a, b in found]

@@ -26,7 +26,7 @@ from zaya_jax.data.order import TURNS
 from zaya_jax.hardware import chips, host, measured, sizing_rules
 from zaya_jax.hardware.measured import BUS, CollectiveTiming, Measured, Product
 from zaya_jax.hardware.sizing_rules import Advice
-from zaya_jax.plan.phases import Need
+from zaya_jax.plan.phases import DataDemand
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import duration, number
@@ -178,7 +178,9 @@ def measure_storage(args: argparse.Namespace) -> None:
     # A small directory's bundles come round again while they are still in memory, which a large
     # one's never do.
     sigma = max(readings[0].sigma, manifest["storage_factor"])
-    need = Need(sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds)
+    need = DataDemand(
+        sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds
+    )
     budget = args.iops_budget or readings[0].pages_per_second
     whose = "given" if args.iops_budget else "measured here, cold, one reader"
     words = storage_document(readings, manifest, need, budget, whose)
@@ -290,7 +292,7 @@ def _io() -> dict[str, int]:
 
 
 def storage_document(
-    readings: list[Reading], manifest: dict, need: Need, budget: float, whose: str
+    readings: list[Reading], manifest: dict, need: DataDemand, budget: float, whose: str
 ) -> Page:
     """The measurements by the state of the page cache, and the formula's figures for the run that
     is sized."""

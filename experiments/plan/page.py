@@ -19,7 +19,7 @@ from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, goodput, network, step_time
 from zaya_jax.plan import phases as planned_phases
 from zaya_jax.plan import rates as rates_lib
-from zaya_jax.plan.case import Case
+from zaya_jax.plan.case import StepCase
 from zaya_jax.plan.phases import PlannedPhase
 from zaya_jax.plan.rates import Rates
 from zaya_jax.report.document import Page, Section, Table, write_results
@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     cluster = clusters.CLUSTERS[args.cluster]
     hours = args.mtbf_hours or goodput.MTBF_HOURS.value
     rates = rates_lib.for_cluster(cluster, args.figures)
-    phases, notes = planned_phases.phases(config, args.devices, cluster, rates, args.at_once, hours)
+    phases, notes = planned_phases.plan_run(
+        config, args.devices, cluster, rates, args.at_once, hours
+    )
     result = {
         "config": config.name,
         "cluster": args.cluster,
@@ -64,10 +66,10 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
     return {
         "name": p.name,
         "mesh": mesh,
-        "remat": case.here.remat,
+        "remat": case.config.remat,
         "sequences": case.sequences,
         "micro_batches": case.micro_batches,
-        "seq_len": case.here.data.seq_len,
+        "seq_len": case.config.data.seq_len,
         "tokens_per_device": case.tokens_per_device,
         "tokens": p.tokens,
         "steps": p.steps,
@@ -77,9 +79,9 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
         "memory": {
             "peak": p.memory.peak,
             "capacity": p.capacity,
-            "place": p.memory.place,
+            "place": p.memory.peak_moment,
             "at_peak": p.memory.at_peak,
-            "places": p.memory.phases,
+            "places": p.memory.bytes_by_moment,
         },
         "step": {
             "seconds": step.seconds,
@@ -104,7 +106,7 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
 def _work(p: PlannedPhase) -> list[dict[str, Any]]:
     """Launches, bytes and FLOPs by scope, with the useful FLOPs."""
     case = p.case
-    useful = chips.flops_by_scope(case.model, case.here.data.seq_len)
+    useful = chips.flops_by_scope(case.model, case.config.data.seq_len)
     rows: dict[str, dict[str, Any]] = {}
     for part, _ in p.step.parts:
         row = rows.setdefault(
@@ -126,26 +128,26 @@ def _work(p: PlannedPhase) -> list[dict[str, Any]]:
 class Way(NamedTuple):
     """One way to run a step."""
 
-    case: Case
+    case: StepCase
     step: step_time.StepTime
     memory: footprint.Footprint
 
 
 def fastest(
-    here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates
+    config: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates
 ) -> list[Way]:
     """The fastest ways to run a phase that fit the chip's memory, fastest first; [] where nothing
     fits."""
     capacity = targets.memory_for_jax(cluster.chip)
     found = [
         Way(case, step_time.estimate(case, cluster, rates), memory)
-        for case in candidates(here, devices, sequences, cluster.chip)
+        for case in candidates(config, devices, sequences, cluster.chip)
         if (memory := footprint.estimate(case)).peak <= capacity
     ]
     return sorted(found, key=lambda way: (way.step.seconds, way.memory.peak))[:BEST]
 
 
-def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterator[Case]:
+def candidates(config: Config, devices: int, sequences: int, chip: str) -> Iterator[StepCase]:
     """Every mesh, micro-batch and remat that `pretrain` would not refuse."""
     for expert, context, tensor, fsdp in itertools.product(SIZES, SIZES, SIZES, (False, True)):
         data, rest = divmod(devices, expert * context * tensor)
@@ -154,23 +156,23 @@ def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterato
             continue
         mesh = Mesh(data=data, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
         mine, spread = (
-            dataclasses.replace(here, mesh=mesh),
+            dataclasses.replace(config, mesh=mesh),
             spread_of(mesh, shape_of(mesh, devices)),
         )
         try:
-            sharding.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len})
+            sharding.check(mine, spread, lengths={"config.data.seq_len": config.data.seq_len})
         except UserError:
             continue
         each = sequences // rows
         for at_once in (n for n in range(1, each + 1) if each % n == 0):
             for remat in REMATS:
-                yield Case(
+                yield StepCase(
                     dataclasses.replace(mine, remat=remat), spread, chip, sequences, each // at_once
                 )
 
 
 def _search(p: PlannedPhase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
-    found = fastest(p.case.here, p.case.devices, p.case.sequences, cluster, rates)
+    found = fastest(p.case.config, p.case.devices, p.case.sequences, cluster, rates)
     return [
         {
             "mesh": (
@@ -178,7 +180,7 @@ def _search(p: PlannedPhase, cluster: Cluster, rates: Rates) -> list[dict[str, A
                 + (", fsdp" if c.case.spread.fsdp else "")
             ),
             "micro_batches": c.case.micro_batches,
-            "remat": c.case.here.remat,
+            "remat": c.case.config.remat,
             "seconds": c.step.seconds,
             "mfu": c.step.mfu,
             "peak": c.memory.peak,
@@ -196,7 +198,10 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
             (
                 name,
                 r.value,
-                r.source + (f"; fast {r.ends[0]:.3g}, slow {r.ends[1]:.3g}" if r.ends else ""),
+                r.source
+                + (
+                    f"; fast {r.fast_slow[0]:.3g}, slow {r.fast_slow[1]:.3g}" if r.fast_slow else ""
+                ),
             )
             for name, r in vars(rates).items()
         ),
@@ -206,7 +211,7 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
         ("bytes/s to a device's host", goodput.HOST_LINK.value, goodput.HOST_LINK.source),
         (
             "page reads for one that tokens fill",
-            planned_phases.SIGMA,
+            planned_phases.READ_AMPLIFICATION,
             "the most of well-packed shards: docs/data.md",
         ),
     ]

@@ -10,21 +10,21 @@ from pallas_kernels.timing import Timing
 from zaya_jax.config import UserError
 from zaya_jax.hardware import chips, clusters, measured, targets
 from zaya_jax.plan import footprint, goodput, network, rates, step_time, work
-from zaya_jax.plan.case import Case
+from zaya_jax.plan.case import StepCase
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
 RATES = rates.for_cluster(CLUSTER)
 
 
-def case(devices: int, **changes) -> Case:
+def case(devices: int, **changes) -> StepCase:
     """ZAYA1-base with four layers, four sequences at once, and what differs."""
     return compared.planned(
         devices, 4, 1, {key.replace("__", "."): value for key, value in changes.items()}
     )
 
 
-def flops(found: Case, *stages: str) -> float:
-    return sum(p.flops for p in work.parts(found) if not stages or p.stage in stages)
+def flops(found: StepCase, *stages: str) -> float:
+    return sum(p.flops for p in work.list_work(found) if not stages or p.stage in stages)
 
 
 # GB of memory and traffic of `benchmarks.plan`'s programs, compiled for MI300X on 26 November 2026;
@@ -55,7 +55,7 @@ COMPILED = {
 def test_memory_and_traffic_are_those_of_the_compiled_program(name):
     found, (peak, moved) = compared.planned(*compared.CASES[name]), COMPILED[name]
     assert footprint.estimate(found).peak / 1e9 == pytest.approx(peak, rel=0.10)
-    assert sum(p.bytes for p in work.parts(found)) / 1e9 == pytest.approx(moved, rel=0.15)
+    assert sum(p.bytes for p in work.list_work(found)) / 1e9 == pytest.approx(moved, rel=0.15)
 
 
 def test_useful_flops_are_the_models_but_for_what_kernels_compute_twice():
@@ -69,7 +69,7 @@ def test_useful_flops_are_the_models_but_for_what_kernels_compute_twice():
 
 def test_remat_trades_memory_for_work():
     cases = [case(8, remat=remat) for remat in page.REMATS]
-    kept = [footprint.estimate(c).places["backward"]["activations"] for c in cases]
+    kept = [footprint.estimate(c).moments["backward"]["activations"] for c in cases]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
     work = [flops(c) for c in cases]
     assert work == sorted(work) and len(set(work)) == 3
@@ -81,8 +81,8 @@ def test_the_exchange_sends_a_float32_gradient_and_a_bfloat16_direction_a_number
     by_kind: dict[str, float] = {}
     for flow in network.flows(found):
         by_kind[flow.kind] = by_kind.get(flow.kind, 0.0) + flow.wire
-    weights = sum(found.numbers.values())
-    muon = found.muon_numbers
+    weights = sum(found.numel.values())
+    muon = found.muon_numel
     assert by_kind["reduce-scatter"] == pytest.approx(4 * weights * 1023 / 1024, rel=0.01)
     assert by_kind["all-gather"] == pytest.approx(
         (2 * muon + 4 * (weights - muon)) * 1023 / 1024, rel=0.01
@@ -101,7 +101,15 @@ def test_each_second_of_a_step_is_accounted_for():
 def test_the_range_has_each_assumption_at_its_ends():
     found, likely = case(1024), step_time.estimate(case(1024), CLUSTER, RATES).seconds
     between = step_time.seconds_between(found, CLUSTER, RATES)
-    assert between.keys() == {"grouped", "attention", "across", "overlap", "ring", "launch", "all"}
+    assert between.keys() == {
+        "grouped",
+        "attention",
+        "inter_node",
+        "overlap",
+        "ring",
+        "launch",
+        "all",
+    }
     assert all(low < likely < high for low, high in between.values())
     assert min(low for low, _ in between.values()) == between["all"][0]
     assert max(high for _, high in between.values()) == between["all"][1]
@@ -120,25 +128,28 @@ def test_the_best_interval_is_the_one_that_loses_least():
 
 def test_the_search_gives_what_fits_fastest_first(monkeypatch):
     monkeypatch.setattr(page, "SIZES", (1, 2))
-    here = case(8).here
-    for tried in page.candidates(here, 8, 8, "mi300x"):  # no case that a run would refuse
+    config = case(8).config
+    for tried in page.candidates(config, 8, 8, "mi300x"):  # no case that a run would refuse
         assert tried.model.num_attention_heads % tried.spread.tensor == 0
         assert (
             tried.sequences
-            == tried.rows * tried.micro_batches * tried.spread.data * tried.spread.expert
+            == tried.sequences_per_device
+            * tried.micro_batches
+            * tried.spread.data
+            * tried.spread.expert
         )
         assert math.prod(tried.axes.values()) == 8
-    found = page.fastest(here, 8, 8, CLUSTER, RATES)
+    found = page.fastest(config, 8, 8, CLUSTER, RATES)
     times = [choice.step.seconds for choice in found]
     assert len(found) == 10 and times == sorted(times)
-    needs = [footprint.estimate(c).peak for c in page.candidates(here, 8, 8, "mi300x")]
+    needs = [footprint.estimate(c).peak for c in page.candidates(config, 8, 8, "mi300x")]
     limit = int((found[0].memory.peak + min(needs)) / 2)
     monkeypatch.setattr(targets, "memory_for_jax", lambda name: limit)
-    fitting = page.fastest(here, 8, 8, CLUSTER, RATES)
+    fitting = page.fastest(config, 8, 8, CLUSTER, RATES)
     assert fitting and all(choice.memory.peak <= limit for choice in fitting)
     assert fitting[0].step.seconds >= times[0]
     monkeypatch.setattr(targets, "memory_for_jax", lambda name: 1)
-    assert page.fastest(here, 8, 8, CLUSTER, RATES) == []
+    assert page.fastest(config, 8, 8, CLUSTER, RATES) == []
 
 
 def figures_of(device: str, path) -> str:
@@ -164,8 +175,8 @@ def test_measured_figures_take_the_place_of_assumptions(tmp_path):
     found = rates.for_cluster(CLUSTER, figures_of("AMD Instinct MI300X", tmp_path / "all.json"))
     assert found.products.value == pytest.approx(2e14 / 1307.4e12)
     assert found.memory.value == pytest.approx(4e12 / 5.3e12)
-    assert found.inside.value == pytest.approx(2e11 * 7 / 8 / 448e9)
-    assert found.across == RATES.across and "measured" in found.memory.source
+    assert found.intra_node.value == pytest.approx(2e11 * 7 / 8 / 448e9)
+    assert found.inter_node == RATES.inter_node and "measured" in found.memory.source
     assert rates.for_cluster(CLUSTER, tmp_path) == found
 
 

@@ -50,7 +50,7 @@ def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
 def phases(devices: int, at_once: int = 0, **changes):
     config = dataclasses.replace(config_lib.check(zaya1_base.get_config()), **changes)
     cluster = clusters.CLUSTERS["mi300x_pollara"]
-    return planned_phases.phases(config, devices, cluster, rates.for_cluster(cluster), at_once)
+    return planned_phases.plan_run(config, devices, cluster, rates.for_cluster(cluster), at_once)
 
 
 def test_a_run_without_a_plannable_phase_is_refused_in_one_line():

@@ -18,7 +18,7 @@ from zaya_jax.checkpoint.source import Source
 from zaya_jax.optim.zero import by_layer, matrices
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.plan import footprint
-from zaya_jax.plan.case import Case
+from zaya_jax.plan.case import StepCase
 from zaya_jax.training import snapshot
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
@@ -157,9 +157,9 @@ def whole(copies, state):
 def test_memory_is_planned(keys):
     for devices, copied in ((4, True), (1, False)):
         config, setup, state, _ = on(devices, **keys)
-        case = Case(config, setup.spread, "mi300x", 8, 1)
-        assert bool(case.copied) == copied
-        planned = footprint.estimate(case).always
+        case = StepCase(config, setup.spread, "mi300x", 8, 1)
+        assert bool(case.copied_numel) == copied
+        planned = footprint.estimate(case).state
         for part, name in (("params", "weights"), ("optimizer", "optimizer")):
             taken = sum(map(states.bytes_per_device, jax.tree.leaves(state[part])))
             assert planned[name] == pytest.approx(taken, abs=600)  # figures and counters
@@ -178,8 +178,8 @@ def test_one_device_rounds_its_experts_once_a_step_and_changes_no_bit(keys):
             config, setup, *_ = on(1, precision__weights=weights, **keys)
             step = steps.make_train_step(config, setup)
             state = step(states.init(config, setup), batch, np.float32(1e-3))
-            planned = footprint.estimate(Case(config, setup.spread, "h200", 4, 2))
-            found[weights] = jax.device_get(state), planned.phases["backward"]
+            planned = footprint.estimate(StepCase(config, setup.spread, "h200", 4, 2))
+            found[weights] = jax.device_get(state), planned.bytes_by_moment["backward"]
     (ours, more), (theirs, less) = found.values()
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     weights = [w for w in setup.optimizer.layout.weights if w.path in EXPERTS]

@@ -1,8 +1,8 @@
 """Describes one program to plan: a phase's config on a mesh with so many sequences, and a device's
 share of it.
 
-    case = Case(here, spread, chip="mi300x", sequences=4096, micro_batches=1)
-    case.tokens, case.layer, case.layout
+    case = StepCase(config, spread, chip="mi300x", sequences=4096, micro_batches=1)
+    case.tokens, case.layer_numel, case.layout
 
 Nothing is compiled. Weights have the model's own shapes and the optimizer's own layout, so padding
 and shares are those of the run. Letters: N tokens of a device in a micro-batch, D model, L layers.
@@ -28,10 +28,10 @@ COPY = 2  # bytes of a number of the copies that devices hold of some weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class StepCase:
     """A step of one phase (`schedule.phase_config`) on one mesh of one chip."""
 
-    here: Config
+    config: Config
     spread: Spread
     chip: str
     sequences: int  # per step, over all devices
@@ -40,7 +40,7 @@ class Case:
     @property
     def model(self) -> Model:
         """The architecture."""
-        return self.here.model
+        return self.config.model
 
     @property
     def devices(self) -> int:
@@ -53,24 +53,24 @@ class Case:
         return {axis: getattr(self.spread, axis) for axis in AXES}
 
     @property
-    def rows(self) -> int:
+    def sequences_per_device(self) -> int:
         """Sequences, or parts of them, that a device has at once."""
         return self.sequences // self.micro_batches // (self.spread.data * self.spread.expert)
 
     @property
-    def length(self) -> int:
+    def tokens_per_row(self) -> int:
         """Tokens of a sequence that a device has."""
-        return self.here.data.seq_len // self.spread.sequence_parts
+        return self.config.data.seq_len // self.spread.sequence_parts
 
     @property
     def tokens(self) -> int:
         """N: of a device in a micro-batch."""
-        return self.rows * self.length
+        return self.sequences_per_device * self.tokens_per_row
 
     @property
     def tokens_per_device(self) -> float:
         """Tokens of a step over devices."""
-        return self.sequences * self.here.data.seq_len / self.devices
+        return self.sequences * self.config.data.seq_len / self.devices
 
     @property
     def linear_layers(self) -> int:
@@ -83,10 +83,10 @@ class Case:
         return "attention" if self.model.model_type == "dense" else "cca"
 
     @property
-    def step_bytes(self) -> int:
+    def muon_itemsize(self) -> int:
         """Bytes of a number in Muon's iteration, and of its directions."""
-        precision = self.here.precision
-        return size(
+        precision = self.config.precision
+        return itemsize(
             precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz
         )
 
@@ -95,17 +95,19 @@ class Case:
         """Where the optimizer's work and state lie."""
         cluster = clusters.of_chip(self.chip)
         node = cluster.of_devices(self.devices).node if cluster else 1
-        return _layout(self.here.model, self.here.optim, self.here.precision, self.spread, node)
+        return _layout(
+            self.config.model, self.config.optim, self.config.precision, self.spread, node
+        )
 
-    def traffic(self, name: str) -> collections.Counter[str]:
+    def exchange_bytes(self, name: str) -> collections.Counter[str]:
         """Bytes of the optimizer's exchange of a bucket, by kind of collective."""
-        back = self.step_bytes if self.layout.methods[name] == "muon" else 4
+        back = self.muon_itemsize if self.layout.methods[name] == "muon" else 4
         return collections.Counter(
             self.layout.traffic(name, COPY if name in self.layout.copied.values() else back)
         )
 
     @functools.cached_property
-    def muon_numbers(self) -> int:
+    def muon_numel(self) -> int:
         """Numbers of Muon's weights on a device."""
         grid = getattr(self.layout, "grid", None)
         return sum(
@@ -115,21 +117,22 @@ class Case:
         )
 
     @functools.cached_property
-    def ways(self) -> dict[str, ByLayer]:
+    def early_buckets(self) -> dict[str, ByLayer]:
         """The buckets whose gradients are reduced as they leave their layer; none with several
         micro-batches."""
         found = self.layout.by_layer.values() if self.micro_batches == 1 else ()
         return {way.bucket.name: way for way in found}
 
     @functools.cached_property
-    def leaving(self) -> int:
+    def early_numel(self) -> int:
         """Numbers of these buckets' weights."""
         return sum(
-            way.layers * way.matrices * math.prod(way.bucket.row) for way in self.ways.values()
+            way.layers * way.matrices * math.prod(way.bucket.row)
+            for way in self.early_buckets.values()
         )
 
     @functools.cached_property
-    def copied(self) -> dict[str, int]:
+    def copied_numel(self) -> dict[str, int]:
         """Numbers of the weights that a device holds as copies, by scope."""
         found: collections.Counter[str] = collections.Counter()
         for path in self.layout.copied:
@@ -142,7 +145,7 @@ class Case:
     def optimizer_bytes(self) -> int:
         """The optimizer's state on a device: one number a weight for Muon, two for AdamW; and of
         copies the weights."""
-        each = {"muon": size(self.here.precision.momentum), "adamw": 8}
+        each = {"muon": itemsize(self.config.precision.momentum), "adamw": 8}
         shapes, kept = self.layout.state_shapes(), self.layout.copied.values()
         return sum(
             math.prod(shapes[name]) // self.layout.parts(name) * (each[method] + 4 * (name in kept))
@@ -150,10 +153,10 @@ class Case:
         )
 
     @functools.cached_property
-    def numbers(self) -> dict[str, int]:
+    def numel(self) -> dict[str, int]:
         """Weights that a device holds: how many by "layers", "embedding", "rest"."""
         found = dict.fromkeys(("layers", "embedding", "rest"), 0)
-        for path, number in _local(self.model, self.here.precision, self.spread):
+        for path, number in _local(self.model, self.config.precision, self.spread):
             name = {"layers": "layers", "embed/embedding": "embedding"}.get(
                 path, path.split("/")[0]
             )
@@ -161,13 +164,13 @@ class Case:
         return found
 
     @functools.cached_property
-    def layer(self) -> dict[str, float]:
+    def layer_numel(self) -> dict[str, float]:
         """Weights of one layer as a device computes with them, by scope, and "vectors"."""
         whole = dataclasses.replace(self.spread, fsdp=False)
         if self.spread.tsp:
             whole = dataclasses.replace(whole, tensor=1, tsp=False)
         found: dict[str, float] = {}
-        for path, number in _local(self.model, self.here.precision, whole):
+        for path, number in _local(self.model, self.config.precision, whole):
             if path.startswith("layers"):
                 part = path.split("/")[1]
                 part = (
@@ -209,6 +212,6 @@ def _layout(
     ).layout
 
 
-def size(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
     """Bytes of a number."""
     return jnp.dtype(dtype).itemsize

@@ -1,9 +1,9 @@
 """Estimates a device's memory over a step, by component, from shapes.
 
     found = footprint.estimate(case)
-    found.peak, found.at_peak, found.phases
+    found.peak, found.at_peak, found.bytes_by_moment
 
-The state is always there. The rest is largest in one of four places: the head (a chunk's logits),
+The state is always there. The rest is largest at one of four moments: the head (a chunk's logits),
 the backward pass (all gradients, kept activations, a layer's working set), its end (the table's
 gradients from both sides), or the sums over devices. Each is a sum of arrays as the compiled
 program has them.
@@ -12,53 +12,53 @@ program has them.
 import dataclasses
 
 from zaya_jax.plan import work
-from zaya_jax.plan.case import COPY, Case, size
+from zaya_jax.plan.case import COPY, StepCase, itemsize
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "working set", "exchange")
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes of a device, by component in each place; the state, as `always`, is a part of all."""
+    """Bytes of a device, by component: the state, which is always there, and what each moment adds."""
 
-    always: dict[str, float]  # weights, optimizer
-    places: dict[str, dict[str, float]]
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """All that is in use in each place."""
-        state = sum(self.always.values())
-        return {name: state + sum(found.values()) for name, found in self.places.items()}
+    state: dict[str, float]  # weights, optimizer
+    moments: dict[str, dict[str, float]]
 
     @property
-    def place(self) -> str:
-        """The place of the peak."""
-        return max(self.phases, key=lambda name: self.phases[name])
+    def bytes_by_moment(self) -> dict[str, float]:
+        """All that is in use at each moment."""
+        state = sum(self.state.values())
+        return {name: state + sum(found.values()) for name, found in self.moments.items()}
+
+    @property
+    def peak_moment(self) -> str:
+        """The moment of the peak."""
+        return max(self.bytes_by_moment, key=lambda name: self.bytes_by_moment[name])
 
     @property
     def peak(self) -> float:
         """The highest memory of a step."""
-        return max(self.phases.values())
+        return max(self.bytes_by_moment.values())
 
     @property
     def at_peak(self) -> dict[str, float]:
         """The peak by component."""
-        return dict.fromkeys(KINDS, 0.0) | self.always | self.places[self.place]
+        return dict.fromkeys(KINDS, 0.0) | self.state | self.moments[self.peak_moment]
 
 
-def estimate(case: Case) -> Footprint:
+def estimate(case: StepCase) -> Footprint:
     """The memory of a step."""
-    have, spread = work.sizes(case), case.spread
-    compute, several = size(case.here.precision.compute), case.micro_batches > 1
+    have, spread = work.array_bytes(case), case.spread
+    compute, several = itemsize(case.config.precision.compute), case.micro_batches > 1
     chunk, chunks = work.head_chunks(case)
     vocab, x4, kept = (
         case.model.vocab_size,
         have["x4"],
-        case.model.num_hidden_layers * work.kept(case),
+        case.model.num_hidden_layers * work.saved_bytes(case),
     )
-    weights4, table4 = 4.0 * sum(case.numbers.values()), 4.0 * vocab * case.model.hidden_size
-    local4 = weights4 - 4.0 * case.numbers["embedding"]
-    layer4 = 4.0 * sum(case.layer.values())
+    weights4, table4 = 4.0 * sum(case.numel.values()), 4.0 * vocab * case.model.hidden_size
+    local4 = weights4 - 4.0 * case.numel["embedding"]
+    layer4 = 4.0 * sum(case.layer_numel.values())
     logits4, logits2 = 4.0 * chunk * vocab, compute * chunk * vocab
     # Weights that other devices hold: the table, and this layer's and the next one's, float32 and
     # to compute with.
@@ -69,13 +69,13 @@ def estimate(case: Case) -> Footprint:
     # one.
     sums = weights4 if several else 0.0
     # Of gradients that leave with their layer, the share stays.
-    left4 = 4.0 * case.leaving * (1 / case.devices - 1)
+    left4 = 4.0 * case.early_numel * (1 / case.devices - 1)
     held = sums if several else local4 + left4
     # Until the last micro-batch's gradients are there.
-    copies = COPY * work.rounded(case)
+    copies = COPY * work.rounded_numel(case)
     # the table's gradient is computed last of all
     late = logits2 if chunks == 1 and not several else 0.0
-    places = {
+    moments = {
         "head": {
             "activations": kept,
             "working set": logits4 + logits2 + table4 * compute / 4 + 3 * x4 + copies,
@@ -91,7 +91,7 @@ def estimate(case: Case) -> Footprint:
             "working set": 8 * x4 + 2 * have["h2"] + late + copies,
             "exchange": gathered + (layer4 if fetched else 0.0),
         },
-        "its end": {
+        "end of backward": {
             "activations": kept if late else 0.0,
             "gradients": held + (2 if late else 3) * table4,
             "working set": late + 2 * x4 + (copies if several else 0.0),
@@ -101,7 +101,10 @@ def estimate(case: Case) -> Footprint:
     if case.devices > 1:
         share, embedding4 = weights4 / case.devices, weights4 - local4
         # and received ones
-        to_owners = 8.0 * sum(way.sent / way.rounds for way in case.ways.values())
-        places["sums"] = {"gradients": weights4 + left4, "exchange": share + embedding4 + to_owners}
-    weights = weights4 - (4 - COPY) * sum(case.copied.values())
-    return Footprint({"weights": weights, "optimizer": float(case.optimizer_bytes)}, places)
+        to_owners = 8.0 * sum(way.sent / way.rounds for way in case.early_buckets.values())
+        moments["sums"] = {
+            "gradients": weights4 + left4,
+            "exchange": share + embedding4 + to_owners,
+        }
+    weights = weights4 - (4 - COPY) * sum(case.copied_numel.values())
+    return Footprint({"weights": weights, "optimizer": float(case.optimizer_bytes)}, moments)

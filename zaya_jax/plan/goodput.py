@@ -12,7 +12,7 @@ import dataclasses
 import math
 
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.plan.case import Case, size
+from zaya_jax.plan.case import StepCase, itemsize
 from zaya_jax.plan.rates import ASSUMED, Rate
 
 MTBF_HOURS = Rate(
@@ -61,9 +61,9 @@ def share(interval: float, save: float, restart: float, mtbf: float) -> float:
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1(period / mtbf))
 
 
-def saving(case: Case, cluster: Cluster, mtbf_hours: float = MTBF_HOURS.value) -> Saving:
+def saving(case: StepCase, cluster: Cluster, mtbf_hours: float = MTBF_HOURS.value) -> Saving:
     """Checkpoints of a case: weights and the optimizer's state, each number once."""
-    each = {"muon": 4 + size(case.here.precision.momentum), "adamw": 12}
+    each = {"muon": 4 + itemsize(case.config.precision.momentum), "adamw": 12}
     state = sum(math.prod(w.shape) * each[w.method] for w in case.layout.weights)
     stall = SAVE.value + state / case.devices / HOST_LINK.value
     written = state / cluster.storage

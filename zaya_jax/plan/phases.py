@@ -7,7 +7,7 @@ from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import targets
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.plan import footprint, goodput, step_time
-from zaya_jax.plan.case import Case
+from zaya_jax.plan.case import StepCase
 from zaya_jax.plan.footprint import Footprint
 from zaya_jax.plan.goodput import Saving
 from zaya_jax.plan.rates import Rates
@@ -15,14 +15,14 @@ from zaya_jax.plan.step_time import StepTime
 from zaya_jax.text.tokens import PAGE_BYTES
 from zaya_jax.training import recipe
 
-SIGMA = (
+READ_AMPLIFICATION = (
     2.0  # page reads for one that the tokens fill: the most of well-packed shards (SPEC: 1 to 2)
 )
 DAY = 86_400.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Need:
+class DataDemand:
     """The page reads that storage must serve so that no training step waits.
 
     G sequences of s tokens of b bytes in pages of P cost N = sigma·G·s·b/P page reads a step, so a
@@ -51,7 +51,7 @@ class Need:
 class PlannedPhase:
     """One phase with its step of the full batch, and its ramp's smaller steps."""
 
-    case: Case
+    case: StepCase
     step: StepTime
     memory: Footprint
     name: str
@@ -60,7 +60,7 @@ class PlannedPhase:
     tokens: int
     steps: int
     seconds: float  # of all its steps, without failures and saves
-    data: Need
+    data: DataDemand
 
     @property
     def days(self) -> float:
@@ -78,7 +78,7 @@ class PlannedPhase:
         return self.case.tokens_per_device * self.case.devices / self.step.seconds
 
 
-def phases(
+def plan_run(
     config: Config,
     devices: int,
     cluster: Cluster,
@@ -101,16 +101,16 @@ def phases(
         for segment, (here, spread, sequences, micro_batches) in zip(
             segments, portions, strict=True
         ):
-            case = Case(here, spread, cluster.chip, sequences, micro_batches)
+            case = StepCase(here, spread, cluster.chip, sequences, micro_batches)
             time = step_time.estimate(case, cluster, rates)
             whole = segment.num_steps * segment.tokens_per_step
-            number = -(-whole // (case.sequences * case.here.data.seq_len))
+            number = -(-whole // (case.sequences * case.config.data.seq_len))
             seconds, steps, tokens = seconds + number * time.seconds, steps + number, tokens + whole
         m = case.model
-        need = Need(
-            SIGMA,
+        need = DataDemand(
+            READ_AMPLIFICATION,
             case.sequences,
-            case.here.data.seq_len,
+            case.config.data.seq_len,
             2 if m.vocab_size <= 2**16 else 4,
             time.seconds,
         )

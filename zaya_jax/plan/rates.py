@@ -30,7 +30,7 @@ class Rate:
 
     value: float  # the likely one
     source: str
-    ends: tuple[float, float] | None = (
+    fast_slow: tuple[float, float] | None = (
         None  # of a fast and of a slow step; None where `value` is all that is known
     )
 
@@ -46,8 +46,8 @@ class Rates:
     # allows them.
     float32: Rate
     memory: Rate  # of the HBM's bandwidth
-    inside: Rate  # of a node's links, for a collective
-    across: Rate  # of the cards between nodes
+    intra_node: Rate  # of a node's links, for a collective
+    inter_node: Rate  # of the cards between nodes
     overlap: Rate = Rate(
         0.6,
         f"{ASSUMED}: of the time under kernels. A layer's reduce-scatter is awaited in the same"
@@ -68,7 +68,7 @@ class Rates:
         """These rates at their fast (0) or slow (1) end, the others as they are."""
         rates = vars(self)
         return dataclasses.replace(
-            self, **{n: Rate(rates[n].ends[end], rates[n].source) for n in names}
+            self, **{n: Rate(rates[n].fast_slow[end], rates[n].source) for n in names}
         )
 
 
@@ -81,11 +81,11 @@ _ROWS = {  # on MI300X with Pollara, and on Hopper with InfiniBand
         Rate(1.5, f"{ASSUMED}: as three products of TF32, each at 0.6 of that peak"),
     ),
     "memory": (Rate(4.33 / 5.3, ZAYA1), Rate(0.8, H100)),
-    "inside": (
+    "intra_node": (
         Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
         Rate(0.8, f"{ASSUMED}: NCCL inside a node"),
     ),
-    "across": (
+    "inter_node": (
         Rate(0.72, f"{ASSUMED}: RCCL on Pollara, with kernels running", (0.8, 0.62)),
         Rate(0.78, f"{ASSUMED}: NCCL on InfiniBand, with kernels running", (0.85, 0.7)),
     ),
@@ -131,7 +131,7 @@ def _measured(found: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
             each = c.num_devices // c.num_nodes  # devices of a node
             group = [node * cluster.node + i for node in range(c.num_nodes) for i in range(each)]
             name, share = (
-                "inside" if c.num_nodes == 1 else "across",
+                "intra_node" if c.num_nodes == 1 else "inter_node",
                 c.bus_bandwidth / cluster.bandwidth(group),
             )
             result[name] = Rate(max(share, result[name].value if name in result else 0.0), source)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.plan import network, work
-from zaya_jax.plan.case import Case
+from zaya_jax.plan.case import StepCase
 from zaya_jax.plan.rates import Rates
 
 LINKS = "links"
@@ -46,15 +46,15 @@ class StepTime:
         return self.flops / self.seconds / self.peak
 
 
-def estimate(case: Case, cluster: Cluster, rates: Rates) -> StepTime:
+def estimate(case: StepCase, cluster: Cluster, rates: Rates) -> StepTime:
     """The time of a case's step."""
-    chip, best = chips.CHIPS[case.chip], chips.peak_flops(case.chip, case.here.precision)
+    chip, best = chips.CHIPS[case.chip], chips.peak_flops(case.chip, case.config.precision)
     assert best
     hbm = chip.bandwidth * rates.memory.value
     by_scope: dict[str, float] = {}
     by_kind = dict.fromkeys(("products", "HBM", "launches", LINKS), 0.0)
     parts = []
-    for part in work.parts(case):
+    for part in work.list_work(case):
         peak = chip.peaks["float32"] if part.kind == "float32" else best
         computing, moving = (
             part.flops / (peak * getattr(rates, part.kind).value),
@@ -71,14 +71,16 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> StepTime:
         by_scope[part.scope] = by_scope.get(part.scope, 0.0) + seconds
     links, exposed = _communication(case, cluster, rates, parts, by_scope)
     by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
-    useful = chips.model_flops(case.model, case.here.data.seq_len) * case.tokens_per_device
+    useful = chips.model_flops(case.model, case.config.data.seq_len) * case.tokens_per_device
     return StepTime(by_scope, by_kind, links, exposed, tuple(parts), useful, best)
 
 
-def seconds_between(case: Case, cluster: Cluster, rates: Rates) -> dict[str, tuple[float, float]]:
+def seconds_between(
+    case: StepCase, cluster: Cluster, rates: Rates
+) -> dict[str, tuple[float, float]]:
     """Seconds of a step with one rate at its fast and at its slow end, and with "all" of them
     there."""
-    uncertain = [name for name, rate in vars(rates).items() if rate.ends]
+    uncertain = [name for name, rate in vars(rates).items() if rate.fast_slow]
     found = {}
     for what, names in [*((name, [name]) for name in uncertain), ("all", uncertain)]:
         low, high = (estimate(case, cluster, rates.at(end, names)).seconds for end in (0, 1))
@@ -87,7 +89,7 @@ def seconds_between(case: Case, cluster: Cluster, rates: Rates) -> dict[str, tup
 
 
 def _communication(
-    case: Case,
+    case: StepCase,
     cluster: Cluster,
     rates: Rates,
     parts: list[tuple[work.ScopeWork, float]],
@@ -99,19 +101,19 @@ def _communication(
     for flow in network.flows(case):
         seconds = flow.seconds(case, cluster, rates)
         taken[flow.what] = taken.get(flow.what, 0.0) + seconds
-        longest = max(longest, seconds) if flow.what == network.DIRECTIONS else longest
+        longest = max(longest, seconds) if flow.what == network.UPDATES else longest
     if own := sum(seconds for part, seconds in parts if part.scope == "optimizer/exchange"):
         # rows into buckets and out of them again
-        for what in (network.GRADIENTS, network.DIRECTIONS):
+        for what in (network.GRADIENTS, network.UPDATES):
             taken[what] = max(taken.get(what, 0.0), own / 2)
     exposed, overlap = dict(taken), rates.overlap.value
-    if network.DIRECTIONS in taken:
-        others = max(taken[network.DIRECTIONS] - longest, 0.0)
-        exposed[network.DIRECTIONS] -= overlap * min(others, by_scope["optimizer"])
-    if network.FETCHING in taken:
+    if network.UPDATES in taken:
+        others = max(taken[network.UPDATES] - longest, 0.0)
+        exposed[network.UPDATES] -= overlap * min(others, by_scope["optimizer"])
+    if network.PREFETCH in taken:
         layers = sum(
             by_scope.get(name, 0.0) for name in ("cca", "attention", "router", "experts", "mlp")
         )
         rest = 1 - 1 / case.model.num_hidden_layers  # nothing runs during the first
-        exposed[network.FETCHING] -= overlap * min(taken[network.FETCHING] * rest, layers)
+        exposed[network.PREFETCH] -= overlap * min(taken[network.PREFETCH] * rest, layers)
     return taken, exposed

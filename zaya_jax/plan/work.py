@@ -1,7 +1,7 @@
 """Estimates FLOPs, HBM bytes and launches of a step on one device by scope and stage, without
 compiling it.
 
-    for part in work.parts(case): part.scope, part.stage, part.flops, part.bytes
+    for part in work.list_work(case): part.scope, part.stage, part.flops, part.bytes
 
 PASSES says which arrays the kernels of a layer read and write; around the layers stand the
 embedding, the head and the optimizer. The numbers were read off programs compiled for MI300X on 22
@@ -28,7 +28,7 @@ from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.parallel import dispatch
-from zaya_jax.plan.case import COPY, Case, size
+from zaya_jax.plan.case import COPY, StepCase, itemsize
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
@@ -134,15 +134,15 @@ class ScopeWork:
         return self.products + self.others
 
 
-def parts(case: Case) -> list[ScopeWork]:
+def list_work(case: StepCase) -> list[ScopeWork]:
     """All parts of a step."""
     found = [*_layers(case), *_around(case), *_optimizer(case)]
     return [p for p in found if p.bytes or p.flops]
 
 
-def sizes(case: Case) -> dict[str, float]:
+def array_bytes(case: StepCase) -> dict[str, float]:
     """Bytes of the kinds of arrays, weights aside."""
-    m, n, b = case.model, case.tokens, size(case.here.precision.compute)
+    m, n, b = case.model, case.tokens, itemsize(case.config.precision.compute)
     heads = case.spread.heads
     q, kv = (
         m.num_attention_heads * m.head_dim / heads,
@@ -169,47 +169,48 @@ def _units(words: str) -> tuple[tuple[float, str], ...]:
     return tuple((float(word[:-2] or 1), word[-2:]) for word in words.split())
 
 
-def moved(words: str, have: Mapping[str, float]) -> float:
+def bytes_moved(words: str, have: Mapping[str, float]) -> float:
     """Bytes of so many passes over arrays of these sizes."""
     return sum(times * have[name] for times, name in _units(words))
 
 
-def kept(case: Case) -> float:
+def saved_bytes(case: StepCase) -> float:
     """Bytes that are kept of a layer for the backward pass."""
-    policy = {"offload": "attention", "none": "products" if fetched(case) else "none"}
-    return moved(
-        KEPT[case.model.model_type][policy.get(case.here.remat, case.here.remat)], sizes(case)
+    policy = {"offload": "attention", "none": "products" if gathers_weights(case) else "none"}
+    return bytes_moved(
+        KEPT[case.model.model_type][policy.get(case.config.remat, case.config.remat)],
+        array_bytes(case),
     )
 
 
-def in_place(case: Case) -> bool:
+def experts_in_place(case: StepCase) -> bool:
     """Whether kernels read the experts' weights, and write their gradients, where all layers'
     lie."""
     s = case.spread
     return case.model.model_type == "zaya" and not (s.fsdp or s.tsp or s.expert_axes)
 
 
-def rounded(case: Case) -> float:
+def rounded_numel(case: StepCase) -> float:
     """Numbers of the experts' weights that a step rounds for these kernels: those that do not lie
     rounded already."""
-    if not in_place(case) or "layers/experts/gate_up" not in case.layout.formats:
+    if not experts_in_place(case) or "layers/experts/gate_up" not in case.layout.formats:
         return 0.0
-    numbers = case.model.num_hidden_layers * case.layer["experts"]
-    return numbers - case.copied.get("experts", 0)
+    numbers = case.model.num_hidden_layers * case.layer_numel["experts"]
+    return numbers - case.copied_numel.get("experts", 0)
 
 
-def fetched(case: Case) -> bool:
+def gathers_weights(case: StepCase) -> bool:
     """Whether a layer's weights come from other devices, so that it is computed again where nothing
     else is asked."""
     return case.spread.fsdp or (case.spread.tsp and case.model.model_type == "zaya")
 
 
-def repeats(case: Case) -> bool:
+def recomputes(case: StepCase) -> bool:
     """Whether layers are computed again in the backward pass, whole or in part."""
-    return case.here.remat != "none" or fetched(case)
+    return case.config.remat != "none" or gathers_weights(case)
 
 
-def _layers(case: Case) -> Iterator[ScopeWork]:
+def _layers(case: StepCase) -> Iterator[ScopeWork]:
     """The work of all layers and micro-batches."""
     layers, mixer = case.model.num_hidden_layers, case.mixer
     found = [("softmax", mixer, layers - case.linear_layers), ("linear", mixer, case.linear_layers)]
@@ -219,20 +220,20 @@ def _layers(case: Case) -> Iterator[ScopeWork]:
             case.spread.sequence_parts == 1 and len(set(case.model.kinds) - {"hybrid_linear"}) <= 1
         )
         found += [("mix" if own else "mix by XLA", "cca", layers)]
-    found += [(name, name, layers) for name in case.layer if name in PASSES]
+    found += [(name, name, layers) for name in case.layer_numel if name in PASSES]
     for name, scope, count in found:
         if count:
             yield from _part_of_layers(case, name, scope, case.micro_batches * count)
 
 
-def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[ScopeWork]:
+def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterator[ScopeWork]:
     """One part, at each stage at which it runs."""
-    weights = case.layer.get(name, 0.0)
-    copied = case.copied.get(name, 0) + (rounded(case) if name == "experts" else 0)
+    weights = case.layer_numel.get(name, 0.0)
+    copied = case.copied_numel.get(name, 0) + (rounded_numel(case) if name == "experts" else 0)
     held = 4 * weights - (4 - COPY) * copied / case.model.num_hidden_layers
-    have = sizes(case) | {
+    have = array_bytes(case) | {
         "w4": 4 * weights,
-        "w2": size(case.here.precision.compute) * weights,
+        "w2": itemsize(case.config.precision.compute) * weights,
         "wh": held,
     }
     over_devices = name == "experts" and bool(case.spread.expert_axes)
@@ -240,8 +241,8 @@ def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[S
         have |= {array: dispatch.SLACK * have[array] for array in ("h2", "f2")}
     rows = PASSES[name]
     for stage in (FORWARD, AGAIN, BACKWARD):
-        row = rows.get(case.here.remat, rows.get(AGAIN)) if stage == AGAIN else rows[stage]
-        if not row or (stage == AGAIN and not repeats(case)):
+        row = rows.get(case.config.remat, rows.get(AGAIN)) if stage == AGAIN else rows[stage]
+        if not row or (stage == AGAIN and not recomputes(case)):
             continue
         products, others, launches, flops = row
         # the sum over devices reads and writes it
@@ -250,22 +251,27 @@ def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[S
         if over_devices:
             others += " " + ROUND
             yield ScopeWork(
-                "experts/exchange", stage, 0.0, 0.0, times * moved(SENT, have), 5 * times
+                "experts/exchange", stage, 0.0, 0.0, times * bytes_moved(SENT, have), 5 * times
             )
-        if name == "experts" and stage == BACKWARD and case.micro_batches > 1 and in_place(case):
+        if (
+            name == "experts"
+            and stage == BACKWARD
+            and case.micro_batches > 1
+            and experts_in_place(case)
+        ):
             others += " w4"  # the sum so far
         yield ScopeWork(
             scope,
             stage,
             times * flops * _forward_flops(case, name),
-            times * moved(products, have),
-            times * moved(others, have),
+            times * bytes_moved(products, have),
+            times * bytes_moved(others, have),
             times * launches,
             RATES.get(name, "products"),
         )
 
 
-def _forward_flops(case: Case, name: str) -> float:
+def _forward_flops(case: StepCase, name: str) -> float:
     """FLOPs of a part of one layer in one micro-batch."""
     m, heads, b = case.model, case.spread.heads, 2.0 * case.tokens
     d, c, r = m.hidden_size, m.head_dim, m.router_hidden_size
@@ -277,7 +283,7 @@ def _forward_flops(case: Case, name: str) -> float:
         case "mix":
             return b * convolution
         case "softmax":
-            return 4.0 * case.rows * q * c * _area(case)
+            return 4.0 * case.sequences_per_device * q * c * _area(case)
         # queries with a chunk's keys, a quarter of them left out by tiles; and with states
         case "linear":
             return b * c * (2 * q * 0.75 * CHUNK + c * (q + kv))
@@ -292,20 +298,24 @@ def _forward_flops(case: Case, name: str) -> float:
     return 0.0
 
 
-def _area(case: Case) -> float:
+def _area(case: StepCase) -> float:
     """Scores of one head and sequence that a device computes, the mean of layers with a softmax,
     after causality and windows."""
-    m, whole, parts = case.model, case.here.data.seq_len, case.spread.sequence_parts
+    m, whole, parts = case.model, case.config.data.seq_len, case.spread.sequence_parts
     chunk = whole // (2 * parts) if parts > 1 else whole
     windows = [
         m.sliding_window if kind == "hybrid_sliding" else None
         for kind in m.kinds
         if kind != "hybrid_linear"
     ]
-    return case.length * whole * visited(chunk, whole, range(0, whole, chunk), windows or [None])
+    return (
+        case.tokens_per_row
+        * whole
+        * visited(chunk, whole, range(0, whole, chunk), windows or [None])
+    )
 
 
-def head_chunks(case: Case) -> tuple[int, int]:
+def head_chunks(case: StepCase) -> tuple[int, int]:
     """Tokens whose loss a device computes at once, and how often it does in a micro-batch."""
     n = case.tokens // case.spread.heads
     maker = "NVIDIA" if case.chip in ("h100", "h200") else "gfx"
@@ -314,11 +324,11 @@ def head_chunks(case: Case) -> tuple[int, int]:
     return chunk, -(-n // chunk)
 
 
-def _around(case: Case) -> Iterator[ScopeWork]:
+def _around(case: StepCase) -> Iterator[ScopeWork]:
     """Embedding, head, arrays stacked over the layers, and work without a scope."""
     m, mb, layers = case.model, case.micro_batches, case.model.num_hidden_layers
-    b, several, fsdp = size(case.here.precision.compute), mb > 1, case.spread.fsdp
-    x4 = sizes(case)["x4"]
+    b, several, fsdp = itemsize(case.config.precision.compute), mb > 1, case.spread.fsdp
+    x4 = array_bytes(case)["x4"]
     table4, table2 = 4.0 * m.vocab_size * m.hidden_size, b * m.vocab_size * m.hidden_size
     chunk, chunks = head_chunks(case)
     logits4, logits2 = 4.0 * chunk * chunks * m.vocab_size, b * chunk * chunks * m.vocab_size
@@ -341,24 +351,24 @@ def _around(case: Case) -> Iterator[ScopeWork]:
         mb * (3 * logits4 + logits2 + table4 + table2 + 17 * x4),
         mb * (15 * chunks + 6),
     )
-    held = kept(case) * layers
+    held = saved_bytes(case) * layers
     # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put
     # back: not those whose kernels write them where all layers' lie, nor those that leave with
     # their layer. Kept arrays go in and out.
-    own = sum(case.layer.values()) * layers
-    large = case.layer.get("experts", case.layer.get("mlp", 0.0)) * layers
-    stacked = own - (large if in_place(case) or fsdp else case.leaving)
+    own = sum(case.layer_numel.values()) * layers
+    large = case.layer_numel.get("experts", case.layer_numel.get("mlp", 0.0)) * layers
+    stacked = own - (large if experts_in_place(case) or fsdp else case.early_numel)
     yield ScopeWork("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 48 * layers)
     # Zeros for kept arrays and for the table's gradient; the carry of the embedding's sum; o's
     # weights converted.
     rest = (
-        mb * (2.0 * case.layer[case.mixer] * layers + held + 2 * turns * x4)
+        mb * (2.0 * case.layer_numel[case.mixer] * layers + held + 2 * turns * x4)
         + min(chunks, 2) * table4
     )
     if several:
         # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of
         # it alone
-        rest += 4.0 * case.numbers["layers"] + mb * (0 if fsdp else 3 if chunks > 1 else 1) * table4
+        rest += 4.0 * case.numel["layers"] + mb * (0 if fsdp else 3 if chunks > 1 else 1) * table4
     if fsdp:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and
         # scattered; the table's both.
@@ -369,9 +379,9 @@ def _around(case: Case) -> Iterator[ScopeWork]:
     yield ScopeWork("other", FORWARD, 0, 0, rest, mb * (14.5 * layers + 85))
 
 
-def _optimizer(case: Case) -> Iterator[ScopeWork]:
+def _optimizer(case: StepCase) -> Iterator[ScopeWork]:
     """Muon and AdamW on a device's share, the exchange around them, and the new weights."""
-    layout, step, rounds = case.layout, case.step_bytes, case.here.optim.newton_schulz_steps
+    layout, step, rounds = case.layout, case.muon_itemsize, case.config.optim.newton_schulz_steps
     shapes = layout.state_shapes()
     flops = x4 = gram4 = adamw4 = 0.0
     launches = 160.0
@@ -392,14 +402,14 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
     # Its sums, with their roundings where the products' format is narrower.
     rounding = (1 + wide) * (wide > 1)
     sums = rounds * ((2 + wide) * x4 + (2 + wide + rounding) * gram4) * step / 4
-    local = sum(case.numbers.values()) - sum(case.copied.values())
+    local = sum(case.numel.values()) - sum(case.copied_numel.values())
     # The states; weights rw, directions r; norms of each device's part, or gradients weighed, cut
     # and put away whole.
-    others = sums + (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + directions(case)
-    others += (4.0 * local + directions(case)) / case.devices + (
+    others = sums + (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + direction_bytes(case)
+    others += (4.0 * local + direction_bytes(case)) / case.devices + (
         20.0 * local if case.devices == 1 else 0.0
     )
-    others += (4.0 + COPY) * rounded(case)
+    others += (4.0 + COPY) * rounded_numel(case)
     yield ScopeWork("optimizer", "", flops, products, others, launches)
     if layout.sharded:
         yield ScopeWork(
@@ -407,10 +417,10 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
         )
 
 
-def _exchanged(case: Case) -> float:
+def _exchanged(case: StepCase) -> float:
     """Bytes that the optimizer's exchange reads and writes on the device itself."""
     # Gradients for owners: zeros, put in order, sent; in two rounds again, and in another order.
-    ways = case.ways.values()
+    ways = case.early_buckets.values()
     found = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in ways)
     # A layer's gradients are copied where padding goes behind them.
     found += sum(
@@ -427,27 +437,27 @@ def _exchanged(case: Case) -> float:
     }
     return (
         found
-        + cut_out(case)
+        + padded_copy_bytes(case)
         + sum(
-            times * case.traffic(name)[kind]
+            times * case.exchange_bytes(name)[kind]
             for name in case.layout.methods
             for kind, times in weights.items()
         )
     )
 
 
-def directions(case: Case) -> float:
+def direction_bytes(case: StepCase) -> float:
     """Bytes of the optimizer's directions for all weights of a device, and of copies that are cut
     out of padding."""
-    copied, weights = sum(case.copied.values()), sum(case.numbers.values())
+    copied, weights = sum(case.copied_numel.values()), sum(case.numel.values())
     return (
-        case.step_bytes * (case.muon_numbers - copied)
-        + 4.0 * (weights - case.muon_numbers)
-        + cut_out(case)
+        case.muon_itemsize * (case.muon_numel - copied)
+        + 4.0 * (weights - case.muon_numel)
+        + padded_copy_bytes(case)
     )
 
 
-def cut_out(case: Case) -> float:
+def padded_copy_bytes(case: StepCase) -> float:
     """Bytes of new copies that come with padding; others are gathered into their own place."""
     buckets = (case.layout.matrices[name] for name in case.layout.copied.values())
     return float(sum(COPY * b.numbers for b in buckets if b.travel.padded > b.travel.rows))
