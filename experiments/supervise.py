@@ -126,6 +126,11 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
         raise UserError(f"--min_nodes={args.min_nodes} is more than --nodes={nodes}")
     gpus = machine.gpus(os.environ)
     processes = args.processes or len(gpus) or 1
+    if len(gpus) % processes:
+        raise UserError(
+            f"--processes={processes} does not divide the node's {len(gpus)} GPUs: some would be"
+            " idle; leave it out for one process a GPU"
+        )
     workdir = workdir_of(training)
     if rank is None or rank.index == 0:  # a second agent would add its events to the run's
         claims.require_free(workdir)

@@ -21,7 +21,7 @@ from agents import STEPS, command, start
 
 from experiments import supervise
 from zaya_jax import cli
-from zaya_jax.aegis import accounts
+from zaya_jax.aegis import accounts, machine
 from zaya_jax.checkpoint.run import claims
 from zaya_jax.cluster import events
 
@@ -286,6 +286,7 @@ def test_a_refused_start_leaves_nothing(tmp_path):
         (["--", "--config=x"], "--workdir=DIR is missing after --"),
         (["--workdir=x"], "--workdir"),
         (["--processes=0", "--", "--workdir=x"], "--processes"),
+        (["--processes=2", "--", "--workdir=x"], "--processes=2 does not divide the node's 3 GPUs"),
         (["--command=a 'b", "--", "--workdir=x"], "is no command line (No closing quotation)"),
         (
             ["--agents=2", "--", "--workdir=x"],
@@ -304,6 +305,8 @@ def test_a_refused_start_leaves_nothing(tmp_path):
     ],
 )
 def test_refuses_in_one_line(options, words, called, monkeypatch):
+    if "GPUs" in words:
+        monkeypatch.setattr(machine, "gpus", lambda environ: [0, 0, 1])
     if options[0].startswith("ZAYA"):  # a variable
         monkeypatch.setenv(*options.pop(0).split("="))
     code, _, err = called(supervise, *options)

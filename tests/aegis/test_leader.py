@@ -2,14 +2,18 @@
 
 import json
 import math
+import threading
 
 import pytest
 
 from zaya_jax.aegis import facts
+from zaya_jax.aegis import leader as leader_module
 from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.keeping import Keeper
 from zaya_jax.aegis.leader import FIELDS, Leader
 from zaya_jax.aegis.node import Plan
+from zaya_jax.cluster import lines
+from zaya_jax.cluster.rank import split_address
 
 VIEW = [1, "step", 4, "wait", 0.1, 0.2, "S", [[4, 1.0, 0.5, 0.0]]]
 FINDING = {
@@ -70,17 +74,17 @@ def test_each_message_is_heard(leader):
 
 @pytest.mark.parametrize("kind", SOUND)
 def test_odd_ones_are_heard_or_refused(leader, kind):
-    """Their sender is dropped at a ValueError (`lines.Door`)."""
+    """Their sender is dropped (`lines.Door`)."""
     refused = 0
     for number, fields in enumerate(mutants(SOUND[kind])):
         try:
             leader.hear(1, [kind, *fields] if isinstance(fields, list) else [kind, fields], 1.0)
-        except ValueError:
+        except lines.OddMessage:
             refused += 1
         leader.turn(1.0 + number / 100)
         leader.take(facts.Tick(), 1.0 + number / 100)
     assert refused > 10 and leader.end is None
-    with pytest.raises(ValueError, match="of node 1"):
+    with pytest.raises(lines.OddMessage):
         leader.hear(1, ["an unknown one"], 2.0)
 
 
@@ -89,3 +93,41 @@ def test_a_node_speaks_for_its_own_processes_alone(leader):
     leader.hear(1, ["views", 1, [[0, *VIEW[1:]], [99, *VIEW[1:]]]], 1.0)
     leader.turn(1.0)
     assert leader.decider.state == "running"
+
+
+def test_the_last_save_before_an_exit_counts(leader, tmp_path, monkeypatch):
+    """The thread had listed the folder before the save, and answered for a look after it."""
+    looked, go_on = threading.Event(), threading.Event()
+
+    def slow(folder):
+        looked.set()
+        go_on.wait(5)
+        return steps.copy()
+
+    steps: list[int] = []
+    monkeypatch.setattr(leader_module.writing, "steps_in", slow)
+    assert looked.wait(5)  # the thread is in the folder, which has no step yet
+    steps.append(10)
+    go_on.set()
+    leader.hear(1, ["exited", 1, 1, 75], 1.0)
+    assert leader.decider.state == "ending" and leader._newest == 10
+
+
+def test_training_that_goes_back_is_heard_of_again(leader):
+    for node, process in ((0, 0), (1, 1)):
+        for step in (1000, 901):
+            view = [process, *VIEW[1:-1], [[step, 1.0, 0.5, 0.0]]]
+            leader.hear(node, ["views", 1, [view]], 1.0)
+    assert leader.decider._step == 901
+
+
+def test_a_node_of_ipv6_is_the_coordinator_in_brackets(tmp_path):
+    orders = []
+    plan = Plan(Rules(1, 2, 1), tmp_path)
+    six = Leader(plan, Keeper(tmp_path), print, lambda node, order: orders.append(order), 0.0)
+    six.came(1, "host1", "fd00::1", 0.0)
+    six.hear(1, ["ready", 4000], 0.0)
+    six.came(0, "host0", "localhost", 0.0)
+    six.end = (0, "")
+    (order,) = [order for order in orders if order[0] == "start"]
+    assert order[2] == "[fd00::1]:4000" and split_address(order[2]) == ("fd00::1", 4000)

@@ -239,3 +239,15 @@ def test_the_kernel_log_is_read_from_now_on(tmp_path):
             "6,339,5140900,-;amdgpu 0000:02:00.0: amdgpu: device lost from bus!\n SUBSYSTEM=pci\n"
         )
     assert [f.device for f in kernel.look()] == ["0000:02:00.0"]
+
+
+def test_a_disk_is_told_apart_from_the_next_and_a_traceback_by_its_stream():
+    told = log_rules.Matcher("kernel")
+    for disk in ("nvme1", "nvme2"):
+        (found,) = told.feed(-1, f"nvme {disk}: controller is down; will reset: CSTS=0xffffffff")
+        assert (found.name, found.device) == ("disk error", disk)
+    mixed = log_rules.Matcher()
+    for line in TRACEBACK:
+        assert not mixed.feed(0, line) and not mixed.feed(0, "step 4", stream=1)
+    (found,) = mixed.feed(0, "ModuleNotFoundError: No module named 'x'")
+    assert found.name == "software missing"

@@ -36,6 +36,23 @@ def test_binds_to_a_numa_node_where_numactl_is(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("processes", "parts"),
+    [
+        (4, [("0", 0), ("1", 0), ("2", 1), ("3", 1)]),
+        (2, [("0,1", 0), ("2,3", 1)]),
+        (1, [(None, None)]),  # it drives the GPUs of both NUMA nodes
+        (8, [(None, None)]),
+    ],
+)
+def test_processes_share_all_gpus_of_a_node(monkeypatch, processes, parts):
+    """Two processes took one each of eight GPUs, and said nothing."""
+    monkeypatch.setattr(machine, "on_numa_node", lambda numa: numa)
+    for i, (ids, numa) in enumerate(parts):
+        variables, near = machine.part_of_gpus([0, 0, 1, 1], i, processes)
+        assert (variables.get("JAX_LOCAL_DEVICE_IDS"), near) == (ids, [] if numa is None else numa)
+
+
 def test_a_process_that_does_not_listen_is_left_alive_and_looked_at_from_outside(tmp_path):
     """SIGUSR1 would kill it: its handler is not there yet."""
     process = subprocess.Popen(

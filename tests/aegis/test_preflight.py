@@ -154,9 +154,8 @@ class Asking:
     def __init__(self, count):
         self.orders: list = []
         addresses = {i: f"10.0.0.{i}" for i in range(count)}
-        self.checking = Checking(
-            7, range(count), addresses, lambda n, m: self.orders.append((n, m)), 0.0
-        )
+        order = lambda node, message: self.orders.append((node, message))  # noqa: E731
+        self.checking = Checking(itertools.count(7), range(count), addresses, order, 0.0)
 
     def well(self, *nodes):
         for node in nodes:
@@ -167,7 +166,7 @@ class Asking:
         orders, self.orders = self.orders, []
         for node, message in orders:
             if message[0] == "link":
-                self.checking.hear(node, ["linked", 7, 1e9, ""])
+                self.checking.hear(node, ["linked", message[1], 1e9, ""])
 
 
 def test_nodes_first_then_links_in_rounds_of_disjoint_pairs():
@@ -180,12 +179,16 @@ def test_nodes_first_then_links_in_rounds_of_disjoint_pairs():
     assert asked.checking.turn(1.0) is None
     asked.well(3)
     tried = set()
-    for _ in range(2):
+    for round_ in range(2):
         assert asked.checking.turn(2.0) is None
+        asked.checking.hear(0, ["linked", 7 + round_, 0.0, "late"])  # of the order before
         nodes = [node for node, _ in asked.orders]
         assert sorted(nodes) == [0, 1, 2, 3]
         for (a, ours), (b, theirs) in zip(asked.orders[::2], asked.orders[1::2], strict=True):
-            assert ours == ["link", 7, f"10.0.0.{a}:{1000 + a}", 0] and theirs == [*ours[:3], 1]
+            assert ours == ["link", 8 + round_, f"10.0.0.{a}:{1000 + a}", 0] and theirs == [
+                *ours[:3],
+                1,
+            ]
             tried.add(frozenset((a, b)))
         asked.linked()
     assert asked.checking.turn(3.0) == [] and len(tried) == 4

@@ -9,8 +9,9 @@ import pytest
 from zaya_jax.cluster import lines
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, AttributeError, OverflowError])
-def test_an_error_at_a_message_hangs_up_on_its_sender_alone(error):
+@pytest.mark.parametrize("error", [lines.OddMessage, RuntimeError])
+def test_an_odd_message_hangs_up_on_its_sender_and_an_error_of_this_end_is_raised(error):
+    """An error of our own was told as the other end's, and written down nowhere."""
     lost, (here, there) = [], socket.socketpair()
     hear = mock.Mock(side_effect=error)
     with selectors.DefaultSelector() as selector, there:
@@ -19,6 +20,11 @@ def test_an_error_at_a_message_hangs_up_on_its_sender_alone(error):
         line.index = 1
         door.attend(line)
         there.sendall(b'["odd"]\n')
-        for key, _ in selector.select(1):
+        (key, _), *_ = selector.select(1)
+        if error is RuntimeError:
+            with pytest.raises(RuntimeError):
+                key.data()
+            line.connection.close()
+        else:
             key.data()
-    assert hear.called and lost == [line] and not door.known
+    assert hear.called and bool(lost) == (error is lines.OddMessage) == (not door.known)

@@ -54,6 +54,7 @@ NODES = {
         (SLURM | {"JAX_COORDINATOR_PORT": "7000"}, {}, Rank("gpu017:7000", 40, 9, (1,))),
         (SLURM | {"SLURM_STEP_NODELIST": "a,b"}, {}, Rank("a:61441", 40, 9, (1,))),
         (SLURM | {"SLURM_STEP_NODELIST": "a[1-3,7]-ib"}, {}, Rank("a1-ib:61441", 40, 9, (1,))),
+        (SLURM | {"SLURM_STEP_NODELIST": "r[1-2]n[3,4],b"}, {}, Rank("r1n3:61441", 40, 9, (1,))),
         (SLURM | JAX, {}, Rank("node0:1234", 4, 2)),  # a launcher of one's own inside a Slurm task
     ],
 )

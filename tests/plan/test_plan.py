@@ -126,6 +126,12 @@ def test_the_best_interval_is_the_one_that_loses_least():
     assert goodput.best_interval(10.0, 4.0) == 4.0
 
 
+def test_failures_more_often_than_restarts_are_refused_in_one_line():
+    with pytest.raises(UserError, match="mtbf_hours=1 means a failure each 3") as error:
+        goodput.saving(case(1024), CLUSTER, 1.0)
+    assert "\n" not in str(error.value)
+
+
 def test_the_search_gives_what_fits_fastest_first(monkeypatch):
     monkeypatch.setattr(page, "SIZES", (1, 2))
     config = case(8).config

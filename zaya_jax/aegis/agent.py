@@ -23,7 +23,7 @@ from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.aegis.leader import Leader
 from zaya_jax.aegis.node import Node, Plan
 from zaya_jax.cluster import leaving, lines
-from zaya_jax.cluster.rank import LostProcess, Rank
+from zaya_jax.cluster.rank import LostProcess, Rank, split_address
 
 TURN = 0.1  # seconds
 SLEPT = 3.0  # a turn that took so long: this agent stood still
@@ -145,10 +145,9 @@ class Leading(Agent):
         """Opens the door to the others."""
         now, host = time.monotonic(), "localhost"
         if self.rank:
-            host, port = self.rank.coordinator.rsplit(":", 1)
-            host = host.strip("[]")
+            host, port = split_address(self.rank.coordinator)
             way = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
-            self.door.open(int(port), "the agents'", way)
+            self.door.open(port, "the agents'", way)
         self.leader = Leader(self.plan, self.keeper, self.say, self._order, now)
         self.leader.came(0, socket.gethostname(), host, now)
         self.node.ready()
@@ -254,10 +253,11 @@ def run(plan: Plan, rank: Rank | None, heartbeat: float) -> int:
 
 
 def _digest(plan: Plan) -> str:
-    """A hash of the command and of the agent's code, which must be the same for all agents."""
+    """A hash of the command and of zaya_jax, which must be the same for all agents."""
     rules = plan.rules
     # The interpreter's path may differ from node to node; the command may not.
     said = [*plan.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]
-    rooms = [Path(__file__).parent, Path(lines.__file__).parent]
-    code = [path.read_text() for room in rooms for path in sorted(room.glob("*.[pt]*"))]
+    package = Path(__file__).parents[1]
+    code = [path.read_text() for path in sorted(package.rglob("*.py"))]
+    code += [path.read_text() for path in sorted(package.rglob("*.toml"))]
     return hashlib.sha256(json.dumps(said + code).encode()).hexdigest()[:16]

@@ -152,7 +152,9 @@ class Decider:
                 if self.state != S.GATHERING:
                     out = node in self.excluded
                     self._say(
-                        "came", node, done="it stays left out" if out else "it waits as a spare"
+                        "came",
+                        node,
+                        done="it stays left out" if out else "it waits for the next start",
                     )
             case facts.Ready(node):
                 self._idle.add(node)
@@ -205,7 +207,9 @@ class Decider:
             if self.state == S.CHECKING and node in self.nodes:
                 self._turn(S.GATHERING, self.rules.join)
             return
-        if self.state != S.COLLECTING:
+        # After a process that failed, it follows from it, or makes no difference.
+        failed = any(e.code not in (DONE, PREEMPTED) for _, e in self._exits)
+        if self.state != S.COLLECTING and not failed:
             self._cause = Cause("lost", self._now, node, seen=why, group="critical")
         elif self._cause:
             self._cause.seen += f"; {why}"
@@ -285,8 +289,6 @@ class Decider:
                     "asked", self._now, seen=name, concluded="a second signal"
                 )
                 self._kill()
-            elif self.state != S.STOPPING:
-                self._end(128 + signal.Signals[name], f"{name} a second time")
         elif self.state == S.RUNNING:
             self._out.append(facts.Order.ASK)
             self._say("asked", seen=name, done="all save and stop")
@@ -311,17 +313,18 @@ class Decider:
                     self._out.append(facts.Drop(node))
                 return self._conclude()
             if self.state == S.ENDING and {e.code for _, e in self._exits} <= {DONE, PREEMPTED}:
-                ended, still = self._exits[0][1], [n for n in self.nodes if n not in self._idle]
+                (began, ended), *_ = self._exits
+                still = [n for n in self.nodes if n not in self._idle]
                 self._cause = self._cause or Cause(
                     "hangs",
-                    self._exits[0][0],
+                    began,
                     still[0],
                     group="distributed",
                     seen=(
-                        f"runs {PATIENCE[DONE]:g} s after process {ended.process} has ended with"
-                        f" {ended.code}"
+                        f"still runs {self._now - began:.0f} s after process {ended.process} ended"
+                        f" with exit code {ended.code}"
                     ),
-                    seconds=self._now - self._exits[0][0],
+                    seconds=self._now - began,
                 )
             return self._kill()
         if self.state == S.WAITING and late:

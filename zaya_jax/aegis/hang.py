@@ -82,6 +82,8 @@ class Hangs:
 
     def begin(self) -> None:
         """A new start: no process has reported yet."""
+        steps = [_usual(s.laps) for s in self._seen.values() if len(s.laps) >= STEADY]
+        self._longest["step"] = max(steps, default=self._longest.get("step", 0.0))
         self._seen.clear()
 
     def step(self) -> int:
@@ -103,6 +105,8 @@ class Hangs:
             since = now - view.age
             if view.section != seen.view.section:
                 self._learn(seen.view.section, since - max(seen.since, self._woke))
+                if view.section == "compile" and len(seen.laps) >= STEADY:
+                    self._longest["step"] = _usual(seen.laps)
                 if view.section == "compile":
                     seen.laps.clear()  # another program: its steps may take longer
             seen.view, seen.pulse, seen.heard = view, now - view.quiet, now
@@ -111,8 +115,6 @@ class Hangs:
                 seen.ended = int(step)
                 seen.laps.append(whole)
                 self._learn("fetch", data)
-                if len(seen.laps) >= STEADY:
-                    self._longest["step"] = _usual(seen.laps)
             if view.state != "T":
                 seen.stopped = None
             elif seen.stopped is None:

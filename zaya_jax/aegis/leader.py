@@ -11,6 +11,8 @@
 """
 
 import contextlib
+import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from zaya_jax.aegis.straggle import Stragglers
 from zaya_jax.checkpoint import writing
 from zaya_jax.cluster import beats, events, lines
 from zaya_jax.cluster.events import Finding
+from zaya_jax.cluster.rank import join_address
 
 PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
 LONGEST_SLEEP = 3600.0  # seconds for which an agent that stood still is waited for in a check
@@ -75,19 +78,18 @@ class Leader:
         self._asked: set[int] = set()
         self._checking: Checking | None = None
         self._awaited: facts.Hung | None = None  # a wait that all share, as when a link is away
-        self._checks = 0
+        self._tickets = itertools.count(1)  # of the orders of checks
         self._stacks: dict[int, list[str]] = {}
         self._spending: Spending | None = None
         self.hook = Hook(plan.hook) if plan.hook else None
         # the process that hangs; of how many the stacks are awaited
         self._first = self._collecting = -1
-        self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
+        self._newest = -1
+        self._questions: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         self._told_step = -1
         self.end: tuple[int, str] | None = None
         threading.Thread(target=self._progress, name="progress", daemon=True).start()
-        self._checked.wait(5)  # unless the disk hangs
-        # The checkpoint from which the first start begins.
-        self.take(facts.Saved(self._newest), now)
+        self._look_for_checkpoint(5, now)  # from which the first start begins
 
     def came(self, node: int, host: str, address: str, now: float) -> None:
         self._addresses[node] = address
@@ -97,7 +99,7 @@ class Leader:
         """Takes an agent's message; of an earlier start's nothing."""
         kind, *rest = message
         if not lines.fits(rest, FIELDS.get(kind)):
-            raise ValueError(f"{kind} of node {node} has odd fields")
+            raise lines.OddMessage
         number = self.decider.number
         if kind == "ready":
             (self._ports[node],) = rest
@@ -107,10 +109,7 @@ class Leader:
             self._views(node, [v for v in views if self.decider.node_of(v.process) == node], now)
         elif kind == "exited" and rest[0] == number:
             if self.decider.state == "running":  # its last save counts
-                self._checked.clear()
-                self._look.set()
-                self._checked.wait(PROGRESS)
-                self.take(facts.Saved(self._newest), now)
+                self._look_for_checkpoint(PROGRESS, now)
             if self.decider.node_of(rest[1]) == node:
                 self.take(facts.Exited(node, *rest[1:]), now)
         elif kind == "finding":
@@ -120,7 +119,9 @@ class Leader:
                 self._checking.hear(node, message)
         elif kind == "stacks" and rest[0] == number:
             self._stacks |= {
-                int(p): stack for p, stack in rest[1].items() if lines.fits(stack, (str, str))
+                int(p): stack
+                for p, stack in rest[1].items()
+                if p.isdecimal() and lines.fits(stack, (str, str))
             }
             if len(self._stacks) >= self._collecting:
                 self.take(facts.Collected(self._where()), now)
@@ -174,7 +175,7 @@ class Leader:
             if view.process == 0 and view.section and self._spending:
                 self._spent(self._spending.see(view.section, view.step, now))
         step = self._hangs.step()
-        if step > self._told_step:
+        if step >= 0 and step != self._told_step:
             self._told_step = step
             self.take(facts.Stepped(step), now)
 
@@ -198,9 +199,8 @@ class Leader:
         for action in actions:
             match action:
                 case facts.Check(nodes):
-                    self._checks += 1
                     self._checking = Checking(
-                        self._checks, nodes, self._addresses, self._order, now
+                        self._tickets, nodes, self._addresses, self._order, now
                     )
                 case facts.Start(number, nodes):
                     self._spending = Spending(now, self._newest)
@@ -222,8 +222,7 @@ class Leader:
         self._awaited = None
         self._told_step = -1
         self._stragglers = Stragglers([node for node in nodes for _ in range(each)])
-        host = self._addresses[nodes[0]]
-        address = f"{f'[{host}]' if ':' in host else host}:{self._ports[nodes[0]]}"
+        address = join_address(self._addresses[nodes[0]], self._ports[nodes[0]])
         for place, node in enumerate(nodes):
             self._order(node, ["start", number, address, len(nodes) * each, place * each])
 
@@ -256,14 +255,23 @@ class Leader:
         if given:
             self._keeper.add(events.Event("spent", time.time(), **given))
 
+    def _look_for_checkpoint(self, seconds: float, now: float) -> None:
+        """Has the thread look, and waits for its answer; not for ever, since the disk may hang."""
+        answered = threading.Event()
+        self._questions.put(answered)
+        answered.wait(seconds)
+        self.take(facts.Saved(self._newest), now)
+
     def _progress(self) -> None:
         """The newest whole checkpoint; a thread's work, since the disk may hang."""
         while self.end is None:
+            question = None
+            with contextlib.suppress(queue.Empty):
+                question = self._questions.get(timeout=PROGRESS)
             with contextlib.suppress(OSError):
                 self._newest = max(writing.steps_in(self._plan.workdir / "checkpoints"), default=-1)
-            self._checked.set()
-            self._look.wait(PROGRESS)
-            self._look.clear()
+            if question:
+                question.set()
 
 
 def _starts(workdir: Path) -> int:

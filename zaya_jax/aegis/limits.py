@@ -7,8 +7,8 @@ compared with them.
     Watcher(tree).look(judge)                              findings about one kind of hardware
 
 A counter is judged by its growth over a window, never by its value: errors before the run do not
-count. It is reported once in a window, and begins anew when it falls (reset, wrapped). A state is
-reported once, until it is over.
+count, but a state from before the run does. A counter is reported once in a window, and begins anew
+when it falls (reset, wrapped). A state is reported once, until it is over.
 
 docs/watching.md shows the table, and a test holds that. A fault that only slows a node down, or
 needs a person some day, is a note: a process that ends soon after has not ended for it.

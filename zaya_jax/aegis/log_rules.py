@@ -87,16 +87,16 @@ class Matcher:
 
     def __init__(self, kind: str = "process"):
         self._rules, self._of_kernel = load(kind), kind == "kernel"
-        self._in_traceback: dict[int, bool] = {}  # of a process
+        self._in_traceback: dict[tuple[int, int], bool] = {}  # of a process's stream
         self._counts: dict[tuple[int, str, str], int] = {}
 
-    def feed(self, process: int, line: str | bytes) -> list[Finding]:
+    def feed(self, process: int, line: str | bytes, stream: int = 2) -> list[Finding]:
         """The findings of a process's line; bytes need not be UTF-8."""
         if isinstance(line, bytes):
             line = line[: 4 * LONGEST].decode("utf-8", errors="replace")
-        raised = self._in_traceback.get(process, False)
+        raised = self._in_traceback.get((process, stream), False)
         begins = line.startswith(("Traceback (most recent call last)", '  File "'))
-        self._in_traceback[process] = begins or (raised and line[:1].isspace())
+        self._in_traceback[process, stream] = begins or (raised and line[:1].isspace())
         line = line[:LONGEST].strip()
         for rule in self._rules:
             found = rule.regex.search(line)

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PCI = "/sys/bus/pci/devices"
@@ -50,6 +50,23 @@ def gpus(environ: Mapping[str, str]) -> list[int]:
                 numa = device / "numa_node"  # where the kernel knows of any
                 found.append(int(numa.read_text()) if numa.exists() else -1)
     return found
+
+
+def part_of_gpus(
+    numa_nodes: Sequence[int], index: int, processes: int
+) -> tuple[dict[str, str], list[str]]:
+    """Variables and words before the command for one of a node's processes: an equal part of the
+    GPUs, on their NUMA node if they have one in common."""
+    share = len(numa_nodes) // processes
+    if not share:
+        return {}, []
+    first = index * share
+    variables = {}
+    if processes > 1:
+        gpus = range(first, first + share)
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, gpus))
+    nearest = set(numa_nodes[first : first + share])
+    return variables, on_numa_node(nearest.pop()) if len(nearest) == 1 else []
 
 
 def time_outs(patience: float) -> dict[str, str]:

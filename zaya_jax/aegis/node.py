@@ -61,7 +61,7 @@ class Process:
     popen: subprocess.Popen
     started: float
     rest: dict[int, bytes] = dataclasses.field(default_factory=lambda: {1: b"", 2: b""})
-    lap: int = -1  # the newest that was reported
+    laps: int = 0  # how many were reported
 
     @property
     def pipes(self) -> dict[int, Any]:
@@ -125,11 +125,8 @@ class Node:
                 beats.VARIABLE: f"/proc/{os.getpid()}/fd/{self._memory}",
                 "PYTHONUNBUFFERED": "1",
             }
-            near: list[str] = []
-            if len(self._numa) >= self._plan.rules.processes:
-                near = machine.on_numa_node(self._numa[i])
-                if self._plan.rules.processes > 1:
-                    variables["JAX_LOCAL_DEVICE_IDS"] = str(i)
+            gpus, near = machine.part_of_gpus(self._numa, i, self._plan.rules.processes)
+            variables |= gpus
             popen = subprocess.Popen(
                 [*machine.ends_with_this(), *near, *self._plan.command],
                 env={**machine.time_outs(self._plan.patience), **os.environ, **variables},
@@ -210,8 +207,10 @@ class Node:
         if beat is None:
             age = now - process.started
             return View(process.index, "", 0, "", age, age, state)
-        laps = [lap for lap in beat.laps if lap.step > process.lap]
-        process.lap = laps[-1].step if laps else process.lap
+        # Counted, since steps may begin again at an earlier one.
+        unreported = min(max(beat.lapped - process.laps, 0), len(beat.laps))
+        laps = beat.laps[len(beat.laps) - unreported :]
+        process.laps = beat.lapped
         # Its words for the time are CLOCK_MONOTONIC's, as ours: ages mean the same on another
         # machine.
         return View(
@@ -247,20 +246,29 @@ class Node:
             *lines, rest = (process.rest[stream] + data).split(b"\n")
             process.rest[stream] = b"" if len(rest) > LINE else rest
             for line in [*lines, rest] if len(rest) > LINE else lines:
-                self._match(process.index, line)
+                self._match(process.index, stream, line)
         if last:
-            self._match(process.index, process.rest[stream])
+            self._match(process.index, stream, process.rest[stream])
             self._selector.unregister(pipe)
             pipe.close()
 
-    def _match(self, process: int, line: bytes) -> None:
+    def _match(self, process: int, stream: int, line: bytes) -> None:
         if line:
-            for finding in self._matcher.feed(process, line):
+            for finding in self._matcher.feed(process, line, stream):
                 self._tell(["finding", dataclasses.asdict(finding)])
 
     def _begin(self, work: Callable[[], list]) -> None:
-        """Does some work in a thread; its message is told once it ends."""
-        threading.Thread(target=lambda: self._done.put(work()), daemon=True).start()
+        """Does some work in a thread; its message, or its error, is told once it ends."""
+
+        def run() -> None:
+            try:
+                self._done.put(work())
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}"
+                finding = Finding("agent's own error", "distributed", "warn", words)
+                self._done.put(["finding", dataclasses.asdict(finding)])
+
+        threading.Thread(target=run, daemon=True).start()
 
     def _collect(self, number: int, targets: dict[int, stacks.Target]) -> list:
         found = stacks.collect(targets)

@@ -24,16 +24,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.aegis import machine, watch
 from zaya_jax.cluster.events import Finding
+from zaya_jax.cluster.rank import join_address
 
 SECONDS = 50.0  # for all of a node's check
 LINK_SECONDS = 50.0  # for a pair's
-SLOW_LINK = 0.5  # of the other links' median: rings share switches
+SLOW_LINK = 0.5  # of all links' median: rings share switches
 ANSWER = (
     10.0  # seconds that an answer to the leader may take beyond the time that a node gives itself
 )
@@ -251,7 +252,7 @@ class Checking:
     """The check of a start's nodes as the leader sees it: all try themselves, then in pairs the
     links between them.
 
-    checking = Checking(number, nodes, addresses, order, now)
+    checking = Checking(tickets, nodes, addresses, order, now)
     checking.hear(node, message)        ["checked", number, findings, port] or ["linked", number, bandwidth, wrong]
     checking.turn(now)                  findings by node (-1: none alone), once all is over; else None
 
@@ -261,13 +262,14 @@ class Checking:
 
     def __init__(
         self,
-        number: int,
+        tickets: Iterator[int],
         nodes: Sequence[int],
         addresses: Mapping[int, str],
         order: Callable[[int, list], None],
         now: float,
     ):
-        self.number, self.nodes, self.begun = number, tuple(nodes), now
+        self.nodes, self.begun = tuple(nodes), now
+        self._tickets, self._ticket = tickets, next(tickets)  # of the orders that are out
         self._addresses, self._order = addresses, order
         self._waiting, self._until = set(nodes), now + SECONDS + ANSWER
         self._found: list[tuple[int, Finding]] = []
@@ -277,12 +279,12 @@ class Checking:
         self._tried: dict[int, Tried] = {}  # by the nodes of this round
         self._links: list[tuple[Pair, Tried]] = []
         for node in nodes:
-            order(node, ["check", number])
+            order(node, ["check", self._ticket])
 
     def hear(self, node: int, message: list) -> None:
-        """An answer; of an earlier check's nothing."""
+        """An answer; of an earlier order's nothing."""
         kind, number, *rest = message
-        if number != self.number or node not in self._waiting:
+        if number != self._ticket or node not in self._waiting:
             return
         self._waiting.discard(node)
         if kind == "checked":
@@ -316,13 +318,13 @@ class Checking:
         if not self._rounds:
             return self._found + judge(self._links)
         self._pairs, self._tried = self._rounds.pop(0), {}
+        self._ticket = next(self._tickets)
         self._waiting = {node for pair in self._pairs for node in pair}
         self._until = now + LINK_SECONDS + ANSWER
         for a, b in self._pairs:
-            host = self._addresses[a]
-            address = f"{f'[{host}]' if ':' in host else host}:{self._ports[a]}"
-            self._order(a, ["link", self.number, address, 0])
-            self._order(b, ["link", self.number, address, 1])
+            address = join_address(self._addresses[a], self._ports[a])
+            self._order(a, ["link", self._ticket, address, 0])
+            self._order(b, ["link", self._ticket, address, 1])
         return None
 
 

@@ -53,6 +53,7 @@ class Beat(NamedTuple):
     since: float  # when it came there
     pulse: float  # when it last showed life
     laps: tuple[Lap, ...]  # the newest last
+    lapped: int  # how many there were in all
 
 
 class Beats:
@@ -140,4 +141,4 @@ def read(path: str | Path, index: int) -> Beat | None:
     sound = all(0 <= n < MOST for n in (step, since, pulse, time.monotonic() - max(since, pulse)))
     if not sound or section not in range(len(SECTIONS)) or mark not in range(len(MARKS)):
         return None
-    return Beat(pid, SECTIONS[section], step, MARKS[mark], since, pulse, found)
+    return Beat(pid, SECTIONS[section], step, MARKS[mark], since, pulse, found, laps)

@@ -6,6 +6,7 @@ address = through(host, port)     for jax.distributed.initialize; keeps a client
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -69,7 +70,8 @@ def through(host: str, port: int) -> str:
     """
     if sys.platform != "linux":
         return f"{host}:{port}"
-    name = f"zaya_jax-{os.getpid()}"
+    # Containers that share a host's network share these names too, and number alike.
+    name = f"zaya_jax-{os.getpid()}-{secrets.token_hex(4)}"
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"\0{name}")
     server.listen()

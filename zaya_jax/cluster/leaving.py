@@ -124,6 +124,8 @@ def code_of(error: BaseException) -> tuple[int, str]:
         case KeyboardInterrupt():
             number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
             return SIGNALLED + number, f"interrupted by {number.name}; nothing more was saved"
+        case SystemExit(code=None):
+            return DONE, "exit"
         case SystemExit():
             return error.code if isinstance(error.code, int) else FAILED, f"exit {error.code}"
     return FAILED, f"{type(error).__name__}: {first_line(error)}"
@@ -166,4 +168,5 @@ def signals_as_they_were() -> Iterator[None]:
         if ours >= 0:
             os.close(ours)  # which ends the run's listening thread
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that Python did not set cannot be set again
+                signal.signal(number, handler)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from zaya_jax.cluster import lines
 from zaya_jax.cluster.lines import Line
-from zaya_jax.cluster.rank import LostProcess, Rank, name_processes
+from zaya_jax.cluster.rank import LostProcess, Rank, name_processes, split_address
 from zaya_jax.config import UserError
 
 ALLOWED = 0.9  # of the seconds of silence; the rest is for noticing and leaving
@@ -82,9 +82,8 @@ class Lifelines:
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
         if self.index == 0:
             way = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
-            self._door.open(
-                int(self._place.coordinator.rsplit(":", 1)[1]), "the coordinator's", way
-            )
+            _, port = split_address(self._place.coordinator)
+            self._door.open(port, "the coordinator's", way)
         self._main, inside = socket.socketpair()  # on it the main thread speaks to this one
         self._inside = Line(inside)
         self._door.attend(self._inside)
@@ -178,7 +177,7 @@ class Lifelines:
     def _take(self, line: Line, message: list) -> None:
         kind, *rest = message
         if not lines.fits(rest, FIELDS.get(kind)):
-            raise ValueError(kind)
+            raise lines.OddMessage
         if kind == "all":
             (line.name,) = rest
             self._called.set()

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.cluster.rank import LostProcess
+from zaya_jax.cluster.rank import LostProcess, split_address
 from zaya_jax.config import UserError
 
 SECRET = "ZAYA_SECRET"
@@ -71,6 +71,10 @@ def fits(value: Any, shape: Any) -> bool:
 
 def _proof(secret: bytes, *parts: Any) -> str:
     return hmac.new(secret, json.dumps(parts).encode(), "sha256").hexdigest()
+
+
+class OddMessage(Exception):
+    """The other end sent something that no agent or process of this version sends."""
 
 
 class Line:
@@ -138,7 +142,7 @@ class Door:
     and hangs up.
 
     For lines of the job alone are called `came(line, before)`, with the line that had this number
-    before; `hear(line, message)`, in which any error is the other end's fault; and `lost(line)`,
+    before; `hear(line, message)`, which raises OddMessage to hang up; and `lost(line)`,
     where the other end has hung up. `refused(words)`: a caller knows the key and is
     not expected. `digest` must be the same at both ends; `differs` is the message if it is not.
     """
@@ -255,27 +259,23 @@ class Door:
                     self._greet(line, message)
                 else:
                     self._hear(line, message)
-        except Exception:  # whatever the other end says, this one goes on
+        except OddMessage:  # whatever the other end says, this one goes on
             messages = None
         if messages is None and self.drop(line):
             self._lost(line)
 
     def _greet(self, line: Line, message: list) -> None:
-        """Admits a caller; ValueError sends it away."""
-        kind, index, line.name, digest, nonce, shown = message
-        if (
-            kind != "here"
-            or not isinstance(index, int)
-            or not all(isinstance(x, str) for x in message[2:])
-        ):
-            raise ValueError(kind)
+        """Admits a caller; OddMessage sends it away."""
+        if not fits(message, (frozenset(("here",)), int, str, str, str, str)):
+            raise OddMessage
+        _, index, line.name, digest, nonce, shown = message
         if not hmac.compare_digest(
             shown, _proof(self._key, "caller", line.nonce, index, line.name, digest)
         ):
             line.say(
                 "refused", f"it is not of this job: {SECRET}, or SLURM_JOB_ID, is another there"
             )
-            raise ValueError("proof")
+            raise OddMessage
         words = ""
         if digest != self._digest:
             words = self._differs.format(index=index, host=line.name, digest=digest)
@@ -284,7 +284,7 @@ class Door:
         if words:
             line.say("refused", words)
             self._refused(words)
-            raise ValueError(words)
+            raise OddMessage
         self.strangers.remove(line)
         line.index, line.limit = index, LONG
         line.say("welcome", _proof(self._key, "called", nonce))
@@ -298,12 +298,12 @@ def call(address: str, index: int, digest: str, seconds: float, kind: str = "pro
     UserError if it refuses this one; LostProcess if it does not answer within `seconds`.
     """
     who, whom, secret = f"{kind} {index}", f"{kind} 0", key()
-    host, port = address.rsplit(":", 1)
+    host, port = split_address(address)
     here, until, why = socket.gethostname(), time.monotonic() + seconds, "no answer"
     while time.monotonic() < until:
         connection = None
         try:
-            connection = socket.create_connection((host, int(port)), timeout=GREETING)
+            connection = socket.create_connection((host, port), timeout=GREETING)
             answer, theirs = _first(connection)
             nonce = secrets.token_hex(16)
             if answer == "who":

@@ -32,7 +32,7 @@ import numpy as np
 
 from zaya_jax.cluster import beats, jax_repairs, leaving
 from zaya_jax.cluster.lifelines import NO_PROCESS, End, Lifelines
-from zaya_jax.cluster.rank import NAMES, LostProcess, Rank, find_rank, name_processes
+from zaya_jax.cluster.rank import NAMES, LostProcess, Rank, find_rank, name_processes, split_address
 from zaya_jax.config import UserError, first_line
 
 # Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk
@@ -92,8 +92,7 @@ def _join(rank: Rank) -> None:
     """Joins JAX's distributed runtime."""
     address = rank.coordinator
     if rank.index:
-        host, port = address.rsplit(":", 1)
-        address = jax_repairs.through(host, int(port))
+        address = jax_repairs.through(*split_address(address))
     jax.distributed.initialize(
         address,
         rank.count,
@@ -133,6 +132,12 @@ def from_first(name: str, function: Callable[[], Any]) -> Any:
         _client().key_value_set(key, json.dumps(value))
         return value
     return _wait_for(key, 0, name)
+
+
+def _forget_first(name: str) -> None:
+    """Deletes the last result of `from_first` under this name, which all have read."""
+    if _calls[name]:
+        _client().key_value_delete(f"{_PREFIX}/first/{name}/{_calls[name]}")
 
 
 def to_first(name: str, value: Any) -> list[Any] | None:
@@ -182,6 +187,8 @@ def over_processes(figures: dict[str, float], how: dict[str, Callable]) -> dict[
     # Through the coordinator, with its timeout: a collective on the devices would wait for the
     # steps in flight.
     every = to_first("figures", list(figures.values())) or []
+    if every:  # whoever has sent its figures has read the last result, which would stay for good
+        _forget_first("figures: joined")
     columns = dict(zip(figures, zip(*every, strict=True), strict=False))
 
     def joined():

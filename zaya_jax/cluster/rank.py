@@ -50,6 +50,17 @@ class Rank:
     devices: tuple[int, ...] = ()
 
 
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host, without brackets, and the port."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """--coordinator, --num_processes and --process_id, for a program of one or several
     processes."""
@@ -166,14 +177,15 @@ def _number(name: str, text: Any) -> int:
 def _slurm_address(environ: Mapping[str, str]) -> str:
     """The first host of the step's list (a1,a2 or a[01-16,20]-ib), and a port that differs between
     jobs."""
-    first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
+    first = re.match(r"(?:[^,\[\]]+|\[\w+[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
     if first is None:
         raise UserError(f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} names no host")
     port = (
         environ.get("JAX_COORDINATOR_PORT")
         or 61440 + _number("SLURM_JOB_ID", environ["SLURM_JOB_ID"]) % 4096
     )
-    return f"{''.join(part or '' for part in first.groups())}:{port}"
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])  # of each list of numbers the first
+    return f"{host}:{port}"
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...]:

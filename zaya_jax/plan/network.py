@@ -129,7 +129,13 @@ def _layers(case: StepCase) -> Iterator[Flow]:
         )
         linear = mb * case.linear_layers * 2
         yield Flow(BLOCKING, "all-gather", linear * state, s.sequence_axes, linear)
-        edge = case.sequences_per_device * 2.0 * 2 * m.hidden_size
+        # Two columns of the stream, from the part before.
+        edge = (
+            case.sequences_per_device
+            * 2.0
+            * itemsize(case.config.precision.compute)
+            * m.hidden_size
+        )
         yield Flow(BLOCKING, "neighbour", mb * layers * 4 * edge, s.sequence_axes, mb * layers * 4)
     if s.heads > 1:
         passes = (4 + again) * mb * layers  # a sum after each block, forward and backward
