@@ -132,10 +132,10 @@ for line in sys.stdin:
 def serve(folder: str, on: str, rate: str) -> None:
     """Our side: reads "dtype steps" lines, answers seconds per step, the loss, the peak in GB."""
     from zaya_jax import config
-    from zaya_jax.hardware import flags
+    from zaya_jax.hardware import sizing
     from zaya_jax.hardware.host import keep_memory
 
-    flags.set_for_platform()
+    sizing.set_for_platform()
     keep_memory()
     import jax
 

@@ -101,10 +101,10 @@ print(json.dumps(found))
 def ours(folder: str, cases: list[dict], device: str, dtype: str) -> list[dict]:
     """Seconds to the first token and for each further one, and the ids."""
     import zaya_jax as zj
-    from zaya_jax.hardware import flags
+    from zaya_jax.hardware import sizing
     from zaya_jax.model import decode
 
-    flags.set_for_platform()
+    sizing.set_for_platform()
     model, found = zj.load(folder, dtype=dtype), []
     clock = time.perf_counter if device == "gpu" else time.process_time
     decoder = decode.Decoder(

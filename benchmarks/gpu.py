@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.hardware import flags
+from zaya_jax.hardware import sizing
 from zaya_jax.report.document import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -268,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     out, hour, minutes = options.out, HOURS[options.hour], 9.5 if options.hour else 45
     out.mkdir(parents=True, exist_ok=True)
     if options.child:  # its result is the last line
-        flags.set_for_platform()  # as a run has them
+        sizing.set_for_platform()  # as a run has them
         print(json.dumps({"found": OWN[options.child](out)}))
         return 0
     parts = {name: hour[name] for name in options.parts or hour}

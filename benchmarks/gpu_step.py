@@ -27,7 +27,7 @@ import numpy as np
 from pallas_kernels import timing
 from zaya_jax import cli, schedule
 from zaya_jax.compiled import launches, measure
-from zaya_jax.hardware import chips, clusters, flags, host
+from zaya_jax.hardware import chips, clusters, host, sizing
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.plan import footprint, rates, step_time
 from zaya_jax.plan.case import StepCase
@@ -50,9 +50,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=cli.number(float, 0), default=10.0, help="or five steps")
     parser.add_argument("--profile", type=cli.path, metavar="DIR", help="trace into this folder")
     args = parser.parse_args()
-    if args.profile and flags.platform():
+    if args.profile and sizing.platform():
         wanted = {"xla_gpu_enable_command_buffer": ""}
-        os.environ["XLA_FLAGS"] = flags.merged(os.environ.get("XLA_FLAGS", ""), wanted)
+        os.environ["XLA_FLAGS"] = sizing.merged(os.environ.get("XLA_FLAGS", ""), wanted)
     host.keep_compiled()
     print(json.dumps({"found": measured(args)}))
     return cli.DONE

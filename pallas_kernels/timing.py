@@ -67,7 +67,9 @@ def time_call(call: Callable[[], Any], seconds: float, queue: bool) -> Timing:
     return sample(call, course(warm_up(call), seconds, queue))
 
 
-def knee(points: Iterable[tuple[int, float]], share: float = 0.8) -> int | None:
+def knee[Size: (int, float)](
+    points: Iterable[tuple[Size, float]], share: float = 0.8
+) -> Size | None:
     """Of (size, rate): the least size whose rate is at least `share` of the best; None without
     points."""
     found = list(points)

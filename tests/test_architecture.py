@@ -27,7 +27,7 @@ BUDGET = {
     "zaya_jax/data": 1_290,
     "zaya_jax/evaluate": 410,
     "zaya_jax/guard": 580,
-    "zaya_jax/hardware": 440,
+    "zaya_jax/hardware": 595,
     "zaya_jax/model": 1_440,
     "zaya_jax/optim": 1_370,
     "zaya_jax/parallel": 1_060,

@@ -56,7 +56,7 @@ ids = lambda case: f"{case[0].__name__}.{case[1].name}"  # noqa: E731
 
 
 def test_every_key_says_what_it_may_be_and_what_it_means():
-    assert len(GROUPS) == 16
+    assert len(GROUPS) == 17
     for cls, field in every_field():
         where = f"{cls.__name__}.{field.name}"
         kind = item_type(field.type)

@@ -18,7 +18,7 @@ from zaya_jax import config as config_lib
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY  # noqa: F401
 from zaya_jax.config import StorageError, UserError, fields, page, shown
-from zaya_jax.hardware import flags as xla_flags
+from zaya_jax.hardware import sizing
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -32,7 +32,7 @@ def exit_code(main: Callable[[], int]) -> int:
         # an encoding may lack a character of a prompt or a path
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    xla_flags.set_for_platform()
+    sizing.set_for_platform()
     try:
         code = main()
         if code == DONE:  # at the interpreter's end a full disk would make the code 120
@@ -100,6 +100,8 @@ class Parser(argparse.ArgumentParser):
             for change in changes:
                 _change(config, change)
             found.config = config_lib.check(config)
+            if found.config.hardware.figures:
+                sizing.set_for_platform(found.config.hardware.figures)
         return found
 
     def error(self, message: str) -> NoReturn:

@@ -30,8 +30,7 @@ from zaya_jax import arguments, cli, functions, generation, run, schedule
 from zaya_jax.arguments import AnyConfig
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, UserError, shown
-from zaya_jax.hardware import flags as xla_flags
-from zaya_jax.hardware import host
+from zaya_jax.hardware import host, sizing
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.layer import check_named, with_own
 from zaya_jax.model.router import Router
@@ -521,7 +520,7 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training listens to signals, so it needs the process's main thread")
     settings = arguments.config_of(config)
-    xla_flags.set_for_platform()
+    sizing.set_for_platform(settings.hardware.figures)
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
     with leaving.signals_as_they_were():
         code = run.train(settings, folder, None, tracker, observers)

@@ -61,7 +61,13 @@ KINDS = {
         "collective-permute",
         lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]),
     ),
+    # JAX 0.12.0 takes a name alone for one axis per letter.
+    "broadcast": CollectiveKind("collective-broadcast", lambda x, n: lax.pbroadcast(x, (AXIS,), 0)),
 }
+# XLA has no broadcast for CPUs: the sum that defines it takes its place.
+BROADCAST_ON_CPU = CollectiveKind(
+    "all-reduce", lambda x, n: lax.psum(jnp.where(lax.axis_index(AXIS) == 0, x, 0.0), AXIS)
+)
 assert KINDS.keys() == BUS.keys()
 
 
@@ -153,7 +159,8 @@ def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Coll
 
 def _program(name: str, group: Group, size: int) -> Callable[[], jax.Array]:
     """The compiled collective on its input."""
-    kind = KINDS[name]
+    on_cpu = group.devices[0].platform == "cpu"
+    kind = BROADCAST_ON_CPU if name == "broadcast" and on_cpu else KINDS[name]
     compiled, like = compile_one(name, kind, group.devices, size)
     x = jax.jit(lambda: jnp.ones(like.shape, like.dtype), out_shardings=like.sharding)()
 

@@ -23,9 +23,9 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, Precision, UserError, fields, files, read_config
 from zaya_jax.data import pipeline, storage
 from zaya_jax.data.order import TURNS
-from zaya_jax.hardware import chips, host, measured, sizing_rules
+from zaya_jax.hardware import chips, host, measured, sizing
 from zaya_jax.hardware.measured import BUS, CollectiveTiming, Measured, Product
-from zaya_jax.hardware.sizing_rules import Advice
+from zaya_jax.hardware.sizing import Advice
 from zaya_jax.plan.phases import DataDemand
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
@@ -76,7 +76,7 @@ def measure_devices(
     )
     chip = args.chip or chips.named(first.device_kind) or "mi300x"
     count = args.devices or (args.devices_on_cpu if host_only else len(devices))
-    sizing_rules.advise(config, chip, count)  # a mesh that does not fit is refused now
+    sizing.advise(config, chip, count)  # a mesh that does not fit is refused now
     writes = multihost.is_writer()
     with made(pathlib.Path(args.out)) if writes else contextlib.nullcontext():
         say = functools.partial(print, flush=True) if writes else lambda text: None
@@ -90,7 +90,7 @@ def measure_devices(
         if args.what == "all" and reading is None:
             remarks.append("storage was left out: it needs --data=DIR")
         if writes:
-            advice = sizing_rules.advise(config, chip, count, found)
+            advice = sizing.advise(config, chip, count, found)
             rules_for = f"{config.name} on {count:,} {chip}"
             name = pathlib.Path(args.out) / args.what
             files.write(name.with_suffix(".json"), measured.to_json(found).encode())
@@ -138,6 +138,8 @@ def measure_parts(
         )
         if not found.collectives:
             remarks.append("no collectives: there is one device")
+        elif first.platform == "cpu":
+            remarks.append("broadcast is a sum with zeros: XLA has none for a CPU")
     if not multihost.is_writer():
         return found, remarks
     if "memory" in wanted:
@@ -408,17 +410,18 @@ def _collectives(figures: Measured) -> Section:
     pictures, rows = "", []
     groups = sorted({(c.num_nodes, c.num_devices) for c in figures.collectives})
     for name in BUS:
-        lines, series = (
-            [],
-            sorted((c for c in figures.collectives if c.name == name), key=lambda c: c.bytes),
-        )
-        for color, group in enumerate(groups):
-            points = [c for c in series if (c.num_nodes, c.num_devices) == group]
+        lines, near = [], []
+        whole = figures.best(name, figures.node, 1)
+        for color, (nodes, count) in enumerate(groups):
+            points = figures.series(name, count, nodes)
             if not points:
                 continue
             rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
             lines.append(_line(_devices(points[0]), color, rates))
             best = max(points, key=lambda c: c.bus_bandwidth)
+            size = binary_size(measured.near(points) or 0)
+            near.append(f"{_devices(best)} {size}")
+            share = best.bus_bandwidth / whole if whole and nodes == 1 else None
             rows.append(
                 [
                     name,
@@ -426,18 +429,41 @@ def _collectives(figures: Measured) -> Section:
                     duration(points[0].seconds.median),
                     number(best.bus_bandwidth / 1e9),
                     binary_size(best.bytes),
+                    size,
+                    "" if share is None else f"{share:.0%}",
                 ]
             )
-        pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size)
+        note = f"90% of the best rate from: {', '.join(near)}." if near else ""
+        pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size, note)
     head = (
         "collective",
         "devices",
         f"{figures.collectives[0].bytes:,} B take",
         "best bus GB/s",
         "there",
+        "90% from",
+        "of the whole node's",
     )
+    pictures += _parts_of_a_node(figures)
     text = "Over the size of the message, by the definitions of nccl-tests."
     return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
+
+
+def _parts_of_a_node(figures: Measured) -> str:
+    """What a part of a node loses, beside the share of links that it has where each pair of devices
+    has its own."""
+    counts = sorted({c.num_devices for c in figures.collectives if c.num_nodes == 1})
+    if len(counts) < 2:
+        return ""
+    rates = {name: [(n, figures.best(name, n, 1)) for n in counts] for name in BUS}
+    found = {name: [(n, rate / 1e9) for n, rate in row if rate] for name, row in rates.items()}
+    lines = [Curve(name, points, i) for i, (name, points) in enumerate(found.items())]
+    whole = max(rate for points in found.values() for n, rate in points if n == figures.node)
+    links = [(n, whole * (n - 1) / (figures.node - 1)) for n in counts]
+    note = "n devices of a full mesh have n - 1 links: a part never reaches the whole's rate."
+    lines.append(Curve("n - 1 links", links, len(lines), dash=1))
+    title = "Parts of a node, best bus bandwidth"
+    return _chart(title, lines, "GB/s", lambda n: f"{n:g}", note)
 
 
 def _devices(c: CollectiveTiming) -> str:

@@ -13,7 +13,7 @@ from pallas_kernels import chip, table
 from zaya_jax import cli, schedule
 from zaya_jax.compiled import measure
 from zaya_jax.config import Config, UserError
-from zaya_jax.hardware import clusters, host, targets
+from zaya_jax.hardware import clusters, host, sizing, targets
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         names = ", ".join(repr(s.phase.name) for s in last.values())
         raise UserError(f"--phase={args.phase} is not a phase of {config.name}; it has {names}")
-    devices = targets.devices(args.target, args.devices)
+    devices = targets.devices(args.target, args.devices, config.hardware.figures)
     kernels_said = _kernels(config, devices[0])
     print(kernels_said, flush=True)
     capacity, cluster = None, None
@@ -65,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
         capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
     # report mistakes before compiling
     programs = [_program(config, segment, devices, args.at_once) for segment in chosen]
+    said = dict.fromkeys(sizing.describe(here, args.target) for here, *_ in programs)
+    settings = [line for line in said if line]
+    for line in settings:
+        print(line, flush=True)
 
     found: list[dict[str, Any]] = []
     seen: dict[Any, dict[str, Any]] = {}
@@ -95,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "kernels": kernels_said,
+        "settings": settings,
         "phases": found,
     }
     write_results(out, "compile", result, document(result))
@@ -204,7 +209,7 @@ def document(result: dict[str, Any]) -> Page:
     )
     about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
     footer = "Read from the compiled program; docs/compiling.md says how."
-    about += f"; {result['kernels']}"
+    about += "; ".join(filter(None, ("", result["kernels"], *result["settings"])))
     return Page(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
 
 

@@ -1,13 +1,14 @@
 """Plans a run on a cluster by formulas, before anything is compiled and without any device.
 
     python -m experiments.plan --config=FILE --cluster=mi300x_pollara --devices=1024 --out=DIR [--config.KEY=VALUE ...]
-        [--at_once=N] [--figures=FILE_OR_FOLDER] [--mtbf_hours=H] [--search]
+        [--at_once=N] [--mtbf_hours=H] [--search]
 
 For each phase it computes memory, HBM traffic, FLOPs and network traffic of a step by purpose, the
 parts of its time, tokens per second, days and GPU-hours, the load on storage, how often to save,
 and the time lost to failures. It writes plan.md, plan.json and plan.html. --search ranks meshes,
-micro-batches and remat that fit. --at_once=N is as in experiments.compile; --figures reads the
-output of experiments.characterize. docs/planning.md lists the assumptions.
+micro-batches and remat that fit. --at_once=N is as in experiments.compile; with
+--config.hardware.figures=PATH, of experiments.characterize, measured rates take the place of assumed
+ones. docs/planning.md lists the assumptions.
 """
 
 from zaya_jax import cli
@@ -24,12 +25,6 @@ def parser() -> cli.Parser:
     add("--out", metavar="DIR", help="the folder for the plan")
     at_once = "sequences at once on each row of data x expert; 0: as the config says"
     add("--at_once", type=cli.number(int, 0), default=0, metavar="N", help=at_once)
-    add(
-        "--figures",
-        default="",
-        metavar="PATH",
-        help="of experiments.characterize, a file or its folder",
-    )
     add(
         "--mtbf_hours",
         type=cli.number(float, 1e-3, 1e12),

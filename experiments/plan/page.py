@@ -11,7 +11,7 @@ import jax
 
 from zaya_jax import cli
 from zaya_jax.config import Config, Mesh, UserError
-from zaya_jax.hardware import chips, clusters, targets
+from zaya_jax.hardware import chips, clusters, sizing, targets
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import shape_of
@@ -42,10 +42,11 @@ def run(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = clusters.CLUSTERS[args.cluster]
     hours = args.mtbf_hours or goodput.MTBF_HOURS.value
-    rates = rates_lib.for_cluster(cluster, args.figures)
+    rates = rates_lib.for_cluster(cluster, config.hardware.figures)
     phases, notes = planned_phases.plan_run(
         config, args.devices, cluster, rates, args.at_once, hours
     )
+    notes += dict.fromkeys(sizing.describe(phase.case.config, cluster.chip) for phase in phases)
     result = {
         "config": config.name,
         "cluster": args.cluster,
@@ -62,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str, Any]:
     case, step = p.case, p.step
-    mesh = {**case.axes, **{x: True for x in ("fsdp", "tsp", "ring") if getattr(case.spread, x)}}
+    mesh = {
+        **case.axes,
+        **{x: True for x in ("fsdp", "tsp", "ring", "across") if getattr(case.spread, x)},
+    }
     return {
         "name": p.name,
         "mesh": mesh,

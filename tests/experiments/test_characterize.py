@@ -3,8 +3,11 @@ do."""
 
 import dataclasses
 import json
+import re
 
 import jax
+import measured_figures
+import numpy as np
 import pytest
 from measured_figures import figures_of
 from multiprocess_runs import start
@@ -72,11 +75,30 @@ def test_every_collective_is_alone_in_its_program(monkeypatch, capsys):
     assert "neighbour, 3 devices in 1 node(s): " in capsys.readouterr().out
 
 
+def test_a_broadcast_gives_all_what_the_first_has():
+    """A CPU's is a sum; for GPUs the program has one broadcast, and nothing else that sends."""
+    devices = jax.devices()
+    kind = collectives.BROADCAST_ON_CPU
+    compiled, like = collectives.compile_one("broadcast", kind, devices, 64)
+    x = jax.device_put(np.arange(8 * 16, dtype=np.float32), like.sharding)
+    np.testing.assert_array_equal(compiled(x), np.tile(np.arange(16, dtype=np.float32), 8))
+
+    mesh = jax.sharding.AbstractMesh((8,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(AXIS)
+    call = collectives.KINDS["broadcast"].call
+    over = jax.shard_map(lambda x: call(x, 8), mesh=mesh, in_specs=spec, out_specs=spec)
+    traced = jax.jit(over).trace(jax.ShapeDtypeStruct((8 * 16,), np.float32))
+    for platform in ("cuda", "rocm"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        found = re.findall(r"stablehlo\.(\w*(?:collective|all_|reduce_)\w*)", text)
+        assert found == ["collective_broadcast"]
+
+
 def test_a_series_ends_where_calls_take_too_long():
     found = collectives.measure_collectives(
         jax.devices()[:2], [0, 0], 1 << 30, 1e-9, lambda text: None
     )
-    assert [c.bytes for c in found] == [1024] * 5
+    assert [c.bytes for c in found] == [1024] * 6
 
 
 @pytest.mark.parametrize(
@@ -107,6 +129,7 @@ def test_bandwidths_are_those_of_nccl_tests():
         "all-gather": 7,
         "all-to-all": 7,
         "neighbour": 8,
+        "broadcast": 8,
     }
     assert MemoryCopy(100, SECOND).bandwidth == 200
     dense = Product("dense", "", 2, 3, 5, 1, "float32", SECOND)
@@ -183,6 +206,8 @@ def test_figures_are_read_as_they_were_written(tmp_path):
     (tmp_path / "all.json").write_text(measured.to_json(FULL))
     assert measured.load(tmp_path / "all.json") == FULL
     assert FULL.rows_knee() == 256  # the least number at 80% of the best rate
+    assert FULL.nearly_best(["all-gather"]) == 1 << 20  # at 90%, over the largest set
+    assert FULL.product_knee() == pytest.approx(2 * 64 * 96 * 32 / 1e9)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +230,7 @@ def test_what_are_no_figures_is_a_line(tmp_path, change):
 
 def test_the_page_shows_all_and_says_what_it_is_of():
     html = characterize.document(FULL, [], "nothing", ["storage was left out"]).html()
-    assert html.count("<figure") == len(measured.BUS) + 3
+    assert html.count("<figure") == len(measured.BUS) + 4
     assert all(
         text in html
         for text in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes")
@@ -214,6 +239,22 @@ def test_the_page_shows_all_and_says_what_it_is_of():
         figures_of(platform="cuda", device="NVIDIA H200"), [], "nothing"
     ).html()
     assert escape(characterize.HOST) not in of_gpu
+
+
+def test_the_page_shows_what_a_part_of_a_node_loses():
+    page = characterize.document(measured_figures.FAST, [], "nothing")
+    for text in (
+        "Parts of a node, best bus bandwidth",
+        "n - 1 links",
+        "2 devices 4 MiB, 4 devices",
+    ):
+        assert text in page.html()
+    rows = [
+        [cell.strip() for cell in line.split("|")]
+        for line in page.markdown().splitlines()
+        if "broadcast" in line
+    ]
+    assert [row[-2] for row in rows[:3]] == ["14%", "43%", "100%"] and rows[0][-3] == "4 MiB"
 
 
 @pytest.mark.slow

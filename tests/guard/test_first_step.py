@@ -13,7 +13,7 @@ from pallas_kernels.attention import triton
 from zaya_jax import cli, config
 from zaya_jax.config import files
 from zaya_jax.guard import first_step
-from zaya_jax.hardware import flags
+from zaya_jax.hardware import sizing
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import step as steps
 
@@ -94,7 +94,7 @@ def test_a_wrong_kernel_is_named_with_the_line_that_goes_on_without_it(monkeypat
 
 
 def test_a_wrong_collective_is_told_from_a_wrong_device(monkeypatch):
-    monkeypatch.setattr(flags, "CAUTIOUS", {})
+    monkeypatch.setattr(sizing, "CAUTIOUS", {})
     scatter = jax.lax.psum_scatter
     monkeypatch.setattr(
         jax.lax, "psum_scatter", lambda x, *args, **kwargs: scatter(x[::-1], *args, **kwargs)[::-1]

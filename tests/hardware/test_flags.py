@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zaya_jax.hardware import flags
+from zaya_jax.hardware import sizing
 
 PROGRAMS = sorted(
     path.stem
@@ -21,13 +21,13 @@ COMMANDS = {"characterize": ["storage"]}  # what must come before a program's op
 START = """
 import atexit, os, runpy, sys
 from jax._src import xla_bridge
-from zaya_jax.hardware import flags
+from zaya_jax.hardware import sizing
 
-def checked(*args, before=flags.set_for_platform):
+def checked(*args, before=sizing.set_for_platform):
     assert not xla_bridge.backends_are_initialized()
     before(*args)
 
-flags.set_for_platform = checked
+sizing.set_for_platform = checked
 atexit.register(lambda: print(os.environ.get("XLA_FLAGS")))
 sys.argv = [*sys.argv[1:], "--no_such_option=1"]
 runpy.run_module(f"experiments.{sys.argv[0]}", run_name="__main__")
@@ -43,7 +43,9 @@ def start_jax(xla_flags):
 
 
 def test_the_installed_jaxlib_knows_every_flag():
-    done = start_jax(flags.merged("", {**flags.PLATFORMS["cuda"], **flags.PLATFORMS["rocm"]}))
+    done = start_jax(
+        sizing.merged("", {**sizing.compiler_flags("cuda"), **sizing.compiler_flags("rocm")})
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     unknown = start_jax("--xla_gpu_no_such_flag=1")  # else the above would show nothing
     assert unknown.returncode != 0 and "xla_gpu_no_such_flag" in unknown.stderr
@@ -52,13 +54,13 @@ def test_the_installed_jaxlib_knows_every_flag():
 def test_what_the_user_set_stays():
     mine = "--xla_gpu_all_reduce_combine_threshold_bytes=1 --xla_dump_to=d"
     environ = {"JAX_PLATFORMS": "rocm", "XLA_FLAGS": mine}
-    flags.set_for_platform(environ)
+    sizing.set_for_platform(environ=environ)
     words = environ["XLA_FLAGS"].split()
     assert words[:2] == mine.split()
     assert sum(word.startswith("--xla_gpu_all_reduce_combine") for word in words) == 1
     assert "--xla_gpu_enable_command_buffer=" in words
     before = dict(environ)
-    flags.set_for_platform(environ)
+    sizing.set_for_platform(environ=environ)
     assert environ == before
 
 
@@ -66,15 +68,15 @@ def test_the_platform_is_what_jax_will_choose(monkeypatch):
     class Plugin:
         name = "xla_rocm7"
 
-    monkeypatch.setattr(flags, "entry_points", lambda group: [Plugin])
-    assert flags.platform({}) == "rocm"
-    assert flags.platform({"JAX_PLATFORMS": "gpu"}) == "rocm"
-    assert flags.platform({"JAX_PLATFORMS": "cuda,cpu"}) == "cuda"
-    assert flags.platform({"JAX_PLATFORMS": "cpu"}) is None
-    monkeypatch.setattr(flags, "entry_points", lambda group: [])
+    monkeypatch.setattr(sizing, "entry_points", lambda group: [Plugin])
+    assert sizing.platform({}) == "rocm"
+    assert sizing.platform({"JAX_PLATFORMS": "gpu"}) == "rocm"
+    assert sizing.platform({"JAX_PLATFORMS": "cuda,cpu"}) == "cuda"
+    assert sizing.platform({"JAX_PLATFORMS": "cpu"}) is None
+    monkeypatch.setattr(sizing, "entry_points", lambda group: [])
     environ: dict[str, str] = {}
-    flags.set_for_platform(environ)
-    assert flags.platform({}) is None and environ == {}
+    sizing.set_for_platform(environ=environ)
+    assert sizing.platform({}) is None and environ == {}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,6 @@ def test_every_program_sets_them_before_it_can_touch_a_device(programs):
     for name, child in children.items():
         out, errors = child.communicate(timeout=120)
         assert child.returncode == 2 and errors.startswith("error: "), (name, errors)
-        assert out.splitlines()[-1].split() == flags.merged("", flags.PLATFORMS["rocm"]).split(), (
-            name
-        )
+        assert (
+            out.splitlines()[-1].split() == sizing.merged("", sizing.compiler_flags("rocm")).split()
+        ), name

@@ -1,6 +1,7 @@
 """Gradients that are reduced as they leave their layer: the same sums at the same owners, and no
 stack of them all."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -13,11 +14,13 @@ import numpy as np
 import optim_helpers
 import pytest
 from jax.sharding import PartitionSpec
+from measured_figures import FAST, SLOW
 from rows import slow
 
 from zaya_jax import config
 from zaya_jax.compiled import hlo
 from zaya_jax.config import Optim
+from zaya_jax.hardware import measured, sizing
 from zaya_jax.optim import chain
 from zaya_jax.optim.zero import by_layer, matrices
 from zaya_jax.parallel import mesh as meshes
@@ -29,7 +32,6 @@ from zaya_jax.training import step as steps
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
     monkeypatch.setattr(by_layer, "LARGE", 0)
-    monkeypatch.setattr(by_layer, "SHORT", 2**60)
     monkeypatch.setattr(matrices, "SMALL", 0)
     for module in (by_layer, matrices):
         monkeypatch.setattr(module, "WASTE", 1.0)
@@ -55,7 +57,9 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
     """Whole numbers, so that sums are exact in any order, in one level or two; the program has them
     in its loop."""
     like = optim_helpers.shapes(L=layers, E=experts, F=24)
-    layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes, node=node).layout
+    layout = chain.build(
+        Optim(), optim_helpers.FLOAT32, like, axes=axes, node=node, two_levels_under=2**60
+    ).layout
     assert {"layers/experts/gate_up", "layers/experts/down"} <= layout.by_layer.keys()
     mesh = optim_helpers.mesh_of(**axes)
     rng = np.random.default_rng(0)
@@ -205,9 +209,27 @@ def test_small_shares_alone_take_two_levels(monkeypatch):
     base = optim_helpers.shapes(L=2, D=2048, E=16, F=2048)
     for devices, levels in ((64, 1), (1024, 1), (1280, 2), (4096, 2)):
         layout = chain.build(
-            Optim(), optim_helpers.FLOAT32, base, axes=dict(data=devices), node=8
+            Optim(),
+            optim_helpers.FLOAT32,
+            base,
+            axes=dict(data=devices),
+            node=8,
+            two_levels_under=sizing.value("two levels").value,
         ).layout
         assert {len(way.levels) for way in layout.by_layer.values()} == {levels}
+
+
+@pytest.mark.parametrize(("figures", "levels"), [(FAST, 2), (SLOW, 1)], ids=["fast", "slow"])
+def test_a_run_sums_in_the_levels_that_its_figures_ask_for(figures, levels, tmp_path, monkeypatch):
+    monkeypatch.setattr(states, "devices_of_node", lambda mesh: 4)
+    (tmp_path / "all.json").write_text(measured.to_json(figures))
+    model = dataclasses.replace(SETTINGS.model, hidden_size=512, num_hidden_layers=1)
+    hardware = dataclasses.replace(SETTINGS.hardware, figures=str(tmp_path))
+    given = dataclasses.replace(SETTINGS, model=model, hardware=hardware)
+    found = states.set_up(given, make_mesh(given.mesh)).optimizer.layout.by_layer.values()
+    assert {len(way.levels) for way in found} == {levels}
+    share = sum(way.kept * way.piece for way in found)
+    assert 35_000 < share < 700_000  # between the two files' limits
 
 
 def test_a_node_is_known_by_its_host_or_its_process():

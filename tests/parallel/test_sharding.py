@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import mesh_helpers as helpers
 import pytest
 
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import Config, Mesh, UserError
+from zaya_jax.parallel import mesh as meshes
 from zaya_jax.parallel import sharding
-from zaya_jax.parallel.spread import Spread
+from zaya_jax.parallel.spread import Spread, spread_of
 
 ZAYA, LARGE = helpers.SETTINGS, Config()
 TWELVE_HEADS = dataclasses.replace(
@@ -106,3 +108,14 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
         UserError, match=r"over 5 devices .*nor do steps of 12; let data x expert divide 12"
     ):
         sharding.check_batch(Spread(data=5), (12,), 6)
+
+
+def test_context_goes_over_nodes_where_it_is_asked_to(monkeypatch):
+    monkeypatch.setattr(meshes, "_size_of_nodes", lambda devices: 4)
+    asked = Mesh(context=2, tensor=2, across=True)
+    mesh = meshes.make_mesh(asked)
+    numbers = [[jax.devices().index(d) for d in row] for row in mesh.devices.reshape(-1, 2)]
+    assert numbers == [[0, 1], [4, 5], [2, 3], [6, 7]]  # data x context, with tensor inside
+    assert spread_of(asked, mesh.shape) != spread_of(Mesh(context=2, tensor=2), mesh.shape)
+    with pytest.raises(UserError, match="there are 2 nodes of 4 devices; context must divide"):
+        meshes.make_mesh(Mesh(context=4, across=True))

@@ -1,8 +1,10 @@
 """The plan's formulas against closed forms, their limits, and what compiled programs take."""
 
+import dataclasses
 import math
 
 import pytest
+from measured_figures import FAST, SLOW
 
 from benchmarks import plan as compared
 from experiments.plan import page
@@ -191,3 +193,19 @@ def test_figures_of_another_chip_are_refused(tmp_path):
         rates.for_cluster(CLUSTER, figures_of("NVIDIA H200", tmp_path / "all.json"))
     with pytest.raises(UserError, match="cannot be read"):
         rates.for_cluster(CLUSTER, str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(("figures", "levels"), [(FAST, 2), (SLOW, 1)], ids=["fast", "slow"])
+def test_a_plan_has_the_settings_that_follow_from_figures(figures, levels, tmp_path):
+    figures = dataclasses.replace(figures, device="AMD Instinct MI300X")
+    (tmp_path / "all.json").write_text(measured.to_json(figures))
+    found = case(1280, hardware__figures=str(tmp_path))
+    assert {len(way.levels) for way in found.layout.by_layer.values()} == {levels}
+    likely = rates.for_cluster(CLUSTER, tmp_path)
+    assert likely.ring.value == pytest.approx(figures.ring_step())
+
+
+def test_context_across_nodes_uses_the_cards():
+    sizes = tuple(case(64, mesh__context=8).axes.items())
+    found = [network._links(sizes, ("context",), (), CLUSTER, across) for across in (False, True)]
+    assert found == [(CLUSTER.inside, 8, 1), (CLUSTER.card, 8, 8)]

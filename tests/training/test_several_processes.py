@@ -8,10 +8,14 @@ import multiprocess_runs
 import numpy as np
 import pytest
 import tiny_runs
+from measured_figures import figures_of
 
 from zaya_jax import cli, config
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.cluster import beats, multihost
+from zaya_jax.config import UserError
+from zaya_jax.hardware import measured
+from zaya_jax.training import start
 from zaya_jax.training.workdir import open_workdir
 
 SMALL = tiny_runs.SMALL | {
@@ -88,6 +92,7 @@ def test_two_processes_train_as_one_does(pretrain, tmp_path):
     [
         (4, 1, {"mesh.context": 2, "optim.name": "adamw"}),  # two processes read the same rows
         (2, 2, {"mesh.fsdp": True}),
+        (2, 2, {"mesh.context": 2, "mesh.across": True, "optim.name": "adamw"}),
     ],
 )
 def test_however_the_mesh_lies_on_the_processes(pretrain, tmp_path, count, devices, mesh):
@@ -126,6 +131,15 @@ def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path
     assert [line["step"] for line in tiny_runs.lines(workdir)] == list(range(1, step + 1))
     again = done(pretrain(workdir, 2, 1, {"run.num_steps": step}))
     assert "is complete" in again[0].out and again[1].out == ""
+
+
+def test_other_figures_than_the_first_process_has_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "all.json").write_text(measured.to_json(figures_of()))
+    given = config.Config(hardware=config.Hardware(figures=str(tmp_path)))
+    other = {"fork": None, "figures of the machine": 1}
+    monkeypatch.setattr(multihost, "from_first", lambda name, function: other[name])
+    with pytest.raises(UserError, match="is another file here than in process 0"):
+        start.plan_run(given, tmp_path)
 
 
 @pytest.mark.parametrize(

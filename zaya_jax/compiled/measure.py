@@ -88,7 +88,7 @@ def measure(
         "kernels": list(config.kernels),
         "mesh": {
             **dict(mesh.shape),
-            **{x: True for x in ("fsdp", "tsp", "ring") if getattr(config.mesh, x)},
+            **{x: True for x in ("fsdp", "tsp", "ring", "across") if getattr(config.mesh, x)},
         },
         "seconds": seconds,
         "memory": {"capacity": capacity, **_memory(memory, state, program)},

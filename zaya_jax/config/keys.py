@@ -194,6 +194,9 @@ class Mesh:
     ring: bool = switch(
         False, "over context, keys and values travel round a ring in place of being gathered"
     )
+    across: bool = switch(
+        False, "context lies over nodes in place of inside one, which data and expert then share"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,6 +334,18 @@ class Guard:
 
 
 @dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What is known of the machine; docs/hardware.md has what follows from it."""
+
+    figures: str = text(
+        "",
+        "path",
+        "of experiments.characterize on this machine, a file or its folder: they settle fusion"
+        " buffers, levels of sums, and, where not on, mesh.ring and mesh.across",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Precision:
     """The one table of number formats, and their meaning on each chip.
 
@@ -406,6 +421,7 @@ class Config:
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
+    hardware: Hardware = Hardware()
     precision: Precision = Precision()
     log: Log = Log()
     remat: str = choice(

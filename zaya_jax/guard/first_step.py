@@ -33,7 +33,7 @@ from zaya_jax import trees
 from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError, files
-from zaya_jax.hardware import flags, host
+from zaya_jax.hardware import host, sizing
 from zaya_jax.model import zaya
 from zaya_jax.parallel import mesh as meshes
 from zaya_jax.parallel import sharding
@@ -228,7 +228,7 @@ def _way_out(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) 
             return not differences(without, found, target)
         return False
 
-    kernels = target.kernels if target.maker in flags.PLATFORMS else ()
+    kernels = target.kernels if target.maker in sizing.PLATFORMS else ()
     for names in [*((name,) for name in kernels), kernels]:
         rest = tuple(name for name in kernels if name not in names) or ("none",)
         if names and right(dataclasses.replace(config, kernels=rest)):
@@ -237,7 +237,7 @@ def _way_out(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) 
                 f"It is right without our kernels of {', '.join(names)}: repeat the command with"
                 f" --config.kernels={option}"
             )
-    for name, value in flags.CAUTIOUS.items():
+    for name, value in sizing.CAUTIOUS.items():
         if mesh.size > 1 and right(config, mesh, {name: value}):
             return (
                 f"It is right without the compiler's {name}: repeat the command with"

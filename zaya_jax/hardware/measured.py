@@ -1,14 +1,17 @@
 """Measured figures: a file that `experiments.characterize` writes and plans read; docs/hardware.md
 has its format.
 
-figures = measured.load("out/all.json") figures.memory_bandwidth(), figures.rows_knee(),
-figures.collectives
+    figures = measured.load("out/all.json")
+    figures.memory_bandwidth(), figures.rows_knee(), figures.best("all-gather", 8, 1)
 """
 
 import dataclasses
+import functools
 import json
 import os
 import statistics
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from pallas_kernels.timing import Timing, knee
@@ -24,6 +27,7 @@ BUS = {
     "all-gather": lambda n: (n - 1) / n,  # that each gets; it puts in one n-th
     "all-to-all": lambda n: (n - 1) / n,  # that each puts in, its own n-th counted, and gets
     "neighbour": lambda n: 1.0,  # that each sends to the next
+    "broadcast": lambda n: 1.0,  # that each gets from the first
 }
 
 
@@ -120,9 +124,46 @@ class Measured:
         copies = sorted(self.copies, key=lambda copy: copy.bytes)
         return statistics.median(s.bandwidth for s in copies[-3:]) if copies else None
 
+    @property
+    def node(self) -> int:
+        """Devices of the largest measured set in one node; 0 where none was."""
+        return max((c.num_devices for c in self.collectives if c.num_nodes == 1), default=0)
+
+    def series(self, name: str, num_devices: int, num_nodes: int) -> list[CollectiveTiming]:
+        """One collective over one set of devices, small messages first."""
+        wanted = (name, num_devices, num_nodes)
+        found = [c for c in self.collectives if (c.name, c.num_devices, c.num_nodes) == wanted]
+        return sorted(found, key=lambda c: c.bytes)
+
+    def best(self, name: str, num_devices: int, num_nodes: int) -> float | None:
+        """Its best bus bandwidth; None where it was not measured."""
+        series = self.series(name, num_devices, num_nodes)
+        return max((c.bus_bandwidth for c in series), default=None)
+
+    def nearly_best(self, names: Iterable[str]) -> int | None:
+        """The bytes from which each of these is near its best rate over the largest set."""
+        sets = [(c.num_devices, c.num_nodes) for c in self.collectives]
+        found = [near(self.series(name, *max(sets))) for name in names] if sets else []
+        return max(filter(None, found), default=None)
+
+    def ring_step(self) -> float | None:
+        """Seconds that a ring's step takes to begin inside a node: the smallest reduce-scatter
+        of all its devices takes one for each but the first."""
+        series = self.series("reduce-scatter", self.node, 1)
+        return series[0].seconds.median / (self.node - 1) if series else None
+
+    def product_knee(self) -> float | None:
+        """GFLOP from which a dense product is within 20% of the best."""
+        return knee((p.flops / 1e9, p.rate) for p in self.products if p.name == "dense")
+
     def rows_knee(self) -> int | None:
         """Rows of an expert from which on a grouped product is within 20% of its best."""
         return knee((p.m, p.rate) for p in self.products if p.name == "grouped forward")
+
+
+def near(series: Iterable[CollectiveTiming]) -> int | None:
+    """The bytes from which a collective is within 10% of its best rate."""
+    return knee(((c.bytes, c.bus_bandwidth) for c in series), 0.9)
 
 
 def to_json(figures: Measured) -> str:
@@ -130,8 +171,11 @@ def to_json(figures: Measured) -> str:
     return json.dumps({"format": FORMAT} | dataclasses.asdict(figures), indent=1) + "\n"
 
 
+@functools.cache  # all of a start goes by one reading
 def load(path: str | os.PathLike) -> Measured:
-    """The figures of a file; UserError where it holds none."""
+    """The figures of a file, or of all.json in a folder; UserError where it holds none."""
+    path = Path(path)
+    path = path / "all.json" if path.is_dir() else path
     try:
         given = files.read_json(path)
         if given["format"] != FORMAT:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zaya_jax.config import UserError
-from zaya_jax.hardware import chips, clusters, flags
+from zaya_jax.hardware import chips, clusters, sizing
 
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
 A_NODE = 8  # GPUs of a node
@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
 
 def _gpu(platform: str, memory: int, name: str, about: str, versions: str) -> Target:
-    told = int(memory * flags.memory_share() / OF_ABSENT)
+    told = int(memory * sizing.memory_share() / OF_ABSENT)
     limits = "threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 "
     limits += "threads_per_core_limit: 2048 fpus_per_core: 128"
     text = (
@@ -97,16 +97,16 @@ TARGETS = {
 
 
 def memory_for_jax(name: str) -> int:
-    """Bytes of a GPU's memory that JAX takes (`flags.memory_share`)."""
-    return int(TARGETS[name].memory * flags.memory_share())
+    """Bytes of a GPU's memory that JAX takes (`sizing.memory_share`)."""
+    return int(TARGETS[name].memory * sizing.memory_share())
 
 
-def devices(name: str, count: int) -> list[Any]:
+def devices(name: str, count: int, figures: str = "") -> list[Any]:
     """So many devices of a kind, in nodes of at most eight; UserError where their compiler is not
     installed.
 
     To be called before JAX has compiled anything for a GPU in this process: the flags of
-    `hardware.flags` are set here.
+    `hardware.sizing` are set here.
     """
     if name == "cpu":
         if count > len(jax.devices("cpu")):
@@ -118,8 +118,8 @@ def devices(name: str, count: int) -> list[Any]:
     from jax.experimental import topologies
 
     target = TARGETS[name]
-    os.environ["XLA_FLAGS"] = flags.merged(
-        os.environ.get("XLA_FLAGS", ""), flags.PLATFORMS[target.platform]
+    os.environ["XLA_FLAGS"] = sizing.merged(
+        os.environ.get("XLA_FLAGS", ""), sizing.compiler_flags(target.platform, figures)
     )
     jax.devices("cpu")  # the plugins that JAX finds by itself are registered then
     _register(target.platform)

@@ -214,6 +214,7 @@ def build(
     specs: Any = None,
     axes: Mapping[str, int] | None = None,
     node: int = 1,
+    two_levels_under: int = 0,
     skip_update: str = "never",
     spike_deviations: float = 6.0,
     table: tuple[Row, ...] = TABLE,
@@ -222,8 +223,9 @@ def build(
 
     `axes` are the mesh's axis sizes; with more than one device the state is spread over them
     (ZeRO-1) and `update` must run in `jax.shard_map` over all of them; `node` of them are in each
-    node. `specs`, a tree like `params`, gives the weights' own PartitionSpecs; by default every
-    device has all of them. `optim.name` "adamw" gives Muon's rows to AdamW.
+    node, and what leaves a layer is summed inside nodes first where a device's share has fewer
+    numbers than `two_levels_under`. `specs`, a tree like `params`, gives the weights' own
+    PartitionSpecs; by default every device has all of them. `optim.name` "adamw" gives Muon's rows to AdamW.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     shapes = {trees.name_of(path, SLASH): tuple(leaf.shape) for path, leaf in leaves}
@@ -235,7 +237,7 @@ def build(
         if (precision.weights, precision.compute) == ("compute", "bfloat16")
         else ""
     )
-    layout = _layout(shapes, treedef, claims, specs, dict(axes or {}), node, copy)
+    layout = _layout(shapes, treedef, claims, specs, dict(axes or {}), copy, node, two_levels_under)
     methods = jax.tree.unflatten(treedef, [row.method for row in claims.values()])
     decay = jax.tree.unflatten(treedef, [row.decay for row in claims.values()])
     iteration = (
@@ -266,7 +268,7 @@ def build(
     return Optimizer(transformation, layout, claims)
 
 
-def _layout(shapes, treedef, claims, specs, axes, node, copy) -> zero.Layout:
+def _layout(shapes, treedef, claims, specs, axes, copy, *nodes) -> zero.Layout:
     flat = [PartitionSpec()] * len(shapes) if specs is None else treedef.flatten_up_to(specs)
     weights = []
     for (path, shape), spec in zip(shapes.items(), flat, strict=True):
@@ -278,7 +280,7 @@ def _layout(shapes, treedef, claims, specs, axes, node, copy) -> zero.Layout:
                 path, shape, row.method, row.group, dims, "" if row.group == "router" else copy
             )
         )
-    return zero.Layout(weights, treedef, axes, node)
+    return zero.Layout(weights, treedef, axes, *nodes)
 
 
 def _around(

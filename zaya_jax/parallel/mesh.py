@@ -6,8 +6,10 @@ all axes that a weight leaves (ZeRO-1).
 """
 
 import math
+from collections.abc import Mapping
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from zaya_jax import config
@@ -22,6 +24,9 @@ def make_mesh(sizes: config.Mesh, devices: list | None = None, where: str = "con
     their number."""
     devices = jax.devices() if devices is None else devices
     shape = shape_of(sizes, len(devices), where)
+    if sizes.across and shape["context"] > 1:
+        order = across_nodes(shape, _size_of_nodes(devices), where)
+        devices = [devices[index] for index in order]
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(shape.values()), AXES, axis_types=axis_types, devices=devices)
 
@@ -59,15 +64,32 @@ def _way_out(devices: int, others: int, where: str) -> str:
     )
 
 
+def across_nodes(shape: Mapping[str, int], node: int, where: str = "config.mesh") -> list[int]:
+    """The devices in the order of a mesh whose context axis goes over nodes of so many."""
+    context, tensor = shape["context"], shape["tensor"]
+    nodes = math.prod(shape.values()) // node
+    if nodes % context or node % tensor:
+        raise UserError(
+            f"{where}.across is set with context={context} and tensor={tensor}, but there are"
+            f" {nodes} nodes of {node} devices; context must divide their number, and tensor their"
+            f" size, or leave {where}.across out"
+        )
+    numbers = np.arange(nodes * node).reshape(nodes // context, context, node // tensor, tensor)
+    return numbers.swapaxes(1, 2).reshape(-1).tolist()
+
+
 def devices_of_node(mesh: Mesh | AbstractMesh) -> int:
     """The number of devices of a node; 1 unless all nodes have as many, one after the other in the
     mesh's order.
 
     XLA tells the hosts of GPUs apart as slices; where it does not, each process counts as one.
     """
-    if isinstance(mesh, AbstractMesh):  # of no devices
-        return 1
-    places = [(getattr(d, "slice_index", 0), d.process_index) for d in mesh.devices.flat]
+    # an abstract one has no devices
+    return 1 if isinstance(mesh, AbstractMesh) else _size_of_nodes(list(mesh.devices.flat))
+
+
+def _size_of_nodes(devices: list) -> int:
+    places = [(getattr(d, "slice_index", 0), d.process_index) for d in devices]
     several = len({host for host, _ in places}) > 1
     nodes = [host if several else process for host, process in places]
     size = nodes.count(nodes[0])

@@ -29,6 +29,7 @@ class Spread:
     fsdp: bool = False  # weights are split over data too, gathered layer by layer
     tsp: bool = False  # the tensor axis carries the sequence too, weights travel
     ring: bool = False  # keys and values travel round the context axis instead of being gathered
+    across: bool = False  # the devices of the context axis are in nodes of their own
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
@@ -71,6 +72,7 @@ def spread_of(sizes: config.Mesh, shape: Mapping[str, int]) -> Spread:
         fsdp=sizes.fsdp and axes["data"] > 1,
         tsp=sizes.tsp and axes["tensor"] > 1,
         ring=sizes.ring and axes["context"] > 1,
+        across=sizes.across and axes["context"] > 1,
     )
 
 

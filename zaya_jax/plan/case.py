@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import Config, Model, Optim, Precision
-from zaya_jax.hardware import clusters
+from zaya_jax.hardware import clusters, sizing
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, zero
 from zaya_jax.optim.zero.by_layer import ByLayer
@@ -94,10 +94,9 @@ class StepCase:
     def layout(self) -> zero.Layout:
         """Where the optimizer's work and state lie."""
         cluster = clusters.of_chip(self.chip)
-        node = cluster.of_devices(self.devices).node if cluster else 1
-        return _layout(
-            self.config.model, self.config.optim, self.config.precision, self.spread, node
-        )
+        node = cluster.of_devices(self.devices).node if cluster and not self.spread.across else 1
+        c, under = self.config, sizing.two_levels_under(self.config)
+        return _layout(c.model, c.optim, c.precision, self.spread, node, under)
 
     def exchange_bytes(self, name: str) -> collections.Counter[str]:
         """Bytes of the optimizer's exchange of a bucket, by kind of collective."""
@@ -200,7 +199,7 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
 
 @functools.lru_cache(maxsize=1024)
 def _layout(
-    model: Model, optim: Optim, precision: Precision, spread: Spread, node: int
+    model: Model, optim: Optim, precision: Precision, spread: Spread, node: int, under: int
 ) -> zero.Layout:
     return chain.build(
         optim,
@@ -209,6 +208,7 @@ def _layout(
         specs=sharding.param_specs(model, precision, spread),
         axes={axis: getattr(spread, axis) for axis in AXES},
         node=node,
+        two_levels_under=under,
     ).layout
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.optim.zero.grid import Grid
 from zaya_jax.parallel import dispatch
+from zaya_jax.parallel.mesh import across_nodes
 from zaya_jax.plan import work
 from zaya_jax.plan.case import StepCase, itemsize
 from zaya_jax.plan.rates import Rates
@@ -38,7 +39,8 @@ class Flow:
 
     def seconds(self, case: StepCase, cluster: Cluster, rates: Rates) -> float:
         """On the links of its group; a ring's messages pass each device once."""
-        bandwidth, devices, nodes = _links(tuple(case.axes.items()), self.axes, self.group, cluster)
+        sizes, across = tuple(case.axes.items()), case.spread.across
+        bandwidth, devices, nodes = _links(sizes, self.axes, self.group, cluster, across)
         share = rates.intra_node if nodes == 1 else rates.inter_node
         latency = cluster.latency
         if self.kind in RINGS:
@@ -52,6 +54,7 @@ def _links(
     axes: tuple[str, ...],
     group: tuple[int, ...],
     cluster: Cluster,
+    across: bool,
 ) -> tuple[float, int, int]:
     """The rate of a device in a collective along these axes, and the devices and nodes of its
     group."""
@@ -60,6 +63,9 @@ def _links(
     chosen = tuple(axis for axis in grid.names if axis in axes)
     others = tuple(axis for axis in grid.names if axis not in axes)
     group = group or tuple(grid.groups(others, chosen)[0].tolist())
+    if across:
+        order = across_nodes(dict(sizes), cluster.node)
+        group = tuple(order[place] for place in group)
     return cluster.bandwidth(group), len(group), len({device // cluster.node for device in group})
 
 

@@ -10,10 +10,8 @@ measured first.
 import dataclasses
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
-from zaya_jax.config import UserError
-from zaya_jax.hardware import chips, measured
+from zaya_jax.hardware import chips, measured, sizing
 from zaya_jax.hardware.clusters import Cluster
 
 ASSUMED = "assumed"
@@ -100,18 +98,8 @@ DEFAULTS = {"mi300x": _MI300X, "mi355x": _MI355X, "h200": _HOPPER, "h100": _HOPP
 def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
     """The shares for a cluster; UserError where measured figures are of another chip."""
     rates = DEFAULTS[cluster.chip]
-    if not figures:
-        return rates
-    path = Path(figures)
-    path = path / "all.json" if path.is_dir() else path
-    found = measured.load(path)
-    name = chips.named(found.device)
-    if name != cluster.chip:
-        raise UserError(
-            f"--figures={figures} are of {found.num_devices} x {found.device}, the cluster has"
-            f" {cluster.chip}; give figures of that chip"
-        )
-    return dataclasses.replace(rates, **_measured(found, cluster))
+    found = sizing.figures_at(os.fspath(figures), cluster.chip)
+    return dataclasses.replace(rates, **_measured(found, cluster)) if found else rates
 
 
 def _measured(found: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
@@ -126,6 +114,8 @@ def _measured(found: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
             result[name] = Rate(max(rates) / chip.peaks["bfloat16"], source)
     if memory := found.memory_bandwidth():
         result["memory"] = Rate(memory / chip.bandwidth, source)
+    if start := found.ring_step():
+        result["ring"] = Rate(start, source)
     for c in found.collectives:
         if c.name in ("reduce-scatter", "all-gather") and c.num_devices > 1:
             each = c.num_devices // c.num_nodes  # devices of a node

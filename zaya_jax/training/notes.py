@@ -10,7 +10,7 @@ import jax
 from zaya_jax import schedule
 from zaya_jax.config import Mesh, Phase, Precision
 from zaya_jax.data import mix
-from zaya_jax.hardware import sizing_rules
+from zaya_jax.hardware import sizing
 from zaya_jax.hardware.chips import peak_flops
 from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import shape_of
@@ -30,7 +30,7 @@ def describe_start(
     if run.config.schedule.phases:
         logs.say(phase_table(run))
     logs.say(describe_run(run, here, workdir, reached))
-    found = [*notes, unknown_peak(), *sizing_rules.notes(here.config, list(here.mesh.devices.flat))]
+    found = [*notes, unknown_peak(), *sizing.notes(here.config, list(here.mesh.devices.flat))]
     for note in filter(None, dict.fromkeys(found)):
         logs.say(note)
 
@@ -101,7 +101,7 @@ def describe_mesh(mesh: Mesh, devices: int | None = None) -> str:
     else:
         axes = [f"data {shape['data']}"] if shape["data"] > 1 else []
     axes += [f"{axis} {shape[axis]}" for axis in AXES[1:] if shape[axis] > 1]
-    switches = [name for name in ("fsdp", "tsp", "ring") if getattr(mesh, name)]
+    switches = [name for name in ("fsdp", "tsp", "ring", "across") if getattr(mesh, name)]
     return ", ".join([" x ".join(axes) or "one device", *switches])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError
+from zaya_jax.hardware import sizing
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process, shape_of
 from zaya_jax.parallel.spread import Spread, spread_of
@@ -69,6 +70,7 @@ def place(config: Config, devices: list | None = None) -> Recipe:
     plan, phases = schedule.make_plan(config), {}
     for index, segments, here, key in schedule.phases_of(config, plan):
         mesh, rows, misfit = None, (0, 1), None
+        here = sizing.settled(here, len(devices or ()))
         shape = shape_of(here.mesh, None, key("mesh"))
         if devices:
             try:
@@ -120,7 +122,7 @@ def portion(
     config's batch, which is rounded to whole micro-batches.
     """
     phase, key = segment.phase, functools.partial(schedule.key, config, segment.phase_index)
-    here, where = schedule.phase_config(config, phase), key("mesh")
+    here, where = sizing.settled(schedule.phase_config(config, phase), devices), key("mesh")
     spread = spread_of(here.mesh, shape_of(here.mesh, devices, where))
     sharding.check(here, spread, lengths={key("seq_len"): phase.seq_len}, where=where)
     if at_once:

@@ -12,6 +12,7 @@ refused.
 import dataclasses
 import math
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from zaya_jax.checkpoint.source import Source, differing
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
+from zaya_jax.hardware import sizing
 from zaya_jax.model import zaya
 from zaya_jax.text import tokenizers
 from zaya_jax.training import fork, recipe
@@ -53,6 +55,13 @@ class PlannedStart:
 def plan_run(config: Config, folder: Path) -> tuple[Recipe, tokenizers.Tokenizer]:
     """The run's recipe, its config filled in by a fork and the tokenizer, and the tokenizer."""
     config = fork.settle(config, multihost.from_first("fork", lambda: fork.find(config, folder)))
+    figures = sizing.figures_at(config.hardware.figures, jax.devices()[0].device_kind)
+    mark = zlib.crc32(repr(figures).encode())
+    if mark != multihost.from_first("figures of the machine", lambda: mark):
+        raise UserError(
+            f"config.hardware.figures={config.hardware.figures} is another file here than in"
+            " process 0, and the processes' programs would differ; give one that all share"
+        )
     tokenizer = tokenizers.load(config.data.tokenizer)
     return recipe.place(tokenizers.with_model_ids(config, tokenizer), jax.devices()), tokenizer
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import chip
 from zaya_jax.config import Config
-from zaya_jax.hardware import host
+from zaya_jax.hardware import host, sizing
 from zaya_jax.model import lora, zaya
 from zaya_jax.model.layer import Own
 from zaya_jax.optim import balance, chain
@@ -69,6 +69,7 @@ def set_up(config: Config, mesh: Mesh, spread: Spread | None = None) -> Setup:
         specs=specs["params"],
         axes=dict(mesh.shape),
         node=devices_of_node(mesh),
+        two_levels_under=sizing.two_levels_under(config),
         skip_update=config.run.skip_update,
         spike_deviations=config.run.spike_deviations,
     )

@@ -53,6 +53,7 @@ CHANGES_NOTHING = (  # that a step computes
 COMPARED_BY_CONTENT = ("data.path", "data.tokenizer")  # checkpoints have fingerprints of both
 ROUNDS = (  # sums have another order, which is said
     "mesh",
+    "hardware",
     "kernels",
     "remat",
     "precision.weights",

@@ -30,10 +30,6 @@ from zaya_jax.optim.zero.matrices import WASTE, Matrices, pad
 
 # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
 LARGE = 2**24
-# Numbers of a layer's shares under which two levels are faster: in the 2.1 us that a ring's step
-# inside a node takes to begin (RCCL's constant for gfx942), the node's links carry 0.66 MB at 0.7
-# of 448 GB/s.
-SHORT = 164_000
 
 
 class ByLayer:
@@ -66,13 +62,13 @@ class ByLayer:
         return way if way.padded <= (1 + WASTE) * numbers else None
 
     @staticmethod
-    def settle(ways: Sequence["ByLayer"]) -> None:
-        """Chooses one level or two, alike for all: the compiler makes one sum of what leaves a
-        layer together."""
+    def settle(ways: Sequence["ByLayer"], two_levels_under: int) -> None:
+        """Chooses two levels where a device's shares have fewer numbers, alike for all: the
+        compiler makes one sum of what leaves a layer together."""
         share = sum(way.kept * way.piece for way in ways)
         for way in ways:
             nodes = way.bucket.grid.nodes
-            if min(nodes.shape) > 1 and share < SHORT:
+            if min(nodes.shape) > 1 and share < two_levels_under:
                 way.levels = [nodes, nodes.T]
 
     @property

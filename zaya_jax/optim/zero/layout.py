@@ -60,7 +60,14 @@ class Layout:
     """Buckets over the devices of a mesh; see the module's head. `axes` gives the mesh's axis
     sizes, in its order."""
 
-    def __init__(self, weights: list[Weight], treedef: Any, axes: Mapping[str, int], node: int = 1):
+    def __init__(
+        self,
+        weights: list[Weight],
+        treedef: Any,
+        axes: Mapping[str, int],
+        node: int = 1,
+        two_levels_under: int = 0,
+    ):
         self.weights, self.treedef, self.grid = weights, treedef, Grid(axes, node)
         self.groups = list(dict.fromkeys(w.group for w in weights))
         self.matrices: dict[str, Matrices] = {}
@@ -69,6 +76,7 @@ class Layout:
         self.sharded = bool(self.grid.names)
         if self.sharded:
             self._share(weights)
+            ByLayer.settle(list(self.by_layer.values()), two_levels_under)
         self.buckets: list[Bucket] = [*self.matrices.values(), *self.vectors] or [
             Whole(w) for w in weights
         ]
@@ -108,7 +116,6 @@ class Layout:
             bucket.way = ByLayer.of(bucket)
         self.matrices = {bucket.name: bucket for bucket in buckets}
         self.by_layer = {bucket.weights[0].path: bucket.way for bucket in buckets if bucket.way}
-        ByLayer.settle(list(self.by_layer.values()))
         total = sum(math.prod(w.shape) for w in weights)
         self.vectors = [Vectors(axes, found, total, self.grid) for axes, found in own.items()]
 

@@ -1,0 +1,196 @@
+"""Sizes off a chip's fast path are found, each with a better value; settings follow from figures,
+and are used."""
+
+import dataclasses
+import os
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from measured_figures import FAST, SLOW, figures_of
+
+from pallas_kernels.timing import Timing
+from zaya_jax import cli, config
+from zaya_jax.config import UserError
+from zaya_jax.hardware import measured, sizing
+from zaya_jax.hardware.measured import Product, ProductShape
+
+CONFIGS = Path(__file__).resolve().parents[2] / "experiments" / "configs"
+
+
+def read(name):
+    return config.check(runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]())
+
+
+def changed(**keys):
+    """ZAYA1's model in one phase of 4096 tokens, 16,384 at once on each of eight devices."""
+    raw = config.default()
+    raw.model.max_position_embeddings = 1 << 20
+    raw.data.global_batch, raw.data.micro_batch = 512, 32
+    for name, value in keys.items():
+        group, key = name.split("__")
+        raw[group][key] = value
+    return config.check(raw)
+
+
+def by_rule(found):
+    return {f.rule: f for f in found}
+
+
+def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
+    """Of its run on 1,024 of them one sequence at a time on each would not be."""
+    whole = read("zaya1_base")
+    assert "tokens per expert" not in by_rule(sizing.advise(whole, "mi300x", 1024))
+    one_at_a_time = dataclasses.replace(
+        whole, data=dataclasses.replace(whole.data, micro_batch=1024)
+    )
+    found = sizing.advise(one_at_a_time, "mi300x", 1024)
+    assert not [f for f in found if f.key.startswith("model.")]
+    experts = by_rule(found)["tokens per expert"]
+    # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
+    assert (
+        "256 tokens per expert" in experts.reason
+        and "of 302 " in experts.reason
+        and experts.better == 2048
+    )
+
+
+@pytest.mark.parametrize("chip", ["mi300x", "h200"])
+@pytest.mark.parametrize(
+    ("key", "value", "better", "rule"),
+    [
+        ("vocab_size", 50_257, 50_304, "multiple of 64"),
+        ("hidden_size", 2000, 2048, "multiple of 64"),
+        ("moe_intermediate_size", 1424, 1408, "multiple of 64"),
+        ("head_dim", 96, 128, "head_dim"),
+    ],
+)
+def test_a_width_off_the_path_is_found_with_a_better_one(chip, key, value, better, rule):
+    given = changed(**{f"model__{key}": value})
+    found = next(
+        f for f in sizing.advise(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule
+    )
+    assert (found.value, found.better) == (value, better)
+    assert str(found).startswith(f"sizing: model.{key}={value:,}: ")
+    mended = changed(**{f"model__{key}": better})
+    assert not [
+        f for f in sizing.advise(mended, chip, 8) if f.key == f"model.{key}" and f.rule == rule
+    ]
+
+
+def test_a_run_on_the_path_gets_no_advice():
+    for name, at_once in (("h200", 32), ("mi300x", 64)):
+        assert sizing.advise(changed(data__micro_batch=at_once), name, 8) == []
+
+
+def test_measured_figures_take_the_place_of_published_ones():
+    def grouped(m, rate):
+        shape = ("grouped forward", "", m, 2048, 2048, 16)
+        return Product(*shape, "bfloat16", Timing(ProductShape(*shape).flops / rate, 1e-9, 1e3, 5))
+
+    products = (grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14))
+    slow = figures_of(device="AMD Instinct MI300X", platform="rocm", products=products)
+    found = by_rule(sizing.advise(changed(), "mi300x", 8, slow))["tokens per expert"]
+    assert "1,024 tokens per expert" in found.reason and "of 2,048 " in found.reason
+    assert found.source == "measured, 2026-11-22" and found.better == 64
+    for other in (figures_of(products=products), dataclasses.replace(slow, device="NVIDIA H200")):
+        assert "tokens per expert" not in by_rule(sizing.advise(changed(), "mi300x", 8, other))
+
+
+def test_a_run_gets_advice_where_its_chip_is_known():
+    given = read("tiny")
+    gpu = [SimpleNamespace(device_kind="AMD Instinct MI300X", platform="rocm")] * 8
+    notes = sizing.notes(given, gpu)
+    assert not any("\n" in line for line in notes)
+    assert notes[0].endswith(
+        "not given: nothing; by published figures: tokens per expert 302, product 200 GFLOP, fusion"
+        " buffers 268,435,456 bytes, two levels under 164,000 numbers a device"
+    )
+    assert notes[1:] == [str(f) for f in sizing.advise(given, "mi300x", 8)] and len(notes) == 6
+    for kind in ("cpu", "NVIDIA A100-SXM4-80GB"):
+        assert sizing.notes(given, [SimpleNamespace(device_kind=kind, platform="gpu")]) == []
+
+
+def test_a_mesh_that_fits_no_phase_is_refused():
+    with pytest.raises(UserError, match="there are 3 devices"):
+        sizing.advise(read("dense_7b"), "mi300x", 3)
+
+
+def with_figures(figures, folder, **keys):
+    """A config that names a file of these figures."""
+    (folder / "all.json").write_text(measured.to_json(figures))
+    return changed(hardware__figures=str(folder), **keys)
+
+
+@pytest.mark.parametrize(
+    ("figures", "buffers", "levels", "switches"),
+    [(FAST, 1 << 24, 700_000, set()), (SLOW, 1 << 26, 35_000, {"across", "ring"})],
+    ids=["fast", "slow"],
+)
+def test_settings_follow_from_figures(figures, buffers, levels, switches, tmp_path):
+    given = with_figures(figures, tmp_path, mesh__context=2)
+    here = sizing.settled(given, 32)
+    assert {key for key in ("across", "ring") if getattr(here.mesh, key)} == switches
+    assert sizing.two_levels_under(given) == pytest.approx(levels, rel=0.02)
+    found = sizing.value("fusion buffers", "mi300x", figures)
+    assert found == (buffers, "measured, 2026-11-22", True)
+    assert sizing.settled(given, 8).mesh.across is False  # one node of the measured ones
+    said = sizing.describe(here, "cpu")
+    across, ring = (key in switches for key in ("across", "ring"))
+    assert said.endswith(
+        f": fusion buffers {buffers:,} bytes, two levels under {sizing.two_levels_under(given):,}"
+        f" numbers a device, mesh.across={across}, mesh.ring={ring}; by published figures: nothing"
+    )
+    assert said.startswith(f"settings: by {tmp_path}: ") and "\n" not in said
+
+
+def test_what_a_config_turns_on_stays_on(tmp_path):
+    given = with_figures(FAST, tmp_path, mesh__context=2, mesh__ring=True)
+    assert sizing.settled(given, 32).mesh.ring
+    assert sizing.settled(changed(mesh__context=2), 32) == changed(mesh__context=2)
+
+
+def test_figures_of_another_chip_are_refused(tmp_path):
+    given = with_figures(dataclasses.replace(FAST, device="NVIDIA H200"), tmp_path)
+    with pytest.raises(UserError, match="figures of 32 x NVIDIA H200, none of AMD Instinct MI300X"):
+        sizing.describe(given, "AMD Instinct MI300X")
+
+
+def test_a_program_has_the_flags_that_follow(tmp_path, monkeypatch):
+    """Over published ones that a supervisor has set, and never over the user's."""
+    with_figures(SLOW, tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "rocm")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=5")
+    sizing.set_for_platform()  # the supervisor
+    parser = cli.Parser()
+    parser.add_config("tiny.py")
+    option = f"--config.hardware.figures={tmp_path}"
+    assert cli.exit_code(lambda: parser.parse_args([option]) and 0) == 0
+    words = [word.removeprefix("--xla_gpu_") for word in os.environ["XLA_FLAGS"].split()]
+    assert [word for word in words if "_combine_threshold_bytes" in word] == [
+        "all_gather_combine_threshold_bytes=5",
+        f"all_reduce_combine_threshold_bytes={1 << 26}",
+        f"reduce_scatter_combine_threshold_bytes={1 << 26}",
+        f"collective_permute_combine_threshold_bytes={4 << 20}",
+    ]
+    assert len(words) == len({word.split("=")[0] for word in words})
+
+
+def test_a_part_of_a_node_loses_links(tmp_path):
+    """ZAYA1's two devices a sequence reach each other over one of seven links."""
+    found = by_rule(sizing.advise(read("zaya1_base"), "mi300x", 1024))["fabric"]
+    assert found.key == "schedule.phases[2].mesh.context" and found.value == 2
+    assert found.reason == "a part of a node: 14% of the rate that all 8 devices reach"
+    assert "fabric" not in by_rule(sizing.advise(read("zaya1_base"), "h200", 1024))
+    slow = dataclasses.replace(SLOW, device="NVIDIA H200")
+    found = by_rule(sizing.advise(read("zaya1_base"), "h200", 1024, slow))["fabric"]
+    assert found.source == "measured, 2026-11-22" and "14%" in found.reason
+
+
+def test_small_products_are_named():
+    """A device with one sequence of 4,096 tokens multiplies 69 GFLOP, the published limit is 200."""
+    given = changed(data__micro_batch=8)
+    found = by_rule(sizing.advise(given, "mi300x", 8))["product"]
+    assert "69 GFLOP" in found.reason and "of 200 " in found.reason and found.better == 32
+    assert "product" not in by_rule(sizing.advise(given, "h200", 8))  # nothing is published

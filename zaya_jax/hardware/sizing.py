@@ -1,0 +1,472 @@
+"""Settles what depends on a machine's speed: from figures that `experiments.characterize` measured
+on it, otherwise from published ones.
+
+    sizing.value("tokens per expert", "mi300x", figures)     what one rule says, and its source
+    sizing.settled(config, num_devices)                      a phase's mesh as measured figures ask
+    sizing.set_for_platform(config)                          the compiler's flags of a GPU run
+    for advice in sizing.advise(config, chip, num_devices): print(advice)
+
+RULES is the one table. Some rows settle what a run does, others judge a model's and a run's sizes.
+`config.hardware.figures` names the file. Importing this brings no JAX: a backend reads the flags
+when it starts. docs/hardware.md has the table for people.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zaya_jax import schedule
+from zaya_jax.config import Config, UserError
+from zaya_jax.hardware import chips, clusters
+
+if TYPE_CHECKING:
+    from zaya_jax.hardware.measured import Measured
+
+ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127"
+CODESIGN = "co-design of model and hardware, arXiv:2401.14489"
+MIB = 1 << 20
+LOADED = 64  # numbers of two bytes that are loaded at once
+EMPTY = 0.02  # the share of whole tiles that a product may leave empty
+REACHED = 0.8  # the share of a whole node's rate under which a part of it is named
+COMBINED = ("all-reduce", "reduce-scatter", "all-gather")  # whose calls the compiler joins
+MESHED = ("mi300x", "mi355x")  # Infinity Fabric: each pair of a node's devices has its own link
+
+# ################################################################################################
+# The table
+# ##################################################################################################
+
+
+class Rule(NamedTuple):
+    """A value that depends on the machine; `asked` is what it is asked about: a phase's config, of
+    "fabric" a number of devices."""
+
+    needs: str  # the parts of `experiments.characterize` that measure it; "" where none does
+    follows: Callable[["Measured", Any], Any]  # from figures; None where they do not have it
+    published: Callable[[str, Any], Any]  # for a name in chips.CHIPS; None where nothing is known
+    source: str  # of the published value
+    shown: str = ""  # in a run's line; "" where it judges sizes alone
+
+
+def _two_levels(figures: "Measured", asked: Any) -> int | None:
+    """One level takes a step for each device of a node; two send a layer over its links once
+    more."""
+    start, rate = figures.ring_step(), figures.best("reduce-scatter", figures.node, 1)
+    return round(start * rate / 4) if start and rate else None
+
+
+def _across(figures: "Measured", here: Config) -> bool | None:
+    """Inside, a part of a node has a part of its links; across, each device has its own card."""
+    count = here.mesh.context
+    inside, across = (figures.best("all-gather", count, nodes) for nodes in (1, count))
+    return here.mesh.across or across > inside if inside and across else None
+
+
+def _ring(figures: "Measured", here: Config) -> bool | None:
+    """Gathered keys and values are waited for: 4 K C bytes of each token of other devices. A ring's
+    travel under the attention, but each part is merged: 12 H C bytes read and written."""
+    model, count = here.model, here.mesh.context
+    nodes = count if here.mesh.across else -(-count // max(figures.node, 1))
+    gather, memory = figures.best("all-gather", count, nodes), figures.memory_bandwidth()
+    if not gather or not memory:
+        return None
+    waited, merged = 4 * model.num_key_value_heads / gather, 12 * model.num_attention_heads / memory
+    return here.mesh.ring or waited > merged
+
+
+def _part_of_node(figures: "Measured", count: int) -> float | None:
+    part, whole = (figures.best("all-gather", size, 1) for size in (count, figures.node))
+    return part / whole if part and whole else None
+
+
+def _rows(chip: str, here: Config) -> int | None:
+    """A weight of two bytes serves one multiply-add a row: at so many rows reading takes as
+    long."""
+    sheet = chips.CHIPS.get(chip)
+    return math.ceil(sheet.peaks[here.precision.compute] / sheet.measured) if sheet else None
+
+
+def _links(chip: str, count: int) -> float:
+    """The share of its node's links that so many of its devices have to each other."""
+    cluster = clusters.of_chip(chip)
+    return (count - 1) / (cluster.node - 1) if cluster and chip in MESHED else 1.0
+
+
+RULES = {
+    "multiple of 64": Rule("", lambda *_: None, lambda *_: LOADED, CODESIGN),
+    "tile": Rule(
+        "",
+        lambda *_: None,
+        lambda chip, _: chips.CHIPS[chip].tile,
+        "large tiles of hipBLASLt and cuBLAS",
+    ),
+    "head_dim": Rule("", lambda *_: None, lambda *_: LOADED, ZAYA1),
+    "tokens per expert": Rule(
+        "matmul",
+        lambda figures, _: figures.rows_knee(),
+        _rows,
+        "peak over memory bandwidth",
+        " {:,}",
+    ),
+    "product": Rule(
+        "matmul",
+        lambda figures, _: figures.product_knee(),
+        lambda chip, _: 200 if chip == "mi300x" else None,
+        f"{ZAYA1}: some 200 GFLOP reach the peak",
+        " {:,.3g} GFLOP",
+    ),
+    "fabric": Rule("collectives", _part_of_node, _links, f"{ZAYA1}: n devices have n - 1 links"),
+    # Over Pollara's Ethernet a call must be large before it comes near 400 Gb/s a GPU, and RCCL's
+    # start-up grows with the number of nodes: XLA's 30 MiB leave both on the table. InfiniBand and
+    # NVLink are near their rate earlier; smaller groups can start earlier.
+    "fusion buffers": Rule(
+        "collectives",
+        lambda figures, _: figures.nearly_best(COMBINED),
+        lambda chip, _: 256 * MIB if chip in MESHED else 128 * MIB,
+        "our choice, not measured",
+        " {:,} bytes",
+    ),
+    # Of a layer's gradient. While a ring's step inside a node begins, its links carry so many.
+    "two levels": Rule(
+        "collectives",
+        _two_levels,
+        lambda *_: 164_000,
+        "RCCL's 2.1 us for gfx942, at 0.7 of 448 GB/s",
+        " under {:,} numbers a device",
+    ),
+    "mesh.across": Rule(
+        "collectives", _across, lambda _, here: here.mesh.across, "our choice, not measured", "={}"
+    ),
+    "mesh.ring": Rule(
+        "collectives, memory", _ring, lambda _, here: here.mesh.ring, f"{ZAYA1} gathers", "={}"
+    ),
+}
+
+
+class Value(NamedTuple):
+    """What a rule says."""
+
+    value: Any
+    source: str
+    measured: bool
+
+
+def value(rule: str, chip: str = "", figures: "Measured | None" = None, asked: Any = None) -> Value:
+    """By these figures where they have it, otherwise as published for the chip."""
+    row = RULES[rule]
+    found = row.follows(figures, asked) if figures else None
+    if figures and found is not None:
+        return Value(found, f"measured, {figures.date[:10]}", True)
+    return Value(row.published(chip, asked), row.source, False)
+
+
+def figures_at(path: str, kind: str = "") -> "Measured | None":
+    """The figures of `config.hardware.figures`, None for ""; UserError where they are not of this
+    kind of device."""
+    if not path:
+        return None
+    from zaya_jax.hardware import measured  # brings JAX, which most configs need not wait for
+
+    found = measured.load(path)
+    if kind and (chips.named(kind) or kind) != (chips.named(found.device) or found.device):
+        raise UserError(
+            f"{path} has figures of {found.num_devices} x {found.device}, none of {kind}; give"
+            " figures of that chip, or leave them out"
+        )
+    return found
+
+
+# ################################################################################################
+# What a run does
+# ##################################################################################################
+
+
+def two_levels_under(config: Config) -> int:
+    """Numbers of a device's share of a layer's gradient under which the sum has two levels."""
+    return value("two levels", figures=figures_at(config.hardware.figures)).value
+
+
+def settled(here: Config, num_devices: int | None) -> Config:
+    """A phase's config with those switches of its mesh on that its figures ask for."""
+    figures, mesh = figures_at(here.hardware.figures), here.mesh
+    if not figures or mesh.context == 1 or mesh.tsp:
+        return here
+    node = figures.num_devices // figures.num_nodes
+    nodes = (num_devices or 0) / node
+    fits = nodes and nodes % mesh.context == 0 and node % mesh.tensor == 0
+    for key in ("across", "ring") if fits else ("ring",):
+        on = {key: value(f"mesh.{key}", "", figures, here).value}
+        here = dataclasses.replace(here, mesh=dataclasses.replace(here.mesh, **on))
+    return here
+
+
+def describe(here: Config, kind: str) -> str:
+    """Which of a settled phase's settings follow from figures, and which from published ones; ""
+    where there are neither."""
+    figures, chip = figures_at(here.hardware.figures, kind), chips.named(kind) or ""
+    if not figures and not chip:
+        return ""
+    said: dict[bool, list[str]] = {True: [], False: []}
+    for name, row in RULES.items():
+        if row.shown and (here.mesh.context > 1 or not name.startswith("mesh.")):
+            found = value(name, chip, figures, here)
+            if found.value is not None:
+                said[found.measured].append(name + row.shown.format(found.value))
+    measured, published = (", ".join(said[key]) or "nothing" for key in (True, False))
+    path = here.hardware.figures or "config.hardware.figures, which is not given"
+    return f"settings: by {path}: {measured}; by published figures: {published}"
+
+
+# ################################################################################################
+# The compiler's flags
+# ##################################################################################################
+
+Flags = Mapping[str, str | int]
+BOTH: Flags = {
+    # Starts a collective as early and awaits it as late as its data allow: fsdp's gathers, the
+    # ring's and TSP's exchanges run under the matmuls around them.
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    # With XLA's 1, of two exchanges that could travel together one stands before the compute: the
+    # ring's backward pass sends keys and values and their gradients, a halo goes both ways
+    # (benchmarks/context.md).
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # With fsdp the weights of layer l + 1 are gathered inside the scan while layer l computes, and
+    # backwards layer l's gradient is scattered while layer l - 1 computes.
+    "xla_gpu_enable_pipelined_all_gather": "true",
+    "xla_gpu_enable_pipelined_reduce_scatter": "true",
+    # The first collective waits for the slowest node's compilation; XLA's own 40 s end a cold start
+    # of many nodes.
+    "xla_gpu_first_collective_call_terminate_timeout_seconds": 1800,
+}
+
+# The same flags where collectives wait for their turn: slower, and without the schedules in which
+# XLA has had errors.
+CAUTIOUS: Flags = {
+    "xla_gpu_enable_latency_hiding_scheduler": "false",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
+    "xla_gpu_enable_pipelined_all_gather": "false",
+    "xla_gpu_enable_pipelined_reduce_scatter": "false",
+}
+
+PLATFORMS: dict[str, Flags] = {
+    # Graphs of collectives end in a segmentation fault.
+    "rocm": {**BOTH, "xla_gpu_enable_command_buffer": ""},
+    "cuda": BOTH,
+}
+
+# JAX takes three quarters of a GPU's memory by default; RCCL, NCCL and the kernels' own need the
+# rest. A GPU alone has neither, and may give JAX more, by the variable.
+MEMORY_SHARE, OF_MEMORY = 0.90, "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def compiler_flags(platform: str, figures: str = "") -> Flags:
+    """All flags of a platform. Collectives of one kind become one call, up to a fusion buffer's
+    bytes.
+
+    The gradient itself is in buckets of one array already (zaya_jax/optim/zero: 2 GB and more at
+    ZAYA1's size) and passes every threshold; the arrays left to combine are the weights of one
+    layer under fsdp, or AdamW's and Muon's buckets of a small model. Arrays gathered together also
+    lie in memory together (a layer of ZAYA1 is 0.4 GB in bfloat16). The halos of one layer
+    (convolution, delayed value) are kilobytes each and go together; the ring's blocks of keys and
+    values must not wait for each other.
+    """
+    chip = {"rocm": "mi300x", "cuda": "h200"}[platform]  # for all of its maker's
+    size = value("fusion buffers", chip, figures_at(figures)).value
+    names = (f"xla_gpu_{kind.replace('-', '_')}_combine_threshold_bytes" for kind in COMBINED)
+    permute = {"xla_gpu_collective_permute_combine_threshold_bytes": 4 * MIB}
+    return {**PLATFORMS[platform], **dict.fromkeys(names, size), **permute}
+
+
+def platform(environ: Mapping[str, str] = os.environ) -> str | None:
+    """rocm or cuda, by JAX_PLATFORMS or else by the installed plugin; None for a CPU. Starts no
+    backend."""
+    asked = environ.get("JAX_PLATFORMS", "").split(",")[0].lower()
+    if asked in PLATFORMS:
+        return asked
+    if asked not in ("", "gpu"):
+        return None
+    installed = " ".join(plugin.name for plugin in entry_points(group="jax_plugins"))
+    return next((name for name in PLATFORMS if name in installed), None)
+
+
+def merged(present: str, wanted: Flags) -> str:
+    """XLA_FLAGS with those of `wanted` that it does not set yet."""
+    named = {word.lstrip("-").split("=", 1)[0] for word in present.split()}
+    added = [f"--{name}={value}" for name, value in wanted.items() if name not in named]
+    return " ".join([*present.split(), *added])
+
+
+def set_for_platform(figures: str = "", environ: MutableMapping[str, str] = os.environ) -> None:
+    """Adds this platform's flags to XLA_FLAGS, before anything asks JAX for a device.
+
+    Flags already there stay as they are, but published values of ours, which an earlier call or the
+    program that started this one has set, give way to those of `config.hardware.figures`.
+    """
+    if name := platform(environ):
+        ours = merged("", compiler_flags(name)).split()
+        given = [word for word in environ.get("XLA_FLAGS", "").split() if word not in ours]
+        environ["XLA_FLAGS"] = merged(" ".join(given), compiler_flags(name, figures))
+        environ.setdefault(OF_MEMORY, str(MEMORY_SHARE))
+
+
+def memory_share(environ: Mapping[str, str] = os.environ) -> float:
+    """The share of a GPU's memory that JAX takes: the environment's, otherwise MEMORY_SHARE."""
+    return float(environ.get(OF_MEMORY, MEMORY_SHARE))
+
+
+# ################################################################################################
+# Advice on shapes, before anything runs: `experiments.plan` estimates the seconds
+# ##################################################################################################
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """A dimension off the fast path."""
+
+    rule: str
+    key: str  # of the config
+    value: int
+    better: int | None  # the nearest better value; None where no value of this key alone is
+    reason: str
+    source: str
+
+    def __str__(self) -> str:
+        better = "" if self.better is None else f"; {self.better:,} would do"
+        return f"sizing: {self.key}={self.value:,}: {self.reason}{better} [{self.source}]"
+
+
+def notes(config: Config, devices: list) -> list[str]:
+    """What settles a run of one phase on these devices, and a line of advice each; nothing where
+    neither their chip is known nor figures are given."""
+    kind = devices[0].device_kind
+    name, figures = chips.named(kind), figures_at(config.hardware.figures, kind)
+    advice = _of_phase(config, name, len(devices), figures) if name else ()
+    return [line for line in (describe(config, kind), *map(str, advice)) if line]
+
+
+def advise(
+    config: Config, name: str, num_devices: int, figures: "Measured | None" = None
+) -> list[Advice]:
+    """Advice for every phase that fits the devices; the same advice for two phases is given once.
+    Figures of another chip count for nothing."""
+    found: dict[Advice, None] = {}
+    judged, misfit = 0, None
+    figures = figures if figures and chips.named(figures.device) == name else None
+    for segment in schedule.make_plan(config).segments:
+        try:
+            of_phase = list(
+                _of_phase(schedule.phase_config(config, segment.phase), name, num_devices, figures)
+            )
+        except UserError as error:  # its mesh needs more devices
+            misfit = misfit or error
+            continue
+        judged += 1
+        for advice in of_phase:
+            group, _, last = advice.key.partition(".")
+            if group != "model":  # a phase may have its own
+                name_of, rest = (last, "") if group == "data" else (group, f".{last}")
+                own = schedule.key(config, segment.phase_index, name_of).removeprefix("config.")
+                advice = dataclasses.replace(advice, key=own + rest)
+            found[advice] = None
+    if misfit and not judged:
+        raise misfit
+    return list(found)
+
+
+def _of_phase(
+    config: Config, name: str, num_devices: int, figures: "Measured | None"
+) -> Iterator[Advice]:
+    from zaya_jax.parallel.mesh import shape_of  # brings JAX
+
+    mesh = shape_of(config.mesh, num_devices)
+    # With tensor parallelism a token lies on all its devices, but with TSP.
+    tensor = 1 if config.mesh.tsp else mesh["tensor"]
+    yield from _widths(config, tensor, value("tile", name).value)
+    yield from _parts_of_nodes(mesh, name, figures)
+    sequences = config.data.micro_batch or config.data.global_batch
+    # of a device at once
+    tokens = max(1, sequences * config.data.seq_len * tensor // num_devices)
+    model = config.model
+    width = 2 * (model.intermediate_size or model.moe_intermediate_size) // tensor
+    launch = "a product of {} GFLOP for gate and up, of {} that come near the chip's rate"
+    flops = 2.0 * tokens * model.hidden_size * width
+    yield from _at_once("product", flops / 1e9, launch, config, value("product", name, figures))
+    if model.model_type == "zaya":
+        spread = mesh["expert"] * (mesh["tensor"] if config.mesh.tsp else 1)
+        rows = max(1, tokens * spread // model.num_experts)
+        needed = value("tokens per expert", name, figures, config)
+        reading = "{} tokens per expert and device, of {} that hide the reading of its weights"
+        yield from _at_once("tokens per expert", rows, reading, config, needed)
+
+
+def _widths(config: Config, tensor: int, tile: int) -> Iterator[Advice]:
+    """Multiples of 64, then of the tile of large products. Another number of heads would be another
+    model."""
+    model = config.model
+    inner = "intermediate_size" if model.model_type == "dense" else "moe_intermediate_size"
+    # Gate and up are one product, which tensor parallelism cuts.
+    for key, factor, cut in (("hidden_size", 1, 1), (inner, 2, tensor), ("vocab_size", 1, 1)):
+        given = getattr(model, key)
+        width = -(-given * factor // cut)
+        if width % LOADED:
+            rule, what = "multiple of 64", "64, whose 128 bytes are loaded at once"
+        elif _empty(width, tile) > EMPTY:
+            rule, what = "tile", f"the tile of {tile}"
+        else:
+            continue
+        for multiple in (LOADED, tile):
+            step = math.lcm(multiple, factor) // factor * cut
+            # every token needs its row
+            steps = math.ceil(given / step) if key == "vocab_size" else round(given / step)
+            better = max(1, steps) * step
+            if _empty(better * factor // cut, tile) <= EMPTY:
+                break
+        yield Advice(
+            rule,
+            f"model.{key}",
+            given,
+            better,
+            f"its width on a device, {width:,}, is no multiple of {what}",
+            RULES[rule].source,
+        )
+    if model.head_dim % LOADED:
+        better = max(LOADED, round(model.head_dim / LOADED) * LOADED)
+        reason = "attention computes blocks of 64 channels"
+        source = RULES["head_dim"].source
+        yield Advice("head_dim", "model.head_dim", model.head_dim, better, reason, source)
+
+
+def _empty(width: int, tile: int) -> float:
+    """The share of whole tiles that a product of this width leaves empty."""
+    return 1 - width / (-(-width // tile) * tile)
+
+
+def _parts_of_nodes(
+    mesh: Mapping[str, int], name: str, figures: "Measured | None"
+) -> Iterator[Advice]:
+    """Axes along which a part of a node's devices exchange what a layer waits for."""
+    cluster = clusters.of_chip(name)
+    node = cluster.of_devices(math.prod(mesh.values())).node if cluster else 1
+    inner = 1
+    for axis in ("tensor", "context", "expert"):  # neighbours first
+        count, inner = mesh[axis], inner * mesh[axis]
+        if count == 1 or inner > node:
+            continue
+        share, source, _ = value("fabric", name, figures, count)
+        if share < REACHED:
+            reason = f"a part of a node: {share:.0%} of the rate that all {node} devices reach"
+            yield Advice("fabric", f"mesh.{axis}", count, None, reason, source)
+
+
+def _at_once(rule: str, has: float, what: str, config: Config, needed: Value) -> Iterator[Advice]:
+    """More sequences at once where a device has too few."""
+    if needed.value is None or has >= needed.value:
+        return
+    batch, sequences = config.data.global_batch, config.data.micro_batch or config.data.global_batch
+    least = math.ceil(sequences * needed.value / has)
+    better = next((n for n in range(least, batch + 1) if batch % n == 0), None)
+    less = "" if better else ", or fewer devices"
+    reason = what.format(f"{has:,.0f}", f"{needed.value:,.0f}") + less
+    yield Advice(rule, "data.micro_batch", sequences, better, reason, needed.source)
