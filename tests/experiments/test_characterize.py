@@ -17,7 +17,7 @@ from experiments.characterize import measure as characterize
 from experiments.characterize import rates as device_rates
 from experiments.characterize.collectives import AXIS, CollectiveKind
 from pallas_kernels import timing
-from pallas_kernels.timing import Course, Timing
+from pallas_kernels.timing import Timing
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import measured
@@ -138,15 +138,6 @@ def test_bandwidths_are_those_of_nccl_tests():
     grouped = dataclasses.replace(dense, name="grouped forward", groups=4)
     assert grouped.rate == 3 * 4 * 60
     assert dataclasses.replace(grouped, name="grouped backward").rate == 6 * 4 * 60
-
-
-def test_samples_fill_the_time_and_queue_where_they_may():
-    assert timing.course(0.01, 0.5, False) == Course(50, 1)
-    assert timing.course(10.0, 0.5, False) == Course(timing.LEAST, 1)
-    assert timing.course(1e-4, 0.5, True) == Course(timing.MOST, 20)
-    calls = []
-    taken = timing.sample(lambda: calls.append(1), Course(7, 3))
-    assert len(calls) == 21 and taken.samples == 7 and 0 < taken.low <= taken.median <= taken.high
 
 
 def test_memory_is_copied(monkeypatch):

@@ -4,7 +4,6 @@ moment."""
 import json
 import re
 
-import numpy as np
 import pytest
 from made_run import checked
 
@@ -68,17 +67,6 @@ def test_page_of_few_and_of_many(tmp_path, processes, saves):
     assert ("Each column is the slowest of 5 processes." in page) == (processes == 300)
     assert ("Each column is the slowest of several saves." in page) == (saves == 2000)
     assert ("Process 299 is slow" in page) == (processes == 300)
-
-
-def test_groups_keep_their_slowest(tmp_path):
-    saves = list(times.read(make(tmp_path / "run", 300, 50))["save"].values())
-    names, steps, cells, notes = checkpoint_page.stage_rows(saves, "write")
-    assert len(names) == len(cells) == 60 and names[0] == "0–4" and names[-1] == "295–299"
-    assert len(steps) == 50 and steps[0] == 10.0 and len(notes) == 1
-    np.testing.assert_array_equal(np.median(cells, axis=1), [1.0] * 59 + [9.0])
-    assert cells.max() == 540.0
-    names, _, cells, notes = checkpoint_page.stage_rows(saves, "commit")
-    assert names == ["all"] and cells.shape == (1, 50) and "process 0 commits" in notes[0]
 
 
 def test_no_slow_process_is_named_without_reason(tmp_path):

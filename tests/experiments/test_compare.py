@@ -72,18 +72,6 @@ def test_curves_of_runs_of_different_length_and_metrics(tmp_path):
     assert "Figures of each layer and expert are on each run's own page." in text
 
 
-def test_two_runs_that_do_the_same_are_drawn_the_same_whatever_their_lengths(tmp_path):
-    wild = {"loss": lambda s: loss(s) + 0.3 * math.sin(37 * s), "lr": lambda s: 1e-3 * s}
-    long, short = write(tmp_path / "long", 1000, **wild), write(tmp_path / "short", 500, **wild)
-    source, _ = compared(long, short)
-    for title in ("Train loss", "Learning rate"):
-        a, b = (
-            p.split() for p in re.findall(r'<polyline[^>]*points="([^"]*)"', figure(source, title))
-        )
-        same = len(b) - 5  # the end of the shorter one is smoothed over fewer
-        assert len(a) > len(b) > 100 and a[:same] == b[:same]
-
-
 @pytest.mark.parametrize(
     ("steps", "first", "compared_steps"),
     [

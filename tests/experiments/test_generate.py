@@ -127,28 +127,6 @@ def test_it_stops_at_the_end_of_the_document(run, workdir):
     assert run(*options)[:2] == (0, "abc\n")
 
 
-@pytest.mark.slow
-def test_several_prompts_are_each_as_alone(run, workdir):
-    choice = ("--temperature=3", "--top_k=20", "--top_p=0.9", "--min_p=0.01")
-    options = (f"--model={workdir}", "--num_tokens=12", *choice)
-    one, two = (run(*options, f"--prompt={text}")[1] for text in ("abc", "a longer one"))
-    code, out, err = run(*options, "--prompt=a longer one", "--prompt=abc")
-    assert (code, out) == (0, two + one) and re.fullmatch(CACHE, err)
-    assert " for 2 of up to 256 tokens" in err
-    letter = two[-4]
-    stopped = run(*options, "--prompt=a longer one", "--prompt=abc", f"--stop={letter}")[1]
-    start = len("a longer one")
-    assert (
-        stopped
-        == two[:start]
-        + two[start:-1].split(letter)[0]
-        + "\n"
-        + one[:3]
-        + one[3:-1].split(letter)[0]
-        + "\n"
-    )
-
-
 def test_a_cache_over_eight_devices_gives_the_same_text(run, workdir):
     options = (f"--model={workdir}", "--prompt=abc", "--prompt=a longer one", "--num_tokens=12")
     alone, over = run(*options), run(*options, "--mesh=context=8")

@@ -5,11 +5,10 @@ import json
 import math
 import re
 
-import numpy as np
 import pytest
 from made_run import checked, write_run
 
-from zaya_jax.report import expert_load, write_report
+from zaya_jax.report import write_report
 
 
 def drawn(workdir):
@@ -223,11 +222,3 @@ def test_dead_experts_and_uneven_layers_are_named(tmp_path):
         "5 % of the tokens are skipped, averaged over the layers. 1 expert received no token."
         in text
     )
-
-
-def test_shares_and_entropy_are_of_the_experts_alone():
-    fair = expert_load.fair_shares(np.array([[0.0, np.nan, 1.0], [0.0, 0.0, 1.0], [0.2, 0.6, 0.2]]))
-    np.testing.assert_allclose(fair, [[np.nan, np.nan], [0, 0], [0.5, 1.5]])
-    load = np.array([[0.25, 0.25, 0.5], [0.1, 0.3, 0.6], [0.0, 0.4, 0.6], [0.0, 0.0, 1.0]])
-    quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
-    np.testing.assert_allclose(expert_load.entropies(load), [1.0, quarter, 0.0, np.nan])

@@ -5,7 +5,6 @@ import json
 import math
 import re
 
-import pytest
 from made_run import checked, write_run
 
 from zaya_jax.aegis import accounts
@@ -73,24 +72,6 @@ def test_a_supervised_run_has_its_part(tmp_path):
     part = section(source)
     assert part.count("gpu uncorrectable memory error") >= 1 and "died: SIGKILL" in part
     assert "loss &lt;9.1&gt;" in part and "<9.1>" not in part
-
-
-@pytest.mark.parametrize("faults", [0, 1, 7, 200])
-def test_the_columns_sum_to_the_time(faults):
-    account = accounts.account_of(befallen(faults))
-    shares = supervised.binned(account, supervised.BINS)
-    assert shares.sum(1) == pytest.approx([1.0] * supervised.BINS)
-    whole, totals = account.end - account.begin, account.totals
-    for i, (_, uses, _) in enumerate(supervised.GROUPS):
-        assert shares[:, i].mean() == pytest.approx(
-            sum(totals[use] for use in uses) / whole, abs=1e-9
-        )
-
-
-def test_every_use_but_idle_is_drawn_in_one_group():
-    drawn = [use for _, uses, _ in supervised.GROUPS for use in uses]
-    assert sorted([*drawn, "idle"]) == sorted(accounts.USES)
-    assert len({color for _, _, color in supervised.GROUPS}) == len(supervised.GROUPS)
 
 
 def test_tables_are_what_the_account_says(tmp_path):

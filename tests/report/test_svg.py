@@ -8,20 +8,11 @@ import pytest
 
 from zaya_jax.report import svg
 from zaya_jax.report.style import LEVELS
-from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale, ticks
+from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale
 
 
 def parsed(picture):
     return ElementTree.fromstring(picture.draw())
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (1.5, 6.1), (-3, 7), (1, 400), (0, 3e-9), (1e8, 1e8 + 1), (0, 1e299)]
-)
-def test_ticks_are_few_round_and_inside(low, high):
-    found = ticks(low, high)
-    room = (high - low) * 1e-6
-    assert 2 <= len(found) <= 5 and all(low - room <= t <= high + room for t in found)
 
 
 def test_nan_breaks_a_curve_and_a_lone_point_is_still_seen():
@@ -42,22 +33,6 @@ def test_points_lie_at_their_values():
             svg.LEFT + (step - 1) / 99 * (svg.WIDTH - svg.RIGHT - svg.LEFT), abs=0.06
         )
         assert py == pytest.approx(svg.FLOOR + (value - 1) / 5 * (svg.TOP - svg.FLOOR), abs=0.06)
-
-
-@pytest.mark.parametrize(
-    ("values", "low", "high", "levels"),
-    [
-        ([0.0, 0.0], 0.0, 1.0, [0, 0]),
-        ([3.0, 3.0], 0.0, 3.0, [LEVELS - 1] * 2),
-        ([-2.0], -2.0, 0.0, [0]),
-        ([1.0, math.nan, 3.0], 1.0, 3.0, [0, LEVELS - 1]),
-        ([math.nan], 0.0, 1.0, []),
-    ],
-)
-def test_a_scale_without_width_begins_at_zero(values, low, high, levels):
-    scale = Scale.between(values)
-    assert (scale.low, scale.high) == (low, high)
-    assert [scale.level(v) for v in values if math.isfinite(v)] == levels
 
 
 def rectangles(figure):
