@@ -58,19 +58,6 @@ def attend(q, k, v, window, place):
 # The host's order, and errors
 
 
-@pytest.mark.parametrize(("length", "parts"), [(16, 1), (16, 2), (24, 4), (48, 8)])
-def test_zigzag_and_back(length, parts):
-    order, back = context.zigzag(length, parts), context.natural(length, parts)
-    np.testing.assert_array_equal(order[back], np.arange(length))
-    side = length // parts // 2
-    for device, own in enumerate(order.reshape(parts, -1)):
-        if parts > 1:
-            starts = device * side, (2 * parts - 1 - device) * side
-            np.testing.assert_array_equal(
-                own, np.concatenate([np.arange(s, s + side) for s in starts])
-            )
-
-
 # What travels
 
 
@@ -267,12 +254,6 @@ def test_bfloat16(by_ring):
     assert out.dtype == jnp.bfloat16
     exact = reference_attention(*(x.astype(jnp.float32) for x in (q, k, v)), scale=0.3)[0]
     np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
-
-
-def test_chunks_that_meet():
-    segments = jnp.asarray([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 2, 2, 3, 0, 0, 0]])
-    expected = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-    np.testing.assert_array_equal(ring.chunks_that_meet(segments, 2), np.array(expected, bool))
 
 
 @pytest.mark.parametrize("ring", [slow(False), True])
