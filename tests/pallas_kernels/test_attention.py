@@ -99,43 +99,6 @@ def test_queries_that_begin_elsewhere_than_keys(window):
         assert_equal_to_the_reference(inputs(19, 43), window=window, offset=offset)
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "xla", slow("triton")], indirect=True)
-def test_a_query_without_a_key_gives_nothing_and_takes_nothing(implementation):
-    """Neither by its position nor by its document; its gradients are zero, not NaN."""
-    segments = jnp.ones((B, 48), jnp.int32)
-    others = segments.at[:, 20:25].set(7)
-    out, lse, *gradients = run(attention, inputs(48, 48), (others, segments, None, -3), block=16)
-    lost = np.r_[0:3, 20:25]
-    np.testing.assert_array_equal(out[:, lost], 0)
-    np.testing.assert_array_equal(lse[:, lost], np.float32(-1e30))
-    np.testing.assert_array_equal(gradients[0][:, lost], 0)
-    assert all(np.isfinite(x).all() for x in gradients) and (np.delete(lse, lost, 1) > -1e29).all()
-
-
-@pytest.mark.usefixtures("implementation")
-def test_parts_join_by_their_log_sum_exp():
-    """What context parallelism and tree decoding rest on, gradients included."""
-    q, k, v, d_out, _ = inputs(24, 48)
-
-    def joined(q, k, v):
-        parts = [
-            attention(q, k[:, s], v[:, s], offset=24 - s.start, scale=0.3, block=8)
-            for s in (slice(0, 20), slice(20, 48))
-        ]
-        top = jnp.maximum(parts[0][1], parts[1][1])
-        weights = [jnp.exp(lse - top)[..., None] for _, lse in parts]
-        return sum(w * out for w, (out, _) in zip(weights, parts, strict=True)) / sum(weights)
-
-    def whole(q, k, v):
-        return reference_attention(q, k, v, offset=24, scale=0.3)[0]
-
-    ours, theirs = (
-        jax.jit(lambda *qkv, f=f: jax.vjp(f, *qkv)[1](d_out))(q, k, v) for f in (joined, whole)
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
 @EACH
 @pytest.mark.parametrize("window", [None, slow(9)])
 def test_gradients_of_parts_add_up(window, implementation):

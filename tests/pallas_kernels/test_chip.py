@@ -205,17 +205,6 @@ def test_which_operators_have_kernels_of_ours_and_with_which_tiles(monkeypatch):
     assert unknown.taking(("auto",)).kernels == ()
 
 
-def test_a_variants_row_comes_first_where_the_table_has_one():
-    def of(kind, *which):
-        with chip.making(chip.Chip("gpu", kind)):
-            return Tile.of("attention_forward", *which)[:2]
-
-    assert of("gfx942", 128, jnp.bfloat16) == of("gfx950", 128, jnp.bfloat16) == (128, 32)
-    assert of("gfx942", 64, jnp.bfloat16) == (128, 64)
-    assert of("NVIDIA H200", 64, jnp.bfloat16) == of("NVIDIA H200", 128, jnp.bfloat16)
-    assert of("NVIDIA H200", 128, jnp.float32) == of("gfx1100", 64, jnp.bfloat16) == (32, 32)
-
-
 @pytest.mark.parametrize(
     ("kind", "maker", "architecture", "known"),
     [

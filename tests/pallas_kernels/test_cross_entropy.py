@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from rows import slow
 
-from pallas_kernels import chip
-from pallas_kernels.cross_entropy import chunk_rows, cross_entropy, reference
-from pallas_kernels.cross_entropy.xla import even_chunk
+from pallas_kernels.cross_entropy import cross_entropy, reference
 
 N, D, V = 37, 10, 23
 
@@ -93,51 +91,3 @@ def test_logits_never_exist_in_full():
     )
     compiled = jax.jit(step).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < n * v * 4 / 8
-
-
-@pytest.mark.parametrize("unit", [1, 8, 128])
-def test_chunks_are_even_aligned_and_within_the_limit(unit):
-    random = np.random.default_rng(0)
-    limits = [1, 63, 127, 128, 129, 1023, 1024, 1025, *random.integers(1, 8192, 20)]
-    nums = [
-        1,
-        127,
-        128,
-        129,
-        1023,
-        1024,
-        1025,
-        4095,
-        4096,
-        4097,
-        16_384,
-        *random.integers(1, 1 << 17, 200),
-    ]
-    for limit in limits:
-        for num in nums:
-            chunk = even_chunk(num, limit, unit)
-            pieces = -(-num // chunk)
-            assert chunk == num if num < unit else chunk % unit == 0
-            assert 0 < chunk <= max(limit, unit)
-            assert pieces * chunk - num < unit * pieces
-            # No fewer of whole units would do.
-            assert (pieces - 1) * max(limit // unit * unit, unit) < num
-
-
-@pytest.mark.parametrize(
-    ("kind", "num", "vocab", "rows", "pieces"),
-    [
-        ("NVIDIA H200", 4096, 262_272, 2048, 2),
-        ("NVIDIA H200", 16_384, 262_272, 2048, 8),
-        ("gfx942", 4096, 262_272, 4096, 1),
-        ("gfx942", 16_384, 262_272, 4096, 4),
-        ("NVIDIA H200", 5000, 262_272, 1792, 3),
-        ("cpu", 4096, 262_272, 64, 64),
-        ("cpu", 4096, 8192, 256, 16),
-    ],
-)
-def test_default_chunks(kind, num, vocab, rows, pieces):
-    with chip.making(chip.Chip("cpu" if kind == "cpu" else "gpu", kind)):
-        assert chunk_rows(num, vocab) == rows and -(-num // rows) == pieces
-    if kind != "cpu":
-        assert rows * vocab * 4 <= (4608 if kind == "gfx942" else 2304) << 20
