@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kernel_helpers import CPU, documents, normal
 from rows import fast_alone, slow
 
 from pallas_kernels import chip
-from pallas_kernels.attention import attention, attention_gradients, decode_attention
+from pallas_kernels.attention import attention, attention_gradients, decode_attention, triton
 from pallas_kernels.attention.reference import attention as reference_attention
 
 B, H, K, C = 2, 4, 2, 16
@@ -174,3 +176,235 @@ def test_a_window_as_wide_as_a_number_may_be_is_none(implementation):
     )
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+
+
+# ################################################################################################
+# Kernels for GPUs, interpreted
+# ##################################################################################################
+
+
+MI300X, H200 = chip.Chip("cpu", "gfx942"), chip.Chip("cpu", "NVIDIA H200")
+
+
+def compare(
+    batch,
+    q_len,
+    k_len,
+    heads,
+    kv_heads,
+    channels,
+    window=None,
+    offset=0,
+    packed=False,
+    *,
+    block=16,
+    dtype=jnp.float32,
+    tolerance=2e-5,
+    made_for=MI300X,
+    seed=0,
+    traced=False,
+):
+    """Both outputs and all three gradients; `traced` gives window and offset as arrays."""
+    rng = np.random.default_rng(seed)
+    q, d_out = (normal(rng, batch, q_len, heads, channels, dtype=dtype) for _ in range(2))
+    k, v = (normal(rng, batch, k_len, kv_heads, channels, dtype=dtype) for _ in range(2))
+    d_lse, scale = normal(rng, batch, q_len, heads), channels**-0.5
+    ids = documents(rng, batch, max(k_len, q_len + max(offset, 0)))
+    segments = (ids[:, max(offset, 0) :][:, :q_len], ids[:, :k_len]) if packed else (None, None)
+
+    def objective(function, q, k, v, where, **options):
+        def run(q, k, v):
+            out, lse = function(q, k, v, *segments, *where, scale=scale, **options)
+            seen = lse > -1e29  # a query without a key has no gradient and a constant log-sum-exp
+            return jnp.sum(out * d_out.astype(out.dtype)) + jnp.sum(
+                jnp.where(seen, lse, 0) * d_lse
+            ), (out, lse)
+
+        (_, outputs), grads = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        return (*outputs, *grads)
+
+    def ours(where):
+        with chip.making(made_for):
+            return objective(attention, q, k, v, where, block=block)
+
+    def theirs(where):
+        return objective(reference_attention, *(x.astype(jnp.float32) for x in (q, k, v)), where)
+
+    where = (window, offset)
+    found = (
+        jax.jit(ours)(tuple(None if x is None else jnp.int32(x) for x in where))
+        if traced
+        else (jax.jit(lambda: ours(where))())
+    )
+    expected = jax.jit(lambda: theirs(where))()
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        assert a.dtype == (jnp.float32 if name == "lse" else dtype)
+        np.testing.assert_allclose(
+            a.astype(jnp.float32), b, atol=tolerance, rtol=tolerance, err_msg=name
+        )
+
+
+KERNEL_CASES = {
+    "several tiles with a tail": ((2, 50, 50, 4, 2, 16), {}),
+    "a group of three heads, 48 channels, a window, documents": (
+        (1, 37, 37, 6, 2, 48, 20, 0, True),
+        {},
+    ),
+    "a chunk of a longer sequence of documents": (
+        (2, 19, 43, 4, 1, 16, None, 24, True),
+        {"traced": True},
+    ),
+    "the first queries see no key, the last keys no query": (
+        (1, 40, 71, 2, 2, 16, 9, -7),
+        {"traced": True, "made_for": H200, "dtype": jnp.float16, "tolerance": 0.01},
+    ),
+    "one head, a window that leaves the first keys out": ((1, 33, 33, 1, 1, 32, 5), {}),
+    "groups of six heads, three tiles of two each": ((1, 33, 33, 12, 2, 16), {}),
+    "queries behind all keys, which end within a block": ((1, 19, 43, 2, 1, 16, None, 60), {}),
+    "96 channels and tokens: whole tiles of 32, no power of two": (
+        (1, 96, 96, 2, 1, 96),
+        {"block": 32},
+    ),
+    "95 tokens": ((1, 95, 95, 2, 1, 96), {"block": 32}),
+    "97 tokens of 160 channels": (
+        (1, 97, 97, 2, 1, 160),
+        {"block": 32, "dtype": jnp.bfloat16, "tolerance": 0.06},
+    ),
+    "bfloat16 at the table's tiles, gradients too": (
+        (1, 150, 150, 4, 1, 64, 70, 0, True),
+        {"block": None, "dtype": jnp.bfloat16, "tolerance": 0.06},
+    ),
+}
+FAST_KERNEL_CASES = {
+    "a group of three heads, 48 channels, a window, documents",
+    "a chunk of a longer sequence of documents",
+    "the first queries see no key, the last keys no query",
+    "97 tokens of 160 channels",
+    "bfloat16 at the table's tiles, gradients too",
+}
+
+
+@pytest.mark.parametrize("case", fast_alone(FAST_KERNEL_CASES, KERNEL_CASES))
+def test_values_and_gradients(case):
+    args, options = KERNEL_CASES[case]
+    compare(*args, **options)
+
+
+def test_ranges_of_blocks_count_padding_apart():
+    """Padding behind the last document would else stretch its block over all documents before."""
+    ranges = triton.ranges_of(jnp.asarray([[3, 3, 3, 4, 5, 0, 0, 0, 0, 9]]), 2)
+    most, least = jnp.iinfo(jnp.int32).max, jnp.iinfo(jnp.int32).min
+    np.testing.assert_array_equal(ranges[0], [[3, 3, 5, most, 9, 9, 9, 9]])
+    np.testing.assert_array_equal(ranges[1], [[3, 4, 5, least, 9, 9, 9, 9]])
+    np.testing.assert_array_equal(ranges[2], [[0, 0, 1, 1, 1, 0, 0, 0]])
+
+
+def by_blocks(seen: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each block of a visibility matrix: whether any pair is visible, and whether all pairs of
+    a block are."""
+    num_rows, num_columns = -(-seen.shape[0] // rows), -(-seen.shape[1] // columns)
+    some, whole = np.zeros((2, num_rows, num_columns), bool)
+    for i, j in np.ndindex(num_rows, num_columns):
+        block = seen[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+        some[i, j], whole[i, j] = block.any(), block.all() and block.shape[1] == columns
+    return some, whole
+
+
+LONGEST = 96
+
+
+@functools.partial(jax.jit, static_argnames=["packed", "windowed"])
+def blocks_met(sizes, window, offset, q_ranges, k_ranges, packed, windowed):
+    """What each block of queries meets, and each block of keys; sizes are arrays, so that it is
+    compiled once."""
+    q_len, k_len, queries, keys = sizes
+    at = triton._Shape(q_len, k_len, 1, 1, 1, 16, queries, keys, 1.0, packed, windowed, True)
+    refs = [x[None] for x in ([window] if windowed else []) + [offset]]
+    masks = triton._Masks(at, refs + ([None, None, *q_ranges, *k_ranges] if packed else []), 0)
+    blocks = jnp.arange(LONGEST // 4)
+    return jax.vmap(masks.met_by_queries)(blocks), jax.vmap(masks.met_by_keys)(blocks)
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_blocks_that_are_met_and_blocks_without_a_mask(data):
+    """No block is left out that has a pair, none goes unmasked that has a hidden one, and causality
+    wastes none."""
+    draw = data.draw
+    q_len, k_len = draw(st.integers(1, 90)), draw(st.integers(1, 90))
+    queries, keys = (draw(st.sampled_from([4, 8, 16])) for _ in range(2))
+    offset, window = draw(st.integers(-40, 60)), draw(st.none() | st.integers(1, 70))
+    packed = draw(st.booleans())
+    ids = documents(np.random.default_rng(draw(st.integers(0, 9))), 1, 160)
+    q_ids, k_ids = ids[:, max(offset, 0) :][:, :q_len], ids[:, :k_len]
+    ranges = [
+        jax.jit(triton.ranges_of, static_argnums=1)(
+            np.pad(x, ((0, 0), (0, LONGEST - x.shape[1])), "edge"), block
+        )
+        for x, block in ((q_ids, queries), (k_ids, keys))
+    ]
+    sizes = tuple(jnp.int32(x) for x in (q_len, k_len, queries, keys))
+    found = blocks_met(
+        sizes, jnp.int32(window or 0), jnp.int32(offset), *ranges, packed, window is not None
+    )
+    back = np.arange(q_len)[:, None] + offset - np.arange(k_len)
+    near = (back >= 0) & (back < (window or 1 << 30))
+    seen = near & (q_ids[0][:, None] == k_ids[0]) if packed else near
+    for met, turn, rows, columns in (
+        (found[0], np.asarray, queries, keys),
+        (found[1], np.transpose, keys, queries),
+    ):
+        some, whole = by_blocks(turn(seen), rows, columns)
+        lo, hi, start, end = (np.asarray(x)[: len(some), None] for x in met)
+        blocks = np.arange(some.shape[1])
+        assert np.all((lo <= start) & (start <= end) & (end <= hi))
+        inside, plain = (blocks >= lo) & (blocks < hi), (blocks >= start) & (blocks < end)
+        assert not (some & ~inside).any() and not (plain & ~whole).any()
+        if not packed:
+            np.testing.assert_array_equal(inside, by_blocks(turn(near), rows, columns)[0])
+            np.testing.assert_array_equal(plain, whole & inside)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_shape(data):
+    draw = data.draw
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    k_len = draw(st.integers(16, 80))
+    q_len = draw(st.just(k_len) | st.integers(16, 80))
+    low = draw(st.booleans())
+    compare(
+        draw(st.integers(1, 2)),
+        q_len,
+        k_len,
+        kv_heads * group,
+        kv_heads,
+        draw(st.sampled_from([16, 32, 48, 80, 96, 112])),
+        draw(st.none() | st.integers(1, 90)),
+        draw(st.integers(-20, 64)),
+        draw(st.booleans()),
+        block=draw(st.sampled_from([16, 32])),
+        dtype=jnp.bfloat16 if low else jnp.float32,
+        tolerance=0.06 if low else 3e-5,
+        made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
+        seed=draw(st.integers(0, 9)),
+        traced=draw(st.booleans()),
+    )
+
+
+def test_work_behind_the_diagonal():
+    """At most 2% at 4,096 tokens, of the FLOPs that the kernels say of themselves."""
+    q, k = (jnp.empty((1, 4096, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    pairs = 4096 * 4097 / 2 * 8
+    for of in (MI300X, H200):
+        with chip.making(of):
+            for kernel in ("forward", "queries", "keys"):
+                flops, most, _ = triton._Call(kernel, q, k, None, None, None, None, 1.0, None).work(
+                    1
+                )
+                assert most is None and 1 <= flops / (2 * 128 * pairs) < 1.02
+                known = triton._Call(kernel, q, k, None, None, None, jnp.int32(0), 1.0, None).work(
+                    1
+                )
+                assert known[:2] == (2 * 128 * 8 * 4096**2 / 2, 2 * 128 * 8 * 4096**2)

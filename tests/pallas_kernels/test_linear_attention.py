@@ -5,11 +5,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import documents, with_gradients
-from rows import slow
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+from kernel_helpers import documents, normal, with_gradients
+from rows import fast_alone, slow
 
-from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
+from pallas_kernels import chip
+from pallas_kernels.linear_attention import (
+    decode_linear_attention,
+    finish,
+    heads_first,
+    linear_attention,
+    prompt_state,
+    sums,
+    triton,
+)
 from pallas_kernels.linear_attention.reference import linear_attention as reference_linear_attention
+from zaya_jax.parallel import linear
 
 B, H, K, C = 2, 4, 2, 8
 
@@ -82,3 +95,175 @@ def test_no_square_array_at_32k_tokens():
         compiled = jax.jit(program).lower(*shapes).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < length * length * 4 / 10
         assert f"{length},{length}" not in compiled.as_text()
+
+
+# ################################################################################################
+# Kernels for GPUs, interpreted
+# ##################################################################################################
+
+
+MI300X, H200 = (chip.Chip("cpu", kind, ("linear_attention",)) for kind in ("gfx942", "NVIDIA H200"))
+NAMES = "out", "dq", "dk", "dv"
+
+
+def arrays(batch, length, heads, kv_heads, channels, packed, dtype=jnp.float32, seed=0):
+    """q, k, v, the output's gradient, and segments: documents of uneven lengths, padding (0) at the
+    end."""
+    rng = np.random.default_rng(seed)
+    q, d_out = (normal(rng, batch, length, heads, channels, dtype=dtype) for _ in range(2))
+    k, v = (normal(rng, batch, length, kv_heads, channels, dtype=dtype) for _ in range(2))
+    return (q, k, v, d_out), documents(rng, batch, length, 0.05) if packed else None
+
+
+def by_parts(q, k, v, segments, chunk):
+    """What devices do that hold pieces of a sequence: quotient apart from the sums."""
+    return finish(*sums(*heads_first(q, k, v), segments, chunk), v.dtype)
+
+
+def compare(*shape, chunk=16, parts=False, made_for=MI300X, **options):
+    given, segments = arrays(*shape, **options)
+    function = (
+        (lambda *a: by_parts(*a, segments, chunk))
+        if parts
+        else (lambda *a: linear_attention(*a, segments, chunk=chunk))
+    )
+    with chip.making(made_for):
+        assert triton.suits(*given[:3])
+    ours = with_gradients(function, *given, made_for)
+    wide = [x.astype(jnp.float32) for x in given]
+    theirs = with_gradients(lambda *a: reference_linear_attention(*a, segments), *wide)
+    for name, a, b, like in zip(NAMES, ours, theirs, (given[0], *given[:3]), strict=True):
+        assert a.dtype == like.dtype
+        if like.dtype == jnp.float32:
+            np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
+        else:
+            far = np.linalg.norm(a.astype(jnp.float32) - b)
+            assert far < 0.015 * max(np.linalg.norm(b), 1), name
+
+
+CASES = {
+    "several chunks, a tail, documents": ((1, 43, 2, 1, 16, True), {}),
+    "sums alone, a group of three heads, odd channels": (
+        (1, 70, 6, 2, 20, True),
+        {"parts": True, "chunk": 32},
+    ),
+    "no documents, heads of 5 channels": ((1, 37, 2, 1, 5, False), {}),
+    "shorter than a chunk": ((1, 7, 3, 1, 48, True), {"chunk": None}),
+    "one token": ((2, 1, 1, 1, 16, True), {"chunk": None}),
+    "a group's heads over several rows of a tile, bfloat16": (
+        (1, 150, 4, 1, 32, True),
+        {"chunk": 64, "dtype": jnp.bfloat16, "made_for": H200},
+    ),
+    # Whole slices of a state's channels, but no power of two; and one more and one less.
+    "heads of 96 channels": ((1, 37, 2, 1, 96, True), {}),
+    "heads of 95 channels": ((1, 37, 2, 1, 95, True), {}),
+    "heads of 97 channels": ((1, 37, 2, 1, 97, True), {}),
+    "heads of 160 channels, bfloat16": (
+        (1, 37, 2, 1, 160, True),
+        {"dtype": jnp.bfloat16, "made_for": H200},
+    ),
+    "heads of 192 channels, bfloat16": ((1, 37, 2, 1, 192, True), {"dtype": jnp.bfloat16}),
+    "heads of 191 channels, bfloat16": ((1, 37, 2, 1, 191, True), {"dtype": jnp.bfloat16}),
+    "heads of 193 channels, bfloat16": ((1, 37, 2, 1, 193, True), {"dtype": jnp.bfloat16}),
+    "heads of 224 channels, bfloat16": ((1, 37, 2, 1, 224, False), {"dtype": jnp.bfloat16}),
+}
+CASES |= {
+    "sums alone, " + name: (shape, options | {"parts": True})
+    for name, (shape, options) in CASES.items()
+    if "alone" not in name
+}
+FAST = {
+    "several chunks, a tail, documents",
+    "sums alone, a group of three heads, odd channels",
+    "one token",
+    "sums alone, heads of 160 channels, bfloat16",
+}
+
+
+@pytest.mark.parametrize("case", fast_alone(FAST, CASES))
+def test_values_and_gradients(case):
+    shape, options = CASES[case]
+    compare(*shape, **options)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_shape(data):
+    draw = data.draw
+    kv_heads, low = draw(st.integers(1, 3)), draw(st.booleans())
+    compare(
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 150)),
+        kv_heads * draw(st.integers(1, 5)),
+        kv_heads,
+        draw(st.sampled_from([1, 8, 16, 24, 31, 32, 33, 80, 95, 96, 97, 112])),
+        draw(st.booleans()),
+        chunk=draw(st.sampled_from([5, 16, 32, 64, None])),
+        parts=draw(st.booleans()),
+        dtype=jnp.bfloat16 if low else jnp.float32,
+        seed=draw(st.integers(0, 9)),
+        made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
+    )
+
+
+@pytest.mark.parametrize("zigzag", [True, slow(False)])
+def test_a_sequence_over_devices(zigzag):
+    """LASP-2's pieces by the kernels, with the states of the pieces before added by XLA."""
+    (q, k, v, d_out), _ = arrays(1, 64, 2, 1, 16, False)
+    segments = jnp.asarray(np.repeat([[1, 2, 3]], [20, 30, 14], axis=1), jnp.int32)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec(None, "context")
+    order = np.arange(64).reshape(4, 16)[[0, 3, 1, 2] if zigzag else [0, 1, 2, 3]].reshape(-1)
+
+    def cut(q, k, v, segments):
+        return linear.lasp2(q, k, v, segments, axis="context", zigzag=zigzag, chunk=16)
+
+    def ours(q, k, v):
+        mapped = jax.shard_map(
+            cut, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False
+        )
+        return mapped(*(x[:, order] for x in (q, k, v, segments)))[:, np.argsort(order)]
+
+    found = with_gradients(ours, q, k, v, d_out, MI300X)
+    expected = with_gradients(lambda *a: reference_linear_attention(*a, segments), q, k, v, d_out)
+    for name, a, b in zip(NAMES, found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def test_what_the_kernels_do_not_take_is_left_to_xla():
+    """Heads that are too wide, formats that differ, no token, and float32 on NVIDIA's chips."""
+    like = lambda channels, dtype=jnp.float32, length=4: jnp.zeros((1, length, 1, channels), dtype)  # noqa: E731
+    for made_for, taken in ((MI300X, True), (H200, False)):
+        with chip.making(made_for):
+            assert triton.suits(*3 * [like(8)]) is taken
+            assert triton.suits(*3 * [like(256, jnp.bfloat16)])
+            assert not triton.suits(*3 * [like(257, jnp.bfloat16)])
+            assert not triton.suits(*3 * [like(8, jnp.bfloat16, 0)])
+            assert not triton.suits(like(8, jnp.bfloat16), like(8, jnp.bfloat16), like(8))
+    q = like(129)
+    with chip.making(MI300X):
+        assert "pallas_call" not in str(jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q))
+        assert "pallas_call" in str(
+            jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q[..., :128])
+        )
+
+
+def test_the_kernels_are_what_runs():
+    """Forward three, or one where there is one chunk; backward four more, or two; none where they
+    are turned off."""
+    (q, k, v, _), _ = arrays(1, 40, 2, 1, 16, False)
+
+    def names(made_for, chunk):
+        with chip.making(made_for):
+            program = jax.make_jaxpr(
+                jax.grad(lambda q: jnp.sum(linear_attention(q, k, v, chunk=chunk)))
+            )(q)
+        return [w for w in str(program).split() if w.startswith("name=linear_")]
+
+    own = ["states", "carry", "outputs", "d_queries", "states", "carry", "d_keys"]
+    assert names(MI300X, 16) == [f"name=linear_{name}" for name in own]
+    assert names(MI300X, 64) == [
+        f"name=linear_{name}" for name in ("outputs", "d_queries", "d_keys")
+    ]
+    assert names(MI300X._replace(kernels=()), 16) == []
