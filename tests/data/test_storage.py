@@ -51,16 +51,20 @@ def damage(path, place, bit=0):
     path.write_bytes(content)
 
 
-def to_memory(directory, name):
-    files = fsspec.filesystem("memory")
-    for path in directory.rglob("*"):
-        if path.is_file():
-            files.pipe_file(f"/{name}/{path.relative_to(directory)}", path.read_bytes())
-    return f"memory://{name}"
+def copied_to(scheme, directory, name):
+    """The address of a copy of the directory."""
+    files = fsspec.filesystem(scheme)
+    files.mkdir(f"/{name}")
+    files.put(str(directory), f"/{name}/web", recursive=True)
+    return f"{scheme}://{name}/web"
 
 
-def test_byte_ranges_give_what_local_files_give(directory):
-    url = to_memory(directory, "ranges")
+@pytest.mark.parametrize("scheme", ["memory", "s3"])
+def test_byte_ranges_give_what_local_files_give(directory, scheme, request):
+    """Also from a real S3 server."""
+    if scheme == "s3":
+        request.getfixturevalue("s3_server")
+    url = copied_to(scheme, directory, "ranges")
     local, remote = Prepared(str(directory)), Prepared(url)
     np.testing.assert_array_equal(contents(local), contents(remote))
     for shard in range(local.num_shards):
@@ -69,18 +73,8 @@ def test_byte_ranges_give_what_local_files_give(directory):
     assert storage.verify(url) == []
 
 
-def test_a_real_s3_server_gives_it_too(directory, s3_server):
-    files = fsspec.filesystem("s3")
-    files.mkdir("corpus")
-    files.put(str(directory), "corpus/web", recursive=True)
-    np.testing.assert_array_equal(
-        contents(Prepared("s3://corpus/web")), contents(Prepared(str(directory)))
-    )
-    assert storage.verify("s3://corpus/web") == []
-
-
 def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
-    url = to_memory(directory, "unreliable")
+    url = copied_to("memory", directory, "unreliable")
     monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
     files = type(fsspec.filesystem("memory"))
     good, fail = files.cat_ranges, random.Random(0)
@@ -215,7 +209,7 @@ def test_verifying_names_it(directory, what):
         (directory / "shards.bin").unlink()
     assert storage.verify(str(directory))
     if what == "missing":
-        assert storage.verify(to_memory(directory, "verify"))
+        assert storage.verify(copied_to("memory", directory, "verify"))
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "zero", "swap", "grow"])
