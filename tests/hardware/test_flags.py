@@ -4,17 +4,12 @@ user's own."""
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tools import reference
 from zaya_jax.hardware import sizing
 
-PROGRAMS = sorted(
-    path.stem
-    for path in (Path(__file__).resolve().parents[2] / "experiments").glob("[a-z]*.py")
-    if "__main__" in path.read_text()
-)
 COMMANDS = {"characterize": ["storage"]}  # what must come before a program's options
 # Runs a program with a bad option, as a user would, where ROCm is asked for and is not there: one
 # that touched a device before its options were read would say so. Then prints the compiler's flags.
@@ -81,7 +76,7 @@ def test_the_platform_is_what_jax_will_choose(monkeypatch):
 
 @pytest.mark.parametrize(
     "programs",
-    [("generate", "pretrain"), pytest.param(PROGRAMS, marks=pytest.mark.slow)],
+    [("generate", "pretrain"), pytest.param(reference.names(), marks=pytest.mark.slow)],
     ids=["two", "all"],
 )
 def test_every_program_sets_them_before_it_can_touch_a_device(programs):
