@@ -1,15 +1,13 @@
 """Measures a machine and words the figures, for `experiments.characterize`."""
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -18,7 +16,6 @@ from experiments.characterize import rates as device_rates
 from pallas_kernels.timing import Timing
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint.run import claims
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, Precision, UserError, fields, files, read_config
 from zaya_jax.data import pipeline, storage
@@ -78,36 +75,34 @@ def measure_devices(
     count = args.devices or (args.devices_on_cpu if host_only else len(devices))
     sizing.advise(config, chip, count)  # a mesh that does not fit is refused now
     writes = multihost.is_writer()
-    with made(pathlib.Path(args.out)) if writes else contextlib.nullcontext():
-        say = functools.partial(print, flush=True) if writes else lambda text: None
+    say = functools.partial(print, flush=True) if writes else lambda text: None
+    say(
+        f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of"
+        f" {jax.process_count()} process(es)"
+    )
+    if host_only:
+        say(f"note: {HOST}")
+    found, remarks = measure_parts(args, config, nodes, say)
+    if args.what == "all" and reading is None:
+        remarks.append("storage was left out: it needs --data=DIR")
+    if writes:
+        advice = sizing.advise(config, chip, count, found)
+        rules_for = f"{config.name} on {count:,} {chip}"
+        page = document(found, advice, rules_for, remarks).html()
+        name = pathlib.Path(args.out) / args.what
+        name.parent.mkdir(parents=True, exist_ok=True)
+        files.write(name.with_suffix(".json"), measured.to_json(found).encode())
+        files.write(name.with_suffix(".html"), page.encode())
         say(
-            f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of"
-            f" {jax.process_count()} process(es)"
+            f"sizing rules for {rules_for}:"
+            if advice
+            else f"no sizing rule is broken by {rules_for}"
         )
-        if host_only:
-            say(f"note: {HOST}")
-        found, remarks = measure_parts(args, config, nodes, say)
-        if args.what == "all" and reading is None:
-            remarks.append("storage was left out: it needs --data=DIR")
-        if writes:
-            advice = sizing.advise(config, chip, count, found)
-            rules_for = f"{config.name} on {count:,} {chip}"
-            name = pathlib.Path(args.out) / args.what
-            files.write(name.with_suffix(".json"), measured.to_json(found).encode())
-            files.write(
-                name.with_suffix(".html"),
-                document(found, advice, rules_for, remarks).html().encode(),
-            )
-            say(
-                f"sizing rules for {rules_for}:"
-                if advice
-                else f"no sizing rule is broken by {rules_for}"
-            )
-            for line in (*advice, *(f"note: {remark}" for remark in remarks)):
-                say(str(line))
-            say(f"written: {name}.json, .html")
-            if reading is not None:
-                measure_storage(reading)
+        for line in (*advice, *(f"note: {remark}" for remark in remarks)):
+            say(str(line))
+        say(f"written: {name}.json, .html")
+        if reading is not None:
+            measure_storage(reading)
 
 
 def measure_parts(
@@ -191,30 +186,11 @@ def measure_storage(args: argparse.Namespace) -> None:
         "need": dataclasses.asdict(need),
         "budget": budget,
     }
-    with made(out):
-        files.write(out / "storage.html", words.html().encode())
-        files.write(out / "storage.json", (json.dumps(figures, indent=1) + "\n").encode())
+    out.mkdir(parents=True, exist_ok=True)
+    files.write(out / "storage.html", words.html().encode())
+    files.write(out / "storage.json", (json.dumps(figures, indent=1) + "\n").encode())
     print(words.markdown())
     print(f"written: {out}/storage.html, storage.json")
-
-
-@contextlib.contextmanager
-def made(out: pathlib.Path) -> Iterator[None]:
-    """Makes the folder; UserError where it cannot be written, before anything is measured."""
-    new = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        claims.remove_empty(new)
-        raise UserError(
-            f"--out={out} cannot be written ({error.strerror}); give a folder that can"
-        ) from None
-    try:
-        yield
-    finally:
-        claims.remove_empty(new)  # after an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,14 +233,14 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
     (store,) = batches.stores
     store.cache.limit = 0
     for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
-        _forget(path) if cold else path.read_bytes()
+        forget(path) if cold else path.read_bytes()
     epoch = batches.source(batches.eras[0], 0).layout.num_rows // data.global_batch
     turns = min(TURNS, epoch)
     begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch
     # opens shards, and the bundles of the moment
     for step in range(begin_step, begin_step + turns):
         batches[step]
-    io, begin, tokens, step = _io(), time.perf_counter(), 0, begin_step + turns
+    io, begin, tokens, step = io_counts(), time.perf_counter(), 0, begin_step + turns
     until = begin_step + epoch if cold else 1 << 40  # a second epoch is warm
     while time.perf_counter() - begin < seconds and step < until:
         tokens += batches[step]["tokens"].size
@@ -275,20 +251,21 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
             f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask"
             " for less"
         )
-    now = _io()
+    now = io_counts()
     calls, read, from_device = (now[name] - io[name] for name in ("syscr", "rchar", "read_bytes"))
     cache, ideal = "cold" if cold else "warm", tokens * store.manifest["token_bytes"]
     return Reading(cache, elapsed, tokens, calls, read, from_device, ideal)
 
 
-def _forget(path: pathlib.Path) -> None:
+def forget(path: pathlib.Path) -> None:
     """Ask the kernel to drop a file's pages from its cache; written pages go to disk first."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _io() -> dict[str, int]:
+def io_counts() -> dict[str, int]:
+    """What this process has read, as the kernel counts it."""
     lines = pathlib.Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
@@ -455,15 +432,14 @@ def _parts_of_a_node(figures: Measured) -> str:
     counts = sorted({c.num_devices for c in figures.collectives if c.num_nodes == 1})
     if len(counts) < 2:
         return ""
-    rates = {name: [(n, figures.best(name, n, 1)) for n in counts] for name in BUS}
-    found = {name: [(n, rate / 1e9) for n, rate in row if rate] for name, row in rates.items()}
-    lines = [Curve(name, points, i) for i, (name, points) in enumerate(found.items())]
-    whole = max(rate for points in found.values() for n, rate in points if n == figures.node)
-    links = [(n, whole * (n - 1) / (figures.node - 1)) for n in counts]
-    note = "n devices of a full mesh have n - 1 links: a part never reaches the whole's rate."
-    lines.append(Curve("n - 1 links", links, len(lines), dash=1))
-    title = "Parts of a node, best bus bandwidth"
-    return _chart(title, lines, "GB/s", lambda n: f"{n:g}", note)
+    whole = figures.best("all-gather", figures.node, 1) or 0.0
+    links = [(n, whole / 1e9 * (n - 1) / (figures.node - 1)) for n in counts]
+    lines = [Curve("n - 1 links", links, len(BUS), dash=1)]
+    for color, name in enumerate(BUS):
+        rates = [(n, figures.best(name, n, 1)) for n in counts]
+        lines.append(Curve(name, [(n, rate / 1e9) for n, rate in rates if rate], color))
+    note = "Dashed: the share of links that n devices of a full mesh have to each other."
+    return _chart("Parts of a node, best bus bandwidth", lines, "GB/s", lambda n: f"{n:g}", note)
 
 
 def _devices(c: CollectiveTiming) -> str:

@@ -58,17 +58,14 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(repr(s.phase.name) for s in last.values())
         raise UserError(f"--phase={args.phase} is not a phase of {config.name}; it has {names}")
     devices = targets.devices(args.target, args.devices, config.hardware.figures)
-    kernels_said = _kernels(config, devices[0])
-    print(kernels_said, flush=True)
     capacity, cluster = None, None
     if args.target != "cpu":
         capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
     # report mistakes before compiling
     programs = [_program(config, segment, devices, args.at_once) for segment in chosen]
-    said = dict.fromkeys(sizing.describe(here, args.target) for here, *_ in programs)
-    settings = [line for line in said if line]
-    for line in settings:
-        print(line, flush=True)
+    settings = dict.fromkeys(sizing.describe(here, args.target) for here, *_ in programs)
+    made_with = [_kernels(config, devices[0]), *filter(None, settings)]
+    print(*made_with, sep="\n", flush=True)
 
     found: list[dict[str, Any]] = []
     seen: dict[Any, dict[str, Any]] = {}
@@ -98,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
         "devices": len(devices),
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "kernels": kernels_said,
-        "settings": settings,
+        "made_with": made_with,
         "phases": found,
     }
     write_results(out, "compile", result, document(result))
@@ -209,7 +205,7 @@ def document(result: dict[str, Any]) -> Page:
     )
     about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
     footer = "Read from the compiled program; docs/compiling.md says how."
-    about += "; ".join(filter(None, ("", result["kernels"], *result["settings"])))
+    about += "; ".join(["", *result["made_with"]])
     return Page(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
 
 

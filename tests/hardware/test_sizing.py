@@ -103,9 +103,10 @@ def test_a_run_gets_advice_where_its_chip_is_known():
     gpu = [SimpleNamespace(device_kind="AMD Instinct MI300X", platform="rocm")] * 8
     notes = sizing.notes(given, gpu)
     assert not any("\n" in line for line in notes)
-    assert notes[0].endswith(
-        "not given: nothing; by published figures: tokens per expert 302, product 200 GFLOP, fusion"
-        " buffers 268,435,456 bytes, two levels under 164,000 numbers a device"
+    assert notes[0] == (
+        "settings by published figures (config.hardware.figures is not given): tokens per expert"
+        " 302, product 200 GFLOP, fusion buffers 268,435,456 bytes, two levels under 164,000 numbers"
+        " a device"
     )
     assert notes[1:] == [str(f) for f in sizing.advise(given, "mi300x", 8)] and len(notes) == 6
     for kind in ("cpu", "NVIDIA A100-SXM4-80GB"):
@@ -142,7 +143,7 @@ def test_settings_follow_from_figures(figures, buffers, levels, switches, tmp_pa
         f": fusion buffers {buffers:,} bytes, two levels under {sizing.two_levels_under(given):,}"
         f" numbers a device, mesh.across={across}, mesh.ring={ring}; by published figures: nothing"
     )
-    assert said.startswith(f"settings: by {tmp_path}: ") and "\n" not in said
+    assert said.startswith(f"settings by {tmp_path}: ") and "\n" not in said
 
 
 def test_what_a_config_turns_on_stays_on(tmp_path):

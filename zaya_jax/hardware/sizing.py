@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127"
 CODESIGN = "co-design of model and hardware, arXiv:2401.14489"
 MIB = 1 << 20
+NEAREST = ("tensor", "context", "expert")  # axes, those of neighbours first
 LOADED = 64  # numbers of two bytes that are loaded at once
 EMPTY = 0.02  # the share of whole tiles that a product may leave empty
 REACHED = 0.8  # the share of a whole node's rate under which a part of it is named
@@ -123,7 +124,8 @@ RULES = {
     # NVLink are near their rate earlier; smaller groups can start earlier.
     "fusion buffers": Rule(
         "collectives",
-        lambda figures, _: figures.nearly_best(COMBINED),
+        # arrays that travel together also lie in memory together
+        lambda figures, _: min(figures.nearly_best(COMBINED) or 0, 1024 * MIB) or None,
         lambda chip, _: 256 * MIB if chip in MESHED else 128 * MIB,
         "our choice, not measured",
         " {:,} bytes",
@@ -215,8 +217,9 @@ def describe(here: Config, kind: str) -> str:
             if found.value is not None:
                 said[found.measured].append(name + row.shown.format(found.value))
     measured, published = (", ".join(said[key]) or "nothing" for key in (True, False))
-    path = here.hardware.figures or "config.hardware.figures, which is not given"
-    return f"settings: by {path}: {measured}; by published figures: {published}"
+    if not figures:
+        return f"settings by published figures (config.hardware.figures is not given): {published}"
+    return f"settings by {here.hardware.figures}: {measured}; by published figures: {published}"
 
 
 # ################################################################################################
@@ -351,28 +354,25 @@ def advise(
 ) -> list[Advice]:
     """Advice for every phase that fits the devices; the same advice for two phases is given once.
     Figures of another chip count for nothing."""
-    found: dict[Advice, None] = {}
-    judged, misfit = 0, None
+    found: list[Advice] = []
+    misfits: list[UserError] = []
     figures = figures if figures and chips.named(figures.device) == name else None
-    for segment in schedule.make_plan(config).segments:
+    phases = list(schedule.phases_of(config, schedule.make_plan(config)))
+    for _, _, here, key in phases:
         try:
-            of_phase = list(
-                _of_phase(schedule.phase_config(config, segment.phase), name, num_devices, figures)
-            )
+            of_phase = list(_of_phase(here, name, num_devices, figures))
         except UserError as error:  # its mesh needs more devices
-            misfit = misfit or error
+            misfits.append(error)
             continue
-        judged += 1
+        # what a phase may have of its own
+        own = {"data.micro_batch": key("micro_batch")}
+        own |= {f"mesh.{axis}": f"{key('mesh')}.{axis}" for axis in NEAREST}
         for advice in of_phase:
-            group, _, last = advice.key.partition(".")
-            if group != "model":  # a phase may have its own
-                name_of, rest = (last, "") if group == "data" else (group, f".{last}")
-                own = schedule.key(config, segment.phase_index, name_of).removeprefix("config.")
-                advice = dataclasses.replace(advice, key=own + rest)
-            found[advice] = None
-    if misfit and not judged:
-        raise misfit
-    return list(found)
+            there = own.get(advice.key, advice.key).removeprefix("config.")
+            found.append(dataclasses.replace(advice, key=there))
+    if len(misfits) == len(phases):
+        raise misfits[0]
+    return list(dict.fromkeys(found))
 
 
 def _of_phase(
@@ -450,7 +450,7 @@ def _parts_of_nodes(
     cluster = clusters.of_chip(name)
     node = cluster.of_devices(math.prod(mesh.values())).node if cluster else 1
     inner = 1
-    for axis in ("tensor", "context", "expert"):  # neighbours first
+    for axis in NEAREST:
         count, inner = mesh[axis], inner * mesh[axis]
         if count == 1 or inner > node:
             continue
@@ -468,5 +468,5 @@ def _at_once(rule: str, has: float, what: str, config: Config, needed: Value) ->
     least = math.ceil(sequences * needed.value / has)
     better = next((n for n in range(least, batch + 1) if batch % n == 0), None)
     less = "" if better else ", or fewer devices"
-    reason = what.format(f"{has:,.0f}", f"{needed.value:,.0f}") + less
-    yield Advice(rule, "data.micro_batch", sequences, better, reason, needed.source)
+    reason = what.format(*(f"{x:,.0f}" if x >= 100 else f"{x:.2g}" for x in (has, needed.value)))
+    yield Advice(rule, "data.micro_batch", sequences, better, reason + less, needed.source)
