@@ -5,13 +5,16 @@ once or everywhere.
     python benchmarks/bench_checkpoint.py processes [--gb=2] [--count=8] [--rate=50]
     python benchmarks/bench_checkpoint.py load      [--gb=2] [--count=4]
     python benchmarks/bench_checkpoint.py model     [--model=1M|100M|1B] [--folder=DIR]
+    python benchmarks/bench_checkpoint.py cache     [--model=1M|100M|1B] [--folder=DIR]
 
 `stall` compares with one copy of the state into memory that was touched before, with saving while
 the step waits, and with Orbax's own asynchronous save. `processes` gives each process a store of
 RATE MB/s and compares with gathering everything in process 0, which writes. `load` reads a state
 that all devices hold: each process its part, handed on between devices, against each process all of
 it. `model` saves and loads the state of a whole model on one device, as the training does, each in
-a process of its own: seconds, files and peak memory. Prints Markdown; timings in one run, in turns.
+a process of its own: seconds, files and peak memory. `cache` loads it in new processes from a warm
+page cache, as after a crash, and from a cold one, as on another node. Prints Markdown; timings in
+one run, in turns.
 """
 
 import argparse
@@ -36,6 +39,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from experiments.characterize.measure import forget, io_counts
 from zaya_jax import config, trees
 from zaya_jax.checkpoint import layout, writing
 from zaya_jax.checkpoint.run import store
@@ -329,11 +333,18 @@ def model_load(args: argparse.Namespace) -> dict:
     _, _, copies = model_run(args.model)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
     size, begun = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(copies.like)), resident()
+    if os.environ.get("BENCH_CACHE") == "cold":
+        for path in Path(args.folder).rglob("*"):
+            if path.is_file():
+                forget(path)
+    before = io_counts()["read_bytes"]
     verify, step = timed(checkpoints.bring_newest)
     load, found = timed(lambda: checkpoints.restore(step, copies.like, copies.held, copies.place))
     del found
     checkpoints.close()
-    return {"verify": verify, "load": load, "load peak": (peak() - begun) / size}
+    device = io_counts()["read_bytes"] - before
+    most = (peak() - begun) / size
+    return {"verify": verify, "load": load, "load peak": most, "bytes": size, "device": device}
 
 
 def resident(name: str = "VmRSS") -> int:
@@ -353,17 +364,7 @@ def model(args: argparse.Namespace) -> int:
     row: dict = {}
     try:
         for part in ("model_save", "model_load"):
-            command = [
-                sys.executable,
-                __file__,
-                "model",
-                f"--model={args.model}",
-                f"--folder={folder}",
-            ]
-            environ = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_WORKER": part}
-            row |= json.loads(
-                subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE).stdout
-            )
+            row |= child(args, folder, part)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     cells = [
@@ -383,6 +384,34 @@ def model(args: argparse.Namespace) -> int:
     print("|---|---|---|---|---|---|---|---|---|")
     print(f"| {' | '.join(map(str, cells))} |")
     return 0
+
+
+def cache(args: argparse.Namespace) -> int:
+    """Medians of five loads from a cold and from a warm page cache, in turns."""
+    folder = tempfile.mkdtemp(dir=args.folder)
+    loads: dict[str, list[dict]] = {"cold": [], "warm": []}
+    try:
+        child(args, folder, "model_save")
+        for _ in range(5):
+            for state, found in loads.items():
+                found.append(child(args, folder, "model_load", BENCH_CACHE=state))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print("| page cache | state | from the disk | checking | loading |\n|---|---|---|---|---|")
+    for state, found in loads.items():
+        middle = {name: statistics.median(row[name] for row in found) for name in found[0]}
+        sizes = [f"{middle[name] / 1e9:.2f} GB" for name in ("bytes", "device")]
+        times = [f"{middle[name]:.2f} s" for name in ("verify", "load")]
+        print(f"| {' | '.join([state, *sizes, *times])} |")
+    return 0
+
+
+def child(args: argparse.Namespace, folder: str, part: str, **variables: str) -> dict:
+    """What one part found in a process of its own."""
+    command = [sys.executable, __file__, "model", f"--model={args.model}", f"--folder={folder}"]
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_WORKER": part} | variables
+    done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE)
+    return json.loads(done.stdout)
 
 
 def start(args: argparse.Namespace) -> int:
@@ -412,7 +441,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("stall", "processes", "load", "model"))
+    parser.add_argument("what", choices=("stall", "processes", "load", "model", "cache"))
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--model", choices=MODELS, default="100M")
     parser.add_argument("--saves", type=int, default=6)
@@ -433,8 +462,8 @@ def main() -> int:
         )
         print(json.dumps(found))
         return 0
-    if args.what == "model":
-        return model(args)
+    if args.what in ("model", "cache"):
+        return model(args) if args.what == "model" else cache(args)
     if "BENCH_WORKER" not in os.environ:
         return start(args)
     jax.distributed.initialize(
