@@ -100,3 +100,16 @@ def test_what_is_in_the_way_is_a_line_with_its_name(tmp_path, capsys):
     with pytest.raises(PermissionError):
         cli.exit_code(nameless)
     assert leaving.code_of(FileNotFoundError(errno.ENOENT, "gone", "x"))[0] == leaving.FAILED
+
+
+def test_a_device_without_room_is_a_line_with_the_way_out(capsys):
+    def fill(message):
+        raise RuntimeError(message)
+
+    full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
+    assert cli.exit_code(lambda: fill(full)) == leaving.FAILED
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {full}; take a smaller data.micro_batch")
+    assert err.count("\n") == 1 and (ROOT / "docs/howto/out_of_memory.md").exists()
+    with pytest.raises(RuntimeError, match="INTERNAL"):
+        cli.exit_code(lambda: fill("INTERNAL: another"))

@@ -38,9 +38,9 @@ def exit_code(main: Callable[[], int]) -> int:
         if code == DONE:  # at the interpreter's end a full disk would make the code 120
             sys.stdout.flush()
         return code
-    except (UserError, StorageError, OSError, KeyboardInterrupt) as error:
+    except (UserError, StorageError, OSError, RuntimeError, KeyboardInterrupt) as error:
         code, line = leaving.code_of(error)
-        if code == leaving.FAILED:
+        if code == leaving.FAILED and not leaving.is_out_of_memory(error):
             raise
     leaving.complain(f"error: {_option_of(line, sys.argv[1:])}{line}")
     try:

@@ -101,6 +101,11 @@ def complain(line: str) -> None:
         silence(sys.stderr)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no room for a program or its arrays, in XLA's words."""
+    return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
 def code_of(error: BaseException) -> tuple[int, str]:
     """The exit code of a program that an error ends, and a line with the reason; FAILED for
     unexpected errors."""
@@ -120,6 +125,12 @@ def code_of(error: BaseException) -> tuple[int, str]:
             return (
                 STORAGE,
                 f"{error.strerror}{where}; mend the storage and start the same command again",
+            )
+        case RuntimeError() if is_out_of_memory(error):
+            return (
+                FAILED,
+                f"{first_line(error)}; take a smaller data.micro_batch, more remat, or more devices"
+                " (docs/howto/out_of_memory.md)",
             )
         case KeyboardInterrupt():
             number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
