@@ -127,6 +127,14 @@ def test_votes(parts, group):
     assert replay.differs_from_itself(first, again, parts, names).kind == "program"
 
 
+def test_a_device_differs_once_and_a_program_often():
+    right, wrong = hashes(1), hashes(1) + 1
+    repeats = [right] * replay.REPEATS
+    assert replay.all_but_one_agree([*repeats[1:], wrong])
+    assert not replay.all_but_one_agree([*repeats[2:], wrong, wrong])
+    assert not replay.all_but_one_agree([right + n for n in range(replay.REPEATS)])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_hash_sees_every_bit_and_every_place(dtype):
     x = jax.random.normal(jax.random.key(0), (3, 5, 7), dtype)
