@@ -50,6 +50,8 @@ AFTER = "the loss after an update"
 # How far numbers may lie from the expected ones, in spacings of the coarsest format in the step
 # (docs/guard.md has what right steps were seen to need).
 SAME, UPDATE = 16, 64
+# What says that a step cannot be made here, and nothing about its numbers.
+NOT_TRIED = (UserError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
 def small(config: Config) -> Config:
@@ -189,7 +191,7 @@ def fault(config: Config, mesh: Mesh, micro_batches: int, say: Callable[[str], N
     begun = time.monotonic()
     try:
         wrong = differences(config, numbers(config, mesh, micro_batches), target)
-    except (UserError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+    except NOT_TRIED as error:
         say(f"note: the step was not tried on this machine: {config_lib.first_line(error)}")
         return ""
     if wrong:
@@ -223,7 +225,7 @@ def _way_out(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) 
     """What the fault lies in, and how to go on, found by leaving out one thing at a time."""
 
     def right(without: Config, mesh: Mesh = mesh, options: Any = None) -> bool:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(*NOT_TRIED):
             found = numbers(without, mesh, micro_batches, options)
             return not differences(without, found, target)
         return False
