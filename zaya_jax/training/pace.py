@@ -67,7 +67,9 @@ class Pace:
         mark = "fetch" if section == "step" else "dispatch"
         if program not in self._known:
             self._known.add(program)
-            section, self._compiled = "compile", True
+            # An evaluation's time is no part of the lap that it falls into.
+            self._compiled = self._compiled or section == "step"
+            section = "compile"
         self.at(section, step, mark)
 
     def dispatch(self) -> None:

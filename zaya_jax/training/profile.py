@@ -30,7 +30,7 @@ class Profile:
                 self._going = True
             except Exception as error:
                 say(f"warning: no profile ({fields.first_line(error)})")
-        elif number == self._end:
+        elif self._going and number == self._end:
             jax.block_until_ready(state)
             self.stop()
 
