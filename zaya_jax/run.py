@@ -70,6 +70,7 @@ def train(
             stop = stop or multihost.StopSignal()  # from here on a first signal saves, then stops
             at_end.push(loop.failed)
             at_end.callback(loop.profile.stop)
+            at_end.callback(loop.stream.close)
             code = loop.run(stop)
             loop.trackers.end(cli.PREEMPTED if code is None else code)
     return code
@@ -284,7 +285,8 @@ class Loop:
         """Tries the step of a small model where this machine has not seen it right; a line if it is
         wrong."""
         placed = self.planned.phase
-        micro_batches = placed.segments[0].micro_batches
+        # With several micro-batches gradients are added up, another program than with one.
+        micro_batches = max(segment.micro_batches for segment in placed.segments)
         with self.pace.outside_a_step():
             self.pace.begin("evaluate", self.planned.reached, ("a small step",))
             return first_step.fault(placed.config, self.mesh, micro_batches, logs.say)
@@ -318,7 +320,8 @@ class Loop:
         number, last = now.number, now.number == self.planned.end or stopping
         due_save = self.timer.after(number) or number % self.config.checkpoint.every_steps == 0
         due_eval = number % self.config.eval.every == 0 or number == self.planned.recipe.last_step
-        due_eval = due_eval and bool(self.evaluation.windows(now.phase))
+        with self.pace.outside_a_step():  # a phase's held-out text is read when it is first due
+            due_eval = due_eval and bool(self.evaluation.windows(now.phase))
         owed = due_eval and stopping and number < self.planned.end
         observers = [x for x in self.observers if number % x.every == 0]
         if not (due_eval or due_save or observers or last):
@@ -326,9 +329,10 @@ class Loop:
         self.pace.mark("wait")
         jax.block_until_ready(self.state)
         _, figures = self.figures.read()
-        measured = multihost.over_processes(self.stream.metrics(), pipeline.OVER_PROCESSES)
+        measured: dict[str, Any] = {}
         observed: dict[str, Any] = {}
         try:
+            measured = multihost.over_processes(self.stream.metrics(), pipeline.OVER_PROCESSES)
             with self.pace.outside_a_step():
                 if due_eval and not owed:
                     measured |= self.evaluation.losses(self.state, now)
@@ -375,8 +379,11 @@ class Loop:
             **self.guard.meta(),
             **kernels.meta(self.begun.kernels),
         }
+        # Before the first step the devices do not show yet what memory a step needs.
+        before_a_step = number == self.planned.reached
+        take = self.copies.on_host if before_a_step else self.copies.take
         save = self.store.save_now if last else self.store.save
-        save(number, self.copies.take(self.state), meta, self.copies.held)
+        save(number, take(self.state), meta, self.copies.held)
 
     def compute_again(self, now: Step, batch: Any) -> dict | None:
         """If due, computes gradients with the new weights repeatedly, on the same and on other
@@ -428,17 +435,17 @@ class Loop:
         last = self.planned.end
         self.pace.at("end", last)
         self.figures.close()
-        self.stream.close()
         code = final_code(self.kept, self.figures.unsound, last - self.plan.begin)
         # it returns the steps without a durable copy
         code = cli.STORAGE if self.store.close() else code
         self.state = None  # frees its memory for the sample
         if multihost.is_writer():
-            own, weights = (
-                self.planned.recipe.phase_of_step(last).config,
-                with_base(Source(self.workdir, last)),
-            )
-            write_sample(self.workdir, own, self.planned.tokenizer, weights)
+            phase_config = self.planned.recipe.phase_of_step(last).config
+            try:
+                weights = with_base(Source(self.workdir, last))
+                write_sample(self.workdir, phase_config, self.planned.tokenizer, weights)
+            except Exception as error:  # as where the device has no room for it: the run is whole
+                logs.say(f"warning: no sample ({config_lib.first_line(error)})")
             write_report(self.workdir)
         logs.say(
             notes.done(last, self.plan.tokens_of_step(last), self.figures.unsound, self.workdir)
@@ -492,7 +499,6 @@ class Loop:
             f"{self.guard.spike}: back to step {decision['step']}, continuing without {batches}"
         )
         self.state = None  # frees its memory for the next state
-        self.stream.close()
         self.figures.drop()
         return cli.PREEMPTED if self.stop.anywhere() else None
 

@@ -273,6 +273,13 @@ def figures_of(workdir):
     return {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
 
 
+def test_a_sample_that_fails_costs_a_finished_run_nothing(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_lib, "write_sample", raising_always(RuntimeError("no room for it")))
+    assert run(99, None, run__num_steps=2) == cli.DONE
+    assert "warning: no sample (no room for it)" in capsys.readouterr().out
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, capsys):
     keys = {"run__num_steps": 4, "checkpoint__durable": str(tmp_path / "safe")}
     with monkeypatch.context() as patch:

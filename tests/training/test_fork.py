@@ -15,6 +15,7 @@ from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.config import Phase, StorageError, UserError
 from zaya_jax.text import tokenizers
 from zaya_jax.training import fork
+from zaya_jax.training.snapshot import Copies
 
 LONG = {
     "checkpoint__every_steps": 2,
@@ -52,9 +53,19 @@ def tree(folder):
     }
 
 
-def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(parent, tmp_path, capsys):
+def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(
+    parent, tmp_path, capsys, monkeypatch
+):
     before, name = tree(parent / "run"), f"{parent / 'run'}@2"
+    copied = []
+    for place in ("on_host", "on_devices"):
+        make = getattr(Copies, place)
+        monkeypatch.setattr(
+            Copies, place, lambda *args, n=place, make=make: copied.append(n) or make(*args)
+        )
     assert train(parent, tmp_path / "fork", run__fork=name) == cli.DONE
+    # Before its first step nobody knows what the devices have room for.
+    assert copied == ["on_host", "on_devices", "on_devices"]
     out = capsys.readouterr().out
     assert (
         f"note: fork of {name} (2 steps, 256 tokens): learning rate 0.003 at step 2 there, 0.003 at"
