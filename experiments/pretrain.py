@@ -52,7 +52,7 @@ def main() -> int:
         return cli.DONE
     # on CPUs: freed memory stays with the process, steps are dispatched one by one
     host.keep_memory()
-    return multihost.together(
+    return multihost.run_distributed(
         lambda: train(args.config, folder_of(args.config, args.workdir), _faults()), args
     )
 

@@ -58,11 +58,6 @@ def parser() -> cli.Parser:
         help="restarts without a newer checkpoint; 5",
     )
     add(
-        "--exclude_stragglers",
-        action="store_true",
-        help="replace a node that is slow for long by a spare",
-    )
-    add(
         "--check",
         choices=("always", "never"),
         help="test nodes and links before each start; by default if there are GPUs",
@@ -108,9 +103,11 @@ def command_line(text: str) -> list[str]:
 
 def supervise(args: argparse.Namespace, training: list[str]) -> int:
     """Runs the training under this node's agent."""
-    from zaya_jax.aegis import agent, machine  # JAX comes with them, 1 s that --help does not need
+    # JAX comes with them, 1 s that --help does not need.
+    from zaya_jax.aegis import machine
+    from zaya_jax.aegis.agent import Agent
     from zaya_jax.aegis.decide import Rules
-    from zaya_jax.aegis.node import Plan
+    from zaya_jax.aegis.node import SupervisorOptions
     from zaya_jax.checkpoint.run import claims
     from zaya_jax.cluster import multihost
     from zaya_jax.cluster.rank import find_agent_rank
@@ -124,7 +121,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
         )
     if (args.min_nodes or nodes) > nodes:
         raise UserError(f"--min_nodes={args.min_nodes} is more than --nodes={nodes}")
-    gpus = machine.gpus(os.environ)
+    gpus = machine.gpu_numa_nodes(os.environ)
     processes = args.processes or len(gpus) or 1
     if len(gpus) % processes:
         raise UserError(
@@ -135,12 +132,12 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     if rank is None or rank.index == 0:  # a second agent would add its events to the run's
         claims.require_free(workdir)
     join = multihost.seconds_of(multihost.JOIN)
-    tried = args.check == "always" or (args.check is None and bool(gpus))
-    rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, tried)
+    check = args.check == "always" or (args.check is None and bool(gpus))
+    rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, check)
     patience = args.patience if args.patience is not None else PATIENCE * (agents > 1)
     command = [sys.executable, "-m", "experiments.pretrain", *training]
-    plan = Plan(rules, workdir, command, args.exclude_stragglers, patience, args.command or ())
-    return agent.run(plan, rank, multihost.seconds_of(multihost.HEARTBEAT))
+    options = SupervisorOptions(rules, workdir, command, patience, args.command or ())
+    return Agent(options, rank, multihost.seconds_of(multihost.HEARTBEAT)).run()
 
 
 def workdir_of(training: list[str]) -> Path:

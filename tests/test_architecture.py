@@ -19,9 +19,9 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # some 3% of air for mends; whoever needs more takes something away first, or raises the row with
 # its reason.
 BUDGET = {
-    "zaya_jax/aegis": 2_530,
+    "zaya_jax/aegis": 2_560,
     "zaya_jax/checkpoint": 2_360,
-    "zaya_jax/cluster": 1_100,
+    "zaya_jax/cluster": 1_130,
     "zaya_jax/compiled": 600,
     "zaya_jax/config": 610,
     "zaya_jax/data": 1_290,

@@ -15,7 +15,7 @@ import yaml
 from experiments import supervise
 from experiments.prepare_data import __main__ as prepare_data
 from zaya_jax import cli
-from zaya_jax.cluster import lines, multihost
+from zaya_jax.cluster import connections, multihost
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 SHELLS = (
@@ -70,7 +70,7 @@ def test_the_jobset_names_its_parts_consistently(jobset):
         ("Ignore", [cli.PREEMPTED]),
         ("FailJob", [cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE]),
     ]
-    (secret,) = [v for v in container["env"] if v["name"] == lines.SECRET]
+    (secret,) = [v for v in container["env"] if v["name"] == connections.SECRET]
     reference = secret["valueFrom"]["secretKeyRef"]
     create = f"secret generic {reference['name']} --from-literal={reference['key']}="
     assert create in (LAUNCH / "jobset.yaml").read_text()

@@ -34,7 +34,7 @@ from zaya_jax.aegis.cause import EXPLAINS
 from zaya_jax.checkpoint import layout, writing
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import events
-from zaya_jax.cluster.events import Event
+from zaya_jax.cluster.events import RunEvent
 from zaya_jax.cluster.leaving import PREEMPTED
 from zaya_jax.config import UserError, files
 
@@ -83,7 +83,7 @@ class Fault:
 
     name: str
     harm: Callable[["Chaos", Victim], Callable[[], object] | None]
-    named: Callable[[Event, Victim], bool]
+    named: Callable[[RunEvent, Victim], bool]
     ends: bool = True  # whether the run starts again for it
     back: bool = False  # whether it goes back without
     store: bool = False  # whether it needs a store of its own
@@ -294,7 +294,7 @@ class Chaos:
             f" {outcome.recovered:.1f} s"
         )
 
-    def _event(self, fits: Callable[[Event], bool]) -> Event | None:
+    def _event(self, fits: Callable[[RunEvent], bool]) -> RunEvent | None:
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and self._agent.poll() is None:
             for event in events.read(self.workdir):
@@ -419,11 +419,11 @@ def _link(chaos: Chaos, victim: Victim) -> None:
     chaos.write(f"{PORT}/counters/symbol_error", str(1000 * (len(chaos.outcomes) + 1)))
 
 
-def _of(kind: str) -> Callable[[Event, Victim], bool]:
+def _of(kind: str) -> Callable[[RunEvent, Victim], bool]:
     return lambda event, victim: event.kind == kind and event.process == victim.number
 
 
-def _rule(kind: str, name: str) -> Callable[[Event, Victim], bool]:
+def _rule(kind: str, name: str) -> Callable[[RunEvent, Victim], bool]:
     return lambda event, _: event.kind == kind and name in event.concluded
 
 

@@ -515,7 +515,7 @@ def train(
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True
     """
-    if multihost.place()[1] > 1:
+    if multihost.process_index_and_count()[1] > 1:
         raise UserError("a model object is of one process; several train by experiments.pretrain")
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training listens to signals, so it needs the process's main thread")

@@ -151,7 +151,7 @@ def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
     cleanup = CleanupIfRefused(folder)
     folder = open_workdir(folder, config, cleanup.locked)
     at_end.push(cleanup)
-    decided = multihost.from_first("decisions", functools.partial(decisions.read, folder))
+    decided = multihost.broadcast_from_zero("decisions", functools.partial(decisions.read, folder))
     accept = lambda m: check_same(config_lib.check(m.get("config")), config, folder, m["step"])  # noqa: E731
     store = Store(folder, config.checkpoint, logs.say, accept)
     if decided:  # a start before this one may have been killed while it went back
@@ -332,7 +332,7 @@ class Loop:
         measured: dict[str, Any] = {}
         observed: dict[str, Any] = {}
         try:
-            measured = multihost.over_processes(self.stream.metrics(), pipeline.OVER_PROCESSES)
+            measured = multihost.reduce_figures(self.stream.metrics(), pipeline.OVER_PROCESSES)
             with self.pace.outside_a_step():
                 if due_eval and not owed:
                     measured |= self.evaluation.losses(self.state, now)

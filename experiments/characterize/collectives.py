@@ -73,8 +73,8 @@ assert KINDS.keys() == BUS.keys()
 
 def nodes_of(devices: Sequence[Any]) -> list[int]:
     """Which node each device is in, counted from 0: processes on hosts of one name share one."""
-    given = multihost.to_first("hosts", socket.gethostname())
-    hosts = multihost.from_first("hosts of all", lambda: given)
+    given = multihost.gather_to_zero("hosts", socket.gethostname())
+    hosts = multihost.broadcast_from_zero("hosts of all", lambda: given)
     names = [hosts[device.process_index] for device in devices]
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [order[name] for name in names]
@@ -148,10 +148,12 @@ def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Coll
     for size in sizes(n, room):
         call = _program(name, group, size) if mine else None
         own = timing.course(timing.warm_up(call), seconds, queue) if call else None
-        course = timing.Course(*multihost.from_first("course", lambda: own))  # noqa: B023
-        all_taken = multihost.to_first("timing", timing.sample(call, course) if call else None)
+        course = timing.Course(*multihost.broadcast_from_zero("course", lambda: own))  # noqa: B023
+        all_taken = multihost.gather_to_zero(
+            "timing", timing.sample(call, course) if call else None
+        )
         longest = max(tuple(t) for t in all_taken if t) if all_taken else None
-        slowest = Timing(*multihost.from_first("slowest", lambda: longest))  # noqa: B023
+        slowest = Timing(*multihost.broadcast_from_zero("slowest", lambda: longest))  # noqa: B023
         yield CollectiveTiming(name, n, group.num_nodes, size, slowest)
         if slowest.median > seconds:
             return

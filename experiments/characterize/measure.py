@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
     """Measures as the options ask; `reading` are those of storage."""
     if args.what != "storage":
         host.keep_memory()
-    return multihost.together(lambda: measure(args, reading))
+    return multihost.run_distributed(lambda: measure(args, reading))
 
 
 def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
@@ -126,7 +126,7 @@ def measure_parts(
         room = device_rates.room(
             first, sum(d.process_index == first.process_index for d in devices)
         )
-        room = multihost.from_first("room", lambda: room // collectives.SHARE)
+        room = multihost.broadcast_from_zero("room", lambda: room // collectives.SHARE)
         found = dataclasses.replace(
             found,
             collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say),

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--model={args.model} is not a run and has no held-out text; give --data or --tasks"
         )
-    return multihost.together(lambda: evaluate(args, out, tasks))
+    return multihost.run_distributed(lambda: evaluate(args, out, tasks))
 
 
 def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:

@@ -42,7 +42,7 @@ class Agents(multiprocess_runs.Run):
             assert time.monotonic() < end, self.err()
             time.sleep(0.02)
 
-    def first(self, kind: str, seconds: float = 60) -> events.Event:
+    def first(self, kind: str, seconds: float = 60) -> events.RunEvent:
         """The first event of a kind, waited for: an event is written a moment after it happened."""
         end = time.monotonic() + seconds
         while not (found := self.events(kind)):
@@ -50,7 +50,7 @@ class Agents(multiprocess_runs.Run):
             time.sleep(0.02)
         return found[0]
 
-    def events(self, kind: str = "") -> list[events.Event]:
+    def events(self, kind: str = "") -> list[events.RunEvent]:
         """Those of a kind, or all."""
         return [event for event in events.read(self.workdir) if kind in ("", event.kind)]
 

@@ -120,19 +120,13 @@ def watched(argv: list[str]) -> int:
     from zaya_jax import cli
     from zaya_jax.aegis import agent
 
-    run = agent.run
+    class Instead(agent.Agent):
+        def __init__(self, options, rank, heartbeat):
+            words = argv[argv.index("--") + 2 :]
+            command = [sys.executable, __file__, "train", str(options.workdir), *words]
+            super().__init__(dataclasses.replace(options, command=command), rank, heartbeat)
 
-    def instead(plan, rank, heartbeat):
-        command = [
-            sys.executable,
-            __file__,
-            "train",
-            str(plan.workdir),
-            *argv[argv.index("--") + 2 :],
-        ]
-        return run(dataclasses.replace(plan, command=command), rank, heartbeat)
-
-    agent.run = instead
+    agent.Agent = Instead
     sys.argv = ["supervise", *argv]
     return cli.exit_code(supervise.main)
 

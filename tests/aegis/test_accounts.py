@@ -6,12 +6,12 @@ import random
 import pytest
 
 from zaya_jax.aegis import accounts
-from zaya_jax.aegis.accounts import Spending
-from zaya_jax.cluster.events import Event
+from zaya_jax.aegis.accounts import TimeLedger
+from zaya_jax.cluster.events import RunEvent
 
 
 def spent(time, seconds, first, last, **sections):
-    return Event(
+    return RunEvent(
         "spent", time, step=last, seconds=seconds, facts={"from": first, "sections": sections}
     )
 
@@ -20,11 +20,11 @@ def run():
     """100 s of a run: a process dies at 50, found after 2, stopped at 53, again at 55, its first
     step at 65."""
     return [
-        Event("started", 0.0, step=-1, facts={"start": 1}),
+        RunEvent("started", 0.0, step=-1, facts={"start": 1}),
         spent(20.0, 20.0, 0, 0, start=8.0, compile=12.0),
         spent(40.0, 20.0, 0, 20, step=19.0, save=1.0),
         spent(50.0, 10.0, 20, 30, step=10.0),
-        Event(
+        RunEvent(
             "died",
             53.0,
             "critical",
@@ -37,16 +37,16 @@ def run():
             2.0,
             {"start": 1, "stop": 1.0},
         ),
-        Event("started", 55.0, step=20, facts={"start": 2}),
-        Event("restarted", 65.0, step=21, seconds=15.0, concluded="after it died"),
+        RunEvent("started", 55.0, step=20, facts={"start": 2}),
+        RunEvent("restarted", 65.0, step=21, seconds=15.0, concluded="after it died"),
         spent(66.0, 11.0, 20, 21, start=5.0, compile=5.0, step=1.0),
         spent(100.0, 34.0, 21, 54, step=33.0, evaluate=1.0),
-        Event("ended", 100.0, step=54, facts={"code": 0}),
+        RunEvent("ended", 100.0, step=54, facts={"code": 0}),
     ]
 
 
 def whole(account):
-    return sum(piece.seconds for piece in account.pieces)
+    return sum(span.seconds for span in account.spans)
 
 
 def test_each_second_has_one_use():
@@ -54,8 +54,10 @@ def test_each_second_has_one_use():
     totals = account.totals
     assert whole(account) == pytest.approx(100.0)
     assert (totals["start"], totals["compile"], totals["save"]) == pytest.approx((8, 12, 1))
-    assert totals["redone"] == pytest.approx(10)  # steps 21 to 30
-    assert (totals["silent"], totals["stopping"], totals["again"]) == pytest.approx((2, 3, 10))
+    assert totals["recomputed"] == pytest.approx(10)  # steps 21 to 30
+    assert (totals["undetected"], totals["stopping"], totals["recovering"]) == pytest.approx(
+        (2, 3, 10)
+    )
     # of the window that began before the first new step its end
     assert totals["step"] == pytest.approx(19 + 1 + 33)
     assert account.goodput == pytest.approx(totals["step"] / 100)
@@ -67,22 +69,22 @@ def test_each_second_has_one_use():
 
 def test_time_between_an_end_and_a_start_is_nobodys():
     later = [
-        Event("started", 1000.0, step=54, facts={"start": 1}),
+        RunEvent("started", 1000.0, step=54, facts={"start": 1}),
         spent(1010.0, 10.0, 54, 64, step=10.0),
-        Event("ended", 1010.0, step=64),
+        RunEvent("ended", 1010.0, step=64),
     ]
     account = accounts.account_of(run() + later)
     assert account.totals["idle"] == pytest.approx(900) and whole(account) == pytest.approx(1010)
     assert account.goodput == pytest.approx((account.totals["step"]) / 110)
-    assert account.totals["redone"] == pytest.approx(10)
+    assert account.totals["recomputed"] == pytest.approx(10)
 
 
 def test_a_spike_loses_the_steps_it_goes_back():
     events = [
-        Event("started", 0.0, step=-1, facts={"start": 1}),
+        RunEvent("started", 0.0, step=-1, facts={"start": 1}),
         spent(10.0, 10.0, 0, 10, step=10.0),
         spent(20.0, 10.0, 10, 20, step=10.0),
-        Event(
+        RunEvent(
             "spike",
             20.0,
             "numbers",
@@ -91,34 +93,34 @@ def test_a_spike_loses_the_steps_it_goes_back():
             facts={"step": 15, "at": 20, "batches": 5},
         ),
         spent(30.0, 10.0, 15, 25, step=10.0),
-        Event("ended", 30.0, step=25),
+        RunEvent("ended", 30.0, step=25),
     ]
     account = accounts.account_of(events)
-    assert account.totals["redone"] == pytest.approx(5) and account.totals["step"] == pytest.approx(
-        25
-    )
+    assert account.totals["recomputed"] == pytest.approx(5) and account.totals[
+        "step"
+    ] == pytest.approx(25)
     assert [event.facts["batches"] for event in account.left_out] == [5]
     assert accounts.by_cause(account)[0].label == "a spike"
 
 
-def test_a_start_that_says_nothing_is_untold():
-    account = accounts.account_of([Event("started", 5.0, step=-1), Event("ended", 25.0)])
-    assert account.totals["untold"] == 20
+def test_a_start_that_says_nothing_is_unrecorded():
+    account = accounts.account_of([RunEvent("started", 5.0, step=-1), RunEvent("ended", 25.0)])
+    assert account.totals["unrecorded"] == 20
     assert account.goodput != account.goodput  # not known
-    assert accounts.account_of([]) is None and accounts.account_of([Event("log", 1.0)]) is None
+    assert accounts.account_of([]) is None and accounts.account_of([RunEvent("log", 1.0)]) is None
 
 
 def test_restarts_that_never_step_are_lost_to_what_began_it():
     events = [
         *run()[:5],
-        Event("started", 55.0, step=20, facts={"start": 2}),
-        Event("died", 60.0, "distributed", seen="exit code 1", seconds=0.1, facts={"start": 2}),
-        Event("started", 61.0, step=20, facts={"start": 3}),
-        Event("ended", 70.0, seen="gave up"),
+        RunEvent("started", 55.0, step=20, facts={"start": 2}),
+        RunEvent("died", 60.0, "distributed", seen="exit code 1", seconds=0.1, facts={"start": 2}),
+        RunEvent("started", 61.0, step=20, facts={"start": 3}),
+        RunEvent("ended", 70.0, seen="gave up"),
     ]
     account = accounts.account_of(events)
     assert whole(account) == pytest.approx(70)
-    assert [cause.recover for cause in account.causes] == [None, None]
+    assert [interruption.recover for interruption in account.interruptions] == [None, None]
     assert account.totals["step"] == pytest.approx(19)
 
 
@@ -147,31 +149,31 @@ def test_they_sum_to_the_whole_whatever_befell(seed):
         facts |= {"from": step - rng.randrange(4), "sections": sections}
         facts |= {"start": 1} if rng.random() < 0.8 else {}
         kind, seconds = rng.choice(kinds), rng.uniform(-1, 9)
-        events.append(Event(kind, time, "note", step=step, seconds=seconds, facts=facts))
+        events.append(RunEvent(kind, time, "note", step=step, seconds=seconds, facts=facts))
     account = accounts.account_of(events)
     if account is None:
         assert all(event.kind != "started" for event in events)
         return
     assert whole(account) == pytest.approx(account.end - account.begin, abs=1e-3)
-    assert all(piece.seconds >= 0 for piece in account.pieces)
+    assert all(span.seconds >= 0 for span in account.spans)
     at = account.begin
-    for piece in sorted(account.pieces, key=lambda p: p.begin):
-        assert piece.begin >= at - 1e-3  # none lies on another
-        at = piece.begin + piece.seconds
-    lost = sum(cause.lost for cause in account.causes)
+    for span in sorted(account.spans, key=lambda p: p.begin):
+        assert span.begin >= at - 1e-3  # none lies on another
+        at = span.begin + span.seconds
+    lost = sum(interruption.lost for interruption in account.interruptions)
     assert lost == pytest.approx(
-        sum(p.seconds for p in account.pieces if p.cause is not None), abs=1e-3
+        sum(p.seconds for p in account.spans if p.interruption is not None), abs=1e-3
     )
 
 
 def test_spending_adds_up_and_gets_rarer():
-    spending, now, given = Spending(0.0, 100), 0.0, []
+    spending, now, given = TimeLedger(0.0, 100), 0.0, []
     for second in range(20_000):
         now = float(second)
         steady = "save" if second % 600 < 20 else "step"
         section = "start" if second < 30 else "compile" if second < 90 else steady
-        given.append(spending.see(section, 101 + max(second - 90, 0) // 2, now))
-    windows = [one for one in [*given, spending.end(now)] if one]
+        given.append(spending.observe(section, 101 + max(second - 90, 0) // 2, now))
+    windows = [one for one in [*given, spending.close(now)] if one]
     assert sum(one["seconds"] for one in windows) == pytest.approx(now)
     assert sum(sum(one["facts"]["sections"].values()) for one in windows) == pytest.approx(
         now, abs=0.1

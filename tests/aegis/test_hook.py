@@ -5,9 +5,9 @@ import sys
 import time
 
 from zaya_jax.aegis.keeping import Hook
-from zaya_jax.cluster.events import Event
+from zaya_jax.cluster.events import RunEvent
 
-DIED = Event(
+DIED = RunEvent(
     "died", 10.0, "distributed", "node3", 7, 1200, "SIGKILL", "disk full", "restart at once", 0.25
 )
 

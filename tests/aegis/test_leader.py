@@ -11,8 +11,8 @@ from zaya_jax.aegis import leader as leader_module
 from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.keeping import Keeper
 from zaya_jax.aegis.leader import FIELDS, Leader
-from zaya_jax.aegis.node import Plan
-from zaya_jax.cluster import lines
+from zaya_jax.aegis.node import SupervisorOptions
+from zaya_jax.cluster.connections import OddMessage
 from zaya_jax.cluster.rank import split_address
 
 VIEW = [1, "step", 4, "wait", 0.1, 0.2, "S", [[4, 1.0, 0.5, 0.0]]]
@@ -30,8 +30,8 @@ SOUND = {
     "exited": [1, 1, -9],
     "finding": [FINDING],
     "checked": [1, [FINDING], 4000],
-    "linked": [1, 1e9, ""],
-    "stacks": [1, {"1": ["faulthandler", "x.py:1"]}],
+    "linked": [1, ""],
+    "stacks": [1, [[1, "faulthandler", "x.py:1"]]],
     "asked": ["SIGTERM"],
     "slept": [4.0],
 }
@@ -41,13 +41,15 @@ ODD = [None, True, -5, 10**400, math.nan, math.inf, 1.5, "x", [], [[]], {}, {"x"
 @pytest.fixture
 def leader(tmp_path):
     """That of a run of two nodes, which has begun."""
-    said = Leader(Plan(Rules(2, 2, 2), tmp_path), Keeper(tmp_path), print, lambda *_: None, 0.0)
+    said = Leader(
+        SupervisorOptions(Rules(2, 2, 2), tmp_path), Keeper(tmp_path), print, lambda *_: None, 0.0
+    )
     for node in (0, 1):
-        said.came(node, f"host{node}", "localhost", 0.0)
-        said.hear(node, ["ready", 4000 + node], 0.0)
+        said.agent_connected(node, f"host{node}", "localhost", 0.0)
+        said.receive(node, ["ready", 4000 + node], 0.0)
     assert said.decider.state == "running"
     yield said
-    said.end = said.end or (0, "")
+    said.outcome = said.outcome or (0, "")
 
 
 def mutants(value):
@@ -67,31 +69,31 @@ def test_each_message_is_heard(leader):
     assert SOUND.keys() == FIELDS.keys()
     for kind, fields in SOUND.items():
         if kind != "asked":
-            leader.hear(1, json.loads(json.dumps([kind, *fields])), 1.0)
+            leader.receive(1, json.loads(json.dumps([kind, *fields])), 1.0)
     assert leader.decider.state == "ending"  # for what has exited
-    leader.hear(0, ["asked", "SIGTERM"], 1.0)
+    leader.receive(0, ["asked", "SIGTERM"], 1.0)
 
 
 @pytest.mark.parametrize("kind", SOUND)
 def test_odd_ones_are_heard_or_refused(leader, kind):
-    """Their sender is dropped (`lines.Door`)."""
+    """Their sender is dropped (`connections.Hub`)."""
     refused = 0
     for number, fields in enumerate(mutants(SOUND[kind])):
         try:
-            leader.hear(1, [kind, *fields] if isinstance(fields, list) else [kind, fields], 1.0)
-        except lines.OddMessage:
+            leader.receive(1, [kind, *fields] if isinstance(fields, list) else [kind, fields], 1.0)
+        except OddMessage:
             refused += 1
-        leader.turn(1.0 + number / 100)
+        leader.poll(1.0 + number / 100)
         leader.take(facts.Tick(), 1.0 + number / 100)
-    assert refused > 10 and leader.end is None
-    with pytest.raises(lines.OddMessage):
-        leader.hear(1, ["an unknown one"], 2.0)
+    assert refused > 10 and leader.outcome is None
+    with pytest.raises(OddMessage):
+        leader.receive(1, ["an unknown one"], 2.0)
 
 
 def test_a_node_speaks_for_its_own_processes_alone(leader):
-    leader.hear(1, ["exited", 1, 0, -9], 1.0)
-    leader.hear(1, ["views", 1, [[0, *VIEW[1:]], [99, *VIEW[1:]]]], 1.0)
-    leader.turn(1.0)
+    leader.receive(1, ["exited", 1, 0, -9], 1.0)
+    leader.receive(1, ["views", 1, [[0, *VIEW[1:]], [99, *VIEW[1:]]]], 1.0)
+    leader.poll(1.0)
     assert leader.decider.state == "running"
 
 
@@ -109,7 +111,7 @@ def test_the_last_save_before_an_exit_counts(leader, tmp_path, monkeypatch):
     assert looked.wait(5)  # the thread is in the folder, which has no step yet
     steps.append(10)
     go_on.set()
-    leader.hear(1, ["exited", 1, 1, 75], 1.0)
+    leader.receive(1, ["exited", 1, 1, 75], 1.0)
     assert leader.decider.state == "ending" and leader._newest == 10
 
 
@@ -117,17 +119,17 @@ def test_training_that_goes_back_is_heard_of_again(leader):
     for node, process in ((0, 0), (1, 1)):
         for step in (1000, 901):
             view = [process, *VIEW[1:-1], [[step, 1.0, 0.5, 0.0]]]
-            leader.hear(node, ["views", 1, [view]], 1.0)
-    assert leader.decider._step == 901
+            leader.receive(node, ["views", 1, [view]], 1.0)
+    assert leader.decider._last_step == 901
 
 
 def test_a_node_of_ipv6_is_the_coordinator_in_brackets(tmp_path):
     orders = []
-    plan = Plan(Rules(1, 2, 1), tmp_path)
-    six = Leader(plan, Keeper(tmp_path), print, lambda node, order: orders.append(order), 0.0)
-    six.came(1, "host1", "fd00::1", 0.0)
-    six.hear(1, ["ready", 4000], 0.0)
-    six.came(0, "host0", "localhost", 0.0)
-    six.end = (0, "")
+    options = SupervisorOptions(Rules(1, 2, 1), tmp_path)
+    six = Leader(options, Keeper(tmp_path), print, lambda node, order: orders.append(order), 0.0)
+    six.agent_connected(1, "host1", "fd00::1", 0.0)
+    six.receive(1, ["ready", 4000], 0.0)
+    six.agent_connected(0, "host0", "localhost", 0.0)
+    six.outcome = (0, "")
     (order,) = [order for order in orders if order[0] == "start"]
     assert order[2] == "[fd00::1]:4000" and split_address(order[2]) == ("fd00::1", 4000)

@@ -228,17 +228,17 @@ def test_bytes_long_lines_and_odd_ones():
 
 def test_the_kernel_log_is_read_from_now_on(tmp_path):
     kernel, path = log_rules.Kernel(tmp_path), tmp_path / log_rules.KMSG
-    (found,) = kernel.look()
+    (found,) = kernel.poll()
     assert found.name == "kernel log unreadable" and "dev/kmsg" in found.seen
-    assert kernel.look() == []  # that is said once
+    assert kernel.poll() == []  # that is said once
     path.parent.mkdir()
     path.write_text("amdgpu 0000:01:00.0: amdgpu: device lost from bus!\n")  # long ago
-    assert kernel.look() == [] and kernel.look() == []
+    assert kernel.poll() == [] and kernel.poll() == []
     with path.open("a") as file:
         file.write(
             "6,339,5140900,-;amdgpu 0000:02:00.0: amdgpu: device lost from bus!\n SUBSYSTEM=pci\n"
         )
-    assert [f.device for f in kernel.look()] == ["0000:02:00.0"]
+    assert [f.device for f in kernel.poll()] == ["0000:02:00.0"]
 
 
 def test_a_disk_is_told_apart_from_the_next_and_a_traceback_by_its_stream():

@@ -40,7 +40,7 @@ def watched(table, nodes=None, whole=0.4):
     for step, row in enumerate(table):
         for process, own in enumerate(row):
             watch.add(process, step, whole, own)
-        found += watch.look()
+        found += watch.poll()
     return found
 
 
@@ -63,8 +63,8 @@ def test_nobody_is_named_over_a_thousand_recorded_steps():
         for process, (whole, own) in enumerate(row):
             watch.add(process, step, whole, own)
             slowed.add(process, step, whole, own + 0.3 * whole * (process == 2))
-        found += watch.look()
-        named += slowed.look()
+        found += watch.poll()
+        named += slowed.poll()
     assert len(table) > 1000 and found == []
     assert [slow.process for slow in named] == [2]
 

@@ -302,7 +302,7 @@ def test_a_list_of_files_that_leads_outside_is_refused():
 
 def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path, monkeypatch):
     run, failed = Run(tmp_path / "run"), ["no space", None]
-    monkeypatch.setattr(multihost, "to_first", lambda name, value: [value, failed, failed])
+    monkeypatch.setattr(multihost, "gather_to_zero", lambda name, value: [value, failed, failed])
     run.save(5)
     assert "step 5 is NOT saved: no space (process 1)" in run.messages[0]
     assert not list(tmp_path.rglob("*-5")) and not list(tmp_path.rglob("5"))

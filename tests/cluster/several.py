@@ -19,10 +19,10 @@ def main() -> int:
     print(f"here {index} of {jax.process_count()}", flush=True)
     match sys.argv[1]:
         case "meet":
-            print("first:", multihost.from_first("name", lambda: {"who": index}))
-            print("again:", multihost.from_first("name", lambda: [index, "twice"]))
+            print("first:", multihost.broadcast_from_zero("name", lambda: {"who": index}))
+            print("again:", multihost.broadcast_from_zero("name", lambda: [index, "twice"]))
             figures = {"worst": float(index), "mean": float(index), "sum": 1.0}
-            print("all:", multihost.over_processes(figures, {"worst": np.max, "sum": np.sum}))
+            print("all:", multihost.reduce_figures(figures, {"worst": np.max, "sum": np.sum}))
             for _ in range(2):
                 multihost.barrier("crossing")
             print("crossed", flush=True)
@@ -33,7 +33,7 @@ def main() -> int:
             stop = multihost.StopSignal()
             for step in range(1, 100_000):
                 # like a step's figures: no process is ahead
-                multihost.from_first("step", lambda step=step: step)
+                multihost.broadcast_from_zero("step", lambda step=step: step)
                 multihost.barrier("step")
                 print("step", step, flush=True)
                 if stop.after(step):
@@ -100,4 +100,4 @@ def late(function):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_code(lambda: multihost.together(main)))
+    sys.exit(cli.exit_code(lambda: multihost.run_distributed(main)))

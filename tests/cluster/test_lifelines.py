@@ -1,4 +1,4 @@
-"""The lines between processes, with threads and bare sockets for processes: who is silent, whose
+"""The lifelines between processes, with threads and bare sockets for processes: who is silent, whose
 end counts."""
 
 import contextlib
@@ -10,8 +10,8 @@ import time
 import pytest
 from multiprocess_runs import STRANGE, free_port
 
-from zaya_jax.cluster import lifelines, lines
-from zaya_jax.cluster.lifelines import End, Lifelines
+from zaya_jax.cluster import connections, lifelines
+from zaya_jax.cluster.lifelines import Lifelines, RunEnd
 from zaya_jax.cluster.rank import Rank
 
 HOST = socket.gethostname()
@@ -22,27 +22,29 @@ class Run:
 
     def __init__(self, count, seconds):
         self.address, self.count, self.ends = f"localhost:{free_port()}", count, {}
-        self.lines = [
+        self.lifelines = [
             Lifelines(Rank(self.address, count, i), seconds, self.leave(i)) for i in range(count)
         ]
 
     def leave(self, index):
         def call(end):
             self.ends[index] = end
-            self.lines[index].see_off()
+            self.lifelines[index].wait_for_hangups()
 
         return call
 
     def begin(self, indices):
-        threads = [threading.Thread(target=self.lines[i].roll_call, args=(20,)) for i in indices]
+        threads = [
+            threading.Thread(target=self.lifelines[i].roll_call, args=(20,)) for i in indices
+        ]
         for thread in threads:
             thread.start()
         return threads
 
     def hang_up(self):
-        for one in reversed(self.lines):
+        for one in reversed(self.lifelines):
             threading.Thread(target=one.hang_up).start()
-        for one in self.lines:
+        for one in self.lifelines:
             one._thread.join(20)
             assert not one._thread.is_alive()
 
@@ -55,8 +57,8 @@ class Run:
 
 
 def bare(run, index):
-    """A process of nothing but a line, which has called."""
-    return lines.call(run.address, index, str(run.count), 20).connection
+    """A process of nothing but a connection, which has called."""
+    return connections.connect(run.address, index, str(run.count), 20).socket
 
 
 def test_a_silent_process_is_named_with_its_host():
@@ -77,11 +79,13 @@ def test_what_follows_from_a_loss_or_an_error_is_not_taken_for_the_cause(cause):
     with bare(run, 2):
         for thread in threads:
             thread.join()
-        threading.Thread(target=run.lines[1].report, args=(1, "a collective failed", False)).start()
+        threading.Thread(
+            target=run.lifelines[1].report, args=(1, "a collective failed", False)
+        ).start()
         time.sleep(0.3)
         assert not run.ends  # process 2 has said nothing since
         if cause == "no space left":
-            threading.Thread(target=run.lines[0].report, args=(4, cause, True)).start()
+            threading.Thread(target=run.lifelines[0].report, args=(4, cause, True)).start()
             run.wait_for_ends(2)
     assert all(end.text.startswith(cause) for end in run.wait_for_ends(2).values())
 
@@ -90,9 +94,9 @@ def test_an_error_of_one_is_everybodys_once_all_have_answered():
     run = Run(3, 20)
     for thread in run.begin([0, 1, 2]):
         thread.join()
-    run.lines[2].report(1, "by none", certain=False)
+    run.lifelines[2].report(1, "by none", certain=False)
     ends = run.wait_for_ends(3)
-    assert set(ends.values()) == {End(1, 2, HOST, "by none")}
+    assert set(ends.values()) == {RunEnd(1, 2, HOST, "by none")}
 
 
 def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
@@ -104,10 +108,10 @@ def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
             one.roll_call(20)
         raised.append(str(error.value))
 
-    threads = [threading.Thread(target=call, args=(one,)) for one in run.lines[:2]]
+    threads = [threading.Thread(target=call, args=(one,)) for one in run.lifelines[:2]]
     for thread in threads:
         thread.start()
-    while 1 not in run.lines[0]._lines:  # losses before a process comes do not concern it
+    while 1 not in run.lifelines[0]._connections:  # losses before a process comes do not concern it
         time.sleep(0.01)
     bare(run, 2).close()
     for thread in threads:
@@ -130,10 +134,10 @@ def test_nothing_that_a_stranger_sends_ends_a_roll_call_or_stands_for_a_process(
             line.settimeout(5)
             while line.recv(1 << 16):  # until process 0 hangs up
                 pass
-        assert threads[0].is_alive() and run.lines[0]._thread.is_alive(), strange[:40]
+        assert threads[0].is_alive() and run.lifelines[0]._thread.is_alive(), strange[:40]
     for thread in [*threads, *run.begin([1])]:
         thread.join()
-    assert not run.ends and run.lines[0]._lines.keys() == {1}
+    assert not run.ends and run.lifelines[0]._connections.keys() == {1}
     run.hang_up()
 
 
@@ -141,7 +145,7 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
     run = Run(2, 1.0)
     for thread in run.begin([0, 1]):
         thread.join()
-    select = run.lines[0]._selector.select
+    select = run.lifelines[0]._selector.select
     asleep = threading.Event()
 
     def sleepy(patience):
@@ -150,7 +154,7 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
             time.sleep(0.9)  # the other one's answers lie unread, or were not asked for
         return select(patience)
 
-    monkeypatch.setattr(run.lines[0]._selector, "select", sleepy)
+    monkeypatch.setattr(run.lifelines[0]._selector, "select", sleepy)
     with caplog.at_level(logging.WARNING, "zaya_jax"):
         logging.getLogger("zaya_jax").addHandler(caplog.handler)
         assert asleep.wait(10)

@@ -48,7 +48,7 @@ def test_processes_meet_and_name_who_is_missing(tmp_path):
         assert "first: {'who': 0}\nagain: [0, 'twice']\n" in result.out
         assert "all: {'worst': 2.0, 'mean': 1.0, 'sum': 3.0}\ncrossed" in result.out
         assert result.code == 1
-    line = "process 1 of 3 did not come to 'supper' within 2 s; see logs/ there"
+    line = "process 1 of 3 did not reach 'supper' within 2 s; see their logs"
     assert line in results[0].err and results[0].err.count("\n") == 1
     assert "Traceback" not in "".join(result.err for result in results)
 
@@ -102,7 +102,7 @@ def test_nobody_enters_a_collective_before_all_have_compiled_it(tmp_path):
         "slow compiler=20", tmp_path, ZAYA_WAIT_SECONDS="2", JAX_ENABLE_COMPILATION_CACHE="0"
     )
     assert [result.code for result in results] == [1, 1], results
-    line = r"error: process 1 of 2 did not come to 'compiled \w+' within 2 s"
+    line = r"error: process 1 of 2 did not reach 'compiled \w+' within 2 s"
     assert re.search(line, results[0].err) and "all:" not in results[0].out
 
 

@@ -137,7 +137,7 @@ def test_other_figures_than_the_first_process_has_are_refused(tmp_path, monkeypa
     (tmp_path / "all.json").write_text(measured.to_json(figures_of()))
     given = config.Config(hardware=config.Hardware(figures=str(tmp_path)))
     other = {"fork": None, "figures of the machine": 1}
-    monkeypatch.setattr(multihost, "from_first", lambda name, function: other[name])
+    monkeypatch.setattr(multihost, "broadcast_from_zero", lambda name, function: other[name])
     with pytest.raises(UserError, match="is another file here than in process 0"):
         start.plan_run(given, tmp_path)
 
@@ -151,7 +151,7 @@ def test_another_command_or_another_folder_than_the_first_is_refused(
 ):
     first = config.to_dict(config.Config(run=config.Run(seed=seed)))
     monkeypatch.setattr(
-        multihost, "from_first", lambda name, function: [str(tmp_path / "run"), first]
+        multihost, "broadcast_from_zero", lambda name, function: [str(tmp_path / "run"), first]
     )
     with pytest.raises(config.UserError, match=words):
         open_workdir(tmp_path / "run", config.Config())

@@ -1,263 +1,229 @@
 """Runs one agent per node, which starts the node's processes; the agent of node 0 leads the others.
 
-    code = agent.run(plan, rank)     until the run has ended, or cannot go on
+    code = Agent(options, rank, heartbeat).run()     until the run has ended, or cannot go on
 
-Members hold a connection to the leader (`cluster.lines`), which sends heartbeats that idle agents
-answer too. A member whose connection breaks is a lost node. Members that lose their leader end with
-their processes, so that a scheduler can start all of them again.
+Members hold a connection to the leading agent (`cluster.connections`), which sends heartbeats that
+idle agents answer too. A member whose connection breaks is a lost node. Members that lose their
+leader end with their processes, so that a scheduler can start all of them again.
+
+    processes -> Node -> Agent -> connection -> leading Agent -> Leader -> Decider
+    processes <- Node <- Agent <- connection <- leading Agent <- Leader <-
 """
 
-import abc
 import hashlib
 import json
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis import facts
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.aegis.leader import Leader
-from zaya_jax.aegis.node import Node, Plan
-from zaya_jax.cluster import leaving, lines
+from zaya_jax.aegis.node import Node, SupervisorOptions
+from zaya_jax.cluster import leaving
+from zaya_jax.cluster.connections import Connection, Hub, connect
 from zaya_jax.cluster.rank import LostProcess, Rank, split_address
 
-TURN = 0.1  # seconds
-SLEPT = 3.0  # a turn that took so long: this agent stood still
+POLL = 0.1  # seconds
+SLEPT = 3.0  # a poll that took so long: this agent stood still
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FAREWELL = 5.0  # seconds for last words
-GONE = "gone: killed, crashed, the connection is cut, or it sent what is no message"
+GONE = "gone: it was killed or crashed, the connection broke, or it sent an invalid message"
+DIFFERS = "it has another command or another zaya_jax; start all agents with the same of both"
+ORDERS = ("start", "ask", "kill", "collect", "check", "link")  # methods of `Node`
 
 
-class _AskedToStop(Exception):
+class _StopRequest(Exception):
     """A signal came while there was no leader to tell."""
 
 
-class Agent(abc.ABC):
-    """The part that the leading agent and members share."""
+class Agent:
+    """A node's agent. That of node 0 has a `leader`, to which it speaks without a connection."""
 
-    def __init__(self, plan: Plan, rank: Rank | None, heartbeat: float):
-        self.plan, self.rank, self.heartbeat = plan, rank, heartbeat
+    def __init__(self, options: SupervisorOptions, rank: Rank | None, heartbeat: float):
+        self.options, self.rank, self.heartbeat = options, rank, heartbeat
+        self.index = rank.index if rank else 0
+        self.leader: Leader | None = None
+        self.outcome: tuple[int, str] | None = None  # the exit code and the reason
         self.selector = selectors.DefaultSelector()
-        self.keeper, self.terminal = Keeper(plan.workdir), Terminal()
-        self.node = Node(plan, self.selector, self.keeper, self.terminal, self.tell)
-        self.digest = _digest(plan)
-        differs = (
-            "it has another command or another zaya_jax; start all agents with the same of both"
+        self.keeper, self.terminal = Keeper(options.workdir), Terminal()
+        self.node = Node(options, self.selector, self.keeper, self.terminal, self._tell_leader)
+        self.digest = _digest(options)
+        self.hub = Hub(
+            self.selector,
+            self.digest,
+            options.rules.agents,
+            DIFFERS,
+            self._connected,
+            self._received,
+            self._lost,
         )
-        agents = plan.rules.agents
-        self.door = lines.Door(
-            self.selector, self.digest, agents, differs, self.came, self.hear, self.lost
-        )
-        self.end: tuple[int, str] | None = None
         self._signals: list[int] = []
-        self._searches = False  # for its leader: there is nobody to tell of a signal
+        self._connecting = False  # to its leader: there is nobody to tell of a signal
 
     def run(self) -> int:
-        """Runs to the end; from then on signals change nothing."""
-        for number in SIGNALS:
+        """Runs to the end and returns the exit code; from then on signals change nothing."""
+        for signum in SIGNALS:
             # Under nohup a terminal that closes is no reason to stop.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._signal)
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._signal)
         try:
-            self.begin()
+            if self.index == 0:
+                self._lead()
+            else:
+                self._find_leader()
             last = time.monotonic()
-            while self.end is None:
-                for key, _ in self.selector.select(TURN):
+            while self.outcome is None:
+                for key, _ in self.selector.select(POLL):
                     key.data()
                 now = time.monotonic()
                 if now - last > SLEPT:  # it stood still, so that no other was silent in that time
-                    self.door.forgive(now)
-                    self.tell(["slept", now - last])
+                    self.hub.reset_silence(now)
+                    self._tell_leader(["slept", now - last])
                 last = now
+                # A wish to stop goes first, since it explains the exits that follow from it.
                 while self._signals:
-                    self.tell(["asked", signal.Signals(self._signals.pop(0)).name])
-                self.node.turn(now)
-                self.due(now)
+                    self._tell_leader(["asked", signal.Signals(self._signals.pop(0)).name])
+                self.node.poll(now)
+                self._check_silence(now)
+                if self.leader:
+                    self.leader.poll(now)
+                    self.outcome = self.leader.outcome
         finally:
             self.node.close()
-        self.farewell()
-        code, text = self.end
+        self._hang_up(*self.outcome)
+        code, text = self.outcome
         if code and text:
-            self.say(f"aegis: node {self.rank.index if self.rank else 0} ends with {code}: {text}")
+            self.print_line(f"aegis: node {self.index} ends with {code}: {text}")
         self.keeper.close(FAREWELL)
         self.terminal.close(FAREWELL)
-        if self.keeper.lost or self.keeper.log.lost or self.terminal.lost:
-            lost = f"{self.keeper.lost:,} bytes and {self.keeper.log.lost} events for aegis/"
-            lost += f", and {self.terminal.lost:,} bytes for the terminal were not written"
-            leaving.complain(f"aegis: {lost}: there was more than disk or terminal took")
+        lost_events = self.keeper.log.lost
+        if self.keeper.lost or lost_events or self.terminal.lost:
+            leaving.complain(
+                f"aegis: {self.keeper.lost:,} bytes and {lost_events} events for aegis/, and"
+                f" {self.terminal.lost:,} bytes for the terminal were not written: the disk or"
+                " terminal could not keep up"
+            )
         self.selector.close()
         return code
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Prints a line for the operator."""
         self.terminal.show(2, line.encode() + b"\n")
 
-    def _signal(self, number: int, frame: Any) -> None:
-        if self._searches:
-            raise _AskedToStop(signal.Signals(number).name)
-        self._signals.append(number)
+    def _signal(self, signum: int, frame: Any) -> None:
+        if self._connecting:
+            raise _StopRequest(signal.Signals(signum).name)
+        self._signals.append(signum)
 
-    # What differs
-
-    @abc.abstractmethod
-    def begin(self) -> None:
-        """Before the first turn."""
-
-    @abc.abstractmethod
-    def tell(self, message: list) -> None:
-        """To the leader."""
-
-    @abc.abstractmethod
-    def due(self, now: float) -> None:
-        """Once a turn."""
-
-    def came(self, line: lines.Line, before: lines.Line | None) -> None:  # noqa: B027
-        """Another agent is there."""
-
-    @abc.abstractmethod
-    def hear(self, line: lines.Line, message: list) -> None:
-        """A message of another agent."""
-
-    @abc.abstractmethod
-    def lost(self, line: lines.Line, why: str = GONE) -> None:
-        """Another agent is gone."""
-
-    def farewell(self) -> None:
-        """After the last turn."""
-        for line in list(self.door.known.values()):
-            self.door.drop(line)
-
-    def obey(self, message: list) -> None:
-        """Carries out an order of the leader."""
-        kind, *rest = message
-        if kind in ("start", "ask", "kill", "collect", "check", "link"):
-            getattr(self.node, kind)(*rest)
-
-
-class Leading(Agent):
-    """The agent of node 0."""
-
-    def begin(self) -> None:
-        """Opens the door to the others."""
-        now, host = time.monotonic(), "localhost"
+    def _lead(self) -> None:
+        now = time.monotonic()
+        host = "localhost"
         if self.rank:
             host, port = split_address(self.rank.coordinator)
-            way = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
-            self.door.open(port, "the agents'", way)
-        self.leader = Leader(self.plan, self.keeper, self.say, self._order, now)
-        self.leader.came(0, socket.gethostname(), host, now)
+            hint = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
+            self.hub.listen(port, "the agents'", hint)
+        self.leader = Leader(self.options, self.keeper, self.print_line, self._order, now)
+        self.leader.agent_connected(0, socket.gethostname(), host, now)
         self.node.ready()
 
-    def tell(self, message: list) -> None:
-        self.leader.hear(0, message, time.monotonic())
-
-    def due(self, now: float) -> None:
-        """Asks for signs of life, and drops an agent that gives none."""
-        self.door.turn(now, min(self.heartbeat / 10, 1.0))
-        for index, line in list(self.door.known.items()):
-            silent = now - line.heard
-            if silent > self.heartbeat or self.leader.decider.gives_up(index, silent):
-                self.lost(line, f"silent for {silent:.0f} s")
-        self.leader.turn(now)
-        self.end = self.leader.end
-
-    def farewell(self) -> None:
-        """All others end with the same code."""
-        assert self.end
-        for line in self.door.known.values():
-            line.say("end", *self.end)
-        self.door.see_off(FAREWELL)
-        super().farewell()
-        self.door.shut()
-        if self.leader.hook:
-            self.leader.hook.close()
-
-    def came(self, line: lines.Line, before: lines.Line | None) -> None:
-        """Takes its place where it was started again before its old line was seen to be dead."""
-        assert line.index is not None
-        if before:
-            self.lost(before, "there again")
-        self.leader.came(line.index, line.name, line.address, time.monotonic())
-
-    def hear(self, line: lines.Line, message: list) -> None:
-        assert line.index is not None
-        self.leader.hear(line.index, message, time.monotonic())
-
-    def lost(self, line: lines.Line, why: str = GONE) -> None:
-        self.door.drop(line)
-        self.leader.take(facts.Lost(line.index or 0, f"its agent is {why}"), time.monotonic())
-
-    def _order(self, node: int, message: list) -> None:
-        line = self.door.known.get(node)
-        if node == 0:
-            self.obey(message)
-        elif line and message == ["drop"]:
-            self.lost(line, "without an answer")
-        elif line:
-            line.say(*message)
-
-
-class Member(Agent):
-    """The agent of any other node."""
-
-    def begin(self) -> None:
-        """Finds the leader; a signal ends the search at once."""
+    def _find_leader(self) -> None:
+        """Connects to it, however late it starts; a signal ends the search at once."""
         assert self.rank
-        address, index, rules = self.rank.coordinator, self.rank.index, self.plan.rules
+        seconds = self.options.rules.join
         try:
-            self._searches = True
-            line = lines.call(address, index, self.digest, rules.join, "node")
-        except _AskedToStop as asked:
-            self.end = leaving.PREEMPTED, f"{asked} while it looked for its leader"
+            self._connecting = True
+            connection = connect(self.rank.coordinator, self.index, self.digest, seconds, "node")
+        except _StopRequest as request:
+            self.outcome = leaving.PREEMPTED, f"{request} while it looked for its leader"
             return
         except LostProcess as error:
-            self.end = 1, str(error)
+            self.outcome = leaving.FAILED, str(error)
             return
         finally:
-            self._searches = False
-        self.door.known[0] = line
-        self.door.attend(line)
+            self._connecting = False
+        self.hub.by_index[0] = connection
+        self.hub.register(connection)
         self.node.ready()
 
-    def tell(self, message: list) -> None:
-        for line in self.door.known.values():
-            line.say(*message)
+    def _tell_leader(self, message: list) -> None:
+        if self.leader:
+            self.leader.receive(0, message, time.monotonic())
+        elif 0 in self.hub.by_index:
+            self.hub.by_index[0].send(*message)
 
-    def due(self, now: float) -> None:
-        """A leader that is silent is lost."""
-        for line in self.door.known.values():
-            line.flush()
-            if now - line.heard > self.heartbeat:
-                self.end = 1, f"the leader is silent for {self.heartbeat:g} s"
+    def _order(self, node: int, message: list) -> None:
+        connection = self.hub.by_index.get(node)
+        if node == 0:
+            self._execute(message)
+        elif connection and message == ["drop"]:
+            self._lost(connection, "without an answer")
+        elif connection:
+            connection.send(*message)
 
-    def hear(self, line: lines.Line, message: list) -> None:
-        kind, *rest = message
-        if kind == "end":
-            self.end = rest[0], rest[1]
+    def _execute(self, message: list) -> None:
+        kind, *arguments = message
+        if kind in ORDERS:
+            getattr(self.node, kind)(*arguments)
+
+    def _check_silence(self, now: float) -> None:
+        """Asks for signs of life; an agent that gives none is lost."""
+        if self.leader:
+            self.hub.poll(now, min(self.heartbeat / 10, 1.0))
+        for connection in list(self.hub.by_index.values()):
+            connection.flush()
+            silent = now - connection.last_heard
+            if silent > self.heartbeat:
+                self._lost(connection, f"silent for {silent:.0f} s")
+
+    def _connected(self, connection: Connection, before: Connection | None) -> None:
+        """A member has called. `before`: it was started again before its old connection was seen to
+        be dead."""
+        assert self.leader and connection.index is not None
+        if before:
+            self._lost(before, "there again")
+        now = time.monotonic()
+        self.leader.agent_connected(connection.index, connection.host, connection.address, now)
+
+    def _received(self, connection: Connection, message: list) -> None:
+        if self.leader:
+            self.leader.receive(connection.index or 0, message, time.monotonic())
+        elif message[0] == "end":
+            self.outcome = message[1], message[2]
         else:
-            self.obey(message)
+            self._execute(message)
 
-    def lost(self, line: lines.Line, why: str = GONE) -> None:
-        """Ends with its processes, unless it was told how to end."""
-        self.end = self.end or (1, f"the leader is {why}")
+    def _lost(self, connection: Connection, why: str = GONE) -> None:
+        """An agent is gone: a lost node; without its leader this one ends."""
+        self.hub.hang_up(connection)
+        if self.leader:
+            fact = facts.AgentLost(connection.index or 0, f"its agent is {why}")
+            self.leader.take(fact, time.monotonic())
+        else:
+            self.outcome = self.outcome or (leaving.FAILED, f"the leader is {why}")
+
+    def _hang_up(self, code: int, text: str) -> None:
+        """After the last poll; all members end with the leader's code."""
+        if self.leader:
+            for connection in self.hub.by_index.values():
+                connection.send("end", code, text)
+            self.hub.wait_for_hangups(FAREWELL)
+            if self.leader.hook:
+                self.leader.hook.close()
+        for connection in list(self.hub.by_index.values()):
+            self.hub.hang_up(connection)
+        self.hub.stop_listening()
 
 
-def run(plan: Plan, rank: Rank | None, heartbeat: float) -> int:
-    """Runs this node's agent to its end; returns the exit code."""
-    kind: Callable[..., Agent] = Leading if rank is None or rank.index == 0 else Member
-    return kind(plan, rank, heartbeat).run()
-
-
-def _digest(plan: Plan) -> str:
+def _digest(options: SupervisorOptions) -> str:
     """A hash of the command and of zaya_jax, which must be the same for all agents."""
-    rules = plan.rules
-    # The interpreter's path may differ from node to node; the command may not.
-    said = [*plan.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]
+    rules = options.rules
     package = Path(__file__).parents[1]
-    code = [path.read_text() for path in sorted(package.rglob("*.py"))]
-    code += [path.read_text() for path in sorted(package.rglob("*.toml"))]
-    return hashlib.sha256(json.dumps(said + code).encode()).hexdigest()[:16]
+    # The interpreter's path may differ from node to node; the command may not.
+    parts = [*options.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]
+    for suffix in ("py", "toml"):
+        parts += [path.read_text() for path in sorted(package.rglob(f"*.{suffix}"))]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -3,11 +3,14 @@
     cause = first_end(exits, findings, saved, node_of)
 
 Several processes end for one reason, and the first end may be reported after those that followed
-from it. Among the ends within TOGETHER seconds of the first bad one, the lowest `_rank` began it. A
-finding explains it: for the codes by which all processes end together (a wrong device, the storage)
-the one that names its process; for a signal only one of that process; else the first critical
-finding, or the first that is no consequence of another. Where two processes each say that the other
-is gone, their connection broke.
+from it. Among the ends within TOGETHER seconds of the first bad one, the one with the lowest
+`_rank` came first. A finding explains it:
+
+    all processes end with one code (a wrong device, the storage)    the line that names a process
+    a signal                                                         only a line of that process
+    anything else                      the first critical finding, or the first that has no other cause
+
+If two processes each report that the other is gone, their connection broke.
 """
 
 import dataclasses
@@ -27,7 +30,7 @@ EXPLAINS = 60.0  # a finding so long before an end may be its reason
 SAYS_WHY = (DONE, PREEMPTED, UNHEALTHY, STORAGE, BAD_INPUT)
 
 Exits = Sequence[tuple[float, facts.Exited]]
-Findings = Sequence[tuple[float, facts.Found]]
+Findings = Sequence[tuple[float, facts.Observed]]
 
 
 @dataclasses.dataclass
@@ -43,11 +46,10 @@ class Cause:
     code: int = 1
     group: str = "note"
     exclude: bool = False
-    free: bool = False  # does not count as a restart
     seconds: float = 0.0  # until it was noticed
 
 
-def words(code: int) -> str:
+def exit_words(code: int) -> str:
     """SIGKILL, or exit code 3."""
     if code >= 0:
         return f"exit code {code}"
@@ -57,7 +59,7 @@ def words(code: int) -> str:
         return f"signal {-code}"
 
 
-def shell(code: int) -> int:
+def shell_code(code: int) -> int:
     """The code that a shell gives: 137 for SIGKILL."""
     return 128 - code if code < 0 else code
 
@@ -74,7 +76,7 @@ def _rank(code: int) -> int:
     return {HARDWARE: 2, UNHEALTHY: 3, BAD_INPUT: 3, STORAGE: 3, PREEMPTED: 5, DONE: 6}.get(code, 4)
 
 
-def cause_of(fact: facts.Found, time: float) -> Cause:
+def cause_of(fact: facts.Observed, time: float) -> Cause:
     """A finding that ends a start."""
     finding = fact.finding
     return Cause(
@@ -94,70 +96,85 @@ def first_end(
 ) -> Cause:
     """The end that began it, and the finding that explains it. `saved`: whether this start has made
     a checkpoint."""
-    bad = [e for e in exits if e[1].code not in (DONE, PREEMPTED)] or exits
-    together = [e for e in bad if e[0] - bad[0][0] <= TOGETHER]
-    time, first = min(together, key=lambda e: (_rank(e[1].code), e[0]))
-    cause = Cause("died", time, first.node, first.process, words(first.code), code=first.code)
+    failures = [(when, e) for when, e in exits if e.code not in (DONE, PREEMPTED)] or exits
+    began = failures[0][0]
+    together = [(when, e) for when, e in failures if when - began <= TOGETHER]
+    time, first = min(together, key=lambda entry: (_rank(entry[1].code), entry[0]))
+    cause = Cause("died", time, first.node, first.process, exit_words(first.code), code=first.code)
     if first.code in (DONE, PREEMPTED):
         if saved and PREEMPTED in {e.code for _, e in exits}:
-            cause.kind, cause.free = "border", True
+            cause.kind = "border"  # planned, or asked for from outside: no failure
         return cause
     cause.group = "distributed"
-    before = [(when, f) for when, f in findings if when - bad[0][0] >= -EXPLAINS]
-    reported = [f.finding for _, f in before]
+    recent = [(when, observed) for when, observed in findings if when - began >= -EXPLAINS]
+    reported = [observed.finding for _, observed in recent]
     if first.code in (HARDWARE, STORAGE):
         _name_process(cause, reported, node_of)
-    elif first.code not in SAYS_WHY and (found := _explanation(first, before)):
-        better = cause_of(found, time)
-        better.kind, better.code = "died", cause.code
-        better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
-        return better
+    elif first.code not in SAYS_WHY and (explanation := _explanation(first, recent)):
+        explained = cause_of(explanation, time)
+        explained.kind, explained.code = "died", cause.code
+        explained.seen = f"{cause.seen} of process {cause.process}; {explained.seen}"
+        return explained
     elif _rank(first.code) == 4 and (broken := _accuse_each_other(reported)):
         cause.process = broken[0]
         cause.concluded = f"the connection between processes {broken[0]} and {broken[1]} broke"
     return cause
 
 
-def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
-    found = [e for e in before if e[1].finding.action != "note"]  # as all consequences are
-    if by_signal(first.code):  # later lines of others follow from it
-        found = [
-            e
-            for e in found
-            if e[1].finding.process in (-1, first.process) and e[1].node == first.node
-        ]
-    # A critical error isolates its host; of those that several see the first counts.
-    worst = [
-        e for e in found if e[1].finding.group == "critical" and e[1].finding.action != "warn"
-    ] or found
-    return min(worst, key=lambda e: e[0], default=(0.0, None))[1]
+def _explanation(first: facts.Exited, recent: Findings) -> facts.Observed | None:
+    """The finding that explains an end: the first critical one, which isolates its host; without
+    one the first of all."""
+    critical: list[tuple[float, facts.Observed]] = []
+    others: list[tuple[float, facts.Observed]] = []
+    for when, observed in recent:
+        finding = observed.finding
+        if finding.action == "note":  # as all consequences are
+            continue
+        of_process = finding.process in (-1, first.process) and observed.node == first.node
+        if by_signal(first.code) and not of_process:  # later lines of others follow from it
+            continue
+        isolates = finding.group == "critical" and finding.action != "warn"
+        (critical if isolates else others).append((when, observed))
+    return min(critical or others, key=lambda entry: entry[0], default=(0.0, None))[1]
 
 
 def _accuse_each_other(reported: Iterable[Finding]) -> tuple[int, int] | None:
     """Two processes that each say that the other is gone, and were there to say so: their
     connection broke."""
-    lines = [f for f in reported if f.name == "process gone"]
-    gone = {
-        (f.process, int(other)) for f in lines for other in re.findall(r"process (\d+) on ", f.seen)
-    }
-    return next(((a, b) for a, b in sorted(gone) if a < b and (b, a) in gone), None)
+    accusations = set()
+    for finding in reported:
+        if finding.name == "process gone":
+            for other in re.findall(r"process (\d+) on ", finding.seen):
+                accusations.add((finding.process, int(other)))
+    for process, other in sorted(accusations):
+        if process < other and (other, process) in accusations:
+            return process, other
+    return None
 
 
 def _name_process(cause: Cause, reported: Iterable[Finding], node_of: Callable[[int], int]) -> None:
     """All processes end with these codes together; a line of one of them names the culprit, or
     several suspects. A node is left out only if all of them are on it."""
-    wrong = cause.code == HARDWARE
-    cause.group = "critical" if wrong else "storage"
-    cause.concluded = "a device computes wrongly" if wrong else "the storage fails"
-    lines = [f for f in reported if (f.name == WRONG if wrong else f.group == "storage")]
-    suspects = [] if wrong else [cause.process]
-    if lines:
-        cause.seen = f"{cause.seen}; {lines[-1].seen}"
-        # "of process 0 on a, process 1 on b computes wrongly" (`guard`)
-        named = re.search(r"\bof (process .*?) computes wrongly", lines[-1].seen)
-        those = re.findall(r"process (\d+) on ", named[1] if named else "")
-        suspects = [int(process) for process in those] if wrong else [lines[-1].process]
+    if cause.code == STORAGE:
+        cause.group, cause.concluded = "storage", "the storage fails"
+        lines = [finding for finding in reported if finding.group == "storage"]
+        if lines:
+            cause.seen += f"; {lines[-1].seen}"
+            cause.process = lines[-1].process
+            cause.node = node_of(cause.process)
+        return
+    cause.group, cause.concluded = "critical", f"a {WRONG}"
+    cause.node = cause.process = -1
+    lines = [finding for finding in reported if finding.name == WRONG]
+    if not lines:
+        return
+    cause.seen += f"; {lines[-1].seen}"
+    # "of process 0 on a, process 1 on b computes wrongly" (`guard`)
+    match = re.search(rf"\bof (process .*?) {COMPUTES_WRONGLY}", lines[-1].seen)
+    suspects = [int(n) for n in re.findall(r"process (\d+) on ", match[1])] if match else []
+    if len(suspects) == 1:
+        cause.process = suspects[0]
     nodes = {node_of(process) for process in suspects}
-    cause.process = suspects[0] if len(suspects) == 1 else -1
-    cause.node = nodes.pop() if len(nodes) == 1 else -1 if wrong else cause.node
-    cause.exclude = wrong and cause.node >= 0
+    if len(nodes) == 1:
+        cause.node = nodes.pop()
+        cause.exclude = cause.node >= 0

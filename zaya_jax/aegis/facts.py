@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from zaya_jax.cluster.events import Finding
 
 
-class Came(NamedTuple):
+class AgentConnected(NamedTuple):
     """A node's agent is there."""
 
     node: int
@@ -14,12 +14,12 @@ class Came(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Nothing of the run is on this node (any more)."""
+    """No process of the run is on this node (any more)."""
 
     node: int
 
 
-class Lost(NamedTuple):
+class AgentLost(NamedTuple):
     """A node's agent is gone or silent."""
 
     node: int
@@ -34,7 +34,7 @@ class Exited(NamedTuple):
     code: int
 
 
-class Found(NamedTuple):
+class Observed(NamedTuple):
     """A rule or a watcher found something on a node."""
 
     node: int
@@ -42,25 +42,24 @@ class Found(NamedTuple):
 
 
 class Hung(NamedTuple):
-    """A process stands still, for so many seconds: the one that stood still first."""
+    """A process has made no progress for `seconds`; it was the first to stop."""
 
     node: int
     process: int
     seen: str
     concluded: str
     seconds: float
-    alike: bool = (
-        False  # all wait in one step's program, each with a sign of life: as when a link is away
-    )
+    # All wait in one step's program, each with a sign of life: as when a link is away.
+    all_wait: bool = False
 
 
-class Collected(NamedTuple):
-    """The stacks of all are kept; in words where the first silent one is."""
+class StacksCollected(NamedTuple):
+    """All stacks are saved; `text` says where the first stalled process is."""
 
     text: str
 
 
-class Saved(NamedTuple):
+class CheckpointSeen(NamedTuple):
     """The newest whole checkpoint."""
 
     step: int
@@ -72,17 +71,17 @@ class Stepped(NamedTuple):
     step: int
 
 
-class Asked(NamedTuple):
+class StopRequested(NamedTuple):
     """A person or a scheduler wants the run to save and stop; the second time, to stop at once."""
 
-    name: str  # of the signal
+    signal_name: str
 
 
 class Tick(NamedTuple):
     """Time has passed."""
 
 
-class Checked(NamedTuple):
+class NodesChecked(NamedTuple):
     """The findings of the check before a start, by node (-1: of no single one), and how long it
     took."""
 
@@ -91,23 +90,23 @@ class Checked(NamedTuple):
 
 
 Fact = (
-    Came
+    AgentConnected
     | Ready
-    | Lost
+    | AgentLost
     | Exited
-    | Found
+    | Observed
     | Hung
-    | Collected
-    | Saved
+    | StacksCollected
+    | CheckpointSeen
     | Stepped
-    | Asked
-    | Checked
+    | StopRequested
+    | NodesChecked
     | Tick
 )
 
 
-class Check(NamedTuple):
-    """Try these nodes and the links between them, then say `Checked`."""
+class CheckNodes(NamedTuple):
+    """Test these nodes and the links between them, then report `NodesChecked`."""
 
     nodes: tuple[int, ...]
 
@@ -119,32 +118,32 @@ class Start(NamedTuple):
     nodes: tuple[int, ...]
 
 
-class Order(enum.Enum):
-    """An order to all nodes of the start."""
+class Command(enum.Enum):
+    """A command to all nodes of the start; its value is the message."""
 
-    ASK = "ask"  # SIGTERM to all processes: they save and end with 75
-    COLLECT = "collect"  # keep the stacks of all processes, then say `Collected`
+    SAVE = "ask"  # SIGTERM to all processes: they save and end with 75
+    DUMP_STACKS = "collect"  # save the stacks of all processes, then report `StacksCollected`
     KILL = "kill"  # end all processes at once
 
 
-class Drop(NamedTuple):
-    """This node does not answer: its line is cut, and its processes end with it."""
+class Disconnect(NamedTuple):
+    """This node does not answer: cut its connection, and its processes end with it."""
 
     node: int
 
 
-class End(NamedTuple):
+class EndAll(NamedTuple):
     """All agents end with this code."""
 
     code: int
     text: str
 
 
-class Say(NamedTuple):
+class LogEvent(NamedTuple):
     """An event for the log."""
 
     kind: str
-    given: dict[str, Any]
+    fields: dict[str, Any]
 
 
-Action = Check | Start | Order | Drop | End | Say
+Action = CheckNodes | Start | Command | Disconnect | EndAll | LogEvent

@@ -1,15 +1,15 @@
 """Finds the process that hangs, from the positions that all processes report.
 
-    watch = Hangs(); watch.begin()              a new start; times learned in earlier ones count on
-    watch.heard(node, views, now)               a node's agent reports its processes
-    watch.woke(now)                             an agent stood still itself: no process is blamed for it
-    watch.find(now)                             facts.Hung, or None
+    hangs = Hangs(); hangs.begin()          a new start; times learned in earlier ones are kept
+    hangs.take_views(node, views, now)      a node's agent reports its processes
+    hangs.woke(now)                         an agent stood still itself: no process is blamed for it
+    hangs.find(now)                         facts.Hung, or None
 
 A run hangs when its least advanced process has stayed at one position for longer than the limit of
 that position. The others wait for it, so only its own limit counts. docs/aegis.md has the limits.
 
-A process whose agent is silent is unknown, which is not standing: steps are synchronous, so it lives
-while others come to later ones, and time counts only as far as any agent has reported.
+A process whose agent is silent is treated as unknown, not as stuck: steps are synchronous, so it
+lives while others come to later ones, and time counts only as far as any agent has reported.
 """
 
 import collections
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from zaya_jax.aegis.facts import Hung
 from zaya_jax.cluster.beats import MARKS, SECTIONS
 
-# Seconds that a place may take at least, whatever was learned. Data may be slow for a while without
-# any help from a restart; a first compilation of a large model takes minutes, as do restoring,
-# saving and evaluating.
+# Seconds that a section may take at least, whatever was learned. Data may be slow for a while
+# without any help from a restart; a first compilation of a large model takes minutes, as do
+# restoring, saving and evaluating.
 FLOORS = {
     "start": 600.0,
     "compile": 1800.0,
@@ -32,13 +32,16 @@ FLOORS = {
     "save": 600.0,
     "end": 600.0,
 }
-TIMES = 3  # as long as the longest usual time
-STEADY = 3  # laps before a start's own times say how long a step is
-UNSTEADY = 60.0  # seconds for a step until then, at least
+FACTOR = 3  # a limit is so many times the usual time
+MIN_LAPS = 3  # before a start's own times tell how long a step is
+FLOOR_OF_FEW_LAPS = 60.0  # seconds for a step until then, at least
 STOPPED = 4.5  # seconds in which the system shows a process as stopped
 LAPS = 64
 DEVICE = ("dispatch", "wait")  # the marks of a step whose program runs
-QUIET = 2.5  # seconds without a pulse: five were due
+NO_PULSE = 2.5  # seconds; five pulses were due
+# In which order processes at one position are blamed, by their state in /proc; others are last.
+BLAME = {"T": 0, "D": 1, "Z": 2}
+STATES = {"T": "stopped", "D": "waits for a disk or a driver", "Z": "dead"}
 
 
 class View(NamedTuple):
@@ -48,27 +51,28 @@ class View(NamedTuple):
     section: str  # "" until its first report
     step: int
     mark: str
-    age: float  # seconds in this place
+    age: float  # seconds at this position
     quiet: float  # seconds without a sign of life
     state: str
     laps: Sequence[Sequence[float]] = ()  # new ones: step, whole, own, data
 
 
 @dataclasses.dataclass
-class _Seen:
+class _Tracked:
     node: int
     view: View
-    since: float
+    since: float  # at this position
     pulse: float
-    heard: float = 0.0  # when its agent last reported it
-    stopped: float | None = None  # since when
-    ended: int = -1  # the newest step
+    last_heard: float = 0.0  # when its agent last reported it
+    stopped: float | None = None  # since when the system shows it as stopped
+    last_step: int = -1
     laps: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=LAPS)
     )
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def position(self) -> tuple[int, int, int]:
+        """Step, section and mark, in an order that grows."""
         if not self.view.section:
             return -1, 0, 0
         return self.view.step, SECTIONS.index(self.view.section), MARKS.index(self.view.mark)
@@ -76,129 +80,140 @@ class _Seen:
 
 class Hangs:
     def __init__(self) -> None:
-        self._longest: dict[str, float] = {}  # by place, of all starts
-        self._seen: dict[int, _Seen] = {}
+        # Seconds, of all starts: the longest by section and "fetch", the usual ones of "step".
+        self._learned: dict[str, float] = {}
+        self._tracked: dict[int, _Tracked] = {}
         self._woke = 0.0
 
     def begin(self) -> None:
         """A new start: no process has reported yet."""
-        steps = [_usual(s.laps) for s in self._seen.values() if len(s.laps) >= STEADY]
-        self._longest["step"] = max(steps, default=self._longest.get("step", 0.0))
-        self._seen.clear()
+        self._learn_steps(*self._tracked.values())
+        self._tracked.clear()
 
     def step(self) -> int:
         """The newest step that all have ended; -1 where that is not known."""
-        return min((s.ended for s in self._seen.values()), default=-1)
+        return min((t.last_step for t in self._tracked.values()), default=-1)
 
     def woke(self, now: float) -> None:
         """Times begin anew."""
         self._woke = now
 
-    def heard(self, node: int, views: Sequence[View], now: float) -> None:
+    def take_views(self, node: int, views: Sequence[View], now: float) -> None:
         """Takes the views of a node's agent."""
         for view in views:
-            seen = self._seen.get(view.process)
-            if seen is None:
-                seen = self._seen[view.process] = _Seen(
-                    node, view, now - view.age, now - view.quiet
-                )
-            since = now - view.age
-            if view.section != seen.view.section:
-                self._learn(seen.view.section, since - max(seen.since, self._woke))
-                if view.section == "compile" and len(seen.laps) >= STEADY:
-                    self._longest["step"] = _usual(seen.laps)
-                if view.section == "compile":
-                    seen.laps.clear()  # another program: its steps may take longer
-            seen.view, seen.pulse, seen.heard = view, now - view.quiet, now
-            seen.since = max(since, seen.since)
+            since, pulse = now - view.age, now - view.quiet
+            tracked = self._tracked.get(view.process)
+            if tracked is None:
+                tracked = self._tracked[view.process] = _Tracked(node, view, since, pulse)
+            if view.section != tracked.view.section:
+                self._learn(tracked.view.section, since - max(tracked.since, self._woke))
+                if view.section == "compile":  # another program: its steps may take longer
+                    self._learn_steps(tracked)
+                    tracked.laps.clear()
+            tracked.view, tracked.pulse, tracked.last_heard = view, pulse, now
+            tracked.since = max(since, tracked.since)
             for step, whole, _, data in view.laps:
-                seen.ended = int(step)
-                seen.laps.append(whole)
+                tracked.last_step = int(step)
+                tracked.laps.append(whole)
                 self._learn("fetch", data)
             if view.state != "T":
-                seen.stopped = None
-            elif seen.stopped is None:
-                seen.stopped = now
+                tracked.stopped = None
+            elif tracked.stopped is None:
+                tracked.stopped = now
 
     def find(self, now: float) -> Hung | None:
-        """The process that has stood still for longer than it may, if there is one."""
-        if not self._seen:
+        """The process that has made no progress for longer than it may, if there is one."""
+        if not self._tracked:
             return None
+        tracked = self._tracked
         stopped = [
-            p
-            for p, s in self._seen.items()
-            if s.stopped is not None and s.heard - max(s.stopped, self._woke) > STOPPED
+            process
+            for process, t in tracked.items()
+            if t.stopped is not None and t.last_heard - max(t.stopped, self._woke) > STOPPED
         ]
         # Those that the furthest ones have left behind since they were last heard of may have moved.
-        furthest, since = max((s.place[:2], s.since) for s in self._seen.values())
-        known = [p for p, s in self._seen.items() if s.place[:2] == furthest or s.heard >= since]
-        first = min(known, key=lambda p: self._order(p, now))
-        told = max(s.heard for s in self._seen.values())
-        late = told - max(self._seen[first].since, self._woke) > self.limit(first)
-        if not stopped and not late:
+        furthest, since = max((t.position[:2], t.since) for t in tracked.values())
+        known = [
+            process
+            for process, t in tracked.items()
+            if t.position[:2] == furthest or t.last_heard >= since
+        ]
+        last = min(known, key=lambda process: self._blame(process, now))
+        newest_report = max(t.last_heard for t in tracked.values())
+        waited = newest_report - max(tracked[last].since, self._woke)
+        if not stopped and waited <= self.limit(last):
             return None
         # One that is known to be behind stopped before any whose agent is silent.
-        reached = max(s.place for s in self._seen.values())
-        behind = [p for p in known if self._seen[p].place < reached]
-        suspects = stopped or behind or self._seen
-        return self._name(min(suspects, key=lambda p: self._order(p, now)), now)
+        reached = max(t.position for t in tracked.values())
+        behind = [process for process in known if tracked[process].position < reached]
+        suspects = stopped or behind or tracked
+        return self._name(min(suspects, key=lambda process: self._blame(process, now)), now)
 
     def limit(self, process: int) -> float:
-        """How long this process may be where it is."""
-        seen = self._seen[process]
-        section, laps = seen.view.section or "start", seen.laps  # it imports, and says nothing yet
+        """How long this process may be at its position."""
+        tracked = self._tracked[process]
+        laps = tracked.laps
+        section = tracked.view.section or "start"  # it imports, and reports nothing yet
+        if section == "step" and not laps:
+            section = "compile"  # its first step of a start may compile
         if section != "step":
-            return max(FLOORS[section], TIMES * self._longest.get(section, 0.0))
-        if not laps:  # its first step of a start may compile
-            return max(FLOORS["compile"], TIMES * self._longest.get("compile", 0.0))
-        # it waits for a disk: for data, or to write its figures
-        if seen.view.mark in ("fetch", "figures"):
-            return max(
-                FLOORS["fetch"], TIMES * _usual(laps), TIMES * self._longest.get("fetch", 0.0)
-            )
-        if len(laps) < STEADY:
-            return max(UNSTEADY, TIMES * self._longest.get("step", 0.0))
-        return max(FLOORS["step"], TIMES * _usual(laps))
+            return max(FLOORS[section], FACTOR * self._learned.get(section, 0.0))
+        if tracked.view.mark in ("fetch", "figures"):  # it reads or writes a disk
+            usual = max(_usual(laps), self._learned.get("fetch", 0.0))
+            return max(FLOORS["fetch"], FACTOR * usual)
+        if len(laps) < MIN_LAPS:
+            return max(FLOOR_OF_FEW_LAPS, FACTOR * self._learned.get("step", 0.0))
+        return max(FLOORS["step"], FACTOR * _usual(laps))
 
     def _learn(self, section: str, seconds: float) -> None:
         if section in FLOORS and section != "step":
-            self._longest[section] = max(self._longest.get(section, 0.0), seconds)
+            self._learned[section] = max(self._learned.get(section, 0.0), seconds)
 
-    def _order(self, process: int, now: float) -> tuple:
-        seen = self._seen[process]
-        quiet = now - max(seen.pulse, self._woke) > QUIET
-        return seen.place, not quiet, "TDZ".find(seen.view.state) % 4, seen.since
+    def _learn_steps(self, *tracked: _Tracked) -> None:
+        """The usual step of a program that ends."""
+        usual = [_usual(t.laps) for t in tracked if len(t.laps) >= MIN_LAPS]
+        if usual:
+            self._learned["step"] = max(usual)
+
+    def _no_pulse(self, process: int, now: float) -> bool:
+        return now - max(self._tracked[process].pulse, self._woke) > NO_PULSE
+
+    def _blame(self, process: int, now: float) -> tuple:
+        """The lowest is blamed first."""
+        tracked = self._tracked[process]
+        state = BLAME.get(tracked.view.state, len(BLAME))
+        return tracked.position, not self._no_pulse(process, now), state, tracked.since
 
     def _name(self, first: int, now: float) -> Hung:
-        seen = self._seen[first]
-        view, since = seen.view, max(seen.since, self._woke)
-        if seen.stopped is not None:
-            since = max(since, seen.stopped)
-        where = (
-            f"{view.section} {view.step} {view.mark}".strip()
-            if view.section
-            else "an unknown place"
-        )
-        quiet = now - max(seen.pulse, self._woke) > QUIET
-        how = {"T": "stopped", "D": "waits for a disk or a driver", "Z": "dead"}.get(view.state, "")
-        seen_words = f"process {first} stands at {where} for {now - since:.1f} s"
-        seen_words += ", without a sign of life" if quiet and view.section else ""
-        seen_words += f", {how} (state {view.state})" if how else ""
-        others = [p for p in self._seen if p != first]
-        alike = [p for p in others if self._order(p, now)[:3] == self._order(first, now)[:3]]
+        tracked = self._tracked[first]
+        view = tracked.view
+        seconds = now - max(tracked.since, self._woke, tracked.stopped or 0.0)
+        state = STATES.get(view.state, "")
+        no_pulse = self._no_pulse(first, now)
+        seen = f"process {first} has been at an unknown position for {seconds:.1f} s"
+        if view.section:
+            place = f"{view.section} {view.step}" + (f" ({view.mark})" if view.mark else "")
+            seen = f"process {first} has been at {place} for {seconds:.1f} s"
+        if no_pulse and view.section:
+            seen += ", without a sign of life"
+        if state:
+            seen += f", {state} (state {view.state})"
+        others = [process for process in self._tracked if process != first]
+        blame = self._blame(first, now)[:3]
+        alike = [process for process in others if self._blame(process, now)[:3] == blame]
+        concluded = f"process {first} stopped first; {len(others)} wait for it"
         if not others:
-            return Hung(seen.node, first, seen_words, f"process {first} hangs", now - since)
-        if alike:
+            concluded = f"process {first} hangs"
+        elif alike:
             concluded = (
-                f"process {first} and {len(alike)} more stand alike at one place: which began it"
-                " does not show"
+                f"process {first} and {len(alike)} others are stuck at the same point; it is not"
+                " clear which stopped first"
             )
-        else:
-            concluded = f"process {first} stopped first; {len(others)} wait for it"
-        together = len(alike) == len(others) and view.section == "step" and view.mark in DEVICE
-        return Hung(
-            seen.node, first, seen_words, concluded, now - since, together and not quiet and not how
-        )
+        # All wait for each other in one step's program, and live.
+        all_wait = bool(others) and len(alike) == len(others)
+        all_wait = all_wait and view.section == "step" and view.mark in DEVICE
+        all_wait = all_wait and not no_pulse and not state
+        return Hung(tracked.node, first, seen, concluded, seconds, all_wait)
 
 
 def _usual(laps: Sequence[float]) -> float:

@@ -96,7 +96,7 @@ class Keeper(_Worker):
     """
 
     def __init__(self, workdir: Path):
-        self._workdir, self.log = workdir, events.Log(workdir, "agent")
+        self._workdir, self.log = workdir, events.EventLog(workdir, "agent")
         self._accepted, self._closing = False, threading.Event()
         super().__init__("keeper", MOST)
 
@@ -104,7 +104,7 @@ class Keeper(_Worker):
         """Adds to a file below aegis."""
         self._put((name, data), len(data))
 
-    def add(self, event: events.Event) -> None:
+    def add(self, event: events.RunEvent) -> None:
         """Adds a line to events.jsonl."""
         self._put(event, 0)
 
@@ -131,8 +131,8 @@ class Keeper(_Worker):
             closing = self._closing.wait(0.2)
         super()._run()
 
-    def _do(self, item: events.Event | tuple[str, bytes]) -> None:
-        if isinstance(item, events.Event):
+    def _do(self, item: events.RunEvent | tuple[str, bytes]) -> None:
+        if isinstance(item, events.RunEvent):
             self.log.write(item)
             return
         name, data = item
@@ -152,11 +152,11 @@ class Hook(_Worker):
         self._command, self._seconds, self.failed = command, seconds, 0
         super().__init__("hook", WAITING)
 
-    def tell(self, event: events.Event) -> None:
+    def tell(self, event: events.RunEvent) -> None:
         """Returns at once."""
         self._put(event, 1)
 
-    def _do(self, item: events.Event) -> None:
+    def _do(self, item: events.RunEvent) -> None:
         words = {
             "ZAYA_EVENT": item.kind,
             "ZAYA_NODE": item.node,

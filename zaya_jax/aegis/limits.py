@@ -4,7 +4,7 @@ compared with them.
     tree = Tree("/"); tree.number("proc/loadavg")          an unreadable file is noted once, and is no error
     judge.counter(name, device, source, value)             findings, if it has grown too much
     judge.state(name, device, on, seen)                    findings, if it is so for too long
-    Watcher(tree).look(judge)                              findings about one kind of hardware
+    Watcher(tree).poll(judge)                              findings about one kind of hardware
 
 A counter is judged by its growth over a window, never by its value: errors before the run do not
 count, but a state from before the run does. A counter is reported once in a window, and begins anew
@@ -157,15 +157,6 @@ LIMITS = (
     ),
     # The host
     Limit(
-        "host memory short",
-        0.03,
-        3,
-        "critical",
-        "warn",
-        "share of memory that is available, at or below",
-        "the OOM killer is next, and it takes the largest process",
-    ),
-    Limit(
         "oom killer",
         1,
         HOUR,
@@ -317,7 +308,7 @@ class Watcher(abc.ABC):
         self.tree = tree
 
     @abc.abstractmethod
-    def look(self, judge: Judge) -> Iterable[Finding]:
+    def poll(self, judge: Judge) -> Iterable[Finding]:
         """Its findings now."""
 
 

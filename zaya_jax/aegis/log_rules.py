@@ -2,7 +2,7 @@
 
     matcher = Matcher()                     of processes; Matcher("kernel") of the kernel's log
     matcher.feed(process, line)             [] or [Finding]
-    Kernel(root).look()                     findings in the kernel's lines since the last look
+    Kernel(root).poll()                     findings in the kernel's lines since the last look
 
 The first rule that fits wins, in the order of the file. A flood is counted: lines that differ in
 numbers alone are reported at the 1st, the 10th, the 100th, ... with their count.
@@ -52,7 +52,7 @@ _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class LogRule:
     """One kind of line, whose pattern may name a `device` and a `process`.
 
     `unlike`: a line like `example` that is none. `consequence`: it follows from something
@@ -76,10 +76,10 @@ class Rule:
 
 
 @functools.cache
-def load(kind: str) -> tuple[Rule, ...]:
+def load(kind: str) -> tuple[LogRule, ...]:
     """The rules for lines of a process or of the kernel, in their order."""
     text = Path(__file__).with_name(f"rules_{kind}.toml").read_text(encoding="utf-8")
-    return tuple(Rule(**given) for given in tomllib.loads(text)["rule"])
+    return tuple(LogRule(**fields) for fields in tomllib.loads(text)["rule"])
 
 
 class Matcher:
@@ -107,7 +107,7 @@ class Matcher:
                 return self._count(rule, whose, line, named.get("device") or "")
         return []
 
-    def _count(self, rule: Rule, process: int, line: str, device: str) -> list[Finding]:
+    def _count(self, rule: LogRule, process: int, line: str, device: str) -> list[Finding]:
         key = process, rule.name, _NUMBERS.sub("#", line)[:SHOWN] + device
         if key not in self._counts and len(self._counts) >= MOST_KINDS:
             key = process, rule.name, ""
@@ -131,7 +131,7 @@ class Kernel:
         self._file: int | None = None
         self._said = False
 
-    def look(self) -> list[Finding]:
+    def poll(self) -> list[Finding]:
         """Findings since the last look; once, that the log cannot be read."""
         try:
             if self._file is None:

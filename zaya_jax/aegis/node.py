@@ -1,15 +1,15 @@
 """Starts a node's processes, follows their output and heartbeats, and ends them, for the node's
 agent.
 
-    node = Node(plan, selector, keeper, terminal, tell)
+    node = Node(options, selector, keeper, terminal, tell)
     node.start(number, address, count, first)   its part of a start: processes first, first + 1, ... of count
-    node.turn(now)                              reports changes; called often
+    node.poll(now)                              reports changes; called often
     node.ask(), node.kill(), node.collect()
     node.check(number), node.link(number, coordinator, index)   its part of the check before a start
 
 `tell` gets lists as they go over a line: ["exited", start, process, code], ["ready", port],
-["views", start, [...]], ["finding", {...}], ["stacks", start, {process: [how, line]}], ["checked",
-number, [{...}], port], ["linked", number, bandwidth, wrong].
+["views", start, [...]], ["finding", {...}], ["stacks", start, [[process, how, line], ...]], ["checked",
+number, [{...}], port], ["linked", number, wrong].
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,21 @@ from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
 from zaya_jax.cluster.events import Finding
 
-LOOK = 0.25  # seconds between two looks at the beats
-WATCH = 5.0  # seconds between two looks at the hardware
-LINE = 1 << 16  # bytes; a longer one is taken in pieces
+BEATS_PERIOD = 0.25  # seconds
+WATCH_PERIOD = 5.0  # seconds between two looks at the hardware
+LONGEST_LINE = 1 << 16  # bytes; a longer one is taken in pieces
 PIPE = 1 << 18  # bytes; Linux gives a pipe 64 KiB
 ROOT = "ZAYA_WATCH_ROOT"  # the variable: the root of the watched files in place of /, for tests
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SupervisorOptions:
     """The options of a supervised run, and the command of its processes."""
 
     rules: Rules
     workdir: Path
     command: Sequence[str] = ()
-    exclude_stragglers: bool = False
-    patience: float = 0.0  # seconds that all may wait alike for a link that comes back
+    patience: float = 0.0  # seconds that all may wait for a link that comes back
     hook: Sequence[str] = ()  # a command that is run at each event
 
 
@@ -60,7 +59,8 @@ class Process:
     index: int
     popen: subprocess.Popen
     started: float
-    rest: dict[int, bytes] = dataclasses.field(default_factory=lambda: {1: b"", 2: b""})
+    # Of stdout (1) and stderr (2).
+    partial_lines: dict[int, bytes] = dataclasses.field(default_factory=lambda: {1: b"", 2: b""})
     laps: int = 0  # how many were reported
 
     @property
@@ -72,64 +72,61 @@ class Process:
 class Node:
     def __init__(
         self,
-        plan: Plan,
+        options: SupervisorOptions,
         selector: selectors.BaseSelector,
         keeper: Keeper,
         terminal: Terminal,
         tell: Callable[[list], None],
     ):
-        self._plan, self._tell, self._selector, self._keeper, self._terminal = (
-            plan,
-            tell,
-            selector,
-            keeper,
-            terminal,
-        )
-        # a file in memory, to which the processes of this start write their beats
-        self._memory = -1
+        self._options, self._selector = options, selector
+        self._keeper, self._terminal = keeper, terminal
+        self._tell = tell
+        # A file in memory, to which the processes of this start write their beats.
+        self._beats_fd = -1
         self.processes: dict[int, Process] = {}
-        self._number, self._looked = 0, 0.0
+        self._start_number, self._views_sent_at = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
         self._matcher = log_rules.Matcher()
-        self._numa = machine.gpus(os.environ)
+        self._numa = machine.gpu_numa_nodes(os.environ)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def ready(self) -> None:
         """Says that nothing runs here, and names a free port."""
-        self._tell(["ready", _port()])
+        self._tell(["ready", _free_port()])
 
     def check(self, number: int) -> None:
+        """Begins to test this node."""
 
-        def tried() -> list:
-            found = preflight.check(len(self._numa) or None, os.environ.get(ROOT, "/"))
-            return ["checked", number, [dataclasses.asdict(finding) for finding in found], _port()]
+        def run_check() -> list:
+            findings = preflight.check(len(self._numa) or None, os.environ.get(ROOT, "/"))
+            return ["checked", number, list(map(dataclasses.asdict, findings)), _free_port()]
 
-        self._begin(tried)
+        self._run_in_thread(run_check)
 
     def link(self, number: int, coordinator: str, index: int) -> None:
         """Begins to try the link to another node."""
-        self._begin(lambda: ["linked", number, *preflight.link(coordinator, index)])
+        self._run_in_thread(lambda: ["linked", number, preflight.link(coordinator, index)])
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
-        # each start counts its lines anew
-        self._number, self._matcher = (number, log_rules.Matcher())
-        self._forget_beats()
-        self._memory = os.memfd_create("beats")
-        os.truncate(self._memory, count * beats.SIZE)
-        for i in range(self._plan.rules.processes):
+        self._start_number = number
+        self._matcher = log_rules.Matcher()  # each start counts its lines anew
+        self._close_beats()
+        self._beats_fd = os.memfd_create("beats")
+        os.truncate(self._beats_fd, count * beats.SIZE)
+        for i in range(self._options.rules.processes):
             index = first + i
             variables = {
                 "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),
-                beats.VARIABLE: f"/proc/{os.getpid()}/fd/{self._memory}",
+                beats.VARIABLE: f"/proc/{os.getpid()}/fd/{self._beats_fd}",
                 "PYTHONUNBUFFERED": "1",
             }
-            gpus, near = machine.part_of_gpus(self._numa, i, self._plan.rules.processes)
+            gpus, near = machine.part_of_gpus(self._numa, i, self._options.rules.processes)
             variables |= gpus
             popen = subprocess.Popen(
-                [*machine.ends_with_this(), *near, *self._plan.command],
-                env={**machine.time_outs(self._plan.patience), **os.environ, **variables},
+                [*machine.die_with_parent_prefix(), *near, *self._options.command],
+                env={**machine.nccl_timeouts(self._options.patience), **os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -138,8 +135,8 @@ class Node:
             process = self.processes[index] = Process(index, popen, time.monotonic())
             for stream, pipe in process.pipes.items():
                 os.set_blocking(pipe.fileno(), False)
-                hear = functools.partial(self._hear, process, stream, pipe)
-                self._selector.register(pipe, selectors.EVENT_READ, hear)
+                read = functools.partial(self._read_output, process, stream, pipe)
+                self._selector.register(pipe, selectors.EVENT_READ, read)
 
     def ask(self) -> None:
         """Has the run save and stop: one signal to each process, since a second one would end it
@@ -155,36 +152,34 @@ class Node:
 
     def collect(self) -> None:
         """Begins to collect the stacks of all processes here."""
-        logs = self._plan.workdir / "logs"
+        logs = self._options.workdir / "logs"
         targets = {
-            i: stacks.Target(p.popen.pid, logs / f"process-{i:05d}.log")
+            i: stacks.StackTarget(p.popen.pid, logs / f"process-{i:05d}.log")
             for i, p in self.processes.items()
         }
-        self._begin(functools.partial(self._collect, self._number, targets))
+        self._run_in_thread(functools.partial(self._collect, self._start_number, targets))
 
-    def turn(self, now: float) -> None:
-        """Reports ended processes, where the others are, and the findings of threads."""
+    def poll(self, now: float) -> None:
+        """Reports ended processes, where the others are, and the findings of threads.
+
+        The order matters: how far a process came, and what it printed last, explain its end; when
+        all have ended, the node is ready.
+        """
         ended = [p for p in self.processes.values() if p.popen.poll() is not None]
-        if ended:  # how far they had come
-            self._tell(["views", self._number, [self._view(p, time.monotonic()) for p in ended]])
+        if ended:
+            self._tell_views(ended)
         for process in ended:
             _kill_group(process.popen)  # with children that it left behind
             for stream, pipe in process.pipes.items():
-                self._hear(process, stream, pipe, last=True)
+                self._read_output(process, stream, pipe, ended=True)
             del self.processes[process.index]
             self._keeper.ended(process.popen.returncode)
-            self._tell(["exited", self._number, process.index, process.popen.returncode])
+            self._tell(["exited", self._start_number, process.index, process.popen.returncode])
         if ended and not self.processes:
             self.ready()
-        if self.processes and now - self._looked >= LOOK:
-            self._looked = now
-            self._tell(
-                [
-                    "views",
-                    self._number,
-                    [self._view(p, time.monotonic()) for p in self.processes.values()],
-                ]
-            )
+        if self.processes and now - self._views_sent_at >= BEATS_PERIOD:
+            self._views_sent_at = now
+            self._tell_views(self.processes.values())
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tell(self._done.get_nowait())
@@ -194,16 +189,20 @@ class Node:
         self.kill()
         for process in self.processes.values():
             process.popen.wait()
-        self._forget_beats()
+        self._close_beats()
 
-    def _forget_beats(self) -> None:
-        if self._memory >= 0:
-            os.close(self._memory)
-        self._memory = -1
+    def _close_beats(self) -> None:
+        if self._beats_fd >= 0:
+            os.close(self._beats_fd)
+        self._beats_fd = -1
+
+    def _tell_views(self, processes: Iterable[Process]) -> None:
+        views = [self._view(process, time.monotonic()) for process in processes]
+        self._tell(["views", self._start_number, views])
 
     def _view(self, process: Process, now: float) -> View:
         state = stacks.state(process.popen.pid)
-        beat = beats.read(f"/proc/self/fd/{self._memory}", process.index)
+        beat = beats.read(f"/proc/self/fd/{self._beats_fd}", process.index)
         if beat is None:
             age = now - process.started
             return View(process.index, "", 0, "", age, age, state)
@@ -224,31 +223,35 @@ class Node:
             laps,
         )
 
-    def _hear(self, process: Process, stream: int, pipe: Any, last: bool = False) -> None:
+    def _read_output(self, process: Process, stream: int, pipe: Any, ended: bool = False) -> None:
         """Takes a process's output. After its end that is no more than a pipe holds: a child of its
         own that left its group, and has the pipe too, may print for ever."""
         if pipe.closed:
             return
-        for _ in range(PIPE // LINE if last else 1):
+        close = ended
+        for _ in range(PIPE // LONGEST_LINE if ended else 1):
             try:
-                data = os.read(pipe.fileno(), LINE)
+                data = os.read(pipe.fileno(), LONGEST_LINE)
             except BlockingIOError:
                 break
             except OSError:
                 data = b""
             if not data:
-                last = True
+                close = True
                 break
             self._terminal.show(stream, data)
             self._keeper.append(
-                f"logs/start-{self._number:03d}/process-{process.index:05d}.log", data
+                f"logs/start-{self._start_number:03d}/process-{process.index:05d}.log", data
             )
-            *lines, rest = (process.rest[stream] + data).split(b"\n")
-            process.rest[stream] = b"" if len(rest) > LINE else rest
-            for line in [*lines, rest] if len(rest) > LINE else lines:
+            *lines, partial = (process.partial_lines[stream] + data).split(b"\n")
+            if len(partial) > LONGEST_LINE:
+                lines.append(partial)
+                partial = b""
+            process.partial_lines[stream] = partial
+            for line in lines:
                 self._match(process.index, stream, line)
-        if last:
-            self._match(process.index, stream, process.rest[stream])
+        if close:
+            self._match(process.index, stream, process.partial_lines[stream])
             self._selector.unregister(pipe)
             pipe.close()
 
@@ -257,42 +260,43 @@ class Node:
             for finding in self._matcher.feed(process, line, stream):
                 self._tell(["finding", dataclasses.asdict(finding)])
 
-    def _begin(self, work: Callable[[], list]) -> None:
+    def _run_in_thread(self, work: Callable[[], list]) -> None:
         """Does some work in a thread; its message, or its error, is told once it ends."""
 
         def run() -> None:
             try:
                 self._done.put(work())
             except Exception as error:
-                words = f"{type(error).__name__}: {error}"
-                finding = Finding("agent's own error", "distributed", "warn", words)
-                self._done.put(["finding", dataclasses.asdict(finding)])
+                seen = f"{type(error).__name__}: {error}"
+                self._put_finding(Finding("agent's own error", "distributed", "warn", seen))
 
         threading.Thread(target=run, daemon=True).start()
 
-    def _collect(self, number: int, targets: dict[int, stacks.Target]) -> list:
-        found = stacks.collect(targets)
-        for process, stack in found.items():
+    def _put_finding(self, finding: Finding) -> None:
+        self._done.put(["finding", dataclasses.asdict(finding)])
+
+    def _collect(self, number: int, targets: dict[int, stacks.StackTarget]) -> list:
+        collected = stacks.collect(targets)
+        for process, stack in collected.items():
             self._keeper.append(
                 f"stacks/start-{number:03d}/process-{process:05d}.txt",
                 f"{stack.how}\n{stack.text}".encode(),
             )
-        return ["stacks", number, {p: [s.how, s.line] for p, s in found.items()}]
+        return ["stacks", number, [[p, s.how, s.line] for p, s in collected.items()]]
 
     def _watch(self) -> None:
         root = os.environ.get(ROOT, "/")
         watchers, kernel = watch.Watchers(root), log_rules.Kernel(root)
-        if words := machine.missing_cards(os.environ, root):
-            finding = Finding("network cards missing", "distributed", "note", words)
-            self._done.put(["finding", dataclasses.asdict(finding)])
+        missing = machine.missing_cards(os.environ, root)
+        if missing:
+            self._put_finding(Finding("network cards missing", "distributed", "note", missing))
         while True:
-            for finding in [*watchers.look(), *kernel.look()]:
-                self._done.put(["finding", dataclasses.asdict(finding)])
-            time.sleep(WATCH)
+            for finding in [*watchers.poll(), *kernel.poll()]:
+                self._put_finding(finding)
+            time.sleep(WATCH_PERIOD)
 
 
-def _port() -> int:
-    """A free one."""
+def _free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 

@@ -1,11 +1,11 @@
 """Checks nodes before a start, in under a minute: whether each computes correctly and reaches its
 neighbours.
 
-    check(expected=8)                       list[Finding] of this node: devices, products, watchers
-    rounds([0, 1, 2, 3])                    the pairs of nodes that try their link in each round
-    link(coordinator, index)                one of a pair; a Tried
-    judge([((0, 1), tried), ...])           findings, each with the node that it names (-1: none alone)
-    Checking(...)                           the leader's part: orders all of that, and gathers the findings
+    check(expected=8)                    list[Finding] of this node: devices, products, watchers
+    rounds([0, 1, 2, 3])                 the pairs of nodes that test their link in each round
+    link(coordinator, index)             one of a pair: why the link fails, "" if it works
+    judge_links({(0, 1): why, ...})      findings, each with the node that it names (-1: of no single one)
+    NodeCheck(...)                       the leader's part: orders all of that, and gathers the findings
 
 Anything that may hang runs in a process of its own, this module as a program, with a time limit: a
 device that does not answer is a finding too. Each part of that program's work prints a line of JSON
@@ -20,11 +20,9 @@ import itertools
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +32,8 @@ from zaya_jax.cluster.rank import join_address
 
 SECONDS = 50.0  # for all of a node's check
 LINK_SECONDS = 50.0  # for a pair's
-SLOW_LINK = 0.5  # of all links' median: rings share switches
-ANSWER = (
-    10.0  # seconds that an answer to the leader may take beyond the time that a node gives itself
-)
+# Seconds that an answer to the leader may take beyond the time that a node gives itself.
+ANSWER = 10.0
 TAIL = 300  # characters of a probe's last line on stderr
 
 # Of the probe, on a CPU and elsewhere
@@ -46,11 +42,11 @@ SIZE_ELSEWHERE = 2048  # fills every compute unit of a GPU
 ROUNDS = 4  # of products, with other numbers each
 SENT = {"cpu": 1 << 22}  # bytes that each device sends its partner
 SENT_ELSEWHERE = 1 << 26
-SENDS = 8
 LAST_WORDS = 2.0  # seconds for those of a killed probe
 
 Environ = Mapping[str, str] | None  # of a probe; None: this process's
 Pair = tuple[int, int]  # of nodes
+NodeFinding = tuple[int, Finding]  # with its node, -1 if it is of no single one
 
 
 class Probed(NamedTuple):
@@ -62,14 +58,6 @@ class Probed(NamedTuple):
     seen: str = ""
 
 
-class Tried(NamedTuple):
-    """How a pair's link did, seen from one end: bytes a second, 0 where it failed; and the
-    reason."""
-
-    bandwidth: float
-    wrong: str = ""
-
-
 def check(
     expected: int | None = None,
     root: str | Path = "/",
@@ -78,142 +66,89 @@ def check(
 ) -> list[Finding]:
     """The faults of this node."""
     watchers = watch.Watchers(root)
-    watchers.look()
+    watchers.poll()
     probed = _probe("devices", seconds=seconds, environ=environ)
-    found = judge_devices(probed.parts, expected)
+    findings = judge_devices(probed.parts, expected)
     if probed.failed:
         action = "warn" if probed.failed == "could not begin" else "exclude"
-        found.append(Finding(f"check of devices {probed.failed}", "critical", action, probed.seen))
-    return found + [one for one in watchers.look() if one.group != "note"]
+        name = f"check of devices {probed.failed}"
+        findings.append(Finding(name, "critical", action, probed.seen))
+    return findings + [finding for finding in watchers.poll() if finding.group != "note"]
 
 
 def judge_devices(parts: Mapping[str, Any], expected: int | None) -> list[Finding]:
     """Findings by what the devices' probe has reported."""
-    found = []
-    there = parts.get("devices", {})
-    if there and expected is not None and there["count"] != expected:
-        seen = f"{there['count']} devices ({there['platform']}) are there, {expected} are expected"
-        found.append(Finding("gpu missing", "critical", "exclude", seen))
-    for words in parts.get("products", {}).get("wrong", []):
-        device = words.partition(":")[0]
-        found.append(Finding("gpu computes wrongly", "critical", "exclude", words, -1, device))
-    return found
+    findings = []
+    devices = parts.get("devices", {})
+    if devices and expected is not None and devices["count"] != expected:
+        seen = f"{devices['count']} devices ({devices['platform']}) are there, {expected} expected"
+        findings.append(Finding("gpu missing", "critical", "exclude", seen))
+    for seen in parts.get("products", {}).get("wrong", []):
+        device = seen.partition(":")[0]
+        findings.append(Finding("gpu computes wrongly", "critical", "exclude", seen, -1, device))
+    return findings
 
 
 def rounds(nodes: Sequence[int]) -> list[list[Pair]]:
-    """Rounds of disjoint pairs along a ring: each node tries two others, so that judge can tell
-    nodes from links.
+    """Rounds of disjoint pairs along a ring: each node tests two links, so that judge_links can
+    tell nodes from links.
 
     Two rounds, three for an odd number of nodes; one for two nodes, whose faults look alike.
     """
-    if len(nodes) < 3:
-        return [[(nodes[0], nodes[1])]] if len(nodes) == 2 else []
-    ring = [*itertools.pairwise(nodes), (nodes[0], nodes[-1])]
-    last = [ring.pop()] if len(nodes) % 2 else []
-    return [one for one in (ring[0::2], ring[1::2], last) if one]
+    if len(nodes) < 2:
+        return []
+    ring = list(itertools.pairwise(nodes))
+    if len(nodes) == 2:
+        return [ring]
+    ring.append((nodes[0], nodes[-1]))
+    last = [[ring.pop()]] if len(nodes) % 2 else []
+    return [ring[0::2], ring[1::2], *last]
 
 
 def link(
     coordinator: str, index: int, seconds: float = LINK_SECONDS, environ: Environ = None
-) -> Tried:
+) -> str:
     """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and
-    checks them."""
-    joins = str(max(int(seconds - 10), 5))
-    parts, _, seen = _probe(
-        "link", coordinator, str(index), joins, seconds=seconds, environ=environ
-    )
-    wrong = parts.get("exchanged", {}).get("wrong", [])
-    if wrong:
-        return Tried(0.0, "; ".join(wrong))
-    # A probe that reports a bandwidth has done its work, however its process ends.
-    return Tried(parts["measured"]["bandwidth"]) if "measured" in parts else Tried(0.0, seen)
+    checks them. Returns why the link fails, "" if it works."""
+    join_seconds = str(max(int(seconds - 10), 5))
+    probed = _probe("link", coordinator, str(index), join_seconds, seconds=seconds, environ=environ)
+    # A probe that reports the exchange has done its work, however its process ends.
+    if "exchanged" in probed.parts:
+        return "; ".join(probed.parts["exchanged"]["wrong"])
+    return probed.seen
 
 
-def judge(results: Iterable[tuple[Pair, Tried]]) -> list[tuple[int, Finding]]:
-    """Which nodes are bad (all their links fail) and which links (their ends are well with others);
-    then slow ones.
-
-    The views of both ends of a pair may be given. Each finding has its node, -1 where it names none
-    alone.
-    """
-    pairs: dict[Pair, list[Tried]] = {}
-    for pair, tried in results:
-        pairs.setdefault(pair, []).append(tried)
-    bad = {pair: "; ".join(t.wrong for t in tried if t.wrong) for pair, tried in pairs.items()}
-    bad = {pair: words for pair, words in bad.items() if words}
-    if len(pairs) > 1 and len(bad) == len(pairs):
-        return [
-            (
-                -1,
-                Finding(
-                    "no link works",
-                    "distributed",
-                    "stop",
-                    next(iter(bad.values())),
-                    -1,
-                    "all nodes",
-                ),
-            )
-        ]
-    rates = {
-        pair: min(t.bandwidth for t in tried) for pair, tried in pairs.items() if pair not in bad
-    }
-    usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
-    slow = {
-        pair: f"{rate / 1e9:.1f} GB/s, the median is {usual / 1e9:.1f}"
-        for pair, rate in rates.items()
-        if rate < SLOW_LINK * usual
-    }
-    return [
-        *_named(bad, pairs, "links of a node fail", "link fails", "exclude"),
-        *_named(slow, rates, "links of a node are slow", "link is slow", "warn"),
-    ]
-
-
-def _named(
-    bad: Mapping[Pair, str], pairs: Iterable[Pair], node_name: str, link_name: str, action: str
-) -> list[tuple[int, Finding]]:
-    """A node for which nothing goes well, of two tries at least; otherwise the links."""
-    tries: dict[int, dict[int, Pair]] = {}  # of each node, by its partner
-    for a, b in pairs:
-        tries.setdefault(a, {})[b] = a, b
-        tries.setdefault(b, {})[a] = a, b
-    culprits = sorted(
-        node for node, own in tries.items() if len(own) > 1 and set(own.values()) <= bad.keys()
-    )
-    found = []
-    for node in culprits:
-        seen = "; ".join(f"with node {other}: {bad[pair]}" for other, pair in tries[node].items())
-        found.append((node, Finding(node_name, "critical", action, seen, -1, f"node {node}")))
-    return found + [
-        (
-            -1,
-            Finding(
-                link_name, "distributed", "warn", bad[pair], -1, "node {}-node {}".format(*pair)
-            ),
-        )
-        for pair in sorted(bad)
-        if not set(culprits) & set(pair)
-    ]
+def judge_links(results: Mapping[Pair, str]) -> list[NodeFinding]:
+    """Which nodes are bad (all of their links fail, two at least), and which links are bad (both
+    ends work with other nodes)."""
+    failures = {pair: why for pair, why in results.items() if why}
+    if len(results) > 1 and len(failures) == len(results):
+        why = next(iter(failures.values()))
+        return [(-1, Finding("no link works", "distributed", "stop", why, -1, "all nodes"))]
+    findings: list[NodeFinding] = []
+    bad_nodes = set()
+    for node in sorted({node for pair in results for node in pair}):
+        links = [pair for pair in results if node in pair]
+        if len(links) > 1 and all(pair in failures for pair in links):
+            bad_nodes.add(node)
+            seen = "; ".join(f"nodes {a} and {b}: {failures[a, b]}" for a, b in links)
+            name = "links of a node fail"
+            findings.append((node, Finding(name, "critical", "exclude", seen, -1, f"node {node}")))
+    for (a, b), why in sorted(failures.items()):
+        if not bad_nodes & {a, b}:
+            device = f"node {a}-node {b}"
+            findings.append((-1, Finding("link fails", "distributed", "warn", why, -1, device)))
+    return findings
 
 
 def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
     """Runs a probe to its end, or kills it when its time is up."""
-    variables = {
-        **(os.environ if environ is None else environ),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    command = [
-        *machine.ends_with_this(),
-        sys.executable,
-        "-m",
-        "zaya_jax.aegis.preflight",
-        *arguments,
-    ]
+    environ = os.environ if environ is None else environ
+    module = [sys.executable, "-m", "zaya_jax.aegis.preflight"]
     try:
         probe = subprocess.Popen(
-            command,
-            env=variables,
+            [*machine.die_with_parent_prefix(), *module, *arguments],
+            env={**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -222,22 +157,8 @@ def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
         )
     except OSError as error:
         return Probed({}, "could not begin", f"{type(error).__name__}: {error}")
-    code: int | None = None
-    try:
-        out, err = probe.communicate(timeout=seconds)
-        code = probe.returncode
-    except subprocess.TimeoutExpired:
-        probe.kill()
-        try:
-            out, err = probe.communicate(timeout=LAST_WORDS)
-        except subprocess.TimeoutExpired as late:  # in a driver it may outlive the kill
-            out, err = late.stdout or b"", late.stderr or b""
-    parts = dict[str, Any]()
-    for line in out.decode(errors="replace").splitlines():
-        # A library prints lines too, and a kill leaves half of one.
-        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
-            given = json.loads(line)
-            parts[given.pop("part")] = given
+    code, out, err = _communicate(probe, seconds)
+    parts = _parts(out)
     if "end" in parts and code == 0:
         return Probed(parts)
     after = f"after {next(reversed(parts))!r}" if parts else "before anything was done"
@@ -248,16 +169,39 @@ def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
     return Probed(parts, "failed", f"{how} {after}: {last}")
 
 
-class Checking:
-    """The check of a start's nodes as the leader sees it: all try themselves, then in pairs the
+def _communicate(probe: subprocess.Popen, seconds: float) -> tuple[int | None, bytes, bytes]:
+    """A probe's exit code, stdout and stderr; no code if it had to be killed."""
+    try:
+        out, err = probe.communicate(timeout=seconds)
+        return probe.returncode, out, err
+    except subprocess.TimeoutExpired:
+        probe.kill()
+    try:
+        return None, *probe.communicate(timeout=LAST_WORDS)
+    except subprocess.TimeoutExpired as late:  # in a driver it may outlive the kill
+        return None, late.stdout or b"", late.stderr or b""
+
+
+def _parts(out: bytes) -> dict[str, Any]:
+    parts = {}
+    for line in out.decode(errors="replace").splitlines():
+        # A library prints lines too, and a kill leaves half of one.
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
+            fields = json.loads(line)
+            parts[fields.pop("part")] = fields
+    return parts
+
+
+class NodeCheck:
+    """The check of a start's nodes as the leader sees it: all test themselves, then in pairs the
     links between them.
 
-    checking = Checking(tickets, nodes, addresses, order, now)
-    checking.hear(node, message)        ["checked", number, findings, port] or ["linked", number, bandwidth, wrong]
-    checking.turn(now)                  findings by node (-1: none alone), once all is over; else None
+    node_check = NodeCheck(tickets, nodes, addresses, order, now)
+    node_check.node_answered(node, ticket, findings, port); node_check.link_answered(node, ticket, why)
+    node_check.poll(now)       findings by node (-1: of no single one), once all is over; else None
 
-    A node that gives no answer in time is found too. `order` carries ["check", number] and ["link",
-    number, coordinator, index].
+    A node that gives no answer in time is found too. `order` carries ["check", ticket] and ["link",
+    ticket, coordinator, index]; an answer to an earlier order is ignored.
     """
 
     def __init__(
@@ -268,72 +212,83 @@ class Checking:
         order: Callable[[int, list], None],
         now: float,
     ):
-        self.nodes, self.begun = tuple(nodes), now
-        self._tickets, self._ticket = tickets, next(tickets)  # of the orders that are out
+        self.begun = now
+        self._nodes = tuple(nodes)
         self._addresses, self._order = addresses, order
-        self._waiting, self._until = set(nodes), now + SECONDS + ANSWER
-        self._found: list[tuple[int, Finding]] = []
+        self._tickets, self._ticket = tickets, next(tickets)
+        # This stage: all nodes, then a round of links
+        self._waiting = set(nodes)
+        self._until = now + SECONDS + ANSWER
+        self._pairs: list[Pair] = []
+        # Results
+        self._findings: list[NodeFinding] = []
         self._ports: dict[int, int] = {}
-        self._rounds: list[list[Pair]] | None = None  # until all nodes have tried themselves
-        self._pairs: list[Pair] = []  # of this round
-        self._tried: dict[int, Tried] = {}  # by the nodes of this round
-        self._links: list[tuple[Pair, Tried]] = []
+        self._rounds: list[list[Pair]] | None = None  # until all nodes have tested themselves
+        self._links: dict[Pair, str] = {}  # why each fails
         for node in nodes:
             order(node, ["check", self._ticket])
 
-    def hear(self, node: int, message: list) -> None:
-        """An answer; of an earlier order's nothing."""
-        kind, number, *rest = message
-        if number != self._ticket or node not in self._waiting:
-            return
-        self._waiting.discard(node)
-        if kind == "checked":
-            self._found += [(node, Finding(**given)) for given in rest[0]]
-            self._ports[node] = rest[1]
-        else:
-            self._tried[node] = Tried(*rest)
+    def node_answered(self, node: int, ticket: int, findings: Sequence[dict], port: int) -> None:
+        """A node has tested itself."""
+        if self._answers(node, ticket):
+            self._ports[node] = port
+            self._findings += [(node, Finding(**fields)) for fields in findings]
+
+    def link_answered(self, node: int, ticket: int, why: str) -> None:
+        """A node has tested its link in this round."""
+        if self._answers(node, ticket):
+            (pair,) = [pair for pair in self._pairs if node in pair]
+            # One reason is enough; the other end may know no more than that it waited.
+            self._links[pair] = self._links.get(pair) or why
+
+    def _answers(self, node: int, ticket: int) -> bool:
+        expected = ticket == self._ticket and node in self._waiting
+        self._waiting -= {node} if expected else set()
+        return expected
 
     def woke(self, seconds: float) -> None:
         """An agent stood still for so long: an answer is not late by that."""
         self._until += seconds
 
-    def turn(self, now: float) -> list[tuple[int, Finding]] | None:
+    def poll(self, now: float) -> list[NodeFinding] | None:
         """Orders the next round, or returns the findings."""
         if self._waiting and now < self._until:
             return None
         if self._rounds is None:
-            hung = Finding(
-                "check of the node hangs",
-                "critical",
-                "exclude",
-                f"no answer within {SECONDS + ANSWER:g} s",
-            )
-            self._found += [(node, hung) for node in self._waiting]
-            unfit = {node for node, finding in self._found if finding.action == "exclude"}
-            self._rounds = rounds([node for node in self.nodes if node not in unfit])
-        silent = Tried(0.0, f"no answer within {LINK_SECONDS + ANSWER:g} s")
-        self._links += [
-            (pair, self._tried.get(node, silent)) for pair in self._pairs for node in pair
-        ]
+            self._end_of_nodes()
+        for pair in self._pairs:
+            if self._waiting & set(pair) and not self._links.get(pair):
+                self._links[pair] = f"no answer within {LINK_SECONDS + ANSWER:g} s"
         if not self._rounds:
-            return self._found + judge(self._links)
-        self._pairs, self._tried = self._rounds.pop(0), {}
+            return self._findings + judge_links(self._links)
         self._ticket = next(self._tickets)
+        self._pairs = self._rounds.pop(0)
         self._waiting = {node for pair in self._pairs for node in pair}
         self._until = now + LINK_SECONDS + ANSWER
-        for a, b in self._pairs:
-            address = join_address(self._addresses[a], self._ports[a])
-            self._order(a, ["link", self._ticket, address, 0])
-            self._order(b, ["link", self._ticket, address, 1])
+        for pair in self._pairs:
+            address = join_address(self._addresses[pair[0]], self._ports[pair[0]])
+            for index, node in enumerate(pair):
+                self._order(node, ["link", self._ticket, address, index])
         return None
 
+    def _end_of_nodes(self) -> None:
+        """All have tested themselves, or not answered; the fit ones test their links."""
+        seen = f"no answer within {SECONDS + ANSWER:g} s"
+        hangs = Finding("check of the node hangs", "critical", "exclude", seen)
+        self._findings += [(node, hangs) for node in self._waiting]
+        unfit = {node for node, finding in self._findings if finding.action == "exclude"}
+        self._rounds = rounds([node for node in self._nodes if node not in unfit])
 
-def say(part: str, **given: Any) -> None:
+
+# The probe
+
+
+def report(part: str, **fields: Any) -> None:
     """A part has ended."""
-    print(json.dumps({"part": part, **given}), flush=True)
+    print(json.dumps({"part": part, **fields}), flush=True)
 
 
-def products(devices: list, wanted: Callable | None = None) -> list[str]:
+def products(devices: list, matmul: Callable | None = None) -> list[str]:
     """Multiplies on every device in bfloat16 and float32, and compares with NumPy: the differences
     in words."""
     import jax  # here and below: an agent, which starts these parts, imports none of it
@@ -342,37 +297,36 @@ def products(devices: list, wanted: Callable | None = None) -> list[str]:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    platform, count = devices[0].platform, len(devices)
-    side = SIZE.get(platform, SIZE_ELSEWHERE)
-    mesh = Mesh(np.array(devices), ("devices",))
-    own = NamedSharding(mesh, P("devices"))
+    count = len(devices)
+    side = SIZE.get(devices[0].platform, SIZE_ELSEWHERE)
+    by_device = NamedSharding(Mesh(np.array(devices), ("devices",)), P("devices"))
 
     # One program for all: every device multiplies the same matrices, and compares by itself.
     def multiply(a, b):
         return jnp.matmul(a, b, precision="highest", preferred_element_type=jnp.float32)
 
-    program = jax.jit(multiply, in_shardings=(own, own), out_shardings=own)
+    program = jax.jit(multiply, in_shardings=(by_device, by_device), out_shardings=by_device)
     wrong = []
-    for turn in range(ROUNDS):
+    for seed in range(ROUNDS):
         # Whole numbers from -3 to 3: sums of so few products are exact in float32, in any order.
-        a, b = np.random.default_rng(turn).integers(-3, 4, (2, side, side))
+        a, b = np.random.default_rng(seed).integers(-3, 4, (2, side, side))
         # NumPy multiplies whole numbers slowly; float64 holds them exactly and goes through BLAS.
-        right = (wanted or np.matmul)(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
-        for kind in (jnp.bfloat16, jnp.float32):
-            each = [
-                jax.device_put(np.broadcast_to(m.astype(kind), (count, side, side)), own)
-                for m in (a, b)
+        right = (matmul or np.matmul)(a.astype(np.float64), b.astype(np.float64))
+        right = right.astype(np.float32)
+        for dtype in (jnp.bfloat16, jnp.float32):
+            factors = [
+                jax.device_put(np.broadcast_to(x.astype(dtype), (count, side, side)), by_device)
+                for x in (a, b)
             ]
-            for shard in program(*each).addressable_shards:
+            for shard in program(*factors).addressable_shards:
                 out = np.asarray(shard.data)[0]
-                bad = int((out != right).sum())
-                if bad:
-                    where = np.argwhere(out != right)[0]
-                    got, should = out[tuple(where)], right[tuple(where)]
+                differs = out != right
+                if differs.any():
+                    first = tuple(np.argwhere(differs)[0])
                     wrong.append(
-                        f"device {shard.device.id}: {bad} of {out.size} sums of a"
-                        f" {np.dtype(kind).name} product are wrong, such as {got:g} in place of"
-                        f" {should:g}"
+                        f"device {shard.device.id}: {differs.sum()} of {out.size} sums of a"
+                        f" {np.dtype(dtype).name} product are wrong, such as {out[first]:g} in"
+                        f" place of {right[first]:g}"
                     )
     return wrong
 
@@ -381,19 +335,14 @@ def try_devices() -> None:
     """All devices of this process."""
     import jax
 
-    here = jax.local_devices()
-    say(
-        "devices",
-        count=len(here),
-        platform=here[0].platform,
-        kinds=sorted({d.device_kind for d in here}),
-    )
-    say("products", wrong=products(here))
+    devices = jax.local_devices()
+    report("devices", count=len(devices), platform=devices[0].platform)
+    report("products", wrong=products(devices))
 
 
 def try_link(coordinator: str, index: str, seconds: str) -> None:
     """One of two nodes: every device sends known numbers to its partner on the other one, and
-    checks its own."""
+    checks what it receives."""
     import jax
     import numpy as np
     from jax import lax
@@ -408,55 +357,44 @@ def try_link(coordinator: str, index: str, seconds: str) -> None:
         cluster_detection_method="deactivate",
         shutdown_timeout_seconds=10,
     )
-    here, everything = len(jax.local_devices()), jax.devices()
-    count = len(everything)
-    say("joined", devices=here)
-    if count != 2 * here:
-        raise RuntimeError(f"{here} devices here, {count - here} on the other node")
-    numbers = SENT.get(everything[0].platform, SENT_ELSEWHERE) // 4
-    mesh = Mesh(np.array(everything), ("devices",))
-    known = np.arange(numbers, dtype=np.uint32) * np.uint32(2654435761)
+    devices = jax.devices()
+    count, local = len(devices), len(jax.local_devices())
+    report("joined", devices=local)
+    if count != 2 * local:
+        raise RuntimeError(f"{local} devices here, {count - local} on the other node")
+    length = SENT.get(devices[0].platform, SENT_ELSEWHERE) // 4
+    mesh = Mesh(np.array(devices), ("devices",))
+    base = np.arange(length, dtype=np.uint32) * np.uint32(2654435761)
 
-    def of_device(place: Any) -> np.ndarray:
-        return (known + np.uint32(place))[None]
+    def numbers_of(device: int) -> np.ndarray:
+        return (base + np.uint32(device))[None]
 
-    def of_shard(index: Any) -> np.ndarray:
-        return of_device(index[0].start)
-
-    x = jax.make_array_from_callback((count, numbers), NamedSharding(mesh, P("devices")), of_shard)
-    pairs = [(i, (i + here) % count) for i in range(count)]
-    over = jax.shard_map(
+    by_device = NamedSharding(mesh, P("devices"))
+    rows = [jax.device_put(numbers_of(devices.index(d)), d) for d in jax.local_devices()]
+    x = jax.make_array_from_single_device_arrays((count, length), by_device, rows)
+    pairs = [(i, (i + local) % count) for i in range(count)]
+    exchange = jax.shard_map(
         lambda x: lax.ppermute(x, "devices", pairs),
         mesh=mesh,
         in_specs=P("devices"),
         out_specs=P("devices"),
     )
-    send = jax.jit(over).lower(x).compile()
     wrong = []
-    for shard in jax.block_until_ready(send(x)).addressable_shards:
-        bad = int(
-            (
-                np.asarray(shard.data) != of_device((everything.index(shard.device) - here) % count)
-            ).sum()
-        )
-        if bad:
-            wrong.append(f"device {shard.device.id}: {bad} of {numbers} numbers came wrong")
-    say("exchanged", wrong=wrong)
-    begin = time.perf_counter()
-    for _ in range(SENDS):
-        x = send(x)
-    jax.block_until_ready(x)
-    taken = time.perf_counter() - begin
-    say("measured", bandwidth=SENDS * numbers * 4 * here / taken)  # of the node, in one direction
+    for shard in jax.jit(exchange)(x).addressable_shards:
+        sender = (devices.index(shard.device) - local) % count
+        different = (np.asarray(shard.data) != numbers_of(sender)).sum()
+        if different:
+            wrong.append(f"device {shard.device.id}: {different} of {length} numbers came wrong")
+    report("exchanged", wrong=wrong)
     jax.distributed.shutdown()
 
 
 def main(arguments: list[str]) -> None:
     """The probe."""
-    parts: dict[str, Callable[..., None]] = {"devices": try_devices, "link": try_link}
-    what, *given = arguments
-    parts[what](*given)
-    say("end")
+    probes: dict[str, Callable[..., None]] = {"devices": try_devices, "link": try_link}
+    name, *rest = arguments
+    probes[name](*rest)
+    report("end")
 
 
 if __name__ == "__main__":

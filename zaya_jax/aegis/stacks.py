@@ -1,6 +1,6 @@
 """Collects the stacks of hanging processes before they are killed.
 
-    collect(targets)        {process: Stack} of {process: Target}; a second or two, in whatever state they are
+    collect(targets)        {process: Stack} of {process: StackTarget}; a second or two, in whatever state they are
 
 First from the process itself: faulthandler at SIGUSR1, which answers as long as the process takes
 signals, even while the interpreter's lock is held. Otherwise from the system: the state, and the
@@ -20,7 +20,7 @@ OURS = re.compile(r"[/\\](zaya_jax|experiments|pallas_kernels)[/\\]")
 FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$', re.M)
 
 
-class Target(NamedTuple):
+class StackTarget(NamedTuple):
     """A process, and the file to which its faulthandler writes."""
 
     pid: int
@@ -28,7 +28,7 @@ class Target(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """All that was learned, and the line of the main thread in short."""
+    """Where it is from, the main thread's line in short, and all that was learned."""
 
     how: str
     line: str
@@ -44,29 +44,29 @@ def state(pid: int | str) -> str:
         return "?"
 
 
-def collect(targets: dict[int, Target]) -> dict[int, Stack]:
+def collect(targets: dict[int, StackTarget]) -> dict[int, Stack]:
     """The stacks of all, asked at once."""
-    dumps = _ask(targets)
-    found = {}
+    dumps = _faulthandler_dumps(targets)
+    stacks = {}
     for process, target in targets.items():
-        text = dumps.get(process, "")
-        line = _line(text) or _where_in_kernel(target.pid)
-        text = text or _system(target.pid)
-        found[process] = Stack(
-            "faulthandler" if process in dumps else "/proc", line, text.strip() + "\n"
-        )
-    return found
+        how, text = "faulthandler", dumps.get(process, "")
+        line = _innermost_line(text) or _where_in_kernel(target.pid)
+        if not text:
+            how, text = "/proc", _proc_stacks(target.pid)
+        stacks[process] = Stack(how, line, text.strip() + "\n")
+    return stacks
 
 
-def _ask(targets: dict[int, Target]) -> dict[int, str]:
+def _faulthandler_dumps(targets: dict[int, StackTarget]) -> dict[int, str]:
     """The output of faulthandler."""
     begun: dict[int, int] = {}
     for process, target in targets.items():
         with contextlib.suppress(OSError):
-            if _listens(target.pid):  # others the signal would kill, or wait for
+            if _catches_sigusr1(target.pid):  # the signal would kill others, or wait for them
                 begun[process] = target.log.stat().st_size
                 os.kill(target.pid, signal.SIGUSR1)
-    dumps, until = dict[int, str](), time.monotonic() + ANSWER
+    dumps: dict[int, str] = {}
+    until = time.monotonic() + ANSWER
     while begun and time.monotonic() < until:
         time.sleep(0.05)
         for process, size in list(begun.items()):
@@ -80,7 +80,7 @@ def _ask(targets: dict[int, Target]) -> dict[int, str]:
     return dumps
 
 
-def _listens(pid: int) -> bool:
+def _catches_sigusr1(pid: int) -> bool:
     """Whether a process catches SIGUSR1, and would take it now; OSError where it is gone."""
     if state(pid) in "TtZX?":
         return False
@@ -88,15 +88,15 @@ def _listens(pid: int) -> bool:
     return bool(caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def _system(pid: int) -> str:
-    """The system's word on each thread."""
+def _proc_stacks(pid: int) -> str:
+    """Each thread as the system has it."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
-        what = [f"thread {task.name}", f"state {state(f'{pid}/task/{task.name}')}"]
+        words = [f"thread {task.name}", f"state {state(f'{pid}/task/{task.name}')}"]
         for name in ("comm", "wchan", "stack"):
             with contextlib.suppress(OSError):
-                what.append(f"{name} {' '.join((task / name).read_text().split())}")
-        lines.append(", ".join(what))
+                words.append(f"{name} {' '.join((task / name).read_text().split())}")
+        lines.append(", ".join(words))
     return "\n".join(lines) or f"process {pid} is not there"
 
 
@@ -107,7 +107,7 @@ def _where_in_kernel(pid: int) -> str:
     return f"state {state(pid)}" + (f" in the kernel's {where}" if where else "")
 
 
-def _line(text: str) -> str:
+def _innermost_line(text: str) -> str:
     """The innermost line of the main thread, and the innermost that is this project's."""
     # the main one, "Thread 0x" or "Current thread 0x", is last
     frames = FRAME.findall(text[text.rfind("hread 0x") :])

@@ -2,7 +2,7 @@
 
     watch = Stragglers(nodes)                   the node of each process
     watch.add(process, step, whole, own)        seconds of a lap, as `beats.lap` says them
-    watch.look()                                those found since the last look, each once a start
+    watch.poll()                                those found since the last look, each once a start
 
 The measure is the ratio of a process's own work in a step to the median of the others'. A process
 is named if its median ratio over each of two windows in a row is above SLOWER, by more than the
@@ -61,7 +61,7 @@ class Stragglers:
         while len(self._waiting) > WAITS:
             del self._waiting[min(self._waiting)]
 
-    def look(self) -> list[Straggler]:
+    def poll(self) -> list[Straggler]:
         """The processes named since the last look, judged at each quarter of a window."""
         if len(self._rows) < 2 * WINDOW or self._new < WINDOW // 4:
             return []

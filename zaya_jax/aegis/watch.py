@@ -1,7 +1,7 @@
 """Watches the node's hardware: GPUs, network cards and memory, all below a given root.
 
     watchers = Watchers("/")
-    watchers.look()        list[Finding]; the first call only remembers the state that it finds
+    watchers.poll()        list[Finding]; the first call only remembers the state that it finds
 
 `limits` has the limits, and compares counters and states with them. Each watcher has a thread of
 its own: a driver that hangs is a finding, and delays nothing else.
@@ -37,18 +37,12 @@ def kind_of(counter: str) -> str | None:
 
 
 class Host(Watcher):
-    """Free memory, the OOM killer, ECC of the host's memory."""
+    """The OOM killer, ECC of the host's memory."""
 
     name = "host"
 
-    def look(self, judge: Judge) -> Iterator[Finding]:
+    def poll(self, judge: Judge) -> Iterator[Finding]:
         tree = self.tree
-        memory = self._pairs("proc/meminfo")
-        whole, left = memory.get("MemTotal"), memory.get("MemAvailable")
-        if whole and left is not None:
-            low = left / whole <= BY_NAME["host memory short"].at
-            seen = f"{left / 2**20:.1f} of {whole / 2**20:.1f} GiB are available"
-            yield from judge.state("host memory short", "memory", low, seen)
         for place in ("proc/vmstat", "sys/fs/cgroup/memory.events"):
             yield from judge.counter(
                 "oom killer", place, "oom_kill", self._pairs(place).get("oom_kill")
@@ -82,7 +76,7 @@ class Ports(Watcher):
         super().__init__(tree)
         self._active: set[str] = set()
 
-    def look(self, judge: Judge) -> Iterator[Finding]:
+    def poll(self, judge: Judge) -> Iterator[Finding]:
         tree, now = self.tree, {}
         for card in tree.names(INFINIBAND):
             for port in tree.names(f"{INFINIBAND}/{card}/ports"):
@@ -122,7 +116,7 @@ class Watchers:
         kinds = (watch_gpu.Amd, lambda tree: watch_gpu.Nvidia(tree, nvml), Ports, Host)
         self._slots = [_Slot(make(Tree(root))) for make in kinds]
 
-    def look(self) -> list[Finding]:
+    def poll(self) -> list[Finding]:
         """Findings now; at the first call only about unreadable files."""
         for slot in self._slots:
             slot.begin(self._clock())
@@ -172,6 +166,6 @@ class _Slot:
 
     def _read(self) -> None:
         try:
-            self._found.extend(self._watcher.look(self._judge))
+            self._found.extend(self._watcher.poll(self._judge))
         except Exception as error:  # a watcher's defect is a note, and ends nothing
             self._watcher.tree.note(f"{self._watcher.name}: {type(error).__name__}: {error}")

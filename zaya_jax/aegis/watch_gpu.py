@@ -45,7 +45,7 @@ class _Gpus(Watcher):
     def read(self) -> list[Reading]:
         """All GPUs that answer."""
 
-    def look(self, judge: Judge) -> Iterator[Finding]:
+    def poll(self, judge: Judge) -> Iterator[Finding]:
         readings = self.read()
         here = {reading.device for reading in readings}
         for device, identity in self._seen.items():

@@ -56,4 +56,6 @@ def require_fit(source: Source, held: Holding) -> None:
         raise UserError(
             f"{source.name} does not fit this model: {odd}; give a checkpoint of the same arrays"
         )
-    multihost.from_first("init", lambda: source.check(names=[x.folder for x in theirs.values()]))
+    multihost.broadcast_from_zero(
+        "init", lambda: source.check(names=[x.folder for x in theirs.values()])
+    )

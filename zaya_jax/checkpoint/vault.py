@@ -137,8 +137,8 @@ class Vault:
         else:
             damages = self.check(step, {name: found.files[name] for name in share(found.files)})
             damages += self._foreign(step, found) if multihost.is_writer() else []
-        reports = multihost.to_first(name, [str(damage) for damage in damages[:100]])
-        return multihost.from_first(
+        reports = multihost.gather_to_zero(name, [str(damage) for damage in damages[:100]])
+        return multihost.broadcast_from_zero(
             f"{name}: all", lambda: sorted({d for part in reports or [] for d in part})
         )
 

@@ -175,14 +175,14 @@ def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None
         except Exception as failure:  # of any class: the others wait for this process
             return reason(failure), None
 
-    results = multihost.to_first(name, tried(work)) or []
+    results = multihost.gather_to_zero(name, tried(work)) or []
 
     def last() -> str | None:
         several = len(results) > 1
         errors = (f"{e} (process {i})" if several else e for i, (e, _) in enumerate(results) if e)
         return next(errors, None) or tried(end, [given for _, given in results])[0]
 
-    return multihost.from_first(f"{name}: end", last)
+    return multihost.broadcast_from_zero(f"{name}: end", last)
 
 
 def commit(folder: Path, target: Path, whole: Seal) -> None:

@@ -1,6 +1,6 @@
 """Writes and reads a run's events: lines of JSON below WORKDIR/aegis.
 
-    log = Log(workdir, "run"); log.add("spike", step=..., seen="loss 9.1", done="back to step 60")
+    log = EventLog(workdir, "run"); log.add("spike", step=..., seen="loss 9.1", done="back to step 60")
     read(workdir)                  the lines of all writers, by time
 
 Each writer has a file of its own, since appends of two machines to one file of a shared system may
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.cluster import lines
+from zaya_jax.cluster.connections import matches_shape
 
 FOLDER = "aegis"
 FILES = {"agent": "events.jsonl", "run": "events-run.jsonl"}
@@ -23,17 +23,17 @@ LARGEST = 1e11  # seconds or steps in an event; a wall clock comes there in the 
 _log = logging.getLogger("zaya_jax")
 # critical: of one node, which is judged; distributed: at several, and the first one counts;
 # storage; data; user.
-CLASSES = ("critical", "distributed", "storage", "data", "user", "numbers", "note")
+GROUPS = ("critical", "distributed", "storage", "data", "user", "numbers", "note")
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class RunEvent:
     """One line. `kind` is a word such as died, hangs, straggles, spike, corrupt, hardware, log,
     started, ended."""
 
     kind: str
     time: float  # of the wall clock
-    group: str = "note"  # one of CLASSES
+    group: str = "note"  # one of GROUPS
     node: str = ""
     process: int = -1
     step: int = -1
@@ -49,12 +49,11 @@ class Event:
         where = f"on {self.node}" if self.node else ""
         step = f"at step {self.step}" if self.step >= 0 else ""
         head = " ".join(filter(None, (self.kind, who, where, step)))
-        return ": ".join(
-            filter(None, (head, "; ".join(filter(None, (self.seen, self.concluded, self.done)))))
-        )
+        words = "; ".join(filter(None, (self.seen, self.concluded, self.done)))
+        return f"{head}: {words}" if words else head
 
 
-_FIELDS = {field.name: field.type for field in dataclasses.fields(Event)} | {"facts": dict}
+_FIELDS = {field.name: field.type for field in dataclasses.fields(RunEvent)} | {"facts": dict}
 # "note": only written down; "warn": it may explain an end; "exclude": restart without the node;
 # "stop": a person is wanted.
 ACTIONS = ("note", "warn", "restart", "exclude", "stop")
@@ -65,24 +64,24 @@ class Finding:
     """An observation, and the action that it calls for."""
 
     name: str  # of the rule or watcher: "gpu uncorrectable memory error", "nic down", ...
-    group: str  # one of CLASSES
+    group: str  # one of GROUPS
     action: str  # one of ACTIONS
     seen: str  # the evidence: the line, or the counter with before and after
     process: int = -1
     device: str = ""  # "card0", "mlx5_1", ...
 
 
-class Log:
+class EventLog:
     """Appends events; an error of the disk is no reason to end a run, and is counted."""
 
     def __init__(self, workdir: str | Path, writer: str):
         self.path, self.lost = Path(workdir) / FOLDER / FILES[writer], 0
 
-    def add(self, kind: str, **given: Any) -> None:
+    def add(self, kind: str, **fields: Any) -> None:
         """Writes an event of now."""
-        self.write(Event(kind, time.time(), **given))
+        self.write(RunEvent(kind, time.time(), **fields))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         """Writes one line at once."""
         line = json.dumps(dataclasses.asdict(event)) + "\n"
         try:
@@ -99,15 +98,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
 
 
-def read(workdir: str | Path) -> list[Event]:
-    """All events of a run by their time; lines that a kill cut short, or a hand damaged, are
-    counted and left out."""
-    found, left_out = list[Event](), 0
+def read(workdir: str | Path) -> list[RunEvent]:
+    """All events of a run by their time; truncated or hand-edited lines are counted and left
+    out."""
+    events: list[RunEvent] = []
+    left_out = 0
     for name in FILES.values():
         path = Path(workdir) / FOLDER / name
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
-                found.append(_event(line))
+                events.append(_event(line))
             except (ValueError, TypeError, AttributeError, RecursionError):
                 left_out += 1
     if left_out:
@@ -116,25 +116,22 @@ def read(workdir: str | Path) -> list[Event]:
             left_out,
             Path(workdir) / FOLDER / "events*.jsonl",
         )
-    return sorted(found, key=lambda event: event.time)
+    return sorted(events, key=lambda event: event.time)
 
 
-def _event(line: bytes) -> Event:
-    """An error where a field is of another type, or a number that others compute with is none."""
-    given = json.loads(line)
-    # Events are read on terminals.
-    known: dict[str, Any] = {
-        name: printable(given[name]) if isinstance(given[name], str) else given[name]
-        for name in _FIELDS
-        if name in given
-    }
-    if not lines.fits(known, {name: _FIELDS[name] for name in known}):
+def _event(line: bytes) -> RunEvent:
+    """An error if a field is of another type, or a number that others compute with is not valid."""
+    message = json.loads(line)
+    fields = {name: message[name] for name in _FIELDS if name in message}
+    for name, value in fields.items():
+        if isinstance(value, str):
+            fields[name] = printable(value)  # events are read on terminals
+    if not matches_shape(fields, {name: _FIELDS[name] for name in fields}):
         raise ValueError("odd fields")
-    event = Event(**known)
-    counted = [event.facts.get(name, 0) for name in ("decision", "from", "start", "step", "stop")]
-    counted += event.facts.get("sections", {}).values()
-    if not all(
-        -1 <= n < LARGEST for n in (event.time, event.seconds, event.step, *counted)
-    ):  # NaN is not
-        raise ValueError("no number of seconds or steps")
+    event = RunEvent(**fields)
+    numbers = [event.time, event.seconds, event.step]
+    numbers += [event.facts.get(name, 0) for name in ("decision", "from", "start", "step", "stop")]
+    numbers += event.facts.get("sections", {}).values()
+    if not all(-1 <= n < LARGEST for n in numbers):  # NaN is not
+        raise ValueError("not a valid number of seconds or steps")
     return event

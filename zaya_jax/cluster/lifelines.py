@@ -1,18 +1,18 @@
 """Keeps a connection from each process of a run to process 0, so that a killed or stopped process
 is noticed.
 
-    lines = Lifelines(rank, seconds, leave)    a thread of its own, whatever the main one is doing
-    lines.roll_call(seconds)                   returns when all are there; LostProcess names the absent
-    lines.report(code, text)                   this process must end: so do all, with the first report's code
-    lines.hang_up()                            the orderly end
+    lifelines = Lifelines(rank, seconds, leave)    a thread of its own, whatever the main one is doing
+    lifelines.roll_call(seconds)                   returns when all are there; LostProcess names the absent
+    lifelines.report(code, text, certain)          this process must end: so do all, with the first report's code
+    lifelines.hang_up()                            the orderly end
 
-The system closes a killed process's line at once. A stopped one's stays silent: process 0 asks each
-process every tenth of `seconds`, and one that is silent for `seconds` is lost. Then `leave` is
-called with the reason in all others.
+The system closes a killed process's connection at once. A stopped one's stays silent: process 0
+asks each process every tenth of `seconds`, and one that is silent for `seconds` is lost. Then
+`leave` is called with the reason in all others.
 
-The lines (`lines`) are connections to the coordinator's port, which JAX's service takes over once
-all have called. Only a process that knows the job's key counts; nothing that strangers send to that
-port has an effect.
+The connections go to the coordinator's port, which JAX's service takes over once all have joined.
+Only a process that knows the job's key counts; nothing that strangers send to that port has an
+effect. The main thread speaks to the thread of the lifelines over a connection too.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zaya_jax.cluster import lines
-from zaya_jax.cluster.lines import Line
+from zaya_jax.cluster.connections import Connection, Hub, OddMessage, connect, matches_shape
+from zaya_jax.cluster.leaving import BAD_INPUT, FAILED
 from zaya_jax.cluster.rank import LostProcess, Rank, name_processes, split_address
 from zaya_jax.config import UserError
 
 ALLOWED = 0.9  # of the seconds of silence; the rest is for noticing and leaving
 GOODBYE = 10.0  # seconds that process 0 waits for the others to hang up
 NO_PROCESS = -1  # in place of a process's index: process 0 found it out
-# The fields of each message.
-FIELDS = {"all": (str,), "bye": ()} | dict.fromkeys(("end", "doubt"), (range(256), int, str, str))
+REPORT = (range(256), int, str, str)
+FIELDS = {"all": (str,), "bye": (), "end": REPORT, "doubt": REPORT}  # of each message
 _log = logging.getLogger("zaya_jax")
 
 
-class End(NamedTuple):
+class RunEnd(NamedTuple):
     """Why all processes end: the exit code, the process that reports it, its host, and the text."""
 
     code: int
@@ -48,32 +48,37 @@ class End(NamedTuple):
 
 
 class Lifelines:
-    """This process's lines. `leave` is called in a thread, and should not return."""
+    """This process's connections. `leave` is called in a thread, and should not return."""
 
-    def __init__(self, rank: Rank, seconds: float, leave: Callable[[End], None]):
-        self.index, self._place, self._seconds, self._leave = rank.index, rank, seconds, leave
+    def __init__(self, rank: Rank, seconds: float, leave: Callable[[RunEnd], None]):
+        self.index = rank.index
+        self.lost: list[int] = []  # processes that this one found to be lost
+        self._rank, self._seconds, self._leave = rank, seconds, leave
         self._host = socket.gethostname()
         self._selector = selectors.DefaultSelector()
-        self.lost: list[int] = []  # processes that this one found to be lost
-        differs = "process {index} on {host} counts {digest} processes, process 0 counts " + str(
-            rank.count
-        )
-        self._door = lines.Door(
+        self._hub = Hub(
             self._selector,
             str(rank.count),
             rank.count,
-            differs,
-            self._came,
-            self._take,
-            self._gone,
+            "process {index} on {host} counts {digest} processes, process 0 counts "
+            + str(rank.count),
+            self._connected,
+            self._received,
+            self._disconnected,
             self._refused,
         )
-        self._lines = self._door.known  # in process 0 to all others, in the others to process 0
-        self._called = threading.Event()
-        self._refusal: End | None = None
-        self._ended, self._parted = threading.Event(), 0.0
-        self._slept = self._woke = self._allowed = self._deadline = 0.0
-        self._doubt: tuple[float, End] | None = None
+        # In process 0 to all others, in the others to process 0.
+        self._connections = self._hub.by_index
+        # The roll call
+        self._allowed = self._deadline = 0.0  # its seconds, and when they are over
+        self._decided = threading.Event()  # all are there, or one is refused
+        self._refusal: RunEnd | None = None
+        # The end
+        self._ended = threading.Event()
+        self._hung_up_at = 0.0
+        self._doubt: tuple[float, RunEnd] | None = None  # a report that counts if nobody is lost
+        # This process's own sleep
+        self._slept = self._woke = 0.0
         self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
 
     def roll_call(self, seconds: float) -> None:
@@ -81,21 +86,18 @@ class Lifelines:
         within `seconds`."""
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
         if self.index == 0:
-            way = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
-            _, port = split_address(self._place.coordinator)
-            self._door.open(port, "the coordinator's", way)
-        self._main, inside = socket.socketpair()  # on it the main thread speaks to this one
-        self._inside = Line(inside)
-        self._door.attend(self._inside)
+            _, port = split_address(self._rank.coordinator)
+            hint = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
+            self._hub.listen(port, "the coordinator's", hint)
+        self._main, inside = socket.socketpair()
+        self._inside = Connection(inside, "")
+        self._hub.register(self._inside)
         self._thread.start()
-        self._called.wait()
+        self._decided.wait()
         if self._refusal:
             self._thread.join()
-            raise (
-                UserError(self._refusal.text)
-                if self._refusal.code == 2
-                else LostProcess(self._refusal.text)
-            )
+            kind = UserError if self._refusal.code == BAD_INPUT else LostProcess
+            raise kind(self._refusal.text)
 
     def report(self, code: int, text: str, certain: bool) -> None:
         """Ends all processes with this code, and waits for the end.
@@ -103,34 +105,50 @@ class Lifelines:
         An uncertain error may follow from the loss of another process, which then is the cause: the
         report counts once all others have given a later sign of life.
         """
-        end = End(code, self.index, self._host, text)
-        with contextlib.suppress(OSError):
-            self._main.sendall((json.dumps(["end" if certain else "doubt", *end]) + "\n").encode())
+        end = RunEnd(code, self.index, self._host, text)
+        self._say("end" if certain else "doubt", *end)
         self._thread.join(self._seconds + 2 * GOODBYE)
         if not self._ended.is_set():  # process 0 gives no answer, and is not lost either
             self._leave(end)
 
     def hang_up(self) -> None:
         """The orderly end, which is no loss."""
-        with contextlib.suppress(OSError):
-            self._main.sendall(b'["bye"]\n')
+        self._say("bye")
         self._thread.join()
+
+    def _say(self, *message: object) -> None:
+        with contextlib.suppress(OSError):
+            self._main.sendall(json.dumps(message).encode() + b"\n")
+
+    # In the thread
 
     def _run(self) -> None:
         try:
             if self.index:
-                self._call()
+                self._find_process_0()
             while not self._ended.is_set():
-                self._turn(min(self._seconds / 10, 1.0))
-        except Exception as error:  # a run never goes on without its lines
-            self._end(End(1, self.index, self._host, f"lifelines: {type(error).__name__}: {error}"))
+                self._poll(min(self._seconds / 10, 1.0))
+        except Exception as error:  # a run never goes on without its lifelines
+            self._end(self._found_out(FAILED, f"lifelines: {type(error).__name__}: {error}"))
         finally:
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
             self._main.close()
-            self._called.set()
+            self._decided.set()
 
-    def _turn(self, patience: float) -> None:
+    def _find_process_0(self) -> None:
+        address = self._rank.coordinator
+        try:
+            connection = connect(address, self.index, str(self._rank.count), self._allowed)
+        except (LostProcess, UserError) as error:
+            code = BAD_INPUT if isinstance(error, UserError) else FAILED
+            self._refusal = RunEnd(code, self.index, self._host, str(error))
+            self._ended.set()
+            return
+        self._connections[0] = connection
+        self._hub.register(connection)
+
+    def _poll(self, patience: float) -> None:
         begun = time.monotonic()
         for key, _ in self._selector.select(patience):
             if not self._ended.is_set():
@@ -141,122 +159,111 @@ class Lifelines:
             _log.warning(
                 "this process stood still for %.0f s: stopped, or its machine was", self._slept
             )
-            self._door.forgive(now)
-        if not self._ended.is_set():
-            self._look(now)
-
-    def _look(self, now: float) -> None:
-        """Asks for signs of life, and looks for silent processes."""
-        if self._parted:
-            if not self._lines or now - self._parted > GOODBYE:
-                self._ended.set()
-            return None
-        if self.index == 0:
-            self._door.turn(now, self._seconds / 10)
-        if not self._called.is_set() and self.index == 0 and now > self._deadline:
-            absent = [i for i in range(self._place.count) if i and i not in self._lines]
-            text = (
-                f"{name_processes(absent)} of {self._place.count} did not come within"
-                f" {self._allowed:.0f} s"
-            )
-            return self._end(End(1, NO_PROCESS, self._host, text))
-        limit = ALLOWED * self._seconds
-        if any(now - line.heard > limit for line in self._lines.values()):
-            silent = [line for line in self._lines.values() if now - line.heard > 0.8 * limit]
-            return self._lost(
-                silent, f"silent for {limit:.0f} s: stopped, or machine or network down"
-            )
-        if self._doubt and all(
-            line.heard > self._doubt[0]
-            for line in self._lines.values()
-            if line.index != self._doubt[1].process
-        ):
-            return self._end(self._doubt[1])
-        return None
-
-    def _take(self, line: Line, message: list) -> None:
-        kind, *rest = message
-        if not lines.fits(rest, FIELDS.get(kind)):
-            raise lines.OddMessage
-        if kind == "all":
-            (line.name,) = rest
-            self._called.set()
-        elif kind == "bye" and line is self._inside:
-            self._parted = time.monotonic()
-            if self.index:
-                self._lines.pop(0).say("bye")
-        elif kind == "bye":
-            self._door.drop(line)
-        elif kind in ("end", "doubt"):
-            end = End(*rest)
-            if self.index and line is self._inside:  # process 0 decides which end counts
-                self._lines[0].say(kind, *end)
-            elif kind == "end":
-                self._end(end)
-            elif not self._doubt:
-                self._doubt, self._door.asked = (time.monotonic(), end), 0.0
-
-    def _came(self, line: Line, before: Line | None) -> None:
-        """In process 0: another one has called."""
-        if before:
-            words = f"process {line.index} is there twice, on {before.name} and on {line.name}"
-            before.say("end", *End(2, NO_PROCESS, self._host, words))
-            return self._refused(words)
-        if len(self._lines) < self._place.count - 1:
-            return None
-        self._door.shut()  # JAX's service listens there next
-        for other in self._lines.values():
-            other.say("all", self._host)
-        self._called.set()
-        return None
-
-    def _refused(self, words: str) -> None:
-        """A process of this job that is not expected: all must know."""
-        self._end(End(2, NO_PROCESS, self._host, words))
-
-    def _gone(self, line: Line) -> None:
-        if not self._parted:
-            self._lost([line], f"gone: killed, or crashed; see logs/process-{line.index:05d}.log")
-
-    def _call(self) -> None:
-        """In the others: finds process 0, however late it comes."""
-        address, count = self._place.coordinator, str(self._place.count)
-        try:
-            line = lines.call(address, self.index, count, self._allowed)
-        except (LostProcess, UserError) as error:
-            code = 2 if isinstance(error, UserError) else 1
-            self._refusal = End(code, self.index, self._host, str(error))
-            self._ended.set()
+            self._hub.reset_silence(now)
+        if self._ended.is_set():
             return
-        self._lines[0] = line
-        self._door.attend(line)
+        if self._hung_up_at:
+            if not self._connections or now - self._hung_up_at > GOODBYE:
+                self._ended.set()
+            return
+        if self.index == 0:
+            self._hub.poll(now, self._seconds / 10)
+            if not self._decided.is_set() and now > self._deadline:
+                count = self._rank.count
+                absent = [i for i in range(1, count) if i not in self._connections]
+                late = f"did not come within {self._allowed:.0f} s"
+                text = f"{name_processes(absent)} of {count} {late}"
+                self._end(self._found_out(FAILED, text))
+                return
+        self._check_silence(now)
 
-    def _lost(self, lost: list[Line], what: str) -> None:
-        names = [f"process {line.index} on {line.name}" for line in lost[:16]]
+    def _check_silence(self, now: float) -> None:
+        """Ends the run if a process is silent, or for a doubtful report if none is."""
+        limit = ALLOWED * self._seconds
+        connections = self._connections.values()
+        if any(now - c.last_heard > limit for c in connections):
+            # Those that will be over the limit in a moment stopped with it.
+            silent = [c for c in connections if now - c.last_heard > 0.8 * limit]
+            self._lose(silent, f"silent for {limit:.0f} s: stopped, or machine or network down")
+        elif self._doubt:
+            reported, end = self._doubt
+            others = [c for c in connections if c.index != end.process]
+            if all(c.last_heard > reported for c in others):
+                self._end(end)
+
+    def _received(self, connection: Connection, message: list) -> None:
+        kind, *fields = message
+        if not matches_shape(fields, FIELDS.get(kind)):
+            raise OddMessage
+        from_main = connection is self._inside
+        if kind == "all":
+            connection.host = fields[0]
+            self._decided.set()
+        elif kind == "bye" and from_main:
+            self._hung_up_at = time.monotonic()
+            if self.index:
+                self._connections.pop(0).send("bye")
+        elif kind == "bye":
+            self._hub.hang_up(connection)
+        elif self.index and from_main:  # process 0 decides which end counts
+            self._connections[0].send(*message)
+        elif kind == "end":
+            self._end(RunEnd(*fields))
+        elif not self._doubt:
+            self._doubt = time.monotonic(), RunEnd(*fields)
+            self._hub.asked = 0.0  # all give a sign of life now
+
+    def _connected(self, connection: Connection, before: Connection | None) -> None:
+        if before:
+            hosts = f"{before.host} and on {connection.host}"
+            text = f"process {connection.index} is there twice, on {hosts}"
+            before.send("end", *self._found_out(BAD_INPUT, text))
+            self._refused(text)
+        elif len(self._connections) == self._rank.count - 1:
+            self._hub.stop_listening()  # JAX's service listens there next
+            for other in self._connections.values():
+                other.send("all", self._host)
+            self._decided.set()
+
+    def _refused(self, text: str) -> None:
+        """A process of this job that is not expected: all must know."""
+        self._end(self._found_out(BAD_INPUT, text))
+
+    def _disconnected(self, connection: Connection) -> None:
+        if not self._hung_up_at:
+            log = f"logs/process-{connection.index:05d}.log"
+            self._lose([connection], f"gone: killed, or crashed; see {log}")
+
+    def _lose(self, lost: list[Connection], what: str) -> None:
+        names = [f"process {connection.index} on {connection.host}" for connection in lost[:16]]
         text = f"{', '.join(names)} {'are' if len(lost) > 1 else 'is'} {what}"
         if self._slept > 0.8 * self._seconds > time.monotonic() - self._woke:
             text = (
                 f"this process stood still for {self._slept:.0f} s, and the others ended without it"
             )
-        for line in lost:
-            self._lines.pop(line.index or 0, None)
-        self.lost = [line.index or 0 for line in lost]
-        self._end(End(1, NO_PROCESS, self._host, text))
+        for connection in lost:
+            self._connections.pop(connection.index or 0, None)
+        self.lost = [connection.index or 0 for connection in lost]
+        self._end(self._found_out(FAILED, text))
 
-    def _end(self, end: End) -> None:
+    def _found_out(self, code: int, text: str) -> RunEnd:
+        return RunEnd(code, NO_PROCESS, self._host, text)
+
+    def _end(self, end: RunEnd) -> None:
         """Ends all processes; the first call counts."""
         if self._ended.is_set():
             return
         self._ended.set()
-        for line in self._lines.values() if self.index == 0 else ():
-            line.say("end", *end)
-        if self._called.is_set():
+        if self.index == 0:
+            for connection in self._connections.values():
+                connection.send("end", *end)
+        if self._decided.is_set():
             self._leave(end)
         else:
             self._refusal = end
-            self.see_off()
+            self.wait_for_hangups()
 
-    def see_off(self) -> list[int]:
+    def wait_for_hangups(self) -> list[int]:
         """Process 0 waits until the others have hung up, so that messages on their way arrive;
         returns the silent."""
-        return self._door.see_off(GOODBYE) if self.index == 0 else []
+        return self._hub.wait_for_hangups(GOODBYE) if self.index == 0 else []

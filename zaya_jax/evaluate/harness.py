@@ -224,9 +224,11 @@ class _Answers:
                 if turn % jax.process_count() == jax.process_index():
                     answers |= zip(prompts, self._generate(prompts, asked), strict=True)
                 bar.update(len(prompts))
-        parts = multihost.to_first("generated", list(answers.items()))
+        parts = multihost.gather_to_zero("generated", list(answers.items()))
         everyones = dict(
-            multihost.from_first("generated", lambda: [one for part in parts or [] for one in part])
+            multihost.broadcast_from_zero(
+                "generated", lambda: [one for part in parts or [] for one in part]
+            )
         )
         for number, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, everyones[number])

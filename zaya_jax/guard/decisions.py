@@ -132,7 +132,7 @@ def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:
     """Writes an event for each decision that has none yet: it may have been made just before a
     kill."""
     written = {event.facts.get("decision") for event in events.read(workdir)}
-    log = events.Log(workdir, "run")
+    log = events.EventLog(workdir, "run")
     for number, one in enumerate(made):
         if number not in written:
             processes = one.get("processes", [])

@@ -186,7 +186,7 @@ def fault(config: Config, mesh: Mesh, micro_batches: int, say: Callable[[str], N
         return ""
     record = _record(config, mesh, micro_batches, target)
     known = {"known": float(asked == "auto" and record.exists())}
-    if multihost.over_processes(known, {"known": np.min})["known"]:
+    if multihost.reduce_figures(known, {"known": np.min})["known"]:
         return ""
     begun = time.monotonic()
     try:

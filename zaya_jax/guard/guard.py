@@ -114,7 +114,7 @@ class Guard:
             self._reproducible = False
             self._tell("irreproducible", step, finding.why, "gradients are not compared any more")
             return None
-        steps, hosts = saved(), multihost.to_first("hosts", socket.gethostname())
+        steps, hosts = saved(), multihost.gather_to_zero("hosts", socket.gethostname())
 
         def decide() -> Decision:
             devices = [mesh.devices.flat[i] for i in finding.devices]
@@ -143,11 +143,11 @@ class Guard:
             decisions.write_events(self._workdir, decisions.add(self._workdir, self.made, new))
             return new
 
-        return multihost.from_first("decide", decide)
+        return multihost.broadcast_from_zero("decide", decide)
 
     def _tell(self, kind: str, step: int, seen: str, done: str) -> None:
         if multihost.is_writer():
-            events.Log(self._workdir, "run").add(
+            events.EventLog(self._workdir, "run").add(
                 kind, group="numbers", step=step, seen=seen, done=done
             )
 

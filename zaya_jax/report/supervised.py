@@ -23,9 +23,9 @@ GROUPS = (
     ("starting, compiling, ending", ("start", "compile", "end"), 3),
     ("evaluating", ("evaluate",), 0),
     ("saving", ("save",), 6),
-    ("done again", ("redone",), 4),
-    ("lost to faults", ("silent", "stopping", "again"), 1),
-    ("not recorded", ("untold",), 7),
+    ("done again", ("recomputed",), 4),
+    ("lost to faults", ("undetected", "stopping", "recovering"), 1),
+    ("not recorded", ("unrecorded",), 7),
 )
 INTRO = (
     "Each second of the wall clock has one use, and they sum to the whole. Goodput is the share of"
@@ -60,7 +60,7 @@ def account_tables(account: Account) -> list[Table]:
             row.label,
             row.group,
             f"{row.count:,}",
-            percent(row.count / len(account.causes)),
+            percent(row.count / len(account.interruptions)),
             duration(row.lost),
             *(
                 f"{duration(median)} / {duration(worst)}"
@@ -97,7 +97,7 @@ def account_tables(account: Account) -> list[Table]:
 
 
 def _tiles(account: Account) -> list[Tile]:
-    faults = [cause for cause in account.causes if cause.event.kind != "border"]
+    faults = [cause for cause in account.interruptions if cause.event.kind != "border"]
     supervised = sum(account.totals.values()) - account.totals["idle"]
     lost = sum(cause.lost for cause in faults)
     tiles = [
@@ -139,7 +139,7 @@ def timeline(account: Account) -> str:
             x((cause.event.time - account.begin) / scale),
             f"{cause.label}: {duration(cause.lost)} lost",
         )
-        for cause in account.causes[-500:]
+        for cause in account.interruptions[-500:]
         if cause.event.kind != "border"
     )
     totals = account.totals
@@ -172,7 +172,7 @@ def binned(account: Account, bins: int) -> np.ndarray:
     whole = account.end - account.begin
     place = {use: i for i, (_, uses, _) in enumerate(GROUPS) for use in uses}
     found, columns = np.zeros((bins, len(GROUPS))), np.arange(bins)
-    for piece in account.pieces:
+    for piece in account.spans:
         if piece.use in place:
             first = (piece.begin - account.begin) / whole * bins
             last = first + piece.seconds / whole * bins

@@ -27,7 +27,7 @@ def look_up(config: Config, device: jax.Device, together: bool = False) -> dict[
     if here.maker not in ("cuda", "rocm"):
         return None
     read = functools.partial(table.read_measured, here.kind)
-    own, fault = multihost.from_first("tiles", read) if together else read()
+    own, fault = multihost.broadcast_from_zero("tiles", read) if together else read()
     chip.use(here.kind, own)
     rows = dict(table.rows(here.architecture))
     for name, row in (own["tiles"] if own else {}).items():

@@ -63,7 +63,7 @@ class Copies:
         known = [x for x in free if x is not None]
         if len(known) < len(free):
             return True
-        least = multihost.over_processes({"free": float(min(known))}, {"free": np.min})["free"]
+        least = multihost.reduce_figures({"free": float(min(known))}, {"free": np.min})["free"]
         how = (
             "made there"
             if needed <= least

@@ -54,10 +54,12 @@ class PlannedStart:
 
 def plan_run(config: Config, folder: Path) -> tuple[Recipe, tokenizers.Tokenizer]:
     """The run's recipe, its config filled in by a fork and the tokenizer, and the tokenizer."""
-    config = fork.settle(config, multihost.from_first("fork", lambda: fork.find(config, folder)))
+    config = fork.settle(
+        config, multihost.broadcast_from_zero("fork", lambda: fork.find(config, folder))
+    )
     figures = sizing.figures_at(config.hardware.figures, jax.devices()[0].device_kind)
     mark = zlib.crc32(repr(figures).encode())
-    if mark != multihost.from_first("figures of the machine", lambda: mark):
+    if mark != multihost.broadcast_from_zero("figures of the machine", lambda: mark):
         raise UserError(
             f"config.hardware.figures={config.hardware.figures} is another file here than in"
             " process 0, and the processes' programs would differ; give one that all share"
@@ -181,7 +183,9 @@ def put_frozen_under(
     wanted = {"params": like["frozen"], "balance": {"bias": like["balance"].bias}}
     with fields.naming("config.run.init_from"):
         partial.require_fit(base, boxes.of_tree(wanted))
-    mark = multihost.from_first("mark", lambda: merged.checked_mark(base, meta, "this run"))
+    mark = multihost.broadcast_from_zero(
+        "mark", lambda: merged.checked_mark(base, meta, "this run")
+    )
     found = base.restore(wanted)
     state["frozen"] = found["params"]
     if not meta:

@@ -83,7 +83,7 @@ def open_workdir(
     must have the same config and see the same folder.
     """
     here = config_lib.to_dict(config)
-    chosen, first = multihost.from_first(
+    chosen, first = multihost.broadcast_from_zero(
         "workdir", lambda: [str(_open(Path(path), config, locked)), here]
     )
     workdir = Path(chosen)

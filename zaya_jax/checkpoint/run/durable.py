@@ -114,7 +114,7 @@ class Durable:
             self._owed -= (owed - here) | {self.copying}
             return self.copying
 
-        step = multihost.from_first("copy", choose)
+        step = multihost.broadcast_from_zero("copy", choose)
         if step is None:
             return
         error = self._send(step, time.time())
@@ -129,7 +129,7 @@ class Durable:
     def _known_missing(self) -> list[int]:
         """Steps here whose copies have failed or were not made, without a look at the place."""
         known = {*self._failed, *self._owed}
-        return multihost.from_first(
+        return multihost.broadcast_from_zero(
             "failed", lambda: [step for step in writing.steps_in(self.root) if step in known]
         )
 
@@ -148,7 +148,7 @@ class Durable:
             except StorageError as error:
                 return [here, str(error)]
 
-        missing, error = multihost.from_first("missing", look)
+        missing, error = multihost.broadcast_from_zero("missing", look)
         return missing, error
 
     def _has_copy(self, step: int) -> bool:
@@ -192,7 +192,7 @@ class Durable:
             except StorageError as failure:
                 return [writing.reason(failure), False, False]
 
-        error, wanted, replaces = multihost.from_first("send", look)
+        error, wanted, replaces = multihost.broadcast_from_zero("send", look)
         if not error and replaces:  # never replace a whole copy with a damaged one
             damages = self._here.verify_together("before a copy goes", step)
             error = f"{folder} is damaged: {damages[0]}" if damages else None
@@ -260,7 +260,7 @@ class Durable:
                 return []
 
         error = None
-        for step in multihost.from_first("durable", look):
+        for step in multihost.broadcast_from_zero("durable", look):
             error = self._fetch(step)
             if not error:
                 return
@@ -271,7 +271,9 @@ class Durable:
             self._say(
                 f"WARNING: step {step} could not be fetched: {error}; looking for the one before"
             )
-        if error and not multihost.from_first("left", lambda: bool(writing.numbered(self.root))):
+        if error and not multihost.broadcast_from_zero(
+            "left", lambda: bool(writing.numbered(self.root))
+        ):
             raise StorageError(
                 f"{error}; no copy in {self.vault.url} is whole: restore one, or give another"
                 " checkpoint.durable"

@@ -142,7 +142,7 @@ def drop_stale(root: Path, durable: Durable | None, decisions: Decisions) -> lis
                 durable.vault.remove(step)
         return set_aside(root, decisions)
 
-    return multihost.from_first("stale", first)
+    return multihost.broadcast_from_zero("stale", first)
 
 
 def known_in(vault: Vault, decisions: Decisions) -> Iterator[Known]:

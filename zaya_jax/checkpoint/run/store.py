@@ -80,7 +80,7 @@ class Store:
         """
         self._asked = begun = time.perf_counter()
         late = not self._collect(self.settings.max_wait)
-        late = bool(multihost.over_processes({"late": float(late)}, {"late": np.max})["late"])
+        late = bool(multihost.reduce_figures({"late": float(late)}, {"late": np.max})["late"])
         if late:
             self._failures += 1
             self._complain(
@@ -292,7 +292,7 @@ class Store:
         A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one
         before.
         """
-        multihost.from_first("tidy", self._tidy)
+        multihost.broadcast_from_zero("tidy", self._tidy)
         if self.durable:
             self.durable.fetch_newest(self._accept)
         newest = self._newest_whole()
@@ -321,7 +321,7 @@ class Store:
         while True:
             # A folder that has a step's name and no marker is a damaged one: it got its name with
             # the marker in it.
-            step = multihost.from_first(
+            step = multihost.broadcast_from_zero(
                 "newest", lambda: max(writing.numbered(self.root), default=None)
             )
             if step is None:
@@ -338,7 +338,9 @@ class Store:
         settings say stop."""
         found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
         found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
-        before = multihost.from_first("before", lambda: min(writing.numbered(self.root))) < step
+        before = (
+            multihost.broadcast_from_zero("before", lambda: min(writing.numbered(self.root))) < step
+        )
         if self.settings.on_corrupt == "stop" or not before:
             way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
             none = "there is none before it: restore it, or give a new workdir"
@@ -346,7 +348,9 @@ class Store:
                 f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}`"
                 f" lists it all; {way_out if before else none}"
             )
-        where = multihost.from_first("aside", lambda: str(writing.set_aside(self.root, step)))
+        where = multihost.broadcast_from_zero(
+            "aside", lambda: str(writing.set_aside(self.root, step))
+        )
         self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
 
     def restore(
@@ -373,7 +377,7 @@ class Store:
             clock = time.perf_counter()
             state = jax.block_until_ready(place(state))
             stages["place"] = time.perf_counter() - clock
-            parts = multihost.to_first("loaded", [stages, size])
+            parts = multihost.gather_to_zero("loaded", [stages, size])
             if parts is not None:
                 record(self.root.parent, "load", step, began, parts)
         return state, files.read_json(self.root / str(step) / layout.META)
