@@ -164,11 +164,3 @@ def test_two_processes_each_read_their_parts(saved, tmp_path):
         for result in run.wait(120):
             assert result.code == 0, result.err
             assert result.out.count("equal") == 2 * len(LAYOUTS)
-
-
-def test_of_a_tree_with_other_names_the_nearest_are_listed(model, saved):
-    fresh = {"params": {"embed": {"embeddings": model.params["embed"]["embedding"]}}}
-    with pytest.raises(
-        UserError, match=r"no array \S+embeddings; the nearest names are params\.embed\.embedding"
-    ):
-        partial.require_fit(open_source(str(saved / "ocdbt")), boxes.of_tree(fresh).weights())

@@ -104,10 +104,9 @@ def test_numbers_of_any_type_come_back_and_others_are_refused(tmp_path):
     same(ocp.load(tmp_path / "1"), native)  # without the handler
 
 
-def test_each_flipped_bit_and_exchange_is_found(tmp_path):
+def test_each_flipped_bit_is_found(tmp_path):
     with zj.checkpoint.Handler.context():
-        for step in (1, 2):
-            ocp.save(tmp_path / str(step), state(step))
+        ocp.save(tmp_path / "2", state(2))
         listed, generator = Vault(tmp_path).seal(2).files, random.Random(0)
         for name in [layout.MARKER, *listed]:
             file = tmp_path / "2" / name
@@ -122,13 +121,6 @@ def test_each_flipped_bit_and_exchange_is_found(tmp_path):
                 ocp.load(tmp_path / "2", state(2))
             file.write_bytes(content)
         same(ocp.load(tmp_path / "2", state(2)), state(2))
-        chunk = next(name for name in listed if name.startswith("state/params.layers.w/c"))
-        (tmp_path / "2" / chunk).write_bytes((tmp_path / "1" / chunk).read_bytes())
-        with pytest.raises(StorageError, match="damaged"):
-            ocp.load(tmp_path / "2", state(2))
-        (tmp_path / "1").rename(tmp_path / "3")
-        with pytest.raises(StorageError, match="of step 1: whole steps were exchanged"):
-            ocp.load(tmp_path / "3", state(1))
 
 
 def test_a_disk_that_fails_in_one_process_leaves_no_step(tmp_path):

@@ -41,20 +41,6 @@ def places(tmp_path):
     return writing.steps_in(tmp_path / "run" / "checkpoints"), Vault(str(tmp_path / "safe")).steps()
 
 
-@pytest.mark.parametrize(
-    ("step", "known", "decisions", "gone"),
-    [
-        (4, 0, [BACK], True),
-        (3, 0, [BACK], False),
-        (4, 1, [BACK], False),
-        (6, 1, [BACK, AGAIN], True),
-        (5, 1, [BACK, AGAIN], False),
-    ],
-)
-def test_only_those_that_know_less_than_they_should_are(step, known, decisions, gone):
-    assert retention.is_stale(step, known, decisions) == gone
-
-
 @pytest.mark.parametrize("done", ["nothing", "copies", "some of the folder", "the folder"])
 def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     save(opened(), (2, 4, 6))

@@ -357,20 +357,6 @@ def test_steps_whose_update_was_not_made_replace_none(sound, rules, gone):
     assert retention.to_delete(saved, Checkpoint(keep=2, **rules)) == gone
 
 
-def test_a_step_is_sound_by_its_figures():
-    assert retention.sound({"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0})
-    assert retention.sound({"loss": 2.0}) and retention.sound({}), "some tell less"
-    for figures in (
-        {"skipped": 1.0},
-        {"loss": NAN},
-        {"grad_norm": INF},
-        {"loss": None},
-        {"loss": "NaN"},
-        {"loss": np.float32(NAN)},
-    ):
-        assert not retention.sound({"loss": 1.0} | figures)
-
-
 def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_path):
     run = Run(tmp_path, keep=1)
     assert run.store.way_back() == "No checkpoint is from before"
@@ -382,10 +368,6 @@ def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_pa
     assert "skipped or not finite: 2, 3." in look.remarks(tmp_path, *look.see_all(tmp_path))[0]
     run.save(4, metrics={"loss": 2.0, "skipped": 0.0, "eval/loss": 1.0})
     assert visible(tmp_path) == ["4"]
-    best = Run(tmp_path, keep=1, keep_best=1)
-    best.save(5, metrics={"eval/loss": 2.0})
-    best.save(6)
-    assert visible(tmp_path) == ["4", "6"]
 
 
 def test_times_are_written_down(tmp_path):
