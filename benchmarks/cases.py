@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import cases
-from pallas_kernels.cases import Array, Size, linearized, normal
+from pallas_kernels.cases import RandomInput, Size, linearized, normal
 from pallas_kernels.grouped_mlp import grouped_mlp
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.config import Model
@@ -46,18 +46,18 @@ SIZES = {
 SMALL = Size("tiny", 2, 64, TINY)
 
 
-def loads(size: Size) -> Array:
+def loads(size: Size) -> RandomInput:
     """Tokens by expert, uneven, the last of them given to none."""
 
     def draw(rng, shape):
         shares = rng.dirichlet(np.full(shape[0] + 1, 4.0))[:-1]
         return np.floor(shares * size.tokens).astype(np.int32)
 
-    return Array((size.model.num_experts,), jnp.int32, draw)
+    return RandomInput((size.model.num_experts,), jnp.int32, draw)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case(cases.Case):
+class Case(cases.OperatorCase):
     """A case with its work."""
 
     # Of use, "forward" and "backward". 0 where memory counts.

@@ -42,7 +42,7 @@ class Size(NamedTuple):
         return self.batch * self.length
 
 
-class Array(NamedTuple):
+class RandomInput(NamedTuple):
     """An argument: its shape and dtype, and numbers for it."""
 
     shape: tuple[int, ...]
@@ -55,22 +55,22 @@ class Array(NamedTuple):
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
-def normal(*shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> Array:
+def normal(*shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> RandomInput:
     """Normal numbers."""
 
     def draw(rng, shape):
         count = int(np.prod(shape))
         return np.resize(scale * rng.standard_normal(min(count, DRAWN), np.float32), shape)
 
-    return Array(shape, dtype, draw)
+    return RandomInput(shape, dtype, draw)
 
 
-def below(most: int, *shape: int) -> Array:
+def below(most: int, *shape: int) -> RandomInput:
     """Integers."""
-    return Array(shape, jnp.int32, lambda rng, shape: rng.integers(0, most, shape))
+    return RandomInput(shape, jnp.int32, lambda rng, shape: rng.integers(0, most, shape))
 
 
-def documents(size: Size, padded: bool = False) -> Array:
+def documents(size: Size, padded: bool = False) -> RandomInput:
     """Ids of packed documents, of some 500 tokens on average, shorter where the sequence is; with a
     padded tail, whose id is 0."""
     length = size.whole or size.length
@@ -79,18 +79,18 @@ def documents(size: Size, padded: bool = False) -> Array:
         ids = 1 + np.cumsum(rng.random(shape) < 1 / min(500, length / 4), axis=1)
         return np.where(np.arange(length) < length - length // 8, ids, 0) if padded else ids
 
-    return Array((size.batch, length), jnp.int32, draw)
+    return RandomInput((size.batch, length), jnp.int32, draw)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class OperatorCase:
     """An operator and its arguments; `call(dtype)` is the function, with products in that number
     format."""
 
     operator: str  # of pallas_kernels.chip.OPERATORS
     label: str
     call: Callable[[Any], Callable]
-    arguments: Callable[[Size], tuple[Array, ...]]
+    arguments: Callable[[Size], tuple[RandomInput, ...]]
 
     def like(self, size: Size, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arguments' shapes; those in bfloat16 have `dtype`."""
@@ -107,13 +107,13 @@ class Case:
 
 
 def values_of(
-    arrays: Sequence[Array], dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None
+    arrays: Sequence[RandomInput], dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None
 ) -> tuple[jax.Array, ...]:
     """Arrays with numbers: those of bfloat16 drawn in that format, or in `drawn`, for any
     `dtype`."""
     rng = np.random.default_rng(seed)
 
-    def value(a: Array) -> jax.Array:
+    def value(a: RandomInput) -> jax.Array:
         own = a.dtype == jnp.bfloat16
         x = jnp.asarray(a.draw(rng, a.shape), drawn if own and drawn is not None else a.dtype)
         return x.astype(dtype) if own else x
@@ -121,7 +121,7 @@ def values_of(
     return tuple(map(value, arrays))
 
 
-def linearized(case: Case, dtype: Any = jnp.bfloat16) -> Callable:
+def linearized(case: OperatorCase, dtype: Any = jnp.bfloat16) -> Callable:
     """(arguments) → (the operator's result, its backward pass as a function that JAX takes for
     arrays)."""
     return functools.partial(_vjp, case.call(dtype))
@@ -155,7 +155,7 @@ def attending(window: int | None = None, lse: bool = False) -> Callable[[Any], C
     return call
 
 
-def qkv(size: Size) -> tuple[Array, ...]:
+def qkv(size: Size) -> tuple[RandomInput, ...]:
     """Queries, keys and values."""
     m = size.model
     heads = (
@@ -169,7 +169,7 @@ def _linear_attention(dtype):
     return lambda q, k, v, *segments: linear_attention(q, k, v, *segments)
 
 
-def experts(size: Size) -> tuple[Array, ...]:
+def experts(size: Size) -> tuple[RandomInput, ...]:
     """Both weights of the experts."""
     m = size.model
     d, f, e = m.hidden_size, m.moe_intermediate_size, m.num_experts
@@ -178,7 +178,7 @@ def experts(size: Size) -> tuple[Array, ...]:
     )
 
 
-def _tokens(size: Size) -> tuple[Array, ...]:
+def _tokens(size: Size) -> tuple[RandomInput, ...]:
     """As the model has them: with a class past the last expert."""
     m = size.model
     return normal(size.tokens, m.hidden_size), below(m.num_experts + 1, size.tokens), *experts(size)
@@ -188,7 +188,7 @@ def _own_expert(dtype):
     return lambda x, choice, *weights: of_own_expert(x.astype(dtype), choice, *weights)
 
 
-def _stream(size: Size) -> tuple[Array, ...]:
+def _stream(size: Size) -> tuple[RandomInput, ...]:
     """A block's output, the stream, and the join's scales and biases."""
     d = size.model.hidden_size
     wide = normal(size.batch, size.length, d), normal(size.batch, size.length, d, dtype=jnp.float32)
@@ -203,7 +203,7 @@ def _join_and_read(dtype):
     return both
 
 
-def _norm_and_router(size: Size) -> tuple[Array, ...]:
+def _norm_and_router(size: Size) -> tuple[RandomInput, ...]:
     d, r = size.model.hidden_size, size.model.router_hidden_size
     return normal(d, dtype=jnp.float32), normal(d, r, dtype=jnp.float32, scale=0.02)
 
@@ -212,7 +212,7 @@ def _gated_join(dtype):
     return lambda y, h, *rest: join(y, h, Joining(*rest[:4]), rest[4])
 
 
-def _mixing(size: Size, padded: bool = False) -> tuple[Array, ...]:
+def _mixing(size: Size, padded: bool = False) -> tuple[RandomInput, ...]:
     """The columns of queries, keys and values; both convolutions, their bias, the temperature;
     documents, positions."""
     m = size.model
@@ -221,7 +221,7 @@ def _mixing(size: Size, padded: bool = False) -> tuple[Array, ...]:
     by_channel = normal(m.cca_time0, heads, c, dtype=jnp.float32)
     by_head = normal(m.cca_time1, heads, c, c, dtype=jnp.float32, scale=c**-0.5)
     more = normal(heads, c, dtype=jnp.float32), normal(m.num_key_value_heads, dtype=jnp.float32)
-    counted = Array(
+    counted = RandomInput(
         (size.batch, size.length),
         jnp.int32,
         lambda rng, shape: np.broadcast_to(np.arange(shape[1]), shape),
@@ -247,28 +247,28 @@ def _mix(parts: int = 2) -> Callable[[Any], Callable]:
 
 
 CASES = (
-    Case("attention", "causal, documents", attending(), lambda s: (*qkv(s), documents(s))),
-    Case(
+    OperatorCase("attention", "causal, documents", attending(), lambda s: (*qkv(s), documents(s))),
+    OperatorCase(
         "linear_attention",
         "causal, documents",
         _linear_attention,
         lambda s: (*qkv(s), documents(s)),
     ),
-    Case("cca_mix", "documents", _mix(), _mixing),
-    Case("grouped_mlp", "tokens where they lie", _own_expert, _tokens),
-    Case(
+    OperatorCase("cca_mix", "documents", _mix(), _mixing),
+    OperatorCase("grouped_mlp", "tokens where they lie", _own_expert, _tokens),
+    OperatorCase(
         "residual_norm",
         "attention's join, the experts' norm",
         _join_and_read,
         lambda s: (*_stream(s), *_norm_and_router(s)),
     ),
-    Case(
+    OperatorCase(
         "residual_norm",
         "experts' join",
         _gated_join,
         lambda s: (*_stream(s), normal(s.batch, s.length, dtype=jnp.float32)),
     ),
-    Case(
+    OperatorCase(
         "residual_norm",
         "attention's norm",
         lambda dtype: lambda h, scale: read(h, scale, EPS, dtype),
@@ -277,28 +277,30 @@ CASES = (
 )
 
 
-def further(operator: str, windows: Sequence[int] = ()) -> list[Case]:
+def further(operator: str, windows: Sequence[int] = ()) -> list[OperatorCase]:
     """What an operator must also do right: a run's windows, and what is rare in a step."""
     padded = functools.partial(documents, padded=True)
     with_padding = lambda s: (*qkv(s), padded(s))  # noqa: E731
     if operator == "attention":
         found = [
-            Case(operator, f"window of {window}", attending(window), with_padding)
+            OperatorCase(operator, f"window of {window}", attending(window), with_padding)
             for window in windows
         ]
-        whole = Case(operator, "log-sum-exps, padded tail", attending(lse=True), with_padding)
+        whole = OperatorCase(
+            operator, "log-sum-exps, padded tail", attending(lse=True), with_padding
+        )
         return [*found, whole]
     if operator == "linear_attention":
-        return [Case(operator, "padded tail", _linear_attention, with_padding)]
+        return [OperatorCase(operator, "padded tail", _linear_attention, with_padding)]
     if operator == "cca_mix":
         padded_mixing = functools.partial(_mixing, padded=True)
-        return [Case(operator, "all channels turn, padded tail", _mix(1), padded_mixing)]
+        return [OperatorCase(operator, "all channels turn, padded tail", _mix(1), padded_mixing)]
     if operator == "grouped_mlp":
-        return [Case(operator, "half of the experts idle", _own_expert, _tokens_of_few)]
+        return [OperatorCase(operator, "half of the experts idle", _own_expert, _tokens_of_few)]
     return []
 
 
-def _tokens_of_few(size: Size) -> tuple[Array, ...]:
+def _tokens_of_few(size: Size) -> tuple[RandomInput, ...]:
     x, _, *weights = _tokens(size)
     return x, below(max(size.model.num_experts // 2, 1), size.tokens), *weights
 
@@ -310,7 +312,7 @@ def _tokens_of_few(size: Size) -> tuple[Array, ...]:
 STACK = 2  # layers; the last one's weights are used
 
 
-def stacked(size: Size) -> tuple[Array, ...]:
+def stacked(size: Size) -> tuple[RandomInput, ...]:
     """Tokens, their experts, their gates, and both weights in stacks of layers, in the format of
     the step's copies."""
     x, choice, *weights = _tokens(size)
@@ -319,10 +321,12 @@ def stacked(size: Size) -> tuple[Array, ...]:
     return x, choice, normal(size.tokens, dtype=jnp.float32), *stacks
 
 
-def sums(size: Size) -> tuple[Array, ...]:
+def sums(size: Size) -> tuple[RandomInput, ...]:
     """The stacks of gradients, to which a micro-batch adds its own."""
     stacks = stacked(size)[3:]
-    return tuple(Array(w.shape, jnp.float32, lambda rng, shape: np.zeros(shape)) for w in stacks)
+    return tuple(
+        RandomInput(w.shape, jnp.float32, lambda rng, shape: np.zeros(shape)) for w in stacks
+    )
 
 
 def mlp_in_stacks(

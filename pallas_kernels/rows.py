@@ -47,7 +47,7 @@ def masked(place: Any, mask: jax.Array | None, other: float = 0) -> jax.Array:
     return tiles.load(place) if mask is None else tiles.load(place, mask=mask, other=other)
 
 
-class Rows:
+class HeadRows:
     """Access to these tokens' rows, of this head or these heads, in arrays of [B, tokens times
     heads, C], or without C.
 

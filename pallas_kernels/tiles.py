@@ -68,7 +68,7 @@ def tile_of[Tile: tuple](make: Callable[..., Tile], kernel: str, variant: str = 
     return make(**known[name if name in known else kernel])
 
 
-class Product(NamedTuple):
+class ProductTile(NamedTuple):
     """The tile of a product: its sides, the depth of a step, and how it runs."""
 
     rows: int

@@ -50,7 +50,7 @@ XLA, SHIPPED, BEST = "XLA", "shipped", "best of each"
 Row = dict[str, Any]
 
 
-class Case(NamedTuple):
+class TriedCall(NamedTuple):
     """An operator's call with its gradients; without `timed` it must only be right."""
 
     operator: str
@@ -59,8 +59,8 @@ class Case(NamedTuple):
     size: Size
     # dtype → function(arguments, sums) → (results, sums); `sums` are given away and come back.
     call: Callable[[Any], Callable]
-    arguments: Callable[[Size], tuple[cases.Array, ...]]
-    sums: Callable[[Size], tuple[cases.Array, ...]]
+    arguments: Callable[[Size], tuple[cases.RandomInput, ...]]
+    sums: Callable[[Size], tuple[cases.RandomInput, ...]]
 
     @property
     def name(self) -> tuple[str, str]:
@@ -73,7 +73,7 @@ class Case(NamedTuple):
         return arguments, cases.values_of(self.sums(self.size))
 
 
-def request_cases(asked: Mapping[str, Any], operator: str) -> list[Case]:
+def request_cases(asked: Mapping[str, Any], operator: str) -> list[TriedCall]:
     """An operator's cases: the timed ones first."""
     model = SimpleNamespace(**asked["model"])
     size = Size("", asked["batch"], asked["length"], model, asked.get("whole", 0))
@@ -81,14 +81,14 @@ def request_cases(asked: Mapping[str, Any], operator: str) -> list[Case]:
     plain = [case for case in cases.CASES if case.operator == operator]
     more = cases.further(operator, asked.get("windows", ()))
     if operator == "grouped_mlp":
-        stacks = Case(operator, "in stacks", True, size, _in_stacks, cases.stacked, cases.sums)
+        stacks = TriedCall(operator, "in stacks", True, size, _in_stacks, cases.stacked, cases.sums)
         found, more = [stacks], [*more, *plain]
     else:
         found = [_case(case, size, True) for case in plain]
     return found + [_case(case, small, False) for case in more]
 
 
-def _case(case: cases.Case, size: Size, timed: bool) -> Case:
+def _case(case: cases.OperatorCase, size: Size, timed: bool) -> TriedCall:
     def call(dtype: Any) -> Callable:
         def run(arguments, sums):
             out, pull = cases.linearized(case, dtype)(*arguments)
@@ -96,7 +96,7 @@ def _case(case: cases.Case, size: Size, timed: bool) -> Case:
 
         return run
 
-    return Case(case.operator, case.label, timed, size, call, case.arguments, lambda size: ())
+    return TriedCall(case.operator, case.label, timed, size, call, case.arguments, lambda size: ())
 
 
 def _in_stacks(dtype: Any) -> Callable:
@@ -145,7 +145,7 @@ def implementations(
     return found
 
 
-def best_of_each(rows: Sequence[Row], cases: Sequence[Case]) -> dict[str, Tile]:
+def best_of_each(rows: Sequence[Row], cases: Sequence[TriedCall]) -> dict[str, Tile]:
     """The fastest right tile of each kernel, of those that are faster than what ships."""
     times = total_seconds(rows, [case for case in cases if case.timed])
     found: dict[str, Tile] = {}
@@ -158,7 +158,7 @@ def best_of_each(rows: Sequence[Row], cases: Sequence[Case]) -> dict[str, Tile]:
     return found
 
 
-def total_seconds(rows: Sequence[Row], needed: Sequence[Case]) -> dict[str, float]:
+def total_seconds(rows: Sequence[Row], needed: Sequence[TriedCall]) -> dict[str, float]:
     """The seconds of each implementation that is right in all these cases, over the timed ones."""
     right: dict[str, dict[tuple, float]] = {}
     for row in rows:
@@ -191,7 +191,7 @@ def try_all(
 
 
 def _try_case(
-    case: Case,
+    case: TriedCall,
     chosen: Mapping[str, dict[str, Tile]],
     asked: Mapping[str, Any],
     here: Chip,
@@ -230,7 +230,7 @@ def _try_case(
 class Reference:
     """A case's results and gradients in float32, and by how much others may differ."""
 
-    def __init__(self, case: Case, asked: Mapping[str, Any], here: Chip):
+    def __init__(self, case: TriedCall, asked: Mapping[str, Any], here: Chip):
         self.case, self.dtype = case, jnp.dtype(asked["dtype"])
         self.queue = not here.is_host
         self.given = case.values(self.dtype, self.dtype)

@@ -29,7 +29,7 @@ from numpy import typing as npt
 from pallas_kernels import tiles
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.reference import MASKED, NO_WINDOW
-from pallas_kernels.rows import LOG2E, Rows, Tile, formats
+from pallas_kernels.rows import LOG2E, HeadRows, Tile, formats
 
 Met = tuple[Any, Any, Any, Any]  # blocks [lo, hi), and of these [start, end) without a mask
 
@@ -313,19 +313,19 @@ def _over(lo, hi, start, end, step, carry):
     return lax.fori_loop(0, before + hi - end, edge, carry)
 
 
-def _rows(at: _Shape, batch, head, i) -> Rows:
+def _rows(at: _Shape, batch, head, i) -> HeadRows:
     """Block i of queries, each with the heads of its tile, from this one on."""
     n, num_heads = tiles.steps(at.rows), at.num_kv * at.parts * at.heads
     tokens = i * at.queries + lax.div(n, at.heads)
     real = tokens < at.q_len if at.q_len % at.queries else None
-    return Rows(batch, tokens, head + lax.rem(n, at.heads), num_heads, at.channels, real)
+    return HeadRows(batch, tokens, head + lax.rem(n, at.heads), num_heads, at.channels, real)
 
 
-def _keys_of(at: _Shape, batch, head, j) -> Rows:
+def _keys_of(at: _Shape, batch, head, j) -> HeadRows:
     """Block j of a head's keys, or values."""
     tokens = j * at.keys + tiles.steps(at.keys)
     real = tokens < at.k_len if at.k_len % at.keys else None
-    return Rows(batch, tokens, head, at.num_kv, at.channels, real)
+    return HeadRows(batch, tokens, head, at.num_kv, at.channels, real)
 
 
 def _place_of_queries(at: _Shape) -> tuple:

@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
-from pallas_kernels.tiles import Product as Tile
+from pallas_kernels.tiles import ProductTile as Tile
 
 
 def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:

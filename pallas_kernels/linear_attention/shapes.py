@@ -45,14 +45,14 @@ class Shape(NamedTuple):
         cut."""
         return min(self.wide, 32)
 
-    def cut(self, kernel: str) -> "Cut":
+    def cut(self, kernel: str) -> "FilledTile":
         tile = Tile.of(f"linear_{kernel}", self.channels, self.dtype)
         heads = tile.heads_of(self.group)
         queries = min(max(tile.rows // heads, 1), self.chunk)
-        return Cut(tile, heads, self.group // heads, queries, min(tile.keys, self.chunk))
+        return FilledTile(tile, heads, self.group // heads, queries, min(tile.keys, self.chunk))
 
 
-class Cut(NamedTuple):
+class FilledTile(NamedTuple):
     """A kernel's tile as this shape fills it."""
 
     tile: Tile

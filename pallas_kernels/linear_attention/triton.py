@@ -34,8 +34,8 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import tiles
 from pallas_kernels.attention import SAVED
 from pallas_kernels.linear_attention.reference import features
-from pallas_kernels.linear_attention.shapes import Cut, Shape, chunk_of, shape_of
-from pallas_kernels.rows import LOG2E, NARROW, Rows, Tile, formats, masked
+from pallas_kernels.linear_attention.shapes import FilledTile, Shape, chunk_of, shape_of
+from pallas_kernels.rows import LOG2E, NARROW, HeadRows, Tile, formats, masked
 
 AHEAD = 8  # chunks whose states `linear_carry` loads before it adds them up
 CARRIED = 1024  # numbers of a state that one of its programs has
@@ -260,12 +260,12 @@ def _result(shape, dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((shape[0], shape[1] * shape[2], *shape[3:]), dtype)
 
 
-def _grid_of_queries(at: Shape, cut: Cut) -> tuple[int, int]:
+def _grid_of_queries(at: Shape, cut: FilledTile) -> tuple[int, int]:
     # Neighbours in the grid start together; those of one head ask for the same state.
     return at.batch * at.num_kv * cut.parts, -(-at.length // cut.queries)
 
 
-def _flops(at: Shape, cut: Cut, products: int) -> float:
+def _flops(at: Shape, cut: FilledTile, products: int) -> float:
     """Those of this many products of queries with a chunk's keys, on and below the diagonal, and
     half as many with a state."""
     rows = 2.0 * at.batch * at.heads * at.chunks * at.chunk * at.wide
@@ -276,7 +276,7 @@ def _flops(at: Shape, cut: Cut, products: int) -> float:
     return of_keys + (rows if products == 2 else 2 * rows / at.group) * at.wide
 
 
-def _features_of(at: Shape, rows: Rows, ref, columns=None) -> jax.Array:
+def _features_of(at: Shape, rows: HeadRows, ref, columns=None) -> jax.Array:
     """Features of queries, zero where there are no queries; unchanged if they are features
     already."""
     x = rows.load(ref, columns)
@@ -289,7 +289,7 @@ def _features_of(at: Shape, rows: Rows, ref, columns=None) -> jax.Array:
     return tiles.narrow(x, ref.dtype)
 
 
-def _factor(at: Shape, rows: Rows, refs) -> jax.Array | None:
+def _factor(at: Shape, rows: HeadRows, refs) -> jax.Array | None:
     """The factor from the output's gradient to the numerator's; None where the latter is given."""
     return rows.load(refs["factor"]) if at.whole else None
 
@@ -302,21 +302,21 @@ def _features(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x + 1, jnp.exp2(jnp.minimum(x, 0) * LOG2E))
 
 
-def _queries_of(at: Shape, cut: Cut, batch, head, i) -> Rows:
+def _queries_of(at: Shape, cut: FilledTile, batch, head, i) -> HeadRows:
     """Block i of queries, each with the heads of its tile, from this one on."""
     n = tiles.steps(cut.rows)
     tokens = i * cut.queries + lax.div(n, cut.heads)
     return _rows(at, batch, tokens, head + lax.rem(n, cut.heads), at.heads)
 
 
-def _keys_of(at: Shape, keys: int, batch, head, j) -> Rows:
+def _keys_of(at: Shape, keys: int, batch, head, j) -> HeadRows:
     """Block j of a head's keys, or values."""
     return _rows(at, batch, j * keys + tiles.steps(keys), head, at.num_kv)
 
 
-def _rows(at: Shape, batch, tokens, head, num_heads) -> Rows:
+def _rows(at: Shape, batch, tokens, head, num_heads) -> HeadRows:
     real = tokens < at.length if at.length % at.chunk else None
-    return Rows(batch, tokens, head, num_heads, at.channels, real)
+    return HeadRows(batch, tokens, head, num_heads, at.channels, real)
 
 
 def _last(at: Shape, refs, batch, n):
@@ -343,7 +343,7 @@ def _sliced(at: Shape, add, carry):
     )
 
 
-def _states_body(at: Shape, cut: Cut, columns, of_keys, refs, states, totals):
+def _states_body(at: Shape, cut: FilledTile, columns, of_keys, refs, states, totals):
     state, n, column = (tiles.program_id(i) for i in range(3))
     batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
     place = column * columns, columns
@@ -422,7 +422,7 @@ def _carry_body(at: Shape, size, back, refs, states, totals):
         run(refs["totals"], totals, jnp.int32(0), at.wide)
 
 
-def _place_of_queries(at: Shape, cut: Cut) -> tuple:
+def _place_of_queries(at: Shape, cut: FilledTile) -> tuple:
     """State, batch, key-value head, rows, chunk, and the blocks of keys [lo, hi) of a program."""
     m, i = tiles.program_id(0), tiles.program_id(1)
     state = lax.div(m, cut.parts)
@@ -464,7 +464,7 @@ def _slice_of_state(at: Shape, refs, state, n, columns, by_row=True):
     return tiles.take(refs["states"], state, n, rows=places, columns=some, own=(own_places, own))
 
 
-def _outputs_body(at: Shape, cut: Cut, refs, out, denominator):
+def _outputs_body(at: Shape, cut: FilledTile, refs, out, denominator):
     state, batch, kv_head, rows, n, blocks = _place_of_queries(at, cut)
     q_ids = rows.ids(refs.get("segments"))
     carry = jnp.zeros((cut.rows, at.wide), jnp.float32), jnp.zeros(cut.rows, jnp.float32)
@@ -498,7 +498,7 @@ def _outputs_body(at: Shape, cut: Cut, refs, out, denominator):
     rows.store(denominator, total)
 
 
-def _d_queries_body(at: Shape, cut: Cut, refs, dq, *more):
+def _d_queries_body(at: Shape, cut: FilledTile, refs, dq, *more):
     state, batch, kv_head, rows, n, blocks = _place_of_queries(at, cut)
     q_ids, factor = rows.ids(refs.get("segments")), None
     if at.whole:
@@ -542,7 +542,7 @@ def _d_queries_body(at: Shape, cut: Cut, refs, dq, *more):
     rows.store(dq, dq_i)
 
 
-def _d_keys_body(at: Shape, cut: Cut, refs, dk, dv):
+def _d_keys_body(at: Shape, cut: FilledTile, refs, dk, dv):
     state, j = tiles.program_id(0), tiles.program_id(1)
     batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
     keys, n = _keys_of(at, cut.keys, batch, kv_head, j), lax.div(j * cut.keys, at.chunk)

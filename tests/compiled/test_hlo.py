@@ -31,7 +31,7 @@ def test_kinds_bytes_and_groups(mesh):
     assert found[0].wire_bytes == 2 * 256 * 3 / 4 and found[0].scalar and "psum" in found[0].op_name
     (found,) = read(lambda x: lax.psum_scatter(x, ("a", "b"), tiled=True), mesh, (16, 400))
     assert (found.kind, found.bytes, found.group_size) == ("reduce-scatter", 16 * 400 * 4, 8)
-    assert found.results == (hlo.Array("f32", (2, 400)),) and not found.scalar
+    assert found.results == (hlo.HloArray("f32", (2, 400)),) and not found.scalar
     (found,) = read(lambda x: lax.all_gather(x, "b", tiled=True), mesh, (16, 4))
     assert (found.kind, found.bytes, found.group_size, found.wire_bytes) == (
         "all-gather",
@@ -115,7 +115,7 @@ def test_asynchronous_and_combined_forms():
     assert len(found) == 3
     assert found["reduce-scatter"].bytes == 1024 and found["reduce-scatter"].group_size == 8
     assert found["all-gather"].bytes == 128 and found["all-gather"].operands == (
-        hlo.Array("bf16", (2, 4)),
+        hlo.HloArray("bf16", (2, 4)),
     )
     assert found["all-reduce"].bytes == 128 + 128 and found["all-reduce"].group_size == 8
     assert not any(c.in_loop for c in found.values())

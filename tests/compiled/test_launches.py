@@ -223,7 +223,7 @@ def test_memory_over_a_program_is_the_compilers():
 
 
 def test_a_collective_in_a_loop_that_does_not_turn_takes_no_time():
-    array = (hlo.Array("f32", (1 << 20,)),)
+    array = (hlo.HloArray("f32", (1 << 20,)),)
     sent = hlo.Collective("all-to-all", "a", array, array, 8, True, None, "", (tuple(range(8)),))
     kernels = tuple(
         launches.GpuKernel(name, op, "", 0.0, 1 << 22, 1 << 22, 0.0, False, collective)

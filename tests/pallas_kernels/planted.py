@@ -55,7 +55,7 @@ def wrong(fault: str, plain: Callable, arguments: Any, sums: Any) -> Any:
     return late((out, gradients), 2 * SLOW if fault == "slow" else 0.0), sums
 
 
-def with_faults(case: trying.Case, fault: str, xlas: str, dtype: Any) -> Callable:
+def with_faults(case: trying.TriedCall, fault: str, xlas: str, dtype: Any) -> Callable:
     plain = case.call(dtype)
     what, _, where = fault.partition("@")
 
@@ -76,7 +76,7 @@ def main() -> int:
     faults = dict(argument.split("=") for argument in sys.argv[1:])
     request_cases, tiles_to_measure = trying.request_cases, trying.candidates.tiles_to_measure
 
-    def planted(asked: Mapping[str, Any], operator: str) -> list[trying.Case]:
+    def planted(asked: Mapping[str, Any], operator: str) -> list[trying.TriedCall]:
         both = faults.get(operator, ""), faults.get(f"XLA's {operator}", "")
         return [
             case._replace(call=functools.partial(with_faults, case, *both))

@@ -51,7 +51,7 @@ _CALLED = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class HloArray:
     """An array in the program: its number format as XLA writes it, and its shape."""
 
     dtype: str
@@ -71,8 +71,8 @@ class Collective:
 
     kind: str
     name: str
-    operands: tuple[Array, ...]  # that the device puts in
-    results: tuple[Array, ...]  # that it gets out
+    operands: tuple[HloArray, ...]  # that the device puts in
+    results: tuple[HloArray, ...]  # that it gets out
     group_size: int  # devices that take part together
     in_loop: bool  # inside the body of a while loop
     # how often it runs: the product of the loops' known lengths; None if one is unknown
@@ -221,10 +221,11 @@ def operands(i: Instruction) -> list[str]:
     return []
 
 
-def arrays(shape: str) -> tuple[Array, ...]:
+def arrays(shape: str) -> tuple[HloArray, ...]:
     """The arrays of a shape, which may be a tuple."""
     return tuple(
-        Array(d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _SHAPE.findall(shape)
+        HloArray(d, tuple(int(n) for n in dims.split(",") if n))
+        for d, dims in _SHAPE.findall(shape)
     )
 
 
