@@ -294,7 +294,7 @@ def model_run(name: str) -> tuple:
     mesh = make_mesh(settings.mesh, jax.devices()[:1])
     setup = states.set_up(settings, mesh)
     like = states.abstract(settings, setup)
-    return settings, setup, snapshot.of_run(setup.optimizer, like, heads=1)
+    return settings, setup, snapshot.Copies(setup.optimizer, like)
 
 
 def model_save(args: argparse.Namespace) -> dict:

@@ -348,7 +348,6 @@ def _on(
     spread = _spread(config, mesh)
     specs = sharding.param_specs(config.model, config.precision, spread)
     of_batch = PartitionSpec(BATCH_AXES, spread.sequence_axes or None)
-    params = sharding.arrange(params, spread.heads)
     # As in training, without the check of replicated values: `loss` sums the devices' own counts.
     mapped = jax.shard_map(
         precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False

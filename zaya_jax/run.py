@@ -213,8 +213,7 @@ class Loop:
         multihost.barrier("set-up")
         # `copies.take` makes the copy from which a checkpoint is written; `copies.held` says where
         # its arrays lie in that.
-        heads = planned.setup.spread.heads
-        self.copies = snapshot.of_run(planned.setup.optimizer, planned.state, heads, logs.say)
+        self.copies = snapshot.Copies(planned.setup.optimizer, planned.state, logs.say)
         # `named`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
         self.state, self.named = start.first_state(
             begun.way, planned, begun.parent, begun.meta, self.store, self.copies, weights_of

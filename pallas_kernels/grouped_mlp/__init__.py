@@ -11,7 +11,9 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
     of_layer(rows, sizes, gate_up, down, layer)        → out, with the weights of a layer of stacks
 
 with weights in their own number format; products run in that of the rows, which `out` and `hidden`
-have too. One that `routes` also reads rows in place and writes their results, times a gate, to the
+have too. There gate_up is a matrix [D, 2 F] of each expert, the same numbers in the same order as
+[D, 2, F] (`_matrices`): the operators here take either form, and give gradients in that of the
+weights. One that `routes` also reads rows in place and writes their results, times a gate, to the
 same places: `routed_mlp`, and `layer_mlp` in the place of `of_layer`.
 """
 
@@ -30,32 +32,42 @@ IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
 PRODUCTS = "experts"  # the name under which a remat policy finds the grouped products' results
 
 
+def _matrices(gate_up, down) -> jax.Array:
+    """gate_up [.., D, 2, F] as matrices [D, 2 F], gate columns first; a stack of them like down's."""
+    return gate_up.reshape(*down.shape[:-2], down.shape[-1], -1)
+
+
+def _like(gradients, gate_up, down) -> tuple[jax.Array, jax.Array]:
+    """The gradients of both weights in the weights' own form and number format."""
+    d_gate_up, d_down = gradients
+    return d_gate_up.reshape(gate_up.shape).astype(gate_up.dtype), d_down.astype(down.dtype)
+
+
 @jax.custom_vjp
 def grouped_mlp(
     rows: Float[Array, "M D"],
     sizes: Int[Array, "E"],
-    gate_up: Float[Array, "E D F2"],
+    gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "M D"]:
     """The gated MLP of rows sorted by expert, `sizes` of each, in the rows' number format; gate
     columns come first."""
-    return chip.choose(IMPLEMENTATIONS).forward(rows, sizes, gate_up, down)[0]
+    return chip.choose(IMPLEMENTATIONS).forward(rows, sizes, _matrices(gate_up, down), down)[0]
 
 
 def _grouped_mlp_fwd(rows, sizes, gate_up, down):
-    out, hidden = chip.choose(IMPLEMENTATIONS).forward(rows, sizes, gate_up, down)
+    matrices = _matrices(gate_up, down)
+    out, hidden = chip.choose(IMPLEMENTATIONS).forward(rows, sizes, matrices, down)
     out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
     return out, (rows, sizes, gate_up, down, hidden)
 
 
 def _grouped_mlp_bwd(saved, d_out):
-    rows, _, gate_up, down, _ = saved
-    d_rows, *d_weights = chip.choose(IMPLEMENTATIONS).backward(*saved, d_out.astype(rows.dtype))
-    return (
-        d_rows,
-        None,
-        *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True)),
+    rows, sizes, gate_up, down, hidden = saved
+    d_rows, *d_weights = chip.choose(IMPLEMENTATIONS).backward(
+        rows, sizes, _matrices(gate_up, down), down, hidden, d_out.astype(rows.dtype)
     )
+    return d_rows, None, *_like(d_weights, gate_up, down)
 
 
 grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
@@ -72,32 +84,29 @@ def routed_mlp(
     order: Int[Array, "N"],
     sizes: Int[Array, "E"],
     gate: Float[Array, "N"] | None,
-    gate_up: Float[Array, "E D F2"],
+    gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "N D"]:
     """gate * `grouped_mlp` of the rows x[order], each put back in its place; only for
     implementations that `routes`."""
-    return triton.routed_forward(x, order, sizes, gate, gate_up, down, keep=False)[0]
+    matrices = _matrices(gate_up, down)
+    return triton.routed_forward(x, order, sizes, gate, matrices, down, keep=False)[0]
 
 
 def _routed_mlp_fwd(x, order, sizes, gate, gate_up, down):
-    out, hidden = triton.routed_forward(x, order, sizes, gate, gate_up, down)
+    matrices = _matrices(gate_up, down)
+    out, hidden = triton.routed_forward(x, order, sizes, gate, matrices, down)
     out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
     return out, (x, order, sizes, gate, gate_up, down, hidden)
 
 
 def _routed_mlp_bwd(saved, d_out):
     x, order, sizes, gate, gate_up, down, hidden = saved
+    matrices = _matrices(gate_up, down)
     d_x, d_gate, *d_weights = triton.routed_backward(
-        x, order, sizes, gate, gate_up, down, hidden, d_out.astype(x.dtype)
+        x, order, sizes, gate, matrices, down, hidden, d_out.astype(x.dtype)
     )
-    return (
-        d_x,
-        None,
-        None,
-        d_gate,
-        *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True)),
-    )
+    return d_x, None, None, d_gate, *_like(d_weights, gate_up, down)
 
 
 routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)
@@ -106,7 +115,7 @@ routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)
 def layer_mlp(
     rows: Float[Array, "M D"],
     sizes: Int[Array, "E"],
-    gate_up: Float[Array, "L E D F2"],
+    gate_up: Float[Array, "L E D 2 F"],
     down: Float[Array, "L E F D"],
     layer: Int[Array, ""],
     order: Int[Array, "M"] | None = None,
@@ -116,13 +125,14 @@ def layer_mlp(
     Given their `order`, rows are not sorted yet, as for `routed_mlp`: of implementations that
     `routes`.
     """
+    matrices = _matrices(gate_up, down)
     if routes():
-        return triton.routed_forward(rows, order, sizes, None, gate_up, down, layer, keep=False)[0]
+        return triton.routed_forward(rows, order, sizes, None, matrices, down, layer, keep=False)[0]
     assert order is None
-    return chip.choose(IMPLEMENTATIONS).of_layer(rows, sizes, gate_up, down, layer)
+    return chip.choose(IMPLEMENTATIONS).of_layer(rows, sizes, matrices, down, layer)
 
 
-def unwritten(weights: Float[Array, "L E D1 D2"]) -> jax.Array:
+def unwritten(weights: Float[Array, "L E *D"]) -> jax.Array:
     """An unwritten stack for the gradients of these: `stacked_mlp` writes all of it."""
     return tiles.empty(weights.shape, jnp.float32)
 
@@ -133,7 +143,7 @@ def stacked_mlp(
     order: Int[Array, "N"],
     sizes: Int[Array, "E"],
     gate: Float[Array, "N"],
-    gate_up: Float[Array, "L E D F2"],
+    gate_up: Float[Array, "L E D 2 F"],
     down: Float[Array, "L E F D"],
     layer: Int[Array, ""],
     sums: tuple[jax.Ref, jax.Ref],
@@ -147,11 +157,13 @@ def stacked_mlp(
     or adds them; that the caller must ignore the weights' own gradients, which are zero. With
     `shares` it writes their results.
     """
-    return triton.routed_forward(x, order, sizes, gate, gate_up, down, layer, keep=False)[0]
+    matrices = _matrices(gate_up, down)
+    return triton.routed_forward(x, order, sizes, gate, matrices, down, layer, keep=False)[0]
 
 
 def _stacked_mlp_fwd(x, order, sizes, gate, gate_up, down, layer, sums, add, shares):
-    out, hidden = triton.routed_forward(x, order, sizes, gate, gate_up, down, layer)
+    matrices = _matrices(gate_up, down)
+    out, hidden = triton.routed_forward(x, order, sizes, gate, matrices, down, layer)
     out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
     return out, (x, order, sizes, gate, gate_up, down, hidden, layer, sums)
 
@@ -164,7 +176,7 @@ def _stacked_mlp_bwd(add, shares, saved, d_out):
         order,
         sizes,
         gate,
-        gate_up,
+        _matrices(gate_up, down),
         down,
         hidden,
         d_out.astype(x.dtype),
@@ -175,10 +187,10 @@ def _stacked_mlp_bwd(add, shares, saved, d_out):
         for ref, share, d in zip(sums, shares, given, strict=True):
             ref[layer] = share(d)
         return d_x, None, None, d_gate, None, None, None, None
-    held = [ref[...] for ref in sums]
-    d_x, d_gate, *held = backward((held, add))
+    of_gate_up, of_down = (ref[...] for ref in sums)
+    d_x, d_gate, *held = backward(([_matrices(of_gate_up, down), of_down], add))
     for ref, new in zip(sums, held, strict=True):
-        ref[...] = new
+        ref[...] = new.reshape(ref.shape)
     return d_x, None, None, d_gate, None, None, None, None
 
 

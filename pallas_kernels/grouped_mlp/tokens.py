@@ -43,7 +43,7 @@ permute.defvjp(
 def of_own_expert(
     x: Float[Array, "N D"],
     choice: Int[Array, "N"],
-    gate_up: Float[Array, "E D F2"],
+    gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
     gate: Float[Array, "N"] | None = None,
 ) -> Float[Array, "N D"]:

@@ -21,7 +21,7 @@ from zaya_jax.checkpoint import layout, partial, seal
 from zaya_jax.checkpoint import place as place_lib
 from zaya_jax.checkpoint.run import rewrite, store
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import Checkpoint, StorageError
+from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.training.workdir import open_workdir
 
 
@@ -148,11 +148,26 @@ def test_any_byte_of_the_list_itself(runs):
         for change in (1, 32):
             marker.write_bytes(content[:at] + bytes([content[at] ^ change]) + content[at + 1 :])
             assert [d.file for d in Vault(runs[0]).verify(40)][:1] == [layout.MARKER], at
-    for other in (content + b"\n", content.replace(b'2,"', b'3,"')):
+    for other in (content + b"\n", content.replace(b'3,"', b'4,"')):
         marker.write_bytes(other)
         assert Vault(runs[0]).verify(40)[0].file == layout.MARKER
-    marker.write_bytes(seal.signed(seal.unsigned(content) | {"format": 3}))
-    assert "of format 3, but this version reads 2" in str(Vault(runs[0]).verify(40)[0])
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_and_stays(runs):
+    """It is no damage: with on_corrupt=previous, too, it is not set aside."""
+    for step in (36, 40):
+        marker = runs[0] / str(step) / layout.MARKER
+        marker.write_bytes(seal.signed(seal.unsigned(marker.read_bytes()) | {"format": 2}))
+    words = "/checkpoints/40 is a checkpoint of format 2, and this version reads format 3 alone; go"
+    start = store.Store(runs[0].parent, Checkpoint(on_corrupt="previous"), print)
+    for read in (
+        start.bring_newest,
+        lambda: partial.read(runs[0].parent, "*"),
+        lambda: Vault(runs[0]).verify(40),
+    ):
+        with pytest.raises(UserError, match=words):
+            read()
+    assert {path.name for path in runs[0].iterdir()} >= {"36", "40"}
 
 
 def test_the_recorded_config_is_compared_too(tmp_path, called):

@@ -48,7 +48,7 @@ def shapes(L=5, D=32, H=2, K=1, C=8, E=4, F=16, R=8, V=50):
             "attn_join": join,
             "moe_norm": {"scale": (L, D)},
             "router": router,
-            "experts": {"gate_up": (L, E, D, 2 * F), "down": (L, E, F, D)},
+            "experts": {"gate_up": (L, E, D, 2, F), "down": (L, E, F, D)},
             "moe_join": dict(join),
         },
     }

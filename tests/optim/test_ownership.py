@@ -199,7 +199,7 @@ def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
         }
         assert total["exchange"] <= 5 * total["reduce-scatter"] / devices
     # 80 on each: nothing moves
-    assert layout_of("zaya1_base", data=8).matrices["muon 2048x4096"].plan.nothing
+    assert layout_of("zaya1_base", data=8).matrices["muon 2048x2x2048"].plan.nothing
 
 
 def test_boxes_are_the_run_in_order():

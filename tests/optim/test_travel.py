@@ -17,7 +17,8 @@ from zaya_jax.optim import zero
 from zaya_jax.optim.zero import matrices
 
 WEIGHTS = {  # path: (shape, method, spec on a mesh that has these axes)
-    "experts": ((3, 6, 12, 8), "muon", (None, "expert", None, "tensor")),
+    # a matrix of three dims, whose columns are cut in pairs
+    "pairs": ((3, 6, 12, 2, 4), "muon", (None, "expert", "data", None, "tensor")),
     "down": ((3, 6, 8, 12), "muon", (None, "expert", "tensor")),
     "square": ((5, 24, 24), "muon", (None, "data", "tensor")),
     "odd": ((7, 3, 5), "muon", ()),
@@ -37,7 +38,10 @@ def layout_on(axes: dict[str, int], sharded: tuple[str, ...]) -> zero.Layout:
             (axis,) if axis in sharded and axis in axes and size % axes[axis] == 0 else ()
             for axis, size in zip((*spec, *[None] * (len(shape) - len(spec))), shape, strict=True)
         ]
-        weights.append(zero.Weight(path, shape, method, path[:1], tuple(dims)))
+        matrix_dims = 3 if path == "pairs" else 2
+        weights.append(
+            zero.Weight(path, shape, method, path[:1], tuple(dims), matrix_dims=matrix_dims)
+        )
     return zero.Layout(weights, jax.tree.structure(dict.fromkeys(WEIGHTS, 0)), axes)
 
 

@@ -27,7 +27,7 @@ def tensor_specs(like):
     embedding by rows."""
     specs = optim_helpers.expert_specs(like)
     specs["layers"]["experts"] = {
-        "gate_up": PartitionSpec(None, "expert", None, "tensor"),
+        "gate_up": PartitionSpec(None, "expert", None, None, "tensor"),
         "down": PartitionSpec(None, "expert", "tensor"),
     }
     specs["layers"]["cca"]["q"]["kernel"] = PartitionSpec(None, "data", "tensor")
@@ -86,7 +86,7 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     names = {
         "muon 16x32",
         "muon 32x16",
-        "muon 32x32",
+        "muon 32x2x16",
         "muon 32x8",
         "muon 32x4",
         "muon 8x8",
@@ -95,7 +95,7 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     assert set(layout.methods) == names | {"adamw cut", "adamw whole"}
     travel = {name: b for name, b in layout.matrices.items() if not b.together}
     small = {name: b for name, b in layout.matrices.items() if b.together}
-    assert travel.keys() == {"muon 16x32", "muon 32x16", "muon 32x32"} | ({"muon 32x8"})
+    assert travel.keys() == {"muon 16x32", "muon 32x16", "muon 32x2x16", "muon 32x8"}
 
     size = 2 if precision == "bfloat16" else 4
     (vectors,) = layout.vectors
@@ -194,11 +194,10 @@ def test_one_device_needs_no_bucket(like):
 def test_buckets_join_stacks_of_one_shape():
     like = optim_helpers.shapes(L=3, D=16, H=2, K=2, C=8, E=4, F=8, R=16, V=20)
     layout = chain.build(Optim(), Precision(), like, axes=dict(data=8)).layout
-    # q, k and o are 16x16, so are the router's down, fc1, fc2, and each of the 4 experts' gate_up:
-    # 3 layers of them.
+    # q, k and o are 16x16, so are the router's down, fc1 and fc2: 3 layers of them.
     bucket = layout.matrices["muon 16x16"]
-    assert bucket.count == 3 * 6 + 3 * 4 and bucket.slots == 4
-    assert layout.matrices["muon 8x16"].count == 12
+    assert bucket.count == 3 * 6 and bucket.slots == 3
+    assert layout.matrices["muon 8x16"].count == layout.matrices["muon 16x2x8"].count == 12
 
 
 def test_sizes_that_do_not_divide_are_named(like):

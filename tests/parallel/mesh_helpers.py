@@ -147,17 +147,14 @@ def program(settings: config.Config, num_devices: int):
 def arguments(settings: config.Config, mesh: jax.sharding.Mesh, host: dict, bias=None) -> tuple:
     """The program's arguments."""
     spread = spread_of(settings.mesh, mesh.shape)
-    params = sharding.arrange(parameters(settings), spread.heads)
     bias = zaya.init_balance(settings.model) if bias is None else bias
-    return params, bias, steps.put_batch(mesh, host, 1, spread)
+    return parameters(settings), bias, steps.put_batch(mesh, host, 1, spread)
 
 
 def loss_and_gradients(settings: config.Config, num_devices: int, host: dict, bias=None):
-    """Loss, counts and gradients (as a checkpoint would order them), on the host."""
+    """Loss, counts and gradients, on the host."""
     mesh, run = program(settings, num_devices)
-    loss, counts, grads = run(*arguments(settings, mesh, host, bias))
-    heads = spread_of(settings.mesh, mesh.shape).heads
-    return jax.device_get((loss, counts, sharding.arrange(grads, heads, inverse=True)))
+    return jax.device_get(run(*arguments(settings, mesh, host, bias)))
 
 
 def compiled(settings: config.Config, num_devices: int) -> jax.stages.Compiled:
@@ -191,8 +188,8 @@ class Run:
         self.setup = states.set_up(self.settings, self.mesh)
         self.optimizer = self.setup.optimizer
         self.step = steps.make_train_step(self.settings, self.setup)
-        like = states.abstract(self.settings, self.setup)
-        self.copies = snapshot.of_run(self.optimizer, like, self.setup.spread.heads)
+        self.abstract = states.abstract(self.settings, self.setup)
+        self.copies = snapshot.Copies(self.optimizer, self.abstract)
         self.restart()
 
     def restart(self):
@@ -211,15 +208,9 @@ class Run:
 
     def logical(self):
         """The state as a checkpoint holds it, on the host."""
-        state, parts = (
-            jax.device_get(self.state),
-            spread_of(self.settings.mesh, self.mesh.shape).heads,
-        )
-        logical = {
+        state = jax.device_get(self.state)
+        return {
             "params": state["params"],
             "optimizer": logical_state.of(self.optimizer, state["optimizer"]),
-        }
-        return {
-            **sharding.arrange(logical, parts, inverse=True),
             "balance": state["balance"]._asdict(),
         }

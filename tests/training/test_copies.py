@@ -64,7 +64,7 @@ def on(devices, **keys):
     mesh = make_mesh(config.mesh, tiny_runs.ALL_DEVICES[:devices])
     setup = states.set_up(config, mesh)
     state = states.abstract(config, setup)
-    return config, setup, state, snapshot.of_run(setup.optimizer, state, 1)
+    return config, setup, state, snapshot.Copies(setup.optimizer, state)
 
 
 def check_copies(optimizer, state, weights):

@@ -97,8 +97,9 @@ def test_the_merged_weights_are_the_bases_own_numbers_and_the_updates(folder, mo
     found = trees.flat(partial.read(merged.Merged(run, base)))
     pairs = trees.flat(partial.read(run))
     for name, x in trees.flat(partial.read(base)).items():
-        update = pairs[f"{name}.a"] @ pairs[f"{name}.b"] if f"{name}.a" in pairs else 0
-        np.testing.assert_allclose(found[name], x + update, atol=1e-7, err_msg=name)
+        if f"{name}.a" in pairs:
+            x = x + (pairs[f"{name}.a"] @ pairs[f"{name}.b"]).reshape(x.shape)
+        np.testing.assert_allclose(found[name], x, atol=1e-7, err_msg=name)
 
 
 def test_a_base_of_another_function_is_said_and_its_adapters_stay_here(folder, tmp_path, capsys):

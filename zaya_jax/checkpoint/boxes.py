@@ -2,7 +2,7 @@
 nothing between them.
 
 A run keeps its state in arrays of its own: ZeRO-1's buckets of whole matrices from many weights,
-widths in another order, rows of padding. A checkpoint has plain arrays. A list of parts connects
+vectors in a row, slots that are not in use. A checkpoint has plain arrays. A list of parts connects
 the two, each a box of a checkpoint's array that lies on one device:
 
     held = Holding(arrays, leaves, parts)       for a run; `of_tree` if its arrays are the checkpoint's own
@@ -32,15 +32,12 @@ class HeldBox:
     leaf: str  # the run's
     device: jax.Device
     place: Box  # in the device's part of it: the same numbers in row-major order
-    outer: Box = ()  # where the place holds more than this box: a box of all its numbers,
-    inner: Box = ()  # and where in that one's own numbers these are
 
     def of(self, own: np.ndarray) -> np.ndarray:
         """A view of its numbers in the device's part of the leaf, in the shape of the box."""
         # a scalar's is empty, and its number a view all the same
         place: tuple[Any, ...] = (*self.place, ...)
-        inner: tuple[Any, ...] = (*self.inner, ...)
-        return own[place].reshape(layout.sizes(self.outer or self.box), copy=False)[inner]
+        return own[place].reshape(layout.sizes(self.box), copy=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,7 +208,8 @@ def chunk_shape(
 
 
 def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> NamedSharding:
-    """A sharding that also cuts replicated parts, over the devices that hold them.
+    """A sharding that also cuts replicated parts, over the devices that hold them; the same one
+    where there is nothing to cut.
 
     Each device's new part lies within its old one, so the array need not travel. Parts do not get
     smaller than PART_BYTES.
@@ -219,6 +220,7 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
     parts = [math.prod(mesh.shape[name] for name in dim) for dim in dims]
     size = math.prod(shape) * np.dtype(dtype).itemsize // max(math.prod(parts), 1)
     used = {name for dim in dims for name in dim}
+    given = sum(map(len, dims))
     for name, factor in mesh.shape.items():
         if name in used or size // factor < PART_BYTES:
             continue
@@ -227,6 +229,8 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
             dims[dim].append(name)
             parts[dim] *= factor
             size //= factor
+    if sum(map(len, dims)) == given:
+        return sharding
     return NamedSharding(mesh, PartitionSpec(*(tuple(dim) or None for dim in dims)))
 
 

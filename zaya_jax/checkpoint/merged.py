@@ -112,7 +112,9 @@ class Merged(Unsealed):
         if f"{array.name}.a" in self._pairs:
             whole = tuple(slice(0, n) for n in array.shape)
             _, box = next(at for at in array.touched(whole) if at[0] == index)
-            a = self._pairs[f"{array.name}.a"][box[:-1]]
-            b = self._pairs[f"{array.name}.b"][(*box[:-2], slice(None), box[-1])]
-            x[tuple(slice(0, n) for n in layout.sizes(box))] += a @ b
+            a, b = self._pairs[f"{array.name}.a"], self._pairs[f"{array.name}.b"]
+            rows = a.ndim - 2  # the dim of the matrices' rows; columns of gate and up are two dims
+            update = a[box[: rows + 1]] @ b[box[:rows]]
+            update = update.reshape(*update.shape[:-1], *array.shape[rows + 1 :])
+            x[tuple(slice(0, n) for n in layout.sizes(box))] += update[(..., *box[rows + 1 :])]
         return x

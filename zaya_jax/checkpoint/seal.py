@@ -1,7 +1,7 @@
 """Lists a checkpoint's files with their checksums, its step and its run; with this list the
 checkpoint is complete.
 
-    checksums.json    {"format": 2, "run": ..., "step": ..., "files": {NAME: [bytes, crc32c, tail]}, "crc32c": ...}
+    checksums.json    {"format": 3, "run": ..., "step": ..., "files": {NAME: [bytes, crc32c, tail]}, "crc32c": ...}
 
 A chunk ends in its own crc32c, a tail of four bytes. A checksum taken over both would be the same
 for every chunk, so it is the raw numbers' that is listed, and the tail must be equal to it. So a
@@ -18,9 +18,9 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import shown
+from zaya_jax.config import UserError, shown
 
-FORMAT = 2
+FORMAT = 3  # 2 had the experts' gate_up as [L, E, D, 2 F]
 TAIL = 4  # bytes
 RUN = ".run"  # the file next to the steps with the name of their run
 BLOCK = 4 << 20  # summed at a time: the checksum holds the interpreter's lock meanwhile
@@ -51,11 +51,14 @@ class Seal:
 
 
 def parse(content: bytes) -> Seal:
-    """A seal from its file's content; ValueError if a byte has changed."""
+    """A seal from its file's content; ValueError if a byte has changed, UserError if it is one of
+    another version, which is no damage."""
     found = unsigned(content)
     if found.get("format") != FORMAT:
-        raise ValueError(
-            f"of format {shown(found.get('format'))}, but this version reads {FORMAT}; take another"
+        raise UserError(
+            f"is a checkpoint of format {shown(found.get('format'))}, and this version reads format"
+            f" {FORMAT} alone; go on with the version that wrote it, or export it there"
+            " (`experiments.checkpoint to_hf`) and begin here with --config.run.init_from=DIR"
         )
     seal = Seal(found["files"], found["step"], found["run"])
     for name in seal.files:  # it may come from anywhere, and files are written by these names

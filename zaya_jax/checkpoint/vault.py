@@ -26,7 +26,7 @@ from zaya_jax.checkpoint.layout import COMMITTED, DONE, MARKER, META, STATE
 from zaya_jax.checkpoint.place import Place, Unreachable, each
 from zaya_jax.checkpoint.seal import Seal, Sums
 from zaya_jax.cluster import multihost
-from zaya_jax.config import StorageError
+from zaya_jax.config import StorageError, UserError
 
 Step = int | str  # a checkpoint's number, or the name of a folder outside of a run
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -84,7 +84,7 @@ class Vault:
 
     def seal(self, step: Step) -> Seal:
         """A step's list; StorageError where it is damaged, or of another step or run than it lies
-        as."""
+        as, UserError where it is of another version's format."""
         found = self._seal(step)
         if isinstance(found, Damage):
             raise StorageError(f"{self.url}/{step} is damaged: {found}")
@@ -94,6 +94,8 @@ class Vault:
         try:
             found = seal.parse(self.get(step, MARKER))
             what = found.differs(step if isinstance(step, int) else None, self.owner())
+        except UserError as error:
+            raise UserError(f"{self.url}/{step} {error}") from None
         except ValueError as error:
             what = str(error)
         except Unreachable:

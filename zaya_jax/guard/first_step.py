@@ -82,7 +82,8 @@ def weights(model: config_lib.Model) -> Any:
     def one(path: Any, x: Any) -> np.ndarray:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         around = name.endswith(("scale", "temperature", "eda"))
-        size = 0.1 if len(x.shape) < 3 else x.shape[-2] ** -0.5
+        rows = -3 if name == "layers/experts/gate_up" else -2
+        size = 0.1 if len(x.shape) < 3 else x.shape[rows] ** -0.5
         found = (around + size * random.standard_normal(x.shape)).astype(np.float32)
         if name.endswith(("/o/kernel", "experts/down", "mlp/down/kernel")):
             found[..., :CODES] = 0
@@ -108,7 +109,7 @@ def numbers(
     batch = {name: np.array(x) for name, x in files.read_json(EXPECTED)["batch"].items()}
     sharding.check(config, spread, lengths={"the small step's": batch["tokens"].shape[1]})
     setup = states.set_up(config, mesh, spread)
-    copies = snapshot.of_run(setup.optimizer, states.abstract(config, setup), spread.heads)
+    copies = snapshot.Copies(setup.optimizer, states.abstract(config, setup))
     # The same rows again and again have the same loss and gradients.
     rows = np.arange(np.lcm(len(batch["tokens"]), micro_batches * spread.data * spread.expert))
     part, parts = meshes.rows_of_process(mesh)

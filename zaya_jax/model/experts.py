@@ -20,7 +20,7 @@ def expert_mlp(
     x: Float[Array, "N D"],
     choice: Int[Array, "N"],
     gate: Float[Array, "N"] | None,
-    gate_up: Float[Array, "E D F2"],
+    gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
     *,
     dtype,
@@ -51,7 +51,7 @@ def masked(gate: Float[Array, "N"], choice: Int[Array, "N"], num_experts: int) -
 
 
 def read_and_written_in_place(
-    gate_up: Float[Array, "L E D F2"],
+    gate_up: Float[Array, "L E D 2 F"],
     down: Float[Array, "L E F D"],
     gradients: tuple[jax.Ref, jax.Ref],
     add: bool,
@@ -79,7 +79,7 @@ def read_and_written_in_place(
 
 
 def read_in_place(
-    gate_up: Float[Array, "L E D F2"], down: Float[Array, "L E F D"]
+    gate_up: Float[Array, "L E D 2 F"], down: Float[Array, "L E F D"]
 ) -> Callable[[jax.Array], Callable]:
     """The same without a gate and gradients, for decoding: only experts that a token chose are
     read."""

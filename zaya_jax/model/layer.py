@@ -17,7 +17,7 @@ from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import masked
 from zaya_jax.model.placement import Placement
 from zaya_jax.model.router import Router
-from zaya_jax.model.weights import Join, RMSNorm, weight
+from zaya_jax.model.weights import PAIR, Join, RMSNorm, weight
 
 
 class Experts(nnx.Module):
@@ -28,7 +28,8 @@ class Experts(nnx.Module):
             model.moe_intermediate_size,
             model.initializer_range,
         )
-        self.gate_up = weight(rngs, (e, d, 2 * f), ("expert", "embed", "mlp"), std)
+        # The gate's columns, then up's: devices that share the width have both of a channel.
+        self.gate_up = weight(rngs, (e, d, 2, f), ("expert", "embed", PAIR, "mlp"), std)
         self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
         self.num_experts = e  # gate_up may hold only a device's own
         self.dtype = jnp.dtype(precision.compute)

@@ -2,7 +2,8 @@
 them are trained.
 
 A layer gets W + A B for a matrix W [.., a, b], with A [.., a, r] and B [.., r, b]
-(`placement.Weights.local`). A begins as random numbers of variance 1 / a, B as zeros, so a run
+(`placement.Weights.local`); the experts' gate and up [.., a, 2, b] count as one matrix of 2 b
+columns. A begins as random numbers of variance 1 / a, B as zeros, so a run
 begins with the function of the weights under it. There is no factor on the product (PEFT's alpha is
 r): the learning rate sets its pace.
 
@@ -10,24 +11,28 @@ Adapters are a tree like the parameters, with a pair {"a", "b"} in each place of
 and no other places.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from zaya_jax import trees
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import zaya
+from zaya_jax.model.weights import PAIR
 
 RANK = "rank"  # the logical axis between the factors
 
 
 def targets(model: Model) -> dict[str, tuple[str | None, ...]]:
-    """The logical axes of each adapted matrix by its path, "layers/cca/q/kernel"."""
+    """The logical axes of each adapted matrix by its path, "layers/cca/q/kernel": of its stack,
+    rows and columns."""
     axes = jax.tree_util.tree_flatten_with_path(
         zaya.param_axes(model), is_leaf=lambda x: isinstance(x, tuple)
     )[0]
     found = {trees.name_of(path, "/"): names for path, names in axes}
     return {
-        path: names
+        path: tuple(name for name in names if name != PAIR)
         for path, names in found.items()
         if _is_rounded(path) and not path.endswith("/bias")
     }
@@ -51,8 +56,9 @@ def param_axes(model: Model) -> dict:
 def abstract(model: Model, rank: int) -> dict:
     """The adapters as ShapeDtypeStructs, float32."""
     shapes, pairs = trees.flat(zaya.abstract(model), "/"), {}
-    for path in targets(model):
-        *stack, rows, columns = shapes[path].shape
+    for path, axes in targets(model).items():
+        *stack, rows = shapes[path].shape[: len(axes) - 1]
+        columns = math.prod(shapes[path].shape[len(axes) - 1 :])
         pairs[f"{path}/a"] = jax.ShapeDtypeStruct((*stack, rows, rank), jnp.float32)
         pairs[f"{path}/b"] = jax.ShapeDtypeStruct((*stack, rank, columns), jnp.float32)
     return trees.nested(pairs, "/")

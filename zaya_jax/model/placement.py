@@ -44,6 +44,7 @@ from pallas_kernels.loops import visiting
 from zaya_jax.config import Model
 from zaya_jax.model.cache import WHOLE, Cache
 from zaya_jax.model.experts import expert_mlp
+from zaya_jax.model.weights import PAIR
 
 Axes = tuple[str | None, ...]
 Kept = dict[str, Any] | None  # with a cache, the layer's entries
@@ -98,9 +99,11 @@ class Weights:
             axes, name = w.get_metadata()["axes"], "/".join(map(str, path))
             x = self._whole(w[...], axes)
             if f"{name}/a" in self.adapters:
-                a = self._whole(self.adapters[f"{name}/a"], (*axes[:-1], None))
-                b = self._whole(self.adapters[f"{name}/b"], (*axes[:-2], None, axes[-1]))
-                x = (x + jnp.matmul(a, b, precision="highest")).astype(x.dtype)
+                *stack, rows, columns = (axis for axis in axes if axis != PAIR)
+                a = self._whole(self.adapters[f"{name}/a"], (*stack, rows, None))
+                b = self._whole(self.adapters[f"{name}/b"], (*stack, None, columns))
+                update = jnp.matmul(a, b, precision="highest").reshape(x.shape)
+                x = (x + update).astype(x.dtype)
             return w.replace(self.own(x, axes))
 
         return nnx.from_flat_state([(path, one(path, w)) for path, w in nnx.to_flat_state(weights)])

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.products import dot
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read, rms_norm
 
+PAIR = "pair"  # the logical axis of gate and up, [.., in, 2, out]: their columns are one matrix's
+
 
 def weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: float | str

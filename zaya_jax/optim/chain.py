@@ -39,13 +39,14 @@ from zaya_jax.optim import muon, skip, zero
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Weights (a regular expression for the path), their group in figures, their method, decay or
-    not."""
+    not; of Muon's the number of last dims that are one matrix."""
 
     pattern: str
     group: str
     method: str
     decay: bool
     reason: str
+    matrix_dims: int = 2
 
 
 TABLE = (
@@ -73,7 +74,15 @@ TABLE = (
         "a dense model's; matrices",
     ),
     Row(
-        r"layers/experts/(gate_up|down)(/[ab])?",
+        r"layers/experts/gate_up",
+        "experts",
+        "muon",
+        True,
+        "matrices, one for each layer and expert: the columns of gate and up read the same input",
+        matrix_dims=3,
+    ),
+    Row(
+        r"layers/experts/(down|(gate_up|down)/[ab])",
         "experts",
         "muon",
         True,
@@ -195,7 +204,7 @@ def claim(
     claims = {}
     for path, shape in paths_and_shapes.items():
         rows = [row for row in table if re.fullmatch(row.pattern, path)]
-        if len(rows) != 1 or (rows[0].method == "muon" and len(shape) < 2):
+        if len(rows) != 1 or (rows[0].method == "muon" and len(shape) < rows[0].matrix_dims):
             patterns = " and ".join(repr(row.pattern) for row in rows) or "none"
             raise UserError(
                 f"the weight {path} {list(shape)} is claimed by {patterns} of the rows of TABLE in"
@@ -258,7 +267,7 @@ def build(
         layout.methods,
     )
     finish = optax.chain(
-        _size(optim.muon_scale, params, methods),
+        _size(optim.muon_scale, layout),
         optax.add_decayed_weights(optim.weight_decay, decay),
         _scale_by_learning_rate(optim.adamw_lr_factor, methods),
     )
@@ -277,7 +286,13 @@ def _layout(shapes, treedef, claims, specs, axes, copy, *nodes) -> zero.Layout:
         row = claims[path]  # the router's products are not in the compute format
         weights.append(
             zero.Weight(
-                path, shape, row.method, row.group, dims, "" if row.group == "router" else copy
+                path,
+                shape,
+                row.method,
+                row.group,
+                dims,
+                "" if row.group == "router" else copy,
+                row.matrix_dims,
             )
         )
     return zero.Layout(weights, treedef, axes, *nodes)
@@ -368,13 +383,13 @@ def _kept(transformation: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(transformation.init, update)
 
 
-def _size(kind: str, params: Any, methods: Any) -> optax.GradientTransformation:
+def _size(kind: str, layout: zero.Layout) -> optax.GradientTransformation:
     """Scales Muon's directions in float32; AdamW's are scaled already."""
 
-    def factor(p, method):  # from the whole matrix; a device may hold only a part
-        return muon.matrix_scale(kind, p.shape) if method == "muon" else 1.0
+    def factor(w: zero.Weight) -> float:  # from the whole matrix; a device may hold only a part
+        return muon.matrix_scale(kind, w.matrix) if w.method == "muon" else 1.0
 
-    factors = jax.tree.map(factor, params, methods)
+    factors = jax.tree.unflatten(layout.treedef, map(factor, layout.weights))
 
     def update(updates, state, params=None):
         del params

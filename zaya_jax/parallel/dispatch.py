@@ -59,7 +59,7 @@ def expert_mlp(
     x: Float[Array, "N D"],
     choice: Int[Array, "N"],
     gate: Float[Array, "N"] | None,
-    gate_up: Float[Array, "EX D F2"],
+    gate_up: Float[Array, "EX D 2 F"],
     down: Float[Array, "EX F D"],
     *,
     dtype,

@@ -83,23 +83,6 @@ def specs_of(axes: Any, spread: Spread) -> Any:
     return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
-    """A tree like the parameters with gate and up columns in the order in which a cut in `parts`
-    keeps pairs together.
-
-    [gate | up] becomes [gate 0 | up 0 | gate 1 | up 1 | ..]. A run with split expert widths holds
-    these matrices in this order; checkpoints hold [gate | up].
-    """
-
-    def one(path, x):
-        if parts == 1 or path[-1].key != "gate_up":
-            return x
-        shape = (parts, 2) if inverse else (2, parts)
-        return x.reshape(*x.shape[:-1], *shape, -1).swapaxes(-2, -3).reshape(x.shape)
-
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
 def check(
     config: Config,
     spread: Spread,

@@ -62,7 +62,7 @@ def _rows(model: Model) -> list[names.TensorRow]:
     return [
         row
         for row in names.layer_rows(model)
-        if row.layout == "matrix" and row.path[0] in ("cca", "experts")
+        if row.layout in ("matrix", "pair") and row.path[0] in ("cca", "experts")
     ]
 
 

@@ -26,12 +26,14 @@ class TensorRow:
 
     path: tuple[str, ...]
     name: str
-    layout: str = "same"  # same | matrix | depthwise | grouped
+    layout: str = "same"  # same | matrix | pair | depthwise | grouped
 
     def to_torch(self, x: np.ndarray) -> np.ndarray:
         """One of our (un-stacked) arrays in their layout."""
         if self.layout == "matrix":
             return x.swapaxes(-1, -2)
+        if self.layout == "pair":  # [E, in, 2, out] -> [E, 2 out, in]
+            return x.reshape(*x.shape[:-2], -1).swapaxes(-1, -2)
         if self.layout == "depthwise":  # [t, P] -> [P, 1, t]
             return x.T[:, None]
         if self.layout == "grouped":  # [t, G, in, out] -> [G out, in, t]
@@ -43,6 +45,8 @@ class TensorRow:
         """One of their arrays in our layout; `shape` is ours."""
         if self.layout == "matrix":
             return x.swapaxes(-1, -2)
+        if self.layout == "pair":
+            return x.swapaxes(-1, -2).reshape(shape)
         if self.layout == "depthwise":
             return x[:, 0].T
         if self.layout == "grouped":
@@ -91,7 +95,7 @@ def layer_rows(model: Model) -> list[TensorRow]:
         *_linear("router/fc1", f"{gate}.router_mlp.fc1", True),
         *_linear("router/fc2", f"{gate}.router_mlp.fc2", True),
         *_linear("router/out", f"{gate}.router_mlp.out_proj", False),
-        TensorRow(("experts", "gate_up"), "mlp.experts.gate_up_proj", "matrix"),
+        TensorRow(("experts", "gate_up"), "mlp.experts.gate_up_proj", "pair"),
         TensorRow(("experts", "down"), "mlp.experts.down_proj", "matrix"),
         *_join("moe_join", "post_mlp_residual_scale"),
     ]

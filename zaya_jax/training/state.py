@@ -83,7 +83,6 @@ def _fresh(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
         params = lora.init(config.model, config.run.lora, key)
     else:
         params = params or zaya.init(config.model, key, config.precision)
-        params = sharding.arrange(params, setup.spread.heads)
     params, kept = setup.optimizer.layout.divided(params)
     return {
         "params": params,

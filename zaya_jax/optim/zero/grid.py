@@ -82,6 +82,19 @@ class Weight:
     # the mesh axes of each dim, up to the last one that has any
     spec: tuple[tuple[str, ...], ...] = ()
     copy: str = ""  # a format in which devices may hold it, if its owner has it in float32
+    # Muon's: the last dims are a matrix [in, out], or [in, 2, out] with the columns of two maps
+    matrix_dims: int = 2
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The dims before those of the matrix."""
+        return self.shape[: len(self.shape) - self.matrix_dims]
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The matrix that Muon makes orthogonal: rows and all columns."""
+        rows, *columns = self.shape[len(self.stack) :]
+        return rows, math.prod(columns)
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
@@ -109,11 +122,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """One box of a weight's state that one device holds; `layout.held(bucket)` lists them all.
-
-    The weight is meant as the run holds it: with split expert widths, columns are in the order of
-    `sharding.arrange`.
-    """
+    """One box of a weight's state that one device holds; `layout.held(bucket)` lists them all."""
 
     weight: str  # path of the weight
     device: int  # index in mesh.devices.flat

@@ -31,7 +31,8 @@ class Whole(Bucket):
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.weight.shape
+        w = self.weight
+        return (*w.stack, *w.matrix) if w.method == "muon" else w.shape
 
     def spec(self, name: str) -> PartitionSpec:
         return PartitionSpec()
@@ -43,14 +44,18 @@ class Whole(Bucket):
         return {}
 
     def held(self, name: str) -> list[Held]:
-        whole = tuple(slice(0, n) for n in self.weight.shape)
-        return [Held(name, 0, whole, whole)]
+        place, box = (
+            tuple(slice(0, n) for n in of) for of in (self.shape(name), self.weight.shape)
+        )
+        return [Held(name, 0, place, box)]
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {self.weight.path: leaves[self.weight.path]}
+        path = self.weight.path
+        return {path: leaves[path].reshape(self.shape(path))}
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return self.reduce(buckets)
+        path = self.weight.path
+        return {path: buckets[path].reshape(self.weight.shape)}
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterable[tuple[str, jax.Array]]:
         return [(self.weight.group, _square(buckets[self.weight.path]))]

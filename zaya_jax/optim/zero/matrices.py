@@ -39,16 +39,18 @@ SMALL = 2**16  # numbers up to which a sum costs less than the rounds of an exch
 class Form:
     """The properties that the weights of a bucket share."""
 
-    row: tuple[int, ...]  # the matrix over all devices, [a, b]
+    dims: tuple[
+        int, ...
+    ]  # the matrix over all devices, [a, b], or [a, 2, b] (`Weight.matrix_dims`)
     shared: tuple[str, ...]  # axes along which they are replicated
     own: tuple[str, ...]  # axes along which devices hold different matrices
-    # (dim of [n, a, b], axes) of matrix dims that are sharded
+    # (dim of [n, *dims], axes) of matrix dims that are sharded
     swaps: tuple[tuple[int, tuple[str, ...]], ...]
 
     @staticmethod
     def of(weight: Weight, grid: Grid) -> "Form":
         """The form of a weight."""
-        stack = len(weight.shape) - 2
+        stack = len(weight.stack)
         swaps = tuple(
             (dim + 1 - stack, axes) for dim, axes in enumerate(weight.dims) if dim >= stack and axes
         )
@@ -59,7 +61,7 @@ class Form:
     @property
     def name(self) -> str:
         """The bucket's name."""
-        name = f"muon {'x'.join(map(str, self.row))}" + (
+        name = f"muon {'x'.join(map(str, self.dims))}" + (
             f" of {'+'.join(self.own)}" if self.own else ""
         )
         return name + "".join(f" dim {dim} over {'+'.join(axes)}" for dim, axes in self.swaps)
@@ -80,18 +82,18 @@ class Matrices(Bucket):
         self.name, self.names, self.row, self.shared = (
             form.name,
             (form.name,),
-            form.row,
+            weights[0].matrix,
             form.shared,
         )
         self.way: Any = None  # for gradients that leave layer by layer: `by_layer`
-        stacks = [w.local(grid)[:-2] for w in weights]
+        stacks = [w.local(grid)[: len(w.stack)] for w in weights]
         self.pieces = tuple((w, math.prod(stack)) for w, stack in zip(weights, stacks, strict=True))
         self.count = sum(count for _, count in self.pieces)  # matrices in a group
         self.groups = grid.groups(form.own, (*form.shared, *form.swapped))
         self.parts = grid.size(form.swapped)
         self.shards = grid.size(form.shared)
         self.part = tuple(
-            n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(self.row)
+            n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(form.dims)
         )
         self.rows = -(-math.prod(self.part) // UNIT)  # in a device's part of a matrix
         self.travel = owners.Travel(self.count * self.rows, self.groups.shape[1])
@@ -160,7 +162,7 @@ class Matrices(Bucket):
     # Inside shard_map.
 
     def whole(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
-        """A device's parts of all matrices, [n, a', b']."""
+        """A device's parts of all matrices, [n, *part]."""
         parts = [leaves[w.path].astype(jnp.float32).reshape(-1, *self.part) for w, _ in self.pieces]
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
@@ -208,9 +210,8 @@ class Matrices(Bucket):
         return x.reshape(self.count, *self.part)
 
     def take(self, name: str, x: jax.Array) -> jax.Array:
-        """The matrices that this device owns, from the summed parts [n, a', b']."""
-        if self.parts > 1:
-            x = self._joined(lax.all_gather(x, self.form.swapped))
+        """The matrices that this device owns, from the summed parts [n, *part]."""
+        x = self._joined(lax.all_gather(x, self.form.swapped) if self.parts > 1 else x[None])
         start, count = (owners.of_device(t, self.grid.names) for t in (self.starts, self.counts))
         x = lax.dynamic_slice_in_dim(pad(x, 0, self.count + self.slots), start, self.slots)
         return jnp.where((np.arange(self.slots) < count)[:, None, None], x, 0)
@@ -224,7 +225,8 @@ class Matrices(Bucket):
         ]
 
     def part_of(self, x: jax.Array) -> jax.Array:
-        """A device's parts [n, a', b'] of all matrices."""
+        """A device's parts of all matrices, [n, *part], of [n, a, b]."""
+        x = x.reshape(-1, *self.form.dims)
         for dim, axes in self.form.swaps:
             size = x.shape[dim] // self.grid.size(axes)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
@@ -251,7 +253,7 @@ class Matrices(Bucket):
         return group_sums(self.pieces, jnp.where(slot < count, start + slot, -1), by_slot)
 
     def _joined(self, x: jax.Array) -> jax.Array:
-        """[T, n, a', b'] to [n, a, b]."""
+        """[T, n, *part] to [n, a, b]."""
         sizes = [self.grid.size(axes) for _, axes in self.form.swaps]
         x = x.reshape(*sizes, *x.shape[1:])
         # the last one first, so that the others stay in front
@@ -259,10 +261,11 @@ class Matrices(Bucket):
             dim = i + self.form.swaps[i][0]
             x = jnp.moveaxis(x, i, dim)  # to before the dim that it is a part of
             x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
-        return x
+        return x.reshape(-1, *self.row)
 
     def _cut(self, x: jax.Array) -> jax.Array:
         """The inverse of `_joined`."""
+        x = x.reshape(-1, *self.form.dims)
         for i, (dim, axes) in enumerate(self.form.swaps):
             at = i + dim
             x = x.reshape(*x.shape[:at], self.grid.size(axes), -1, *x.shape[at + 1 :])
@@ -279,7 +282,8 @@ class Matrices(Bucket):
             if w is weight:
                 break
             before += count
-        local, stack = weight.local(self.grid)[:-2], weight.shape[:-2]
+        stack = weight.stack
+        local = weight.local(self.grid)[: len(stack)]
         result = np.zeros(stack, np.int64)
         for number, group in enumerate(self.groups):
             # For all matrices of the group: the device's number in it, and the slot.
@@ -302,12 +306,12 @@ class Matrices(Bucket):
         return jnp.take(x.reshape(-1, *self.row), source, 0, mode="fill", fill_value=0)
 
     def held(self, name: str) -> Iterator[Held]:
-        whole = tuple(slice(0, n) for n in self.row)
+        place, whole = (tuple(slice(0, n) for n in of) for of in (self.row, self.form.dims))
         for w in self.weights:
             for index, home in np.ndenumerate(self.homes(w)):
                 device, slot = divmod(int(home), self.slots)
                 box = tuple(slice(i, i + 1) for i in index)
-                yield Held(w.path, device, (slice(slot, slot + 1), *whole), (*box, *whole))
+                yield Held(w.path, device, (slice(slot, slot + 1), *place), (*box, *whole))
 
 
 def pad(x: jax.Array, dim: int, size: int) -> jax.Array:
