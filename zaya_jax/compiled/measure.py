@@ -122,7 +122,9 @@ def _memory(
     of_weights = set()
     for x in jax.tree.leaves(state["params"]):
         shape = x.sharding.shard_shape(x.shape)
-        of_weights.add(tuple(sorted(n for n in shape if n > 1)))
+        # Products have the columns of gate and up as one dim.
+        for dims in (shape, (*shape[:-2], math.prod(shape[-2:]))):
+            of_weights.add(tuple(sorted(n for n in dims if n > 1)))
     layers = {x.shape[0] for x in jax.tree.leaves(state["params"]["layers"])}
     from_ = {k.name: k for k in program.kernels}
     kinds = dict.fromkeys(("gradients", "activations", "exchange", "other temporaries"), 0)
