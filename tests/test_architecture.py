@@ -31,7 +31,7 @@ BUDGET = {
     "zaya_jax/model": 1_440,
     "zaya_jax/optim": 1_370,
     "zaya_jax/parallel": 1_060,
-    "zaya_jax/plan": 770,
+    "zaya_jax/plan": 835,
     "zaya_jax/pytorch": 830,
     "zaya_jax/report": 1_210,
     "zaya_jax/text": 2_030,

@@ -198,17 +198,7 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
     """All that is assumed, with its source."""
     failures = goodput.MTBF_HOURS.source if mtbf_hours == goodput.MTBF_HOURS.value else "given"
     return [
-        *(
-            (
-                name,
-                r.value,
-                r.source
-                + (
-                    f"; fast {r.fast_slow[0]:.3g}, slow {r.fast_slow[1]:.3g}" if r.fast_slow else ""
-                ),
-            )
-            for name, r in vars(rates).items()
-        ),
+        *rates.rows(),
         ("hours between failures of a device", mtbf_hours, failures),
         ("seconds of a restart", goodput.RESTART.value, goodput.RESTART.source),
         ("seconds of any save", goodput.SAVE.value, goodput.SAVE.source),

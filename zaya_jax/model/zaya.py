@@ -226,7 +226,7 @@ def _remat(body, policy: str):
     return jax.checkpoint(body, prevent_cse=False, policy=keep)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)  # a search of shapes asks for each of them several times
 def _abstract(model: Model, precision: Precision):
     return nnx.split(nnx.eval_shape(lambda: Zaya(nnx.Rngs(0), model, precision)), nnx.Param)
 

@@ -62,6 +62,21 @@ class Rates:
         3.5e-6, f"{ASSUMED}: seconds between one kernel and the next", (1.75e-6, 5.25e-6)
     )
 
+    @property
+    def uncertain(self) -> list[str]:
+        """The rates that have ends."""
+        return [name for name, rate in vars(self).items() if rate.fast_slow]
+
+    def rows(self) -> list[tuple[str, float, str]]:
+        """Each rate with its name, value and source, for a table."""
+        found = []
+        for name, rate in vars(self).items():
+            ends = ""
+            if rate.fast_slow:
+                ends = "; fast {:.3g}, slow {:.3g}".format(*rate.fast_slow)
+            found.append((name, rate.value, rate.source + ends))
+        return found
+
     def at(self, end: int, names: Iterable[str]) -> "Rates":
         """These rates at their fast (0) or slow (1) end, the others as they are."""
         rates = vars(self)

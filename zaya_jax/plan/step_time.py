@@ -13,6 +13,7 @@ run under the layers; exchanges that a layer waits for do not.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
@@ -46,33 +47,59 @@ class StepTime:
         return self.flops / self.seconds / self.peak
 
 
+class PartTime(NamedTuple):
+    """Seconds of one part's kernels, by what takes them."""
+
+    computing: float  # products, at their rate
+    moving: float  # their bytes
+    others: float  # the bytes of all other kernels
+    launches: float
+
+    @property
+    def seconds(self) -> float:
+        """A product computes while it reads and writes."""
+        return max(self.computing, self.moving) + self.others + self.launches
+
+
 def estimate(case: StepCase, cluster: Cluster, rates: Rates) -> StepTime:
     """The time of a case's step."""
-    chip, best = chips.CHIPS[case.chip], chips.peak_flops(case.chip, case.config.precision)
-    assert best
-    hbm = chip.bandwidth * rates.memory.value
     by_scope: dict[str, float] = {}
     by_kind = dict.fromkeys(("products", "HBM", "launches", LINKS), 0.0)
     parts = []
     for part in work.list_work(case):
-        peak = chip.peaks["float32"] if part.kind == "float32" else best
-        computing, moving = (
-            part.flops / (peak * getattr(rates, part.kind).value),
-            part.products / hbm,
-        )
-        others, starting = part.others / hbm, part.launches * rates.launch.value
-        seconds = max(computing, moving) + others + starting
-        parts.append((part, seconds))
+        took = part_time(part, case, rates)
+        parts.append((part, took.seconds))
         if part.scope == "optimizer/exchange":  # its passes over HBM belong to its collectives
             continue
-        by_kind["products"] += computing if computing >= moving else 0.0
-        by_kind["HBM"] += others + (moving if moving > computing else 0.0)
-        by_kind["launches"] += starting
-        by_scope[part.scope] = by_scope.get(part.scope, 0.0) + seconds
+        computes = took.computing >= took.moving
+        by_kind["products"] += took.computing if computes else 0.0
+        by_kind["HBM"] += took.others + (0.0 if computes else took.moving)
+        by_kind["launches"] += took.launches
+        by_scope[part.scope] = by_scope.get(part.scope, 0.0) + took.seconds
     links, exposed = _communication(case, cluster, rates, parts, by_scope)
     by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
     useful = chips.model_flops(case.model, case.config.data.seq_len) * case.tokens_per_device
-    return StepTime(by_scope, by_kind, links, exposed, tuple(parts), useful, best)
+    return StepTime(by_scope, by_kind, links, exposed, tuple(parts), useful, _peak(case))
+
+
+def part_time(part: work.ScopeWork, case: StepCase, rates: Rates) -> PartTime:
+    """The time of one part's kernels on the case's chip."""
+    chip = chips.CHIPS[case.chip]
+    hbm = chip.bandwidth * rates.memory.value
+    peak = chip.peaks["float32"] if part.kind == "float32" else _peak(case)
+    return PartTime(
+        part.flops / (peak * getattr(rates, part.kind).value),
+        part.products / hbm,
+        part.others / hbm,
+        part.launches * rates.launch.value,
+    )
+
+
+def _peak(case: StepCase) -> float:
+    """The chip's, for most products."""
+    peak = chips.peak_flops(case.chip, case.config.precision)
+    assert peak
+    return peak
 
 
 def seconds_between(
@@ -80,9 +107,8 @@ def seconds_between(
 ) -> dict[str, tuple[float, float]]:
     """Seconds of a step with one rate at its fast and at its slow end, and with "all" of them
     there."""
-    uncertain = [name for name, rate in vars(rates).items() if rate.fast_slow]
     found = {}
-    for what, names in [*((name, [name]) for name in uncertain), ("all", uncertain)]:
+    for what, names in [*((name, [name]) for name in rates.uncertain), ("all", rates.uncertain)]:
         low, high = (estimate(case, cluster, rates.at(end, names)).seconds for end in (0, 1))
         found[what] = low, high
     return found

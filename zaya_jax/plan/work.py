@@ -210,8 +210,8 @@ def recomputes(case: StepCase) -> bool:
     return case.config.remat != "none" or gathers_weights(case)
 
 
-def _layers(case: StepCase) -> Iterator[ScopeWork]:
-    """The work of all layers and micro-batches."""
+def layer_parts(case: StepCase) -> list[tuple[str, str, int]]:
+    """The parts of layers: the name in PASSES, the scope, and how many layers have it."""
     layers, mixer = case.model.num_hidden_layers, case.mixer
     found = [("softmax", mixer, layers - case.linear_layers), ("linear", mixer, case.linear_layers)]
     if mixer == "cca":
@@ -221,9 +221,13 @@ def _layers(case: StepCase) -> Iterator[ScopeWork]:
         )
         found += [("mix" if own else "mix by XLA", "cca", layers)]
     found += [(name, name, layers) for name in case.layer_numel if name in PASSES]
-    for name, scope, count in found:
-        if count:
-            yield from _part_of_layers(case, name, scope, case.micro_batches * count)
+    return [part for part in found if part[2]]
+
+
+def _layers(case: StepCase) -> Iterator[ScopeWork]:
+    """The work of all layers and micro-batches."""
+    for name, scope, count in layer_parts(case):
+        yield from _part_of_layers(case, name, scope, case.micro_batches * count)
 
 
 def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterator[ScopeWork]:
@@ -263,7 +267,7 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
         yield ScopeWork(
             scope,
             stage,
-            times * flops * _forward_flops(case, name),
+            times * flops * forward_flops(case, name),
             times * bytes_moved(products, have),
             times * bytes_moved(others, have),
             times * launches,
@@ -271,7 +275,7 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
         )
 
 
-def _forward_flops(case: StepCase, name: str) -> float:
+def forward_flops(case: StepCase, name: str) -> float:
     """FLOPs of a part of one layer in one micro-batch."""
     m, heads, b = case.model, case.spread.heads, 2.0 * case.tokens
     d, c, r = m.hidden_size, m.head_dim, m.router_hidden_size
