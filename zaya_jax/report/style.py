@@ -84,6 +84,8 @@ polyline.dots { stroke-width: 1.5; opacity: .7; }
 .band { fill: currentColor; opacity: .2; }
 .alone, .bar, .dot { fill: currentColor; }
 .dot { stroke: var(--card); stroke-width: 1.5; }
+.hollow { fill: var(--card); stroke: currentColor; stroke-width: 1.5; }
+polyline.band { fill: none; stroke-width: 12; opacity: .3; }
 .dash1 { stroke-dasharray: 7 4; }
 .key.dash1 { border-top-style: dashed; }
 .bad path { fill: none; stroke: var(--bad); stroke-width: 1.8; }

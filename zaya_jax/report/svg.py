@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from zaya_jax.report.style import LEVELS
+from zaya_jax.report.style import LEVELS, style_sheet
 from zaya_jax.report.text import escape, exponent, number
 
 WIDTH, HEIGHT = 460, 230
@@ -94,10 +94,10 @@ class Axis:
         return min(FAR, max(-FAR, self.start + part * (self.end - self.start)))
 
 
-def value_axis(y: Axis, unit: str) -> str:
+def value_axis(y: Axis, unit: str, width: float = WIDTH) -> str:
     """The vertical axis: values and grid lines."""
     return "".join(
-        f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}"/>'
+        f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{width - RIGHT:g}"/>'
         f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{label}{unit}</text>'
         for tick, label in zip(y.ticks, _tick_labels(y.ticks), strict=True)
     )
@@ -121,14 +121,30 @@ def lower_axis(x: Axis, bottom: float, name: str, named: Sequence[tuple[float, s
 
 
 def figure(
-    title: str, legend: str, drawn: str, height: float = HEIGHT, *, describe: str, note: str
+    title: str,
+    legend: str,
+    drawn: str,
+    height: float = HEIGHT,
+    *,
+    describe: str,
+    note: str,
+    width: float = WIDTH,
 ) -> str:
     """A picture with its caption, the entries of its legend and a sentence below."""
     label = escape(f"{title}. {describe}")
-    svg = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{label}">{drawn}</svg>'
+    svg = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawn}</svg>'
     note = f'<p class="note">{escape(note)}</p>' if note else ""
-    legend = f'<ul class="legend">{legend}</ul>'
+    legend = f'<ul class="legend">{legend}</ul>' if legend else ""
     return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{svg}{note}</figure>\n"
+
+
+def standalone(drawn: str) -> str:
+    """The picture of a figure as a file of its own: light or dark as the reader has it."""
+    svg = drawn[drawn.index("<svg") : drawn.rindex("</svg>")]
+    head, rest = svg.split(">", 1)
+    head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    look = 'style="font-family: system-ui, sans-serif; background: var(--card)"'
+    return f"{head} {look}><style>{style_sheet()}</style>{rest}</svg>\n"
 
 
 def _unbroken(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
