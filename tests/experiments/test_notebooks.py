@@ -17,6 +17,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NAMES = [
     "attention",
     "cluster",
+    "design",
     "experts",
     "first_model",
     "one_change",
