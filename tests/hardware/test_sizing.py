@@ -184,6 +184,8 @@ def test_a_part_of_a_node_loses_links(tmp_path):
     assert found.key == "schedule.phases[2].mesh.context" and found.value == 2
     assert found.reason == "a part of a node: 14% of the rate that all 8 devices reach"
     assert "fabric" not in by_rule(sizing.advise(read("zaya1_base"), "h200", 1024))
+    across = changed(mesh__context=2, mesh__across=True)
+    assert "fabric" not in by_rule(sizing.advise(across, "mi300x", 1024))
     slow = dataclasses.replace(SLOW, device="NVIDIA H200")
     found = by_rule(sizing.advise(read("zaya1_base"), "h200", 1024, slow))["fabric"]
     assert found.source == "measured, 2026-11-22" and "14%" in found.reason

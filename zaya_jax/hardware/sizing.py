@@ -3,7 +3,7 @@ on it, otherwise from published ones.
 
     sizing.value("tokens per expert", "mi300x", figures)     what one rule says, and its source
     sizing.settled(config, num_devices)                      a phase's mesh as measured figures ask
-    sizing.set_for_platform(config)                          the compiler's flags of a GPU run
+    sizing.set_for_platform(path)                            the compiler's flags of a GPU run
     for advice in sizing.advise(config, chip, num_devices): print(advice)
 
 RULES is the one table. Some rows settle what a run does, others judge a model's and a run's sizes.
@@ -384,7 +384,9 @@ def _of_phase(
     # With tensor parallelism a token lies on all its devices, but with TSP.
     tensor = 1 if config.mesh.tsp else mesh["tensor"]
     yield from _widths(config, tensor, value("tile", name).value)
-    yield from _parts_of_nodes(mesh, name, figures)
+    # over nodes no device of a context has another one beside it
+    inside = mesh | {"context": 1} if config.mesh.across else mesh
+    yield from _parts_of_nodes(inside, name, figures)
     sequences = config.data.micro_batch or config.data.global_batch
     # of a device at once
     tokens = max(1, sequences * config.data.seq_len * tensor // num_devices)
@@ -447,9 +449,8 @@ def _parts_of_nodes(
     mesh: Mapping[str, int], name: str, figures: "Measured | None"
 ) -> Iterator[Advice]:
     """Axes along which a part of a node's devices exchange what a layer waits for."""
-    cluster = clusters.of_chip(name)
+    cluster, inner = clusters.of_chip(name), 1
     node = cluster.of_devices(math.prod(mesh.values())).node if cluster else 1
-    inner = 1
     for axis in NEAREST:
         count, inner = mesh[axis], inner * mesh[axis]
         if count == 1 or inner > node:
