@@ -91,7 +91,7 @@ def verify(directory: str) -> int:
     for problem in problems:
         print(problem)
     if problems:
-        print(f"{inputs.shown(directory)} is damaged: {len(problems)} problems")
+        print(f"{inputs.shown(directory)} is damaged, as listed above: {len(problems)} in all")
         return 4
     summarise(storage.load_manifest(directory), directory)
     print("verified  every checksum is as the manifest says")

@@ -25,7 +25,7 @@ def stores(monkeypatch):
         made[name] = in_memory([10] * (size // 10), first)
         first += size
     made["c"].bundle_tokens = 40
-    monkeypatch.setattr(pipeline, "open_stores", lambda _, path, __: (made[path], None))
+    monkeypatch.setattr(pipeline, "open_store", lambda _, path, __: made[path])
 
 
 def config(*phases, seed=0, **data):

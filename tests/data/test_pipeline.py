@@ -6,8 +6,9 @@ from data_helpers import assert_same
 
 from zaya_jax import functions
 from zaya_jax.config import UserError
-from zaya_jax.data import pipeline, windows
+from zaya_jax.data import pipeline, stores, windows
 from zaya_jax.text import tokenizers
+from zaya_jax.text.tokens import SPLITS
 
 
 @pytest.fixture
@@ -57,9 +58,9 @@ def test_seed_decides_the_order(make_config, corpus, tok):
 
 def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus, tok):
     config = make_config(path=str(corpus), windows=5, global_batch=4, seq_len=32)
-    whole = windows.eval_batches(config, tok)
-    assert_same(windows.eval_batches(config, tok), whole)
-    parts = [windows.eval_batches(config, tok, (i, 4)) for i in range(4)]
+    whole = windows.eval_batches(config, tok, damaged=set())
+    assert_same(windows.eval_batches(config, tok, damaged=set()), whole)
+    parts = [windows.eval_batches(config, tok, (i, 4), damaged=set()) for i in range(4)]
     joined = [
         {k: np.concatenate([p[t][k] for p in parts]) for k in whole[0]} for t in range(len(whole))
     ]
@@ -70,7 +71,7 @@ def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus, tok):
 
 
 def test_held_out_text_is_never_trained_on(make_config, corpus, tok):
-    train, held_out = pipeline.open_stores(make_config(), str(corpus), tok)
+    train, held_out = (stores.open_store(make_config(), str(corpus), tok, s) for s in SPLITS)
     kept = tok.decode(held_out.bundle.tokens)
     assert kept[:12] not in tok.decode(train.bundle.tokens)
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import shutil
 import tracemalloc
+from unittest import mock
 
 import google_crc32c
 import numpy as np
@@ -99,7 +100,7 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
         vocab_size=1 << 20,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "open_stores", lambda _, path, __: (stores[path], None))
+        patch.setattr(pipeline, "open_store", lambda _, path, __: stores[path])
         parts = [
             pipeline.Batches(config, TOK, (i, processes), draw(st.integers(1, 2))) for i in range(1)
         ]
@@ -215,7 +216,9 @@ def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, dir
     )
     config = config_lib.check(raw)
     for segment in schedule.make_plan(config).segments:
-        batches = windows.eval_batches(windows.eval_config(config, segment.phase), TOK, rows=4)
+        batches = windows.eval_batches(
+            windows.eval_config(config, segment.phase), TOK, rows=4, damaged=set()
+        )
         assert batches[0]["tokens"].shape == (4, segment.phase.eval_seq_len)
         # the whole run's sources
         assert {"web", "code"} == {name for batch in batches for name in names(batch)}
@@ -391,11 +394,17 @@ def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packi
     assert counts[1] < 1.6 * counts[0]
 
 
-def test_a_worker_that_dies_is_named_and_leaves_nothing(make_config, directories):
+@pytest.mark.parametrize("half", [False, True])
+def test_a_worker_that_dies_is_named_and_leaves_nothing(make_config, directories, half):
     stream = pipeline.train_stream(make_config(path=directories[0], workers=2), TOK)
     next(stream)
     others = stream._workers._processes
     others[1].kill()
+    if half:  # in the middle of a batch, which pipes say so
+        others[1].wait()
+        stream._workers._pipes[1] = mock.Mock(
+            recv=mock.Mock(side_effect=OSError("got end of file"))
+        )
     with pytest.raises(StorageError, match="data worker 1 ended with code -9"):
         collections.deque(stream, maxlen=0)
     assert all(p.poll() is not None for p in others)

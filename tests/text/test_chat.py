@@ -169,6 +169,10 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
         ),
         ({"role": "assistant", "content": "a", "tool_calls": "x"}, "a list of calls, not str"),
         ({"role": "user", "content": "\ud800"}, r"U\+D800"),
+        (
+            {"role": "user", "content": [{"type": "thinking", "thinking": "r"}]},
+            "role 'user' has reasoning, and only the model's",
+        ),
     ],
 )
 def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
@@ -199,8 +203,8 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
 def test_a_record_with_text_and_chat_is_the_chat():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     for field in inputs.CHAT_FIELDS:
-        _, sample = inputs._record({"text": "a rendering of it", field: turns}, "name", "text")
-        assert sample == chat.read(turns)
+        content = inputs._content({"text": "a rendering of it", field: turns}, "text")
+        assert content == chat.read(turns)
 
 
 QUESTION, ANSWER = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
@@ -229,7 +233,8 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
     ((part,),) = inputs.split([(path, 1 << 20, 0)], 1 << 30)
-    ((_, found),) = inputs.samples(part, "text")
+    ((_, where, found),) = inputs.samples(part, "text")
+    assert where == f"{path}, {'line 1' if form == 'jsonl' else 'row 1 of row group 0'}"
     if isinstance(found, list):
         roles = [turn.role for turn in found if turn.role not in ("system", "tools")]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
@@ -239,7 +244,7 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
 
 def test_a_field_that_is_asked_for_is_a_text():
     record = {"instruction": "q", "output": "the text"}
-    assert inputs._record(record, "x", "output") == ("x", "the text")
+    assert inputs._content(record, "output") == "the text"
 
 
 def test_earlier_turns_of_another_form_are_refused():

@@ -284,17 +284,18 @@ def test_another_template_is_other_data(make_config, tmp_path):
     for family in ("chatml", "llama_3"):
         tok = tokenizer_of(FAMILIES[family])
         tok.save(folder)
-        train, held_out = stores.open_stores(config, str(path), tok)
+        train = stores.open_store(config, str(path), tok)
+        held_out = stores.open_store(config, str(path), tok, "held_out")
         whole = windows._all_of(config, str(path), tok)
         read.append([bundle.bundle.tokens.tobytes() for bundle in (train, held_out, whole)])
         if family == "chatml":
             assert not here(*kept)[1] and here(*kept)[1]
-            stores.open_stores(config, str(kept[1]), tok)
+            stores.open_store(config, str(kept[1]), tok)
             continue
         with pytest.raises(UserError, match="or another chat template; give another directory"):
             here(*kept)
         with pytest.raises(UserError, match="holds chats in another chat template than"):
-            stores.open_stores(config, str(kept[1]), tok)
+            stores.open_store(config, str(kept[1]), tok)
     assert not set(read[0]) & set(read[1])
 
 
@@ -337,3 +338,12 @@ def test_answers_of_a_prompt_are_read_and_not_learnt(source):
     assert len(runs) == 1 and runs[0].lstrip().startswith("learnt")
     with pytest.raises(chat.BadChat, match="teaches nothing"):
         chat.read([user("q"), answer("a", weight=0)])
+
+
+def test_a_chat_stays_on_its_side(tmp_path):
+    """What is hashed decides which chats are held out, in all runs that there are."""
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    record = {"messages": [user("q"), answer("a", reasoning="r", tool_calls=[call])]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(record))
+    (key,) = chats.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(""), 512).hashes
+    assert key.hex()[:16] == "0"

@@ -221,3 +221,9 @@ def test_a_talk_sees_what_the_template_makes_of_it(own):
     assert own.spell(talk.ask("hi", room)) == asked and talk.left_out == 0
     with pytest.raises(UserError, match="this turn alone has"):
         talk.reset(), talk.ask("x" * room, room)
+
+
+def test_a_template_is_told_the_same_day_whenever_it_asks(made):
+    source = "{{ strftime_now('%Y-%m-%d') }}" + SOURCE
+    template = chat_template.Template(with_template(made, source))
+    assert template.render(messages()).startswith("2024-07-26")

@@ -1,6 +1,7 @@
 """One preparation by many machines: whatever the parts, their order and their deaths, the bytes are
 one machine's."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -266,6 +267,15 @@ def test_what_is_skipped_needs_leave_each_time(tmp_path, source, whole):
         here(strict, out)
     here(lenient, out)
     assert contents(out) == whole
+    with pytest.raises(UserError, match="is complete, from other input or options"):
+        here(strict, out)
+
+
+def test_a_directory_without_bad_input_is_the_same_with_skip_bad(tmp_path):
+    (tmp_path / "t.txt").write_text("some text")
+    strict = Options([str(tmp_path / "t.txt")], held_out=0.0)
+    here(strict, tmp_path / "out")
+    assert here(dataclasses.replace(strict, skip_bad=True), tmp_path / "out")[1]
 
 
 @pytest.mark.parametrize("text", ["", "1", "3/3", "-1/2", "a/b"])

@@ -71,5 +71,7 @@ def test_input_or_directories_of_no_use_are_refused(tmp_path):
     with pytest.raises(UserError, match="names no file"):
         here(Options([str(tmp_path / "no*")]), tmp_path / "new")
     (tmp_path / "empty.txt").write_text(" ")
-    with pytest.raises(UserError, match="no document for training"):
-        here(Options([str(tmp_path / "empty.txt")]), tmp_path / "new")
+    for refused in (Options([str(tmp_path / "empty.txt")]), Options([str(tmp_path)], held_out=1.0)):
+        with pytest.raises(UserError, match="no document for training"):
+            here(refused, tmp_path / "new")
+        assert not (tmp_path / "new").exists()

@@ -7,6 +7,7 @@ import pytest
 from zaya_jax.config import UserError
 from zaya_jax.data import pipeline, stores, windows
 from zaya_jax.text import inputs, sources, tokenizers
+from zaya_jax.text.tokens import SPLITS
 
 
 def test_the_standard_library_is_a_corpus():
@@ -113,7 +114,7 @@ def test_text_that_changes_is_read_again(tmp_path, make_config, monkeypatch):
     def letters():
         config = make_config(path="corpus", eval_named=("x=../extra.txt",))
         (tmp_path / "extra.txt").write_text(os.path.basename(os.getcwd()) + letter)
-        sides = [side.bundle.tokens for side in stores.open_stores(config, "corpus", tok)]
+        sides = [stores.open_store(config, "corpus", tok, split).bundle.tokens for split in SPLITS]
         own = windows.named_stores(config, tok)["x"].bundle.tokens
         return [{chr(token) for token in side if token < 256} for side in sides], tok.decode(own)
 
@@ -130,7 +131,7 @@ def test_text_that_changes_is_read_again(tmp_path, make_config, monkeypatch):
 def test_rewritten_held_out_text_is_other_data(corpus, make_config):
     tok, config = tokenizers.load("bytes"), make_config(path=str(corpus))
     state = pipeline.train_stream(config, tok).get_state()
-    held_out = pipeline.open_stores(config, str(corpus), tok)[1].bundle
+    held_out = stores.open_store(config, str(corpus), tok, "held_out").bundle
     text = tok.decode(held_out.tokens.tolist())
     (path,) = (
         path for _, path in sources.list_files(str(corpus)) if path.read_bytes() == text.encode()

@@ -176,3 +176,16 @@ def test_an_imported_model_may_take_its_tokenizers_ids_until_it_is_trained(tmp_p
     workdir.check_same(imported, filled, tmp_path, reached=0)
     with pytest.raises(UserError, match=r"was started with config\.model\.bos_token_id=2"):
         workdir.check_same(imported, filled, tmp_path, reached=1)
+
+
+def test_files_beside_a_tokenizer_count_whatever_its_name(bpe, tmp_path):
+    (tmp_path / "mine.json").write_bytes(bpe._content)
+    (tmp_path / tokenizers.TEMPLATE_FILE).write_bytes(b"a template")
+    tok = tokenizers.load(tmp_path / "mine.json")
+    assert tok.extra_files == {tokenizers.TEMPLATE_FILE: b"a template"}
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read: Is a directory"):
+        tokenizers.load(tmp_path)

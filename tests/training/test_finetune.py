@@ -18,6 +18,7 @@ from zaya_jax.data import stores, windows
 from zaya_jax.pytorch import any_model, exchange, tokenizer_files
 from zaya_jax.text import chat, chat_template, prepare, tokenizers
 from zaya_jax.text.prepare import Options
+from zaya_jax.text.tokens import SPLITS
 from zaya_jax.training.workdir import read_config
 
 SMALL = {
@@ -154,9 +155,8 @@ def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
     c = settings(folder / "base", paths[0], data__mixture=tuple(f"{path}=1" for path in paths))
     learnt, held_out = set(), set()
     for path in paths:
-        for into, side in zip(
-            (learnt, held_out), stores.open_stores(c, path, tokenizers.Bytes()), strict=True
-        ):
+        for into, split in zip((learnt, held_out), SPLITS, strict=True):
+            side = stores.open_store(c, path, tokenizers.Bytes(), split)
             starts = np.flatnonzero(side.bundle.starts).tolist()
             into |= {
                 side.bundle.tokens[a:b].tobytes()
@@ -167,7 +167,7 @@ def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
 
 def test_evaluation_keeps_chats_whole(folder):
     c = settings(folder / "base", str(folder / "chats.jsonl"))
-    for batch in windows.eval_batches(c, tokenizers.Bytes()):
+    for batch in windows.eval_batches(c, tokenizers.Bytes(), damaged=set()):
         begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
         assert begins.any() and (batch["tokens"][begins] == tokenizers.Bytes.bos_id).all()
 
@@ -194,7 +194,8 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     assert found["other"].learn.sum() == sum(
         len(a["content"]) + 2 for _, a in map(ask, range(100, 120))
     )
-    assert found["own"].tokens.tolist() == stores.open_stores(c, own, tok)[1].bundle.tokens.tolist()
+    held_out = stores.open_store(c, own, tok, "held_out").bundle
+    assert found["own"].tokens.tolist() == held_out.tokens.tolist()
     assert found["text"].learn.mean() > 0.9
     notes = stores.notes_on(named.values())
     assert f"{other}: 20 chats to evaluate on (20 kept, 0 trimmed, 0 reduced, 0 dropped)" in notes
@@ -202,7 +203,7 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
 
 
 BAD = {
-    "text": ('{"text": "a"}\n', "record 0: a text and no chat, but config.data.chats is set"),
+    "text": ('{"text": "a"}\n', "line 1: a text and no chat, but config.data.chats is set"),
     "no answer": (
         '{"messages": [{"role": "user", "content": "a"}]}\n',
         "line 1: a conversation without an answer",

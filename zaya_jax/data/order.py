@@ -28,7 +28,7 @@ import itertools
 
 import numpy as np
 
-from zaya_jax.data import pack, shuffle
+from zaya_jax.data import pack, shuffle, storage
 from zaya_jax.data.pack import Span
 from zaya_jax.data.storage import Lru
 from zaya_jax.data.stores import TokenStore
@@ -67,8 +67,8 @@ class Packed:
         self._store, self._seq_len = store, seq_len
         self.unit_tokens = UNIT_ROWS * seq_len
         shards, firsts, counts = (array.array("q") for _ in range(3))
-        for shard in range(store.num_shards):
-            cuts = self._cuts(lengths := store.lengths(shard))
+        for shard, lengths in enumerate(storage.lengths_of_all(store)):
+            cuts = self._cuts(lengths)
             for first, stop in itertools.pairwise(cuts.tolist()):
                 shards.append(shard)
                 firsts.append(first)

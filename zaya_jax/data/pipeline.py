@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import mix, order, pack, shuffle, storage, windows, workers
+from zaya_jax.data import mix, order, pack, shuffle, storage, workers
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.stores import (
     TokenStore,
@@ -34,7 +34,7 @@ from zaya_jax.data.stores import (
     fill,
     local_rows,
     notes_on,
-    open_stores,
+    open_store,
     refuse_doubles,
 )
 from zaya_jax.text import chat_template
@@ -45,7 +45,7 @@ PREFETCH_BATCHES, DEVICE_BATCHES = 4, 2
 OVER_PROCESSES: dict[str, Callable] = {
     "data/wait_fraction": np.max,
     "data/retries": np.sum,
-    "data/corrupt": np.sum,
+    "data/corrupt": np.sum,  # each process counts a piece once
 }
 # The share of the machine's memory for one process's bundles; beyond it some are read more than
 # once.
@@ -150,7 +150,7 @@ class Batches:
         self._part = 0, 1  # of the process's rows: a worker has its own
         check_tokenizer(config, tokenizer)
         paths, stretches = mix.plan_sources(config)
-        self._all_stores = [open_stores(config, path, tokenizer)[0] for path in paths]
+        self._all_stores = [open_store(config, path, tokenizer) for path in paths]
         self.stores = [store for store in self._all_stores if isinstance(store, storage.Prepared)]
         self.notes = notes_on(self._all_stores)
         for seq_len, packing, stretch in stretches:
@@ -280,7 +280,7 @@ class Stream(Iterator[Any]):
         self._workers: workers.Workers | None = None
         self._of_workers = storage.Counters()  # of those that have ended
         self._waited, self._since, self._efficiency = 0.0, time.perf_counter(), list[float]()
-        windows.damaged.clear()
+        self.damaged = set[str]()  # pieces of held-out data, as `windows` notes them
 
     def send_by(self, put: Callable[[Batch, int], Any]) -> None:
         """From here on give `put(batch, number of its step)`, made in a thread, DEVICE_BATCHES
@@ -341,15 +341,8 @@ class Stream(Iterator[Any]):
                 " config.run.init_from naming this run's folder"
             )
         step, ranges = int(state["step"]), [list(one) for one in state.get("passed_over", [])]
-        # what comes later may have been decided already
-        if self.batches.left_out_until(step) != ranges:
-            self.batches.leave_out(ranges)
-        if "fingerprint" not in state:
-            self.close()
-            self._step = step
-            return "note: the data begins anew, in an order of its own"
         expected = self.batches.fingerprint(step)
-        if state.get("fingerprint") != expected:
+        if state.get("fingerprint", expected) != expected:
             raise UserError(
                 f"the data is not what this run began with (fingerprint {expected}, its checkpoint"
                 f" has {state.get('fingerprint')}): corpus, tokenizer, run.seed or a key that"
@@ -358,7 +351,12 @@ class Stream(Iterator[Any]):
             )
         self.close()
         self._step = step
-        if state.get("whole") in (None, self.batches.fingerprint(len(self.batches))):
+        # what comes later may have been decided already
+        if self.batches.left_out_until(step) != ranges:
+            self.batches.leave_out(ranges)
+        if "fingerprint" not in state:
+            return "note: the data begins anew, in an order of its own"
+        if state.get("whole") == self.batches.fingerprint(len(self.batches)):
             return ""
         return (
             "note: the batches of phases that have not begun are not what they were: other data, or"
@@ -378,7 +376,7 @@ class Stream(Iterator[Any]):
         found, now = self.counters(), time.perf_counter()
         out: dict[str, float] = {
             "data/retries": found.retries,
-            "data/corrupt": len(found.corrupt | windows.damaged),
+            "data/corrupt": len(found.corrupt | self.damaged),
         }
         out["data/wait_fraction"] = self._waited / max(now - self._since, 1e-9)
         if self._efficiency:

@@ -12,6 +12,7 @@ import concurrent.futures
 import dataclasses
 import errno
 import functools
+import itertools
 import logging
 import pathlib
 import threading
@@ -193,8 +194,8 @@ class Prepared:
                 )
             except CorruptRecord as error:
                 raise StorageError(
-                    f"{self.name}: {error}; packing cannot do without it: restore the shard"
-                ) from None
+                    f"{self.name}: {error}; packing needs this table: restore the shard"
+                ) from error
             self._lengths.put(shard, found, len(found))
         return found
 
@@ -293,7 +294,7 @@ class Prepared:
             raise StorageError(
                 f"{error} ({self.name}); restore the shard (--verify of prepare_data checks all),"
                 " or set data.on_corrupt to 'skip'"
-            )
+            ) from error
         count = self._size(shard, bundle)
         _log.warning("%s: %s; its %d tokens become padding", self.name, error, count)
         nothing = np.zeros(count, bool)
@@ -332,6 +333,12 @@ def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lam
             time.sleep(pause)
             pause = min(2 * pause, GREATEST_PAUSE)
     raise AssertionError
+
+
+def lengths_of_all(store: Any) -> Iterator[np.ndarray]:
+    """The documents' lengths of each shard, read many at a time."""
+    for shards in itertools.batched(range(store.num_shards), READ_THREADS):
+        yield from _readers.map(store.lengths, shards)
 
 
 def is_local(url: str) -> bool:
@@ -434,8 +441,8 @@ def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[s
         try:
             read()
         except StorageError as error:
-            problems.append(str(error).split(";")[0])
-    return problems
+            problems.append(str(error.__cause__ or error))
+    return list(dict.fromkeys(problems))  # a damaged table of bundles fails for each of them
 
 
 def _fetch(directory: str, name: str) -> bytes:

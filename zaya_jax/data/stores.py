@@ -1,5 +1,5 @@
-"""Opens the data behind a path of the config, once per program, as a training and a held-out
-store."""
+"""Opens the data behind a path of the config as a store of tokens. Text and chats are tokenised once
+per program, prepared shards opened at each call."""
 
 import hashlib
 import itertools
@@ -66,26 +66,29 @@ def tokenised[T](paths: Sequence[str], what: tuple, make: Callable[[], T]) -> T:
     return _tokenised[key][1]  # type: ignore[return-value]
 
 
-def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
-    """(training, held-out) stores of a path; a text corpus is tokenised once a program, and so are
-    chats."""
+def open_store(config: Config, path: str, tokenizer: Tokenizer, split: str = "train") -> TokenStore:
+    """The store of one split of a path."""
     data = config.data
     if data.chats:
         chat_template.require_marks(tokenizer, f"config.data.tokenizer={data.tokenizer!r}")
     if path != "stdlib" and storage.is_prepared(path):
-        shards = storage.Prepared(path, "train", config.data.on_corrupt)
-        shards.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
-        if not shards.num_tokens:
+        shards = storage.Prepared(path, split, data.on_corrupt)
+        shards.require_tokenizer(tokenizer, f"config.data.tokenizer={data.tokenizer!r}")
+        if split == "train" and not shards.num_tokens:
             raise UserError(f"{path} holds no training tokens; prepare it with more input")
         if data.chats:
             require_prepared(path, shards, data.seq_len)
-        return shards, storage.Prepared(path, "held_out", config.data.on_corrupt)
+        return shards
     with fields.naming("config.data.path" if path == data.path else "a mixture's source"):
         if data.chats:
-            return _chats(config, path, tokenizer)
-        return tokenised(
-            [path], (tokenizer.sha256,), lambda: _sides(path, *sources.text_corpus(path, tokenizer))
-        )
+            both = _chats(config, path, tokenizer)
+        else:
+            both = tokenised(
+                [path],
+                (tokenizer.sha256,),
+                lambda: _sides(path, *sources.text_corpus(path, tokenizer)),
+            )
+    return both[SPLITS.index(split)]
 
 
 def require_prepared(path: str, shards: storage.Prepared, context: int) -> None:

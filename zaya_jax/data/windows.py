@@ -21,29 +21,34 @@ from zaya_jax.data.stores import (
     TokenStore,
     fill,
     local_rows,
-    open_stores,
+    open_store,
     require_prepared,
     tokenised,
 )
 from zaya_jax.text import chat_template, chats, inputs, sources, tokenizers
 from zaya_jax.text.tokenizers import Tokenizer
 
-# pieces of data that could not be read, since the last training stream was made
-damaged: set[str] = set()
-
 
 def eval_batches(
-    config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1), rows: int | None = None
+    config: Config,
+    tokenizer: Tokenizer,
+    process: tuple[int, int] = (0, 1),
+    rows: int | None = None,
+    *,
+    damaged: set[str],
 ) -> list[Batch]:
     """Fixed held-out batches of `eval.windows` windows, an equal share from each source, spread
     evenly over its text.
 
     A batch has `rows` rows over all processes (otherwise the global batch's). The last is filled up
-    with empty rows; without held-out text the list is empty.
+    with empty rows; without held-out text the list is empty. `damaged` gets the pieces of data that
+    could not be read.
     """
-    stores = [open_stores(config, path, tokenizer)[1] for path in mix.plan_sources(config)[0]]
+    stores = [
+        open_store(config, path, tokenizer, "held_out") for path in mix.plan_sources(config)[0]
+    ]
     return spread_windows(
-        config, [s for s in stores if s.num_tokens], tokenizer.pad_id, process, rows
+        config, [s for s in stores if s.num_tokens], tokenizer.pad_id, process, rows, damaged
     )
 
 
@@ -53,6 +58,7 @@ def spread_windows(
     pad_id: int,
     process: tuple[int, int],
     rows: int | None,
+    damaged: set[str],
 ) -> list[Batch]:
     """`eval_batches` of these stores."""
     count, chosen = config.eval.windows, list[tuple[TokenStore, list[Span]]]()
@@ -72,7 +78,7 @@ def spread_windows(
         batches.append(pack.finish(filled, config.data.cross_documents))
     for store in stores:
         if isinstance(store, storage.Prepared):
-            damaged.update(store.counters.corrupt)
+            damaged |= store.counters.corrupt
     return batches
 
 
@@ -131,7 +137,7 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
             if config.data.chats and store.manifest.get("trim"):
                 require_prepared(path, store, config.data.seq_len)
         elif _real(path) in trained:
-            store = open_stores(config, trained[_real(path)], tokenizer)[1]
+            store = open_store(config, trained[_real(path)], tokenizer, "held_out")
         else:
             _refuse_trained(path, list(trained.values()))
             store = _all_of(config, path, tokenizer)

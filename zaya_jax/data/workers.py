@@ -7,13 +7,13 @@ process ends. A worker is a program of its own: it imports only the modules that
 nothing of the program that started it.
 """
 
+import contextlib
 import logging
 import logging.handlers
 import multiprocessing
 import os
 import pathlib
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -42,10 +42,11 @@ class Workers:
         for _ in range(count):
             ours, theirs = multiprocessing.Pipe()
             self._pipes.append(ours)
-            # Not with the folder that the program runs in on its path; and the training handles
-            # interrupts.
+            # The training decides when a worker ends, by closing the pipe. -P keeps the folder that
+            # the program runs in off its path.
             program = (
                 "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+                "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
                 f"from zaya_jax.data import workers; workers.work({theirs.fileno()})"
             )
             command = [sys.executable, "-P", "-c", program]
@@ -54,8 +55,10 @@ class Workers:
                     command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
                 )
             self._processes.append(process)
+        # Sent when all have been started, so that they import at the same time.
         for index, pipe in enumerate(self._pipes):
-            pipe.send((batches.part(index, count), step, ahead))
+            with contextlib.suppress(ConnectionError):  # it has ended: `_receive` says how
+                pipe.send((batches.part(index, count), step, ahead))
 
     def __len__(self) -> int:
         return self._length
@@ -69,7 +72,7 @@ class Workers:
     def _receive(self, index: int) -> dict[str, np.ndarray]:
         try:
             batch, self._counters[index], lines = self._pipes[index].recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # OSError: it ended in the middle of a batch
             code = self._processes[index].wait()
             raise StorageError(
                 f"data worker {index} ended with code {code} (out of memory?); start the same"
@@ -98,9 +101,6 @@ class Workers:
 def work(descriptor: int) -> None:
     """In a worker: computes its part of each batch, a few ahead of the last one sent, until the
     reader is gone."""
-    # the training decides when it ends, and closes the pipe
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     pipe = Connection(descriptor)
     try:
         batches, step, ahead = pipe.recv()

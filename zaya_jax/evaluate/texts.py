@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import pipeline, storage
+from zaya_jax.data import storage, stores
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 from zaya_jax.text import chat_template, inputs
 from zaya_jax.text.tokenizers import Tokenizer
@@ -123,7 +123,7 @@ def held_out(
     config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None
 ) -> Iterator[Document]:
     """The held-out documents of one source of a run with this config; at most `limit`."""
-    store = pipeline.open_stores(config, path, tokenizer)[1]
+    store = stores.open_store(config, path, tokenizer, "held_out")
     if not store.num_tokens:
         raise UserError(f"{path} of the run has no held-out part; give other data to evaluate on")
     return itertools.islice(_of_store(store, tokenizer), limit)
@@ -141,8 +141,7 @@ def _files(
                 continue
             if isinstance(found, inputs.BadInput):
                 raise UserError(str(found))
-            name, sample = found
-            where = f"{stretch}, sample {name}"
+            _, where, sample = found
             if isinstance(sample, list):
                 made, outcome = template.prepare(sample, None)
                 if made is None:
@@ -166,7 +165,7 @@ def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
     yield from _of_store(store, tokenizer)
 
 
-def _of_store(store: pipeline.TokenStore, tokenizer: Tokenizer) -> Iterator[Document]:
+def _of_store(store: stores.TokenStore, tokenizer: Tokenizer) -> Iterator[Document]:
     for shard in range(store.num_shards):
         begin = int(store.first_token[shard])
         for length in store.lengths(shard).tolist():

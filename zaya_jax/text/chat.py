@@ -179,7 +179,11 @@ def message(given: Any) -> Message:
     turn, inside = Message(_spelt(role), "", text), ""
     if turn.answer and not reasoning and (found := _THINK.match(text)):
         inside, reasoning, text = found[0], found[1], text[found.end() :]
-    reasoning = reasoning.strip("\n") if turn.answer and reasoning.strip() else ""
+    if not reasoning.strip():
+        reasoning = ""
+    elif not turn.answer:
+        raise BadChat(f"a turn of role {role!a} has reasoning, and only the model's turns may")
+    reasoning = reasoning.strip("\n")
     more: dict[str, Any] = {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
     if calls:
         more["tool_calls"] = calls

@@ -40,6 +40,9 @@ OWN = "Written by zaya_jax"
 ANSWER = "<@ an answer @>"  # to see how a template ends one,
 REASONING = "<@ its reasoning @>"  # and how it takes this
 TRIES = 4  # to cut a reasoning to a length
+# What a template that asks for today is told, so that a chat gives the same tokens on each day. It
+# is the date that Llama's templates write without a clock.
+TODAY = datetime.datetime(2024, 7, 26)
 
 # A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between
 # <think> and </think> before the answer, and tool calls after it, each as JSON between <tool_call>
@@ -432,5 +435,5 @@ def _environment(around: Any, ours: bool) -> Any:
     )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = datetime.datetime.now().strftime  # one time for all texts
+    made.globals["strftime_now"] = TODAY.strftime
     return made

@@ -16,17 +16,24 @@ import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from zaya_jax.config import UserError, first_line
 from zaya_jax.text import chat, hub, sources
 from zaya_jax.text.tokenizers import NotUnicode, utf8
 
-Sample = tuple[str, str | list[chat.Message]]  # a name, and a text or the turns of a chat
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 OPENED_AT_ONCE = 16
 DAMAGE = (OSError, EOFError, zlib.error)
 RECORDS = ("jsonl", "parquet", "arrow", "hub")  # the kinds of files with texts or chats in fields
+
+
+class Sample(NamedTuple):
+    """A text, or the turns of a chat."""
+
+    name: str  # its hash decides whether it is held out
+    where: str  # the file, and its line or row, for messages
+    content: str | list[chat.Message]
 
 
 class BadInput(UserError):
@@ -203,10 +210,10 @@ def _text(part: InputRange) -> Iterator[Sample]:
     if len(raw) > sources.LONGEST:
         raise BadInput(f"{part} {sources.TOO_LONG}")
     try:
-        yield part.name, raw.decode("utf-8-sig")
+        yield Sample(part.name, str(part), raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         # Python's tests have other encodings
-        if part.path.startswith(str(sources.stdlib())):
+        if pathlib.Path(part.path).is_relative_to(sources.stdlib()):
             raise NotText(part, "not UTF-8") from None
         line = 1 + raw[: error.start].count(b"\n")
         raise BadInput(
@@ -222,20 +229,14 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             file.seek(at - 1)
             at += len(file.readline()) - 1
         number = 0
-
-        def place() -> str:
-            """The line, or in a later part of a file the byte where it begins: the lines before are
-            not counted."""
-            return f"{part}, byte {at}" if part.start else f"{part}, line {number:,}"
-
         while compressed or at < part.stop:
             number += 1
+            # Nobody has counted the lines before a later part of a file.
+            where = f"{part}, byte {at}" if part.start else f"{part}, line {number:,}"
             try:
                 line = file.readline()
             except DAMAGE as error:
-                yield BadInput(
-                    f"{place()}: cannot be read, nor what follows it: {first_line(error)}"
-                )
+                yield BadInput(f"{where}: cannot be read, nor what follows it: {first_line(error)}")
                 return
             if not line:
                 return
@@ -243,11 +244,12 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
                 try:
                     if line.lstrip().startswith(b"["):
                         raise BadInput("a JSON array; make a line of each element: jq -c '.[]'")
-                    yield _record(json.loads(line.rstrip()), f"{part.name}:{at}", text_field)
+                    content = _content(json.loads(line.rstrip()), text_field)
+                    yield Sample(f"{part.name}:{at}", where, content)
                 except (BadInput, chat.BadChat) as error:
-                    yield BadInput(f"{place()}: {error}")
+                    yield BadInput(f"{where}: {error}")
                 except (ValueError, RecursionError) as error:
-                    yield BadInput(f"{place()}: not a JSON object of its own ({first_line(error)})")
+                    yield BadInput(f"{where}: not a JSON object of its own ({first_line(error)})")
             at += len(line)
 
 
@@ -296,10 +298,12 @@ def _group(
 
     try:
         for row, record in enumerate(records):
+            where = f"{part}, row {row + 1:,} of row group {group}"
             try:
-                yield _record(_without_nulls(record), f"{part.name}:{group}:{row}", text_field)
+                content = _content(_without_nulls(record), text_field)
+                yield Sample(f"{part.name}:{group}:{row}", where, content)
             except (BadInput, chat.BadChat) as error:
-                yield BadInput(f"{part}, row {row + 1:,} of row group {group}: {error}")
+                yield BadInput(f"{where}: {error}")
     except UserError:  # a stream of the hub that broke
         raise
     except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
@@ -315,13 +319,17 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _record(record: Any, name: str, text_field: str) -> Sample:
+def _content(record: Any, text_field: str) -> str | list[chat.Message]:
+    """A record's chat, or else the text under `text_field`; an empty record is an empty text.
+
+    Turns under one of CHAT_FIELDS come before a question and its answer, and both before a text.
+    """
     if not isinstance(record, dict):
         raise BadInput(f"a JSON {type(record).__name__}, but {_wanted(text_field)}")
     given = [record[field] for field in CHAT_FIELDS if isinstance(record.get(field), list)]
     turns = next(filter(None, given), None) or chat.paired_turns(record, text_field)
     if turns:
-        return name, chat.read(chat.leading_turns(record) + turns)
+        return chat.read(chat.leading_turns(record) + turns)
     text = record.get(text_field)
     if isinstance(text, str):
         if len(text) > sources.LONGEST:
@@ -330,10 +338,10 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
             utf8(text)
         except NotUnicode as error:
             raise BadInput(str(error)) from None
-        return name, text
+        return text
     if text is not None or (text_field not in record and record):
         raise BadInput(f"fields {chat.named_fields(record)}, but {_wanted(text_field)}")
-    return name, ""
+    return ""
 
 
 def _wanted(text_field: str) -> str:

@@ -68,7 +68,8 @@ def prepare(
     if os.path.exists(directory / tokens_lib.MANIFEST):
         _clear(directory)  # what one that was killed just before the end left
         manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
-        if manifest["plan"] != tokens_lib.manifest_hash(plan):
+        skipped = manifest["left_out"]["bad"] and not options.skip_bad
+        if skipped or manifest["plan"] != prepare_task.plan_hash(plan):
             raise UserError(
                 f"{out} is complete, from other input or options, or another chat template; give"
                 " another directory"
@@ -185,16 +186,16 @@ def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
     """A share of the input, chosen by names; of a long text, piece by piece."""
     share = min(1.0, BPE_BYTES / max(sum(task.cost for task in tasks), 1))
     for part in (part for task in tasks for part in task.ranges):
-        for found in inputs.samples(part, options.text_field):
-            if isinstance(found, inputs.BadInput):
-                if not options.skip_bad and not isinstance(found, inputs.NotText):
-                    raise found
+        for sample in inputs.samples(part, options.text_field):
+            if isinstance(sample, inputs.BadInput):
+                if not options.skip_bad and not isinstance(sample, inputs.NotText):
+                    raise sample
                 continue
-            name, sample = found
-            if isinstance(sample, str):
-                texts = [sample[i : i + BPE_PIECE] for i in range(0, len(sample), BPE_PIECE)]
+            name, _, content = sample
+            if isinstance(content, str):
+                texts = [content[i : i + BPE_PIECE] for i in range(0, len(content), BPE_PIECE)]
             else:
-                texts = list(map(str, sample))
+                texts = list(map(str, content))
             yield from (
                 text for i, text in enumerate(texts) if sources.held_out(f"bpe {name} {i}", share)
             )
@@ -221,6 +222,10 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     shards = shards[:num_shards]
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
     if not len(of_split["train"]):
+        for shard in shards:
+            (directory / tokens_lib.shard_name(shard["split"], shard["task"])).unlink(
+                missing_ok=True
+            )
         _clear(directory)
         shutil.rmtree(directory / tokens_lib.TOKENIZER)
         with contextlib.suppress(OSError):  # where other files are in it
@@ -263,7 +268,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
             / (int(shards["tokens"].sum()) * width)
         ),
         "shards_crc32c": google_crc32c.value(content),
-        "plan": tokens_lib.manifest_hash(plan),
+        "plan": prepare_task.plan_hash(plan),
     }
     manifest["sha256"] = tokens_lib.manifest_hash(manifest)
     content = json.dumps(manifest, indent=1).encode()

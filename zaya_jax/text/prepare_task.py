@@ -79,6 +79,11 @@ def make_plan(options: Options, paths: list[str]) -> Plan:
     }
 
 
+def plan_hash(plan: Plan) -> str:
+    """SHA-256 of a plan; skipping changes nothing where nothing had to be skipped."""
+    return tokens_lib.manifest_hash({**plan, "skip_bad": None})
+
+
 def tasks_of(plan: Plan) -> list[Task]:
     """The tasks of a plan, in their order."""
     files: dict[str, File] = {path: (path, size, time_ns) for path, size, time_ns in plan["files"]}
@@ -105,8 +110,7 @@ class Job:
 
 def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: Tokenizer) -> Job:
     """The job of a plan, whose tokenizer lies in the directory already."""
-    # Skipping changes nothing where nothing had to be skipped.
-    made = [tokens_lib.manifest_hash({**plan, "skip_bad": None}), *_versions(tokenizer)]
+    made = [plan_hash(plan), *_versions(tokenizer)]
     # Shards carry a number of the corpus, which does not depend on where the input lies or on its
     # times.
     files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
@@ -196,13 +200,13 @@ class _Writing:
 
     def add(self, part: InputRange) -> None:
         """Write a part's samples."""
-        for found in inputs.samples(part, self._options.text_field):
-            if isinstance(found, inputs.BadInput):
-                self._bad(found)
-            elif isinstance(found[1], str):
-                self._add_text(found[0], found[1])
+        for sample in inputs.samples(part, self._options.text_field):
+            if isinstance(sample, inputs.BadInput):
+                self._bad(sample)
+            elif isinstance(sample.content, str):
+                self._add_text(sample.name, sample.content)
             else:
-                self._add_chat(found[0], found[1])
+                self._add_chat(sample, sample.content)
 
     def close(self) -> None:
         """Let go of the files, and delete those that were not committed."""
@@ -238,15 +242,15 @@ class _Writing:
         else:
             self._left_out["empty"] += 1
 
-    def _add_chat(self, name: str, messages: list[chat.Message]) -> None:
+    def _add_chat(self, sample: inputs.Sample, messages: list[chat.Message]) -> None:
         try:
             document, outcome = self._template.prepare(messages, self._options.context or None)
         except chat_template.Refused as error:
-            self._bad(inputs.BadInput(f"{name}: {error}"))
+            self._bad(inputs.BadInput(f"{sample.where}: {error}"))
             return
         self._outcomes.add(document, outcome, any(self._template.ending))
         if document is not None:
-            self._write(name, document)
+            self._write(sample.name, document)
 
     def _bad(self, found: inputs.BadInput) -> None:
         if isinstance(found, inputs.NotText):

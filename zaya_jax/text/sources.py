@@ -2,8 +2,9 @@
 of text files.
 
 Everything here is deterministic: files come in the order of their relative paths, and a file is
-held out for evaluation by the hash of that path alone, so that adding a file never moves another
-one to the other side.
+held out for evaluation by a hash of that path. So in a folder, adding a file moves no other one to
+the other side, as long as the hash of one at least holds it out. (Paths are relative to the folder,
+or for a glob to the deepest folder that has all of its files.)
 """
 
 import collections
@@ -212,7 +213,7 @@ def identities(path: str) -> dict[object, pathlib.Path]:
 def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> None:
     """UserError where files that are to be read as text are a preparation's shards."""
     for path in files:
-        if SHARD.match(path.name):
+        if SHARD.fullmatch(path.name):
             raise UserError(
                 f"{what} holds {path}, a shard of prepared tokens and no text; {way_out}"
             )

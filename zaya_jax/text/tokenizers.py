@@ -323,14 +323,17 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
             " writes the latter:"
             f" AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(FOLDER)"
         )
-    named = [directory / name for name in EXTRA_FILES if path.name == FILE]
-    extra = {
-        str(file.relative_to(directory)): file.read_bytes() for file in named if file.is_file()
-    }
-    ids = {key: meta[key] for key in MODEL_IDS.values() if key in meta} or _config_ids(
-        directory, path
-    )
-    tokenizer = HuggingFace(path.read_bytes(), ids, str(path), extra)
+    ids = {key: meta[key] for key in MODEL_IDS.values() if key in meta} or _config_ids(directory)
+    try:
+        extra = {
+            name: (directory / name).read_bytes()
+            for name in EXTRA_FILES
+            if (directory / name).is_file()
+        }
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from None
+    tokenizer = HuggingFace(content, ids, str(path), extra)
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
         raise UserError(
             f"{path} is not the file that {META_FILE} next to it describes (SHA-256 differs);"
@@ -461,11 +464,11 @@ def _special_ids(
     return found["bos_id"], found["eos_id"], found["pad_id"]
 
 
-def _config_ids(directory: pathlib.Path, path: pathlib.Path) -> dict[str, int]:
+def _config_ids(directory: pathlib.Path) -> dict[str, int]:
     """The ids that transformers' config.json next to a tokenizer file gives to begin, end and
     padding."""
     config = directory / "config.json"
-    if path.name != FILE or not config.exists():
+    if not config.exists():
         return {}
     content = _read_json(config)
     held: dict[str, Any] = {ours: content.get(theirs) for theirs, ours in MODEL_IDS.items()}

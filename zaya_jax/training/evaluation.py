@@ -24,6 +24,7 @@ class Evaluation:
     def __init__(self, planned: PlannedStart, pace: Pace):
         self._recipe, self._here, self._pace = planned.recipe, planned.phase, pace
         self._tokenizer, self._setup = planned.tokenizer, planned.setup
+        self._damaged = planned.stream.damaged
         self._named = windows.named_stores(self._recipe.config, self._tokenizer)
         self.notes = stores.notes_on(self._named.values())
         self.windows = functools.lru_cache(1)(self._windows)
@@ -82,10 +83,14 @@ class Evaluation:
         config, spread, mesh = self._recipe.config, self._setup.spread, self._setup.mesh
         rows, count = self._here.rows, recipe.eval_rows(config, phase, spread)
         own = windows.eval_config(config, phase)
-        found = {"eval/loss": windows.eval_batches(own, self._tokenizer, rows, count)}
+        found = {
+            "eval/loss": windows.eval_batches(
+                own, self._tokenizer, rows, count, damaged=self._damaged
+            )
+        }
         for name, store in self._named.items():
             found[f"eval/{name}"] = windows.spread_windows(
-                own, [store], self._tokenizer.pad_id, rows, count
+                own, [store], self._tokenizer.pad_id, rows, count, self._damaged
             )
         put = functools.partial(steps.put_batch, mesh, micro_batches=1, spread=spread)
         return {
