@@ -11,10 +11,10 @@ import pyarrow
 import pytest
 
 from zaya_jax import config as config_lib
-from zaya_jax.data.storage import Prepared
-from zaya_jax.data.stores import Memory
-from zaya_jax.text import prepare, prepare_task, tokenizers, tokens
-from zaya_jax.text.sources import with_targets
+from zaya_jax.data.prepared_store import PreparedStore
+from zaya_jax.data.stores import MemoryStore
+from zaya_jax.text import prepare, prepare_task, shard_format, tokenizers
+from zaya_jax.text.token_block import with_targets
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def prepare_text(
         longest: int = 700,
         shards: int = 3,
     ) -> pathlib.Path:
-        monkeypatch.setattr(tokens, "BUNDLE_BYTES", bundle_bytes)
+        monkeypatch.setattr(shard_format, "BUNDLE_BYTES", bundle_bytes)
         rng = np.random.default_rng(seed)
         source = tmp_path / f"{name}.jsonl"
         with source.open("w") as file:
@@ -111,8 +111,10 @@ def texts_of(directory, tokenizer=None):
     tokenizer = tokenizer or tokenizers.load(os.path.join(directory, "tokenizer"))
     out = []
     for split in ("train", "held_out"):
-        store = Prepared(str(directory), split)
-        tokens = [b.tokens[a:z] for row in store.parts([(0, store.num_tokens)]) for b, a, z in row]
+        store = PreparedStore(str(directory), split)
+        tokens = [
+            b.tokens[a:z] for row in store.read_spans([(0, store.num_tokens)]) for b, a, z in row
+        ]
         ends = [
             np.cumsum(store.lengths(shard)) + store.first_token[shard]
             for shard in range(store.num_shards)
@@ -134,7 +136,7 @@ def contents(directory):
 def run_here(job, todo, processes):
     """An engine without worker processes, which take a second to start."""
     for task in todo:
-        yield task, prepare_task.run(task, job)
+        yield task, prepare_task.run_task(task, job)
 
 
 def here(options, out):
@@ -148,7 +150,7 @@ def in_memory(lengths, first=0, bundle_tokens=0):
     starts = np.zeros(int(np.sum(lengths)), bool)
     starts[np.cumsum(lengths) - lengths] = True
     ids = first + np.arange(len(starts), dtype=np.uint32)
-    store = Memory(f"s{first}", with_targets(ids, starts), f"f{first}")
+    store = MemoryStore(f"s{first}", with_targets(ids, starts), f"f{first}")
     store.bundle_tokens = bundle_tokens
     return store
 

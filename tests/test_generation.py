@@ -173,7 +173,7 @@ def test_rows_stop_each_by_itself(weights):
 def test_a_conversation_is_what_fine_tuning_sees():
     talk = generation.Conversation(BYTES)
     asked = talk.ask("hi?")
-    assert talk.ends == BYTES.chat_token("end_turn") and not talk.stop
+    assert talk.ends == [BYTES.special_id("<|end_turn|>")] and not talk.stop
     assert asked == [256, 259, *b"user\nhi?", 260, *b"\n", 259, *b"assistant\n"]
     talk.answered("yes", b"yes")
     again = talk.ask("no")
@@ -181,6 +181,6 @@ def test_a_conversation_is_what_fine_tuning_sees():
         chat.Message(*turn)
         for turn in (("user", "", "hi?"), ("assistant", "", "yes"), ("user", "", "no"))
     ]
-    whole = chat_template.Template(BYTES).document(turns)
+    whole = chat_template.Template(BYTES).encode_chat(turns)
     # but for the end of the document
     assert [*whole.tokens[:-1].tolist(), 259, *b"assistant\n"] == again

@@ -161,7 +161,9 @@ def test_the_loss_on_held_out_data_is_what_the_run_wrote(trained, run, settings)
     written = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
     assert sorted(written) == [2, 4]
     checked = arguments.config_of(settings)
-    batches = list(windows.eval_batches(checked, tokenizers.load("bytes"), rows=8, damaged=set()))
+    batches = list(
+        windows.eval_batches(checked, tokenizers.load("bytes"), batch_rows=8, damaged=set())
+    )
     assert batches
     for step, loss in written.items():
         model = zj.load(f"{run}@{step}")

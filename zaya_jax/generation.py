@@ -157,7 +157,7 @@ def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
         return Asked("text", one, rows, several, [tokenizer.eos_id], [])
     template = chat_template.Template(tokenizer)
     try:
-        rows = [template.prompt([chat.message(turn) for turn in talk]) for talk in several]
+        rows = [template.prompt_ids([chat.parse_turn(turn) for turn in talk]) for talk in several]
     except chat.BadChat as error:
         raise UserError(
             f"a conversation is a list of turns with role and content: {error}"
@@ -212,7 +212,7 @@ class Conversation:
         """Adds a turn of the user and returns the ids, at most `room` of them, that the model
         continues."""
         self._turns.append(chat.Message("user", "", text))
-        while len(ids := self._template.prompt(self._all())) > room:
+        while len(ids := self._template.prompt_ids(self._all())) > room:
             if len(self._turns) < 3:
                 del self._turns[-1]
                 raise UserError(
@@ -224,7 +224,7 @@ class Conversation:
 
     def answered(self, text: str, ids: Sequence[int]) -> None:
         """Adds the model's turn: its text, and the ids that it was."""
-        self._turns.append(self._template.answered(self._all(), text, ids))
+        self._turns.append(self._template.parse_answer(self._all(), text, ids))
 
     def _all(self) -> list[chat.Message]:
         return [*self._first, *self._turns]

@@ -141,7 +141,7 @@ def begin(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Beginni
     planned.notes.extend(kernels.notes(meta, found, reached))
     decided = decisions.agreed(decided, meta.get("decisions", []), folder)
     if decided:
-        planned.stream.leave_out(decisions.left_out(decided))
+        planned.stream.skip_batches(decisions.left_out(decided))
     return Beginning(way, planned, parent, meta, decided, found, folder, cleanup, store)
 
 
@@ -219,7 +219,7 @@ class Loop:
             begun.way, planned, begun.parent, begun.meta, self.store, self.copies, weights_of
         )
         # After the state, whose making needs more memory than a step.
-        self.stream.send_by(self._put)
+        self.stream.send_with(self._put)
 
     def _say_how_it_starts(self) -> None:
         """Makes the last checks that can refuse the run, and says how it starts."""

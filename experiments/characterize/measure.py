@@ -18,8 +18,8 @@ from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, Precision, UserError, fields, files, read_config
-from zaya_jax.data import pipeline, storage
-from zaya_jax.data.order import TURNS
+from zaya_jax.data import pipeline, prepared_store
+from zaya_jax.data.order import VISIT_STEPS
 from zaya_jax.hardware import chips, host, measured, sizing
 from zaya_jax.hardware.measured import BUS, CollectiveTiming, Measured, Product
 from zaya_jax.hardware.sizing import Advice
@@ -28,7 +28,7 @@ from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import duration, number
 from zaya_jax.text import tokenizers
-from zaya_jax.text.tokens import PAGE_BYTES, SUFFIX
+from zaya_jax.text.shard_format import PAGE_BYTES, SUFFIX
 
 HOST = (
     "These figures are of this host's CPU, whose virtual devices share its cores and memory. They"
@@ -155,7 +155,7 @@ def measure_parts(
 def check_storage(args: argparse.Namespace) -> None:
     """UserError if `storage` cannot use its directory."""
     fields.check_path("--data", args.data, addresses=True)
-    if not storage.is_prepared(args.data) or not storage.is_local(args.data):
+    if not prepared_store.is_prepared(args.data) or not prepared_store.is_local(args.data):
         raise UserError(
             f"--data={args.data} is not a local prepared directory; make one with"
             " experiments.prepare_data"
@@ -165,7 +165,7 @@ def check_storage(args: argparse.Namespace) -> None:
 def measure_storage(args: argparse.Namespace) -> None:
     """Measures, then writes storage.html and storage.json into --out."""
     out = pathlib.Path(args.out)
-    manifest = storage.load_manifest(args.data)
+    manifest = prepared_store.load_manifest(args.data)
     raw = config_lib.default()
     raw.data.seq_len, raw.data.global_batch = args.seq_len, args.rows
     raw.model.max_position_embeddings = max(raw.model.max_position_embeddings, args.seq_len)
@@ -230,12 +230,12 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
         config = dataclasses.replace(config, model=model)
     # As in a large source: blocks of several bundles, and open ones stay in memory.
     batches = pipeline.Batches(config, tokenizer, rounds=1)
-    (store,) = batches.stores
+    (store,) = batches.prepared_stores
     store.cache.limit = 0
     for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
         forget(path) if cold else path.read_bytes()
     epoch = batches.source(batches.eras[0], 0).layout.num_rows // data.global_batch
-    turns = min(TURNS, epoch)
+    turns = min(VISIT_STEPS, epoch)
     begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch
     # opens shards, and the bundles of the moment
     for step in range(begin_step, begin_step + turns):

@@ -1,4 +1,4 @@
-"""Scores a model's text and tasks, and words the results, for `experiments.evaluate`."""
+"""Scores a model's text and tasks, and writes the results, for `experiments.evaluate`."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from zaya_jax.progress import Progress
 from zaya_jax.pytorch import any_model
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
-from zaya_jax.text import sources as file_sources
+from zaya_jax.text import text_files
 
 ALL = "all"  # the row of all --data
 
@@ -32,6 +32,15 @@ ALL = "all"  # the row of all --data
 CHAT_OPTIONS = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")
 
 COLORS = 6  # curves in a picture
+LOSS_HEAD = (
+    "data",
+    "documents",
+    "tokens",
+    "loss",
+    "perplexity",
+    "bits per byte",
+    "likeliest token is right",
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,52 +66,40 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
-    """Scores, then the files."""
+    """Scores, then writes the files."""
     host.keep_compiled()
     began = time.perf_counter()
-    both = shared_file(args.data or [])
+    shared = shared_file(args.data or [])  # before anything is loaded
     model = library.load(args.model, mesh=args.mesh, dtype=args.dtype)
     if model.tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer; put its tokenizer.json there")
-    most = model.config.model.max_position_embeddings
-    context = min(args.context or usual_context(model.config), most)
-    notes = [f"Tasks: {', '.join(tasks)}."] if tasks else []
-    if args.context and args.context > most:
-        notes.append(
-            f"--context={args.context} is above the model's {most} tokens: {most} are used."
-        )
-    if args.limit:
-        notes.append(f"--limit={args.limit}: only this many documents of each are scored.")
-    if args.num_fewshot is not None:
-        notes.append(f"--num_fewshot={args.num_fewshot}")
-    if tasks and (model.tokenizer.adds_bos if args.bos is None else args.bos):
-        notes.append("Tasks' texts begin with the begin of document.")
-    chat_options = {
-        name: value for name in CHAT_OPTIONS if (value := getattr(args, name)) is not None
-    }
-    notes += [f"--{name}={value}" for name, value in chat_options.items()]
+    longest = model.config.model.max_position_embeddings
+    context = min(args.context or usual_context(model.config), longest)
+    notes = option_notes(args, model, tasks)
     skipped: list[str] = []
     data = {
-        name: loss_on(model, name, found, context, args.tokens)
-        for name, found in sources(model, args, tasks, skipped)
+        name: loss_on(model, name, documents, context, args.tokens)
+        for name, documents in sources(model, args, tasks, skipped)
     }
-    if both:
-        notes.append(f"No row of all: {both}.")
+    if shared:
+        notes.append(f"No row of all: {shared}.")
     elif len(data) > 1:
         data = {ALL: texts.together(data.values()), **data}
-    odd = [name for name, loss in data.items() if not math.isfinite(loss.loss)]
-    if odd:
-        notes.append(f"No finite loss, null in evaluation.json: {', '.join(odd)}.")
+    not_finite = [name for name, loss in data.items() if not math.isfinite(loss.loss)]
+    if not_finite:
+        notes.append(f"No finite loss, null in evaluation.json: {', '.join(not_finite)}.")
     if skipped:
-        few = "; ".join(skipped[:3]) + ("; ..." if len(skipped) > 3 else "")
-        notes.append(f"{len(skipped):,} samples were left out: {few}")
+        examples = "; ".join(skipped[:3])
+        if len(skipped) > 3:
+            examples += "; ..."
+        notes.append(f"{len(skipped):,} samples were left out: {examples}")
     if data:
         notes.append(
             f"Loss in windows of {context:,} tokens; longer documents in steps of half of that."
         )
-    found = {}
+    task_results = {}
     if tasks:
-        found = harness.run(
+        task_results = harness.run(
             model,
             tasks,
             include_path=args.include_path,
@@ -111,7 +108,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
             add_bos_token=args.bos,
             tokens=args.tokens,
             seed=args.seed,
-            **chat_options,
+            **chat_options(args),
         )
     result = {
         "model": model.source,
@@ -123,27 +120,55 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         "seconds": time.perf_counter() - began,
         "context": context,
         "data": {name: loss.figures() for name, loss in data.items()},
-        "tasks": harness.figures(found),
+        "tasks": harness.figures(task_results),
         "notes": notes,
     }
     if multihost.is_writer():
         print(document(result).markdown())
-        print(f"written: {save(out, result, found)}")
+        print(f"written: {save(out, result, task_results)}")
     return cli.DONE
 
 
-def save(out: Path, result: dict[str, Any], found: dict[str, Any]) -> str:
+def chat_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of lm-eval's options about chats that were given."""
+    options = {name: getattr(args, name) for name in CHAT_OPTIONS}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def option_notes(
+    args: argparse.Namespace, model: library.LanguageModel, tasks: list[str]
+) -> list[str]:
+    """What the options have decided, for the report."""
+    assert model.tokenizer is not None
+    longest = model.config.model.max_position_embeddings
+    notes = [f"Tasks: {', '.join(tasks)}."] if tasks else []
+    if args.context and args.context > longest:
+        notes.append(
+            f"--context={args.context} is above the model's {longest} tokens: {longest} are used."
+        )
+    if args.limit:
+        notes.append(f"--limit={args.limit}: only this many documents of each are scored.")
+    if args.num_fewshot is not None:
+        notes.append(f"--num_fewshot={args.num_fewshot}")
+    begins_with_bos = model.tokenizer.adds_bos if args.bos is None else args.bos
+    if tasks and begins_with_bos:
+        notes.append("Tasks' texts begin with the begin of document.")
+    return notes + [f"--{name}={value}" for name, value in chat_options(args).items()]
+
+
+def save(out: Path, result: dict[str, Any], task_results: dict[str, Any]) -> str:
     """Writes the files, and says where they are."""
+    page = document(result)
+    figures = json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n"
     files = {
-        "evaluation.md": document(result).markdown().encode(),
-        "evaluation.json": (
-            (json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n").encode()
-        ),
-        "evaluation.html": document(result).html().encode(),
-        **({"samples.jsonl": harness.samples(found)} if found else {}),
+        "evaluation.md": page.markdown().encode(),
+        "evaluation.json": figures.encode(),
+        "evaluation.html": page.html().encode(),
     }
+    if task_results:
+        files["samples.jsonl"] = harness.sample_lines(task_results)
     out.mkdir(parents=True, exist_ok=True)
-    if not found and (out / "evaluation.json").is_file():
+    if not task_results and (out / "evaluation.json").is_file():
         (out / "samples.jsonl").unlink(missing_ok=True)  # of the evaluation that is replaced
     for name, content in files.items():
         write(out / name, content)
@@ -164,33 +189,29 @@ def check_names(paths: list[str]) -> None:
 
 def shared_file(paths: list[str]) -> str:
     """Names a file that is in two --data, which the common row would count twice; otherwise ""."""
-    seen: dict[object, str] = {}
+    first_path: dict[object, str] = {}
     for path in paths:
         for file in texts.files_of(path):
-            before = seen.setdefault(file_sources.identity(file), path)
-            if before != path:
-                return f"{file} is in {before} and in {path}"
+            other = first_path.setdefault(text_files.identity(file), path)
+            if other != path:
+                return f"{file} is in {other} and in {path}"
     return ""
 
 
 def sources(
     model: library.LanguageModel, args: argparse.Namespace, tasks: list[str], skipped: list[str]
-) -> Iterator[tuple[str, Iterator[texts.Document]]]:
+) -> Iterator[tuple[str, Iterator[texts.ScoredDocument]]]:
     """The rows of the table: each --data; without --data and tasks the held-out part of each source
     of the run."""
     assert model.tokenizer is not None
+    tokenizer = model.tokenizer
     for path in args.data or []:
-        yield (
-            path,
-            texts.documents(path, model.tokenizer, args.text_field, args.limit, skipped.append),
-        )
+        yield path, texts.documents(path, tokenizer, args.text_field, args.limit, skipped.append)
     if not args.data and not tasks:
         _require_its_data(model)
         for path in mix.plan_sources(model.config)[0]:
-            yield (
-                f"{path}, held out",
-                texts.held_out(model.config, path, model.tokenizer, args.limit),
-            )
+            documents = texts.held_out(model.config, path, tokenizer, args.limit)
+            yield f"{path}, held out", documents
 
 
 def _require_its_data(model: library.LanguageModel) -> None:
@@ -212,13 +233,13 @@ def _require_its_data(model: library.LanguageModel) -> None:
 def loss_on(
     model: library.LanguageModel,
     name: str,
-    found: Iterator[texts.Document],
+    documents: Iterator[texts.ScoredDocument],
     context: int,
     tokens: int,
 ) -> texts.Loss:
     """The loss on some documents; process 0 says how far it is."""
     with Progress(desc=name, unit=" tokens", leave=False, disable=not multihost.is_writer()) as bar:
-        loss = texts.evaluate(scorer.Scorer(model, tokens), found, context, bar.update)
+        loss = texts.evaluate(scorer.Scorer(model, tokens), documents, context, bar.update)
     if not loss.tokens:
         raise UserError(f"{name} has no token to predict; give texts, or chats with an answer")
     return loss
@@ -232,72 +253,61 @@ def usual_context(config: Config) -> int:
 def document(result: dict[str, Any]) -> Page:
     """Losses by data, figures by task, the loss by place in the document."""
     about = f"{result['date']}, {result['device']}, jax {result['jax']}, {result['seconds']:,.1f} s"
-    tasks = [
-        [task, name, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "–"]
-        for task, figures in result["tasks"].items()
-        for name, (value, error) in figures.items()
-    ]
-    losses = [_loss(name, found) for name, found in result["data"].items()]
-    head = (
-        "data",
-        "documents",
-        "tokens",
-        "loss",
-        "perplexity",
-        "bits per byte",
-        "likeliest token is right",
-    )
-    tables = [Table("Loss on text", head, losses)] if losses else []
-    tables += (
-        [Table("Tasks", ("task", "metric", "value", "standard error"), tasks)] if tasks else []
-    )
-    sections = [Section("Figures", "", tables), _by_place(result["data"])]
-    footer = "docs/evaluation.md says which tokens count."
+    tables = []
+    losses = [_loss_row(name, figures) for name, figures in result["data"].items()]
+    if losses:
+        tables.append(Table("Loss on text", LOSS_HEAD, losses))
+    tasks = []
+    for task, figures in result["tasks"].items():
+        for name, (value, error) in figures.items():
+            tasks.append([task, name, f"{value:.4f}", "–" if error is None else f"{error:.4f}"])
+    if tasks:
+        tables.append(Table("Tasks", ("task", "metric", "value", "standard error"), tasks))
     return Page(
         f"Evaluation of {result['model']}",
         "",
         about,
-        sections,
+        [Section("Figures", "", tables), _by_place(result["data"])],
         warnings=result["notes"],
-        footer=footer,
+        footer="docs/evaluation.md says which tokens count.",
     )
 
 
-def _loss(name: str, found: dict[str, Any]) -> list[str]:
+def _loss_row(name: str, figures: dict[str, Any]) -> list[str]:
     # None: the tokens stand for no byte, as of answers that are empty
-    bits = found["bits_per_byte"]
+    bits = figures["bits_per_byte"]
     return [
         name,
-        f"{found['documents']:,}",
-        f"{found['tokens']:,}",
-        f"{found['loss']:.4f}",
-        f"{found['perplexity']:,.3f}",
+        f"{figures['documents']:,}",
+        f"{figures['tokens']:,}",
+        f"{figures['loss']:.4f}",
+        f"{figures['perplexity']:,.3f}",
         "–" if bits is None else f"{bits:.4f}",
-        f"{found['accuracy']:.1%}",
+        f"{figures['accuracy']:.1%}",
     ]
 
 
 def _by_place(data: dict[str, Any]) -> Section:
     """The loss by the number of tokens before, by source; each bucket stands where it begins."""
-    points = {
-        name: [
-            (one["from"], one["loss"]) for one in found["by_position"] if math.isfinite(one["loss"])
+    lines = []
+    for color, (name, figures) in enumerate(list(data.items())[:COLORS]):
+        points = [
+            (bucket["from"], bucket["loss"])
+            for bucket in figures["by_position"]
+            if math.isfinite(bucket["loss"])
         ]
-        for name, found in list(data.items())[:COLORS]
-    }
-    lines = [
-        Curve(f"{name}, mean {data[name]['loss']:.4g}, at the last place", own, i)
-        for i, (name, own) in enumerate(points.items())
-        if len(own) > 1
-    ]
+        if len(points) > 1:
+            label = f"{name}, mean {figures['loss']:.4g}, at the last place"
+            lines.append(Curve(label, points, color))
     if not lines:
         return Section("By place")
     xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
     room = 0.06 * (max(ys) - min(ys))
     note = "Place 4 is of tokens with 4 to 7 before them, place 8 of those with 8 to 15, and so on."
-    if left_out := len(data) - len(lines):
+    missing = len(data) - len(lines)
+    if missing:
         note += (
-            f" In the table alone: {left_out} with one place, without a finite loss, or after the"
+            f" In the table alone: {missing} with one place, without a finite loss, or after the"
             f" first {COLORS}."
         )
     picture = Chart(

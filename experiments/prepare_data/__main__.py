@@ -3,7 +3,7 @@
     python -m experiments.prepare_data --input='corpus/**/*.jsonl.zst' --tokenizer=tokenizer.json --out=data/web
     python -m experiments.prepare_data --input=stdlib --train_bpe=8192 --out=data/stdlib_bpe
     python -m experiments.prepare_data --input=chats.jsonl --tokenizer=bytes --context=4096 --out=data/chats
-    python -m experiments.prepare_data --verify=data/web          # or --verify --out=data/web
+    python -m experiments.prepare_data --verify=data/web
 
 Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and
 contents), text and JSONL also as .gz or .zst. Killed at any moment and started again with the same
@@ -16,22 +16,20 @@ import re
 import sys
 
 from zaya_jax import cli
-from zaya_jax.config import UserError, fields, shown
-
-OF_OUT = object()  # the value of a bare --verify
+from zaya_jax.config import fields, shown
 
 
 def main() -> int:
     """Prepare or verify; the exit code."""
     args = parse()
-    for name in ("input", "tokenizer", "out", "verify"):
-        given = getattr(args, name) or ()
-        for value in [given] if isinstance(given, str) else given:
-            fields.check_path(f"--{name}", value, addresses=True)
+    for name in ("tokenizer", "out", "verify"):
+        if getattr(args, name):
+            fields.check_path(f"--{name}", getattr(args, name), addresses=True)
+    for pattern in args.input:
+        fields.check_path("--input", pattern, addresses=True)
     from experiments.prepare_data import make  # not above: its imports take longer than --help may
 
-    part = None if args.part is None else parse_part(args.part)
-    return make.verify(args.verify) if args.verify else make.make(args, part)
+    return make.verify(args.verify) if args.verify else make.run_preparation(args)
 
 
 def parse() -> argparse.Namespace:
@@ -51,48 +49,49 @@ def parse() -> argparse.Namespace:
         help="train a byte-level BPE of this many ids on the input and use it",
     )
     add("--out", metavar="DIR", help="directory to write")
-    add("--text_field", default="text", metavar="NAME", help="field or column of JSONL and Parquet with the text; text")
+    add(
+        "--text_field", default="text", metavar="NAME",
+        help="field or column of JSONL and Parquet with the text (default: text)",
+    )
     add(
         "--context", type=cli.number(int, 0, 2**27), default=0, metavar="N",
         help="trim chat samples to this many tokens, answers preserved; 0, the default: never",
     )
     add(
         "--held_out", type=cli.number(float, 0, 0.5), default=0.02, metavar="X",
-        help="share of documents kept for evaluation, by the hash of their names; 0.02",
+        help="share of documents kept for evaluation, by the hash of their names (default: 0.02)",
     )
-    add("--skip_bad", action="store_true", help="count unreadable files and records instead of stopping at the first")
+    add(
+        "--skip_bad", action="store_true",
+        help="skip and count unreadable files and records instead of stopping at the first",
+    )
     add("--processes", type=cli.number(int, 1, 1024), metavar="N", help="tasks at a time; by default one per core")
     add(
         "--part_mib", type=cli.number(int, 1, 2**20), default=256, metavar="N",
-        help="input per task, about the size of a shard; 256",
+        help="input per task, about the size of a shard (default: 256)",
     )
     add(
         "--engine", choices=("processes", "ray"), default="processes",
         help="run tasks in processes of this machine (the default) or on its Ray cluster",
     )
     add(
-        "--part", metavar="I/N",
+        "--part", type=parse_part, metavar="I/N",
         help="do the I-th of N equal parts of the work, counted from 0",
     )
     add(
-        "--verify", nargs="?", const=OF_OUT, metavar="DIR",
-        help="check this prepared directory (by default --out's) against its manifest and do nothing else",
+        "--verify", metavar="DIR",
+        help="check this prepared directory against its manifest and do nothing else",
     )
     # fmt: on
-    args = parser.parse_args()
-    if args.verify is OF_OUT:
-        if not args.out:
-            raise UserError("--verify needs a directory: --verify=DIR, or --verify --out=DIR")
-        args.verify = args.out
-    return args
+    return parser.parse_args()
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """The (index, count) that I/N names; UserError where it names no part."""
-    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    if not found or not int(found[1]) < int(found[2]):
-        raise UserError(f"--part={shown(text)} is no part: give I/N, from 0/N to N-1/N")
-    return int(found[1]), int(found[2])
+    """The (index, count) of --part."""
+    part = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    if not part or not int(part[1]) < int(part[2]):
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be I/N with 0 <= I < N")
+    return int(part[1]), int(part[2])
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def after(settings, ranges, begin, count):
     """Some batches of a run that left these out."""
     one = stream(settings)
     one.set_state(one.get_state() | {"step": begin} if begin == 0 else stopped(settings, begin)[1])
-    one.leave_out(ranges)
+    one.skip_batches(ranges)
     return take(one, count)
 
 
@@ -93,7 +93,7 @@ def test_what_would_have_come_later_comes_now():
 
 def test_a_state_of_the_rule_that_moved_the_mixtures_table_is_refused():
     _, state = stopped(config(), 6)
-    with pytest.raises(UserError, match="another order"):
+    with pytest.raises(UserError, match="a different data order"):
         stream(config()).set_state(state | {"left_out": [[3, 2]]})
 
 
@@ -115,17 +115,17 @@ def test_no_row_comes_again_and_none_is_passed_over_that_was_not_read(phases, se
             era = batches._era_of(step)
             mine = era.mixture.sources(step)
             assert len(mine) == plan.step(step + 1).sequences
-            weights = era.mixture.at(step)[1].weights
+            weights = era.mixture.stretch_of(step)[1].weights
             for k in set(mine.tolist()):
                 assert weights[k]
-                came = era.mixture.ranks(step, k)[mine == k]
+                came = era.mixture.row_numbers(step, k)[mine == k]
                 begin = given.get((era.number, k), 0)
                 np.testing.assert_array_equal(came, begin + np.arange(len(came)))
                 given[era.number, k] = begin + len(came)
         at = chance.randint(max(reached - 12, 0), reached - 1)
         ranges.append([at, reached - at])
         highest = max(highest, at)
-        batches.leave_out(ranges)
+        batches.skip_batches(ranges)
     assert ranges
 
 
@@ -135,7 +135,7 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
     plan = schedule.make_plan(settings)
     whole = after(settings, ranges, 0, plan.total_steps)
     once = stream(settings)
-    once.leave_out(ranges)
+    once.skip_batches(ranges)
     for step in range(plan.total_steps):
         state = json.loads(json.dumps(once.get_state()))
         assert state.get("passed_over", []) == (ranges if step > 3 else [])
@@ -144,7 +144,7 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
         again = stream(settings)
         assert again.set_state(state) == ""
         assert again.get_state() == once.get_state()
-        again.leave_out(ranges)  # as the run knows of it that wrote the decision down
+        again.skip_batches(ranges)  # as the run knows of it that wrote the decision down
         if step % 4 == 0:
             assert_same(take(again, min(5, plan.total_steps - step)), whole[step : step + 5])
         next(once)

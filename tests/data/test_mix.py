@@ -25,7 +25,7 @@ def test_the_most_rows_of_a_batch_are_those_counted():
     mixture = Mixture(STRETCHES)
     counts = np.array([np.bincount(mixture.sources(t), minlength=3) for t in range(6000)])
     for k in range(3):
-        most, share = mixture.rows_of(k)
+        most, share = mixture.batch_row_counts(k)
         assert most == counts[:, k].max() and abs(share - most) <= 1
 
 
@@ -36,20 +36,20 @@ def test_batches_of_any_size_work(batch):
     for step in range(5):
         chosen = mixture.sources(step) == 0
         np.testing.assert_array_equal(
-            mixture.ranks(step, 0)[chosen], seen + np.arange(chosen.sum())
+            mixture.row_numbers(step, 0)[chosen], seen + np.arange(chosen.sum())
         )
         seen += chosen.sum()
-    assert mixture.rows_of(0)[0] >= 0.9 * batch - 1 and Mixture(
+    assert mixture.batch_row_counts(0)[0] >= 0.9 * batch - 1 and Mixture(
         [Stretch(0, batch, (1, 0))]
-    ).rows_of(1) == (0, 0)
+    ).batch_row_counts(1) == (0, 0)
 
 
 def test_bad_mixtures_are_one_clear_line():
-    assert mix.parse(("/a=b=0.5", "c=2")) == {"/a=b": 0.5, "c": 2.0}
+    assert mix.parse_mixture(("/a=b=0.5", "c=2")) == {"/a=b": 0.5, "c": 2.0}
     for bad in (("a",), ("=1",), ("a=x",), ("a=-1",), ("a=1", "a=2"), ("a=inf",)):
         with pytest.raises(UserError, match="path=weight"):
-            mix.parse(bad)
+            mix.parse_mixture(bad)
     with pytest.raises(UserError, match="any weight"):
-        mix.parse(("a=0",))
+        mix.parse_mixture(("a=0",))
     with pytest.raises(UserError, match="resolution"):
         Mixture([Stretch(0, 4, (1.0, 1e-6))])

@@ -9,8 +9,9 @@ from data_helpers import in_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zaya_jax.data import layout as layouts
 from zaya_jax.data import order, shuffle
-from zaya_jax.data.order import Order
+from zaya_jax.data.order import RowOrder
 
 
 @settings(max_examples=300, deadline=None)
@@ -24,7 +25,7 @@ from zaya_jax.data.order import Order
 def test_each_row_once_an_epoch_and_never_twice_in_a_batch(
     num_rows, batch, block_rows, key, rounds
 ):
-    made = Order(num_rows, batch, batch, block_rows, key, rounds)
+    made = RowOrder(num_rows, batch, batch, block_rows, key, rounds)
     epochs = made.rows(np.arange(3 * num_rows)).reshape(3, num_rows)
     assert (np.sort(epochs, axis=1) == np.arange(num_rows)).all()
     # The places of each row, epoch by epoch: no batch can hold two of them, wherever batches begin.
@@ -34,13 +35,13 @@ def test_each_row_once_an_epoch_and_never_twice_in_a_batch(
 
 @pytest.mark.parametrize(("num_rows", "batch"), [(1000, 16), (100_000, 64), (33, 32), (5, 3)])
 def test_epochs_differ_and_any_number_may_be_asked_for(num_rows, batch):
-    made = Order(num_rows, batch, batch, 16, key=7)
+    made = RowOrder(num_rows, batch, batch, 16, key=7)
     whole = made.rows(np.arange(2 * num_rows))
     some = np.random.default_rng(0).integers(0, 2 * num_rows, 50)
     np.testing.assert_array_equal(made.rows(some), whole[some])
     assert (whole[:num_rows] != whole[num_rows:]).any()
     assert (
-        Order(num_rows, batch, batch, 16, key=8).rows(np.arange(num_rows)) != whole[:num_rows]
+        RowOrder(num_rows, batch, batch, 16, key=8).rows(np.arange(num_rows)) != whole[:num_rows]
     ).any()
 
 
@@ -50,7 +51,7 @@ def test_epochs_differ_and_any_number_may_be_asked_for(num_rows, batch):
 def test_a_batch_has_one_row_of_a_block_and_a_slot_its_blocks(num_rows, batch):
     """A block's rows come some steps apart, one in a batch, at the same place of it; few rows
     belong to none."""
-    made = Order(num_rows, batch, batch, 64, key=3)
+    made = RowOrder(num_rows, batch, batch, 64, key=3)
     assert made.block_rows > 8 and num_rows % made.block_rows < 0.01 * num_rows
     numbers = np.arange(num_rows)
     rows, lanes = made.rows(numbers), made.lane(numbers)
@@ -58,7 +59,7 @@ def test_a_batch_has_one_row_of_a_block_and_a_slot_its_blocks(num_rows, batch):
     last, held = {}, {}
     for b, lane, step in zip(blocks.tolist(), lanes.tolist(), steps.tolist(), strict=True):
         if b < made.num_blocks:
-            assert step - last.get(b, -99) >= order.TURNS - 1
+            assert step - last.get(b, -99) >= order.VISIT_STEPS - 1
             assert held.setdefault(b, lane) == lane
             last[b] = step
     loose = np.flatnonzero(blocks >= made.num_blocks)
@@ -87,7 +88,7 @@ def test_layouts_hold_every_token_once(lengths, seq_len, packing, shards):
     lengths = np.array(lengths)
     shards = min(shards, len(lengths))
     store = store_of(lengths, shards)
-    layout = order.layout_of(store, seq_len, packing)
+    layout = layouts.layout_of(store, seq_len, packing)
     rows = [layout.spans(r) for r in range(layout.num_rows)]
     assert all(0 < sum(b - a for a, b in row) <= seq_len for row in rows)
     spans = sorted(span for row in rows for span in row)

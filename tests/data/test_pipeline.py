@@ -8,7 +8,7 @@ from zaya_jax import functions
 from zaya_jax.config import UserError
 from zaya_jax.data import pipeline, stores, windows
 from zaya_jax.text import tokenizers
-from zaya_jax.text.tokens import SPLITS
+from zaya_jax.text.shard_format import SPLITS
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus, tok):
 
 def test_held_out_text_is_never_trained_on(make_config, corpus, tok):
     train, held_out = (stores.open_store(make_config(), str(corpus), tok, s) for s in SPLITS)
-    kept = tok.decode(held_out.bundle.tokens)
-    assert kept[:12] not in tok.decode(train.bundle.tokens)
+    kept = tok.decode(held_out.block.tokens)
+    assert kept[:12] not in tok.decode(train.block.tokens)
 
 
 def test_bad_configs_are_refused(make_config, corpus, tok):

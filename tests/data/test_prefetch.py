@@ -15,7 +15,7 @@ TOK = tokenizers.load("bytes")
 def sent(config, put=lambda batch, _: batch):
     """A config's stream whose batches are sent by a thread."""
     stream = pipeline.train_stream(config, TOK)
-    stream.send_by(put)
+    stream.send_with(put)
     return stream
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zaya_jax.text import tokens
+from zaya_jax.text import shard_format
 
 
 @pytest.mark.slow
@@ -37,8 +37,8 @@ def test_storage_is_sized_by_a_prepared_directory(tmp_path, prepare_text):
     assert (cold["cache"], warm["cache"]) == ("cold", "warm")
     # Of a short time many bundles are read that the next rows would have shared: only what was
     # counted can be held.
-    asked = (cold["bytes_read"] / tokens.PAGE_BYTES + cold["reads"]) / (
-        cold["bytes_ideal"] / tokens.PAGE_BYTES
+    asked = (cold["bytes_read"] / shard_format.PAGE_BYTES + cold["reads"]) / (
+        cold["bytes_ideal"] / shard_format.PAGE_BYTES
     )
     factor = json.loads((data / "manifest.json").read_text())["storage_factor"]
     assert 1 < factor < 1.2 and figures["need"]["sigma"] == pytest.approx(max(asked, factor))

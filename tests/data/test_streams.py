@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.data import order, pipeline, storage, windows
-from zaya_jax.text import prepare, tokenizers, tokens
+from zaya_jax.data import layout, order, pipeline, prepared_store, windows
+from zaya_jax.text import prepare, shard_format, tokenizers
 
 TOK = tokenizers.load("bytes")
 SLOW = pytest.mark.slow
@@ -32,7 +32,7 @@ def directories(prepare_text):
     return [str(prepare_text("web", 400)), str(prepare_text("code", 150, seed=1))]
 
 
-def joined(config, count, steps, state=None, rounds=order.ROUNDS):
+def joined(config, count, steps, state=None, rounds=order.MIN_ROUNDS):
     """The global batches of `steps` steps, put together from `count` processes, and the state after
     them."""
     batches = [pipeline.Batches(config, TOK, (i, count), rounds) for i in range(count)]
@@ -61,7 +61,7 @@ def joined(config, count, steps, state=None, rounds=order.ROUNDS):
 def test_any_number_of_processes_gives_the_same_stream(
     monkeypatch, make_config, directories, rounds, packing
 ):
-    monkeypatch.setattr(order, "UNIT_ROWS", 8)
+    monkeypatch.setattr(layout, "UNIT_ROWS", 8)
     mixture = tuple(f"{d}={w}" for d, w in zip(directories, (0.7, 0.3), strict=True))
     config = make_config(mixture=mixture, packing=packing, seq_len=128)
     whole, _ = joined(config, 1, 60, rounds=rounds)
@@ -153,7 +153,7 @@ def test_bundles_are_read_about_once_whatever_the_processes(make_config, prepare
     records = 0
     for i in range(processes):
         batches = pipeline.Batches(config, TOK, (i, processes))
-        (store,) = batches.stores
+        (store,) = batches.prepared_stores
         store.cache.limit = 0  # but for what its open blocks need
         source = batches.source(batches.eras[0], 0)
         assert source.order.block_rows > 8 and 0 < store.cache.limit < 400_000
@@ -217,7 +217,7 @@ def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, dir
     config = config_lib.check(raw)
     for segment in schedule.make_plan(config).segments:
         batches = windows.eval_batches(
-            windows.eval_config(config, segment.phase), TOK, rows=4, damaged=set()
+            windows.eval_config(config, segment.phase), TOK, batch_rows=4, damaged=set()
         )
         assert batches[0]["tokens"].shape == (4, segment.phase.eval_seq_len)
         # the whole run's sources
@@ -312,16 +312,16 @@ def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path, make_config):
 def test_a_shard_s_table_is_read_once_while_its_block_is_open(
     make_config, prepare_text, monkeypatch
 ):
-    monkeypatch.setattr(storage, "TABLES", 2)
+    monkeypatch.setattr(prepared_store, "CACHED_BUNDLE_TABLES", 2)
     monkeypatch.setattr(order, "BLOCK_BUNDLES", 2)
     config = make_config(path=str(prepare_text("web", 900, shards=12)), global_batch=16)
     batches = pipeline.Batches(config, TOK, rounds=1)
-    source, (store,) = batches.source(batches.eras[0], 0), batches.stores
+    source, (store,) = batches.source(batches.eras[0], 0), batches.prepared_stores
     assert source.order.block_rows > 1 and source.order.most_open > store.num_shards
-    tables, own = [], storage.Prepared._table
+    tables, own = [], prepared_store.PreparedStore._read_table
     monkeypatch.setattr(
-        storage.Prepared,
-        "_table",
+        prepared_store.PreparedStore,
+        "_read_table",
         lambda self, shard, *more: tables.append(shard) or own(self, shard, *more),
     )
     for step in range(source.layout.num_rows // 16):
@@ -337,9 +337,11 @@ def test_readers_that_cross_an_era_s_border_plan_each_source_once(
     config = dataclasses.replace(
         config, schedule=dataclasses.replace(config.schedule, phases=phases)
     )
-    batches, made, own = pipeline.Batches(config, TOK), [], pipeline.Source.__init__
+    batches, made, own = pipeline.Batches(config, TOK), [], pipeline.SourceRows.__init__
     monkeypatch.setattr(
-        pipeline.Source, "__init__", lambda self, *more: (made.append(self), own(self, *more))[1]
+        pipeline.SourceRows,
+        "__init__",
+        lambda self, *more: (made.append(self), own(self, *more))[1],
     )
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(batches.__getitem__, [2, 3, 4, 5] * 4))
@@ -384,8 +386,8 @@ def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packi
     for parts in (1, 4):
         records = 0
         for index in range(parts):
-            batches = pipeline.Batches(config, TOK, rounds=1).part(index, parts)
-            for store in batches.stores:
+            batches = pipeline.Batches(config, TOK, rounds=1).for_worker(index, parts)
+            for store in batches.prepared_stores:
                 store.cache.limit = 0
             for step in range(250):
                 batches[step]
@@ -412,13 +414,13 @@ def test_a_worker_that_dies_is_named_and_leaves_nothing(make_config, directories
 
 def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
     """12T tokens in 120,000 shards; a start opens no shard, and reads their table."""
-    table = np.zeros(120_000, tokens.SHARD_TYPE)
+    table = np.zeros(120_000, shard_format.SHARD_TYPE)
     table["task"], table["tokens"] = np.arange(len(table)), 100_000_007
     table["bundles"] = -(-100_000_007 // 32768)
-    (tmp_path / tokens.SHARDS).write_bytes(table.tobytes())
+    (tmp_path / shard_format.SHARDS).write_bytes(table.tobytes())
     manifest = {
-        "format": tokens.FORMAT,
-        "version": tokens.VERSION,
+        "format": shard_format.FORMAT,
+        "version": shard_format.VERSION,
         "corpus": 1,
         "token_bytes": 2,
         "bundle_tokens": 32768,
@@ -426,15 +428,15 @@ def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
         "totals": {},
         "tokenizer": {"sha256": TOK.sha256},
     }
-    sealed = manifest | {"sha256": tokens.manifest_hash(manifest)}
-    (tmp_path / tokens.MANIFEST).write_text(json.dumps(sealed))
+    sealed = manifest | {"sha256": shard_format.json_sha256(manifest)}
+    (tmp_path / shard_format.MANIFEST).write_text(json.dumps(sealed))
     tracemalloc.start()
     batches = pipeline.Batches(make_config(path=str(tmp_path), seq_len=4096), TOK, (5, 1024))
     era = batches.eras[0]
     source = batches.source(era, 0)
     assert source.layout.num_rows > 2.9e9 and 64 <= source.order.block_rows <= 128
-    spans = source.spans(era.mixture.ranks(12345, 0)[4:8])
-    assert all(list(batches.stores[0]._bundles_of(*span)) for row in spans for span in row)
+    spans = source.spans(era.mixture.row_numbers(12345, 0)[4:8])
+    assert all(list(batches.prepared_stores[0]._bundles_of(*span)) for row in spans for span in row)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 60 << 20
@@ -444,4 +446,4 @@ def test_the_tokenizer_must_be_the_one_of_the_shards(make_config, directories, t
     other = tokenizers.train_bpe(["some text " * 50], 265)
     with pytest.raises(UserError, match="prepared with another tokenizer"):
         pipeline.train_stream(make_config(path=directories[0], vocab_size=300), other)
-    assert storage.is_prepared(directories[0])
+    assert prepared_store.is_prepared(directories[0])

@@ -34,5 +34,7 @@ def test_the_same_python_gives_the_same_file(tmp_path):
     lines = (tmp_path / "plain.jsonl").read_text(encoding="utf-8")
     assert (tmp_path / "venv.jsonl").read_text(encoding="utf-8") == lines
     assert not [place for place in (sys.prefix, sys.base_prefix, str(tmp_path)) if place in lines]
-    chats = [chat.read(json.loads(line)["messages"]) for line in lines.splitlines()]
-    assert len(chats) > 2000 and all(turns[-1].answer and len(turns) in (2, 3) for turns in chats)
+    chats = [chat.parse_chat(json.loads(line)["messages"]) for line in lines.splitlines()]
+    assert len(chats) > 2000 and all(
+        turns[-1].is_answer and len(turns) in (2, 3) for turns in chats
+    )

@@ -47,7 +47,7 @@ def test_figures_have_their_standard_errors():
 
 
 def test_samples_are_json_that_all_read():
-    found = harness.samples(
+    found = harness.sample_lines(
         {"samples": {"task": [{"resps": [[(-math.inf, False)]], "filtered": math.nan, "of": {1}}]}}
     )
     assert json.loads(found, parse_constant=pytest.fail) == {
@@ -64,7 +64,7 @@ def lm(model, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return harness.model_of(model)
+    return harness.make_lm(model)
 
 
 def requests(kind, *arguments):
@@ -158,7 +158,7 @@ def test_tasks_are_run_and_their_samples_kept(lm, model):
         list(figures["zaya_choice"]) == ["acc", "acc_norm"]
         and figures["zaya_rolling"]["bits_per_byte"][0] > 0
     )
-    lines = [json.loads(line) for line in harness.samples(found).splitlines()]
+    lines = [json.loads(line) for line in harness.sample_lines(found).splitlines()]
     assert [line["task"] for line in lines] == ["zaya_choice"] * 3 + ["zaya_rolling"] * 3
     few = harness.run(model, ["zaya_nothing"], include_path=TASKS, limit=2, num_fewshot=0)
     assert len(few["samples"]["zaya_nothing"]) == 2
@@ -206,7 +206,7 @@ def test_each_request_is_answered_as_lm_eval_s_hf_model_does(tmp_path):
 
 
 def test_a_model_of_a_short_context_is_refused_what_it_cannot_hold(lm):
-    short = harness.model_of(zj.create(settings(max_position_embeddings=8)))
+    short = harness.make_lm(zj.create(settings(max_position_embeddings=8)))
     (answer,) = short.loglikelihood(
         requests("loglikelihood", ("a long question", " no")), disable_tqdm=True
     )
@@ -217,7 +217,7 @@ def test_a_model_of_a_short_context_is_refused_what_it_cannot_hold(lm):
 
 def test_a_chat_template_spells_the_question_and_its_marks_are_ids(model, lm):
     """As lm-eval asks a model that --apply_chat_template names; without one the marks are text."""
-    asked = harness.model_of(model, in_chat=True)
+    asked = harness.make_lm(model, in_chat=True)
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     text = asked.apply_chat_template(turns)
     assert (

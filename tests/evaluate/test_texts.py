@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.config import UserError
-from zaya_jax.data import storage
+from zaya_jax.data import prepared_store
 from zaya_jax.evaluate import texts
 from zaya_jax.evaluate.scorer import Scorer
 from zaya_jax.text import chat, chat_template, tokenizers
@@ -51,7 +51,7 @@ def test_each_document_s_tokens_are_counted_once_whatever_the_portions(
     contents = ["a" * n for n in (1, 5, 40, 100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in contents))
     for at_once, context in itertools.product((1, 30, 1 << 20), (1, 7, 64)):
-        monkeypatch.setattr(texts, "AT_ONCE", at_once)
+        monkeypatch.setattr(texts, "TOKENS_AT_A_TIME", at_once)
         loss = texts.evaluate(
             Even(), texts.documents(str(tmp_path / "a.jsonl"), tokenizer), context
         )
@@ -92,14 +92,16 @@ def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
     )
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     (document,) = texts.documents(str(tmp_path / "a.jsonl"), own)
-    made, _ = chat_template.Template(own).prepare(chat.read(MESSAGES), None)
+    made, _ = chat_template.Template(own).encode_within(chat.parse_chat(MESSAGES), None)
     assert document.tokens.tolist() == list(made.tokens)
     learnt = [
         i
-        for i, predicted in zip(document.tokens.tolist(), document.learn, strict=True)
+        for i, predicted in zip(document.tokens.tolist(), document.predicted, strict=True)
         if predicted
     ]
-    assert learnt == [i for i, predicted in zip(made.tokens, made.learn, strict=True) if predicted]
+    assert learnt == [
+        i for i, predicted in zip(made.tokens, made.predicted, strict=True) if predicted
+    ]
     assert own.decode(learnt).replace("\n", "") == "46" or kind == "bpe"
     figures = texts.evaluate(Even(), [document], 16).figures()
     assert figures["tokens"] == len(learnt) < len(document.tokens) - 10
@@ -115,7 +117,7 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer, model):
     )
     options = Options([str(tmp_path / "in")], "bytes", held_out=0.5)
     prepare(options, str(tmp_path / "out"), 1, lambda *_: None)
-    plain = lambda document: (document.tokens.tolist(), document.learn.tolist(), document.bytes)  # noqa: E731
+    plain = lambda document: (document.tokens.tolist(), document.predicted.tolist(), document.bytes)  # noqa: E731
     notes = []
     files = {
         str(plain(document)): document
@@ -123,7 +125,9 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer, model):
     }
     assert len(notes) == len(blank) and all("empty" in one for one in notes)
     held_out = list(texts.documents(str(tmp_path / "out"), tokenizer))
-    train = list(texts._of_store(storage.Prepared(str(tmp_path / "out"), "train"), tokenizer))
+    train = list(
+        texts._of_store(prepared_store.PreparedStore(str(tmp_path / "out"), "train"), tokenizer)
+    )
     assert held_out and train and len(held_out) + len(train) == len(lines)
     assert {str(plain(document)) for document in [*held_out, *train]} == set(files)
     read = [files[str(plain(document))] for document in held_out]

@@ -17,8 +17,8 @@ import pytest
 from data_helpers import here, texts_of, zstd
 
 from zaya_jax.config import UserError
-from zaya_jax.data import storage
-from zaya_jax.text import sources, tokenizers
+from zaya_jax.data import prepared_store
+from zaya_jax.text import text_files, tokenizers
 from zaya_jax.text.prepare import Options
 
 
@@ -94,8 +94,7 @@ def test_damage_costs_what_cannot_be_read(tmp_path):
         documents, out = left_out(tmp_path / name, out=tmp_path / f"out-{name}")
         assert 5_000 < documents < 15_000 and out["bad"] == 1
         assert (
-            f"{name}, line {documents + 1:,}: cannot be read, nor what follows it: "
-            in out["bad_examples"][0]
+            f"{name}, line {documents + 1:,}: unreadable from here on: " in out["bad_examples"][0]
         )
     rows = [f"{i} {random.Random(i).random()}" for i in range(1000)]
     damaged = bytearray(
@@ -184,7 +183,7 @@ def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, ca
     assert "10 files that are not text (" in str(error.value)
     assert all(f"{count} {kind}" in str(error.value) for kind, count in kinds.items())
     with pytest.raises(UserError, match=r"none with UTF-8 text \(a\.csv \(table\), a\.jsonl\.bz2"):
-        sources.named_texts(str(tmp_path / "*"))
+        text_files.named_texts(str(tmp_path / "*"))
     (tmp_path / "sound.txt").write_bytes(b"\xef\xbb\xbfsound")
     manifest, _ = here(Options([str(tmp_path / "*")], held_out=0.0), tmp_path / "out")
     assert manifest["left_out"]["not_text_kinds"] == kinds
@@ -193,7 +192,7 @@ def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, ca
     )
     # A mark of byte order is no character of the text.
     assert texts_of(tmp_path / "out") == ["sound"]
-    assert sources.named_texts(str(tmp_path / "*")) == [("sound.txt", "sound")]
+    assert text_files.named_texts(str(tmp_path / "*")) == [("sound.txt", "sound")]
     assert "left out 10 files that are not UTF-8 text, such as a.csv (table), " in caplog.text
 
 
@@ -215,13 +214,13 @@ def test_zeros_behind_compressed_data_are_its_padding_and_garbage_is_damage(tmp_
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz"])
 def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UserError, match=f"cannot read .*{name}: it has no bytes"):
+    with pytest.raises(UserError, match=f"cannot read .*{name}: the file is empty"):
         here(Options([str(tmp_path / name)]), tmp_path / "out")
 
 
 @pytest.mark.usefixtures("in_process")
 def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LONGEST", 1 << 20)
+    monkeypatch.setattr(text_files, "LONGEST", 1 << 20)
     (tmp_path / "long.txt.gz").write_bytes(gzip.compress(b"long" * (1 << 18) + b"x", 0))
     (tmp_path / "picture").write_bytes(b"\0" * (1 << 20) + b"x")
     (tmp_path / "sound.txt").write_bytes(b"long" * (1 << 18))
@@ -232,7 +231,7 @@ def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
         in out["bad_examples"][0]
     )
     with pytest.raises(UserError, match="has more than 256 MiB"):
-        sources.named_texts(str(tmp_path / "*.gz"))
+        text_files.named_texts(str(tmp_path / "*.gz"))
 
 
 @pytest.mark.usefixtures("in_process")
@@ -250,7 +249,7 @@ def test_a_failure_says_how_to_go_on(tmp_path):
         here(Options([str(tmp_path / "b.jsonl")], part_bytes=400), out)
     done = {p: p.stat().st_mtime_ns for p in out.glob("*.tokens")}
     documents, counts = left_out(tmp_path / "b.jsonl", out=out, part_bytes=400)
-    assert documents == 90 and counts["bad"] == 1 and storage.verify(str(out)) == []
+    assert documents == 90 and counts["bad"] == 1 and prepared_store.verify(str(out)) == []
     assert done and all(p.stat().st_mtime_ns == t for p, t in done.items())
 
 
@@ -269,4 +268,4 @@ def test_prepared_directories_are_no_text(tmp_path):
     with pytest.raises(UserError, match=r"holds .*train-00000\.tokens, a shard"):
         here(options, tmp_path / "other")
     with pytest.raises(UserError, match="'' holds no text file"):
-        sources.text_corpus("", tok)
+        text_files.text_corpus("", tok)

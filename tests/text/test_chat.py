@@ -27,13 +27,17 @@ def tok(request):
     return request.param
 
 
+def special(tok, purpose):
+    return tok.special_id(tok.chat_special_text(purpose))
+
+
 def spell(tok, ids):
-    names = {tuple(tok.chat_token(role)): f"[{role}]" for role in tokenizers.CHAT_TOKENS}
+    names = {(special(tok, purpose),): f"[{purpose}]" for purpose in tokenizers.CHAT_TOKENS}
     return "".join(names.get((i,)) or tok.decode([i]) for i in ids)
 
 
 def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
-    document, outcome = chat_template.Template(tok).prepare(chat.read(MESSAGES), None)
+    document, outcome = chat_template.Template(tok).encode_within(chat.parse_chat(MESSAGES), None)
     assert outcome == chat.KEPT
     assert (
         spell(tok, document.tokens) == "[turn]user\n2+2?[end_turn]\n"
@@ -41,14 +45,14 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
         "[turn]user\nand 3+3?[end_turn]\n"
         "[turn]assistant\n[think]again[end_think]\n6[end_turn]\n"
     )
-    assert chat_template.Template(tok).ending == (tok.chat_token("end_turn"), [])
+    assert chat_template.Template(tok).ending == ([special(tok, "end_turn")], [])
     assert (document.tokens[0], document.tokens[-1]) == (tok.bos_id, tok.eos_id)
-    learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
+    learnt = [i for i, own in zip(document.tokens, document.predicted, strict=True) if own]
     assert (
         spell(tok, learnt)
         == "[think]add them[end_think]\n4[end_turn][think]again[end_think]\n6[end_turn]"
     )
-    assert document.learn[-1]
+    assert document.predicted[-1]
 
 
 CALL = {
@@ -121,15 +125,16 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
 def test_the_forms_that_turns_come_in(turn, expected):
     last = {"role": "assistant", "content": "end"}
     said, calls = expected[:3], expected[3:]
-    assert chat.read([turn, last])[0] == chat.Message(
+    assert chat.parse_chat([turn, last])[0] == chat.Message(
         *said, {"tool_calls": calls[0]} if calls else {}
     )
 
     # transformers and servers render the exported template with turns as they come
     for tok in (BYTES, BPE):
         template = chat_template.Template(tok)
-        raw = "".join(template._template.generate(messages=[turn, last]))
-        assert raw == template.render(chat.read([turn, last]))
+        names = {"messages": [turn, last], chat_template.RENDERING: ([], [])}
+        raw = "".join(template._template.generate(**names))
+        assert raw == template.render(chat.parse_chat([turn, last]))
 
 
 @pytest.mark.parametrize("person", ["user", "human", "Human", "prompter"])
@@ -138,12 +143,12 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
     """Else a model that learnt ShareGPT's "human" and "gpt" would be asked as "user" for
     "assistant"."""
     template = chat_template.Template(tok)
-    document, _ = template.prepare(
-        chat.read([{"from": person, "value": "2+2?"}, {"from": model, "value": "4"}]), None
+    document, _ = template.encode_within(
+        chat.parse_chat([{"from": person, "value": "2+2?"}, {"from": model, "value": "4"}]), None
     )
-    asked = template.prompt([chat.Message("user", "", "2+2?")])
+    asked = template.prompt_ids([chat.Message("user", "", "2+2?")])
     assert document.tokens[: len(asked)].tolist() == asked
-    assert document.learn.tolist() == [False] * len(asked) + [True] * 2 + [False, True]
+    assert document.predicted.tolist() == [False] * len(asked) + [True] * 2 + [False, True]
 
 
 @pytest.mark.parametrize(
@@ -177,11 +182,11 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
 )
 def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
     with pytest.raises(chat.BadChat, match=message) as error:
-        chat.read([turn, {"role": "assistant", "content": "end"}])
+        chat.parse_chat([turn, {"role": "assistant", "content": "end"}])
     assert str(error.value).isprintable()
     for nothing in ([], {}, ["hi"], [{"role": "user", "content": "no answer follows"}]):
         with pytest.raises(chat.BadChat):
-            chat.read(nothing)
+            chat.parse_chat(nothing)
 
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
@@ -190,8 +195,8 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "3"},
     ]
-    document, _ = chat_template.Template(tok).prepare(chat.read(messages), None)
-    learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
+    document, _ = chat_template.Template(tok).encode_within(chat.parse_chat(messages), None)
+    learnt = [i for i, own in zip(document.tokens, document.predicted, strict=True) if own]
     assert spell(tok, learnt) == f"{SPELT}[end_turn]"
     assert (
         spell(tok, document.tokens)
@@ -204,7 +209,7 @@ def test_a_record_with_text_and_chat_is_the_chat():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     for field in inputs.CHAT_FIELDS:
         content = inputs._content({"text": "a rendering of it", field: turns}, "text")
-        assert content == chat.read(turns)
+        assert content == chat.parse_chat(turns)
 
 
 QUESTION, ANSWER = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
@@ -232,7 +237,7 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
         Path(path).write_text(json.dumps(record))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
-    ((part,),) = inputs.split([(path, 1 << 20, 0)], 1 << 30)
+    ((part,),) = inputs.make_tasks([(path, 1 << 20, 0)], 1 << 30)
     ((_, where, found),) = inputs.samples(part, "text")
     assert where == f"{path}, {'line 1' if form == 'jsonl' else 'row 1 of row group 0'}"
     if isinstance(found, list):
@@ -248,13 +253,15 @@ def test_a_field_that_is_asked_for_is_a_text():
 
 
 def test_earlier_turns_of_another_form_are_refused():
-    with pytest.raises(chat.BadChat, match="under 'history' are not read; give all under messages"):
+    with pytest.raises(
+        chat.BadChat, match="'history' is not supported; put all turns into messages"
+    ):
         chat.paired_turns({"prompt": "q", "completion": "a", "history": [["p", "b"]]}, "text")
 
 
 def talk(*reasonings):
     """A conversation whose answers have reasoning of these lengths."""
-    return chat.read(
+    return chat.parse_chat(
         [
             turn
             for size in reasonings
@@ -286,18 +293,18 @@ MARKS = 2  # around reasoning
 )
 def test_reasoning_is_trimmed_from_the_last_answer_s_end(reasonings, excess, outcome, left):
     template = chat_template.Template(BYTES)
-    whole = template.document(talk(*reasonings))
-    document, found = template.prepare(talk(*reasonings), len(whole.tokens) - excess)
+    whole = template.encode_chat(talk(*reasonings))
+    document, found = template.encode_within(talk(*reasonings), len(whole.tokens) - excess)
     assert found == outcome and (document is None) == (left is None)
     if document is not None:
-        assert document.tokens.tolist() == template.document(talk(*left)).tokens.tolist()
+        assert document.tokens.tolist() == template.encode_chat(talk(*left)).tokens.tolist()
 
 
 def test_no_context_is_exceeded_and_no_answer_lost(tok):
     template = chat_template.Template(tok)
-    least = len(template.document(talk(0, 0, 0)).tokens)
-    for context in range(1, len(template.document(talk(9, 0, 7)).tokens)):
-        document, outcome = template.prepare(talk(9, 0, 7), context)
+    least = len(template.encode_chat(talk(0, 0, 0)).tokens)
+    for context in range(1, len(template.encode_chat(talk(9, 0, 7)).tokens)):
+        document, outcome = template.encode_within(talk(9, 0, 7), context)
         assert (outcome == chat.DROPPED) == (document is None) == (context < least)
         if document is not None:
             assert len(document.tokens) <= context
@@ -305,30 +312,31 @@ def test_no_context_is_exceeded_and_no_answer_lost(tok):
 
 
 def test_bytes_as_a_tokenizer_of_the_library():
-    library = BYTES._marked
+    library = BYTES._specials_tokenizer
     text = "".join(map(chr, range(300))) + "é😀\n\t"
     assert library.encode(text, add_special_tokens=False).ids == BYTES.encode(text)
     assert library.decode(BYTES.encode(text)) == text
     assert library.get_vocab_size() == BYTES.vocab_size
-    for role in tokenizers.CHAT_TOKENS:
-        assert [library.token_to_id(BYTES.chat_mark(role))] == BYTES.chat_token(role)
+    for purpose in tokenizers.CHAT_TOKENS:
+        name = BYTES.chat_special_text(purpose)
+        assert library.token_to_id(name) == BYTES._chat_tokens[name]
 
 
 def test_a_token_of_the_line_s_end_and_the_answer_s_first_spaces_is_learnt():
     """As by transformers' return_assistant_tokens_mask."""
     joins = tokenizers.train_bpe(["a\n  b " * 30], 265)
-    document = chat_template.Template(joins).document(
-        chat.read([{"role": "assistant", "content": "  b"}])
+    document = chat_template.Template(joins).encode_chat(
+        chat.parse_chat([{"role": "assistant", "content": "  b"}])
     )
-    assert spell(joins, document.tokens[document.learn]) == "\n  b[end_turn]"
+    assert spell(joins, document.tokens[document.predicted]) == "\n  b[end_turn]"
 
 
 def test_marks_that_a_vocabulary_lacks_are_spelt_out():
     bare = tokenizers.HuggingFace(BPE.json().replace("turn|>", "x|>").encode(), {}, "here")
-    assert chat_template.has_marks(BPE) and not chat_template.has_marks(bare)
+    assert chat_template.has_turn_tokens(BPE) and not chat_template.has_turn_tokens(bare)
     template = chat_template.Template(bare)
     assert template.ending == ([], ["<|end_turn|>"])
     assert (
-        bare.decode(template.prompt(chat.read(MESSAGES)[:1]))
+        bare.decode(template.prompt_ids(chat.parse_chat(MESSAGES)[:1]))
         == "<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"
     )

@@ -13,7 +13,7 @@ from data_helpers import here
 
 from zaya_jax.config import UserError
 from zaya_jax.data import stores, windows
-from zaya_jax.text import chat, chat_template, chats, prepare, tokenizers
+from zaya_jax.text import chat, chat_template, memory_chats, prepare, tokenizers
 from zaya_jax.text.chat import KEPT
 
 TOOLS = [{"type": "function", "function": {"name": "find_sum", "parameters": {}}}]
@@ -57,15 +57,15 @@ def answer(text, **more):
 
 def learnt(tok, document):
     """The runs of learnt text."""
-    pairs = zip(document.learn.tolist(), document.tokens.tolist(), strict=True)
+    pairs = zip(document.predicted.tolist(), document.tokens.tolist(), strict=True)
     runs = itertools.groupby(pairs, key=lambda pair: pair[0])
-    return [tok.spell([token for _, token in run]) for own, run in runs if own]
+    return [tok.decode_with_specials([token for _, token in run]) for own, run in runs if own]
 
 
 def prepared(source, messages, **leading):
     tok = tokenizer_of(source)
-    turns = chat.read([*chat.leading_turns(leading), *messages])
-    return tok, *chat_template.Template(tok).prepare(turns, None)
+    turns = chat.parse_chat([*chat.leading_turns(leading), *messages])
+    return tok, *chat_template.Template(tok).encode_within(turns, None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,12 +81,12 @@ def test_each_answer_is_learnt_with_its_end_and_nothing_else(family):
         form = chat_template.Template(tok)
         (end, _), prompt = (
             form.ending,
-            tok.spell(form.prompt(chat.read([user("?"), answer("")])[:1])),
+            tok.decode_with_specials(form.prompt_ids(chat.parse_chat([user("?"), answer("")])[:1])),
         )
         for text, run in zip(said, learnt(tok, document), strict=True):
             before, found, after = run.partition(text.strip())
             assert found and not prompt.endswith(before.strip() or "x")
-            ends = [tok.spell(end), "<|end|>"] if family not in NO_END else [""]
+            ends = [tok.decode_with_specials(end), "<|end|>"] if family not in NO_END else [""]
             assert after.strip() in ends
             assert before.replace("<think>\n\n</think>", "").replace(
                 "<think></think>", ""
@@ -106,7 +106,7 @@ def test_what_a_template_leaves_out_is_named(family):
     result = {"role": "observation", "content": "it is four"}
     talk = [user("q"), answer("", tool_calls=[CALL]), result, answer("So 4.")]
     if loses == "refused":
-        with pytest.raises(chat_template.Refused, match="must alternate; change it, or let"):
+        with pytest.raises(chat_template.Refused, match="must alternate; change it, or use"):
             prepared(FAMILIES[family], talk, tools=TOOLS)
         return
     tok, document, outcome = prepared(FAMILIES[family], talk, tools=TOOLS)
@@ -115,7 +115,7 @@ def test_what_a_template_leaves_out_is_named(family):
         return
     called, answered = learnt(tok, document)
     assert "find_sum" in called and "four" not in called + answered and "So 4." in answered
-    assert "it is four" in tok.spell(document.tokens.tolist())
+    assert "it is four" in tok.decode_with_specials(document.tokens.tolist())
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ LAST_IN_BLOCKS = """{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}
 )
 def test_headers_of_turns_are_not_learnt(source, turns, expected, rewritten):
     tok, document, _ = prepared(source, turns, tools="[]")
-    assert "False" not in tok.spell(document.tokens)
+    assert "False" not in tok.decode_with_specials(document.tokens)
     assert learnt(tok, document) == expected and document.rewritten == rewritten
 
 
@@ -213,7 +213,7 @@ def test_reasoning_inside_a_content_stays_as_it_was_given():
 def test_chats_with_tools_take_the_template_for_tools():
     named = [{"name": "default", "template": FAMILIES["chatml"]}]
     named += [{"name": "tool_use", "template": FAMILIES["qwen_25"]}]
-    turns = chat.read(
+    turns = chat.parse_chat(
         [*chat.leading_turns({"tools": TOOLS}), user("q"), answer("", tool_calls=[CALL])]
     )
     in_config = tokenizer_of("", {"chat_template": named})
@@ -245,7 +245,8 @@ def test_a_name_that_is_null_is_no_mark():
     for settings, begin in (({"bos_token": None}, ""), ({}, "<|bos|>")):
         tok = tokenizer_of(source, settings)
         assert (
-            chat_template.Template(tok).render(chat.read([user("q"), answer("a")])) == begin + "q"
+            chat_template.Template(tok).render(chat.parse_chat([user("q"), answer("a")]))
+            == begin + "q"
         )
 
 
@@ -253,7 +254,7 @@ def test_ends_of_documents_are_those_that_the_folder_names(tmp_path):
     tokenizer_of("", {"eos_token": {"content": "<|end|>"}, "pad_token": "<s>"}).save(tmp_path)
     (tmp_path / tokenizers.META_FILE).unlink()
     tok = tokenizers.load(tmp_path)
-    assert [tok.mark(i) for i in (tok.bos_id, tok.eos_id, tok.pad_id)] == [
+    assert [tok.special_text(i) for i in (tok.bos_id, tok.eos_id, tok.pad_id)] == [
         "<|bos|>",
         "<|end|>",
         "<s>",
@@ -265,10 +266,10 @@ def test_many_turns_cost_a_few_renderings():
     for family in FAMILIES:
         tok = tokenizer_of(FAMILIES[family])
         form, renderings = chat_template.Template(tok), []
-        plain = form._text
-        form._text = lambda *given: renderings.append(len(given[1])) or plain(*given)  # noqa: B023
+        plain = form._write
+        form._write = lambda *given: renderings.append(len(given[1])) or plain(*given)  # noqa: B023
         talk = [turn for i in range(80) for turn in (user(f"q{i}"), answer(f"a{i}"))]
-        document, _ = form.prepare(chat.read(talk), None)
+        document, _ = form.encode_within(chat.parse_chat(talk), None)
         assert document.answers == 80 and sum(renderings) < 6 * len(talk), family
 
 
@@ -286,15 +287,15 @@ def test_another_template_is_other_data(make_config, tmp_path):
         tok.save(folder)
         train = stores.open_store(config, str(path), tok)
         held_out = stores.open_store(config, str(path), tok, "held_out")
-        whole = windows._all_of(config, str(path), tok)
-        read.append([bundle.bundle.tokens.tobytes() for bundle in (train, held_out, whole)])
+        whole = windows.open_whole(config, str(path), tok)
+        read.append([bundle.block.tokens.tobytes() for bundle in (train, held_out, whole)])
         if family == "chatml":
             assert not here(*kept)[1] and here(*kept)[1]
             stores.open_store(config, str(kept[1]), tok)
             continue
         with pytest.raises(UserError, match="or another chat template; give another directory"):
             here(*kept)
-        with pytest.raises(UserError, match="holds chats in another chat template than"):
+        with pytest.raises(UserError, match="holds chats in another chat template than that of"):
             stores.open_store(config, str(kept[1]), tok)
     assert not set(read[0]) & set(read[1])
 
@@ -304,14 +305,16 @@ def test_what_is_learnt_rewritten_and_left_out_is_counted(tmp_path):
     records = [{"messages": talk}, {"tools": TOOLS, "messages": talk}]
     records += [{"messages": [user(f"q{i}"), answer("x")]} for i in range(30)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
-    read = chats.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(FAMILIES["qwq"]), 512)
-    tokens = sum(int(d.learn.sum()) for side in read.documents.values() for d in side)
+    read = memory_chats.read_chats(
+        str(tmp_path / "chats.jsonl"), tokenizer_of(FAMILIES["qwq"]), 512
+    )
+    tokens = sum(int(d.predicted.sum()) for side in read.documents.values() for d in side)
     assert str(read.counts) == (
         "31 kept, 0 trimmed, 0 reduced, 0 dropped,"
         " 1 left out: the chat template does not write the tools"
     )
     told = f"31 answers learnt, 1 answers rewritten, {tokens} tokens learnt"
-    assert read.counts.learnt == told
+    assert read.counts.learnt_summary == told
 
 
 IN_BLOCKS = (
@@ -330,14 +333,14 @@ def test_answers_of_a_prompt_are_read_and_not_learnt(source):
     assert outcome == KEPT and (document.answers, document.rewritten) == (1, 0)
     (run, *ends) = learnt(tok, document)
     assert run.lstrip().startswith("learnt") and "said" not in "".join(ends)
-    assert "said before" in tok.spell(document.tokens.tolist())
+    assert "said before" in tok.decode_with_specials(document.tokens.tolist())
 
     weighted = [user("q0"), answer("learnt"), user("q1"), answer("not this", weight=0)]
     tok, document, outcome = prepared(source, weighted)
     runs = learnt(tok, document)
     assert len(runs) == 1 and runs[0].lstrip().startswith("learnt")
     with pytest.raises(chat.BadChat, match="teaches nothing"):
-        chat.read([user("q"), answer("a", weight=0)])
+        chat.parse_chat([user("q"), answer("a", weight=0)])
 
 
 def test_a_chat_stays_on_its_side(tmp_path):
@@ -345,5 +348,5 @@ def test_a_chat_stays_on_its_side(tmp_path):
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     record = {"messages": [user("q"), answer("a", reasoning="r", tool_calls=[call])]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(record))
-    (key,) = chats.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(""), 512).hashes
-    assert key.hex()[:16] == "0"
+    (key,) = memory_chats.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(""), 512).hashes
+    assert key.hex()[:16] == "8ec1d89e4ff244bc"

@@ -10,7 +10,7 @@ import pytest
 from data_helpers import contents, here, texts_of
 
 from zaya_jax.config import UserError
-from zaya_jax.text import hub, inputs, prepare
+from zaya_jax.text import hub, prepare
 from zaya_jax.text.prepare import Options
 
 TEXTS = [f"text {i} " + "word " * (i % 17) for i in range(700)]
@@ -131,7 +131,7 @@ def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkey
         raise ConnectionError("the line went dead")
 
     monkeypatch.setattr(Stream, "shard", broken)
-    with pytest.raises(UserError, match=r"#0/4@c0ffee cannot be read on: the line went dead"):
+    with pytest.raises(UserError, match=r"#0/4@c0ffee failed while streaming: the line went dead"):
         here(options, tmp_path / "broken")
 
 
@@ -145,31 +145,9 @@ def test_a_preparation_stays_with_its_revision(tmp_path, remote):
         here(options, tmp_path / "out")
 
 
-def test_a_folder_that_changes_while_it_is_prepared_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "set").mkdir()
-    path = tmp_path / "set" / "a.jsonl"
-    path.write_text("")
-    library = types.SimpleNamespace(load_dataset=lambda *_, **__: Stream())
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    options = Options([f"hf:{tmp_path / 'set'}"])
-    prepare.prepare(options, str(tmp_path / "out"), 1, lambda _: None, part=(0, 2))
-    path.write_text("between two parts")
-    with pytest.raises(UserError, match="set has changed since the preparation began"):
-        here(options, tmp_path / "out")
-    monkeypatch.setattr(Stream, "shard", lambda *_, **__: iter(path.write_text("now") * [{}]))
-    with pytest.raises(UserError, match="set has changed since the preparation began"):
-        here(options, tmp_path / "other")
-
-
-def test_the_library_reads_a_folder(tmp_path):
-    pytest.importorskip("datasets")
-    (tmp_path / "set").mkdir()
-    for part in range(3):
-        lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[part::3]]
-        (tmp_path / "set" / f"{part}.jsonl").write_text("".join(lines))
-    given = f"hf:{tmp_path / 'set'}:train"
-    assert len(inputs.find([given], tmp_path / "out")) == 3
-    here(Options([given]), tmp_path / "out")
-    assert texts_of(tmp_path / "out") == sorted(TEXTS)
-    with pytest.raises(UserError, match="cannot be opened"):
-        hub.shards("hf:no/such/subset:train")
+@pytest.mark.usefixtures("remote")
+def test_a_folder_of_this_machine_is_not_on_the_hub(tmp_path):
+    with pytest.raises(
+        UserError, match=f"is on this machine, not on the hub; give --input={tmp_path}"
+    ):
+        hub.shard_inputs(f"hf:{tmp_path}:train")

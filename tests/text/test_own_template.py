@@ -91,22 +91,22 @@ WHOLE = "".join(f"{before}{answer}\n" for before, answer in zip(BETWEEN, ANSWERS
 
 
 def messages():
-    return chat.read([*chat.leading_turns({"tools": [TOOL]}), *TALK])
+    return chat.parse_chat([*chat.leading_turns({"tools": [TOOL]}), *TALK])
 
 
 def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_learnt(own):
     form = chat_template.Template(own)
-    document, outcome = form.prepare(messages(), None)
-    assert outcome == chat.KEPT and own.spell(document.tokens.tolist()) == WHOLE
+    document, outcome = form.encode_within(messages(), None)
+    assert outcome == chat.KEPT and own.decode_with_specials(document.tokens.tolist()) == WHOLE
     assert (
-        document.tokens.tolist() == own.spelt(WHOLE)[0]
-        and own.chat_token("think")[0] in document.tokens
+        document.tokens.tolist() == own.encode_with_specials(WHOLE)[0]
+        and own.special_id("<think>") in document.tokens
     )
-    learnt = own.spell(document.tokens[document.learn].tolist())
+    learnt = own.decode_with_specials(document.tokens[document.predicted].tolist())
     assert learnt == "".join(ANSWERS)
-    assert form.ending == (own.spelt("<|im_end|>")[0], [])
-    prompt = form.prompt(messages()[:2])
-    assert own.spell(prompt) == BETWEEN[0]
+    assert form.ending == (own.encode_with_specials("<|im_end|>")[0], [])
+    prompt = form.prompt_ids(messages()[:2])
+    assert own.decode_with_specials(prompt) == BETWEEN[0]
 
 
 def test_what_stands_in_generation_blocks_is_learnt_where_there_are_such(made):
@@ -118,9 +118,9 @@ def test_what_stands_in_generation_blocks_is_learnt_where_there_are_such(made):
     source = source.replace(ends, ends.replace("\\n' -}}", "' }}{% endgeneration %}{{- '\\n' -}}"))
     assert source.count("generation %}") == 2
     tok = with_template(made, source)
-    document, _ = chat_template.Template(tok).prepare(messages(), None)
-    assert tok.spell(document.tokens.tolist()) == WHOLE
-    learnt = tok.spell(document.tokens[document.learn].tolist())
+    document, _ = chat_template.Template(tok).encode_within(messages(), None)
+    assert tok.decode_with_specials(document.tokens.tolist()) == WHOLE
+    learnt = tok.decode_with_specials(document.tokens[document.predicted].tolist())
     assert learnt == "".join("<think>\n" + answer for answer in ANSWERS)
 
 
@@ -128,27 +128,27 @@ def test_an_answer_that_the_template_rewrites_later_is_not_learnt(made):
     """As Qwen's and others' leave out reasoning before the last question."""
     source = SOURCE.replace("+ think(message)", "+ (think(message) if loop.last else '')")
     tok = with_template(made, source)
-    document, _ = chat_template.Template(tok).prepare(messages(), None)
-    assert tok.spell(document.tokens[document.learn].tolist()) == ANSWERS[-1]
+    document, _ = chat_template.Template(tok).encode_within(messages(), None)
+    assert tok.decode_with_specials(document.tokens[document.predicted].tolist()) == ANSWERS[-1]
 
 
 @pytest.mark.parametrize(("room", "outcome"), [(-1, chat.REDUCED), (-30, chat.DROPPED)])
 def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
     form = chat_template.Template(own)
-    whole = len(form.prepare(messages(), None)[0].tokens)
-    document, found = form.prepare(messages(), whole + room)
+    whole = len(form.encode_within(messages(), None)[0].tokens)
+    document, found = form.encode_within(messages(), whole + room)
     assert found == outcome
     if document is None:
         return
-    text = own.spell(document.tokens.tolist())
+    text = own.decode_with_specials(document.tokens.tolist())
     assert (
         len(document.tokens) <= whole + room
         and "I add." not in text
         and "It is 4.<|im_end|>" in text
     )
-    one = chat.read([TALK[0], {"role": "assistant", "content": "4", "reasoning": "so " * 20}])
-    short, found = form.prepare(one, len(form.prepare(one, None)[0].tokens) - 5)
-    assert found == chat.TRIMMED and own.spell(short.tokens.tolist()).endswith(
+    one = chat.parse_chat([TALK[0], {"role": "assistant", "content": "4", "reasoning": "so " * 20}])
+    short, found = form.encode_within(one, len(form.encode_within(one, None)[0].tokens) - 5)
+    assert found == chat.TRIMMED and own.decode_with_specials(short.tokens.tolist()).endswith(
         "so s\n</think>\n\n4<|im_end|>\n"
     )
 
@@ -162,11 +162,11 @@ def test_the_template_is_found_where_transformers_finds_it(made):
     named = with_template(
         made, "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}}
     )
-    assert chat_template.Template(named).render(chat.read(TALK)) == "<B>2+2?"
+    assert chat_template.Template(named).render(chat.parse_chat(TALK)) == "<B>2+2?"
     ours = with_template(made, "{#- Written by zaya_jax: -#}")
     assert (
-        chat_template.sources_of(ours)
-        == chat_template.sources_of(made)
+        chat_template.template_sources(ours)
+        == chat_template.template_sources(made)
         == {"default": chat_template.make_template(made)}
     )
 
@@ -183,34 +183,36 @@ def test_one_that_knows_no_reasoning_finds_it_in_the_text(made):
 
 
 def test_what_a_template_refuses_is_one_line(made, own):
-    odd = chat.read([{"role": "developer", "content": "x"}, TALK[-1]])
+    odd = chat.parse_chat([{"role": "developer", "content": "x"}, TALK[-1]])
     with pytest.raises(
         chat_template.Refused,
         match="refuses this conversation: a role that is not known: developer",
     ):
-        chat_template.Template(own).prepare(odd, None)
+        chat_template.Template(own).encode_within(odd, None)
     # and reaches nothing of Python's
     for bad in ("{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"):
         with pytest.raises(UserError, match="the model's chat template"):
-            chat_template.Template(with_template(made, bad)).prompt(chat.read(TALK))
+            chat_template.Template(with_template(made, bad)).prompt_ids(chat.parse_chat(TALK))
 
 
 def test_a_talk_sees_what_the_template_makes_of_it(own):
     talk = generation.Conversation(own, "Be brief.")
-    asked = own.spell(talk.ask("hi"))
+    asked = own.decode_with_specials(talk.ask("hi"))
     assert (
         asked == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{OPEN}"
     )
-    ids = own.spelt("Hm.\n</think>\n\nHello")[0]  # the prompt has begun the reasoning
+    ids = own.encode_with_specials("Hm.\n</think>\n\nHello")[
+        0
+    ]  # the prompt has begun the reasoning
     talk.answered(own.decode(ids), ids)
-    again = own.spell(talk.ask("more"))
+    again = own.decode_with_specials(talk.ask("more"))
     assert (
         again
         == asked + f"Hm.\n</think>\n\nHello<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n{OPEN}"
     )
-    room = len(own.spelt(again)[0]) - 1
+    room = len(own.encode_with_specials(again)[0]) - 1
     talk.answered("x", own.encode("x"))
-    rest = own.spell(talk.ask("z", room))
+    rest = own.decode_with_specials(talk.ask("z", room))
     assert (
         "<|im_start|>user\nhi" not in rest
         and "Be brief." in rest
@@ -218,7 +220,7 @@ def test_a_talk_sees_what_the_template_makes_of_it(own):
         and talk.left_out == 2
     )
     talk.reset()
-    assert own.spell(talk.ask("hi", room)) == asked and talk.left_out == 0
+    assert own.decode_with_specials(talk.ask("hi", room)) == asked and talk.left_out == 0
     with pytest.raises(UserError, match="this turn alone has"):
         talk.reset(), talk.ask("x" * room, room)
 

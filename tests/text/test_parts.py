@@ -1,6 +1,7 @@
 """One preparation by many machines: whatever the parts, their order and their deaths, the bytes are
 one machine's."""
 
+import argparse
 import dataclasses
 import gzip
 import json
@@ -21,9 +22,8 @@ from data_helpers import contents, here, jsonl, run_here, texts_of
 
 from experiments.prepare_data import __main__ as prepare_data
 from zaya_jax.config import UserError
-from zaya_jax.data import storage
-from zaya_jax.text import prepare, prepare_task, tokenizers
-from zaya_jax.text import tokens as tokens_lib
+from zaya_jax.data import prepared_store
+from zaya_jax.text import prepare, prepare_task, shard_format, tokenizers
 from zaya_jax.text.prepare import Options
 
 CHAT = [
@@ -87,7 +87,7 @@ def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, sourc
     assert not any(part(options, out, index, count) for index in order)
     manifest, was_there = here(options, out)
     assert contents(out) == whole and not was_there
-    assert storage.verify(str(out)) == []
+    assert prepared_store.verify(str(out)) == []
     assert all(manifest["left_out"][name] > 0 for name in ("bad", "not_text", "empty"))
     assert here(options, out) == (manifest, True)
     assert part(options, out, 0, count)  # there already
@@ -111,9 +111,9 @@ def dying_at(patch, moment):
 
         return dying
 
-    patch.setattr(tokens_lib.ShardWriter, "discard", lambda self: self._file.close())
+    patch.setattr(shard_format.ShardWriter, "discard", lambda self: self._file.close())
     for owner, name in (
-        (tokens_lib.ShardWriter, "_write"),
+        (shard_format.ShardWriter, "_write"),
         (pathlib.Path, "replace"),
         (pathlib.Path, "rename"),
         (os, "fsync"),
@@ -173,7 +173,7 @@ def test_two_of_the_same_part_at_once_give_the_same(tmp_path, source, whole):
     assert contents(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("moment", ["_begin", "_tokenizer", "gather"])
+@pytest.mark.parametrize("moment", ["_save_or_check_plan", "_tokenizer", "gather"])
 def test_one_that_comes_late_finds_that_all_is_done(tmp_path, source, whole, monkeypatch, moment):
     options, own = options_for(source), getattr(prepare, moment)
 
@@ -280,7 +280,7 @@ def test_a_directory_without_bad_input_is_the_same_with_skip_bad(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "1", "3/3", "-1/2", "a/b"])
 def test_a_part_that_is_none_is_refused(text):
-    with pytest.raises(UserError, match=r"--part=.* is no part"):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be I/N with 0 <= I < N"):
         prepare_data.parse_part(text)
     assert prepare_data.parse_part("63/64") == (63, 64)
 

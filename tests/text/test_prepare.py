@@ -9,8 +9,8 @@ import pytest
 from data_helpers import here, jsonl, texts_of, zstd
 
 from zaya_jax.config import UserError
-from zaya_jax.data import storage
-from zaya_jax.data.storage import Prepared
+from zaya_jax.data import prepared_store
+from zaya_jax.data.prepared_store import PreparedStore
 from zaya_jax.text.prepare import Options
 
 TEXTS = [f"text number {i} " + "x" * i for i in range(50)]
@@ -38,7 +38,7 @@ def test_every_format_gives_its_documents(tmp_path, part_bytes):
     manifest, _ = here(Options([str(source)], part_bytes=part_bytes), tmp_path / "out")
     assert texts_of(tmp_path / "out") == sorted(TEXTS * 4 + [TEXTS[7], TEXTS[8]])
     assert sum(t["documents"] for t in manifest["totals"].values()) == 202
-    assert storage.verify(str(tmp_path / "out")) == []
+    assert prepared_store.verify(str(tmp_path / "out")) == []
 
 
 @pytest.mark.usefixtures("in_process")
@@ -54,8 +54,8 @@ def test_chats_are_trimmed_and_counted(tmp_path):
     learnt = {name: number for name, number in manifest["chats"].items() if name != "template"}
     assert learnt.pop("tokens learnt") > 5 * len("hello")
     assert learnt == {"answers learnt": 5, "answers rewritten": 0}
-    store = Prepared(str(tmp_path / "out"))
-    (((bundle, _, _),),) = store.parts([(0, store.num_tokens)])
+    store = PreparedStore(str(tmp_path / "out"))
+    (((bundle, _, _),),) = store.read_spans([(0, store.num_tokens)])
     assert 0 < bundle.learn.sum() < len(bundle) - 4
     assert (np.diff(np.append(np.flatnonzero(bundle.starts), len(bundle))) <= 200).all()
 
@@ -71,7 +71,10 @@ def test_input_or_directories_of_no_use_are_refused(tmp_path):
     with pytest.raises(UserError, match="names no file"):
         here(Options([str(tmp_path / "no*")]), tmp_path / "new")
     (tmp_path / "empty.txt").write_text(" ")
-    for refused in (Options([str(tmp_path / "empty.txt")]), Options([str(tmp_path)], held_out=1.0)):
+    for refused in (
+        Options([str(tmp_path / "empty.txt")]),
+        Options([str(tmp_path / "t.txt")], held_out=1.0),
+    ):
         with pytest.raises(UserError, match="no document for training"):
             here(refused, tmp_path / "new")
         assert not (tmp_path / "new").exists()

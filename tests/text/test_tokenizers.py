@@ -21,8 +21,8 @@ def test_bytes_are_bytes():
     assert tok.decode([tok.bos_id, *tok.encode(TEXT), tok.eos_id]) == TEXT
     assert tok.decode([255, 65]) == "�A"
     assert (
-        tok.document(TEXT).tolist() == [256, *tok.encode(TEXT), 257]
-        and tok.document(TEXT).dtype == tok.dtype
+        tok.encode_document(TEXT).tolist() == [256, *tok.encode(TEXT), 257]
+        and tok.encode_document(TEXT).dtype == tok.dtype
     )
 
 
@@ -40,7 +40,7 @@ def test_trained_bpe_encodes_anything(bpe):
         bpe.bos_id,
         bpe.eos_id,
         bpe.pad_id,
-        *(bpe.chat_token(r)[0] for r in tokenizers.CHAT_TOKENS),
+        *(bpe.special_id(names[0]) for names in tokenizers.CHAT_TOKENS.values()),
     }
     assert len(ids) == 7
 
@@ -51,16 +51,21 @@ def test_a_tokenizer_made_here_begins_a_text_as_training_does(bpe):
 
     for tokenizer in (tokenizers.load("bytes"), bpe):
         theirs = Tokenizer.from_str(tokenizer.json())
-        assert theirs.encode("a text").ids == tokenizer.document("a text")[:-1].tolist()
-        assert tokenizer.adds_bos and tokenizer.spelt("a text")[0] == tokenizer.encode("a text")
+        assert theirs.encode("a text").ids == tokenizer.encode_document("a text")[:-1].tolist()
+        assert tokenizer.adds_bos and tokenizer.encode_with_specials("a text")[
+            0
+        ] == tokenizer.encode("a text")
 
 
 def test_text_never_becomes_a_special_token(bpe):
     for tok in (bpe, tokenizers.load("bytes")):
         text = "<|bos|> <think> <|end_turn|>"
-        specials = {tok.bos_id, *(tok.chat_token(role)[0] for role in tokenizers.CHAT_TOKENS)}
+        specials = {
+            tok.bos_id,
+            *(tok.special_id(tok.chat_special_text(p)) for p in tokenizers.CHAT_TOKENS),
+        }
         assert not specials.intersection(tok.encode(text))
-        assert not specials.intersection(tok.document(text)[1:-1].tolist())
+        assert not specials.intersection(tok.encode_document(text)[1:-1].tolist())
         assert tok.decode(tok.encode(text)) == text
 
 
@@ -92,11 +97,9 @@ def test_bad_tokenizers_are_one_clear_line(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text() + " ")
     with pytest.raises(UserError, match="SHA-256"):
         tokenizers.load(tmp_path)
-    with pytest.raises(
-        UserError, match="gives a BPE of 263 ids, 200 were asked for; bytes and specials need"
-    ):
+    with pytest.raises(UserError, match="gives a BPE of 263 ids, 200 were asked for; ask for 263"):
         tokenizers.train_bpe([TEXT], 200)
-    with pytest.raises(UserError, match=r"asked for; give more text"):
+    with pytest.raises(UserError, match=r"ask for 264, or give more text"):
         tokenizers.train_bpe(["ab"], 5000)
 
 
@@ -141,11 +144,11 @@ def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, p
     """Its own, named next to the tokenizer, or none, when it is the end of documents."""
     if pad:
         (tmp_path / "tokenizer.json").write_bytes(bpe._content)
-        (tmp_path / tokenizers.META_FILE).write_text(json.dumps({"pad_id": bpe._id(pad)}))
+        (tmp_path / tokenizers.META_FILE).write_text(json.dumps({"pad_id": bpe.special_id(pad)}))
     else:
         (tmp_path / "tokenizer.json").write_bytes(bpe._content.replace(b"<|pad|>", b"<|other|>"))
     tok = tokenizers.load(tmp_path)
-    assert tok.pad_id == bpe._id(pad or "<|eos|>")
+    assert tok.pad_id == bpe.special_id(pad or "<|eos|>")
     assert ids_of(tokenizers.with_model_ids(with_ids(None, None, None), tok)) == (0, 1, None)
     for given in (1, 2):
         with pytest.raises(UserError, match=f"pad_token_id={given}, .* has no token of its own"):

@@ -18,7 +18,7 @@ from zaya_jax.data import stores, windows
 from zaya_jax.pytorch import any_model, exchange, tokenizer_files
 from zaya_jax.text import chat, chat_template, prepare, tokenizers
 from zaya_jax.text.prepare import Options
-from zaya_jax.text.tokens import SPLITS
+from zaya_jax.text.shard_format import SPLITS
 from zaya_jax.training.workdir import read_config
 
 SMALL = {
@@ -157,9 +157,9 @@ def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
     for path in paths:
         for into, split in zip((learnt, held_out), SPLITS, strict=True):
             side = stores.open_store(c, path, tokenizers.Bytes(), split)
-            starts = np.flatnonzero(side.bundle.starts).tolist()
+            starts = np.flatnonzero(side.block.starts).tolist()
             into |= {
-                side.bundle.tokens[a:b].tobytes()
+                side.block.tokens[a:b].tobytes()
                 for a, b in zip(starts, [*starts[1:], None], strict=True)
             }
     assert len(held_out) == 30 and len(learnt) == 270 and not learnt & held_out
@@ -184,9 +184,10 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     c = settings(folder / "base", own, eval__named=places, eval__windows=9)
     tok = tokenizers.Bytes()
     named = windows.named_stores(c, tok)
-    found = {name: store.bundle for name, store in named.items()}
+    found = {name: store.block for name, store in named.items()}
     documents = [
-        chat_template.Template(tok).prepare(chat.read(ask(i)), None)[0] for i in range(100, 120)
+        chat_template.Template(tok).encode_within(chat.parse_chat(ask(i)), None)[0]
+        for i in range(100, 120)
     ]
     assert (
         found["other"].tokens.tolist() == np.concatenate([one.tokens for one in documents]).tolist()
@@ -194,7 +195,7 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     assert found["other"].learn.sum() == sum(
         len(a["content"]) + 2 for _, a in map(ask, range(100, 120))
     )
-    held_out = stores.open_store(c, own, tok, "held_out").bundle
+    held_out = stores.open_store(c, own, tok, "held_out").block
     assert found["own"].tokens.tolist() == held_out.tokens.tolist()
     assert found["text"].learn.mean() > 0.9
     notes = stores.notes_on(named.values())
@@ -210,7 +211,7 @@ BAD = {
     ),
     "other fields": (
         '{"prompt": "a"}\n',
-        "or instruction with output; mend it, or let prepare_data",
+        "or instruction with output; fix the record, or use prepare_data",
     ),
     "too long": (
         json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n",
@@ -238,10 +239,10 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
     for keys, message in (
         (
             {"data__tokenizer": str(bare)},
-            "has no chat marks: it needs one of <|turn|>, <start_of_turn>",
+            "has no tokens of chats: it needs one of <|turn|>, <start_of_turn>",
         ),
         ({"data__path": str(folder / "text")}, "0.txt is neither JSONL nor Parquet"),
-        ({"data__path": str(prepared)}, "was prepared from text and holds no chats"),
+        ({"data__path": str(prepared)}, "holds no chats (it was prepared from text"),
         ({"data__packing": "concat"}, "would part answers from their questions"),
         (
             {"schedule__phases": (config.Phase(tokens=4096, seq_len=32),)},

@@ -71,7 +71,7 @@ def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(
         f"note: fork of {name} (2 steps, 256 tokens): learning rate 0.003 at step 2 there, 0.003 at"
         " step 3" in out
     )
-    assert "note: the data begins anew, in an order of its own" in out
+    assert "note: this fork reads its data from the beginning, in an order of its own" in out
     assert tree(parent / "run") == before
     theirs, ours = tiny_runs.lines(parent / "run")[2:], tiny_runs.lines(tmp_path / "fork")
     for key in ("step", "tokens", "lr"):

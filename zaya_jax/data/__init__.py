@@ -3,16 +3,20 @@
     files ──▶ documents ──▶ tokens ──▶ rows ──▶ batches
     └──────── zaya_jax.text ──────┘  └─── here ───────┘
 
-    box        class                         takes → gives
-    files      paths of `data.path`          → names of files (`text.sources`, `text.inputs`)
-    documents  `text.tokens.Document`        a file → the ids of each text or chat, which are learnt
-    tokens     `stores.Memory`               documents → one tape, in memory
-               `storage.Prepared`            shards of a prepared directory → the tape, read in bundles
-    rows       `order.Tape`, `order.Packed`  a row's number → the spans of the tape that it holds
-               `order.Order`                 a number in the run → a row's number
-               `mix.Mixture`                 a step → how many rows of each source
-    batches    `pipeline.Batches`            a step → arrays [rows of this process, S] (`pack.finish`)
-               `pipeline.Stream`             steps in turn → batches, computed ahead by `workers`
+    box        class                            takes → gives
+    files      `text_files`, `inputs` of text   `data.path` → names of files
+    documents  `token_block.Document` of text   a text or chat → its ids, and which are predicted
+    tokens     `stores.MemoryStore`             documents → one tape, in memory
+               `prepared_store.PreparedStore`   prepared shards → the tape, read in bundles
+    rows       `layout.Tape`, `layout.Packed`   a row's number → the spans of the tape that it holds
+               `order.RowOrder`                 a number in the run → a row's number
+               `mix.Mixture`                    a step → the source of each row
+    batches    `pipeline.Batches`               a step → arrays [rows of this process, S]
+               `pipeline.Stream`                steps in turn → batches, computed ahead (`workers`)
+
+A run's steps are divided four times: a *phase* of the schedule has *segments* of one batch size
+(`schedule`), each of which is a *stretch* here (`mix`); an *era* is consecutive stretches of one
+context and packing (`pipeline`).
 
 `stores` opens any path of the config as one of the two tapes. `windows` makes the batches of
 evaluation from the same rows. `shuffle` has the permutation under `order`.
@@ -28,7 +32,7 @@ def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
     Map, slice, prefetch and checkpoint it as any other. An iterator's state is one integer, with
     which any number of processes goes on. There are 2**48 elements, epoch after epoch.
     """
-    import grain  # not above: data workers import this package to read, without Grain
+    import grain  # here: data workers import this package, and must not pay for Grain
 
     from zaya_jax import config as config_lib
     from zaya_jax.config import Config, UserError
@@ -41,6 +45,5 @@ def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
             f"process={process} is (index, count); the index must be at least 0 and below the count"
         )
     checked = config if isinstance(config, Config) else config_lib.check(config)
-    return grain.MapDataset.source(
-        pipeline.Batches(checked, tokenizers.load(checked.data.tokenizer), process)
-    )
+    tokenizer = tokenizers.load(checked.data.tokenizer)
+    return grain.MapDataset.source(pipeline.Batches(checked, tokenizer, process))

@@ -1,107 +1,107 @@
 """Plans which documents share a row, fills the rows of a batch, and labels each token of it.
 
-Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row goes
-on in another, as a segment of its own there. Best-fit-decreasing keeps documents whole where they
-fit into a row, and leaves a little padding. Segment ids count documents within a row from 1; 0 is
-padding.
+Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row
+continues in another, as a segment of its own there. Best-fit-decreasing keeps documents whole where
+they fit into a row, and leaves a little padding. Segment ids count documents within a row from 1; 0
+is padding.
 """
 
 import bisect
 
 import numpy as np
 
-from zaya_jax.text.sources import Bundle
+from zaya_jax.text.token_block import TokenBlock
 
-IGNORED = np.int32(-100)  # a target that counts for nothing, also in a loop without `loss_mask`
+IGNORED = np.int32(-100)  # the target of tokens without one, for loops that do not use `loss_mask`
 Batch = dict[str, np.ndarray]
 Span = tuple[int, int]  # start, stop on a source's tape of documents
-Piece = tuple[Bundle, int, int]  # start, stop within a bundle: a piece of a span
+Piece = tuple[TokenBlock, int, int]  # start, stop within a block of tokens: a piece of a span
 
 
-def plan(lengths: np.ndarray, seq_len: int) -> list[list[Span]]:
+def pack_documents(lengths: np.ndarray, seq_len: int) -> list[list[Span]]:
     """Rows of at most S tokens from documents of these lengths, one after another from 0 on.
 
     The longest come first, each into the row that it fills best. A document longer than S is cut
     into pieces of S and a rest.
     """
     spans: list[Span] = []
-    at = 0
+    begin = 0
     for size in lengths.tolist():
-        spans += [(at + cut, at + min(cut + seq_len, size)) for cut in range(0, size, seq_len)]
-        at += size
+        end = begin + size
+        spans += [(cut, min(cut + seq_len, end)) for cut in range(begin, end, seq_len)]
+        begin = end
     rows: list[list[Span]] = []
-    rooms: list[tuple[int, int]] = []  # (room, row), sorted
-    for span in sorted(spans, key=lambda s: s[0] - s[1]):
+    open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
+    for span in sorted(spans, key=lambda span: span[0] - span[1]):
         size = span[1] - span[0]
-        place = bisect.bisect_left(rooms, (size, 0))
-        if place == len(rooms):
+        index = bisect.bisect_left(open_rows, (size, 0))
+        if index == len(open_rows):
             room, row = seq_len, len(rows)
             rows.append([])
         else:
-            room, row = rooms.pop(place)
+            room, row = open_rows.pop(index)
         rows[row].append(span)
         if room > size:
-            bisect.insort(rooms, (room - size, row))
+            bisect.insort(open_rows, (room - size, row))
     return rows
 
 
-class Rows:
-    """The rows of a batch while they are filled, left to right."""
+class BatchBuilder:
+    """The rows of a batch, filled from left to right."""
 
     def __init__(self, num_rows: int, seq_len: int, pad_id: int) -> None:
-        self.tokens = np.full((num_rows, seq_len), pad_id, np.int32)
-        self.targets = np.zeros((num_rows, seq_len), np.int32)
-        self.starts = np.zeros((num_rows, seq_len), bool)
-        self.learn = np.zeros((num_rows, seq_len), bool)
-        self.filled = np.zeros(num_rows, np.int64)
+        self._seq_len = seq_len
+        self._tokens = np.full((num_rows, seq_len), pad_id, np.int32)
+        self._targets = np.full((num_rows, seq_len), IGNORED, np.int32)
+        self._starts = np.zeros((num_rows, seq_len), bool)
+        self._filled = np.zeros(num_rows, np.int64)
         # (row, start, stop) of tokens that could not be read
-        self.holes: list[tuple[int, int, int]] = []
+        self._holes: list[tuple[int, int, int]] = []
 
-    def add(self, row: int, parts: list[Piece]) -> None:
-        """Append the parts of one span; a segment begins where they do, and after unreadable
+    def append_span(self, row: int, pieces: list[Piece]) -> None:
+        """Add the pieces of one span to a row; a segment begins there, and after unreadable
         tokens."""
         begins = True
-        for bundle, start, stop in parts:
-            at = int(self.filled[row])
+        for block, start, stop in pieces:
+            at = int(self._filled[row])
             end = at + stop - start
-            if bundle.real:
-                self.tokens[row, at:end] = bundle.tokens[start:stop]
-                self.targets[row, at:end] = bundle.targets[start:stop]
-                self.starts[row, at:end] = bundle.starts[start:stop]
-                self.learn[row, at:end] = bundle.learn[start:stop]
-                self.starts[row, at] |= begins
+            if block.real:
+                self._tokens[row, at:end] = block.tokens[start:stop]
+                learn, targets = block.learn[start:stop], block.targets[start:stop]
+                self._targets[row, at:end] = np.where(learn, targets, IGNORED)
+                self._starts[row, at:end] = block.starts[start:stop]
+                self._starts[row, at] |= begins
             else:
-                self.holes.append((row, at, end))
-            begins = not bundle.real
-            self.filled[row] = end
+                self._holes.append((row, at, end))
+            begins = not block.real
+            self._filled[row] = end
 
+    def build(self, cross_documents: bool = False) -> Batch:
+        """The batch; with `cross_documents` a row is one segment, cut only by unreadable tokens.
 
-def finish(rows: Rows, cross_documents: bool = False) -> Batch:
-    """The batch of filled rows; with `cross_documents` a row is one segment, cut by unreadable
-    tokens alone.
-
-    Linear attention hands a segment's state from chunk to chunk: its tokens have to lie together.
-    """
-    seq_len = rows.tokens.shape[1]
-    place = np.arange(seq_len, dtype=np.int32)
-    if cross_documents:
-        segment_ids = np.ones(rows.tokens.shape, np.int32)
-        for row, _, stop in rows.holes:
-            segment_ids[row, stop:] += 1
-        positions = np.repeat(place[None], len(rows.tokens), axis=0)
-    else:
-        segment_ids = np.cumsum(rows.starts, axis=1, dtype=np.int32)
-        positions = place - np.maximum.accumulate(np.where(rows.starts, place, 0), axis=1)
-    if not (rows.filled == seq_len).all() or rows.holes:
-        real = place < rows.filled[:, None]
-        for row, start, stop in rows.holes:
-            real[row, start:stop] = False
-        segment_ids *= real
-        positions *= real
-    return {
-        "tokens": rows.tokens,
-        "targets": np.where(rows.learn, rows.targets, IGNORED),
-        "segment_ids": segment_ids,
-        "positions": positions.astype(np.int32, copy=False),
-        "loss_mask": rows.learn.astype(np.float32),
-    }
+        Linear attention hands a segment's state from chunk to chunk, so one segment must be
+        contiguous: none may go on behind unreadable tokens. Positions do, in such a row.
+        """
+        columns = np.arange(self._seq_len, dtype=np.int32)
+        if cross_documents:
+            segment_ids = np.ones(self._tokens.shape, np.int32)
+            for row, _, stop in self._holes:
+                segment_ids[row, stop:] += 1
+            positions = np.repeat(columns[None], len(self._tokens), axis=0)
+        else:
+            segment_ids = np.cumsum(self._starts, axis=1, dtype=np.int32)
+            starts = np.maximum.accumulate(np.where(self._starts, columns, 0), axis=1)
+            positions = columns - starts
+        if self._holes or not (self._filled == self._seq_len).all():
+            real = columns < self._filled[:, None]
+            for row, start, stop in self._holes:
+                real[row, start:stop] = False
+            segment_ids *= real
+            positions *= real
+        return {
+            "tokens": self._tokens,
+            "targets": self._targets,
+            "segment_ids": segment_ids,
+            "positions": positions.astype(np.int32, copy=False),
+            "loss_mask": (self._targets != IGNORED).astype(np.float32),
+        }

@@ -1,18 +1,18 @@
 """Random order without memory: a keyed permutation of range(n), each element computed on its own.
 
-An eight-round Feistel network over the next even power of two, walked until the value falls below
-n. NumPy's own generators promise no fixed stream across versions, and a run that is resumed under
+An eight-round Feistel network over the next power of four, cycle-walked until the value is below n.
+NumPy's own generators promise no fixed stream across versions, and a run that is resumed under
 another version must not reshuffle.
 """
 
 import numpy as np
 
-ROUNDS = 8  # with four, the permutations of a few dozen numbers are biased by up to a third
+FEISTEL_ROUNDS = 8  # with four, permutations of a few dozen numbers are biased by up to a third
 
 
 def permute(indices: np.ndarray, size: np.ndarray | int, keys: np.ndarray | int) -> np.ndarray:
-    """The places of `indices`, each below its `size`, in the permutation of range(size) that the
-    key of each names."""
+    """Maps each index, below its `size`, through the permutation of range(size) that its key
+    names."""
     out = np.array(indices, np.uint64)
     keys = np.broadcast_to(np.asarray(keys, np.uint64), out.shape)
     size = np.broadcast_to(np.asarray(size, np.uint64), out.shape)
@@ -23,11 +23,10 @@ def permute(indices: np.ndarray, size: np.ndarray | int, keys: np.ndarray | int)
     with np.errstate(over="ignore"):
         # Once for all walks and under one errstate: mixing was two thirds of the time of reading
         # rows of 4,096 tokens.
-        round_keys = [_mix(keys + np.uint64(i + 1)) for i in range(ROUNDS)]
+        round_keys = [_mix(keys + np.uint64(i + 1)) for i in range(FEISTEL_ROUNDS)]
         while walking.any():
-            out[walking] = _feistel(
-                out[walking], [one[walking] for one in round_keys], half[walking]
-            )
+            walkers_keys = [key[walking] for key in round_keys]
+            out[walking] = _feistel(out[walking], walkers_keys, half[walking])
             walking &= out >= size
     return out.astype(np.int64)
 
@@ -50,13 +49,13 @@ def keys(parts: tuple[int, ...], last: np.ndarray) -> np.ndarray:
 def _feistel(values: np.ndarray, round_keys: list[np.ndarray], half: np.ndarray) -> np.ndarray:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & mask
-    for one in round_keys:
-        left, right = right, left ^ (_mix(right ^ one) & mask)
+    for round_key in round_keys:
+        left, right = right, left ^ (_mix(right ^ round_key) & mask)
     return (left << half) | right
 
 
 def _mix(value):
-    """The finalising mix of the splitmix64 generator: every input bit moves about half of the
+    """The finalising mix of the splitmix64 generator: every input bit changes about half of the
     output's.
 
     The caller ignores overflow, since NumPy warns of it for single numbers.

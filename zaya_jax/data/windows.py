@@ -1,10 +1,10 @@
 """Makes the fixed batches of evaluation: windows over held-out data, and over further text
 (`eval.named`).
 
-A named path of prepared data gives its held-out part. Text files are taken whole, except those of a
-source of the run: these give the part that the run holds out. Files that the run trains on under
-another path are refused. In a run of chats, JSONL and Parquet are chats too, and the loss is over
-their answers; other files are text.
+For prepared data the held-out split is used. Text files are used whole, unless the run trains on
+that path: then the part that it holds out is used. Files that the run trains on under another path
+are refused. In a run of chats, JSONL and Parquet are chats too, and the loss is over their answers;
+other files are text.
 """
 
 import dataclasses
@@ -14,18 +14,20 @@ from pathlib import Path
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError, fields, shown
-from zaya_jax.data import mix, order, pack, storage
+from zaya_jax.data import layout, mix, pack
 from zaya_jax.data.pack import Batch, Span
+from zaya_jax.data.prepared_store import PreparedStore, is_prepared
 from zaya_jax.data.stores import (
-    Memory,
+    MemoryStore,
     TokenStore,
     fill,
     local_rows,
+    made_once,
     open_store,
-    require_prepared,
-    tokenised,
+    require_chats,
 )
-from zaya_jax.text import chat_template, chats, inputs, sources, tokenizers
+from zaya_jax.text import chat_template, inputs, memory_chats, text_files
+from zaya_jax.text.token_block import encode_texts
 from zaya_jax.text.tokenizers import Tokenizer
 
 
@@ -33,23 +35,22 @@ def eval_batches(
     config: Config,
     tokenizer: Tokenizer,
     process: tuple[int, int] = (0, 1),
-    rows: int | None = None,
+    batch_rows: int | None = None,
     *,
     damaged: set[str],
 ) -> list[Batch]:
-    """Fixed held-out batches of `eval.windows` windows, an equal share from each source, spread
+    """Fixed held-out batches of `eval.windows` windows, an equal number from each source, spread
     evenly over its text.
 
-    A batch has `rows` rows over all processes (otherwise the global batch's). The last is filled up
-    with empty rows; without held-out text the list is empty. `damaged` gets the pieces of data that
-    could not be read.
+    A batch has `batch_rows` rows over all processes (otherwise the global batch's). The last is
+    filled up with empty rows; without held-out text the list is empty. `damaged` gets the pieces of
+    data that could not be read.
     """
-    stores = [
-        open_store(config, path, tokenizer, "held_out") for path in mix.plan_sources(config)[0]
-    ]
-    return spread_windows(
-        config, [s for s in stores if s.num_tokens], tokenizer.pad_id, process, rows, damaged
-    )
+    paths, _ = mix.plan_sources(config)
+    stores = [open_store(config, path, tokenizer, "held_out") for path in paths]
+    stores = [store for store in stores if store.num_tokens]
+    batch_rows = batch_rows or config.data.global_batch
+    return spread_windows(config, stores, tokenizer.pad_id, process, batch_rows, damaged)
 
 
 def spread_windows(
@@ -57,27 +58,28 @@ def spread_windows(
     stores: list[TokenStore],
     pad_id: int,
     process: tuple[int, int],
-    rows: int | None,
+    batch_rows: int,
     damaged: set[str],
 ) -> list[Batch]:
     """`eval_batches` of these stores."""
-    count, chosen = config.eval.windows, list[tuple[TokenStore, list[Span]]]()
+    windows: list[tuple[TokenStore, list[Span]]] = []
     for k, store in enumerate(stores):
         # An answer is judged with all that it answers.
-        layout = order.layout_of(
-            store, config.data.seq_len, "best_fit" if config.data.chats else "concat"
-        )
-        share = min(count * (k + 1) // len(stores) - count * k // len(stores), layout.num_rows)
-        chosen += [(store, layout.spans(n * layout.num_rows // share)) for n in range(share)]
-    mine = local_rows(rows := rows or config.data.global_batch, process)
+        packing = "best_fit" if config.data.chats else "concat"
+        rows = layout.layout_of(store, config.data.seq_len, packing)
+        first, stop = (config.eval.windows * index // len(stores) for index in (k, k + 1))
+        count = min(stop - first, rows.num_rows)
+        windows += [(store, rows.spans(n * rows.num_rows // count)) for n in range(count)]
+    ours = local_rows(batch_rows, process)
     batches = []
-    for begin in range(0, len(chosen), rows):
-        filled = pack.Rows(len(mine), config.data.seq_len, pad_id)
-        for row, (store, spans) in enumerate(chosen[begin : begin + rows][mine.start : mine.stop]):
-            fill(store, filled, [row], [spans])
-        batches.append(pack.finish(filled, config.data.cross_documents))
+    for begin in range(0, len(windows), batch_rows):
+        batch = pack.BatchBuilder(len(ours), config.data.seq_len, pad_id)
+        our_windows = windows[begin : begin + batch_rows][ours.start : ours.stop]
+        for row, (store, spans) in enumerate(our_windows):
+            fill(store, batch, [row], [spans])
+        batches.append(batch.build(config.data.cross_documents))
     for store in stores:
-        if isinstance(store, storage.Prepared):
+        if isinstance(store, PreparedStore):
             damaged |= store.counters.corrupt
     return batches
 
@@ -86,37 +88,38 @@ def eval_config(config: Config, phase: Phase) -> Config:
     """The config as evaluation sees it in a phase: its window's length, and the sources of the
     whole run.
 
-    Without the phases: those that leave a key open would take it from this one.
+    Phases are dropped: one that leaves a key unset would inherit it from this config.
     """
-    here = schedule.phase_config(config, phase)
-    every = tuple(f"{path}=1" for path in mix.plan_sources(config)[0])
-    data = dataclasses.replace(here.data, seq_len=phase.eval_seq_len, mixture=every)
-    return dataclasses.replace(
-        here, data=data, schedule=dataclasses.replace(here.schedule, phases=())
-    )
+    of_phase = schedule.phase_config(config, phase)
+    mixture = tuple(f"{path}=1" for path in mix.plan_sources(config)[0])
+    data = dataclasses.replace(of_phase.data, seq_len=phase.eval_seq_len, mixture=mixture)
+    without_phases = dataclasses.replace(of_phase.schedule, phases=())
+    return dataclasses.replace(of_phase, data=data, schedule=without_phases)
 
 
 def named_paths(config: Config) -> dict[str, str]:
     """{name: path} of config.eval.named."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     if config.eval.named and not config.eval.windows:
         raise UserError(
-            "config.eval.windows=0 evaluates on nothing, and eval.named is given; take one of them"
-            " away"
+            "config.eval.windows=0 turns evaluation off, but eval.named is set; remove one of them"
         )
-    for i, part in enumerate(config.eval.named):
-        name, _, path = part.partition("=")
-        where = f"config.eval.named[{i}]={shown(part)}"
+    for i, entry in enumerate(config.eval.named):
+        name, _, path = entry.partition("=")
+        where = f"config.eval.named[{i}]={shown(entry)}"
         if not path or not name.replace("-", "_").isidentifier():
             raise UserError(
-                f"{where} is no name=path, such as python=data/python; a name has letters, digits,"
-                " _ and -"
+                f"{where} is not of the form name=path, such as python=data/python; a name has"
+                " letters, digits, _ and -"
             )
-        if name in found or name == "loss":
-            taken = "the loss on the run's held-out data" if name == "loss" else "another one's"
-            raise UserError(f"{where}: {name} is {taken}; give each a name of its own")
-        found[name] = path
-    return found
+        if name == "loss":
+            raise UserError(
+                f"{where}: loss is the name of the loss on the run's held-out data; give another"
+            )
+        if name in paths:
+            raise UserError(f"{where}: {name} is already used; give each a name of its own")
+        paths[name] = path
+    return paths
 
 
 def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
@@ -128,19 +131,19 @@ def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
 
 def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenStore:
     where = f"config.eval.named {name}={path}"
-    trained = {_real(source): source for source in mix.plan_sources(config)[0]}
+    trained = {_real_path(source): source for source in mix.plan_sources(config)[0]}
     store: TokenStore
     with fields.naming(where):
-        if path != "stdlib" and storage.is_prepared(path):
-            store = storage.Prepared(path, "held_out", config.data.on_corrupt)
+        if path != "stdlib" and is_prepared(path):
+            store = PreparedStore(path, "held_out", config.data.on_corrupt)
             store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
-            if config.data.chats and store.manifest.get("trim"):
-                require_prepared(path, store, config.data.seq_len)
-        elif _real(path) in trained:
-            store = open_store(config, trained[_real(path)], tokenizer, "held_out")
+            if config.data.chats and store.chat_outcomes:
+                require_chats(store, config.data.seq_len)
+        elif _real_path(path) in trained:
+            store = open_store(config, trained[_real_path(path)], tokenizer, "held_out")
         else:
             _refuse_trained(path, list(trained.values()))
-            store = _all_of(config, path, tokenizer)
+            store = open_whole(config, path, tokenizer)
     if not store.num_tokens:
         raise UserError(f"{where} has no held-out part; prepare it with --held_out, or give files")
     return store
@@ -148,36 +151,36 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
 
 def _refuse_trained(path: str, trained: list[str]) -> None:
     """UserError where some of the files belong to a source of text that is trained on."""
-    own = sources.identities(path)
+    files = text_files.identities(path)
     for source in trained:
-        if source == "stdlib" or not storage.is_prepared(source):
-            both = own.keys() & sources.identities(source).keys()
-            if both:
-                some = min(own[file] for file in both)
+        if source == "stdlib" or not is_prepared(source):
+            shared = files.keys() & text_files.identities(source).keys()
+            if shared:
+                example = min(files[identity] for identity in shared)
                 raise UserError(
-                    f"{len(both):,} of its {len(own):,} files are trained on as part of {source},"
-                    f" such as {some}; give others, or move them away from there"
+                    f"{len(shared):,} of its {len(files):,} files are trained on as part of"
+                    f" {source}, such as {example}; give others, or move them away from there"
                 )
 
 
-def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> Memory:
-    records = any(
-        inputs.kind_of(str(file)) in inputs.RECORDS for _, file in sources.list_files(path)
-    )
+def open_whole(config: Config, path: str, tokenizer: Tokenizer) -> MemoryStore:
+    """All text of a path, or in a run of chats all its chats."""
+    files = text_files.list_files(path)
+    records = any(inputs.input_kind(str(file)) in inputs.RECORDS for _, file in files)
     context = config.data.seq_len if config.data.chats and records else 0
 
-    def make() -> Memory:
+    def make() -> MemoryStore:
         if context:
-            bundle, note = chats.whole(path, tokenizer, context)
+            block, note = memory_chats.read_whole(path, tokenizer, context)
         else:
-            texts, note = [text for _, text in sources.named_texts(path)], ""
-            bundle = sources.concatenate(tokenizers.encode_texts(tokenizer, texts), tokenizer)
-        return Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), note)
+            texts = [text for _, text in text_files.named_texts(path)]
+            block, note = encode_texts(texts, tokenizer), ""
+        return MemoryStore(path, block, hashlib.sha256(block.tokens).hexdigest(), note)
 
-    form = chat_template.fingerprint(tokenizer) if context else ""
-    return tokenised([path], ("whole", tokenizer.sha256, form, context), make)
+    template = chat_template.fingerprint(tokenizer) if context else ""
+    return made_once([path], ("whole", tokenizer.sha256, template, context), make)
 
 
-def _real(path: str) -> str:
+def _real_path(path: str) -> str:
     """A path that is there under its one name; others, as globs and URLs, as they are written."""
     return os.path.realpath(path) if path != "stdlib" and Path(path).exists() else path

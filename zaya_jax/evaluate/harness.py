@@ -34,8 +34,8 @@ from zaya_jax.text.tokenizers import Tokenizer
 MAX_GEN_TOKS = 256
 FEWSHOT_SEED = 1234
 BOOTSTRAPS = 1000
-# accepted values
-PLAIN = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, False)}
+# further options of a generation, and the values that change nothing here
+WITHOUT_EFFECT = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, False)}
 
 
 def require() -> None:
@@ -47,7 +47,7 @@ def require() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class GenerationOptions:
     """A task's options for a generation."""
 
     stops: list[str]
@@ -55,38 +55,38 @@ class Asked:
     sampling: Sampling
 
 
-def asked_for(given: dict[str, Any]) -> Asked:
-    """The options in a request's `generation_kwargs`; UserError for one that is not supported."""
+def parse_generation_options(generation_kwargs: dict[str, Any]) -> GenerationOptions:
+    """The options of a request; UserError for one that is not supported."""
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-    options: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+    options: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, MAX_GEN_TOKS))
     stops = [stop for stop in handle_stop_sequences(options.pop("until", None), eos=None) if stop]
     num_tokens, temperature = options.pop("max_gen_toks"), options.pop("temperature", 0.0)
     names = ("top_k", "top_p", "min_p")
     limits = {name: options.pop(name) for name in names if options.get(name) is not None}
     for name, value in options.items():
-        if value is not None and value not in PLAIN.get(name, ()):
+        if value is not None and value not in WITHOUT_EFFECT.get(name, ()):
             raise UserError(
                 f"a task asks for generation with {name}={shown(value)}, which is not supported"
             )
-    if options["do_sample"] and not temperature:
+    if not options["do_sample"]:
+        return GenerationOptions(stops, num_tokens, Sampling())
+    if not temperature:
         raise UserError(
             "a task asks for samples without a temperature; give it one, or do_sample: false"
         )
-    return Asked(
-        stops, num_tokens, Sampling(temperature, **limits) if options["do_sample"] else Sampling()
-    )
+    return GenerationOptions(stops, num_tokens, Sampling(temperature, **limits))
 
 
-def model_of(
+def make_lm(
     model: LanguageModel,
     add_bos_token: bool | None = None,
     tokens: int = TOKENS,
     seed: int = 0,
     in_chat: bool = False,
 ) -> Any:
-    """An lm-eval `LM` of a model; `in_chat`: texts come from its chat template, whose marks are
-    ids."""
+    """An lm-eval `LM` of a model; `in_chat`: texts come from its chat template, whose special
+    tokens are read as such."""
     from lm_eval.api.model import TemplateLM
 
     if model.tokenizer is None:
@@ -97,8 +97,8 @@ def model_of(
         "eot_token_id": model.tokenizer.eos_id,
         "prefix_token_id": model.tokenizer.bos_id,
     }
-    made = type("ZayaLM", (_Answers, TemplateLM), facts)
-    return made(model, model.tokenizer, add_bos_token, tokens, seed, in_chat)
+    zaya_lm = type("ZayaLM", (_Answers, TemplateLM), facts)
+    return zaya_lm(model, model.tokenizer, add_bos_token, tokens, seed, in_chat)
 
 
 class _Answers:
@@ -123,7 +123,7 @@ class _Answers:
         self._model, self._tokenizer, self._tokens, self._seed = model, tokenizer, tokens, seed
         self._add_bos = tokenizer.adds_bos if add_bos is None else add_bos
         if in_chat:
-            chat_template.require_marks(tokenizer, f"the tokenizer of {model.source}")
+            chat_template.require_turn_tokens(tokenizer, f"the tokenizer of {model.source}")
         self._template = chat_template.Template(tokenizer) if in_chat else None
 
     def tok_encode(
@@ -131,13 +131,14 @@ class _Answers:
     ) -> list[int]:
         """Ids, by default with a begin of document where the tokenizer adds one or `add_bos_token`
         asks for it."""
-        ids = (
-            self._tokenizer.spelt(string)[0]
-            if self._template
-            else list(self._tokenizer.encode(string))
-        )
+        if self._template:
+            ids = self._tokenizer.encode_with_specials(string)[0]
+        else:
+            ids = list(self._tokenizer.encode(string))
         bos = self._add_bos if add_special_tokens is None else add_special_tokens
-        return [self.prefix_token_id, *ids] if bos and ids[:1] != [self.prefix_token_id] else ids
+        if bos and ids[:1] != [self.prefix_token_id]:
+            return [self.prefix_token_id, *ids]
+        return ids
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The template, for lm-eval's record."""
@@ -149,11 +150,12 @@ class _Answers:
         """The text of a conversation, with the beginning of an answer or to go on in its last
         turn."""
         assert self._template is not None
-        text = self._template.render(
-            [chat.message(turn) for turn in chat_history], prompt=add_generation_prompt
-        )
+        turns = [chat.parse_turn(turn) for turn in chat_history]
+        text = self._template.render(turns, prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
         last = str(chat_history[-1]["content"]).rstrip()
-        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
+        return text[: text.rindex(last) + len(last)]
 
     def loglikelihood(self, requests: Sequence, disable_tqdm: bool = False) -> list:
         """Like lm-eval's; an empty answer is refused."""
@@ -165,12 +167,12 @@ class _Answers:
         self, requests: Sequence, disable_tqdm: bool = False, **_: Any
     ) -> list:
         rows = []
-        for _, given, continuation in requests:
+        for _, question, continuation in requests:
             if not continuation:
                 raise UserError("a task has an answer that adds no token to its question")
-            # Only white space: lm-eval has moved it to the answer, and its hf model stops at an
-            # assertion.
-            context = list(given) or [self.prefix_token_id]
+            # An empty question was only white space: lm-eval has moved it to the answer, and its hf
+            # model stops at an assertion.
+            context = list(question) or [self.prefix_token_id]
             ids = (context + list(continuation))[-(self.max_length + 1) :]
             if len(continuation) >= len(ids):
                 raise UserError(
@@ -179,12 +181,12 @@ class _Answers:
                 )
             rows.append(TokenRow(ids, len(ids) - len(continuation)))
         with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
-            found = Scorer(self._model, self._tokens)(
+            scores = Scorer(self._model, self._tokens)(
                 rows, lambda numbers: bar.update(len(numbers))
             )
         answers = [
             (float(log_probs.sum(dtype="float64")), bool(likeliest.all()))
-            for log_probs, likeliest in found
+            for log_probs, likeliest in scores
         ]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             if texts is not None:
@@ -198,16 +200,17 @@ class _Answers:
         windows, counts = [], []
         for request in requests:
             ids = self.tok_encode(request.args[0])
-            found = get_rolling_token_windows(
-                ids, self.prefix_token_id, self.max_length, context_len=1
+            pairs = list(
+                get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
             )
-            own = [(None, *make_disjoint_window(pair)) for pair in found]
-            windows += own
-            counts.append(len(own))
+            windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
+            counts.append(len(pairs))
         answers = iter(self._loglikelihood_tokens(windows, disable_tqdm))
-        totals = [sum(answer for answer, _ in itertools.islice(answers, count)) for count in counts]
-        for request, total in zip(requests, totals, strict=True):
+        totals = []
+        for request, count in zip(requests, counts, strict=True):
+            total = sum(answer for answer, _ in itertools.islice(answers, count))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+            totals.append(total)
         return totals
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
@@ -218,53 +221,57 @@ class _Answers:
         batches = [
             batch for numbers in groups.values() for batch in self._batches(requests, numbers)
         ]
-        answers: dict[int, str] = {}
+        ours: dict[int, str] = {}
         with tqdm(total=len(requests), desc="generations", disable=disable_tqdm) as bar:
-            for turn, (prompts, asked) in enumerate(batches):
+            for turn, (prompts, options) in enumerate(batches):
                 if turn % jax.process_count() == jax.process_index():
-                    answers |= zip(prompts, self._generate(prompts, asked), strict=True)
+                    ours |= zip(prompts, self._generate(prompts, options), strict=True)
                 bar.update(len(prompts))
-        parts = multihost.gather_to_zero("generated", list(answers.items()))
-        everyones = dict(
+        parts = multihost.gather_to_zero("generated", list(ours.items())) or []
+        answers = dict(
             multihost.broadcast_from_zero(
-                "generated", lambda: [one for part in parts or [] for one in part]
+                "generated", lambda: list(itertools.chain.from_iterable(parts))
             )
         )
         for number, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, everyones[number])
-        return [everyones[number] for number in range(len(requests))]
+            self.cache_hook.add_partial("generate_until", request.args, answers[number])
+        return [answers[number] for number in range(len(requests))]
 
     def _batches(
         self, requests: Sequence, numbers: list[int]
-    ) -> Iterator[tuple[dict[int, list[int]], Asked]]:
+    ) -> Iterator[tuple[dict[int, list[int]], GenerationOptions]]:
         """Prompts by the number of their request, the longest first, and the task's options."""
-        asked = asked_for(requests[numbers[0]].args[1])
-        room = self.max_length - asked.num_tokens
+        options = parse_generation_options(requests[numbers[0]].args[1])
+        room = self.max_length - options.num_tokens
         if room < 1:
             raise UserError(
-                f"a task asks for {asked.num_tokens} new tokens, and the model's context is"
+                f"a task asks for {options.num_tokens} new tokens, and the model's context is"
                 f" {self.max_length}"
             )
-        prompts = {
-            n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:]
-            for n in numbers
-        }
-        order = sorted(numbers, key=lambda n: -len(prompts[n]))
-        while order:
-            count = max(self._tokens // (len(prompts[order[0]]) + asked.num_tokens), 1)
-            yield {n: prompts[n] for n in order[:count]}, asked
-            order = order[count:]
+        prompts: dict[int, list[int]] = {}
+        for number in numbers:
+            ids = self.tok_encode(requests[number].args[0]) or [self.prefix_token_id]
+            prompts[number] = ids[-room:]
+        waiting = sorted(numbers, key=lambda number: -len(prompts[number]))
+        while waiting:
+            count = max(self._tokens // (len(prompts[waiting[0]]) + options.num_tokens), 1)
+            yield {number: prompts[number] for number in waiting[:count]}, options
+            waiting = waiting[count:]
 
-    def _generate(self, prompts: dict[int, list[int]], asked: Asked) -> list[str]:
+    def _generate(self, prompts: dict[int, list[int]], options: GenerationOptions) -> list[str]:
         from lm_eval.models.utils import postprocess_generated_text
 
-        ids, seeds = list(prompts.values()), [self._seed + n for n in prompts]
+        ids = list(prompts.values())
         rows = self._model.continued(
-            ids, asked.num_tokens, sampling=asked.sampling, seeds=seeds, ends=[self.eot_token_id]
+            ids,
+            options.num_tokens,
+            sampling=options.sampling,
+            seeds=[self._seed + number for number in prompts],
+            ends=[self.eot_token_id],
         )
         # lm-eval's `hf` decodes the new tokens by themselves.
-        texts = generation.generate(rows, self._tokenizer, ids, asked.stops, follows=False)
-        return [postprocess_generated_text(text, asked.stops, None) for text in texts]
+        texts = generation.generate(rows, self._tokenizer, ids, options.stops, follows=False)
+        return [postprocess_generated_text(text, options.stops, None) for text in texts]
 
 
 def run(
@@ -303,7 +310,7 @@ def run(
         raise UserError(
             f"--tasks={','.join(tasks)} cannot be loaded: {first_line(error)}"
         ) from None
-    lm = model_of(model, add_bos_token, tokens, seed, bool(chat_options.get("apply_chat_template")))
+    lm = make_lm(model, add_bos_token, tokens, seed, bool(chat_options.get("apply_chat_template")))
     return lm_eval.simple_evaluate(
         lm,
         tasks=list(tasks),
@@ -319,41 +326,40 @@ def run(
     )
 
 
-def figures(found: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
+def figures(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
     """{task: {metric: (value, standard error)}} of the results of `run`."""
     tables: dict[str, dict[str, tuple[float, float | None]]] = {}
-    for task, values in found.get("results", {}).items():
+    for task, values in results.get("results", {}).items():
         for name, value in values.items():
-            metric, _, which = name.partition(",")
-            if (
-                isinstance(value, int | float)
-                and not isinstance(value, bool)
-                and which
-                and "_stderr" not in metric
-            ):
-                error = values.get(f"{metric}_stderr,{which}")
-                label = metric if which == "none" else f"{metric} ({which})"
-                tables.setdefault(task, {})[label] = (
-                    float(value),
-                    error if isinstance(error, float) else None,
-                )
+            # "acc,none" and "acc_stderr,none", or another filter than none; beside other facts
+            metric, _, filtered_by = name.partition(",")
+            if not filtered_by or "_stderr" in metric or not _is_number(value):
+                continue
+            error = values.get(f"{metric}_stderr,{filtered_by}")
+            label = metric if filtered_by == "none" else f"{metric} ({filtered_by})"
+            table = tables.setdefault(task, {})
+            table[label] = float(value), error if isinstance(error, float) else None
     return tables
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def without_nan(value: Any) -> Any:
     """The value with None for numbers that JSON cannot express."""
     if isinstance(value, dict):
-        return {key: without_nan(own) for key, own in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(own) for own in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def samples(found: dict[str, Any]) -> bytes:
+def sample_lines(results: dict[str, Any]) -> bytes:
     """Every question with its request and answer, a line of JSON each."""
-    lines = [
-        json.dumps(without_nan({"task": task, **sample}), default=str, allow_nan=False)
-        for task, own in found.get("samples", {}).items()
-        for sample in own
-    ]
-    return "".join(f"{line}\n" for line in lines).encode()
+    lines = []
+    for task, samples in results.get("samples", {}).items():
+        for sample in samples:
+            record = without_nan({"task": task, **sample})
+            lines.append(json.dumps(record, default=str, allow_nan=False) + "\n")
+    return "".join(lines).encode()

@@ -43,24 +43,26 @@ class Scorer:
         self.model, self._tokens = model, tokens
 
     def __call__(
-        self, rows: Sequence[TokenRow], tell: Callable[[list], object] = lambda numbers: None
+        self,
+        rows: Sequence[TokenRow],
+        on_batch: Callable[[list[int]], object] = lambda numbers: None,
     ) -> list[Scores]:
-        """`tell` is called with the numbers of the rows of each finished batch."""
+        """`on_batch` is called with the numbers of the rows of each finished batch."""
         lengths = [len(row.ids) - 1 for row in rows]
-        counts = [len(row.ids) - row.first for row in rows]
-        begins = np.cumsum([0, *counts])
+        # where each row's scores begin in the results
+        begins = np.cumsum([0, *(len(row.ids) - row.first for row in rows)])
         log_probs, likeliest = np.zeros(begins[-1], np.float32), np.zeros(begins[-1], bool)
         longest = self.model.config.model.max_position_embeddings
         process, processes = jax.process_index(), jax.process_count()
         for turn, (numbers, length) in enumerate(batches(lengths, self._tokens, longest)):
             if turn % processes == process:
-                found = self._score([rows[number] for number in numbers], length)
-                for place, number in enumerate(numbers):
-                    own, first = slice(begins[number], begins[number + 1]), rows[number].first
-                    log_probs[own], likeliest[own] = (
-                        x[place, first - 1 : lengths[number]] for x in found
-                    )
-            tell(numbers)
+                scores = self._score([rows[number] for number in numbers], length)
+                for i, number in enumerate(numbers):
+                    scored = slice(rows[number].first - 1, lengths[number])
+                    target = slice(begins[number], begins[number + 1])
+                    log_probs[target] = scores[0][i, scored]
+                    likeliest[target] = scores[1][i, scored]
+            on_batch(numbers)
         if processes > 1:
             log_probs, likeliest = sum_over_processes(log_probs), sum_over_processes(likeliest)
         return [(log_probs[i:j], likeliest[i:j]) for i, j in itertools.pairwise(begins)]
@@ -68,24 +70,27 @@ class Scorer:
     def _score(self, rows: Sequence[TokenRow], length: int) -> Scores:
         """[B, S] of the tokens that rows, padded to this length, have after each of theirs."""
         shape = power_of_two(len(rows)), length
-        ids, labels = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
+        ids = np.zeros(shape, np.int32)
+        labels = np.full(shape, IGNORED, np.int32)
         segments = np.zeros(shape, np.int32)
-        for place, row in enumerate(rows):
-            own, end = np.asarray(row.ids, np.int32), len(row.ids)
-            assert 1 <= row.first < end
-            ids[place, : end - 1], segments[place, : end - 1] = own[:-1], 1
-            labels[place, row.first - 1 : end - 1] = own[row.first :]
+        for i, row in enumerate(rows):
+            last = len(row.ids) - 1
+            assert 1 <= row.first <= last
+            ids[i, :last] = row.ids[:-1]
+            segments[i, :last] = 1
+            labels[i, row.first - 1 : last] = row.ids[row.first :]
         return self.model.scores(ids, labels, segments=segments)
 
 
-def sum_over_processes(own: np.ndarray) -> np.ndarray:
+def sum_over_processes(ours: np.ndarray) -> np.ndarray:
     """The exact sum of arrays in which each entry is zero on all processes except one."""
     # imported here: it pulls in half of JAX's experiments
     from jax.experimental import multihost_utils
 
-    padded = np.pad(own, (0, power_of_two(len(own)) - len(own)))  # few lengths: each is a program
-    parts = np.asarray(multihost_utils.process_allgather(padded))[:, : len(own)]
-    return parts.any(axis=0) if own.dtype == bool else parts.sum(axis=0, dtype=own.dtype)
+    size = len(ours)
+    padded = np.pad(ours, (0, power_of_two(size) - size))  # few lengths: each is a program
+    arrays = np.asarray(multihost_utils.process_allgather(padded))[:, :size]
+    return arrays.any(axis=0) if ours.dtype == bool else arrays.sum(axis=0, dtype=ours.dtype)
 
 
 def batches(
@@ -95,18 +100,11 @@ def batches(
 
     The longest come first: they need the most memory.
     """
-    waiting: list[int] = []
-    padded = [
-        max(min(rounded(length, SHORTEST), longest or sys.maxsize), length) for length in lengths
-    ]
-    for number in sorted(range(len(lengths)), key=lambda n: (-padded[n], n)):
-        full = waiting and (
-            padded[number] != padded[waiting[0]]
-            or len(waiting) >= power_of_two(tokens // padded[waiting[0]], up=False)
-        )
-        if full:
-            yield waiting, padded[waiting[0]]
-            waiting = []
-        waiting.append(number)
-    if waiting:
-        yield waiting, padded[waiting[0]]
+    by_size: dict[int, list[int]] = {}  # rows by their padded length
+    for number, length in enumerate(lengths):
+        size = max(min(rounded(length, SHORTEST), longest or sys.maxsize), length)
+        by_size.setdefault(size, []).append(number)
+    for size in sorted(by_size, reverse=True):
+        count = power_of_two(tokens // size, up=False)
+        for numbers in itertools.batched(by_size[size], count):
+            yield list(numbers), size

@@ -18,24 +18,24 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import storage, stores
+from zaya_jax.data import prepared_store, stores
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 from zaya_jax.text import chat_template, inputs
 from zaya_jax.text.tokenizers import Tokenizer
 
-PART = 64 << 20  # bytes of an input file that are read at a time
-BUCKETS = 32  # powers of two of places in a document
+PART_BYTES = 64 << 20  # of an input file that are read at a time
+BUCKETS = 32  # powers of two of positions in a document
 # tokens of full windows that are scored at a time: enough for batches of similar lengths
-AT_ONCE = 1 << 22
+TOKENS_AT_A_TIME = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
-class Document:
+class ScoredDocument:
     """One text or chat: its tokens, a mask of the predicted ones, and the bytes that these
     represent."""
 
     tokens: np.ndarray
-    learn: np.ndarray  # never the first
+    predicted: np.ndarray  # never the first
     bytes: int
 
 
@@ -49,10 +49,10 @@ class Loss:
     tokens_in: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS, np.int64))
     nats_in: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
 
-    def add(self, at: np.ndarray, log_probs: np.ndarray, likeliest: np.ndarray) -> None:
-        """Tokens by their places in a document."""
+    def add(self, positions: np.ndarray, log_probs: np.ndarray, likeliest: np.ndarray) -> None:
+        """Add tokens by their positions in a document."""
         self.likeliest += int(likeliest.sum())
-        buckets = np.frexp(at)[1] - 1
+        buckets = np.frexp(positions)[1] - 1
         self.tokens_in += np.bincount(buckets, minlength=BUCKETS)
         self.nats_in -= np.bincount(buckets, log_probs, minlength=BUCKETS)
 
@@ -73,26 +73,21 @@ class Loss:
 
     def figures(self) -> dict:
         """All figures, for JSON."""
+        by_position = []
+        for bucket in np.flatnonzero(self.tokens_in).tolist():
+            tokens = int(self.tokens_in[bucket])
+            loss = float(self.nats_in[bucket] / tokens)
+            first, last = 1 << bucket, (2 << bucket) - 1
+            by_position.append({"from": first, "to": last, "tokens": tokens, "loss": loss})
         return {
             "documents": self.documents,
             "tokens": self.tokens,
             "bytes": self.bytes,
             "loss": self.loss,
-            "perplexity": math.exp(min(self.loss, 700.0)) if self.tokens else math.nan,
+            "perplexity": math.exp(min(self.loss, 700.0)),
             "bits_per_byte": self.nats / math.log(2) / self.bytes if self.bytes else None,
             "accuracy": self.likeliest / self.tokens if self.tokens else math.nan,
-            "by_position": [
-                {
-                    "from": 1 << bucket,
-                    "to": (2 << bucket) - 1,
-                    "tokens": int(tokens),
-                    "loss": float(nats / tokens),
-                }
-                for bucket, (tokens, nats) in enumerate(
-                    zip(self.tokens_in, self.nats_in, strict=True)
-                )
-                if tokens
-            ],
+            "by_position": by_position,
         }
 
 
@@ -102,26 +97,26 @@ def documents(
     text_field: str = "text",
     limit: int | None = None,
     skipped: Callable[[str], None] = lambda what: None,
-) -> Iterator[Document]:
+) -> Iterator[ScoredDocument]:
     """The documents of files, a glob or a directory, or of prepared data's held-out part; at most
     `limit`.
 
     `skipped` is called with a line for each sample left out: files that are not text, texts of
     white space alone.
     """
-    if storage.is_prepared(path):
-        return itertools.islice(_prepared(path, tokenizer), limit)
-    return itertools.islice(_files(path, tokenizer, text_field, skipped), limit)
+    if prepared_store.is_prepared(path):
+        return itertools.islice(_of_prepared(path, tokenizer), limit)
+    return itertools.islice(_of_files(path, tokenizer, text_field, skipped), limit)
 
 
 def files_of(path: str) -> list[str]:
     """The files of a path or glob, or prepared data's own folder."""
-    return [path] if storage.is_prepared(path) else inputs.find([path], os.devnull)
+    return [path] if prepared_store.is_prepared(path) else inputs.find_inputs([path], os.devnull)
 
 
 def held_out(
     config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None
-) -> Iterator[Document]:
+) -> Iterator[ScoredDocument]:
     """The held-out documents of one source of a run with this config; at most `limit`."""
     store = stores.open_store(config, path, tokenizer, "held_out")
     if not store.num_tokens:
@@ -129,100 +124,107 @@ def held_out(
     return itertools.islice(_of_store(store, tokenizer), limit)
 
 
-def _files(
+def _of_files(
     path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
-) -> Iterator[Document]:
+) -> Iterator[ScoredDocument]:
     template = chat_template.Template(tokenizer)
-    files = [(name, *inputs.stamp(name)) for name in files_of(path)]
-    for stretch in itertools.chain.from_iterable(inputs.split(files, PART)):
-        for found in inputs.samples(stretch, text_field):
-            if isinstance(found, inputs.NotText):
-                skipped(str(found))
-                continue
-            if isinstance(found, inputs.BadInput):
-                raise UserError(str(found))
-            _, where, sample = found
-            if isinstance(sample, list):
-                made, outcome = template.prepare(sample, None)
-                if made is None:
-                    skipped(f"{where}: {outcome}")
+    files = [(name, *inputs.file_stamp(name)) for name in files_of(path)]
+    for piece in itertools.chain.from_iterable(inputs.make_tasks(files, PART_BYTES)):
+        for sample in inputs.samples(piece, text_field):
+            if isinstance(sample, inputs.NotText):
+                skipped(str(sample))
+            elif isinstance(sample, inputs.BadInput):
+                raise UserError(str(sample))
+            elif isinstance(sample.content, list):
+                document, outcome = template.encode_within(sample.content, None)
+                if document is None:
+                    skipped(f"{sample.where}: {outcome}")
                 else:
-                    assert made.learn is not None  # None only for texts
-                    yield _learnt(np.asarray(made.tokens), made.learn, tokenizer)
-                continue
-            tokens = tokenizer.document(sample if sample.strip() else "")
-            if len(tokens) < 3:
-                skipped(f"{where}: empty")  # prepare_data leaves it out too
+                    assert document.predicted is not None  # None only for texts
+                    yield _of_tokens(document.tokens, document.predicted, tokenizer)
             else:
-                yield Document(tokens, np.arange(len(tokens)) > 0, len(sample.encode()))
+                text = sample.content if sample.content.strip() else ""
+                tokens = tokenizer.encode_document(text)
+                if len(tokens) < 3:
+                    skipped(f"{sample.where}: empty")  # prepare_data leaves it out too
+                else:
+                    predicted = np.arange(len(tokens)) > 0
+                    yield ScoredDocument(tokens, predicted, len(text.encode()))
 
 
-def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
-    store = storage.Prepared(path, "held_out")
+def _of_prepared(path: str, tokenizer: Tokenizer) -> Iterator[ScoredDocument]:
+    store = prepared_store.PreparedStore(path, "held_out")
     store.require_tokenizer(tokenizer, "the model's")
     if not store.num_tokens:
         raise UserError(f"{path} has no held-out part; prepare it with --held_out, or give files")
     yield from _of_store(store, tokenizer)
 
 
-def _of_store(store: stores.TokenStore, tokenizer: Tokenizer) -> Iterator[Document]:
+def _of_store(store: stores.TokenStore, tokenizer: Tokenizer) -> Iterator[ScoredDocument]:
     for shard in range(store.num_shards):
         begin = int(store.first_token[shard])
         for length in store.lengths(shard).tolist():
-            (parts,) = store.parts([(begin, begin + length)])
-            tokens = np.concatenate([bundle.tokens[start:stop] for bundle, start, stop in parts])
-            # A target's mark is at the token before it.
-            learn = np.concatenate([bundle.learn[start:stop] for bundle, start, stop in parts])
+            (pieces,) = store.read_spans([(begin, begin + length)])
+            tokens = np.concatenate([block.tokens[start:stop] for block, start, stop in pieces])
+            # of each token's target, which is the next token
+            learn = np.concatenate([block.learn[start:stop] for block, start, stop in pieces])
             begin += length
-            yield _learnt(tokens, np.append(False, learn[:-1]), tokenizer)
+            yield _of_tokens(tokens, np.append(False, learn[:-1]), tokenizer)
 
 
-def _learnt(tokens: np.ndarray, learn: np.ndarray, tokenizer: Tokenizer) -> Document:
+def _of_tokens(tokens: np.ndarray, predicted: np.ndarray, tokenizer: Tokenizer) -> ScoredDocument:
     """A document that has only tokens: its bytes are those of its predicted tokens, decoded."""
-    learn = learn.copy()
-    learn[0] = False
-    text = tokenizer.decode(tokens[learn].tolist())
-    return Document(tokens, learn, len(text.encode("utf-8", errors="replace")))
+    predicted = predicted.copy()
+    predicted[0] = False
+    text = tokenizer.decode(tokens[predicted].tolist())
+    return ScoredDocument(tokens, predicted, len(text.encode("utf-8", errors="replace")))
 
 
 def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
     """(begin, end, first predicted) of the windows of a document of this length: each token is
     predicted once."""
-    begin, done = 0, 1
-    while done < count:
+    begin, first = 0, 1
+    while first < count:
         end = min(begin + context + 1, count)
-        yield begin, end, done
-        done, begin = end, max(end - 1 - context // 2, begin + 1)
+        yield begin, end, first
+        first = end
+        begin = max(end - 1 - context // 2, begin + 1)
 
 
 def evaluate(
     scorer: Scorer,
-    found: Iterable[Document],
+    documents: Iterable[ScoredDocument],
     context: int,
-    tell: Callable[[int], object] = lambda tokens: None,
+    on_tokens: Callable[[int], object] = lambda tokens: None,
 ) -> Loss:
-    """The loss over documents; `tell` is called with the number of tokens of each batch."""
+    """The loss over documents; `on_tokens` is called with the number of tokens of each batch."""
     loss = Loss()
-    for some in itertools.batched(_rows(found, context, loss), max(AT_ONCE // context, 1)):
+    rows = _rows(documents, context, loss)
+    for some in itertools.batched(rows, max(TOKENS_AT_A_TIME // context, 1)):
         counts = [len(mask) for *_, mask in some]
-        scores = scorer([row for row, *_ in some], lambda done: tell(sum(counts[n] for n in done)))  # noqa: B023
+
+        def report(numbers: list[int], counts: list[int] = counts) -> None:
+            on_tokens(sum(counts[number] for number in numbers))
+
+        scores = scorer([row for row, *_ in some], report)
         for (_, first, mask), (log_probs, likeliest) in zip(some, scores, strict=True):
-            loss.add(np.arange(first, first + len(mask))[mask], log_probs[mask], likeliest[mask])
+            positions = np.arange(first, first + len(mask))
+            loss.add(positions[mask], log_probs[mask], likeliest[mask])
     return loss
 
 
 def _rows(
-    found: Iterable[Document], context: int, loss: Loss
+    documents: Iterable[ScoredDocument], context: int, loss: Loss
 ) -> Iterator[tuple[TokenRow, int, np.ndarray]]:
-    """(row, the place in its document of the row's first predicted token, a mask of the predicted
-    ones)."""
-    for document in found:
+    """(row, the position in its document of the row's first scored token, a mask of the predicted
+    ones among the scored)."""
+    for document in documents:
         loss.documents += 1
         loss.bytes += document.bytes
         for begin, end, first in windows(len(document.tokens), context):
-            if document.learn[first:end].any():
-                row = TokenRow(document.tokens[begin:end], first - begin)
-                yield row, first, document.learn[first:end]
+            mask = document.predicted[first:end]
+            if mask.any():
+                yield TokenRow(document.tokens[begin:end], first - begin), first, mask
 
 
 def together(losses: Iterable[Loss]) -> Loss:

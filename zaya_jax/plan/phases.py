@@ -12,7 +12,7 @@ from zaya_jax.plan.footprint import Footprint
 from zaya_jax.plan.goodput import Saving
 from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.step_time import StepTime
-from zaya_jax.text.tokens import PAGE_BYTES
+from zaya_jax.text.shard_format import PAGE_BYTES
 from zaya_jax.training import recipe
 
 READ_AMPLIFICATION = (

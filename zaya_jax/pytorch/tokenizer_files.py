@@ -34,7 +34,7 @@ def write(
     if isinstance(tokenizer, tokenizers.Bytes):
         (target / "tokenizer.json").write_text(tokenizer.json(), encoding="utf-8")
     settings = _read_config(target)
-    if chat_template.has_marks(tokenizer) and not came_with_template(target):
+    if chat_template.has_turn_tokens(tokenizer) and not came_with_template(target):
         (target / TEMPLATE).write_text(chat_template.make_template(tokenizer), encoding="utf-8")
         settings.pop("chat_template", None)  # a reader of both may take either
     if not (target / CONFIG).is_file():
@@ -48,7 +48,7 @@ def write(
             "eos_token": tokenizer.eos_id,
             "pad_token": tokenizer.pad_id,
         }
-        settings |= {name: tokenizer.mark(token) for name, token in names.items()}
+        settings |= {name: tokenizer.special_text(token) for name, token in names.items()}
     if (target / "tokenizer.json").is_file() and settings != _read_config(target):
         text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
         (target / CONFIG).write_text(text, encoding="utf-8")
@@ -57,7 +57,7 @@ def write(
 def came_with_template(folder: Path) -> bool:
     """Whether a tokenizer's folder has a template that is not ours."""
     return bool(
-        chat_template.own_sources(
+        chat_template.model_templates(
             {
                 name: (folder / name).read_bytes()
                 for name in (CONFIG, TEMPLATE)
@@ -79,4 +79,4 @@ def describe_template(folder: Path) -> str:
 def _read_config(folder: Path) -> dict[str, Any]:
     """The content of tokenizer_config.json; empty if it is missing or unreadable."""
     file = folder / CONFIG
-    return tokenizers.settings_of({CONFIG: file.read_bytes()} if file.is_file() else {})
+    return tokenizers.read_tokenizer_config({CONFIG: file.read_bytes()} if file.is_file() else {})

@@ -5,10 +5,10 @@
 the servers that read its folders.
 
 Only what the model writes is learnt. Where a template says what that is, by `{% generation %}`, it
-is that; otherwise `answers` finds each answer in the text. Templates may rewrite earlier turns (most
-leave their reasoning out): an answer that does not stand in the text as the model wrote it is
-counted and not learnt, and a chat of which the template leaves something out is counted and left
-out. A text that spells a mark becomes the mark, as in transformers.
+is that; otherwise `answer_spans` finds each answer in the text. Templates may rewrite earlier turns
+(most leave their reasoning out): an answer that is not in the text as the model wrote it is counted
+and not learnt, and a chat of which the template leaves something out is counted and left out. A text
+that spells a special token becomes that token, as in transformers.
 """
 
 import contextlib
@@ -18,27 +18,28 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.text import answers, chat
-from zaya_jax.text.answers import Incomplete, Refused
+from zaya_jax.text import answer_spans, chat
+from zaya_jax.text.answer_spans import Incomplete, Refused
 from zaya_jax.text.chat import DROPPED, KEPT, REDUCED, TRIMMED, Message
+from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import (
     CHAT_TOKENS,
     TEMPLATE_FILE,
     TOOLS_FILE,
     Tokenizer,
-    settings_of,
+    read_tokenizer_config,
     special_names,
 )
-from zaya_jax.text.tokens import Document
 
-OWN = "Written by zaya_jax"
+OURS = "Written by zaya_jax"
 ANSWER = "<@ an answer @>"  # to see how a template ends one,
 REASONING = "<@ its reasoning @>"  # and how it takes this
+RENDERING = "zaya_jax_rendering"  # a template's variable: the blocks of a text while it is written
 TRIES = 4  # to cut a reasoning to a length
 # What a template that asks for today is told, so that a chat gives the same tokens on each day. It
 # is the date that Llama's templates write without a clock.
@@ -46,7 +47,8 @@ TODAY = datetime.datetime(2024, 7, 26)
 
 # A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between
 # <think> and </think> before the answer, and tool calls after it, each as JSON between <tool_call>
-# and </tool_call>.
+# and </tool_call>. Most of it repeats `chat.parse_turn`, whose result training gives: exports have
+# turns in the forms that others write.
 TEMPLATE = r"""
 {#- Written by zaya_jax: zaya_jax/text/chat_template.py, for tuning, talking and export. -#}
 {%- set turn, end_turn = TURN, END_TURN -%}
@@ -126,156 +128,169 @@ TEMPLATE = r"""
 """
 
 
-def sources_of(tokenizer: Tokenizer) -> dict[str, str]:
+def template_sources(tokenizer: Tokenizer) -> dict[str, str]:
     """The templates of a model by their names in transformers, its own or ours: "default", and for
     chats with tools perhaps "tool_use"."""
-    return own_sources(tokenizer.extra_files) or {"default": make_template(tokenizer)}
+    return model_templates(tokenizer.extra_files) or {"default": make_template(tokenizer)}
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """A hash of all that decides, beside the tokenizer, how a chat becomes a document."""
-    facts = [chat.VERSION, sources_of(tokenizer), special_names(tokenizer.extra_files)]
+    facts = [chat.VERSION, template_sources(tokenizer), special_names(tokenizer.extra_files)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def has_marks(tokenizer: Tokenizer) -> bool:
-    """Whether a vocabulary has ids for the marks around turns; otherwise our template spells them
-    out as text."""
-    return all(len(tokenizer.chat_token(role)) == 1 for role in ("turn", "end_turn"))
+def has_turn_tokens(tokenizer: Tokenizer) -> bool:
+    """Whether a vocabulary has special tokens that begin and end turns; otherwise our template
+    spells them out as text."""
+    names = (tokenizer.chat_special_text(purpose) for purpose in ("turn", "end_turn"))
+    return all(tokenizer.special_id(name) is not None for name in names)
 
 
-def require_marks(tokenizer: Tokenizer, named: str) -> None:
-    """UserError where a model has no template of its own, and its vocabulary no marks of turns for
+def require_turn_tokens(tokenizer: Tokenizer, described_as: str) -> None:
+    """UserError where a model has no template of its own, and its vocabulary no tokens of turns for
     ours."""
-    if not own_sources(tokenizer.extra_files) and not has_marks(tokenizer):
-        names = " and ".join(
-            f"one of {', '.join(CHAT_TOKENS[role])}" for role in ("turn", "end_turn")
-        )
+    if not model_templates(tokenizer.extra_files) and not has_turn_tokens(tokenizer):
+        begin, end = (", ".join(CHAT_TOKENS[purpose]) for purpose in ("turn", "end_turn"))
         raise UserError(
-            f"{named} has no chat marks: it needs {names} as tokens; give unused ids of its"
-            " tokenizer.json these names, as special tokens"
+            f"{described_as} has no tokens of chats: it needs one of {begin} and one of {end}; give"
+            " unused ids of its tokenizer.json these names, as special tokens"
         )
 
 
 def make_template(tokenizer: Tokenizer) -> str:
     """Our template for a vocabulary."""
-    marks = {role: tokenizer.chat_mark(role) for role in CHAT_TOKENS}
     names: dict[str, Any] = {
-        "END_TURN": marks["end_turn"],
-        "TURN": marks["turn"],
-        "END_THINK": marks["end_think"],
-        "THINK": marks["think"],
+        "END_TURN": tokenizer.chat_special_text("end_turn"),
+        "TURN": tokenizer.chat_special_text("turn"),
+        "END_THINK": tokenizer.chat_special_text("end_think"),
+        "THINK": tokenizer.chat_special_text("think"),
         "TEXT_KINDS": list(chat.TEXT_PARTS),
         "REASONING_KINDS": list(chat.REASONING_PARTS),
         "MODEL_ROLES": list(chat.MODEL_ROLES),
         "USER_ROLES": list(chat.USER_ROLES),
-        "BOS": tokenizer.mark(tokenizer.bos_id),
-        "EOS": tokenizer.mark(tokenizer.eos_id),
+        "BOS": tokenizer.special_text(tokenizer.bos_id),
+        "EOS": tokenizer.special_text(tokenizer.eos_id),
     }
-    spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()}
-    spelt["REASONING_KEYS"] = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
-    return (
-        re.sub(rf"\b({'|'.join(spelt)})\b", lambda found: spelt[found[0]], TEMPLATE.strip()) + "\n"
-    )
+    values = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()}
+    values["REASONING_KEYS"] = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
+    any_name = rf"\b({'|'.join(values)})\b"
+    return re.sub(any_name, lambda name: values[name[0]], TEMPLATE.strip()) + "\n"
 
 
-def own_sources(files: Mapping[str, bytes]) -> dict[str, str]:
+def model_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     """The templates among a tokenizer's files that are not ours; {} where none is the default."""
-    given = settings_of(files).get("chat_template")
-    several = given if isinstance(given, list) else [{"name": "default", "template": given}]
-    named = {one.get("name"): one.get("template") for one in several if isinstance(one, dict)}
+    templates: dict[str, Any] = {}
+    entries = read_tokenizer_config(files).get("chat_template")
+    if not isinstance(entries, list):
+        entries = [{"name": "default", "template": entries}]
+    for entry in entries:
+        if isinstance(entry, dict):
+            templates[str(entry.get("name"))] = entry.get("template")
     for name, file in (("default", TEMPLATE_FILE), ("tool_use", TOOLS_FILE)):
         if file in files:
-            named[name] = files[file].decode("utf-8", "replace")
-    default = named.get("default")
-    if not isinstance(default, str) or not default or OWN in default[:200]:
+            templates[name] = files[file].decode("utf-8", "replace")
+    default = templates.get("default")
+    if not isinstance(default, str) or not default or OURS in default[:200]:
         return {}
-    return {name: str(named[name]) for name in ("default", "tool_use") if named.get(name)}
+    return {name: str(templates[name]) for name in ("default", "tool_use") if templates.get(name)}
+
+
+class Ending(NamedTuple):
+    """What a template writes behind the text of an answer."""
+
+    ids: list[int]  # the first special id in it, if there is one
+    text_before: str  # the text before that
+    marker: str  # both
+    everything: str
 
 
 class Template:
     """A Jinja template that turns conversations into text, ids and documents with one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, sources = tokenizer, sources_of(tokenizer)
+        self._tokenizer, sources = tokenizer, template_sources(tokenizer)
         self.source = sources["default"]
-        self._ours = OWN in self.source[:200]
-        self._generations, self._blocks = list[tuple[int, str]](), list[str]()
-        made = _environment(self._around, self._ours)
+        self._ours = OURS in self.source[:200]
+        environment = _environment(self._ours)
         try:
-            self._template = self._for_tools = made.from_string(self.source)
+            self._template = self._for_tools = environment.from_string(self.source)
             if "tool_use" in sources:
-                self._for_tools = made.from_string(sources["tool_use"])
+                self._for_tools = environment.from_string(sources["tool_use"])
         except Exception as error:  # Jinja's own classes, and Python's for what it cannot compile
             raise UserError(
                 f"the model's chat template cannot be read: {first_line(error)}"
             ) from None
         names: dict[str, Any] = {
-            "bos_token": tokenizer.mark(tokenizer.bos_id),
-            "eos_token": tokenizer.mark(tokenizer.eos_id),
-            "pad_token": tokenizer.mark(tokenizer.pad_id),
+            "bos_token": tokenizer.special_text(tokenizer.bos_id),
+            "eos_token": tokenizer.special_text(tokenizer.eos_id),
+            "pad_token": tokenizer.special_text(tokenizer.pad_id),
             **special_names(tokenizer.extra_files),
         }
-        self._names = {name: mark for name, mark in names.items() if mark is not None}
+        self._names = {name: text for name, text in names.items() if text is not None}
 
     @functools.cached_property
     def ending(self) -> tuple[list[int], list[str]]:
         """(the id that ends an answer, or else the text that does); nothing where the template has
         neither."""
-        ids, before, _, _ = self._ending
-        return ([], [before]) if before else (ids, [])
+        if self._ending.text_before:
+            return [], [self._ending.text_before]
+        return self._ending.ids, []
 
     @functools.cached_property
-    def _ending(self) -> tuple[list[int], str, str, str]:
-        """`_behind` of a last answer."""
-        return self._behind(answers.ASKED, Message("assistant", "", ANSWER))
+    def _ending(self) -> Ending:
+        """That of an answer at the end of a conversation."""
+        return self._ending_of(answer_spans.QUESTION, Message("assistant", "", ANSWER))
 
     @functools.cached_property
-    def _ends(self) -> list[str]:
-        """The marks that may end an answer: the one behind a last answer, and where others follow
-        perhaps the one that ends questions too."""
-        ends = [self._ending[2].strip()]
+    def _end_markers(self) -> list[str]:
+        """The texts that may end an answer: the one at the end of a conversation, and where other
+        turns follow perhaps the one that ends questions too."""
+        markers = [self._ending.marker.strip()]
         with contextlib.suppress(Refused):
-            _, before, end, _ = self._behind(Message("user", "", ANSWER))
-            ends += [] if before else [end.strip()]
-        return list(filter(None, ends))
+            question = self._ending_of(Message("user", "", ANSWER))
+            if not question.text_before:
+                markers.append(question.marker.strip())
+        return list(filter(None, markers))
 
-    def _behind(self, *turns: Message) -> tuple[list[int], str, str, str]:
-        """(the first special id behind the last of some turns, the text before it, all of both, all
-        text behind the turn)."""
-        tail = self.render(turns).rpartition(ANSWER)[2]
-        ids, places = self._tokenizer.spelt(tail)
-        first = next((i for i, one in enumerate(ids) if one in self._tokenizer.specials), len(ids))
-        stop = places[first][1] if first < len(ids) else len(tail)
-        before = self._tokenizer.decode(ids[:first]).strip()
-        return ids[first : first + 1], before, tail[:stop], tail
+    def _ending_of(self, *turns: Message) -> Ending:
+        """What the template writes behind the last of some turns, whose text is ANSWER."""
+        everything = self.render(turns).rpartition(ANSWER)[2]
+        ids, characters = self._tokenizer.encode_with_specials(everything)
+        for i, (id_, (_, stop)) in enumerate(zip(ids, characters, strict=True)):
+            if id_ in self._tokenizer.specials:
+                before = self._tokenizer.decode(ids[:i]).strip()
+                return Ending([id_], before, everything[:stop], everything)
+        return Ending([], self._tokenizer.decode(ids).strip(), everything, everything)
 
     @functools.cached_property
-    def _form(self) -> str:
+    def _reasoning_format(self) -> str:
         """How the template takes reasoning: in `fields` of a turn, in `parts` of its content, or in
         the `content` between <think> and </think>."""
+        turns = [answer_spans.QUESTION, Message("assistant", REASONING, ANSWER)]
         for form in ("fields", "parts"):
-            told = [answers.ASKED, Message("assistant", REASONING, ANSWER)]
             with contextlib.suppress(Refused):
-                text = self._text(None, [self._turn(turn, form) for turn in told], False)
+                text, _ = self._write(None, turns, False, form)
                 if REASONING in text and "'type'" not in text and '"type"' not in text:
                     return form
         return "content"
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """The text of a conversation; `prompt`: with the beginning of an answer."""
-        return self._render(*_with_tools(messages), prompt)
+        return self._render(*_split_tools(messages), prompt)
 
     def _render(self, tools: Any, turns: Sequence[Message], prompt: bool) -> str:
-        return self._text(tools, [self._turn(turn, self._form) for turn in turns], prompt)
+        text, _ = self._write(tools, turns, prompt, self._reasoning_format)
+        return text
 
     def _turn(self, message: Message, form: str) -> dict[str, Any]:
         """A message as templates take it; those of models know results as "tool"."""
         role, reasoning, content = message.role, message.reasoning, message.content
-        role = "tool" if role.lower() in chat.RESULT_ROLES and not self._ours else role
-        turn = {"role": role, "content": content, **message.more}
-        if message.inside and form != "fields":  # as it was given
-            return turn | {"content": message.inside + content}
+        if role.lower() in chat.RESULT_ROLES and not self._ours:
+            role = "tool"
+        turn = {"role": role, "content": content, **message.extra_fields}
+        if message.raw_reasoning and form != "fields":  # as it was written
+            return turn | {"content": message.raw_reasoning + content}
         if not reasoning:
             return turn
         if form == "fields":
@@ -285,42 +300,49 @@ class Template:
         parts = {"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}
         return turn | {"content": list(parts)}
 
-    def _text(self, tools: Any, turns: list[dict[str, Any]], prompt: bool) -> str:
-        self._generations, self._blocks = [], []
+    def _write(
+        self, tools: Any, turns: Sequence[Message], prompt: bool, form: str
+    ) -> tuple[str, list[tuple[int, str]]]:
+        """(the text, the start and body of each `{% generation %}`), reasoning in this format."""
+        blocks, generations = list[str](), list[tuple[int, str]]()
         template = self._for_tools if tools else self._template
         try:
             for block in template.generate(
-                messages=turns,
+                messages=[self._turn(turn, form) for turn in turns],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=prompt,
+                **{RENDERING: (blocks, generations)},
                 **self._names,
             ):
-                self._blocks.append(block)
+                blocks.append(block)
         except Exception as error:  # a template may fail in any way
             raise Refused(
                 f"the model's chat template refuses this conversation: {first_line(error)}; change"
-                " it, or let prepare_data --skip_bad leave such conversations out"
+                " it, or use prepare_data with --skip_bad to skip such conversations"
             ) from None
-        return "".join(self._blocks)
+        return "".join(blocks), generations
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The ids that the model continues with its answer."""
-        return self._tokenizer.spelt(self.render(messages, prompt=True))[0]
+        return self._tokenizer.encode_with_specials(self.render(messages, prompt=True))[0]
 
-    def answered(self, messages: Sequence[Message], text: str, ids: Sequence[int]) -> Message:
-        """The answer to a conversation that is this text, and was these ids: they tell marks of
-        reasoning from text.
+    def parse_answer(self, messages: Sequence[Message], text: str, ids: Sequence[int]) -> Message:
+        """The answer to a conversation that is this text, and was these ids: they tell special
+        tokens around reasoning from text.
 
         Reasoning that the prompt has begun belongs to it.
         """
-        begun = "<think>" if self.render(messages, prompt=True).rstrip().endswith("<think>") else ""
-        spelt = self._tokenizer.spell(ids)
-        text = begun + (spelt if spelt != self._tokenizer.decode(ids) else text)
-        text += "</think>" if "<think>" in text and "</think>" not in text else ""
-        return chat.read([{"role": "assistant", "content": text}])[0]
+        with_specials = self._tokenizer.decode_with_specials(ids)
+        if with_specials != self._tokenizer.decode(ids):
+            text = with_specials
+        if self.render(messages, prompt=True).rstrip().endswith("<think>"):
+            text = "<think>" + text
+        if "<think>" in text and "</think>" not in text:
+            text += "</think>"
+        return chat.parse_turn({"role": "assistant", "content": text})
 
-    def prepare(
+    def encode_within(
         self, messages: Sequence[Message], context: int | None
     ) -> tuple[Document | None, str]:
         """(the document of a chat fitted to a context, KEPT or how it changed); None where it is
@@ -332,70 +354,68 @@ class Template:
         Prompts and answers are never touched.
         """
         try:
-            return self._fitted(messages, context)
+            return self._fit(messages, context)
         except Incomplete as error:
             return None, str(error)
 
-    def _fitted(
-        self, messages: Sequence[Message], context: int | None
-    ) -> tuple[Document | None, str]:
-        document = self.document(messages)
+    def _fit(self, messages: Sequence[Message], context: int | None) -> tuple[Document | None, str]:
+        document = self.encode_chat(messages)
         if context is None or len(document.tokens) <= context:
             return document, KEPT
-        bare = [message.with_reasoning("") for message in messages]
-        shortest = self.document(bare)
+        without = [message.with_reasoning("") for message in messages]
+        shortest = self.encode_chat(without)
         if len(shortest.tokens) > context:
             return None, DROPPED
-        last = max(i for i, message in enumerate(messages) if message.answer)
-        turns = [*bare[:last], messages[last], *bare[last + 1 :]]
-        outcome = REDUCED if turns != list(messages) else TRIMMED
+        last = max(i for i, message in enumerate(messages) if message.is_answer)
+        turns = list(without)
+        turns[last] = messages[last]
+        outcome = TRIMMED if turns == list(messages) else REDUCED
         for _ in range(TRIES):
-            document = self.document(turns)
-            if len(document.tokens) <= context:
+            document = self.encode_chat(turns)
+            excess = len(document.tokens) - context
+            if excess <= 0:
                 return document, outcome
-            kept = self._tokenizer.encode(turns[last].reasoning)[: context - len(document.tokens)]
+            ids = self._tokenizer.encode(turns[last].reasoning)[:-excess]
             # half of a character
-            reasoning = self._tokenizer.decode(kept).rstrip("\N{REPLACEMENT CHARACTER}")
+            reasoning = self._tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
             turns[last] = turns[last].with_reasoning(reasoning if reasoning.strip() else "")
         return shortest, outcome
 
-    def document(self, messages: Sequence[Message]) -> Document:
-        """The document of a conversation, the model's own text marked to be learnt; Incomplete where
-        the template's text would teach something else than the conversation."""
-        tools, turns = _with_tools(messages)
-        text, blocks = self._render(tools, turns, False), self._generations
-        if any(not text.startswith(block, begin) for begin, block in blocks):
+    def encode_chat(self, messages: Sequence[Message]) -> Document:
+        """The document of a conversation, of which the model's own text is to be predicted;
+        Incomplete where the rendered text would teach something else."""
+        tools, turns = _split_tools(messages)
+        text, generations = self._write(tools, turns, False, self._reasoning_format)
+        if any(not text.startswith(body, start) for start, body in generations):
             raise UserError(
                 "the model's chat template has a {% generation %} inside a {% set %} or a macro,"
-                " where its place in the text is not known; move it to where the text is written"
+                " where its position in the text is not known; move it to where the text is written"
             )
-        spans = [(begin, begin + len(block)) for begin, block in blocks]
-        ids, places = self._tokenizer.spelt(text)
-        learnt = total = sum(turn.learnt for turn in turns)
-        only_read = any(turn.answer and turn.context for turn in turns)
-        if not self._ours or only_read:
-            marked = answers.Marked(self._render, tools, turns, text)
+        spans = [(start, start + len(body)) for start, body in generations]
+        ids, characters = self._tokenizer.encode_with_specials(text)
+        learnt = total = sum(turn.is_learnt for turn in turns)
+        read_only = any(turn.is_answer and turn.not_learnt for turn in turns)
+        if read_only or not self._ours:  # ours writes all, and marks each answer
+            locator = answer_spans.AnswerLocator(self._render, tools, turns, text)
             if not spans:
-                spans = marked.spans(self._ending[3], self._ends)
-            spans = marked.without_context(spans) if only_read else spans
-            learnt = marked.learnt(spans)
-        firsts, lasts = np.array(places, np.int64).reshape(-1, 2).T
-        begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-        # As transformers' mask has it, also where a token joins an answer's first space with the
-        # line's end before it.
-        learn = np.searchsorted(begins, lasts) > np.searchsorted(ends, firsts, side="right")
-        if not learn.any():
+                spans = locator.spans(self._ending.everything, self._end_markers)
+            if read_only:
+                spans = locator.drop_unlearnt_answers(spans)
+            learnt = locator.count_learnt(spans)
+        firsts, lasts = np.array(characters, np.int64).reshape(-1, 2).T
+        starts, stops = np.array(spans, np.int64).reshape(-1, 2).T
+        # A token is predicted if it has a character of a span, as by transformers' mask: more spans
+        # start before its last one than stop before its first. So is a token that joins an answer's
+        # first space with the line's end before it.
+        started = np.searchsorted(starts, lasts)
+        stopped = np.searchsorted(stops, firsts, side="right")
+        predicted = started > stopped
+        if not predicted.any():
             raise Incomplete("left out: the chat template writes no answer that can be learnt")
-        return Document(np.array(ids, self._tokenizer.dtype), learn, learnt, total - learnt)
-
-    def _around(self, caller: Any) -> str:
-        """The body of a `{% generation %}`, whose place is noted."""
-        text = str(caller())
-        self._generations.append((sum(map(len, self._blocks)), text))
-        return text
+        return Document(np.array(ids, self._tokenizer.dtype), predicted, learnt, total - learnt)
 
 
-def _with_tools(messages: Sequence[Message]) -> tuple[Any, Sequence[Message]]:
+def _split_tools(messages: Sequence[Message]) -> tuple[Any, Sequence[Message]]:
     """(the tools that lead a conversation, or None; its turns)."""
     with contextlib.suppress(ValueError):  # in words: a turn as it was given
         if messages and messages[0].role == "tools":
@@ -403,37 +423,37 @@ def _with_tools(messages: Sequence[Message]) -> tuple[Any, Sequence[Message]]:
     return None, messages
 
 
-def _environment(around: Any, ours: bool) -> Any:
+def _environment(ours: bool) -> Any:
     """Jinja's sandbox with transformers' settings; our own template takes a third of the time
     outside it."""
     import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
+        """`{% generation %}`: its body, whose position and text are noted."""
+
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_around"), [], [], body).set_lineno(
-                line
-            )
+            note = self.call_method("_note", [jinja2.nodes.ContextReference()])
+            return jinja2.nodes.CallBlock(note, [], [], body).set_lineno(line)
 
-        def _around(self, caller: Any) -> str:
-            return around(caller)
+        def _note(self, context: Any, caller: Any) -> str:
+            text = str(caller())
+            blocks, generations = context[RENDERING]
+            generations.append((sum(map(len, blocks)), text))
+            return text
 
     def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Parquet has types of its own
-        return json.dumps(value, ensure_ascii=ensure_ascii, default=str, **options)
-
     kind = jinja2.Environment if ours else jinja2.sandbox.ImmutableSandboxedEnvironment
-    made = kind(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    environment = kind(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = TODAY.strftime
-    return made
+    environment.filters["tojson"] = chat.to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = TODAY.strftime
+    return environment

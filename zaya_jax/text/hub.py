@@ -1,85 +1,71 @@
-"""Reads data sets of the Hugging Face hub as a preparation's input: `hf:NAME[/SUBSET][:SPLIT]`,
+"""Reads data sets of the Hugging Face hub as a preparation's input: `hf:OWNER/NAME[/SUBSET][:SPLIT]`,
 through `datasets`.
 
-NAME is `owner/name` of the hub, or a folder that `datasets.load_dataset` reads. Each of its shards
-is an input of its own, such as `hf:owner/name:train#3/64@1a2b3c`, so that machines and processes
-share them as they share files. It ends with the data set's revision, which stays a preparation's:
-a commit of the hub, or a hash of the folder's names, sizes and times.
+Each of a data set's shards is an input of its own, such as `hf:owner/name:train#3/64@1a2b3c`, so
+that machines and processes share them as they share files. It ends with the hub's commit, with
+which a preparation stays.
 """
 
-import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.text import sources
 
 PREFIX = "hf:"
 
 
-def shards(given: str, begun: Iterable[str] = ()) -> list[str]:
-    """The inputs that --input=hf:... names, those with which a preparation has `begun` if it has;
-    UserError where there is no such data set, or `datasets` is missing."""
-    again = [path for path in begun if path.startswith(f"{given}#")]
-    if again:
-        return again
-    revision = _revision(given)
-    count = _load(given, revision).num_shards
-    return [f"{given}#{index}/{count}@{revision}" for index in range(count)]
+def shard_inputs(spec: str, planned: Iterable[str] = ()) -> list[str]:
+    """The inputs that --input=hf:... names: those that a preparation has `planned`, if it has, or
+    those of the newest commit; UserError where there is no such data set, or `datasets` is
+    missing."""
+    begun = [path for path in planned if path.startswith(f"{spec}#")]
+    if begun:
+        return begun
+    commit = _call("load_dataset_builder", spec).hash
+    count = _load(spec, commit).num_shards
+    return [f"{spec}#{index}/{count}@{commit}" for index in range(count)]
 
 
 def rows(shard: str) -> Iterator[dict[str, Any]]:
     """The records of one shard."""
-    given, _, place = shard.rpartition("#")
-    place, _, revision = place.partition("@")
-    index, count = map(int, place.split("/"))
-    data = _load(given, revision)
+    spec, _, part = shard.rpartition("#")
+    part, _, commit = part.partition("@")
+    index, count = map(int, part.split("/"))
+    data = _load(spec, commit)
     try:
         yield from data.shard(num_shards=count, index=index)
-    # no bad record: --skip_bad must not pass over the rest
+    # not a BadInput, because --skip_bad would then silently drop the rest of the shard
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{shard} cannot be read on: {first_line(error)}") from None
-    if _is_folder(given) and _revision(given) != revision:
-        raise UserError(f"{given} has changed since the preparation began")
+        raise UserError(f"{shard} failed while streaming: {first_line(error)}") from None
 
 
-def _revision(given: str) -> str:
-    if not _is_folder(given):
-        return _open("load_dataset_builder", given).hash
-    files = sources.find(_parse(given)[0])
-    facts = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-
-
-def _is_folder(given: str) -> bool:
-    return os.path.exists(_parse(given)[0])
-
-
-def _parse(given: str) -> tuple[str, str | None, str]:
+def _parse(spec: str) -> tuple[str, str | None, str]:
     """(name, subset, split) of an input."""
-    name, _, split = given.removeprefix(PREFIX).partition(":")
+    name, _, split = spec.removeprefix(PREFIX).partition(":")
+    if os.path.exists(name):
+        raise UserError(f"{spec} is on this machine, not on the hub; give --input={name}")
     subset = None
-    if not os.path.exists(name) and name.count("/") == 2:
+    if name.count("/") == 2:
         name, _, subset = name.rpartition("/")
     return name, subset, split or "train"
 
 
-def _load(given: str, revision: str) -> Any:
-    commit = None if _is_folder(given) else revision
-    return _open("load_dataset", given, split=_parse(given)[2], streaming=True, revision=commit)
+def _load(spec: str, commit: str) -> Any:
+    split = _parse(spec)[2]
+    return _call("load_dataset", spec, split=split, streaming=True, revision=commit)
 
 
-def _open(function: str, given: str, **more: Any) -> Any:
+def _call(function: str, spec: str, **options: Any) -> Any:
     """The result of a function of `datasets` for an input."""
+    name, subset, _ = _parse(spec)
     try:
         import datasets
     except ImportError:
-        raise UserError(f"{given} needs another package: pip install datasets") from None
-    name, subset, _ = _parse(given)
+        raise UserError(f"{spec} needs another package: pip install datasets") from None
     try:
-        return getattr(datasets, function)(name, subset, **more)
+        return getattr(datasets, function)(name, subset, **options)
     except Exception as error:  # the library raises its own, the network's and bare ones
         raise UserError(
-            f"{given} cannot be opened: {first_line(error)}; give hf:NAME[/SUBSET][:SPLIT]"
+            f"{spec} cannot be opened: {first_line(error)}; give hf:NAME[/SUBSET][:SPLIT]"
         ) from None

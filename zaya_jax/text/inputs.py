@@ -1,7 +1,11 @@
 """Reads input files as named samples: text, JSONL and Parquet, plain or compressed.
 
-Large uncompressed JSONL files are shared out by byte ranges and Parquet files by row groups, so
-that one big file keeps all processes busy. A sample's name is its file and place, and its hash
+    find_inputs   paths, globs, hf:...      → files
+    make_tasks    files                     → tasks: lists of ranges of files
+    samples       one range                 → its samples, and what cannot be read
+
+Large uncompressed JSONL files are divided by bytes and Parquet files by row groups, so that one big
+file keeps all processes busy. A sample's name is its file and its position there, and its hash
 decides whether it is held out. Input that cannot be read comes as a `BadInput` among the samples: a
 bad record costs one record, a damaged compressed file its rest, damaged Parquet a row group.
 """
@@ -14,12 +18,13 @@ import io
 import json
 import os
 import pathlib
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.text import chat, hub, sources
+from zaya_jax.text import chat, hub, text_files
 from zaya_jax.text.tokenizers import NotUnicode, utf8
 
 CHAT_FIELDS = ("messages", "conversations", "conversation")
@@ -43,18 +48,18 @@ class BadInput(UserError):
 class NotText(BadInput):
     """A file that is not read as text, such as a picture or an archive: left out and counted."""
 
-    def __init__(self, part: "InputRange", kind: str) -> None:
-        super().__init__(f"{part} ({kind})")
+    def __init__(self, piece: "InputRange", kind: str) -> None:
+        super().__init__(f"{piece} ({kind})")
         self.kind = kind
 
 
 @dataclasses.dataclass(frozen=True)
 class InputRange:
-    """A stretch of one input file: bytes of JSONL, row groups of Parquet, or all of it."""
+    """A range of one input file: bytes of JSONL, row groups of Parquet, or all of it."""
 
     path: str
     name: str  # relative, the same on any machine
-    kind: str  # as `kind_of` says
+    kind: str  # as `input_kind` says
     start: int
     stop: int
     cost: int  # bytes, for progress
@@ -69,132 +74,148 @@ def shown(path: str) -> str:
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
-def stamp(path: str) -> tuple[int, int]:
+def file_stamp(path: str) -> tuple[int, int]:
     """A file's size and time of change. A shard of the hub has no size, and its name has the
-    revision."""
+    commit."""
     if path.startswith(hub.PREFIX):
         return 1, 1
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
-        return 0, 0  # it is named, or with --skip_bad left out, when it is to be read
-    return found.st_size, found.st_mtime_ns
+        return 0, 0  # reported, or with --skip_bad left out, when it is to be read
+    return status.st_size, status.st_mtime_ns
 
 
-def find(patterns: list[str], out: str | os.PathLike, begun: Sequence[str] = ()) -> list[str]:
+def find_inputs(
+    patterns: list[str], out: str | os.PathLike, planned: Sequence[str] = ()
+) -> list[str]:
     """The files that globs, directories and paths name, sorted, each once, but none below `out`;
     UserError where one of them names nothing.
 
-    A data set of the hub stays the revision with which a preparation has `begun`.
+    A data set of the hub stays at the commit of the files that a preparation has `planned`.
     """
-    found: list[pathlib.Path] = []
-    written = os.path.join(os.path.realpath(out), "")
+    files: list[pathlib.Path] = []
     streamed: list[str] = []
+    below_out = os.path.join(os.path.realpath(out), "")
     for pattern in patterns:
         if pattern.startswith(hub.PREFIX):
-            streamed += hub.shards(pattern, begun)
+            streamed += hub.shard_inputs(pattern, planned)
             continue
-        here = [p for p in sources.find(pattern) if not os.path.realpath(p).startswith(written)]
-        if not here:
+        named = [
+            path
+            for path in text_files.find_files(pattern)
+            if not os.path.realpath(path).startswith(below_out)
+        ]
+        if not named:
             raise UserError(f"{pattern} names no file; give paths, directories or globs (quoted)")
-        sources.refuse_shards(here, pattern, "give a directory without it")
-        found += here
-    return [*sorted(map(str, sources.once(found))), *streamed]
+        text_files.refuse_shards(named, pattern, "give a directory without it")
+        files += named
+    return [*sorted(map(str, text_files.unique_files(files))), *streamed]
 
 
-def split(files: Sequence[tuple[str, int, int]], part_bytes: int) -> list[list[InputRange]]:
-    """Tasks of about `part_bytes` of input each: parts of large files, or several small files
+def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[list[InputRange]]:
+    """Tasks of about `task_bytes` of input each: ranges of large files, or several small files
     together.
 
-    Files come with their sizes, so that all who share a preparation divide it alike. Those of
+    Files come with their stamps, so that all who share a preparation divide it alike. Those of
     Parquet are opened, for the number of their row groups, many at a time: on a file system over
     the network each is a wait.
     """
-    here = [os.path.dirname(os.path.abspath(path)) for path, *_ in files if kind_of(path) != "hub"]
-    root = os.path.commonpath(here) if here else ""
-    parquet = [path for path, *_ in files if kind_of(path) == "parquet"]
+    folders = [
+        os.path.dirname(os.path.abspath(path)) for path, *_ in files if input_kind(path) != "hub"
+    ]
+    root = os.path.commonpath(folders) if folders else ""
+    parquet = [path for path, *_ in files if input_kind(path) == "parquet"]
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
-    parts = (part for file in files for part in _parts(file, root, part_bytes, groups))
     tasks: list[list[InputRange]] = []
-    size = 0
-    for part in parts:
-        if not tasks or (size and size + part.cost > part_bytes):
-            tasks.append([])
-            size = 0
-        tasks[-1].append(part)
-        size += part.cost
+    size = 0  # of the last task
+    for path, file_size, _ in files:
+        for piece in _ranges(path, file_size, root, task_bytes, groups):
+            if not tasks or (size and size + piece.cost > task_bytes):
+                tasks.append([])
+                size = 0
+            tasks[-1].append(piece)
+            size += piece.cost
     return tasks
 
 
-def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    """The samples of a part of an input file, each with its name, and its unreadable parts as
-    BadInput."""
+def whole_file(path: str) -> list[InputRange]:
+    """The ranges of a file that is divided as little as its kind allows."""
+    tasks = make_tasks([(path, *file_stamp(path))], sys.maxsize)
+    return [piece for task in tasks for piece in task]
+
+
+def samples(piece: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
+    """The samples of a range of an input file, and what cannot be read of it as BadInput."""
     try:
-        if part.kind == "text":
-            yield from _text(part)
-        elif part.kind == "jsonl":
-            yield from _jsonl(part, text_field)
-        elif part.kind == "parquet":
-            yield from _parquet(part, text_field)
-        elif part.kind in RECORDS:
-            yield from _group(
-                part, (hub.rows if part.kind == "hub" else _arrow_rows)(part.path), 0, text_field
-            )
+        if piece.kind == "text":
+            yield _text(piece)
+        elif piece.kind == "jsonl":
+            yield from _jsonl(piece, text_field)
+        elif piece.kind == "parquet":
+            yield from _parquet(piece, text_field)
+        elif piece.kind == "hub":
+            yield from _samples_of_rows(piece, hub.rows(piece.path), 0, text_field)
+        elif piece.kind == "arrow":
+            yield from _samples_of_rows(piece, _arrow_rows(piece.path), 0, text_field)
         else:
-            raise NotText(part, part.kind)
+            raise NotText(piece, piece.kind)
     except BadInput as error:
         yield error
     except DAMAGE as error:
-        yield BadInput(f"cannot read {part}: {first_line(error)}")
+        yield BadInput(f"cannot read {piece}: {first_line(error)}")
 
 
 def _row_groups(path: str) -> int:
     try:
-        with _open_parquet(path) as opened:
-            return opened.num_row_groups
+        with _open_parquet(path) as file:
+            return file.num_row_groups
     except BadInput:
-        return 1  # found bad again when it is to be read, and named there
+        return 1  # found bad again when it is to be read, and reported there
 
 
-def _parts(
-    file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]
+def _ranges(
+    path: str, size: int, root: str, task_bytes: int, groups: dict[str, int]
 ) -> Iterator[InputRange]:
-    path, size, _ = file
-    kind = kind_of(path)
+    """The ranges that a file is divided into."""
+    kind = input_kind(path)
     if kind == "hub":  # a task of its own
-        yield InputRange(path, path.rpartition("@")[0], kind, 0, 1, part_bytes)
+        yield InputRange(path, path.rpartition("@")[0], kind, 0, 1, task_bytes)
         return
     name = os.path.abspath(path)[len(root) :].lstrip("/")
-    if path in groups:
+    if kind == "parquet":
         count = groups[path]
-        each = max(1, count * part_bytes // max(size, 1))
-        for start in range(0, count, each):
-            stop = min(start + each, count)
+        step = max(1, count * task_bytes // max(size, 1))
+        for start in range(0, count, step):
+            stop = min(start + step, count)
             yield InputRange(path, name, kind, start, stop, size * (stop - start) // count)
-    elif kind == "jsonl" and not path.lower().endswith(sources.COMPRESSION):
-        for start in range(0, max(size, 1), part_bytes):
-            stop = min(start + part_bytes, size)
+    elif kind == "jsonl" and not _is_compressed(path):
+        for start in range(0, max(size, 1), task_bytes):
+            stop = min(start + task_bytes, size)
             yield InputRange(path, name, kind, start, stop, stop - start)
     else:
         yield InputRange(path, name, kind, 0, size, size)
 
 
-def kind_of(path: str) -> str:
+def input_kind(path: str) -> str:
     """The kind of content by a file's name; hub for a shard of the hub."""
-    return "hub" if path.startswith(hub.PREFIX) else sources.kind_of(path)
+    return "hub" if path.startswith(hub.PREFIX) else text_files.file_kind(path)
+
+
+def _is_compressed(path: str) -> bool:
+    return path.lower().endswith(text_files.COMPRESSION)
 
 
 @contextlib.contextmanager
 def _open(path: str) -> Iterator[io.BufferedIOBase]:
-    compressed = path.lower().endswith(sources.COMPRESSION)
     with open(path, "rb") as file:
-        if compressed and not file.peek(1):
-            raise OSError("it has no bytes, which no compression makes")
+        if _is_compressed(path) and not file.peek(1):
+            raise OSError("the file is empty, which no valid compressed file is")
         # In blocks of this size: damage costs no more than that before it.
         if path.lower().endswith(".gz"):  # zeros behind the data, as tapes leave, are its padding
             yield io.BufferedReader(gzip.GzipFile(fileobj=file), 64 << 10)
-        elif compressed:
+        elif _is_compressed(path):
             import pyarrow
 
             yield io.BufferedReader(pyarrow.input_stream(file, "zstd"), 64 << 10)
@@ -202,55 +223,57 @@ def _open(path: str) -> Iterator[io.BufferedIOBase]:
             yield file
 
 
-def _text(part: InputRange) -> Iterator[Sample]:
-    with _open(part.path) as file:
-        raw = file.read(sources.LONGEST + 1)
+def _text(piece: InputRange) -> Sample:
+    with _open(piece.path) as file:
+        raw = file.read(text_files.LONGEST + 1)
     if b"\0" in raw:
-        raise NotText(part, "binary")
-    if len(raw) > sources.LONGEST:
-        raise BadInput(f"{part} {sources.TOO_LONG}")
+        raise NotText(piece, "binary")
+    if len(raw) > text_files.LONGEST:
+        raise BadInput(f"{piece} {text_files.TOO_LONG}")
     try:
-        yield Sample(part.name, str(part), raw.decode("utf-8-sig"))
+        return Sample(piece.name, str(piece), raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         # Python's tests have other encodings
-        if pathlib.Path(part.path).is_relative_to(sources.stdlib()):
-            raise NotText(part, "not UTF-8") from None
+        if pathlib.Path(piece.path).is_relative_to(text_files.stdlib()):
+            raise NotText(piece, "not UTF-8") from None
         line = 1 + raw[: error.start].count(b"\n")
         raise BadInput(
-            f"{part}, line {line}: not UTF-8; convert the file, or leave it out"
+            f"{piece}, line {line}: not UTF-8; convert the file, or leave it out"
         ) from None
 
 
-def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    compressed = part.path.lower().endswith(sources.COMPRESSION)
-    with _open(part.path) as file:
-        at = part.start
-        if at:  # the line that begins before this part belongs to the one before
-            file.seek(at - 1)
-            at += len(file.readline()) - 1
+def _jsonl(piece: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
+    with _open(piece.path) as file:
+        offset = piece.start
+        if offset:  # the line that begins before this range belongs to the one before
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
         number = 0
-        while compressed or at < part.stop:
+        while offset < piece.stop or _is_compressed(piece.path):
             number += 1
-            # Nobody has counted the lines before a later part of a file.
-            where = f"{part}, byte {at}" if part.start else f"{part}, line {number:,}"
+            # Nobody has counted the lines before a later range of a file.
+            where = f"{piece}, byte {offset}" if piece.start else f"{piece}, line {number:,}"
             try:
                 line = file.readline()
             except DAMAGE as error:
-                yield BadInput(f"{where}: cannot be read, nor what follows it: {first_line(error)}")
+                yield BadInput(f"{where}: unreadable from here on: {first_line(error)}")
                 return
             if not line:
                 return
             if line.strip():
-                try:
-                    if line.lstrip().startswith(b"["):
-                        raise BadInput("a JSON array; make a line of each element: jq -c '.[]'")
-                    content = _content(json.loads(line.rstrip()), text_field)
-                    yield Sample(f"{part.name}:{at}", where, content)
-                except (BadInput, chat.BadChat) as error:
-                    yield BadInput(f"{where}: {error}")
-                except (ValueError, RecursionError) as error:
-                    yield BadInput(f"{where}: not a JSON object of its own ({first_line(error)})")
-            at += len(line)
+                yield _json_sample(line, f"{piece.name}:{offset}", where, text_field)
+            offset += len(line)
+
+
+def _json_sample(line: bytes, name: str, where: str, text_field: str) -> Sample | BadInput:
+    if line.lstrip().startswith(b"["):
+        return BadInput(f"{where}: a JSON array; make a line of each element: jq -c '.[]'")
+    try:
+        return Sample(name, where, _content(json.loads(line.rstrip()), text_field))
+    except (BadInput, chat.BadChat) as error:
+        return BadInput(f"{where}: {error}")
+    except (ValueError, RecursionError) as error:
+        return BadInput(f"{where}: not a JSON object of its own ({first_line(error)})")
 
 
 def _open_parquet(path: str) -> Any:
@@ -262,24 +285,23 @@ def _open_parquet(path: str) -> Any:
         raise BadInput(f"{shown(path)} is not a Parquet file: {first_line(error)}") from None
 
 
-def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    with _open_parquet(part.path) as file:
+def _parquet(piece: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
+    with _open_parquet(piece.path) as file:
         names = file.schema_arrow.names
         known = any(field in names for field in (text_field, *CHAT_FIELDS))
         if not known and not any({*pair} <= {*names} for pair in chat.PAIRS):
-            if part.start:  # it is the file's, and counts once
+            if piece.start:  # it is the file's, and counts once
                 return
-            held = ascii(", ".join(names[:8]))[1:-1][:200]
-            raise BadInput(f"{part} has columns {held}, but {_wanted(text_field)}")
+            few = ascii(", ".join(names[:8]))[1:-1][:200]
+            raise BadInput(f"{piece} has columns {few}, but {_wanted(text_field)}")
         wanted = (text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS, *chat.PAIR_FIELDS)
         columns = [name for name in names if name in wanted]
         if len(set(columns)) < len(columns):
-            raise BadInput(f"{part} has two columns of one name among {', '.join(columns)}")
-        for group in range(part.start, part.stop):
+            raise BadInput(f"{piece} has two columns of one name among {', '.join(columns)}")
+        for group in range(piece.start, piece.stop):
             batches = file.iter_batches(256, [group], columns)
-            yield from _group(
-                part, (row for batch in batches for row in batch.to_pylist()), group, text_field
-            )
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from _samples_of_rows(piece, rows, group, text_field)
 
 
 def _arrow_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -291,24 +313,24 @@ def _arrow_rows(path: str) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def _group(
-    part: InputRange, records: Iterable[dict[str, Any]], group: int, text_field: str
+def _samples_of_rows(
+    piece: InputRange, records: Iterable[dict[str, Any]], group: int, text_field: str
 ) -> Iterator[Sample | BadInput]:
     import pyarrow
 
     try:
         for row, record in enumerate(records):
-            where = f"{part}, row {row + 1:,} of row group {group}"
+            where = f"{piece}, row {row + 1:,} of row group {group}"
             try:
                 content = _content(_without_nulls(record), text_field)
-                yield Sample(f"{part.name}:{group}:{row}", where, content)
+                yield Sample(f"{piece.name}:{group}:{row}", where, content)
             except (BadInput, chat.BadChat) as error:
                 yield BadInput(f"{where}: {error}")
     except UserError:  # a stream of the hub that broke
         raise
     except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
         # also a value that Python cannot hold, such as a time out of range
-        yield BadInput(f"{part}, row group {group} is damaged: {first_line(error)}")
+        yield BadInput(f"{piece}, row group {group} is damaged: {first_line(error)}")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -316,7 +338,9 @@ def _without_nulls(value: Any) -> Any:
     other rows need."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _content(record: Any, text_field: str) -> str | list[chat.Message]:
@@ -326,14 +350,17 @@ def _content(record: Any, text_field: str) -> str | list[chat.Message]:
     """
     if not isinstance(record, dict):
         raise BadInput(f"a JSON {type(record).__name__}, but {_wanted(text_field)}")
-    given = [record[field] for field in CHAT_FIELDS if isinstance(record.get(field), list)]
-    turns = next(filter(None, given), None) or chat.paired_turns(record, text_field)
+    turns: list[Any] = []
+    for field in CHAT_FIELDS:
+        if not turns and isinstance(record.get(field), list):
+            turns = record[field]
+    turns = turns or chat.paired_turns(record, text_field)
     if turns:
-        return chat.read(chat.leading_turns(record) + turns)
+        return chat.parse_chat(chat.leading_turns(record) + turns)
     text = record.get(text_field)
     if isinstance(text, str):
-        if len(text) > sources.LONGEST:
-            raise BadInput(f"a text that {sources.TOO_LONG}")
+        if len(text) > text_files.LONGEST:
+            raise BadInput(f"a text that {text_files.TOO_LONG}")
         try:
             utf8(text)
         except NotUnicode as error:

@@ -21,18 +21,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.text import chat, chat_template, inputs, sources, tokenizers
-from zaya_jax.text import tokens as tokens_lib
+from zaya_jax.text import chat, chat_template, inputs, shard_format, text_files, tokenizers
 from zaya_jax.text.inputs import InputRange
+from zaya_jax.text.shard_format import ShardWriter
+from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import Tokenizer
-from zaya_jax.text.tokens import Document, ShardWriter
 
 Plan = dict[str, Any]  # everything that a prepared directory's content depends on
 File = tuple[str, int, int]  # path, bytes, time of change in ns
 WORK = ".work"
 EXAMPLES = 20  # of left-out input, named in the manifest
-AT_ONCE = 16  # records read at a time: each is a wait on a network file system
-# of a task whose Ray worker or node died: a task that always kills its worker must end some day
+RECORD_READERS = 16  # at a time: each record is a wait on a network file system
+# of a task whose Ray worker or node died; limited, because a task may kill its worker every time
 RETRIES = 3
 
 
@@ -45,8 +45,8 @@ class Options:
     train_bpe: int = 0  # train a BPE of this many ids on the input instead
     text_field: str = "text"
     context: int = 0  # chat samples are trimmed to it; 0: never
-    held_out: float = sources.HELD_OUT_SHARE
-    skip_bad: bool = False  # count unreadable files and samples instead of stopping at the first
+    held_out: float = text_files.HELD_OUT_SHARE
+    skip_bad: bool = False  # skip and count unreadable input instead of stopping at the first
     part_bytes: int = 256 << 20
 
 
@@ -62,36 +62,35 @@ class Task:
     @property
     def cost(self) -> int:
         """Bytes of input."""
-        return sum(part.cost for part in self.ranges)
+        return sum(piece.cost for piece in self.ranges)
 
 
 def make_plan(options: Options, paths: list[str]) -> Plan:
     """The plan of these options and input files; the machines that share a preparation all make the
     same one."""
-    files = [[path, *inputs.stamp(path)] for path in paths]
     tokenizer = tokenizers.load("bytes" if options.train_bpe else options.tokenizer)
     return {
         **dataclasses.asdict(options),
         "tokenizer": "bpe" if options.train_bpe else tokenizer.sha256,
         "chat template": chat_template.fingerprint(tokenizer),
-        "files": files,
-        "version": tokens_lib.VERSION,
+        "files": [[path, *inputs.file_stamp(path)] for path in paths],
+        "version": shard_format.VERSION,
     }
 
 
 def plan_hash(plan: Plan) -> str:
     """SHA-256 of a plan; skipping changes nothing where nothing had to be skipped."""
-    return tokens_lib.manifest_hash({**plan, "skip_bad": None})
+    return shard_format.json_sha256({**plan, "skip_bad": None})
 
 
 def tasks_of(plan: Plan) -> list[Task]:
     """The tasks of a plan, in their order."""
     files: dict[str, File] = {path: (path, size, time_ns) for path, size, time_ns in plan["files"]}
-    found = inputs.split(list(files.values()), plan["part_bytes"])
-    return [
-        Task(number, ranges, [files[path] for path in dict.fromkeys(s.path for s in ranges)])
-        for number, ranges in enumerate(found)
-    ]
+    tasks: list[Task] = []
+    for ranges in inputs.make_tasks(list(files.values()), plan["part_bytes"]):
+        paths = dict.fromkeys(piece.path for piece in ranges)
+        tasks.append(Task(len(tasks), ranges, [files[path] for path in paths]))
+    return tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Job:
     directory: pathlib.Path
     options: Options
     corpus: int
-    made: list[Any]  # by which plan and versions; a record made by others does not count
+    made_by: list[Any]  # plan hash and versions; records made under others are ignored
 
     def record(self, number: int) -> pathlib.Path:
         """The file that says that a task is done."""
@@ -109,54 +108,56 @@ class Job:
 
 
 def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: Tokenizer) -> Job:
-    """The job of a plan, whose tokenizer lies in the directory already."""
-    made = [plan_hash(plan), *_versions(tokenizer)]
-    # Shards carry a number of the corpus, which does not depend on where the input lies or on its
+    """The job of a plan, whose tokenizer is in the directory already."""
+    made_by = [plan_hash(plan), *_versions(tokenizer)]
+    # Shards carry a number of the corpus, which depends neither on the input's folder nor on its
     # times.
     files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
-    corpus = tokens_lib.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
-    return Job(directory, options, corpus, made)
+    corpus = shard_format.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
+    return Job(directory, options, corpus, made_by)
 
 
 def _versions(tokenizer: Tokenizer) -> list[Any]:
     """Everything but the plan that decides which ids a text becomes."""
-    form = chat_template.fingerprint(tokenizer)
-    return [tokenizer.sha256, form, importlib.metadata.version("tokenizers")]
+    template = chat_template.fingerprint(tokenizer)
+    return [tokenizer.sha256, template, importlib.metadata.version("tokenizers")]
 
 
-def run(task: Task, job: Job) -> int:
+def run_task(task: Task, job: Job) -> int:
     """Tokenise one task's input into its shards and record it; returns its number of tokens."""
-    tokenizer = tokenizers.load(job.directory / tokens_lib.TOKENIZER)
-    if _versions(tokenizer) != job.made[1:]:
+    tokenizer = tokenizers.load(job.directory / shard_format.TOKENIZER)
+    if _versions(tokenizer) != job.made_by[1:]:
         raise UserError(
             "a worker has another version of this program, of its tokenizer or of the library"
             " tokenizers than the preparation; install the same on all machines"
         )
-    writing = _Writing(task, job, tokenizer)
+    writer = _TaskWriter(task, job, tokenizer)
     try:
-        for part in task.ranges:
-            writing.add(part)
+        for piece in task.ranges:
+            writer.add(piece)
         for path, *stamp in task.files:
-            if [*inputs.stamp(path)] != stamp:
+            if [*inputs.file_stamp(path)] != stamp:
                 raise UserError(f"{inputs.shown(path)} has changed since the preparation began")
-        return writing.commit()
+        return writer.commit()
     finally:
-        writing.close()
+        writer.close()
 
 
-def undone(job: Job, tasks: list[Task]) -> list[Task]:
+def unfinished_tasks(job: Job, tasks: list[Task]) -> list[Task]:
     """Those of these tasks that are not done."""
-    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        done = pool.map(lambda task: _done(job, task.number), tasks)
-        return [task for task, was in zip(tasks, done, strict=True) if not was]
+    with concurrent.futures.ThreadPoolExecutor(RECORD_READERS) as pool:
+        done = pool.map(lambda task: _is_done(job, task.number), tasks)
+        return [task for task, is_done in zip(tasks, done, strict=True) if not is_done]
 
 
-def _done(job: Job, number: int) -> bool:
+def _is_done(job: Job, number: int) -> bool:
     """Whether a task has its record and its shards, made with these options, input files and
     versions."""
     try:
         record = json.loads(job.record(number).read_bytes())
-        if record["made"] != job.made or (record["left_out"]["bad"] and not job.options.skip_bad):
+        if record["made"] != job.made_by:
+            return False
+        if record["left_out"]["bad"] and not job.options.skip_bad:
             return False
         return all(
             (job.directory / shard["file"]).stat().st_size == shard["bytes"]
@@ -166,31 +167,50 @@ def _done(job: Job, number: int) -> bool:
         return False
 
 
-class LeftOut(dict[str, Any]):
-    """Counts of input that is in no shard, beside dropped chats: bad records, files that are no
-    text, empty texts."""
+@dataclasses.dataclass
+class LeftOut:
+    """Counts of input that is in no shard, beside dropped chats, and the first examples."""
 
-    def __init__(self) -> None:
-        super().__init__(bad=0, not_text=0, empty=0, bad_examples=[], not_text_examples=[])
-        self["not_text_kinds"] = collections.Counter[str]()
+    bad: int = 0  # records and files that cannot be read
+    not_text: int = 0  # files
+    empty: int = 0  # texts
+    bad_examples: list[str] = dataclasses.field(default_factory=list)
+    not_text_examples: list[str] = dataclasses.field(default_factory=list)
+    not_text_kinds: dict[str, int] = dataclasses.field(default_factory=collections.Counter)
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self["not_text_kinds"].items())
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.not_text_kinds.items())
+        of_kinds = f" ({kinds})" if kinds else ""
         return (
-            f"{self['bad']:,} bad records and files, {self['not_text']:,} files that are not text"
-            f"{f' ({kinds})' if kinds else ''}, {self['empty']:,} empty texts"
+            f"{self.bad:,} bad records and files, {self.not_text:,} files that are not text"
+            f"{of_kinds}, {self.empty:,} empty texts"
         )
 
-    def add(self, more: dict[str, Any]) -> None:
-        """Add counts, and what is named of them, up to EXAMPLES."""
-        for kind, held in more.items():
-            self[kind] += collections.Counter(held) if isinstance(held, dict) else held
-            if isinstance(held, list):
-                del self[kind][EXAMPLES:]
+    def add(self, other: "LeftOut") -> None:
+        """Add the counts and examples of other input."""
+        self.bad += other.bad
+        self.not_text += other.not_text
+        self.empty += other.empty
+        self.bad_examples = (self.bad_examples + other.bad_examples)[:EXAMPLES]
+        self.not_text_examples = (self.not_text_examples + other.not_text_examples)[:EXAMPLES]
+        for kind, count in other.not_text_kinds.items():
+            self.not_text_kinds[kind] += count
+
+    def add_bad(self, error: inputs.BadInput) -> None:
+        """Count a record or file that cannot be read."""
+        examples = self.bad_examples
+        if isinstance(error, inputs.NotText):
+            examples = self.not_text_examples
+            self.not_text += 1
+            self.not_text_kinds[error.kind] += 1
+        else:
+            self.bad += 1
+        if len(examples) < EXAMPLES:
+            examples.append(str(error))
 
 
-class _Writing:
-    """The writers and counts of one task."""
+class _TaskWriter:
+    """The shards and counts of one task."""
 
     def __init__(self, task: Task, job: Job, tokenizer: Tokenizer) -> None:
         self._task, self._job, self._tokenizer, self._options = task, job, tokenizer, job.options
@@ -198,11 +218,11 @@ class _Writing:
         self._outcomes = chat.Counts()
         self._left_out = LeftOut()
 
-    def add(self, part: InputRange) -> None:
-        """Write a part's samples."""
-        for sample in inputs.samples(part, self._options.text_field):
+    def add(self, piece: InputRange) -> None:
+        """Write a range's samples."""
+        for sample in inputs.samples(piece, self._options.text_field):
             if isinstance(sample, inputs.BadInput):
-                self._bad(sample)
+                self._count_bad_or_raise(sample)
             elif isinstance(sample.content, str):
                 self._add_text(sample.name, sample.content)
             else:
@@ -214,19 +234,18 @@ class _Writing:
             writer.discard()
 
     def commit(self) -> int:
-        """Put the shards in their places, then record the task; returns its number of tokens."""
-        entries = [self._writers[s].close() for s in tokens_lib.SPLITS if s in self._writers]
+        """Give the shards their names, then record the task; returns its number of tokens."""
+        entries = [self._writers[s].close() for s in shard_format.SPLITS if s in self._writers]
         for entry in entries:
-            (self._job.directory / WORK / entry.pop("partial")).replace(
-                self._job.directory / entry["file"]
-            )
+            partial = self._job.directory / WORK / entry.pop("partial")
+            partial.replace(self._job.directory / entry["file"])
         record = {
-            "made": self._job.made,
+            "made": self._job.made_by,
             "shards": entries,
             "trim": dict(self._outcomes),
-            "left_out": self._left_out,
+            "left_out": vars(self._left_out),
         }
-        tokens_lib.write_atomically(
+        shard_format.write_atomically(
             self._job.record(self._task.number), json.dumps(record).encode()
         )
         return sum(entry["tokens"] for entry in entries)
@@ -236,56 +255,53 @@ class _Writing:
         return chat_template.Template(self._tokenizer)
 
     def _add_text(self, name: str, text: str) -> None:
-        tokens = self._tokenizer.document(text if text.strip() else "")
+        tokens = self._tokenizer.encode_document(text if text.strip() else "")
         if len(tokens) > 2:
             self._write(name, Document(tokens))
         else:
-            self._left_out["empty"] += 1
+            self._left_out.empty += 1
 
     def _add_chat(self, sample: inputs.Sample, messages: list[chat.Message]) -> None:
+        context = self._options.context or None
         try:
-            document, outcome = self._template.prepare(messages, self._options.context or None)
+            document, outcome = self._template.encode_within(messages, context)
         except chat_template.Refused as error:
-            self._bad(inputs.BadInput(f"{sample.where}: {error}"))
+            self._count_bad_or_raise(inputs.BadInput(f"{sample.where}: {error}"))
             return
         self._outcomes.add(document, outcome, any(self._template.ending))
         if document is not None:
             self._write(sample.name, document)
 
-    def _bad(self, found: inputs.BadInput) -> None:
-        if isinstance(found, inputs.NotText):
-            kinds = {found.kind: 1}
-            self._left_out.add(
-                {"not_text": 1, "not_text_kinds": kinds, "not_text_examples": [str(found)]}
-            )
-        elif not self._options.skip_bad:
-            raise found
-        else:
-            self._left_out.add({"bad": 1, "bad_examples": [str(found)]})
+    def _count_bad_or_raise(self, error: inputs.BadInput) -> None:
+        if not self._options.skip_bad and not isinstance(error, inputs.NotText):
+            raise error
+        self._left_out.add_bad(error)
 
     def _write(self, name: str, document: Document) -> None:
-        split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
+        is_held_out = text_files.hash_below(name, self._options.held_out)
+        split = "held_out" if is_held_out else "train"
         if split not in self._writers:
-            kind = tokens_lib.SPLITS.index(split)
+            index = shard_format.SPLITS.index(split)
             number = self._task.number
-            path = self._job.directory / WORK / tokens_lib.shard_name(kind, number)
+            path = self._job.directory / WORK / shard_format.shard_name(index, number)
             self._writers[split] = ShardWriter(
-                path, self._tokenizer.dtype, self._job.corpus, kind, number
+                path, self._tokenizer.dtype, self._job.corpus, index, number
             )
         self._writers[split].add(document)
 
 
-def run_processes(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task, int]]:
-    """Run the tasks in processes of this machine, one per core where `at_once` is 0; yields each
-    when it is done, with its number of tokens.
+def run_processes(job: Job, tasks: list[Task], max_running: int) -> Iterator[tuple[Task, int]]:
+    """Run the tasks in processes of this machine, one per core where `max_running` is 0; yields
+    each when it is done, with its number of tokens.
     """
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
+    count = min(max_running or os.cpu_count() or 1, len(tasks))
     with concurrent.futures.ProcessPoolExecutor(
-        min(at_once or os.cpu_count() or 1, len(todo)), spawn, _start_worker, (stop, os.getpid())
+        count, spawn, _start_worker, (stop, os.getpid())
     ) as pool:
         try:
-            running = {pool.submit(run, task, job): task for task in todo}
+            running = {pool.submit(run_task, task, job): task for task in tasks}
             for future in concurrent.futures.as_completed(running):
                 yield running.pop(future), future.result()
         except concurrent.futures.process.BrokenProcessPool:
@@ -300,11 +316,9 @@ def run_processes(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Ta
 
 
 def _start_worker(stop: Any, parent: int) -> None:
-    """In a worker: leave Ctrl-C to the parent, and end when the parent has or says so."""
+    """In a worker: leave Ctrl-C to the parent, and end when the parent has ended or says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["RAYON_NUM_THREADS"] = (
-        "1"  # the tokenizers library's threads: processes share the cores here
-    )
+    _use_one_thread()
 
     def watch() -> None:
         while os.getppid() == parent and not stop.wait(0.2):
@@ -314,7 +328,12 @@ def _start_worker(stop: Any, parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_on_ray(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task, int]]:
+def _use_one_thread() -> None:
+    """Before its first use: the tokenizers library has threads, and processes share the cores."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+
+
+def run_on_ray(job: Job, tasks: list[Task], max_running: int) -> Iterator[tuple[Task, int]]:
     """As `run_processes`, on the Ray cluster of RAY_ADDRESS, or that this machine belongs to: one
     core a task."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -327,13 +346,15 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task,
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"no Ray cluster at RAY_ADDRESS={address}: {first_line(error)}") from None
-    remote, shared = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work), ray.put(job)
-    waiting, running = list(reversed(todo)), dict[Any, Task]()
+    remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work)
+    shared_job = ray.put(job)
+    waiting = collections.deque(tasks)
+    running: dict[Any, Task] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < (at_once or len(todo)):
-                task = waiting.pop()
-                running[remote.remote(task, shared, os.getcwd())] = task
+            while waiting and len(running) < (max_running or len(tasks)):
+                task = waiting.popleft()
+                running[remote.remote(task, shared_job, os.getcwd())] = task
             (finished,), _ = ray.wait(list(running))
             yield running.pop(finished), ray.get(finished)
     except ray.exceptions.RayTaskError as error:
@@ -353,5 +374,5 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task,
 def _ray_work(task: Task, job: Job, folder: str) -> int:
     """Run a task in a Ray worker, with paths relative to this folder; its number of tokens."""
     os.chdir(folder)
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    return run(task, job)
+    _use_one_thread()
+    return run_task(task, job)

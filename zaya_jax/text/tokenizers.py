@@ -6,12 +6,11 @@ tokenizers share one interface, so no other module asks for their kind.
 """
 
 import abc
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-import os
 import pathlib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ EXTRA_FILES = (
     TOOLS_FILE,
 )
 
-# The roles a special token plays in chats, and the names under which vocabularies have it, ours
+# The purposes of special tokens in chats, and the names under which vocabularies have each, ours
 # first.
 CHAT_TOKENS = {
     "turn": ("<|turn|>", "<start_of_turn>", "<|im_start|>", "<|start_header_id|>"),
@@ -82,7 +81,7 @@ class Tokenizer(abc.ABC):
     eos_id: int
     pad_id: int
     sha256: str  # of everything that decides which ids a text becomes
-    adds_bos = False  # of itself, before each text that it encodes for transformers
+    adds_bos = False  # whether transformers would begin a text with BOS when encoding it
     _tokenizer: Any  # the tokenizers library's
     # EXTRA_FILES, which other programs read
     extra_files: Mapping[str, bytes] = types.MappingProxyType({})
@@ -100,55 +99,54 @@ class Tokenizer(abc.ABC):
         """The same, in the form that is copied fastest."""
         return self.encode(text)
 
-    def document(self, text: str) -> np.ndarray:
+    def encode_document(self, text: str) -> np.ndarray:
         """The ids of a text between begin and end of document."""
         ids = self._ids(text)
-        found: np.ndarray = np.empty(len(ids) + 2, self.dtype)
-        found[0], found[1:-1], found[-1] = self.bos_id, ids, self.eos_id
-        return found
+        document: np.ndarray = np.empty(len(ids) + 2, self.dtype)
+        document[0], document[1:-1], document[-1] = self.bos_id, ids, self.eos_id
+        return document
 
     @property
     def dtype(self) -> type:
         """The smallest unsigned type that holds every id."""
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-    def chat_token(self, role: str) -> list[int]:
-        """The ids that mark `role` (see CHAT_TOKENS): one special id, or its name spelt out where
-        there is none."""
-        found = self._id(self.chat_mark(role))
-        return self.encode(CHAT_TOKENS[role][0]) if found is None else [found]
+    def chat_special_text(self, purpose: str) -> str:
+        """The name of the special id for a purpose (see CHAT_TOKENS), or our name where there is no
+        such id, which is then spelt out as text."""
+        names = CHAT_TOKENS[purpose]
+        return next((name for name in names if self.special_id(name) is not None), names[0])
 
-    def chat_mark(self, role: str) -> str:
-        """The name of that id, or the text that is spelt out instead."""
-        names = CHAT_TOKENS[role]
-        return next((name for name in names if self._id(name) is not None), names[0])
-
-    def mark(self, token: int) -> str:
+    def special_text(self, token: int) -> str:
         """The name of a special id, as a chat template spells it."""
         return self._tokenizer.id_to_token(token) or ""
 
-    def spell(self, ids: Sequence[int]) -> str:
-        """The text of ids, special ones by their names."""
-        return self._marked.decode([int(i) for i in ids], skip_special_tokens=False)
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token; None where the vocabulary has none of this name."""
+        return self._tokenizer.token_to_id(name)
 
-    def spelt(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """(ids, their places) of a text in which the names of special ids stand for these, as a
-        template writes it."""
-        found = self._marked.encode(utf8(text).decode(), add_special_tokens=False)
-        return found.ids, found.offsets
+    def decode_with_specials(self, ids: Sequence[int]) -> str:
+        """The text of ids, special ones by their names."""
+        return self._specials_tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def encode_with_specials(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids, the characters of each) of a text in which the names of special ids stand for these,
+        as a template writes it."""
+        encoding = self._specials_tokenizer.encode(utf8(text).decode(), add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     @abc.abstractmethod
     def json(self) -> str:
         """The tokenizers library's tokenizer.json."""
 
     @functools.cached_property
-    def _marked(self) -> Any:
+    def _specials_tokenizer(self) -> Any:
         import tokenizers
 
-        made = tokenizers.Tokenizer.from_str(self.json())
-        made.no_truncation()
-        made.no_padding()
-        return made
+        tokenizer = tokenizers.Tokenizer.from_str(self.json())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     @functools.cached_property
     def specials(self) -> frozenset[int]:
@@ -157,12 +155,12 @@ class Tokenizer(abc.ABC):
         return frozenset(number for number, token in added.items() if token.special)
 
     @property
-    def pads_alone(self) -> bool:
+    def has_own_pad_id(self) -> bool:
         """Whether the padding id stands for nothing else: no text or chat ever has it."""
         others = {
             self.bos_id,
             self.eos_id,
-            *(self._id(name) for names in CHAT_TOKENS.values() for name in names),
+            *(self.special_id(name) for names in CHAT_TOKENS.values() for name in names),
         }
         return self.pad_id not in others and self.pad_id in self.specials
 
@@ -186,10 +184,6 @@ class Tokenizer(abc.ABC):
     def _files(self) -> dict[str, bytes]:
         return {}
 
-    def _id(self, name: str) -> int | None:
-        """The id of a special token."""
-        return self._tokenizer.token_to_id(name)
-
     def _hash(self, content: bytes) -> str:
         ids = f"{self.kind} {self.bos_id} {self.eos_id} {self.pad_id}\n".encode()
         return hashlib.sha256(ids + content).hexdigest()
@@ -201,12 +195,11 @@ class Bytes(Tokenizer):
     kind = "bytes"
     adds_bos = True
     vocab_size, bos_id, eos_id, pad_id = 264, 256, 257, 258
-    _ends: ClassVar = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}  # no text has these names
-    # 263 is free
-    _specials: ClassVar = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}
+    _document_tokens: ClassVar = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}
+    _chat_tokens: ClassVar = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}
 
     def __init__(self) -> None:
-        self.sha256 = self._hash(json.dumps(self._specials).encode())
+        self.sha256 = self._hash(json.dumps(self._chat_tokens).encode())
 
     def encode(self, text: str) -> list[int]:
         return list(utf8(text))
@@ -226,23 +219,20 @@ class Bytes(Tokenizer):
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
-        shown = [
-            byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xAD)
-        ]
-        # GPT-2's way: these as U+0100 and on
-        hidden = [byte for byte in range(256) if byte not in shown]
-        spelt = {byte: chr(byte) for byte in shown} | {
-            byte: chr(256 + i) for i, byte in enumerate(hidden)
-        }
-        vocabulary = {spelt[byte]: byte for byte in range(256)}
-        names = self._ends | self._specials | {"<|unused|>": 263}
+        # GPT-2's names of bytes: printable characters, and U+0100 and on for the others
+        vocabulary: dict[str, int] = {}
+        others = itertools.count(0x100)
+        for byte in range(256):
+            printable = chr(byte).isprintable() and byte not in (0x20, 0xAD)
+            vocabulary[chr(byte if printable else next(others))] = byte
+        names = self._document_tokens | self._chat_tokens | {"<|unused|>": 263}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary | names, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(
             [tokenizers.AddedToken(name, special=True, normalized=False) for name in names]
         )
-        return _beginning(tokenizer)
+        return _with_bos(tokenizer)
 
 
 class HuggingFace(Tokenizer):
@@ -272,26 +262,24 @@ class HuggingFace(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.extra_files = extra or {}
         names = special_names(self.extra_files)
-        named = {
-            ours: self._id(names.get(theirs.removesuffix("_id")) or "")
+        configured = {
+            ours: self.special_id(names.get(theirs.removesuffix("_id")) or "")
             for theirs, ours in MODEL_IDS.items()
         }
-        self.bos_id, self.eos_id, self.pad_id = _special_ids(
-            self._id, named | ids, where, self.vocab_size
-        )
+        self._choose_ids(configured | ids, where)
         self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
         self.sha256 = self._hash(content)
 
     def encode(self, text: str) -> list[int]:
         try:
             # without places
-            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # the library raises bare Exceptions
             utf8(text)
             raise UserError(
                 f"the tokenizer cannot encode {text[:40]!r}: {first_line(error)}"
             ) from None
-        return found.ids
+        return encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -301,6 +289,29 @@ class HuggingFace(Tokenizer):
 
     def _files(self) -> dict[str, bytes]:
         return {"tokenizer.json": self._content}
+
+    def _choose_ids(self, configured: Mapping[str, int | None], where: str) -> None:
+        """Sets the ids of begin, end and padding: those that files beside the tokenizer give, or
+        else those of a known name; UserError where there are none."""
+        ids = {}
+        for key, names in ID_NAMES.items():
+            candidates = [configured.get(key), *map(self.special_id, names)]
+            ids[key] = next((id_ for id_ in candidates if id_ is not None), None)
+        end = ids["bos_id"] if ids["eos_id"] is None else ids["eos_id"]
+        if end is None:
+            raise UserError(
+                f"tokenizer {where} has no begin- or end-of-document token under a known name "
+                f"({', '.join(BOS_NAMES)}); "
+                f"write its ids as bos_id, eos_id, pad_id into {META_FILE} next to it"
+            )
+        for key, value in ids.items():
+            chosen = end if value is None else value
+            if type(chosen) is not int or not 0 <= chosen < self.vocab_size:
+                raise UserError(
+                    f"tokenizer {where} has ids below {self.vocab_size:,}, but {key}={chosen!r} in"
+                    f" {META_FILE} or config.json next to it; write the right one into {META_FILE}"
+                )
+            setattr(self, key, chosen)
 
 
 def load(spec: str | pathlib.Path) -> Tokenizer:
@@ -312,9 +323,12 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         raise UserError(
             f"tokenizer {spec} does not exist; give bytes, a tokenizer.json or a directory"
         )
-    directory, path = (path, path / FILE) if path.is_dir() else (path.parent, path)
-    described = path.name == FILE and (directory / META_FILE).exists()
-    meta = _read_json(directory / META_FILE) if described else {}
+    directory = path.parent
+    if path.is_dir():
+        directory, path = path, path / FILE
+    meta: dict[str, Any] = {}
+    if path.name == FILE and (directory / META_FILE).exists():
+        meta = _read_json(directory / META_FILE)
     if meta.get("kind") == "bytes":
         return Bytes()
     if path.suffix == ".model" or not path.exists():
@@ -342,24 +356,25 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
     return tokenizer
 
 
-def settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+def read_tokenizer_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     """The content of tokenizer_config.json; empty if it is missing or unreadable."""
     try:
-        found = json.loads(files.get(CONFIG_FILE, b"{}"))
+        settings = json.loads(files.get(CONFIG_FILE, b"{}"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def special_names(files: Mapping[str, bytes]) -> dict[str, str | None]:
     """The names that tokenizer_config.json gives to special tokens, such as "eos_token"; None for
     one that it says is missing."""
-    named = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in settings_of(files).items()
-        if key.endswith("_token")
-    }
-    return {key: name for key, name in named.items() if name is None or isinstance(name, str)}
+    names: dict[str, str | None] = {}
+    for key, value in read_tokenizer_config(files).items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str | None):
+            names[key] = value
+    return names
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
@@ -384,19 +399,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if (made := tokenizer.get_vocab_size()) != vocab_size:
-        advice = (
-            "give more text or a smaller vocabulary"
-            if made < vocab_size
-            else "bytes and specials need as many"
-        )
+    size = tokenizer.get_vocab_size()
+    if size != vocab_size:
         raise UserError(
-            f"the input gives a BPE of {made} ids, {vocab_size} were asked for; {advice}"
+            f"the input gives a BPE of {size} ids, {vocab_size} were asked for; ask for {size}, or"
+            " give more text"
         )
-    return HuggingFace(_beginning(tokenizer).to_str().encode("utf-8"), {}, "trained here")
+    return HuggingFace(_with_bos(tokenizer).to_str().encode("utf-8"), {}, "trained here")
 
 
-def _beginning(tokenizer: Any) -> Any:
+def _with_bos(tokenizer: Any) -> Any:
     """A tokenizer made here, which begins a document in other programs too, as training does."""
     from tokenizers import processors
 
@@ -409,13 +421,6 @@ def _beginning(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The documents of texts, encoded by all cores."""
-    # the tokenizers library runs in parallel
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(tokenizer.document, texts))
-
-
 def with_model_ids(config: Config, tokenizer: Tokenizer) -> Config:
     """The config with the tokenizer's ids where it leaves them open (None); UserError where it has
     other ids.
@@ -425,43 +430,17 @@ def with_model_ids(config: Config, tokenizer: Tokenizer) -> Config:
     character), the model has no padding id.
     """
     ids: dict[str, Any] = {ours: getattr(tokenizer, theirs) for ours, theirs in MODEL_IDS.items()}
-    if not tokenizer.pads_alone:
+    if not tokenizer.has_own_pad_id:
         ids["pad_token_id"] = None
-    for key, has in ids.items():
-        given = getattr(config.model, key)
-        if given not in (None, has):
-            own = (
-                f"has {has}; give that, or"
-                if has is not None
-                else "has no token of its own for it;"
-            )
+    for key, expected in ids.items():
+        configured = getattr(config.model, key)
+        if configured not in (None, expected):
+            has = "no token of its own for it" if expected is None else str(expected)
             raise UserError(
-                f"config.model.{key}={given}, but tokenizer {config.data.tokenizer} {own} leave the"
-                " key at its default None, which takes the tokenizer's"
+                f"config.model.{key}={configured}, but tokenizer {config.data.tokenizer} has {has};"
+                " leave the key at its default None, which takes the tokenizer's"
             )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **ids))
-
-
-def _special_ids(
-    lookup, given: Mapping[str, int | None], where: str, vocab_size: int
-) -> tuple[int, int, int]:
-    known = {key: [given.get(key), *map(lookup, names)] for key, names in ID_NAMES.items()}
-    numbers = {key: [n for n in found if n is not None] for key, found in known.items()}
-    ends = numbers["eos_id"] or numbers["bos_id"]
-    if not ends:
-        raise UserError(
-            f"tokenizer {where} has no begin- or end-of-document token under a known name "
-            f"({', '.join(BOS_NAMES)}); "
-            f"write its ids as bos_id, eos_id, pad_id into {META_FILE} next to it"
-        )
-    found = {key: (several or ends)[0] for key, several in numbers.items()}
-    for key, value in found.items():
-        if type(value) is not int or not 0 <= value < vocab_size:
-            raise UserError(
-                f"tokenizer {where} has ids below {vocab_size:,}, but {key}={value!r} in"
-                f" {META_FILE} or config.json next to it; write the right one into {META_FILE}"
-            )
-    return found["bos_id"], found["eos_id"], found["pad_id"]
 
 
 def _config_ids(directory: pathlib.Path) -> dict[str, int]:
@@ -471,11 +450,14 @@ def _config_ids(directory: pathlib.Path) -> dict[str, int]:
     if not config.exists():
         return {}
     content = _read_json(config)
-    held: dict[str, Any] = {ours: content.get(theirs) for theirs, ours in MODEL_IDS.items()}
-    # Gemma's ends
-    held |= {key: value[0] for key, value in held.items() if isinstance(value, list) and value}
-    # some write -1 for none
-    return {key: value for key, value in held.items() if isinstance(value, int) and value >= 0}
+    ids: dict[str, int] = {}
+    for theirs, ours in MODEL_IDS.items():
+        value = content.get(theirs)
+        if isinstance(value, list) and value:  # Gemma has several ends
+            value = value[0]
+        if isinstance(value, int) and value >= 0:  # some write -1 for none
+            ids[ours] = value
+    return ids
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

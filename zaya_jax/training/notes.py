@@ -111,8 +111,8 @@ def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
     last = segments[-1].first_step + segments[-1].num_steps - 1
     tokens = sum(segment.num_steps * segment.tokens_per_step for segment in segments)
     devices = placed.mesh.size if placed.mesh else None
-    weights = mix.parse(phase.mixture, f"config.schedule.phases[{placed.index}].mixture")
-    weights = weights or mix.parse(config.data.mixture) or {config.data.path: 1.0}
+    weights = mix.parse_mixture(phase.mixture, f"config.schedule.phases[{placed.index}].mixture")
+    weights = weights or mix.parse_mixture(config.data.mixture) or {config.data.path: 1.0}
     return {
         "phase": phase.name,
         "steps": f"{segments[0].first_step:,} to {last:,}",

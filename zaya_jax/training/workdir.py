@@ -261,7 +261,7 @@ def _kept(config: Config) -> dict:
     for i, phase in enumerate(phases):
         out |= {f"schedule.phases[{i}].{name}": value for name, value in phase.items()}
     for key in [key for key in out if key.split(".")[-1] == "mixture"]:
-        out[key] = list(mix.parse(tuple(out[key]), f"config.{key}").values())
+        out[key] = list(mix.parse_mixture(tuple(out[key]), f"config.{key}").values())
     return out
 
 

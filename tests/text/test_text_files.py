@@ -6,22 +6,24 @@ import pytest
 
 from zaya_jax.config import UserError
 from zaya_jax.data import pipeline, stores, windows
-from zaya_jax.text import inputs, sources, tokenizers
-from zaya_jax.text.tokens import SPLITS
+from zaya_jax.text import inputs, text_files, tokenizers
+from zaya_jax.text.shard_format import SPLITS
 
 
 def test_the_standard_library_is_a_corpus():
-    files = sources.list_files("stdlib")
+    files = text_files.list_files("stdlib")
     names = [name for name, _ in files]
     assert names == sorted(names) and "json/decoder.py" in names
     assert not any("site-packages" in name for name in names)
-    share = sum(sources.held_out(name) for name in names) / len(names)
+    share = sum(text_files.hash_below(name, text_files.HELD_OUT_SHARE) for name in names) / len(
+        names
+    )
     assert 0.005 < share < 0.04
 
 
 def test_one_file_keeps_its_tail_for_evaluation(tmp_path):
     (tmp_path / "one.txt").write_text("abcdefghij" * 100)
-    train, held_out = sources.text_corpus(str(tmp_path / "*.txt"), tokenizers.load("bytes"))
+    train, held_out = text_files.text_corpus(str(tmp_path / "*.txt"), tokenizers.load("bytes"))
     assert len(train) + len(held_out) == 1000 + 4
     assert len(held_out) == 22
 
@@ -29,7 +31,7 @@ def test_one_file_keeps_its_tail_for_evaluation(tmp_path):
 def test_jsonl_that_is_taken_for_text_is_said(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("plain")
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\n')
-    assert len(sources.named_texts(str(tmp_path))) == 2
+    assert len(text_files.named_texts(str(tmp_path))) == 2
     (message,) = caplog.messages
     assert "1 of 2 files are JSONL, taken as they stand" in message and "such as b.jsonl" in message
 
@@ -37,7 +39,7 @@ def test_jsonl_that_is_taken_for_text_is_said(tmp_path, caplog):
 def test_what_is_left_out_is_said(corpus, caplog):
     for i in range(5):
         (corpus / f"bad{i}.bin").write_bytes(b"\xff")
-    sources.text_corpus(str(corpus), tokenizers.load("bytes"))
+    text_files.text_corpus(str(corpus), tokenizers.load("bytes"))
     assert caplog.messages == [
         f"{corpus}: left out 6 files that are not UTF-8 text, such as bad0.bin (not UTF-8), bad1.bin"
         " (not UTF-8), bad2.bin (not UTF-8)"
@@ -47,12 +49,12 @@ def test_what_is_left_out_is_said(corpus, caplog):
 def test_missing_and_empty_corpora_are_user_errors(tmp_path):
     tok = tokenizers.load("bytes")
     with pytest.raises(UserError, match="holds no text file"):
-        sources.text_corpus(str(tmp_path / "nothing"), tok)
+        text_files.text_corpus(str(tmp_path / "nothing"), tok)
     with pytest.raises(UserError, match="holds no text file"):
-        sources.text_corpus(str(tmp_path), tok)
+        text_files.text_corpus(str(tmp_path), tok)
     (tmp_path / "blank.txt").write_text("\n")
     with pytest.raises(UserError, match="none with UTF-8 text"):
-        sources.text_corpus(str(tmp_path), tok)
+        text_files.text_corpus(str(tmp_path), tok)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def linked(tmp_path):
 @pytest.mark.parametrize("pattern", ["{}", "{}/**/*.txt", "{}/**", "{}/../d", "{}/again/**/*.txt"])
 def test_a_file_is_taken_once_under_all_its_names_and_linked_folders_are_read(linked, pattern):
     pattern = pattern.format(linked)
-    found = sources.list_files(pattern)
+    found = text_files.list_files(pattern)
     assert sorted(path.read_text() for _, path in found) == [
         f"text of {p}" for p in ("big/h.txt", "d/f.txt", "d/g.txt")
     ]
@@ -90,7 +92,7 @@ def test_a_file_is_taken_once_under_all_its_names_and_linked_folders_are_read(li
     ],
 )
 def test_prepare_data_has_the_same_rule(linked, patterns):
-    found = inputs.find([pattern.format(linked) for pattern in patterns], "/nowhere")
+    found = inputs.find_inputs([pattern.format(linked) for pattern in patterns], "/nowhere")
     assert [os.path.basename(path) for path in found] == ["f.txt", "g.txt", "h.txt"]
 
 
@@ -99,7 +101,9 @@ def test_what_was_written_through_a_link_is_no_input(linked):
     (linked / "out" / "x.txt").write_text("x")
     (linked.parent / "other").symlink_to(linked / "out")
     assert not [
-        path for path in inputs.find([str(linked)], linked.parent / "other") if "x.txt" in path
+        path
+        for path in inputs.find_inputs([str(linked)], linked.parent / "other")
+        if "x.txt" in path
     ]
 
 
@@ -114,8 +118,8 @@ def test_text_that_changes_is_read_again(tmp_path, make_config, monkeypatch):
     def letters():
         config = make_config(path="corpus", eval_named=("x=../extra.txt",))
         (tmp_path / "extra.txt").write_text(os.path.basename(os.getcwd()) + letter)
-        sides = [stores.open_store(config, "corpus", tok, split).bundle.tokens for split in SPLITS]
-        own = windows.named_stores(config, tok)["x"].bundle.tokens
+        sides = [stores.open_store(config, "corpus", tok, split).block.tokens for split in SPLITS]
+        own = windows.named_stores(config, tok)["x"].block.tokens
         return [{chr(token) for token in side if token < 256} for side in sides], tok.decode(own)
 
     monkeypatch.chdir(tmp_path / "here")
@@ -131,10 +135,10 @@ def test_text_that_changes_is_read_again(tmp_path, make_config, monkeypatch):
 def test_rewritten_held_out_text_is_other_data(corpus, make_config):
     tok, config = tokenizers.load("bytes"), make_config(path=str(corpus))
     state = pipeline.train_stream(config, tok).get_state()
-    held_out = stores.open_store(config, str(corpus), tok, "held_out").bundle
+    held_out = stores.open_store(config, str(corpus), tok, "held_out").block
     text = tok.decode(held_out.tokens.tolist())
     (path,) = (
-        path for _, path in sources.list_files(str(corpus)) if path.read_bytes() == text.encode()
+        path for _, path in text_files.list_files(str(corpus)) if path.read_bytes() == text.encode()
     )
     path.write_text("other text")
     with pytest.raises(UserError, match="the data is not what this run began with"):

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from zaya_jax.config import UserError
-from zaya_jax.data import pipeline, storage, windows
-from zaya_jax.data.storage import Prepared, StorageError
-from zaya_jax.text import tokenizers
-from zaya_jax.text import tokens as tokens_lib
+from zaya_jax.data import pipeline, prepared_store, windows
+from zaya_jax.data.prepared_store import PreparedStore, StorageError
+from zaya_jax.text import shard_format, tokenizers
 
 TOK = tokenizers.load("bytes")
 
@@ -28,7 +27,9 @@ def bundles(store):
     for shard in range(store.num_shards):
         first, end = store.first_token[shard : shard + 2].tolist()
         for number, start in enumerate(range(first, end, store.bundle_tokens)):
-            (((bundle, _, _),),) = store.parts([(start, min(start + store.bundle_tokens, end))])
+            (((bundle, _, _),),) = store.read_spans(
+                [(start, min(start + store.bundle_tokens, end))]
+            )
             found[shard, number] = bundle
     return found
 
@@ -40,9 +41,9 @@ def contents(store):
 
 def place_of(directory, shard, number, split="train"):
     """(file, offset, size) of a bundle's record."""
-    store = Prepared(str(directory), split)
-    begin, end = store._places_of(shard)[0][number : number + 2].tolist()
-    return directory / store.file(shard), begin, end - begin
+    store = PreparedStore(str(directory), split)
+    begin, end = store._bundle_table(shard)[0][number : number + 2].tolist()
+    return directory / store.shard_file(shard), begin, end - begin
 
 
 def damage(path, place, bit=0):
@@ -65,17 +66,17 @@ def test_byte_ranges_give_what_local_files_give(directory, scheme, request):
     if scheme == "s3":
         request.getfixturevalue("s3_server")
     url = copied_to(scheme, directory, "ranges")
-    local, remote = Prepared(str(directory)), Prepared(url)
+    local, remote = PreparedStore(str(directory)), PreparedStore(url)
     np.testing.assert_array_equal(contents(local), contents(remote))
     for shard in range(local.num_shards):
         np.testing.assert_array_equal(local.lengths(shard), remote.lengths(shard))
     assert remote.counters.records == len(bundles(local)) and remote.counters.retries == 0
-    assert storage.verify(url) == []
+    assert prepared_store.verify(url) == []
 
 
 def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     url = copied_to("memory", directory, "unreliable")
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(prepared_store, "FIRST_PAUSE", 0.001)
     files = type(fsspec.filesystem("memory"))
     good, fail = files.cat_ranges, random.Random(0)
 
@@ -85,12 +86,12 @@ def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
         return good(self, *args, **kwargs)
 
     monkeypatch.setattr(files, "cat_ranges", sometimes)
-    store = Prepared(url)
-    np.testing.assert_array_equal(contents(store), contents(Prepared(str(directory))))
+    store = PreparedStore(url)
+    np.testing.assert_array_equal(contents(store), contents(PreparedStore(str(directory))))
     assert store.counters.retries > 3
     monkeypatch.setattr(files, "cat_ranges", lambda *a, **k: fail.missing)
     with pytest.raises(StorageError, match=r"cannot read shard train-0000"):
-        contents(Prepared(url))
+        contents(PreparedStore(url))
 
 
 def test_a_corrupt_record_stops_the_run_and_is_named(directory, make_config):
@@ -106,7 +107,7 @@ def test_a_corrupt_record_is_skipped_and_counted_where_asked(
     directory, make_config, caplog, workers
 ):
     config = make_config(path=str(directory), on_corrupt="skip", seq_len=512, workers=workers)
-    epoch = -(-Prepared(str(directory)).num_tokens // 512) // 8
+    epoch = -(-PreparedStore(str(directory)).num_tokens // 512) // 8
     sound = pipeline.train_stream(make_config(path=str(directory), seq_len=512), TOK)
     before = [next(sound) for _ in range(epoch)]
     path, offset, _ = place_of(directory, 0, 3)
@@ -126,7 +127,9 @@ def test_a_corrupt_record_is_skipped_and_counted_where_asked(
         np.testing.assert_array_equal(a["tokens"][~hole], b["tokens"][~hole])
         np.testing.assert_array_equal(a["loss_mask"][~hole], b["loss_mask"][~hole])
     assert (
-        0.5 * sound.batches.stores[0].bundle_tokens < lost <= sound.batches.stores[0].bundle_tokens
+        0.5 * sound.batches.prepared_stores[0].bundle_tokens
+        < lost
+        <= sound.batches.prepared_stores[0].bundle_tokens
     )
 
 
@@ -155,42 +158,42 @@ def test_damage_in_held_out_data_is_counted_too(directory, make_config):
     ],
 )
 def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_corrupt, error):
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
-    store = Prepared(str(directory), on_corrupt=on_corrupt)
+    monkeypatch.setattr(prepared_store, "FIRST_PAUSE", 0.001)
+    store = PreparedStore(str(directory), on_corrupt=on_corrupt)
 
     def fail(*_):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "read_ranges", fail)
+        patch.setattr(prepared_store, "read_ranges", fail)
         with pytest.raises(StorageError, match=r"cannot read shard train-00000"):
-            store.parts([(0, 10)])
-    assert not store.counters.corrupt and store.counters.retries == storage.ATTEMPTS - 1
+            store.read_spans([(0, 10)])
+    assert not store.counters.corrupt and store.counters.retries == prepared_store.ATTEMPTS - 1
     assert len(contents(store)) == store.num_tokens  # it passes
 
 
 def test_manifest_and_index_are_checked(directory, tmp_path):
     with pytest.raises(UserError, match="not a prepared directory"):
-        storage.load_manifest(str(tmp_path / "nothing"))
-    damage(directory / tokens_lib.SHARDS, 5)
+        prepared_store.load_manifest(str(tmp_path / "nothing"))
+    damage(directory / shard_format.SHARDS, 5)
     with pytest.raises(StorageError, match="damaged"):
-        Prepared(str(directory))
-    assert storage.verify(str(directory))
-    manifest = directory / tokens_lib.MANIFEST
+        PreparedStore(str(directory))
+    assert prepared_store.verify(str(directory))
+    manifest = directory / shard_format.MANIFEST
     manifest.write_text(manifest.read_text().replace('"bad": 0', '"bad": 1', 1))
     with pytest.raises(UserError, match="changed after it was written"):
-        Prepared(str(directory))
+        PreparedStore(str(directory))
     manifest.write_text("{")
     with pytest.raises(UserError, match="not a manifest"):
-        Prepared(str(directory))
+        PreparedStore(str(directory))
 
 
 def test_the_cache_is_bounded(directory):
-    store = Prepared(str(directory), cache_bytes=40_000)
+    store = PreparedStore(str(directory), cache_bytes=40_000)
     for start in range(0, store.num_tokens - 10, 700):
-        store.parts([(start, start + 10)])
+        store.read_spans([(start, start + 10)])
         assert store.cache._size <= 40_000
-    assert len(store.cache._held) > 1
+    assert len(store.cache._entries) > 1
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_the_cache_is_bounded(directory):
 )
 def test_verifying_names_it(directory, what):
     tokenizer = directory / "tokenizer" / "zaya_tokenizer.json"
-    shard = directory / Prepared(str(directory)).file(0)
+    shard = directory / PreparedStore(str(directory)).shard_file(0)
     if what == "tokenizer":
         tokenizer.unlink()
     elif what == "other tokenizer":
@@ -211,25 +214,25 @@ def test_verifying_names_it(directory, what):
         (directory / "train-09999.tokens").write_bytes(b"")
     else:
         (directory / "shards.bin").unlink()
-    assert storage.verify(str(directory))
+    assert prepared_store.verify(str(directory))
     if what == "missing":
-        assert storage.verify(copied_to("memory", directory, "verify"))
+        assert prepared_store.verify(copied_to("memory", directory, "verify"))
 
 
 def test_a_damaged_table_is_one_problem(directory):
-    store = Prepared(str(directory))
-    damage(directory / store.file(0), int(store.shards["places_at"][0]) + 100)
+    store = PreparedStore(str(directory))
+    damage(directory / store.shard_file(0), int(store.shards["places_at"][0]) + 100)
     renamed = directory.rename(directory.with_name("a;b"))
-    (problem,) = storage.verify(str(renamed))
-    assert problem == f"corrupt table of bundles of shard {store.file(0)}: CRC32C differs"
+    (problem,) = prepared_store.verify(str(renamed))
+    assert problem == f"corrupt table of bundles of shard {store.shard_file(0)}: CRC32C differs"
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "zero", "swap", "grow"])
 def test_damage_of_any_kind_is_named_and_never_read(directory, kind):
-    rng, store = random.Random(kind), Prepared(str(directory))
+    rng, store = random.Random(kind), PreparedStore(str(directory))
     sound = bundles(store)
     for _ in range(4):
-        path = directory / store.file(rng.randrange(store.num_shards))
+        path = directory / store.shard_file(rng.randrange(store.num_shards))
         content = path.read_bytes()
         at = rng.randrange(1024, len(content))
         damaged = {
@@ -241,8 +244,8 @@ def test_damage_of_any_kind_is_named_and_never_read(directory, kind):
         }[kind]
         assert damaged != content
         path.write_bytes(damaged)
-        assert any(path.name in problem for problem in storage.verify(str(directory)))
-        skipping = Prepared(str(directory), on_corrupt="skip")
+        assert any(path.name in problem for problem in prepared_store.verify(str(directory)))
+        skipping = PreparedStore(str(directory), on_corrupt="skip")
         found = bundles(skipping)
         for key, bundle in found.items():
             if bundle.real:

@@ -1,21 +1,21 @@
 """The format of prepared token shards: a shard's writer and decoder, a directory's manifest and
 table of shards.
 
-The shards of a split, one after another, are its *tape*: whole documents, each between a begin and
-an end token. A shard's file is a row of *bundles* of one size (64 KiB of tokens, the last one
-shorter), so that a token's place on the tape says which bundle holds it, and one read brings it. A
-bundle has the places where documents begin, the loss mask if there is one, the token that follows,
-and a checksum over all of it and over where it belongs: corpus, shard and number. Behind the
-bundles lie two more records: where each bundle begins with its checksum, and the length of each
-document, for packing. Their checksums are in shards.bin, whose own is in the manifest: so a bundle
-is the one that was written, not only one that agrees with itself.
+    manifest.json                               written last: without it there is no dataset
+    shards.bin                                  one entry per shard
+    train-00000.tokens, held_out-00000.tokens   shards: bundles, then two tables
 
-    manifest.json   written last: without it there is no dataset      shards.bin      one entry per shard
-    train-00000.tokens, held_out-00000.tokens, ...
+The shards of a split, one after another, are its *tape*: whole documents, each between a begin and
+an end token. A shard's file is *bundles* of one size (64 KiB of tokens, the last one shorter), so
+that a token's position on the tape says which bundle holds it, and one read brings it. A bundle has
+the positions where documents begin, the loss mask if there is one, the token that follows, and a
+checksum over all of it and over its address: corpus, shard and number. Two more records follow the
+bundles: the offset of each bundle with its checksum, and the length of each document, for packing.
+Their checksums are in shards.bin, whose own is in the manifest. So a reader knows that a bundle is
+the one that was written there, not only that it agrees with itself.
 """
 
 import array
-import dataclasses
 import hashlib
 import json
 import os
@@ -28,7 +28,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.text.sources import Bundle, with_targets
+from zaya_jax.text.token_block import Document, TokenBlock, with_targets
 
 FORMAT, VERSION = "zaya_jax tokens", 2
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards.bin", "tokenizer"
@@ -57,17 +57,18 @@ SHARD_TYPE = np.dtype(
 # magic, crc32c of the rest, corpus, shard, number, tokens (or entries), starts, token after, bytes
 # per token, flags
 _HEADER = struct.Struct("<4sIQIIIIqHH")
-BUNDLE, PLACES, LENGTHS = b"ZJB2", b"ZJP2", b"ZJL2"
+# the kinds of records: a bundle, the table of bundles, the table of documents
+BUNDLE, OFFSETS, LENGTHS = b"ZJB2", b"ZJP2", b"ZJL2"
 _HAS_MASK, _LEARN_AFTER = 1, 2
 
 
-class Place(NamedTuple):
+class RecordAddress(NamedTuple):
     """Where a record belongs; part of what its checksum covers, so that none can stand in for
     another."""
 
     corpus: int  # `corpus_id` of the preparation
     shard: int  # `shard_id`
-    number: int  # of the bundle in its shard; 0 for the two records behind them
+    number: int  # of the bundle in its shard; 0 for the two tables
 
 
 class CorruptRecord(Exception):
@@ -77,19 +78,8 @@ class CorruptRecord(Exception):
         super().__init__(f"corrupt {record} of shard {shard}: {why}")
 
 
-@dataclasses.dataclass
-class Document:
-    """Tokens of one document, begin and end included; `learn` marks those to be predicted (None:
-    all)."""
-
-    tokens: np.ndarray
-    learn: np.ndarray | None = None
-    answers: int = 0  # of a chat: those that are learnt,
-    rewritten: int = 0  # and those that its template does not write as the model did
-
-
 def shard_id(split: int, task: int) -> int:
-    """One number for a task's shard of a split (by its place in SPLITS)."""
+    """One number for a task's shard of a split (by its index in SPLITS)."""
     return 2 * task + split
 
 
@@ -100,75 +90,83 @@ def shard_name(split: int, task: int) -> str:
 
 def corpus_id(facts: Any) -> int:
     """A number for a preparation, of everything that its content depends on."""
-    return int.from_bytes(bytes.fromhex(manifest_hash(facts)[:16]), "little")
+    return int.from_bytes(bytes.fromhex(json_sha256(facts)[:16]), "little")
 
 
 def encode_bundle(
     tokens: np.ndarray,
     starts: np.ndarray,
-    learn: np.ndarray | None,
+    predicted: np.ndarray | None,
     after: tuple[int, bool] | None,
-    place: Place,
+    address: RecordAddress,
 ) -> bytes:
-    """The record of a bundle: `starts` are the places where documents begin, `after` the token that
-    follows it in its last document, and whether that is to be learnt.
+    """The record of a bundle: `starts` are the positions where documents begin, `predicted` says
+    which tokens are to be predicted (None: all), `after` is the token that follows it in its last
+    document, and whether that is to be predicted.
     """
-    flags = (_HAS_MASK if learn is not None else 0) | (
-        _LEARN_AFTER if after is not None and after[1] else 0
-    )
-    parts = [starts.astype("<u4").tobytes()]
-    if learn is not None:
-        parts.append(np.packbits(learn).tobytes())
-    parts.append(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes())
-    next_token = -1 if after is None else after[0]
+    flags = 0
+    mask = b""
+    next_token = -1
+    if predicted is not None:
+        flags |= _HAS_MASK
+        mask = np.packbits(predicted).tobytes()
+    if after is not None:
+        next_token, learn_next = after
+        flags |= _LEARN_AFTER * learn_next
     counts = len(tokens), len(starts), next_token, tokens.dtype.itemsize, flags
-    return _sealed(BUNDLE, place, counts, b"".join(parts))
+    body = (
+        starts.astype("<u4").tobytes()
+        + mask
+        + tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes()
+    )
+    return _encode_record(BUNDLE, address, counts, body)
 
 
-def decode_bundle(record: bytes, shard: str, number: int, crc: int) -> Bundle:
+def decode_bundle(record: bytes, shard: str, number: int, crc: int) -> TokenBlock:
     """The bundle in a record; CorruptRecord where it is not the one that was written there, bit for
     bit."""
-    count, num_starts, next_token, width, flags = _opened(
+    count, num_starts, next_token, width, flags = _check_record(
         record, BUNDLE, shard, f"record {number}", crc
     )
-    at = _HEADER.size
-    mask_bytes = (count + 7) // 8 if flags & _HAS_MASK else 0
-    places = np.frombuffer(record, "<u4", num_starts, at)
-    at += 4 * num_starts
-    learn = None
-    if mask_bytes:
-        learn = np.unpackbits(np.frombuffer(record, np.uint8, mask_bytes, at), count=count).view(
-            bool
-        )
-    tokens = np.frombuffer(record, f"<u{width}", count, at + mask_bytes)
+    offset = _HEADER.size
     starts = np.zeros(count, bool)
-    starts[places] = True
+    starts[np.frombuffer(record, "<u4", num_starts, offset)] = True
+    offset += 4 * num_starts
+    predicted = None
+    if flags & _HAS_MASK:
+        bits = np.frombuffer(record, np.uint8, (count + 7) // 8, offset)
+        predicted = np.unpackbits(bits, count=count).view(bool)
+        offset += len(bits)
+    tokens = np.frombuffer(record, f"<u{width}", count, offset)
     after = None if next_token < 0 else (next_token, bool(flags & _LEARN_AFTER))
-    return with_targets(tokens, starts, learn, after)
+    return with_targets(tokens, starts, predicted, after)
 
 
-def encode_numbers(magic: bytes, numbers: np.ndarray, place: Place) -> bytes:
-    """One of the two records behind the bundles: where each begins, where the last ends, and the
-    checksum of each; or documents' lengths.
+def encode_numbers(magic: bytes, numbers: np.ndarray, address: RecordAddress) -> bytes:
+    """One of the two tables: the offset of each bundle, the end of the last, and the checksum of
+    each; or documents' lengths.
     """
-    return _sealed(magic, place, (len(numbers), 0, 0, 8, 0), numbers.astype("<u8").tobytes())
+    counts = len(numbers), 0, 0, 8, 0
+    return _encode_record(magic, address, counts, numbers.astype("<u8").tobytes())
 
 
 def decode_numbers(record: bytes, magic: bytes, shard: str, crc: int) -> np.ndarray:
-    """The numbers in such a record; CorruptRecord where it is not the one that was written there,
-    bit for bit."""
-    what = "table of bundles" if magic == PLACES else "table of documents"
-    count, *_ = _opened(record, magic, shard, what, crc)
+    """The numbers in a table; CorruptRecord where it is not the one that was written there, bit for
+    bit."""
+    what = "table of bundles" if magic == OFFSETS else "table of documents"
+    count, *_ = _check_record(record, magic, shard, what, crc)
     return np.frombuffer(record, "<u8", count, _HEADER.size).astype(np.int64)
 
 
 def numbers_size(count: int) -> int:
-    """Bytes of a record of this many numbers."""
+    """Bytes of a table of this many numbers."""
     return _HEADER.size + 8 * count
 
 
-def _sealed(magic: bytes, place: Place, counts: tuple[int, ...], body: bytes) -> bytes:
-    head = _HEADER.pack(magic, 0, *place, *counts)
+def _encode_record(
+    magic: bytes, address: RecordAddress, counts: tuple[int, ...], body: bytes
+) -> bytes:
+    head = _HEADER.pack(magic, 0, *address, *counts)
     crc = google_crc32c.extend(google_crc32c.value(head[8:]), body)
     return b"".join([magic, struct.pack("<I", crc), head[8:], body])
 
@@ -178,13 +176,15 @@ def crc_of(record: bytes) -> int:
     return int.from_bytes(record[4:8], "little")
 
 
-def _opened(record: bytes, magic: bytes, shard: str, what: str, expected: int) -> tuple[int, ...]:
-    """The counts in the header of a record, whose checksum, in the shard's tables, covers its place
-    as well."""
+def _check_record(
+    record: bytes, magic: bytes, shard: str, what: str, expected: int
+) -> tuple[int, ...]:
+    """The counts in the header of a record, whose checksum, in the shard's tables, covers its
+    address as well."""
     if len(record) < _HEADER.size:
         raise CorruptRecord(shard, what, f"only {len(record)} bytes")
-    found, crc, _, _, _, *counts = _HEADER.unpack_from(record)
-    if found != magic or google_crc32c.value(record[8:]) != crc:
+    kind, crc, _, _, _, *counts = _HEADER.unpack_from(record)
+    if kind != magic or google_crc32c.value(record[8:]) != crc:
         raise CorruptRecord(shard, what, "CRC32C differs")
     if crc != expected:
         raise CorruptRecord(
@@ -196,25 +196,23 @@ def _opened(record: bytes, magic: bytes, shard: str, what: str, expected: int) -
 
 
 class ShardWriter:
-    """Writes documents into the bundles of one shard, under a temporary name; giving it its own is
-    the caller's."""
+    """Writes documents into the bundles of one shard, under a temporary name; the caller gives it
+    its own."""
 
     def __init__(self, path: pathlib.Path, dtype: type, corpus: int, split: int, task: int) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
         self._split, self._task = split, task
-        self._place = Place(corpus, shard_id(split, task), 0)
+        self._address = RecordAddress(corpus, shard_id(split, task), 0)
         self._size = BUNDLE_BYTES // self.dtype.itemsize  # tokens a bundle
         self._partial = partial_path(path)
         self._file = self._partial.open("wb")
         self._crc = 0
-        # tokens, whether a document begins there, whether to learn
+        # tokens, whether a document begins there, whether it is to be predicted
         self._pending: list[tuple[np.ndarray, ...]] = []
         self._pending_tokens = 0  # at most a bundle's
-        self._offsets, self._crcs, self._lengths = (
-            array.array("Q", [0]),
-            array.array("Q"),
-            array.array("Q"),
-        )
+        self._offsets = array.array("Q", [0])
+        self._crcs = array.array("Q")
+        self._lengths = array.array("Q")
         self._tokens = self._pages = 0
 
     def add(self, document: Document) -> None:
@@ -222,9 +220,11 @@ class ShardWriter:
         tokens = document.tokens.astype(self.dtype, copy=False)
         starts = np.zeros(len(tokens), bool)
         starts[0] = True
-        learn = np.ones(len(tokens), bool) if document.learn is None else document.learn
+        predicted = document.predicted
+        if predicted is None:
+            predicted = np.ones(len(tokens), bool)
         self._lengths.append(len(tokens))
-        self._pending.append((tokens, starts, learn))
+        self._pending.append((tokens, starts, predicted))
         self._pending_tokens += len(tokens)
         # one more than it holds, so that what follows it is known
         if self._pending_tokens > self._size:
@@ -233,18 +233,16 @@ class ShardWriter:
     def close(self) -> dict[str, Any]:
         """Finish the file; its entry, with the name it has until then under "partial"."""
         self._flush(last=True)
-        places_at = self._offsets[-1]
-        numbers = ((PLACES, self._offsets + self._crcs), (LENGTHS, self._lengths))
-        records = [
-            encode_numbers(magic, np.frombuffer(held, np.uint64), self._place)
-            for magic, held in numbers
-        ]
-        for record in records:
-            self._write(record)
+        offsets = np.frombuffer(self._offsets + self._crcs, np.uint64)
+        lengths = np.frombuffer(self._lengths, np.uint64)
+        bundle_table = encode_numbers(OFFSETS, offsets, self._address)
+        document_table = encode_numbers(LENGTHS, lengths, self._address)
+        self._write(bundle_table)
+        self._write(document_table)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        lengths_at = places_at + len(records[0])
+        bundles_end = self._offsets[-1]
         return {
             "file": self.path.name,
             "partial": self._partial.name,
@@ -252,14 +250,14 @@ class ShardWriter:
             "task": self._task,
             "bundles": len(self._offsets) - 1,
             "crc32c": self._crc,
-            "bytes": lengths_at + len(records[1]),
+            "bytes": bundles_end + len(bundle_table) + len(document_table),
             "tokens": self._tokens,
             "documents": len(self._lengths),
             "pages": self._pages,
-            "places_at": places_at,
-            "lengths_at": lengths_at,
-            "places_crc32c": crc_of(records[0]),
-            "lengths_crc32c": crc_of(records[1]),
+            "places_at": bundles_end,
+            "lengths_at": bundles_end + len(bundle_table),
+            "places_crc32c": crc_of(bundle_table),
+            "lengths_crc32c": crc_of(document_table),
         }
 
     def discard(self) -> None:
@@ -271,24 +269,24 @@ class ShardWriter:
         """Write all full pending bundles, at last the rest too."""
         if not self._pending:
             return
-        tokens, starts, learn = (
-            np.concatenate(parts) for parts in zip(*self._pending, strict=True)
+        tokens, starts, predicted = (
+            np.concatenate(arrays) for arrays in zip(*self._pending, strict=True)
         )
-        begin, whole = 0, len(tokens)
-        while begin < whole if last else begin + self._size < whole:
-            end = min(begin + self._size, whole)
+        begin, total = 0, len(tokens)
+        while begin + self._size < total or (last and begin < total):
+            end = min(begin + self._size, total)
             after = None
-            if end < whole and not starts[end]:
-                after = int(tokens[end]), bool(learn[end])
-            masked = None if learn[begin:end].all() else learn[begin:end]
-            self._write_bundle(tokens[begin:end], np.flatnonzero(starts[begin:end]), masked, after)
+            if end < total and not starts[end]:
+                after = int(tokens[end]), bool(predicted[end])
+            mask = None if predicted[begin:end].all() else predicted[begin:end]
+            self._write_bundle(tokens[begin:end], np.flatnonzero(starts[begin:end]), mask, after)
             begin = end
-        self._pending = [(tokens[begin:], starts[begin:], learn[begin:])]
-        self._pending_tokens = whole - begin
+        self._pending = [(tokens[begin:], starts[begin:], predicted[begin:])]
+        self._pending_tokens = total - begin
 
-    def _write_bundle(self, tokens, starts, learn, after) -> None:
-        place = self._place._replace(number=len(self._offsets) - 1)
-        record = encode_bundle(tokens, starts, learn, after, place)
+    def _write_bundle(self, tokens, starts, predicted, after) -> None:
+        address = self._address._replace(number=len(self._offsets) - 1)
+        record = encode_bundle(tokens, starts, predicted, after, address)
         begin, end = self._offsets[-1], self._offsets[-1] + len(record)
         self._write(record)
         self._offsets.append(end)
@@ -315,15 +313,15 @@ def write_atomically(
 
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:
-    """Where a file is written before it has its name: pods on two nodes have the same process
-    ids."""
+    """The path at which a file is written before it has its name."""
+    # The random part, because pods on two nodes have the same process ids.
     return path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def check_manifest(content: bytes, where: str) -> dict[str, Any]:
+def check_manifest(text: bytes, where: str) -> dict[str, Any]:
     """The manifest in a file's bytes; UserError where it is not one that this version reads."""
     try:
-        manifest = json.loads(content)
+        manifest = json.loads(text)
         readable = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
     except (ValueError, KeyError, TypeError, RecursionError):
         readable = False
@@ -332,15 +330,15 @@ def check_manifest(content: bytes, where: str) -> dict[str, Any]:
             f"{where} is not a manifest of {FORMAT} of version {VERSION}; prepare the directory"
             " again"
         )
-    sealed = {k: v for k, v in manifest.items() if k != "sha256"}
-    if manifest.get("sha256") != manifest_hash(sealed):
+    content_hash = manifest.pop("sha256", None)
+    if content_hash != json_sha256(manifest):
         raise UserError(
             f"{where} was changed after it was written (SHA-256 differs); restore it or prepare it"
             " again"
         )
-    return manifest
+    return manifest | {"sha256": content_hash}
 
 
-def manifest_hash(manifest: Any) -> str:
-    """SHA-256 of a manifest's content, whatever its layout as text."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def json_sha256(value: Any) -> str:
+    """SHA-256 of a value as JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.text import tokens as tokens_lib
-from zaya_jax.text.tokens import CorruptRecord, Document, Place, ShardWriter
+from zaya_jax.text import shard_format
+from zaya_jax.text.shard_format import CorruptRecord, RecordAddress, ShardWriter
+from zaya_jax.text.token_block import Document
 
-PLACE = Place(2**63 + 5, 12, 3)
+ADDRESS = RecordAddress(2**63 + 5, 12, 3)
 
 
 def write(path, documents, dtype=np.uint16):
     """(entry, the file's bytes) of a shard."""
-    writer = ShardWriter(path, dtype, PLACE.corpus, 0, 6)
+    writer = ShardWriter(path, dtype, ADDRESS.corpus, 0, 6)
     for document in documents:
         writer.add(document)
     entry = writer.close()
@@ -26,22 +27,24 @@ def write(path, documents, dtype=np.uint16):
 
 def read(entry, raw):
     """(bundles, documents' lengths) in a shard's bytes."""
-    places = tokens_lib.decode_numbers(
+    offsets = shard_format.decode_numbers(
         raw[entry["places_at"] : entry["lengths_at"]],
-        tokens_lib.PLACES,
+        shard_format.OFFSETS,
         "s",
         entry["places_crc32c"],
     )
-    places, crcs = np.split(places, [entry["bundles"] + 1])
-    lengths = tokens_lib.decode_numbers(
-        raw[entry["lengths_at"] :], tokens_lib.LENGTHS, "s", entry["lengths_crc32c"]
+    offsets, crcs = np.split(offsets, [entry["bundles"] + 1])
+    lengths = shard_format.decode_numbers(
+        raw[entry["lengths_at"] :], shard_format.LENGTHS, "s", entry["lengths_crc32c"]
     )
     assert (
-        places[0] == 0 and places[-1] == entry["places_at"] and len(places) == entry["bundles"] + 1
+        offsets[0] == 0
+        and offsets[-1] == entry["places_at"]
+        and len(offsets) == entry["bundles"] + 1
     )
     bundles = [
-        tokens_lib.decode_bundle(raw[a:b], "s", i, int(crcs[i]))
-        for i, (a, b) in enumerate(itertools.pairwise(places))
+        shard_format.decode_bundle(raw[a:b], "s", i, int(crcs[i]))
+        for i, (a, b) in enumerate(itertools.pairwise(offsets))
     ]
     return bundles, lengths
 
@@ -64,7 +67,7 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
         for i, n in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens_lib, "BUNDLE_BYTES", bundle * np.dtype(dtype).itemsize)
+        patch.setattr(shard_format, "BUNDLE_BYTES", bundle * np.dtype(dtype).itemsize)
         path = tmp_path_factory.mktemp("shard") / "x"
         entry, raw = write(path, documents, dtype)
     assert entry["bytes"] == len(raw)
@@ -82,7 +85,7 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
     ends = np.cumsum(sizes)
     np.testing.assert_array_equal(np.flatnonzero(together["starts"]), np.append(0, ends[:-1]))
     mask = np.concatenate(
-        [np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in documents]
+        [np.ones(len(d.tokens), bool) if d.predicted is None else d.predicted for d in documents]
     )
     expected = np.append(mask[1:] & ~together["starts"][1:], False)
     np.testing.assert_array_equal(together["learn"], expected)
@@ -94,24 +97,26 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
 @given(st.data())
 def test_any_flipped_bit_and_any_cut_is_found(data):
     tokens = np.arange(50, dtype=np.uint16)
-    record = tokens_lib.encode_bundle(tokens, np.array([0, 9]), tokens > 20, (7, True), PLACE)
-    tokens_lib.decode_bundle(record, "s", PLACE.number, tokens_lib.crc_of(record))
+    record = shard_format.encode_bundle(tokens, np.array([0, 9]), tokens > 20, (7, True), ADDRESS)
+    shard_format.decode_bundle(record, "s", ADDRESS.number, shard_format.crc_of(record))
     if data.draw(st.booleans()):
         broken = bytearray(record)
         broken[data.draw(st.integers(0, len(record) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     else:
         broken = record[: data.draw(st.integers(0, len(record) - 1))]
     with pytest.raises(CorruptRecord, match="corrupt record 3 of shard s"):
-        tokens_lib.decode_bundle(bytes(broken), "s", PLACE.number, tokens_lib.crc_of(record))
+        shard_format.decode_bundle(bytes(broken), "s", ADDRESS.number, shard_format.crc_of(record))
 
 
 @pytest.mark.parametrize("other", [{"corpus": 1}, {"shard": 13}, {"number": 4}, {}])
 def test_a_whole_record_of_another_place_or_preparation_is_found(other):
     tokens, learnt = np.arange(9, dtype=np.uint16), None if other else np.arange(9) > 3
-    one = tokens_lib.encode_bundle(tokens, np.array([0]), None, None, PLACE)
-    another = tokens_lib.encode_bundle(tokens, np.array([0]), learnt, None, PLACE._replace(**other))
+    one = shard_format.encode_bundle(tokens, np.array([0]), None, None, ADDRESS)
+    another = shard_format.encode_bundle(
+        tokens, np.array([0]), learnt, None, ADDRESS._replace(**other)
+    )
     with pytest.raises(CorruptRecord, match="not the one that was written here"):
-        tokens_lib.decode_bundle(another, "s", PLACE.number, tokens_lib.crc_of(one))
-    table = tokens_lib.encode_numbers(tokens_lib.PLACES, np.arange(4), PLACE)
+        shard_format.decode_bundle(another, "s", ADDRESS.number, shard_format.crc_of(one))
+    table = shard_format.encode_numbers(shard_format.OFFSETS, np.arange(4), ADDRESS)
     with pytest.raises(CorruptRecord, match="differs"):
-        tokens_lib.decode_numbers(table, tokens_lib.LENGTHS, "s", tokens_lib.crc_of(table))
+        shard_format.decode_numbers(table, shard_format.LENGTHS, "s", shard_format.crc_of(table))

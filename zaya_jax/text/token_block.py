@@ -1,0 +1,86 @@
+"""Tokens of documents, and what is to be predicted of them: of one document, and of several one
+after another.
+
+The two say it in different ways. `Document.predicted[i]` is of token i itself. `TokenBlock.learn[i]`
+is of its *target*, which is token i + 1.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from zaya_jax.text.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass
+class Document:
+    """Tokens of one document, begin and end included."""
+
+    tokens: np.ndarray
+    predicted: np.ndarray | None = None  # bool: the token is to be predicted; None: all of them
+    answers: int = 0  # of a chat: those that are learnt,
+    rewritten: int = 0  # and those that its template does not write as the model did
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBlock:
+    """A run of tokens with their targets and flags: all arrays have the same length."""
+
+    tokens: np.ndarray  # unsigned
+    targets: np.ndarray  # unsigned: the token after each (whatever it is where `learn` is false)
+    starts: np.ndarray  # bool: a document begins here
+    learn: np.ndarray  # bool: the target is real and is to be learnt
+    real: bool = True  # False: the tokens could not be read, padding takes their place
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def concatenate(documents: Sequence[Document], tokenizer: Tokenizer) -> TokenBlock:
+    """The tokens of documents one after another; these are all texts, or all chats."""
+    lengths = [len(document.tokens) for document in documents]
+    starts = np.zeros(sum(lengths), bool)
+    starts[np.cumsum([0, *lengths])[:-1]] = True
+    tokens = [document.tokens for document in documents]
+    masks = [document.predicted for document in documents if document.predicted is not None]
+    assert len(masks) in (0, len(documents))
+    return with_targets(
+        np.concatenate([np.empty(0, tokenizer.dtype), *tokens]),
+        starts,
+        np.concatenate(masks) if masks else None,
+    )
+
+
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenBlock:
+    """The documents of texts, encoded by all cores."""
+
+    def encode(text: str) -> Document:
+        return Document(tokenizer.encode_document(text))
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return concatenate(list(pool.map(encode, texts)), tokenizer)
+
+
+def with_targets(
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    predicted: np.ndarray | None = None,
+    after: tuple[int, bool] | None = None,
+) -> TokenBlock:
+    """The block of tokens: each one's target is the next, unless a document starts there.
+
+    `predicted` is of the tokens (all by default). `after` is the token that follows the last one,
+    and whether it is to be predicted, where the document continues in another block.
+    """
+    both = np.zeros(len(tokens) + 1, tokens.dtype)  # tokens and targets are two views of it
+    both[:-1] = tokens
+    learn = np.zeros(len(tokens), bool)
+    learn[:-1] = ~starts[1:]
+    if predicted is not None:
+        learn[:-1] &= predicted[1:]
+    if after is not None and len(tokens):
+        both[-1], learn[-1] = after
+    return TokenBlock(both[:-1], both[1:], starts, learn)
