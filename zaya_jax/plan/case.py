@@ -156,9 +156,7 @@ class StepCase:
         """Weights that a device holds: how many by "layers", "embedding", "rest"."""
         found = dict.fromkeys(("layers", "embedding", "rest"), 0)
         for path, number in _local(self.model, self.config.precision, self.spread):
-            name = {"layers": "layers", "embed/embedding": "embedding"}.get(
-                path, path.split("/")[0]
-            )
+            name = "embedding" if path == "embed/embedding" else path.split("/")[0]
             found[name if name in found else "rest"] += number
         return found
 

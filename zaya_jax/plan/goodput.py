@@ -52,8 +52,8 @@ def best_interval(save: float, mtbf: float) -> float:
     twice that."""
     if save >= 2 * mtbf:
         return mtbf
-    root = save / (2 * mtbf)
-    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(root) / 3 + root / 9) - save
+    ratio = save / (2 * mtbf)
+    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
 def share(interval: float, save: float, restart: float, mtbf: float) -> float:

@@ -155,7 +155,7 @@ def _layers(case: StepCase) -> Iterator[Flow]:
     if s.expert_axes and m.model_type == "zaya":
         group = math.prod(getattr(s, axis) for axis in s.expert_axes)
         span = s.expert * s.context * s.tensor
-        slots = span <= dispatch.HOST_DEVICES or not s.expert_axes
+        slots = span <= dispatch.HOST_DEVICES
         rows = dispatch.slot_rows(case.tokens, group) * group if slots else case.tokens
         each = itemsize(case.config.precision.compute) * rows * m.hidden_size * (group - 1) / group
         passes = mb * layers * (6 if again else 4)

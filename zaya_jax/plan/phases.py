@@ -98,10 +98,10 @@ def plan_run(
         except UserError as error:
             wrong.append(error)
             continue
-        for segment, (here, spread, sequences, micro_batches) in zip(
+        for segment, (phase_config, spread, sequences, micro_batches) in zip(
             segments, portions, strict=True
         ):
-            case = StepCase(here, spread, cluster.chip, sequences, micro_batches)
+            case = StepCase(phase_config, spread, cluster.chip, sequences, micro_batches)
             time = step_time.estimate(case, cluster, rates)
             whole = segment.num_steps * segment.tokens_per_step
             number = -(-whole // (case.sequences * case.config.data.seq_len))
@@ -130,10 +130,10 @@ def plan_run(
         )
     if not found:
         raise wrong[0]
-    notes = [f"not with so many devices: {error}" for error in wrong]
+    notes = [f"needs another number of devices: {error}" for error in wrong]
     if config.kernels not in (("all",), ("auto",)):
         notes.append(
-            "of programs with all kernels of our own, but the config has"
+            "The plan assumes all of our kernels; the config has"
             f" --config.kernels={','.join(config.kernels)}"
         )
     return found, notes

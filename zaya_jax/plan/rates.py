@@ -24,7 +24,7 @@ MODELLED = f"{ASSUMED}; fast: half of the modelled rate of the kernels' inner lo
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """A share of a peak, or seconds."""
+    """A number with its source: a share of a peak, seconds, hours, or bytes a second."""
 
     value: float  # the likely one
     source: str
@@ -77,7 +77,7 @@ class Rates:
             found.append((name, rate.value, rate.source + ends))
         return found
 
-    def at(self, end: int, names: Iterable[str]) -> "Rates":
+    def at_ends(self, end: int, names: Iterable[str]) -> "Rates":
         """These rates at their fast (0) or slow (1) end, the others as they are."""
         rates = vars(self)
         return dataclasses.replace(

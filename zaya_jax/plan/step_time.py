@@ -109,7 +109,7 @@ def seconds_between(
     there."""
     found = {}
     for what, names in [*((name, [name]) for name in rates.uncertain), ("all", rates.uncertain)]:
-        low, high = (estimate(case, cluster, rates.at(end, names)).seconds for end in (0, 1))
+        low, high = (estimate(case, cluster, rates.at_ends(end, names)).seconds for end in (0, 1))
         found[what] = low, high
     return found
 
@@ -128,10 +128,12 @@ def _communication(
         seconds = flow.seconds(case, cluster, rates)
         taken[flow.what] = taken.get(flow.what, 0.0) + seconds
         longest = max(longest, seconds) if flow.what == network.UPDATES else longest
-    if own := sum(seconds for part, seconds in parts if part.scope == "optimizer/exchange"):
+    if bucket_copies := sum(
+        seconds for part, seconds in parts if part.scope == "optimizer/exchange"
+    ):
         # rows into buckets and out of them again
         for what in (network.GRADIENTS, network.UPDATES):
-            taken[what] = max(taken.get(what, 0.0), own / 2)
+            taken[what] = max(taken.get(what, 0.0), bucket_copies / 2)
     exposed, overlap = dict(taken), rates.overlap.value
     if network.UPDATES in taken:
         others = max(taken[network.UPDATES] - longest, 0.0)

@@ -6,14 +6,7 @@ compiling it.
 PASSES says which arrays the kernels of a layer read and write; around the layers stand the
 embedding, the head and the optimizer. The numbers were read off programs compiled for MI300X on 22
 and 23 November 2026, kernel by kernel (`python benchmarks/plan.py`), which benchmarks/plan.md holds
-against these formulas. Where the model's code changes, so must they. Kinds of arrays, as sizes on a
-device:
-
-    x4 x2   N tokens of the model's width, float32 and in the compute format       r4      N of the router's, float32
-    p2      N of packed queries and keys                  q2 v2   of the queries; of the keys or the values alone
-    c2      N of packed columns and values                h2 f2   N of the experts' gate and up; of their width
-    s2      the states of linear attention's chunks       w4 w2   the part's weights of a layer, float32, to compute in
-    wh      the same weights as the kernels find them
+against these formulas. Where the model's code changes, so must they.
 """
 
 import dataclasses
@@ -32,6 +25,20 @@ from zaya_jax.plan.case import COPY, StepCase, itemsize
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
+# Arrays, as sizes on a device; N tokens, and formats float32 (4) or to compute in (2):
+#
+#     x4 x2    N of the model's width
+#     r4       N of the router's width
+#     p2       N of packed queries and keys
+#     q2 v2    N of the queries; of the keys or the values alone
+#     c2       N of packed columns and values
+#     h2 f2    N of the experts' gate and up; of their width
+#     s2       the states of linear attention's chunks
+#     w4 w2    the part's weights of a layer
+#     wh       the same weights as the kernels find them
+#
+# "2*x4 + q2" are two passes over x4 and one over q2.
+#
 # For each part of a layer, and each stage, or kind of remat where "again" is less or more: arrays
 # read and written by products, which a GPU does under the multiplication where that takes longer;
 # by all other kernels; launches; FLOPs over those of the forward pass. Weights are turned to the
@@ -39,54 +46,59 @@ FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 # fmt: off
 PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
     "cca": {  # norm; q, k and v, some delayed; o
-        FORWARD: ("2x2 c2 q2 w2", "x4 x2 2v2 w4 w2", 10, 1),
-        AGAIN: ("2x2 c2 q2 w2", "x4 x2 2v2 w4 w2", 9, 1),
-        "elementwise": ("", "x4 x2 7v2", 6, 0),
-        BACKWARD: ("4x2 2c2 2q2 w2 2w4", "3x4 x2 2v2 w4", 12, 2),
+        FORWARD: ("2*x2 + c2 + q2 + w2", "x4 + x2 + 2*v2 + w4 + w2", 10, 1),
+        AGAIN: ("2*x2 + c2 + q2 + w2", "x4 + x2 + 2*v2 + w4 + w2", 9, 1),
+        "elementwise": ("", "x4 + x2 + 7*v2", 6, 0),
+        BACKWARD: ("4*x2 + 2*c2 + 2*q2 + w2 + 2*w4", "3*x4 + x2 + 2*v2 + w4", 12, 2),
     },
     "mix": {
         # convolutions, norms and rotation by their own kernels: three for gradients, two convolve
         # again
-        FORWARD: ("", "2.1p2", 1, 0), AGAIN: ("", "2.1p2", 1, 0), BACKWARD: ("", "9.3p2", 4, 2),
+        FORWARD: ("", "2.1*p2", 1, 0), AGAIN: ("", "2.1*p2", 1, 0), BACKWARD: ("", "9.3*p2", 4, 2),
     },
     "mix by XLA": {  # where columns come from a neighbour too, or layers have several rotary tables
-        FORWARD: ("3p2", "13p2 2q2 8v2", 14, 0), AGAIN: ("3p2", "13p2 2q2 8v2", 14, 0),
-        BACKWARD: ("6p2", "28p2 c2 9v2", 28, 0),
+        FORWARD: ("3*p2", "13*p2 + 2*q2 + 8*v2", 14, 0),
+        AGAIN: ("3*p2", "13*p2 + 2*q2 + 8*v2", 14, 0),
+        BACKWARD: ("6*p2", "28*p2 + c2 + 9*v2", 28, 0),
     },
     "softmax": {
         # q, k, v r, out w; dq: q, k, v, out, d r; dk and dv: q, k, v, d r: two and seven products
         # of scores
-        FORWARD: ("", "2q2 2v2", 3, 1), "layer": ("", "2q2 2v2", 3, 1), BACKWARD: ("", "6q2 6v2", 5, 3.5),
+        FORWARD: ("", "2*q2 + 2*v2", 3, 1),
+        "layer": ("", "2*q2 + 2*v2", 3, 1),
+        BACKWARD: ("", "6*q2 + 6*v2", 5, 3.5),
     },
     "linear": {
         # features of k; states of chunks, their sums; the output. Where that is kept, states alone
         # again
-        FORWARD: ("", "2q2 6v2 6s2", 4, 1), AGAIN: ("", "4v2 5s2", 3, 0.1), "layer": ("", "2q2 6v2 6s2", 4, 1),
-        BACKWARD: ("", "9q2 9v2 7s2", 5, 2.5),
+        FORWARD: ("", "2*q2 + 6*v2 + 6*s2", 4, 1),
+        AGAIN: ("", "4*v2 + 5*s2", 3, 0.1),
+        "layer": ("", "2*q2 + 6*v2 + 6*s2", 4, 1),
+        BACKWARD: ("", "9*q2 + 9*v2 + 7*s2", 5, 2.5),
     },
     "router": {  # join and norm; to the router's width; three products there
-        FORWARD: ("x4 6r4 w4", "2x4 2x2 9r4", 12, 1),
-        AGAIN: ("x4 6r4 w4", "2x4 2x2 11r4", 13, 1),
-        "elementwise": ("", "2x4 2x2 7r4", 7, 0),
-        BACKWARD: ("2x4 13r4 3w4", "4x4 3x2 16r4", 20, 2),
+        FORWARD: ("x4 + 6*r4 + w4", "2*x4 + 2*x2 + 9*r4", 12, 1),
+        AGAIN: ("x4 + 6*r4 + w4", "2*x4 + 2*x2 + 11*r4", 13, 1),
+        "elementwise": ("", "2*x4 + 2*x2 + 7*r4", 7, 0),
+        BACKWARD: ("2*x4 + 13*r4 + 3*w4", "4*x4 + 3*x2 + 16*r4", 20, 2),
     },
     "experts": {  # rows r, hidden and activation w; activation r, y w; weights as they are. Join
-        FORWARD: ("wh 2x2 h2 2f2", "2x4 x2", 7, 1),
-        AGAIN: ("wh 2x2 h2 2f2", "", 7, 1),
+        FORWARD: ("wh + 2*x2 + h2 + 2*f2", "2*x4 + x2", 7, 1),
+        AGAIN: ("wh + 2*x2 + h2 + 2*f2", "", 7, 1),
         "elementwise": ("", "", 5, 0),
-        BACKWARD: ("wh w4 4x2 4h2 2f2", "3x4 2x2", 8, 2),
+        BACKWARD: ("wh + w4 + 4*x2 + 4*h2 + 2*f2", "3*x4 + 2*x2", 8, 2),
     },
     "attention": {  # of a dense model: q, k, v and o; rotation; norm and sum
-        FORWARD: ("2x2 q2 c2 w2", "3x4 2x2 10v2", 14, 1),
-        AGAIN: ("2x2 q2 c2 w2", "6x4 2x2 7v2", 11, 1),
-        "elementwise": ("", "x4 x2 10v2", 6, 0),
-        BACKWARD: ("8x2 2q2 2c2 w2 w4", "8x4 4x2 10v2", 25, 2),
+        FORWARD: ("2*x2 + q2 + c2 + w2", "3*x4 + 2*x2 + 10*v2", 14, 1),
+        AGAIN: ("2*x2 + q2 + c2 + w2", "6*x4 + 2*x2 + 7*v2", 11, 1),
+        "elementwise": ("", "x4 + x2 + 10*v2", 6, 0),
+        BACKWARD: ("8*x2 + 2*q2 + 2*c2 + w2 + w4", "8*x4 + 4*x2 + 10*v2", 25, 2),
     },
     "mlp": {  # gate, up and down, which is not needed again; f2 is their width
-        FORWARD: ("2x2 3f2 x4 w2", "3f2 4x4 x2 w4 w2", 9, 1),
-        AGAIN: ("2x2 2f2 0.67w2", "3f2 3x4 0.67w4 0.67w2", 7, 2 / 3),
-        "elementwise": ("", "3x4 x2 3f2", 4, 0),
-        BACKWARD: ("6f2 7x2 w2 w4", "5f2 x4 x2 w4 w2", 12, 2),
+        FORWARD: ("2*x2 + 3*f2 + x4 + w2", "3*f2 + 4*x4 + x2 + w4 + w2", 9, 1),
+        AGAIN: ("2*x2 + 2*f2 + 0.67*w2", "3*f2 + 3*x4 + 0.67*w4 + 0.67*w2", 7, 2 / 3),
+        "elementwise": ("", "3*x4 + x2 + 3*f2", 4, 0),
+        BACKWARD: ("6*f2 + 7*x2 + w2 + w4", "5*f2 + x4 + x2 + w4 + w2", 12, 2),
     },
 }
 # fmt: on
@@ -94,24 +106,24 @@ RATES = {"experts": "grouped", "router": "float32", "softmax": "attention", "lin
 # Where experts lie over devices, buffers have more rows than an even load
 # (`parallel.dispatch.SLACK`): rows of products, as they come sorted by expert, and back. And each
 # exchange: into slots, through two all-to-alls, and out.
-ROUND, SENT = "10x2", "13x2"
+ROUND, SENT = "10*x2", "13*x2"
 # Arrays of a layer kept for the backward pass: written forward, read backward. "products": over
 # fsdp and TSP, where nothing is computed again, the products' results, and nothing made of gathered
 # weights.
 KEPT = {
     "zaya": {
-        "layer": "x4 r4",
-        "attention": "x4 r4 q2",
-        "elementwise": "x4 2x2 h2 c2 q2 4r4",
-        "none": "2x4 3x2 h2 2c2 3q2 10r4",
-        "products": "x4 3x2 c2 p2 q2 h2 5r4",
+        "layer": "x4 + r4",
+        "attention": "x4 + r4 + q2",
+        "elementwise": "x4 + 2*x2 + h2 + c2 + q2 + 4*r4",
+        "none": "2*x4 + 3*x2 + h2 + 2*c2 + 3*q2 + 10*r4",
+        "products": "x4 + 3*x2 + c2 + p2 + q2 + h2 + 5*r4",
     },
     "dense": {
         "layer": "x4",
-        "attention": "x4 q2",
-        "elementwise": "x4 2x2 c2 q2 2f2",
-        "none": "3x4 2x2 c2 2q2 v2 3f2",
-        "products": "x4 x2 c2 q2 2f2",
+        "attention": "x4 + q2",
+        "elementwise": "x4 + 2*x2 + c2 + q2 + 2*f2",
+        "none": "3*x4 + 2*x2 + c2 + 2*q2 + v2 + 3*f2",
+        "products": "x4 + x2 + c2 + q2 + 2*f2",
     },
 }
 
@@ -122,10 +134,10 @@ class ScopeWork:
 
     scope: str
     stage: str  # "" for work after the backward pass
-    flops: float
-    products: float  # bytes that products read and write
-    others: float  # bytes of all other kernels
-    launches: float
+    flops: float = 0.0
+    products: float = 0.0  # bytes that products read and write
+    others: float = 0.0  # bytes of all other kernels
+    launches: float = 0.0
     kind: str = "products"  # whose rate its FLOPs run at: products, grouped, attention, float32
 
     @property
@@ -165,8 +177,12 @@ def array_bytes(case: StepCase) -> dict[str, float]:
 
 @functools.cache
 def _units(words: str) -> tuple[tuple[float, str], ...]:
-    """ "2x4 q2" as ((2, "x4"), (1, "q2"))."""
-    return tuple((float(word[:-2] or 1), word[-2:]) for word in words.split())
+    """ "2*x4 + q2" as ((2, "x4"), (1, "q2"))."""
+    units = []
+    for term in filter(None, words.split(" + ")):
+        times, _, array = term.rpartition("*")
+        units.append((float(times or 1), array))
+    return tuple(units)
 
 
 def bytes_moved(words: str, have: Mapping[str, float]) -> float:
@@ -200,8 +216,8 @@ def rounded_numel(case: StepCase) -> float:
 
 
 def gathers_weights(case: StepCase) -> bool:
-    """Whether a layer's weights come from other devices, so that it is computed again where nothing
-    else is asked."""
+    """Whether a layer's weights come from other devices, in which case the layer is
+    recomputed unless remat says otherwise."""
     return case.spread.fsdp or (case.spread.tsp and case.model.model_type == "zaya")
 
 
@@ -251,9 +267,9 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
         products, others, launches, flops = row
         # the sum over devices reads and writes it
         if weights and case.spread.heads > 1 and name != "router":
-            others += " 2x2"
+            others += " + 2*x2"
         if over_devices:
-            others += " " + ROUND
+            others += " + " + ROUND
             yield ScopeWork(
                 "experts/exchange", stage, 0.0, 0.0, times * bytes_moved(SENT, have), 5 * times
             )
@@ -263,7 +279,7 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
             and case.micro_batches > 1
             and experts_in_place(case)
         ):
-            others += " w4"  # the sum so far
+            others += " + w4"  # the sum so far
         yield ScopeWork(
             scope,
             stage,
@@ -343,7 +359,9 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
     onto = (4 if several else 3 if case.layout.sharded or fsdp else 0) * (
         table4 if chunks > 1 else 0.0
     )
-    yield ScopeWork("embed", BACKWARD, 0, 0, mb * ((2 * turns + 7) * x4 + onto), mb * (turns + 41))
+    yield ScopeWork(
+        "embed", BACKWARD, others=mb * ((2 * turns + 7) * x4 + onto), launches=mb * (turns + 41)
+    )
     yield ScopeWork(
         "head",
         FORWARD,
@@ -355,18 +373,20 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
         mb * (3 * logits4 + logits2 + table4 + table2 + 17 * x4),
         mb * (15 * chunks + 6),
     )
-    held = saved_bytes(case) * layers
+    saved = saved_bytes(case) * layers
     # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put
     # back: not those whose kernels write them where all layers' lie, nor those that leave with
     # their layer. Kept arrays go in and out.
     own = sum(case.layer_numel.values()) * layers
     large = case.layer_numel.get("experts", case.layer_numel.get("mlp", 0.0)) * layers
     stacked = own - (large if experts_in_place(case) or fsdp else case.early_numel)
-    yield ScopeWork("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 48 * layers)
+    yield ScopeWork(
+        "stacks", BACKWARD, others=mb * (28.0 * stacked + 4 * saved), launches=mb * 48 * layers
+    )
     # Zeros for kept arrays and for the table's gradient; the carry of the embedding's sum; o's
     # weights converted.
     rest = (
-        mb * (2.0 * case.layer_numel[case.mixer] * layers + held + 2 * turns * x4)
+        mb * (2.0 * case.layer_numel[case.mixer] * layers + saved + 2 * turns * x4)
         + min(chunks, 2) * table4
     )
     if several:
@@ -380,7 +400,7 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
         rest += mb * (
             (gathered * (2 + b / 4) + 2 * table4) * (1 + 1 / case.spread.data) + 8 * gathered
         )
-    yield ScopeWork("other", FORWARD, 0, 0, rest, mb * (14.5 * layers + 85))
+    yield ScopeWork("other", FORWARD, others=rest, launches=mb * (14.5 * layers + 85))
 
 
 def _optimizer(case: StepCase) -> Iterator[ScopeWork]:
