@@ -94,7 +94,7 @@ def test_ranks(environ, given, rank):
         (
             {"NODES": "2", "NODE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"},
             None,
-            ("agent=2 of agents=2",),
+            ("agent=2 is out of range for agents=2",),
         ),
         ({**NODES, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, None, ("one task a node",)),
         (

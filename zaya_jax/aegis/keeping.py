@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.cluster import events
+from zaya_jax.cluster.leaving import BAD_INPUT
 
 MOST = 1 << 24  # bytes that wait for a disk or a terminal; more are counted and dropped
 SECONDS = 20.0  # that the hook's command may take
@@ -70,22 +71,22 @@ class Terminal(_Worker):
 
     def __init__(self) -> None:
         self._gone = set[int]()
-        super().__init__("terminal", MOST)
+        super().__init__("terminal", MOST)  # starts the thread, so that all else comes first
 
-    def show(self, number: int, data: bytes) -> None:
+    def show(self, fd: int, data: bytes) -> None:
         """Bytes for stdout (1) or stderr (2)."""
-        self._put((number, data), len(data))
+        self._put((fd, data), len(data))
 
     def _do(self, item: tuple[int, bytes]) -> None:
-        number, data = item
+        fd, data = item
         rest = memoryview(data)
-        while rest and number not in self._gone:
+        while rest and fd not in self._gone:
             try:
-                rest = rest[os.write(number, rest) :]
+                rest = rest[os.write(fd, rest) :]
             except BlockingIOError:
                 time.sleep(0.05)
             except OSError:
-                self._gone.add(number)  # its reader is gone; the run goes on
+                self._gone.add(fd)  # its reader is gone; the run goes on
 
 
 class Keeper(_Worker):
@@ -109,9 +110,8 @@ class Keeper(_Worker):
         self._put(event, 0)
 
     def ended(self, code: int) -> None:
-        """A process has ended: unless it refused to begin, the folder is a run's if it looks like
-        one."""
-        self._accepted = self._accepted or code != 2
+        """A process has ended: unless it refused the folder, a folder with a config is a run's."""
+        self._accepted = self._accepted or code != BAD_INPUT
 
     def close(self, seconds: float = SECONDS) -> None:
         self._closing.set()
@@ -176,4 +176,4 @@ class Hook(_Worker):
         except (OSError, subprocess.SubprocessError) as error:
             self.failed += 1
             if self.failed == 1:  # once: a service that is down would say it at each event
-                _log.warning("the command failed at an event: %s: %s", type(error).__name__, error)
+                _log.warning("the event hook failed: %s: %s", type(error).__name__, error)

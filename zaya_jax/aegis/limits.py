@@ -1,16 +1,16 @@
 """The limits for hardware counters and levels, each with its reason, and how the node's files are
 compared with them.
 
-    tree = Tree("/"); tree.number("proc/loadavg")          an unreadable file is noted once, and is no error
-    judge.counter(name, device, source, value)             findings, if it has grown too much
-    judge.state(name, device, on, seen)                    findings, if it is so for too long
-    Watcher(tree).poll(judge)                              findings about one kind of hardware
+    tree = Tree("/"); tree.number("proc/loadavg")    an unreadable file is noted once, and no error
+    judge.counter(name, device, source, value)       findings, if it has grown too much
+    judge.state(name, device, on, seen)              findings, if it is so for too long
+    Watcher(tree).poll(judge)                        findings about one kind of hardware
 
 A counter is judged by its growth over a window, never by its value: errors before the run do not
 count, but a state from before the run does. A counter is reported once in a window, and begins anew
 when it falls (reset, wrapped). A state is reported once, until it is over.
 
-docs/watching.md shows the table, and a test holds that. A fault that only slows a node down, or
+docs/watching.md shows the table, and a test checks it. A fault that only slows a node down, or
 needs a person some day, is a note: a process that ends soon after has not ended for it.
 """
 
@@ -216,7 +216,7 @@ class Tree:
                 return value
         except ValueError:
             pass
-        self.note(f"{path}: {text[:40]!r} is no number")
+        self.note(f"{path}: {text[:40]!r} is not a number")
         return None
 
     def names(self, path: str) -> list[str]:

@@ -33,8 +33,8 @@ _FAULT = (
     r"|error: |warning: |[\w.]*(?:Error|Exception)(?: \(.*?\))?: |[A-Z_]{5,}: |:\d+:\S+\.cpp |what\(\): "
     r"|\S+ \[\d+\] .*NCCL WARN |failed call to |slurmstepd: |srun: ))"
 )
-# Words that take a kernel's message back wherever they stand in it, and the most that its rule may
-# do then; "" is nothing. ("page: Ignored" is a memory failure that could not be handled.)
+# Words that take a kernel's message back wherever they stand in it, and the strongest action that
+# its rule may then call for; "" is none. ("page: Ignored" is a memory failure that could not be handled.)
 _BUT = r"(?<!not )(?<!not be )\b"
 TAKEN_BACK = (
     (re.compile(rf"(?i)(?<!page: ){_BUT}ignored\b"), ""),
@@ -114,13 +114,17 @@ class Matcher:
         count = self._counts[key] = self._counts.get(key, 0) + 1
         taken = [most for words, most in TAKEN_BACK if self._of_kernel and words.search(line)]
         action = min([rule.action, *taken], key=("", *events.ACTIONS).index)
-        if not action or str(count).strip("0") != "1":  # neither 1 nor 10 nor 100 ...
+        if not action or not _is_power_of_ten(count):
             return []
         line = events.printable(line)
         seen = line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
         if count > 1:
             seen += f" ({count:,} such lines)"
         return [Finding(rule.name, rule.group, action, seen, process, device)]
+
+
+def _is_power_of_ten(count: int) -> bool:
+    return str(count).rstrip("0") == "1"
 
 
 class Kernel:

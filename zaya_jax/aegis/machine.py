@@ -18,9 +18,8 @@ from pathlib import Path
 PCI = "/sys/bus/pci/devices"
 RETRIES = 7  # the most that a queue pair can do
 ACCELERATORS = ("0x1200", "0x0302")  # processing accelerator (MI300X), 3D controller (H100, H200)
-# The system kills the program when the agent ends, however that ends: nothing trains on alone. It
-# is no function called between fork and exec, since the agent has threads, and one may hold a lock
-# at that moment.
+# The system kills the program when the agent ends, however that ends: nothing trains on alone. This
+# is not a preexec_fn, because the agent has threads, one of which may hold a lock at the fork.
 EXEC_WRAPPER = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":

@@ -2,11 +2,11 @@
 
     watch = Stragglers(nodes)                   the node of each process
     watch.add(process, step, whole, own)        seconds of a lap, as `beats.lap` says them
-    watch.poll()                                those found since the last look, each once a start
+    watch.poll()                                those found since the last poll, each at most once per start
 
 The measure is the ratio of a process's own work in a step to the median of the others'. A process
 is named if its median ratio over each of two windows in a row is above SLOWER, by more than the
-noise of its ratios allows, and costs more than COSTS of the step. Medians ignore garbage
+noise of its ratios allows, and costs more than MIN_STEP_SHARE of the step. Medians ignore garbage
 collection, and anything else in fewer than half of the steps.
 """
 
@@ -18,11 +18,11 @@ import numpy as np
 
 WINDOW = 64  # steps
 SLOWER = 1.15
-COSTS = 0.05
+MIN_STEP_SHARE = 0.05  # that it must cost
 # seconds that process 0 may take more: it writes the figures, 8 to 20 ms on a crowded machine
-FIGURES = 0.05
+WRITER_ALLOWANCE = 0.05
 SIGMAS = 6.0
-WAITS = 1000  # steps that some process has not reported yet
+MAX_PENDING_STEPS = 1000  # steps that some process has not reported yet
 
 
 class Straggler(NamedTuple):
@@ -54,11 +54,11 @@ class Stragglers:
             wholes, owns = np.array([laps[p] for p in range(len(self._nodes))]).T
             others = _median_of_others(owns)
             more = owns - others
-            more[0] -= FIGURES
+            more[0] -= WRITER_ALLOWANCE
             costs = more / max(float(np.median(wholes)), 1e-9)
             self._rows.append((step, owns / np.maximum(others, 1e-9), costs))
             self._new += 1
-        while len(self._waiting) > WAITS:
+        while len(self._waiting) > MAX_PENDING_STEPS:
             del self._waiting[min(self._waiting)]
 
     def poll(self) -> list[Straggler]:
@@ -86,7 +86,9 @@ class Stragglers:
         spread = 1.4826 * np.median(abs(ratios - middle[:, None]), axis=1)
         noise = 1.2533 * spread / WINDOW**0.5  # of a median of so many
         slow = (
-            (middle > SLOWER) & (middle - 1 > SIGMAS * noise) & (np.median(costs, axis=1) > COSTS)
+            (middle > SLOWER)
+            & (middle - 1 > SIGMAS * noise)
+            & (np.median(costs, axis=1) > MIN_STEP_SHARE)
         )
         return set(np.flatnonzero(slow.all(0)).tolist())
 

@@ -26,7 +26,7 @@ from zaya_jax.config.fields import first_line, on_a_line
 # docs/exit_codes.md
 DONE, FAILED, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = (0, 1, 2, 3, 4, 5, 75)
 SIGNALLED = 128  # and a signal's number, as a shell reports a program that the signal ended
-PATIENCE = 10.0  # seconds; a disk that hangs would take for ever
+PATIENCE = 10.0  # seconds, so that a hung disk cannot block the exit
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 # Errors that are the storage's, whatever was being written: a full or failing disk, one that is
 # gone or read-only.

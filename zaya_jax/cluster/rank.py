@@ -124,14 +124,14 @@ def find_rank(
     if missing:
         raise UserError(
             f"{called[next(iter(found))]} is given, but not"
-            f" {' and '.join(called[name] for name in missing)}; several need all three, one needs"
-            " none"
+            f" {' and '.join(called[name] for name in missing)}; set all three for several"
+            " processes, or none for one"
         )
     how_many, which = names["num_processes"][0], names["process_id"][0]
     count, index = _number(how_many, found["num_processes"]), _number(which, found["process_id"])
     if count < 1 or not 0 <= index < count:
         raise UserError(
-            f"{which}={index} of {how_many}={count} is none; they go from 0 to {how_many} - 1"
+            f"{which}={index} is out of range for {how_many}={count} (0 to {count - 1})"
         )
     coordinator = str(found["coordinator"])
     port = re.fullmatch(r".+:([0-9]{1,5})", coordinator)

@@ -4,7 +4,7 @@ loop.
     found = hlo.collectives(jax.jit(f).lower(*args).compile())
     [c.kind for c in found if c.in_loop]
 
-The compiled text is the only proof of how a program communicates; tests and plans read it here. It
+How a program communicates is proved by its compiled text only; tests and plans read it here. It
 is XLA's own and the same on every backend; asynchronous pairs (`all-gather-start`,
 `all-gather-done`) count once.
 """

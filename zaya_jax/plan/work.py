@@ -375,8 +375,8 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
     )
     saved = saved_bytes(case) * layers
     # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put
-    # back: not those whose kernels write them where all layers' lie, nor those that leave with
-    # their layer. Kept arrays go in and out.
+    # back: except gradients that kernels write in place, and those reduced right
+    # after their layer. Kept arrays go in and out.
     own = sum(case.layer_numel.values()) * layers
     large = case.layer_numel.get("experts", case.layer_numel.get("mlp", 0.0)) * layers
     stacked = own - (large if experts_in_place(case) or fsdp else case.early_numel)
