@@ -147,7 +147,7 @@ def _gains(
 def _rows(ask: Ask, found: list[Candidate], rates: Rates) -> list[dict[str, Any]]:
     """Each shape's numbers; what depends on rates as [likely, fast, slow]."""
     best, rows = search.front(_gains(ask, found, rates, BATCHES[0])), []
-    three = (rates, *(rates.at(end, rates.uncertain) for end in (0, 1)))
+    three = (rates, *(rates.at_ends(end, rates.uncertain) for end in (0, 1)))
     for number, (case, settings, strains) in enumerate(found, 1):
         by_batch = {n: [search.gains(ask, case, r, n) for r in three] for n in BATCHES}
         rows.append(

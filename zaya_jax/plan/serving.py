@@ -53,7 +53,8 @@ def _layers(alone: StepCase, rows: int, seen: int) -> Iterator[ScopeWork]:
             weights *= experts_reached(m.num_experts, alone.tokens) / m.num_experts
         read = {"w2": number * weights, "w4": 4.0 * weights, "wh": number * weights}
         # Only training turns weights to the format of products at each pass.
-        passes = " ".join(word for word in others.split() if word[-2] != "w")
+        terms = [term for term in others.split(" + ") if not term.endswith(("w2", "w4", "wh"))]
+        passes = " + ".join(terms)
         have = work.array_bytes(alone) | read
         flops, cache = work.forward_flops(alone, name), 0.0
         if name == "softmax":
