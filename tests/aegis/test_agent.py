@@ -216,7 +216,7 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
         assert run.codes(of=[0, 3 - victim]) == [0, 0]
         assert run.gone()
     (lost,) = run.events("lost")
-    assert "gone: killed" in lost.seen and run.steps()[-1] == 36
+    assert "gone: it was killed" in lost.seen and run.steps()[-1] == 36
 
 
 def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
