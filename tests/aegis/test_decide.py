@@ -350,6 +350,31 @@ def test_a_node_that_does_not_stop_is_dropped():
     assert Disconnect(1) in out and Start(2, (0, 2)) in out
 
 
+@pytest.mark.parametrize(
+    "fact", [Tick(), StacksCollected("x")]
+)  # its stacks are waited for, or its end
+@pytest.mark.parametrize(
+    ("agents", "least", "gives_up"), [(3, 2, True), (2, 1, True), (2, 2, False)]
+)
+def test_a_silent_node_that_is_not_needed_is_given_up_while_its_answer_is_waited_for(
+    agents, least, gives_up, fact
+):
+    world = World(nodes=2, agents=agents, min_nodes=least)
+    late = decide.SILENT + 0.1
+    assert not world.decider.gives_up(1, 59.0)  # the run goes on: the usual limit counts
+    world.decider.take(Hung(1, 1, "stands", "first", 4.5), 1.0)
+    world.decider.take(fact, 1.0)
+    assert world.decider.gives_up(1, late) == gives_up and not world.decider.gives_up(1, 2.0)
+    if gives_up:
+        out = world.decider.take(Ready(0), 2.0) + world.decider.take(
+            AgentLost(1, "silent for 5 s"), 2.1
+        )
+        out += world.decider.take(Ready(0), 2.2)
+        assert Start(2, (0, 2) if agents > 2 else (0,)) in out and not world.decider.gives_up(
+            0, late
+        )
+
+
 def test_recovery_is_counted_to_the_first_new_step():
     world = World(nodes=1)
     world.take(Stepped(17), after=1)

@@ -176,7 +176,10 @@ class Agent:
         for connection in list(self.hub.by_index.values()):
             connection.flush()
             silent = now - connection.last_heard
-            if silent > self.heartbeat:
+            lost = silent > self.heartbeat
+            if self.leader and connection.index is not None:
+                lost = lost or self.leader.decider.gives_up(connection.index, silent)
+            if lost:
                 self._lost(connection, f"silent for {silent:.0f} s")
 
     def _connected(self, connection: Connection, before: Connection | None) -> None:

@@ -39,6 +39,7 @@ GRACE = 3.0  # for any other code: lifelines end all processes within a second o
 KILLED = 1.0  # after a kill by signal; later exits are its consequences
 COLLECT = 15.0  # until stacks are there
 STOP = 20.0  # until a killed node reports that no process is left there
+SILENT = 5.0  # how long we wait for an answering agent if a start can do without it
 STORAGE_PAUSE = 30.0
 # Pause before the second restart without progress; it doubles up to the longest.
 FIRST_PAUSE = 5.0
@@ -142,6 +143,13 @@ class Decider:
         """The node of a process of this start, or -1."""
         slot = process // self.rules.processes
         return self.nodes[slot] if 0 <= slot < len(self.nodes) else -1
+
+    def gives_up(self, node: int, silent: float) -> bool:
+        """Whether an agent that has been silent for so long is lost before its time: only while the
+        run waits for its answer, and if a start can do without it. A node without a spare may come
+        back for as long as answers are waited for."""
+        answers = node in self.nodes and self.state in (S.DUMPING, S.KILLING)
+        return answers and silent > SILENT and self._can_exclude(node)
 
     # Facts
 
