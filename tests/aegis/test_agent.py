@@ -312,27 +312,15 @@ def test_refuses_in_one_line(options, words, called, monkeypatch):
     assert code == cli.BAD_INPUT and words in err and err.count("\n") == 1
 
 
-def test_the_last_of_two_workdirs_is_the_run_s():
-    found = supervise.workdir_of(["--workdir=/a", "--workdir=/b"])
-    assert str(found) == "/b"  # as the training's own options take it
-
-
 def test_damaged_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
     folder = tmp_path / events.FOLDER
     folder.mkdir()
     given = {"kind": "died", "time": 1e9, "seen": "SIGKILL", "later version": 1}
     whole = json.dumps(given | {"done": "\x1b[2J \u202ereversed"})
     names = [field.name for field in dataclasses.fields(events.RunEvent)]
-    wrong = [
-        json.dumps(given | {name: x}) for name in names for x in (None, [], [{}], True, 10**400)
-    ]
-    odd = [*wrong, "[1]", "null", "[" * 100_000, '{"kind": "died"}']
-    odd += [f'{{"kind": "spent", "time": {time}}}' for time in ('"noon"', "NaN", "1e300", "[]")]
-    rest = ('"step": "x"', '"seconds": -Infinity', '"facts": []', '"facts": {"step": "y"}')
-    odd += [
-        f'{{"kind": "spike", "time": 1, {field}}}'
-        for field in (*rest, '"facts": {"sections": {"step": "x"}}')
-    ]
+    odd = [json.dumps(given | {name: x}) for name in names for x in (None, [{}], True, 10**400)]
+    odd += ["[1]", "[" * 100_000, '{"kind": "died"}', '{"kind": "spent", "time": NaN}']
+    odd.append('{"kind": "spike", "time": 1, "facts": {"sections": {"step": "x"}}}')
     (folder / "events.jsonl").write_text("\n".join([whole[:-5], *odd, whole, whole[:9]]))
     (event,) = events.read(tmp_path)
     assert event.seen == "SIGKILL" and f"{len(odd) + 2} lines of" in caplog.text

@@ -197,22 +197,6 @@ def test_a_machine_that_slept_blames_nobody():
     assert run.wait(3) is None
 
 
-def test_a_silent_node_is_found_by_its_place():
-    """Its agent reports nothing either: its last report grows old."""
-    run = Run(2)
-    number = steady(run)
-    run.at("step", number, "dispatch")
-    run.look()
-    for _ in range(100):
-        run.now += EVERY
-        views = [View(0, "step", number, "wait", 0.0, 0.0, "S")]
-        run.hangs.take_views(0, views, run.now)
-        found = run.hangs.find(run.now)
-        if found:
-            break
-    assert found.process == 1 and "without a sign of life" in found.seen
-
-
 @pytest.mark.parametrize("seconds", [0.05, 0.6, 2.0])
 @pytest.mark.parametrize("unheard", [{1}, {0, 2}, {0, 1, 2}])
 def test_silent_agents_blame_nobody_while_the_run_goes_on(seconds, unheard):

@@ -61,13 +61,6 @@ def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
     assert [line["step"] for line in lines(workdir)] == list(range(1, 61))
 
 
-def test_what_explains_a_later_end_is_done_last(tmp_path):
-    for seed in range(5):
-        hurt = chaos.Chaos(tmp_path / f"{seed}", seed, print, training=["--config=a.py"])
-        order = [fault.hardware for fault in reversed(hurt._shuffled(chaos.FAULTS))]
-        assert order == sorted(order) and any(order)
-
-
 @pytest.mark.slow
 def test_a_run_hurt_in_every_way_names_each_fault_and_has_the_bits_of_one_left_alone(
     tmp_path, capsys

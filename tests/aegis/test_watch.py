@@ -232,17 +232,6 @@ def test_a_driver_that_hangs_is_a_finding_and_holds_up_nobody(tmp_path):
     assert node.looks(2) == []
 
 
-def test_each_limit_is_judged_somewhere():
-    code = "".join(p.read_text() for p in Path(watch.__file__).parent.glob("watch*.py"))
-    for limit in limits.LIMITS:
-        assert f'"{limit.name}"' in code, limit.name
-
-
-def test_counters_of_other_drivers_are_known():
-    assert watch.kind_of("max_retry_exceeded") == "nic time-outs"  # bnxt_re
-    assert watch.kind_of("port_xmit_wait") is None and watch.kind_of("out_of_sequence") is None
-
-
 def test_the_page_has_each_rule_and_limit_and_use_of_time():
     page = (Path(watch.__file__).parents[2] / "docs" / "watching.md").read_text()
     row = r"^\| ([^|]+) \|(?: [^|]+ \|)? (\w+) \| (note|warn|restart|exclude|stop) \|"

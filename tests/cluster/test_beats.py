@@ -3,7 +3,6 @@ a watcher."""
 
 import itertools
 import math
-import random
 import struct
 import subprocess
 import sys
@@ -102,10 +101,6 @@ def test_what_a_library_scribbles_over_a_beat_is_none(tmp_path):
     # A lap stays for 64 steps, in which the process would be silent.
     for numbers in ((-5, 1, 1, 1), (8, NAN, 1, 1), (8, 1, -1e300, 1)):
         assert read(lap=struct.pack("<qddd", *numbers)).laps == ()
-    rng = random.Random(0)
-    for _ in range(300):
-        path.write_bytes(rng.randbytes(beats.SIZE))
-        assert beats.read(path, 0) is None
 
 
 def test_a_process_that_has_said_nothing_has_no_beat(tmp_path):
