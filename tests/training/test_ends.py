@@ -306,8 +306,3 @@ def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, cap
         vault_lib.Vault(str(tmp_path / "safe")).steps() == [4]
         and "no whole copy" not in capsys.readouterr().out
     )
-    (tmp_path / "run").rename(tmp_path / "first")
-    with pytest.raises(
-        config.UserError, match=r"safe holds step 4 of another run than .*optim\.lr=0\.003"
-    ):
-        run(99, None, **keys, optim__lr=0.5)

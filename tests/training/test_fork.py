@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_runs
 
-from experiments.configs import tiny
-from zaya_jax import cli, config, schedule
+from zaya_jax import cli
 from zaya_jax import run as run_lib
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.config import Phase, StorageError, UserError
@@ -176,15 +175,6 @@ def test_the_step_that_was_newest_at_first_stays_the_one(parent, tmp_path):
 
     assert find("")[1:] == find("@4")[1:] == [4, 512]
     assert find("@2")[1:] == [2, 256]
-
-
-def test_a_cool_down_falls_over_the_steps_after_the_fork():
-    given = tiny.get_config()
-    given.run.fork, given.run.fork_step, given.run.fork_tokens = "x", 100, 100 * 16 * 256
-    given.update_from_flattened_dict({"run.num_steps": 120, "schedule.decay_steps": 20})
-    plan = schedule.make_plan(config.check(given))
-    rates = [plan.step(100 + n).lr for n in range(1, 21)]
-    assert rates == pytest.approx([given.optim.lr * (1 - n / 20) for n in range(1, 21)])
 
 
 @pytest.mark.slow

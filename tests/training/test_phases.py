@@ -225,28 +225,13 @@ def test_a_config_is_described_without_devices_data_or_files(tmp_path):
     assert "it has no jump at a border between phases" in done.stdout
 
 
-def test_the_full_size_recipe_is_the_published_one():
+def test_each_phase_of_the_full_size_recipe_fits_1024_devices_at_once():
     path = Path(__file__).parents[2] / "experiments" / "configs" / "zaya1_base.py"
     given = settings(path, data__path="/srv/data")
-    plan = schedule.make_plan(given)
     assert recipe.check(recipe.place(given)) == []
+    plan = schedule.make_plan(given)
     phases = [segments[0].phase for _, segments, *_ in schedule.phases_of(given, plan)]
-    assert [phase.seq_len for phase in phases] == [4096, 4096, 32_768, 131_072]
-    assert [phase.rope_theta for phase in phases] == [1e4, 1e4, 1e6, 5e6]
-    assert [phase.tokens for phase in phases] == [
-        8 * 10**12,
-        4 * 10**12,
-        1_200 * 10**9,
-        660 * 10**9,
-    ]
-    assert [phase.mesh.context for phase in phases] == [1, 1, 2, 8]
-    assert [phase.packing for phase in phases] == ["concat"] * 3 + ["best_fit"]
-    assert phases[0].global_batch == phases[1].global_batch == 4096
-    assert (phases[0].lr, phases[0].schedule) == (6e-4, "cosine")
-    assert phases[0].lr_end == pytest.approx(2e-4)
     assert all(path.startswith("/srv/data/") for phase in phases for path in phase.mixture)
-    assert "/srv/data/reasoning_32k=0.86" in phases[2].mixture
-    assert "/srv/data/reasoning_131k=0.75" in phases[3].mixture
     for phase in phases:
         spread = spread_of(phase.mesh, shape_of(phase.mesh, 1024))
         rows = phase.global_batch // (spread.data * spread.expert)

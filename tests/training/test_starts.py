@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -20,7 +19,7 @@ from zaya_jax.checkpoint.run import store
 from zaya_jax.config import UserError
 from zaya_jax.pytorch import exchange
 from zaya_jax.text import tokenizers
-from zaya_jax.training import figures, notes, snapshot
+from zaya_jax.training import notes, snapshot
 from zaya_jax.training import state as states
 from zaya_jax.training.workdir import check_same, open_workdir, read_config
 
@@ -76,15 +75,6 @@ def test_a_run_whose_tokenizer_was_replaced_is_not_read(trained, tmp_path):
     assert not (tmp_path / "hf").exists()
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     assert zj.load(tmp_path / "run").tokenizer is None
-
-
-@pytest.mark.slow
-def test_weights_of_another_function_are_said(trained, tmp_path, capsys):
-    keys = {"data__path": str(trained / "corpus"), "run__num_steps": 1}
-    keys |= {"run__init_from": str(trained / "run"), "model__rms_norm_eps": 0.1}
-    assert tiny_runs.train(tmp_path / "new", **keys) == cli.DONE
-    note = "is of another model: config.model.rms_norm_eps 1e-05 there, 0.1 here\n"
-    assert note in capsys.readouterr().out
 
 
 BASE = config.Model(num_hidden_layers=2)
@@ -340,14 +330,3 @@ def test_what_was_there_before_a_refused_run_stays(here):
         with pytest.raises(UserError, match=says):
             train(place)
     assert tree(here) == before
-
-
-def test_a_loss_that_is_no_number_is_not_done(capsys):
-    assert (
-        figures.final_code({"loss": 2.0, "eval/loss": 1.0}, 0, 3)
-        == figures.final_code({}, 2, 3)
-        == cli.DONE
-    )
-    for last in ({"loss": math.nan}, {"loss": 1.0, "eval/loss": math.inf}):
-        assert figures.final_code(last, 0, 3) == cli.UNHEALTHY
-        assert "is not finite" in capsys.readouterr().out
