@@ -158,17 +158,3 @@ def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenize
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"tex')
     with pytest.raises(UserError, match=r"bad\.jsonl"):
         list(texts.documents(str(tmp_path / "bad.jsonl"), tokenizer))
-
-
-def test_all_is_the_sum_of_its_parts(tmp_path, tokenizer):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(name * 50)
-    parts = [
-        texts.evaluate(Even(), texts.documents(str(tmp_path / f"{n}.txt"), tokenizer), 8)
-        for n in "ab"
-    ]
-    both = texts.evaluate(Even(), texts.documents(str(tmp_path), tokenizer), 8)
-    assert texts.together(parts).figures() == both.figures() or texts.together(
-        parts
-    ).nats == pytest.approx(both.nats)
-    assert texts.together(parts).documents == 2 and parts[0].documents == 1

@@ -311,17 +311,6 @@ def test_no_context_is_exceeded_and_no_answer_lost(tok):
             assert spell(tok, document.tokens).count("answer[end_turn]") == 3
 
 
-def test_bytes_as_a_tokenizer_of_the_library():
-    library = BYTES._specials_tokenizer
-    text = "".join(map(chr, range(300))) + "é😀\n\t"
-    assert library.encode(text, add_special_tokens=False).ids == BYTES.encode(text)
-    assert library.decode(BYTES.encode(text)) == text
-    assert library.get_vocab_size() == BYTES.vocab_size
-    for purpose in tokenizers.CHAT_TOKENS:
-        name = BYTES.chat_special_text(purpose)
-        assert library.token_to_id(name) == BYTES._chat_tokens[name]
-
-
 def test_a_token_of_the_line_s_end_and_the_answer_s_first_spaces_is_learnt():
     """As by transformers' return_assistant_tokens_mask."""
     joins = tokenizers.train_bpe(["a\n  b " * 30], 265)

@@ -109,29 +109,6 @@ def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_
     assert own.decode_with_specials(prompt) == BETWEEN[0]
 
 
-def test_what_stands_in_generation_blocks_is_learnt_where_there_are_such(made):
-    ends = "{{- '<|im_end|>\\n' -}}\n    {%- elif message.role == 'tool'"
-    source = SOURCE.replace(
-        "'<|im_start|>assistant\\n' + think",
-        "'<|im_start|>assistant\\n' }}{% generation %}{{- think",
-    )
-    source = source.replace(ends, ends.replace("\\n' -}}", "' }}{% endgeneration %}{{- '\\n' -}}"))
-    assert source.count("generation %}") == 2
-    tok = with_template(made, source)
-    document, _ = chat_template.Template(tok).encode_within(messages(), None)
-    assert tok.decode_with_specials(document.tokens.tolist()) == WHOLE
-    learnt = tok.decode_with_specials(document.tokens[document.predicted].tolist())
-    assert learnt == "".join("<think>\n" + answer for answer in ANSWERS)
-
-
-def test_an_answer_that_the_template_rewrites_later_is_not_learnt(made):
-    """As Qwen's and others' leave out reasoning before the last question."""
-    source = SOURCE.replace("+ think(message)", "+ (think(message) if loop.last else '')")
-    tok = with_template(made, source)
-    document, _ = chat_template.Template(tok).encode_within(messages(), None)
-    assert tok.decode_with_specials(document.tokens[document.predicted].tolist()) == ANSWERS[-1]
-
-
 @pytest.mark.parametrize(("room", "outcome"), [(-1, chat.REDUCED), (-30, chat.DROPPED)])
 def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
     form = chat_template.Template(own)
@@ -169,17 +146,6 @@ def test_the_template_is_found_where_transformers_finds_it(made):
         == chat_template.template_sources(made)
         == {"default": chat_template.make_template(made)}
     )
-
-
-def test_one_that_knows_no_reasoning_finds_it_in_the_text(made):
-    form = chat_template.Template(
-        with_template(made, "{% for m in messages %}{{ m['content'] }}|{% endfor %}")
-    )
-    assert (
-        form.render(messages()[1:2] + messages()[5:6])
-        == "2+2?|<think>\nSo it is.\n</think>\n\nIt is 4.|"
-    )
-    assert form.ending == ([], ["|"])
 
 
 def test_what_a_template_refuses_is_one_line(made, own):

@@ -2,7 +2,6 @@
 one machine's."""
 
 import argparse
-import dataclasses
 import gzip
 import json
 import os
@@ -250,32 +249,6 @@ def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, sourc
     sorted(out.glob("train-*.tokens"))[3].unlink()  # and a shard that is gone
     here(options, out)
     assert contents(out) == whole
-
-
-def test_what_is_skipped_needs_leave_each_time(tmp_path, source, whole):
-    strict, lenient, out = (
-        options_for(source, skip_bad=False),
-        options_for(source),
-        tmp_path / "out",
-    )
-    with pytest.raises(
-        UserError, match=r"not a JSON object.*the same command continues from there, also"
-    ):
-        part(strict, out, 0, 1)
-    part(lenient, out, 0, 1)
-    with pytest.raises(UserError, match="not a JSON object"):
-        here(strict, out)
-    here(lenient, out)
-    assert contents(out) == whole
-    with pytest.raises(UserError, match="is complete, from other input or options"):
-        here(strict, out)
-
-
-def test_a_directory_without_bad_input_is_the_same_with_skip_bad(tmp_path):
-    (tmp_path / "t.txt").write_text("some text")
-    strict = Options([str(tmp_path / "t.txt")], held_out=0.0)
-    here(strict, tmp_path / "out")
-    assert here(dataclasses.replace(strict, skip_bad=True), tmp_path / "out")[1]
 
 
 @pytest.mark.parametrize("text", ["", "1", "3/3", "-1/2", "a/b"])
