@@ -76,16 +76,3 @@ def test_the_stream_is_what_generate_gives(temperature):
     assert [len(p[0]) for p in pieces] == [1, 16, 3]
     assert [[token for (row,) in pieces for token in row]] == at_once
     assert decode.generate(decoder, ids, 0) == [[]]
-
-
-@pytest.mark.slow
-def test_sampling_follows_the_seed():
-    model = model_helpers.small()
-    params, bias = model_helpers.weights(model)
-    ids = [[0, 0, 0]] * 4
-    decoder = decode.Decoder(model, params, bias, EXACT)
-    draw = lambda *seeds: decode.generate(decoder, ids, 8, sampling=Sampling(1.0), seeds=seeds)  # noqa: E731
-    one, again, other = draw(1, 2, 3, 1), draw(3, 2, 1, 1), draw(5, 6, 7, 8)
-    assert one == [again[2], again[1], again[0], again[3]] and one[0] == one[3]
-    assert len({tuple(row) for row in one + other}) == 7  # each seed has its own
-    assert decode.generate(decoder, ids, 8, sampling=Sampling(1.0), seeds=1) == [one[0]] * 4

@@ -12,8 +12,7 @@ from rows import slow
 
 from zaya_jax import config
 from zaya_jax.hardware import chips
-from zaya_jax.model import stack, zaya
-from zaya_jax.model.cca import empty_cache
+from zaya_jax.model import zaya
 from zaya_jax.model.placement import Rows
 
 EXACT = model_helpers.EXACT
@@ -23,26 +22,6 @@ FULL, SLIDING, LINEAR = config.LAYER_KINDS
 def mixed(*kinds, **changes):
     kinds = kinds or (LINEAR, FULL, LINEAR, SLIDING)
     return model_helpers.small(layer_types=kinds, num_hidden_layers=len(kinds), **changes)
-
-
-def test_the_shortest_pattern_that_repeats():
-    def pattern(*kinds):
-        return stack.linear_pattern(mixed(*kinds))
-
-    assert pattern(FULL, SLIDING, FULL) == (False,)
-    assert pattern(LINEAR, LINEAR) == (True,)
-    assert pattern(LINEAR, FULL, LINEAR, SLIDING) == (True, False)
-    assert pattern(*(LINEAR, LINEAR, LINEAR, FULL) * 2) == (True, True, True, False)
-    assert pattern(LINEAR, FULL, LINEAR) == (True, False, True)
-
-
-def test_only_softmax_layers_keep_keys_and_values():
-    cache = empty_cache(mixed(), EXACT, 2, 100)
-    assert cache["k"].shape == cache["v"].shape == (2, 2, 100, 2, 8)
-    assert cache["state"].shape == (2, 2, 2, 8, 9)
-    assert cache["columns"].shape[0] == cache["value"].shape[0] == 4
-    assert "k" not in empty_cache(mixed(LINEAR, LINEAR), EXACT, 2, 100)
-    assert "state" not in empty_cache(mixed(FULL, FULL), EXACT, 2, 100)
 
 
 def test_a_linear_layer_has_the_weights_of_the_others():

@@ -100,15 +100,3 @@ def test_padding_of_weights_as_transformers_initialises_them_changes_no_gradient
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(our_grads), jax.tree.leaves(their_grads), strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-6
-
-
-def test_without_segments_documents_do_see_each_other():
-    """The cut makes the difference above: without it the second document's logits change."""
-    model = model_helpers.small()
-    params, bias = model_helpers.weights(model)
-    ids = np.arange(12)[None] % model.vocab_size
-    segments = np.repeat([1, 2], 6)[None]
-    run = jax.jit(lambda *rows: logits(model, params, bias, ids, *rows)[0])
-    cut, whole = run(segments), run()
-    np.testing.assert_allclose(cut[:, :6], whole[:, :6], atol=1e-5)
-    assert np.abs(cut[:, 6:] - whole[:, 6:]).max(axis=-1).min() > 1e-3

@@ -1,6 +1,5 @@
 """The whole model's facts: parameter counts, fresh weights, effects of a layer's kind, memory."""
 
-import dataclasses
 import functools
 
 import jax
@@ -74,39 +73,6 @@ def test_a_layers_vectors_are_one_input_of_the_scan():
     with chip.making(chip.Chip("cpu", "NVIDIA H200", ())):
         program = jax.make_jaxpr(lambda p: zaya.apply(model, p, bias, Rows(IDS)).hidden)(params)
     assert given[0].shape in [x.aval.shape for e in program.eqns for x in e.invars]
-
-
-def run(model, params, bias, ids, **options):
-    return jax.jit(
-        lambda p: (
-            zaya.apply(model, p, bias, Rows(ids), precision=model_helpers.EXACT, **options).hidden
-        )
-    )(params)
-
-
-def test_a_window_as_wide_as_the_sequence_is_none():
-    ids = np.arange(10)[None]
-    kinds = model_helpers.small().rope_parameters
-    kinds = dataclasses.replace(kinds, hybrid_sliding=kinds.hybrid)
-    wide = model_helpers.small(sliding_window=10, rope_parameters=kinds)
-    full = dataclasses.replace(wide, layer_types=("hybrid", "hybrid"), sliding_window=None)
-    params, bias = model_helpers.weights(wide)
-    np.testing.assert_allclose(
-        run(wide, params, bias, ids), run(full, params, bias, ids), atol=1e-5
-    )
-
-
-def test_the_window_counts_the_query():
-    """Window 4: a token reaches attention's output three places on (two more by values and
-    convolutions)."""
-    model = model_helpers.small(num_hidden_layers=1, layer_types=("hybrid_sliding",))
-    params, bias = model_helpers.weights(model)
-    one, other = np.zeros((2, 1, 12), np.int32)
-    other[0, 2] = 7
-    changed = (
-        np.abs(run(model, params, bias, one) - run(model, params, bias, other)).max(-1)[0] > 1e-6
-    )
-    assert changed[2:6].all() and not changed[:2].any() and not changed[2 + 3 + 2 + 1 :].any()
 
 
 @functools.cache
