@@ -111,26 +111,6 @@ def test_learning_rates(params):
     )
 
 
-def test_adamw_alone_is_optax_adamw(params):
-    optim = Optim(name="adamw", clip_norm=0.0)
-    claims = chain.build(optim, Precision(), params).claims
-    paths = [
-        jax.tree_util.keystr(p, simple=True, separator="/")
-        for p, _ in jax.tree_util.tree_leaves_with_path(params)
-    ]
-    mask = jax.tree.unflatten(jax.tree.structure(params), [claims[path].decay for path in paths])
-    reference = optax.adamw(
-        0.1, optim.b1, optim.b2, optim.eps, weight_decay=optim.weight_decay, mask=mask
-    )
-    state, update = jax.jit(reference.init)(params), jax.jit(reference.update)
-    grads = optim_helpers.random_tree(params, 1)
-    for _ in range(3):
-        expected, state = update(grads, state, params)
-    got, _ = updated(optim, params, grads, lr=0.1, steps=3)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
-
-
 def test_gate_and_up_are_one_matrix_of_muon(params):
     """They get the update of a weight [L, E, D, 2 F] with the same numbers."""
     x = params["layers"]["experts"]["gate_up"]

@@ -10,7 +10,6 @@ from zaya_jax.config import Mesh, Model, Optim, Precision
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, zero
 from zaya_jax.optim.zero import owners
-from zaya_jax.optim.zero.grid import boxes
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.spread import AXES, Spread, spread_of
 
@@ -166,19 +165,6 @@ def test_where_matrices_are_few_small_ones_share_devices():
     assert [np.bincount(c[0]).tolist() for c in counts] == [[384, 640], [640, 128, 256]]
 
 
-def test_pouring_is_one_after_the_other_to_the_least_loaded():
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        loads = random.integers(0, 30, random.integers(1, 12))
-        cost, count = random.integers(1, 9), random.integers(1, 40)
-        after = loads.copy()
-        for _ in range(count):
-            after[np.argmin(after)] += cost
-        poured = owners.pour(loads, int(cost), int(count))
-        assert poured.sum() == count and poured.min() >= 0
-        assert sorted(loads + cost * poured) == sorted(after)
-
-
 def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
     """Each device sends and gets one piece a round; of ZAYA1's 40 matrices of a kind on 16,384
     devices, too."""
@@ -200,17 +186,6 @@ def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
         assert total["exchange"] <= 5 * total["reduce-scatter"] / devices
     # 80 on each: nothing moves
     assert layout_of("zaya1_base", data=8).matrices["muon 2048x2x2048"].plan.nothing
-
-
-def test_boxes_are_the_run_in_order():
-    random = np.random.default_rng(1)
-    for _ in range(200):
-        shape = tuple(random.integers(1, 5, random.integers(1, 5)))
-        x = np.arange(np.prod(shape)).reshape(shape)
-        start, stop = sorted(random.integers(0, x.size + 1, 2))
-        found = [x[box].reshape(-1) for box in boxes(shape, int(start), int(stop))]
-        assert np.concatenate([*found, []]).tolist() == list(range(start, stop))
-        assert len(found) <= 2 * len(shape) - 1
 
 
 def test_tiny_stacks_are_summed_as_a_whole():
