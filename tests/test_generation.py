@@ -11,7 +11,7 @@ from zaya_jax import generation
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.text import chat, chat_template, tokenizers
+from zaya_jax.text import tokenizers
 
 EXACT = Precision(compute="float32", router="float32", matmul="highest")
 MODEL = Model(
@@ -168,19 +168,3 @@ def test_rows_stop_each_by_itself(weights):
     assert stopped == [text.split(stop)[0] for text in free]
     assert len(stopped[1]) <= 9
     assert generate(ends=BYTES.encode(free[0][0]))[0] == ""
-
-
-def test_a_conversation_is_what_fine_tuning_sees():
-    talk = generation.Conversation(BYTES)
-    asked = talk.ask("hi?")
-    assert talk.ends == [BYTES.special_id("<|end_turn|>")] and not talk.stop
-    assert asked == [256, 259, *b"user\nhi?", 260, *b"\n", 259, *b"assistant\n"]
-    talk.answered("yes", b"yes")
-    again = talk.ask("no")
-    turns = [
-        chat.Message(*turn)
-        for turn in (("user", "", "hi?"), ("assistant", "", "yes"), ("user", "", "no"))
-    ]
-    whole = chat_template.Template(BYTES).encode_chat(turns)
-    # but for the end of the document
-    assert [*whole.tokens[:-1].tolist(), 259, *b"assistant\n"] == again

@@ -20,8 +20,6 @@ from traced_once import traced_once
 import zaya_jax as zj
 from zaya_jax import arguments, functions, library, schedule
 from zaya_jax.data import windows
-from zaya_jax.model import decode
-from zaya_jax.parallel import tree
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.report import read
 from zaya_jax.text import tokenizers
@@ -286,67 +284,9 @@ def test_a_phase_s_rotary_base_stays_with_the_weights(folder, settings, ids):
     assert (again.logits(ids) != early.logits(ids)).any()
 
 
-@pytest.mark.slow
-def test_a_cache_larger_than_a_device_s_share_is_decoded_over_eight(model, settings, ids):
-    """Each device holds an eighth of the columns; the texts and ids are those of one device."""
-    over = zj.create(settings, mesh={"context": 8})
-    rows = over.continued(ids.tolist(), 40)
-    alone = model.continued(ids.tolist(), 40)
-    one = decode.cache_bytes(model.config.model, model.config.precision, 2, alone.columns).total
-    here = decode.cache_bytes(
-        model.config.model, model.config.precision, 2, rows.columns, tree.cache_over(over.mesh)
-    ).total
-    parts = {part.device: part.data.nbytes for part in rows._cache["k"].addressable_shards}
-    whole = sum(part.data.nbytes for part in alone._cache["k"].addressable_shards)
-    assert len(parts) == 8 and set(parts.values()) == {whole // 8}
-    # a row's last columns are on each device
-    assert rows.cache_bytes == 8 * here and here < one / 2
-    np.testing.assert_array_equal(over.generate(ids, 40), model.generate(ids, 40))
-
-
 # ################################################################################################
 # Parts and loops of one's own
 # ##################################################################################################
-
-
-class LinearRouter(zj.Router):
-    """One product instead of three layers; its own weight starts at zero."""
-
-    def __init__(self, rngs, model, precision):
-        super().__init__(rngs, model, precision)
-        del self.fc1, self.fc2
-        self.mine = zj.weight(
-            rngs, (model.router_hidden_size, model.num_experts + 1), ("router", None), "zeros"
-        )
-
-    def __call__(self, seen, stream, balance):
-        stream = seen + self.down.bias[...] + self.eda[...] * stream
-        logits = stream @ self.mine[...] + self.out(stream, self.dtype, jnp.float32)
-        p = jax.nn.softmax(logits, axis=-1)
-        choice = jnp.argmax(jax.lax.stop_gradient(p) + balance, axis=-1).astype(jnp.int32)
-        return choice, jnp.take_along_axis(p, choice[:, None], axis=-1)[:, 0], logits, stream
-
-
-@pytest.mark.slow
-def test_a_router_of_one_s_own_is_trained_decoded_and_kept_from_configs(settings, ids, folder):
-    model = zj.create(settings, router=LinearRouter)
-    assert (
-        "mine" in model.params["layers"]["router"] and type(model.layer(0).router) is LinearRouter
-    )
-    assert model.generate(ids, 3).shape == (2, 10) and model.num_params > 0
-    with pytest.raises(zj.UserError, match="layers/router/mine"):
-        zj.optimizer(model.config)
-    optimizer = zj.optimizer(model.config, {"layers/router/mine": "adamw"})
-    state, params, losses = optimizer.init(), model.params, []
-    loss = jax.jit(jax.value_and_grad(lambda p: zj.loss(model.config, p, model.balance, ids, ids)))
-    apply = jax.jit(functools.partial(optimizer.apply, lr=1e-2))
-    for _ in range(4):
-        value, grads = loss(params)
-        params, state = apply(grads, state, params)
-        losses.append(float(value))
-    assert losses[-1] < losses[0] and np.asarray(params["layers"]["router"]["mine"]).any()
-    refused(functools.partial(model.save, folder / "own"), "router of your own", "numpy.savez")
-    refused(functools.partial(zj.create, settings, router=dict), "router=", "subclass of Router")
 
 
 class Unshared(zj.Layer):
@@ -362,7 +302,7 @@ class Unshared(zj.Layer):
         return h + self.share[...] * (new - h), *others
 
 
-def test_a_layer_of_one_s_own_is_in_every_pass(settings, model, ids):
+def test_a_layer_of_one_s_own_is_in_every_pass(settings, model, ids, folder):
     own = zj.create(settings, layer=Unshared)
     shared = own.params["layers"].pop("share")
     assert shared.shape == (2, 16) and same(own.params, model.params)
@@ -375,7 +315,9 @@ def test_a_layer_of_one_s_own_is_in_every_pass(settings, model, ids):
     own.params["layers"]["share"] = shared.at[1].set(0.5)
     found = own.generate(ids, 3)
     assert (found[:, 7] == own.logits(ids)[:, -1].argmax(-1)).all() and found.shape == (2, 10)
+    refused(functools.partial(own.save, folder / "own"), "router of your own", "numpy.savez")
     refused(functools.partial(zj.create, settings, layer=dict), "layer=", "subclass of Module")
+    refused(functools.partial(zj.create, settings, router=dict), "router=", "subclass of Router")
 
 
 def test_a_loop_of_public_names_trains_as_the_program_does(settings):

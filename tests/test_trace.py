@@ -2,14 +2,12 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models
 from test_library import KINDS
 
 import zaya_jax as zj
-from zaya_jax import functions
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +70,3 @@ def test_the_experts_outputs_are_what_joins_the_stream_times_p(model, ids):
     gained = two.hidden_states[0] - one.hidden_states[0]
     np.testing.assert_allclose(p * one.expert_outputs[0], gained, rtol=1e-3, atol=1e-7)
     assert np.abs(gained[~skips]).min(-1).all()
-
-
-def test_the_attention_that_is_seen_makes_what_the_operator_gives(segments):
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((2, 7, heads, 8), np.float32)) for heads in (4, 2, 2)
-    )
-    for window in (None, 3):
-        here = functions._Seeing().sequences(7, jnp.asarray(segments), None, None)
-        out, kept = here.of_layer(window, False, None).attend(q, k, v)
-        weights = kept["attention"].reshape(2, 2, 2, 7, 7)
-        made = jnp.einsum("bkgqj,bjkc->bqkgc", weights, v).reshape(out.shape)
-        np.testing.assert_allclose(made, out, rtol=1e-5, atol=1e-6)
