@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import multiprocess_runs
+from waiting import until
 
 from zaya_jax.cluster import events
 
@@ -37,18 +37,13 @@ class Agents(multiprocess_runs.Run):
 
     def until_step(self, step: int, seconds: float = 60) -> None:
         """Returns when the run has come there."""
-        end, path = time.monotonic() + seconds, self.workdir / "metrics.jsonl"
-        while not path.exists() or f'"step": {step}}}' not in path.read_text():
-            assert time.monotonic() < end, self.err()
-            time.sleep(0.02)
+        path = self.workdir / "metrics.jsonl"
+        wanted = f'"step": {step}}}'
+        until(lambda: path.exists() and wanted in path.read_text(), seconds, self.err)
 
     def first(self, kind: str, seconds: float = 60) -> events.RunEvent:
         """The first event of a kind, waited for: an event is written a moment after it happened."""
-        end = time.monotonic() + seconds
-        while not (found := self.events(kind)):
-            assert time.monotonic() < end, self.err()
-            time.sleep(0.02)
-        return found[0]
+        return until(lambda: self.events(kind), seconds, self.err)[0]
 
     def events(self, kind: str = "") -> list[events.RunEvent]:
         """Those of a kind, or all."""
@@ -69,14 +64,9 @@ class Agents(multiprocess_runs.Run):
                     found.append(int(path.name))
         return found
 
-    def gone(self, seconds: float = 10) -> bool:
-        """Whether all of them end within so many seconds."""
-        until = time.monotonic() + seconds
-        while self.running():
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.05)
-        return True
+    def until_gone(self, seconds: float = 10) -> None:
+        """Returns when all of them have ended."""
+        until(lambda: not self.running(), seconds)
 
 
 @contextlib.contextmanager

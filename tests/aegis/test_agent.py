@@ -18,6 +18,7 @@ from pathlib import Path
 import multiprocess_runs
 import pytest
 from agents import STEPS, command, start
+from waiting import until
 
 from experiments import supervise
 from zaya_jax import cli
@@ -79,7 +80,7 @@ def test_a_process_that_stands_still_is_named_with_its_line_and_all_start_again(
 ):
     with start(tmp_path, "--processes=3", befalls={2: f"12 {what}"}) as run:
         assert run.codes() == [0]
-        assert run.gone()
+        run.until_gone()
     (hangs,) = run.events("hangs")
     assert hangs.process == 2 and "process 2 stopped first; 2 wait for it" in hangs.concluded
     assert how in hangs.seen
@@ -137,7 +138,7 @@ def test_asked_once_it_saves_and_asked_twice_it_ends_at_once(tmp_path):
         run.wait_for("aegis: asked")
         run.processes[0].send_signal(signal.SIGINT)
         assert run.codes() == [128 + signal.SIGINT]
-        assert run.gone()
+        run.until_gone()
 
 
 def test_a_signal_before_the_training_heeds_it_is_an_end_as_asked(tmp_path):
@@ -168,7 +169,8 @@ def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_pat
         assert len(run.events("started")) == 1 and not run.events("lost")
         run.processes[0].kill()
         assert run.codes(of=[1]) == [1]
-        assert "the leader is gone" in run.err(1) and run.gone(3)
+        assert "the leader is gone" in run.err(1)
+        run.until_gone(3)
 
 
 @pytest.mark.slow
@@ -214,7 +216,7 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
         victim = started.facts["places"][1]
         run.processes[victim].kill()
         assert run.codes(of=[0, 3 - victim]) == [0, 0]
-        assert run.gone()
+        run.until_gone()
     (lost,) = run.events("lost")
     assert "gone: it was killed" in lost.seen and run.steps()[-1] == 36
 
@@ -226,11 +228,13 @@ def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
         command(tmp_path, 5, 0.01), env=environ, stderr=subprocess.PIPE, text=True
     )
     status = Path(f"/proc/{agent.pid}/status")
-    while (
-        not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1
-    ):
+
+    def heeds_the_signal():
         assert agent.poll() is None, agent.communicate()[1]
-        time.sleep(0.05)  # its handlers are not set
+        caught = int(status.read_text().split("SigCgt:")[1].split()[0], 16)
+        return caught >> (signal.SIGTERM - 1) & 1
+
+    until(heeds_the_signal)
     time.sleep(0.3)
     agent.send_signal(signal.SIGTERM)
     try:

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from waiting import until
 
 from zaya_jax.aegis import machine, stacks
 
@@ -66,8 +66,7 @@ def test_a_process_that_does_not_listen_is_left_alive_and_looked_at_from_outside
         and found.line.startswith(("state S", "state R"))
     )
     process.send_signal(signal.SIGSTOP)
-    while stacks.state(process.pid) != "T":
-        time.sleep(0.01)
+    until(lambda: stacks.state(process.pid) == "T")
     assert "state T" in stacks.collect(target)[3].text
     assert process.poll() is None
     process.kill()

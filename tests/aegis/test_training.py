@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import multiprocess_runs
 import pytest
 from small_runs import SMALL
 from tiny_runs import lines
+from waiting import until
 
 from tools import chaos
 from zaya_jax.checkpoint.writing import steps_in
@@ -42,10 +42,7 @@ def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
         ) as agent,
     ):
         try:
-            until = time.monotonic() + 240
-            while not steps_in(workdir / "checkpoints"):
-                assert agent.poll() is None and time.monotonic() < until, output.read_text()
-                time.sleep(0.01)
+            until(lambda: steps_in(workdir / "checkpoints"), 240, output.read_text)
             (child,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
             os.kill(int(child), signal.SIGKILL)
             assert agent.wait(240) == 0, output.read_text()

@@ -8,12 +8,12 @@ import json
 import re
 import shutil
 import threading
-import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_helpers import train
+from waiting import until
 
 from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
@@ -225,8 +225,7 @@ def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, calle
     thread.start()
     place = durable or tmp_path / "run"
     try:
-        while len(saved) < 3:
-            time.sleep(0.01)
+        until(lambda: len(saved) >= 3)
         while len(saved) < 15:
             looks.append(called(checkpoint, "verify", f"--workdir={place}"))
     finally:

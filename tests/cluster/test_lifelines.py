@@ -9,6 +9,7 @@ import time
 
 import pytest
 from multiprocess_runs import STRANGE, free_port
+from waiting import until
 
 from zaya_jax.cluster import connections, lifelines
 from zaya_jax.cluster.lifelines import Lifelines, RunEnd
@@ -49,10 +50,7 @@ class Run:
             assert not one._thread.is_alive()
 
     def wait_for_ends(self, count):
-        deadline = time.monotonic() + 30
-        while len(self.ends) < count:
-            assert time.monotonic() < deadline, self.ends
-            time.sleep(0.01)
+        until(lambda: len(self.ends) >= count, 30)
         return self.ends
 
 
@@ -111,8 +109,8 @@ def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     threads = [threading.Thread(target=call, args=(one,)) for one in run.lifelines[:2]]
     for thread in threads:
         thread.start()
-    while 1 not in run.lifelines[0]._connections:  # losses before a process comes do not concern it
-        time.sleep(0.01)
+    # losses before a process comes do not concern it
+    until(lambda: 1 in run.lifelines[0]._connections)
     bare(run, 2).close()
     for thread in threads:
         thread.join()

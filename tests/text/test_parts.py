@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from data_helpers import contents, here, jsonl, run_here, texts_of
+from waiting import until
 
 from experiments.prepare_data import __main__ as prepare_data
 from zaya_jax.config import UserError
@@ -306,9 +306,8 @@ def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
     second = subprocess.Popen(
         program(source, out, "--part=1/2", "--processes=1"), stdout=subprocess.PIPE, text=True
     )
-    while not list((out / ".work").glob("*.partial-*")):
-        assert first.poll() is None
-        time.sleep(0.005)
+    until(lambda: list((out / ".work").glob("*.partial-*")))
+    assert first.poll() is None
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     assert "part 1/2 is done" in second.communicate(timeout=100)[0] and second.returncode == 0
