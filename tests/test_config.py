@@ -5,6 +5,7 @@ import math
 
 import pytest
 from ml_collections import config_dict
+from refusals import refusal
 
 from zaya_jax import config
 from zaya_jax.config import fields, keys
@@ -42,11 +43,10 @@ def with_value(path, value):
     return given
 
 
-def refusal(path, value):
-    with pytest.raises(config.UserError) as caught:
-        config.check(with_value(path, value))
-    message = str(caught.value)
-    assert message.startswith(f"config.{path}") and "\n" not in message, message
+def refused(path, value):
+    """What is said of a value, which begins with the key."""
+    message = refusal(config.check, with_value(path, value))
+    assert message.startswith(f"config.{path}"), message
     return message
 
 
@@ -79,7 +79,7 @@ def test_every_number_refuses_what_is_none_and_what_is_outside(case):
     path, (least, greatest) = path_of(cls, field), field.metadata["range"]
     beyond = [least - 1, 2 * greatest + 1, -1e300, 1e300]
     for value in [math.nan, math.inf, -math.inf, *beyond, "1", True, [1], {}]:
-        refusal(path, value)
+        refused(path, value)
 
 
 @pytest.mark.parametrize("case", STRINGS, ids=ids)
@@ -93,9 +93,8 @@ def test_every_string_refuses_what_is_none_of_its_kind(case):
     elif field.metadata["kind"] != "text":
         bad += [" ", "\t"] + ([""] if row or field.default else [])
     for value in bad:
-        with pytest.raises(config.UserError, match=r"^config\.\S+") as caught:
-            config.check(with_value(path, [value] if row else value))
-        assert "\n" not in str(caught.value) and path in str(caught.value)
+        said = refusal(config.check, with_value(path, [value] if row else value))
+        assert said.startswith("config.") and path in said
 
 
 @pytest.mark.parametrize(
@@ -124,9 +123,8 @@ def test_every_string_refuses_what_is_none_of_its_kind(case):
     ],
 )
 def test_what_the_refusal_says(path, value, says):
-    with pytest.raises(config.UserError) as caught:
-        config.check(with_value(path, value))
-    assert says in str(caught.value) and len(str(caught.value)) < 300
+    said = refusal(config.check, with_value(path, value))
+    assert says in said and len(said) < 300
 
 
 def test_defaults_and_records_pass():
@@ -141,14 +139,14 @@ def test_defaults_and_records_pass():
 
 def test_what_must_be_as_it_is_is_declared_so():
     assert only_value(config.Model.__dataclass_fields__["tie_word_embeddings"]) is True
-    assert "it must be True" in refusal("model.tie_word_embeddings", False)
+    assert "it must be True" in refused("model.tie_word_embeddings", False)
 
 
 def test_kernels_are_named_by_their_operators():
     """What takes one is in tests/training/test_absent_chips.py."""
     for names in (("all",), ("none",), ("cca_mix",), ("attention", "cca_mix"), ()):
         assert config.check(with_value("kernels", names)).kernels == names
-    assert "kernels[0]='cca_mixx' is not one of" in refusal("kernels", ["cca_mixx"])
-    assert "did you mean cca_mix?" in refusal("kernels", ["cca_mixx"])
-    assert "'all' and 'none' stand alone" in refusal("kernels", ["cca_mix", "all"])
-    assert "several are --config.kernels=\"('" in refusal("kernels", ["attention,cca_mix"])
+    assert "kernels[0]='cca_mixx' is not one of" in refused("kernels", ["cca_mixx"])
+    assert "did you mean cca_mix?" in refused("kernels", ["cca_mixx"])
+    assert "'all' and 'none' stand alone" in refused("kernels", ["cca_mix", "all"])
+    assert "several are --config.kernels=\"('" in refused("kernels", ["attention,cca_mix"])

@@ -8,6 +8,7 @@ import re
 import struct
 
 import pytest
+from refusals import refusal
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, UserError, check, to_dict
@@ -269,12 +270,11 @@ def test_what_model_and_data_see():
 )
 def test_an_impossible_phase_is_refused_with_a_way_out_that_works(phase, message, mended):
     phase = dict(tokens=10) | phase
-    with pytest.raises(UserError, match=message) as error:
-        schedule.make_plan(config(Phase(**phase)))
+    said = refusal(schedule.make_plan, config(Phase(**phase)))
+    assert message in said
     if mended == "micro_batch":
         advised = re.search(
-            r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)",
-            str(error.value),
+            r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", said
         )
         mended = dict(micro_batch=int(advised[1]))
     schedule.make_plan(config(Phase(**phase | mended)))

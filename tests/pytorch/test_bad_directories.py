@@ -1,9 +1,11 @@
 """Every way a model directory can be wrong is one error that names it, and nothing is written."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+from refusals import refusal
 from safetensors.numpy import load_file, save_file
 
 from zaya_jax.config import Model, UserError
@@ -59,9 +61,8 @@ def read(folder):
 def refused(folder, says):
     """Loading and importing fail with one line that says so, and leave nothing behind."""
     for use in (lambda: read(folder), lambda: exchange.from_hf(folder, folder.parent / "work")):
-        with pytest.raises(UserError, match=says) as caught:
-            use()
-        assert "\n" not in str(caught.value)
+        said = refusal(use)
+        assert re.search(says, said), said
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data_helpers import here, texts_of, zstd
+from refusals import refusal
 
 from zaya_jax.config import UserError
 from zaya_jax.data import prepared_store
@@ -78,9 +79,8 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
             else f"byte {starts[line - 1]}"
         )
         assert found.startswith(f"{path}, {named}: ") and why in found and found.isprintable()
-    with pytest.raises(UserError) as error:
-        here(Options([str(path)], part_bytes=part_bytes), tmp_path / "strict")
-    assert str(error.value).startswith(out["bad_examples"][0])
+    strict = Options([str(path)], part_bytes=part_bytes)
+    assert refusal(here, strict, tmp_path / "strict").startswith(out["bad_examples"][0])
 
 
 @pytest.mark.usefixtures("in_process")
@@ -178,10 +178,9 @@ def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, ca
     for name, (raw, _) in NOT_TEXT.items():
         (tmp_path / name).write_bytes(raw)
     kinds = dict(collections.Counter(kind for _, kind in NOT_TEXT.values()))
-    with pytest.raises(UserError) as error:
-        here(Options([str(tmp_path / "*")]), tmp_path / "none")
-    assert "10 files that are not text (" in str(error.value)
-    assert all(f"{count} {kind}" in str(error.value) for kind, count in kinds.items())
+    said = refusal(here, Options([str(tmp_path / "*")]), tmp_path / "none")
+    assert "10 files that are not text (" in said
+    assert all(f"{count} {kind}" in said for kind, count in kinds.items())
     with pytest.raises(UserError, match=r"none with UTF-8 text \(a\.csv \(table\), a\.jsonl\.bz2"):
         text_files.named_texts(str(tmp_path / "*"))
     (tmp_path / "sound.txt").write_bytes(b"\xef\xbb\xbfsound")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_runs
 from orbax.checkpoint import v1 as ocp
+from refusals import refusal
 
 import zaya_jax as zj
 from zaya_jax import cli, config
@@ -53,13 +54,6 @@ def begin(trained, tmp_path, monkeypatch):
         tiny_runs.train(tmp_path / ("new" if new else "run"), devices, **keys)
 
     return call
-
-
-def refused(begin, keys, devices, new=False):
-    with pytest.raises(config.UserError) as error:
-        begin(keys, devices, new)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_a_run_whose_tokenizer_was_replaced_is_not_read(trained, tmp_path):
@@ -132,7 +126,7 @@ def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):
 )
 def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way):
     for new in (False, True):
-        assert re.search(words, refused(begin, keys, devices, new))
+        assert re.search(words, refusal(begin, keys, devices, new))
         with pytest.raises(GoesOn):
             begin(keys | way, devices, new)
 
@@ -183,7 +177,7 @@ def test_corpus_and_tokenizer_may_move_but_not_change(begin, trained, tmp_path):
     changed = tmp_path / "changed"  # a text corpus is read once a program, by its path
     shutil.copytree(moved, changed)
     (changed / "0.txt").write_text("something else\n" * 30)
-    message = refused(begin, {"data.path": str(changed)}, 1)
+    message = refusal(begin, {"data.path": str(changed)}, 1)
     assert "the data is not what this run began with" in message and "restore them" in message
     assert (tmp_path / "run" / "config.json").read_bytes() == before != b""
 
@@ -212,8 +206,8 @@ def test_sources_of_a_mixture_may_move_but_not_weigh_otherwise(trained, tmp_path
 
 
 def test_a_config_is_restored_and_a_shorter_run_is_lengthened(begin):
-    assert "restore it" in refused(begin, {"optim.lr": 0.5}, 1)
-    assert "give at least as many steps" in refused(begin, {"run.num_steps": 1}, 1)
+    assert "restore it" in refusal(begin, {"optim.lr": 0.5}, 1)
+    assert "give at least as many steps" in refusal(begin, {"run.num_steps": 1}, 1)
     with pytest.raises(GoesOn):
         begin({})
 
@@ -289,9 +283,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("says", REFUSED)
 def test_a_refused_run_leaves_nothing(here, says):
-    with pytest.raises(UserError) as caught:
-        train(**REFUSED[says])
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert says in refusal(train, **REFUSED[says])
     assert tree(here) == []
 
 
