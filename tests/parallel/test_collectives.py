@@ -4,8 +4,11 @@ saves."""
 import dataclasses
 import functools
 
+import formulas
 import jax
 import mesh_helpers as helpers
+import pytest
+from rows import slow
 
 from zaya_jax import config
 from zaya_jax.compiled import hlo
@@ -55,3 +58,92 @@ def test_fsdp_gathers_each_layer_forward_and_again_backward_and_scatters_its_gra
 def test_fsdp_keeps_a_part_of_the_weights():
     weights = sum(4 * x.size for x in jax.tree.leaves(zaya.abstract(MODEL)))
     assert compiled(4, data=4, fsdp=True).memory_analysis().argument_size_in_bytes < 0.5 * weights
+
+
+# ################################################################################################
+# TSP
+# ##################################################################################################
+
+
+DENSE, GROUPED = helpers.DENSE, helpers.GROUPED
+
+
+def from_shapes(settings, devices, rows=helpers.ROWS, length=helpers.LENGTH, remat="none", **sizes):
+    """The program of loss and gradients, from shapes alone."""
+    settings = dataclasses.replace(settings, mesh=config.Mesh(**sizes), remat=remat)
+    _, run = helpers.program(settings, devices)
+    model = settings.model
+    bias = jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), "float32")
+    batch = {
+        name: jax.ShapeDtypeStruct((1, rows, length), x.dtype)
+        for name, x in helpers.batch(length=64).items()
+    }
+    return run.lower(zaya.abstract(model, settings.precision), bias, batch).compile()
+
+
+def moved(program):
+    """Bytes that come in at a device in the loops over layers, by kind of collective."""
+    found = {}
+    for c in hlo.collectives(program):
+        if c.in_loop:
+            found[c.kind] = found.get(c.kind, 0) + c.wire_bytes * c.times
+    return found
+
+
+@pytest.mark.parametrize(("settings", "devices"), [slow(DENSE, 8), (GROUPED, 4)])
+def test_what_travels_is_the_formula(settings, devices):
+    model, layers = settings.model, settings.model.num_hidden_layers
+    found = moved(from_shapes(settings, devices, tensor=devices, tsp=True))
+    expected = formulas.of_tsp(model, helpers.ROWS, helpers.LENGTH, devices, size=4)
+    assert sum(found.values()) == pytest.approx(
+        layers * (expected["forward"] + expected["backward"]), rel=1e-9
+    )
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    # Twice the shards, once their gradients, by permutes alone; and no activation is summed.
+    assert found["collective-permute"] == pytest.approx(
+        layers * 3 * 4 * mlp * (devices - 1) / devices, rel=1e-9
+    )
+    assert "all-reduce" not in found
+
+
+@pytest.mark.slow
+def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
+    """Read from the program that test_axes.py compares with one device; each of two groups has half
+    of the rows."""
+    model = helpers.SETTINGS.model
+    settings = dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(expert=2, tensor=4, tsp=True))
+    program = helpers.compiled(settings, 8)
+    found = [(c.kind, c.bytes, c.times) for c in hlo.collectives(program) if c.in_loop]
+    heads = model.num_attention_heads * model.head_dim
+    kv = 2 * helpers.ROWS // 2 * helpers.LENGTH * model.num_key_value_heads * model.head_dim
+    for weight in (model.hidden_size * heads, heads):  # q's and o's kernel, q's bias
+        assert ("all-gather", 4 * weight, model.num_hidden_layers) in found
+        assert ("reduce-scatter", 4 * weight, model.num_hidden_layers) in found
+    assert ("all-gather", 4 * kv, model.num_hidden_layers) in found
+    assert not [kind for kind, size, _ in found if kind == "all-reduce" and size > 1024], (
+        "activations are summed"
+    )
+
+
+@pytest.mark.slow
+def test_weights_tokens_and_what_the_backward_pass_keeps_are_parts():
+    """Against one device: of weights and of activations each of eight holds an eighth, and nothing
+    of full size."""
+    wide = helpers.with_model(
+        model_type="dense",
+        num_experts=1,
+        hidden_size=128,
+        head_dim=16,
+        intermediate_size=512,
+        attention_bias=False,
+        num_key_value_heads=8,
+        layer_types=(),
+        num_hidden_layers=4,
+    )
+    whole, parted = (
+        from_shapes(wide, n, 1, 4096, "layer", tensor=n, tsp=n > 1).memory_analysis()
+        for n in (1, 8)
+    )
+    inputs = 5 * 4 * 4096 + 4 * wide.model.vocab_size * 128
+    assert parted.argument_size_in_bytes - inputs < 0.15 * whole.argument_size_in_bytes
+    assert parted.temp_size_in_bytes < 0.25 * whole.temp_size_in_bytes
