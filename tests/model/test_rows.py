@@ -118,7 +118,7 @@ def test_a_long_prompt_takes_the_cache_and_a_piece():
     arguments = params, bias, ids, shape((1,), jnp.int32), hidden, shape((), jnp.int32)
     cache = jax.eval_shape(lambda: decode._empty_cache(model, EXACT, 1, length))
     taken = (
-        decode._piece.lower(arguments, cache, model, EXACT, decode.ALONE)
+        decode._piece.lower(arguments, cache, length, model, EXACT, decode.ALONE)
         .compile()
         .memory_analysis()
     )
