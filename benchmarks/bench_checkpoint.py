@@ -41,7 +41,7 @@ from orbax.checkpoint import v1 as ocp
 
 from experiments.characterize.measure import forget, io_counts
 from zaya_jax import config, trees
-from zaya_jax.checkpoint import layout, writing
+from zaya_jax.checkpoint import boxes, layout, writing
 from zaya_jax.checkpoint.run import store
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint
@@ -138,7 +138,7 @@ def stall(args: argparse.Namespace) -> None:
 
     def begin(step: int) -> None:
         snapshot = jax.block_until_ready(copied(state))  # the training need not even wait for this
-        checkpoints.save(step, snapshot, {"step": step, "tokens": step})
+        save_tree(checkpoints, step, snapshot, {"step": step, "tokens": step})
 
     for step in range(1, args.saves + 1):
         copies.append(timed(copy)[0])
@@ -202,11 +202,11 @@ def processes(args: argparse.Namespace) -> None:
     folder = Path(args.folder)
     ours, gathers = [], []
     checkpoints = store.Store(folder / "run", Checkpoint(keep=1), print)
-    checkpoints.bring_newest()
+    checkpoints.find_newest()
     for step in (1, 2, 3):
         multihost.barrier("ours")
         begun = time.perf_counter()
-        checkpoints.save(step, copied(state), {"step": step, "tokens": step})
+        save_tree(checkpoints, step, copied(state), {"step": step, "tokens": step})
         checkpoints.wait()
         ours.append(time.perf_counter() - begun)
         multihost.barrier("gather")
@@ -257,8 +257,8 @@ def load(args: argparse.Namespace) -> None:
     copy = copier(state)(state)
     once = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), copy)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(), print)
-    checkpoints.bring_newest()
-    checkpoints.save(1, copy, {"step": 1, "tokens": 1})
+    checkpoints.find_newest()
+    save_tree(checkpoints, 1, copy, {"step": 1, "tokens": 1})
     checkpoints.wait()
     del state, copy
     hand_on = jax.jit(
@@ -274,7 +274,9 @@ def load(args: argparse.Namespace) -> None:
             ("each byte read once, handed on", once, hand_on),
         ):
             multihost.barrier(name)
-            seconds, found = timed(lambda w=wanted, p=place: checkpoints.restore(1, w, place=p))
+            seconds, found = timed(
+                lambda w=wanted, p=place: checkpoints.restore(1, w, boxes.of_tree(w), p)
+            )
             del found
             multihost.barrier(f"{name} done")
             times[name].append(seconds)
@@ -286,6 +288,11 @@ def load(args: argparse.Namespace) -> None:
         print("| | seconds |\n|---|---|")
         for name, seconds in times.items():
             print(f"| {name} | {statistics.median(seconds):.2f} |")
+
+
+def save_tree(checkpoints: store.Store, step: int, tree: dict, meta: dict) -> None:
+    """Begins to save a tree whose arrays are the checkpoint's own."""
+    checkpoints.save(step, writing.parts_by_device(tree), meta, boxes.of_tree(tree))
 
 
 def model_run(name: str) -> tuple:
@@ -304,11 +311,12 @@ def model_save(args: argparse.Namespace) -> dict:
     state = jax.block_until_ready(states.init(settings, setup))
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
-    checkpoints.bring_newest()
+    checkpoints.find_newest()
     measured = []
     for step in (1, 2):
         begin = time.perf_counter()
-        copy = jax.block_until_ready(copies.take(state))
+        copy = copies.take(state)
+        jax.block_until_ready([[*parts.values()] for parts in copy.values()])
         held = time.perf_counter() - begin
         checkpoints.save(step, copy, {"step": step, "tokens": step}, copies.held)
         del copy
@@ -338,7 +346,7 @@ def model_load(args: argparse.Namespace) -> dict:
             if path.is_file():
                 forget(path)
     before = io_counts()["read_bytes"]
-    verify, step = timed(checkpoints.bring_newest)
+    verify, step = timed(checkpoints.find_newest)
     load, found = timed(lambda: checkpoints.restore(step, copies.like, copies.held, copies.place))
     del found
     checkpoints.close()

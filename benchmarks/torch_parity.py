@@ -155,7 +155,7 @@ def our_losses(
 
 def start(settings: Config, case: str | Path) -> tuple[Callable, Any, Any]:
     """The training step, the state with the case's weights, and the mesh, of one device."""
-    params, bias = any_model.find(case).weights()
+    params, bias = any_model.find(case).load_weights()
     mesh = make_mesh(dataclasses.replace(settings.mesh, data=1), jax.devices()[:1])
     setup = states.set_up(settings, mesh)
     state = states.init(settings, setup)

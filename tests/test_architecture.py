@@ -19,7 +19,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # its reason.
 BUDGET = {
     "zaya_jax/aegis": 2_560,
-    "zaya_jax/checkpoint": 2_360,
+    "zaya_jax/checkpoint": 2_600,
     "zaya_jax/cluster": 1_130,
     "zaya_jax/compiled": 600,
     "zaya_jax/config": 610,
@@ -31,12 +31,12 @@ BUDGET = {
     "zaya_jax/optim": 1_370,
     "zaya_jax/parallel": 1_060,
     "zaya_jax/plan": 835,
-    "zaya_jax/pytorch": 830,
+    "zaya_jax/pytorch": 890,
     "zaya_jax/report": 1_210,
     "zaya_jax/text": 2_190,
     "zaya_jax/training": 1_630,
     "zaya_jax/*.py": 1_470,
-    "zaya_jax": 21_800,
+    "zaya_jax": 22_150,
     "pallas_kernels": 3_830,
     "experiments": 2_600,
     "benchmarks": 2_280,
@@ -50,7 +50,7 @@ HEAVY = {
     "grain": ["zaya_jax.data", "zaya_jax.data.pipeline"],
     "huggingface_hub": ["zaya_jax.pytorch.any_model", "zaya_jax.pytorch.tensor_files"],
     "mlflow": ["zaya_jax.training.trackers"],
-    "orbax": ["zaya_jax.checkpoint.foreign", "zaya_jax.checkpoint.handler"],
+    "orbax": ["zaya_jax.checkpoint.handler", "zaya_jax.checkpoint.orbax_source"],
     "jinja2": ["zaya_jax.text.chat_template"],
     "lm_eval": ["zaya_jax.evaluate.harness"],
     "pyarrow": ["zaya_jax.text.inputs"],
@@ -64,7 +64,7 @@ HEAVY = {
 
 # The parts of this project that a module may import. The first name that fits a module counts.
 ARROWS = {
-    "zaya_jax.aegis": ("zaya_jax.aegis", "zaya_jax.checkpoint.writing", "zaya_jax.cluster"),
+    "zaya_jax.aegis": ("zaya_jax.aegis", "zaya_jax.checkpoint.folders", "zaya_jax.cluster"),
     "zaya_jax.checkpoint.run": (
         "zaya_jax.checkpoint",
         "zaya_jax.cluster",
@@ -331,18 +331,7 @@ def test_heavy_packages_are_imported_where_the_table_says():
 
 
 # Public classes of one name that still stood twice on 26 November 2026; none may be added.
-STAND_TWICE = {
-    "Asked",
-    "Document",
-    "Guard",
-    "Held",
-    "Place",
-    "Progress",
-    "Rows",
-    "Rule",
-    "Source",
-    "State",
-}
+STAND_TWICE = {"Asked", "Document", "Guard", "Held", "Progress", "Rows", "Rule", "State"}
 
 
 def test_no_public_class_name_stands_twice():

@@ -31,7 +31,7 @@ from pathlib import Path
 from tools import faults
 from tools.faults import Victim
 from zaya_jax.aegis.cause import EXPLAINS
-from zaya_jax.checkpoint import layout, writing
+from zaya_jax.checkpoint import folders, layout
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import events
 from zaya_jax.cluster.events import RunEvent
@@ -192,7 +192,7 @@ class Chaos:
             if until is None:
                 return agent.wait()
             latest, reached = time.monotonic() + PATIENCE, 0
-            while until not in writing.steps_in(self.calm_workdir / "checkpoints"):
+            while until not in folders.steps_in(self.calm_workdir / "checkpoints"):
                 if self.step() > reached:
                     latest, reached = time.monotonic() + PATIENCE, self.step()
                 if time.monotonic() > latest or agent.poll() is not None:
@@ -203,10 +203,10 @@ class Chaos:
 
     def same_bits(self) -> tuple[bool, int]:
         """Whether a run that is left alone has the same bits, and at which step."""
-        steps = writing.steps_in(self.workdir / "checkpoints")
+        steps = folders.steps_in(self.workdir / "checkpoints")
         step = max(s for s in steps if s % int(str(CONFIG["checkpoint.every_steps"])) == 0)
         self.calm(step)
-        if step not in writing.steps_in(self.calm_workdir / "checkpoints"):
+        if step not in folders.steps_in(self.calm_workdir / "checkpoints"):
             return False, step
         return bits(self.workdir, step) == bits(self.calm_workdir, step), step
 
@@ -363,7 +363,7 @@ class Chaos:
 
 def bits(workdir: Path, step: int) -> Mapping[str, object]:
     """The checksums of all arrays of a checkpoint."""
-    sums = Vault(workdir / "checkpoints").seal(step).files
+    sums = Vault(workdir / "checkpoints").read_seal(step).files
     return {name: found for name, found in sums.items() if name.startswith(f"{layout.STATE}/")}
 
 
@@ -381,7 +381,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 def _damage(chaos: Chaos, victim: Victim) -> None:
     saved = chaos.workdir / "checkpoints"
-    newest = saved / str(max(writing.steps_in(saved)))
+    newest = saved / str(max(folders.steps_in(saved)))
     written = [path for path in newest.rglob("*") if path.is_file()]
     faults.flip(max(written, key=lambda path: path.stat().st_size))
     faults.kill(victim)

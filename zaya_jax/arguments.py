@@ -84,7 +84,7 @@ def with_dtype(config: Config, dtype: str | None) -> Config:
 def new_folder(directory: str | os.PathLike) -> Path:
     """A folder that can be created."""
     fields.check_path("directory", os.fspath(directory))
-    return claims.new_folder(directory)
+    return claims.require_new_folder(directory)
 
 
 def integers(

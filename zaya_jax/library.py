@@ -327,7 +327,7 @@ class LanguageModel:
         check_named(self.config.model)
         target = arguments.new_folder(directory)
         config = arguments.as_begun(
-            self.config, target / "tokenizer" if self._origin.files() else None
+            self.config, target / "tokenizer" if self._origin.tokenizer_file_contents() else None
         )
         return exchange.write_workdir(target, self._found(), config)
 
@@ -492,7 +492,7 @@ def load(
     own = arguments.with_dtype(own, dtype or ("float32" if imported_now else None))
     own, over = arguments.with_mesh(own, mesh)
     kernels.look_up(own, jax.devices()[0])
-    params, balance = found.weights(functions.shardings(own, over) if over else None)
+    params, balance = found.load_weights(functions.shardings(own, over) if over else None)
     origin = dataclasses.replace(found, source=exchange.InMemory({}))
     return LanguageModel(own, params, balance, found.tokenizer(), over, found.name, origin)
 

@@ -19,7 +19,7 @@ from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint.run import retention
 from zaya_jax.checkpoint.run.store import Store
-from zaya_jax.checkpoint.source import Source, read_meta
+from zaya_jax.checkpoint.source import SealedSource, read_meta
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
 from zaya_jax.data import pipeline
@@ -27,7 +27,7 @@ from zaya_jax.guard import decisions, first_step
 from zaya_jax.guard.guard import Guard
 from zaya_jax.guard.replay import Replay
 from zaya_jax.hardware import host
-from zaya_jax.pytorch.any_model import weights_of, with_base
+from zaya_jax.pytorch.any_model import open_weights, with_base
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
 from zaya_jax.training import fork, kernels, logs, notes, snapshot, start
@@ -119,7 +119,8 @@ def begin(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Beginni
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
     way: start.Way = "fresh"
-    newest = store.bring_newest()  # here or in the durable place, verified; all processes together
+    # here or in the durable place, verified; all processes together
+    newest = store.find_newest(decided)
     reached, parent, meta = 0, None, dict[str, Any]()
     if newest:
         way, reached, meta = "resumed", newest, read_meta(folder, newest)
@@ -154,8 +155,6 @@ def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
     decided = multihost.broadcast_from_zero("decisions", functools.partial(decisions.read, folder))
     accept = lambda m: check_same(config_lib.check(m.get("config")), config, folder, m["step"])  # noqa: E731
     store = Store(folder, config.checkpoint, logs.say, accept)
-    if decided:  # a start before this one may have been killed while it went back
-        store.drop_stale(decided)
     return folder, cleanup, store, decided
 
 
@@ -216,7 +215,7 @@ class Loop:
         self.copies = snapshot.Copies(planned.setup.optimizer, planned.state, logs.say)
         # `named`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
         self.state, self.named = start.first_state(
-            begun.way, planned, begun.parent, begun.meta, self.store, self.copies, weights_of
+            begun.way, planned, begun.parent, begun.meta, self.store, self.copies, open_weights
         )
         # After the state, whose making needs more memory than a step.
         self.stream.send_with(self._put)
@@ -406,7 +405,7 @@ class Loop:
 
     def saved_steps(self) -> list[int]:
         """The checkpoints here, once the save in flight has ended."""
-        self.store.wait(copies=False)
+        self.store.wait_for_save()
         return self.store.steps()
 
     def _put(self, batch: dict, number: int) -> Any:
@@ -441,7 +440,7 @@ class Loop:
         if multihost.is_writer():
             phase_config = self.planned.recipe.phase_of_step(last).config
             try:
-                weights = with_base(Source(self.workdir, last))
+                weights = with_base(SealedSource(self.workdir, last))
                 write_sample(self.workdir, phase_config, self.planned.tokenizer, weights)
             except Exception as error:  # as where the device has no room for it: the run is whole
                 logs.say(f"warning: no sample ({config_lib.first_line(error)})")
@@ -492,7 +491,7 @@ class Loop:
             times = f"config.guard.rollbacks={self.config.guard.rollbacks} times"
             line = f"error: {self.guard.spike}; the run went back {times}, so it ends."
             return self._end(number, cli.UNHEALTHY, line, way_back=True)
-        self.store.close(again=False)
+        self.store.close(retry_copies=False)
         batches = f"the {decision['batches']} batches since"
         logs.say(
             f"{self.guard.spike}: back to step {decision['step']}, continuing without {batches}"
@@ -516,10 +515,10 @@ class Loop:
         A failed copy is no error where a next start tries it again.
         """
         self.pace.at("end", number)
-        if self.store.close(again=again) and code == cli.DONE:
+        if self.store.close(retry_copies=again) and code == cli.DONE:
             code = cli.STORAGE
         self._wind_up()
-        logs.say(f"{line} {self.store.way_back()}" if way_back else line)
+        logs.say(f"{line} {self.store.advice_on_return()}" if way_back else line)
         return code
 
     def _wind_up(self) -> None:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from experiments.checkpoint.page import checkpoints_document, steps_table
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import source
-from zaya_jax.checkpoint.run import look, rewrite, times
+from zaya_jax.checkpoint.run import look, rewrite, timings
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import adapters, exchange, tokenizer_files
@@ -30,20 +30,20 @@ def inspect(args: Any) -> int:
     """Prints tables, and draws the page if asked to."""
     read_config(args.workdir)  # or it is no run's folder
     if args.step is not None:
-        source.Source(args.workdir, args.step)
-    seen, damaged = look.see_all(args.workdir)
+        source.SealedSource(args.workdir, args.step)
+    seen, damaged = look.summarise_all(args.workdir)
     if seen:
-        print(steps_table(seen, times.read(args.workdir).get("save", {})).markdown())
+        print(steps_table(seen, timings.read_timings(args.workdir).get("save", {})).markdown())
     if seen or damaged:
         print(*look.remarks(args.workdir, seen, damaged), sep="\n")
-    print(arrays_table(look.see(args.workdir, args.step)).markdown())
+    print(arrays_table(look.summarise(args.workdir, args.step)).markdown())
     if args.html:
         target = args.workdir / "checkpoints.html"
         print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")
     return cli.DONE
 
 
-def arrays_table(seen: look.Seen) -> Table:
+def arrays_table(seen: look.Summary) -> Table:
     """The arrays of a step, with sums of its parts."""
     shape = lambda lengths: " x ".join(map(str, lengths)) or "()"  # noqa: E731
     rows = []
@@ -53,7 +53,7 @@ def arrays_table(seen: look.Seen) -> Table:
                 a.name,
                 shape(a.shape),
                 a.dtype,
-                byte_size(a.bytes),
+                byte_size(a.num_bytes),
                 shape(a.chunk),
                 str(seen.chunks[a.name]),
             )

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_jax.checkpoint.run import look, times
-from zaya_jax.checkpoint.run.times import Event
+from zaya_jax.checkpoint.run import look, timings
+from zaya_jax.checkpoint.run.timings import StepTiming
 from zaya_jax.config import UserError
 from zaya_jax.report.curves import SAVE_FIGURES, WAITS, save_curves
 from zaya_jax.report.document import Page, Section, Table, Tile
@@ -39,9 +39,9 @@ FEWEST_SAVES, FEWEST_PROCESSES = 3, 3  # to name one
 
 def checkpoints_document(workdir: Path) -> Page:
     """The page of a run's checkpoints."""
-    found = times.read(workdir)
+    found = timings.read_timings(workdir)
     saves, loads = (list(found.get(kind, {}).values()) for kind in ("save", "load"))
-    seen, _ = look.see_all(workdir)
+    seen, _ = look.summarise_all(workdir)
     if not seen and not saves:
         raise UserError(f"{workdir} has no checkpoint and no times of any; train first")
     load = max(loads, key=lambda event: event.time, default=None)
@@ -50,7 +50,7 @@ def checkpoints_document(workdir: Path) -> Page:
         Section(
             "Where the time goes",
             DARK,
-            pictures="".join(_stage_map(saves, s) for s in times.STAGES if saves),
+            pictures="".join(_stage_map(saves, s) for s in timings.STAGES if saves),
         ),
         Section("The last load", pictures=_load_map(load)),
         Section(
@@ -69,7 +69,7 @@ def checkpoints_document(workdir: Path) -> Page:
     )
 
 
-def _tiles(seen: Sequence[look.Seen], saves: Sequence[Event]) -> list[Tile]:
+def _tiles(seen: Sequence[look.Summary], saves: Sequence[StepTiming]) -> list[Tile]:
     tiles = []
     if seen:
         newest = seen[-1]
@@ -77,7 +77,7 @@ def _tiles(seen: Sequence[look.Seen], saves: Sequence[Event]) -> list[Tile]:
             ("Newest complete step", f"{newest.step:,}", f"{newest.meta.get('tokens', 0):,} tokens")
         )
         parts = ", ".join(f"{name} {byte_size(size)}" for name, size in newest.part_bytes().items())
-        tiles.append(("Size", byte_size(newest.bytes), parts))
+        tiles.append(("Size", byte_size(newest.num_bytes), parts))
     if saves:
         tiles.append(
             ("Saves", f"{len(saves):,}", f"by {counted(saves[-1].processes, 'process', 'es')}")
@@ -94,14 +94,14 @@ def _tiles(seen: Sequence[look.Seen], saves: Sequence[Event]) -> list[Tile]:
     return tiles
 
 
-def slow_processes(saves: Sequence[Event]) -> list[str]:
+def slow_processes(saves: Sequence[StepTiming]) -> list[str]:
     """Sentences on processes whose stages took much longer than the others', by medians over the
     saves."""
     if len(saves) < FEWEST_SAVES or saves[-1].processes < FEWEST_PROCESSES:
         return []
     sentences = []
     for stage in ("copy", "serialise", "write"):  # the commit waits for others
-        cells = np.stack([save.of(stage) for save in saves], axis=1)
+        cells = np.stack([save.by_process(stage) for save in saves], axis=1)
         own = np.array(
             [statistics.median(row[np.isfinite(row)].tolist() or [math.nan]) for row in cells]
         )
@@ -115,7 +115,7 @@ def slow_processes(saves: Sequence[Event]) -> list[str]:
     return sentences
 
 
-def _stage_map(saves: Sequence[Event], stage: str) -> str:
+def _stage_map(saves: Sequence[StepTiming], stage: str) -> str:
     names, steps, cells, notes = stage_rows(saves, stage)
     good = cells[np.isfinite(cells)]
     if not good.size:
@@ -141,13 +141,13 @@ def _stage_map(saves: Sequence[Event], stage: str) -> str:
 
 
 def stage_rows(
-    saves: Sequence[Event], stage: str
+    saves: Sequence[StepTiming], stage: str
 ) -> tuple[list[str], list[float], np.ndarray, list[str]]:
     """(names of rows, steps, seconds [rows, columns], notes): in groups where there are many, the
     slowest of each."""
     cells = np.full((max(save.processes for save in saves), len(saves)), np.nan)
     for column, save in enumerate(saves):
-        cells[: save.processes, column] = save.of(stage)
+        cells[: save.processes, column] = save.by_process(stage)
     notes = []
     if len(cells) > 1 and bool(((cells == cells[0]) | np.isnan(cells)).all()):
         cells, notes = cells[:1], ["One row: the same in all processes, as process 0 commits."]
@@ -163,12 +163,12 @@ def stage_rows(
     return names, bins.steps, bins.high.T, notes
 
 
-def _load_map(load: Event | None) -> str:
+def _load_map(load: StepTiming | None) -> str:
     """Stages over processes."""
     if load is None or not load.stages:
         return ""
     starts, _ = grouped(load.processes)
-    cells = np.stack([np.fmax.reduceat(load.of(stage), starts) for stage in load.stages])
+    cells = np.stack([np.fmax.reduceat(load.by_process(stage), starts) for stage in load.stages])
     longest = float(np.nanmax(np.append(cells, 0.0)))
     many = (
         f"Each column is the slowest of {starts[1]} processes. "
@@ -190,23 +190,23 @@ def _load_map(load: Event | None) -> str:
     ).draw()
 
 
-def steps_table(seen: Sequence[look.Seen], saves: dict[int, Event]) -> Table:
+def steps_table(seen: Sequence[look.Summary], saves: dict[int, StepTiming]) -> Table:
     """Each complete checkpoint, with the slowest process's seconds for each stage of its save."""
     rows = []
     for one in seen:
         save = saves.get(one.step)
-        stages = [duration(save.slowest(stage)) if save else "–" for stage in times.STAGES]
+        stages = [duration(save.slowest(stage)) if save else "–" for stage in timings.STAGES]
         rows.append(
             [
                 f"{one.step:,}",
                 f"{one.meta.get('tokens', 0):,}",
-                byte_size(one.bytes),
+                byte_size(one.num_bytes),
                 str(one.meta.get("processes", 1)),
                 look.loss_text(one) or "–",
                 f"{datetime.datetime.fromtimestamp(one.saved):%Y-%m-%d %H:%M:%S}",
                 *stages,
-                duration(save.whole()) if save else "–",
+                duration(save.total()) if save else "–",
             ]
         )
-    head = ("step", "tokens", "size", "processes", "held-out", "saved at", *times.STAGES, "whole")
+    head = ("step", "tokens", "size", "processes", "held-out", "saved at", *timings.STAGES, "whole")
     return Table("By step", head, rows, note="Each stage has the slowest process's time.")

@@ -89,7 +89,7 @@ def _find(weights: str) -> any_model.AnyModel:
     if not weights:
         raise config.UserError(
             "finetune.py needs the weights to begin with:"
-            f" --config=experiments/configs/finetune.py:MODEL, with {any_model.FORMS}"
+            f" --config=experiments/configs/finetune.py:MODEL, with {any_model.ACCEPTED_NAMES}"
         )
     if vault_at(weights):
         raise config.UserError(

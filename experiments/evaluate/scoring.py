@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if not tasks and getattr(args, name) is not None:
             raise UserError(f"--{name} applies to tasks; give --tasks or omit it")
     check_names(args.data or [])
-    folder, _ = any_model.place_of(args.model)
+    folder, _ = any_model.resolve(args.model)
     if not args.data and not tasks and not any_model.is_run(folder):
         raise UserError(
             f"--model={args.model} is not a run and has no held-out text; give --data or --tasks"
@@ -218,7 +218,7 @@ def _require_its_data(model: library.LanguageModel) -> None:
     """UserError if a run's sources differ from those its checkpoint was trained on: its held-out
     text is then unknown."""
     assert model.tokenizer is not None
-    folder, step = any_model.place_of(model.source)
+    folder, step = any_model.resolve(model.source)
     meta = source.read_meta(folder, step or 0)
     try:
         if "data" in meta:  # else it came from elsewhere and was not trained here

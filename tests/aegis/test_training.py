@@ -14,7 +14,7 @@ from tiny_runs import lines
 from waiting import until
 
 from tools import chaos
-from zaya_jax.checkpoint.writing import steps_in
+from zaya_jax.checkpoint.folders import steps_in
 from zaya_jax.cluster import events
 
 

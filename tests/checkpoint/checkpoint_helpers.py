@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from saved_trees import save_tree
 
 from zaya_jax.checkpoint.run import store
 from zaya_jax.config import Checkpoint
@@ -15,14 +16,14 @@ def small(number):
 def save(checkpoints, *steps, plus=0, state=small, **meta):
     """Steps whose states are state(step + plus)."""
     for step in steps:
-        checkpoints.save(step, state(step + plus), {"step": step, "tokens": step, **meta})
+        save_tree(checkpoints, step, state(step + plus), {"step": step, "tokens": step, **meta})
         checkpoints.wait()
 
 
 def train(workdir, *steps, plus=0, state=small, say=print, meta=(), **settings):
     """A run's folder of checkpoints, with these steps."""
     checkpoints = store.Store(workdir, Checkpoint(**{"keep": 9, **settings}), say)
-    checkpoints.bring_newest()
+    checkpoints.find_newest()
     save(checkpoints, *steps, plus=plus, state=state, **dict(meta))
     checkpoints.close()
     return workdir / "checkpoints"

@@ -72,7 +72,7 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
 
 def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypatch):
     """A run that is refused takes its new folder away, while another waits for it."""
-    opened, times = claims._opened, [2]
+    opened, times = claims._open, [2]
 
     def then_deleted(path):
         file = opened(path)
@@ -81,9 +81,11 @@ def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypa
             path.unlink()
         return file
 
-    monkeypatch.setattr(claims, "_opened", then_deleted)
+    monkeypatch.setattr(claims, "_open", then_deleted)
     claims.take(tmp_path)
-    assert claims._bears(claims._taken[tmp_path.resolve() / claims.LOCK], tmp_path / claims.LOCK)
+    assert claims._is_still_at(
+        claims._taken[tmp_path.resolve() / claims.LOCK], tmp_path / claims.LOCK
+    )
     claims.release(tmp_path)
 
 
@@ -135,9 +137,9 @@ WAYS = [
 def test_no_copies_in_the_run_s_own_folder_nor_around_it(workdir, tmp_path):
     before = content(tmp_path)
     for way in WAYS:
-        with pytest.raises(UserError, match=r"lie in each other.*give a place apart"):
+        with pytest.raises(UserError, match=r"overlap.*choose a separate place"):
             store.Store(workdir, Checkpoint(durable=way.format(run=workdir, top=tmp_path)), print)
-    with pytest.raises(UserError, match="lie in each other"):  # before the folders exist
+    with pytest.raises(UserError, match="overlap"):  # before the folders exist
         store.Store(tmp_path / "new", Checkpoint(durable=f"{tmp_path}/x/../new/checkpoints"), print)
     assert content(tmp_path) == before
     store.Store(workdir, Checkpoint(durable=str(tmp_path / "runs")), print).close()
@@ -149,11 +151,11 @@ def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, t
     for write in (
         lambda: rewrite.reshard(workdir, inside),
         lambda: rewrite.export_params(workdir, inside),
-        lambda: claims.new_folder(tmp_path / "link" / "4" / "state" / "deep"),
+        lambda: claims.require_new_folder(tmp_path / "link" / "4" / "state" / "deep"),
         lambda: open_workdir(inside, config.Config()),
         lambda: store.Store(tmp_path / "apart", Checkpoint(durable=inside), print),
     ):
-        with pytest.raises(UserError, match=r"lies in the checkpoint .*/checkpoints/4, where all"):
+        with pytest.raises(UserError, match=r"lies in the checkpoint .*/checkpoints/4, where any"):
             write()
     for among in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):
         with pytest.raises(

@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 from checkpoint_helpers import content, save, train
 from rows import slow
+from saved_trees import restore_tree, save_tree
 from waiting import until
 
-from zaya_jax.checkpoint import layout, seal, writing
-from zaya_jax.checkpoint import place as place_lib
-from zaya_jax.checkpoint.run import rewrite, store, times
+from zaya_jax.checkpoint import folders, layout, seal, storage
+from zaya_jax.checkpoint.run import rewrite, store, timings
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(place_lib, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(storage, "DELAYS", (0.01, 0.01))
 
 
 @pytest.fixture(params=["s3", "folder"])
@@ -69,7 +69,7 @@ def start(root, copies, **settings):
     checkpoints = store.Store(
         root.parent, Checkpoint(keep=9, durable=str(copies), **settings), print
     )
-    return checkpoints.bring_newest(), checkpoints.close()
+    return checkpoints.find_newest(), checkpoints.close()
 
 
 def cut_off(*_):
@@ -83,7 +83,7 @@ def cut_off(*_):
 
 def test_there_and_back(place, tmp_path):
     folder = train(tmp_path / "run", 5) / "5"
-    sums, vault = Vault(folder.parent).seal(5).files, Vault(place.url)
+    sums, vault = Vault(folder.parent).read_seal(5).files, Vault(place.url)
     names = [name for name in sums if name != layout.COMMITTED]
     assert vault.steps() == []
     here = Vault(folder.parent)
@@ -91,18 +91,22 @@ def test_there_and_back(place, tmp_path):
         here.copy(5, some, Vault(place.url))
     assert vault.steps() == [], "not whole before its marker is there"
     with pytest.raises(StorageError, match=f"lacks 1 of {len(sums)} files, such as {names[1]}"):
-        vault.complete(5, here.seal(5))
+        vault.complete(5, here.read_seal(5))
     place.put(f"5/{names[0]}", b"half")
     with pytest.raises(StorageError, match=f"lacks 2 of {len(sums)} files, such as {names[0]}"):
-        vault.complete(5, here.seal(5))
-    if vault.place.folder:  # as a kill before a folder's first file leaves it
-        (vault.place.folder / "5" / "state" / "empty").mkdir()
+        vault.complete(5, here.read_seal(5))
+    if vault.storage.folder:  # as a kill before a folder's first file leaves it
+        (vault.storage.folder / "5" / "state" / "empty").mkdir()
     assert vault.steps() == [] and vault.unfinished() == [5]
     vault.remove(5)
     assert place.names() == [] and vault.numbered() == []
     here.copy(5, names, vault)
-    vault.complete(5, here.seal(5))
-    assert vault.unfinished() == [] and vault.steps() == [5] and vault.seal(5) == here.seal(5)
+    vault.complete(5, here.read_seal(5))
+    assert (
+        vault.unfinished() == []
+        and vault.steps() == [5]
+        and vault.read_seal(5) == here.read_seal(5)
+    )
     assert place.names() == sorted(f"5/{name}" for name in [*sums, layout.MARKER])
     vault.copy(5, names, Vault(tmp_path), "back")
     for name in names:
@@ -119,7 +123,7 @@ def test_there_and_back(place, tmp_path):
 def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
     train(tmp_path / "run", 5, durable=place.url)
     vault, gone = Vault(place.url), []
-    delete = vault.place._unlink
+    delete = vault.storage._unlink
 
     def dies(name):
         if gone:
@@ -127,7 +131,7 @@ def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
         gone.append(name)
         delete(name)
 
-    monkeypatch.setattr(vault.place, "_unlink", dies)
+    monkeypatch.setattr(vault.storage, "_unlink", dies)
     with pytest.raises(StorageError, match="cannot delete"):
         vault.remove(5)
     assert gone == [f"5/{layout.MARKER}"]
@@ -140,7 +144,11 @@ def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
 def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_path, monkeypatch):
     place, folder = bucket("flaky"), train(tmp_path / "run", 5) / "5"
     here, vault, fails, messages = Vault(folder.parent), Vault(place.url), [2], []
-    name, pipe, vault.place.tell = layout.META, vault.place._files.pipe_file, messages.append
+    name, pipe, vault.storage.on_first_failure = (
+        layout.META,
+        vault.storage._files.pipe_file,
+        messages.append,
+    )
 
     def sometimes(*args):
         if fails[0]:
@@ -148,7 +156,7 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
             raise ConnectionResetError("reset by peer")
         return pipe(*args)
 
-    monkeypatch.setattr(vault.place._files, "pipe_file", sometimes)
+    monkeypatch.setattr(vault.storage._files, "pipe_file", sometimes)
     here.copy(5, [name], vault)
     assert place.names() == [f"5/{name}"]
     assert messages == [
@@ -185,32 +193,32 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
         threading.Thread(target=take, daemon=True).start()
     port = {"absent": 9, "silent": silent.getsockname()[1]}[kind]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{port}")
-    monkeypatch.setattr(place_lib, "READ_TIMEOUT", 0.5)
+    monkeypatch.setattr(storage, "READ_TIMEOUT", 0.5)
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another endpoint
     vault, begun = Vault("s3://bucket/run"), time.monotonic()
     with pytest.raises(
         StorageError, match=r"cannot read s3://bucket/run/5/x after 3 attempts.*AWS_ENDPOINT_URL"
     ):
-        vault.get(5, "x")
+        vault.read(5, "x")
     assert len(asked) == (3 if kind == "silent" else 0)
-    monkeypatch.setattr(place_lib, "PATIENCE", 1.0)
-    monkeypatch.setattr(place_lib, "PAUSES", (0.1,) * 100)
+    monkeypatch.setattr(storage, "GIVE_UP_AFTER", 1.0)
+    monkeypatch.setattr(storage, "DELAYS", (0.1,) * 100)
     with contextlib.suppress(StorageError):
-        vault.get(5, "x")
+        vault.read(5, "x")
     with pytest.raises(StorageError, match="after 1 attempt:"):  # until there is an answer
-        vault.get(5, "x")
+        vault.read(5, "x")
     assert time.monotonic() - begun < 20
     silent.close()
 
 
 def test_an_answer_that_trickles_has_an_end(monkeypatch):
     """Only silence was limited: a store that sent a byte every 8 s held a reading up for ever."""
-    monkeypatch.setattr(place_lib, "ANSWER", 0.2)
-    monkeypatch.setattr(place_lib, "PAUSES", (0.1,))
+    monkeypatch.setattr(storage, "RESPONSE_TIMEOUT", 0.2)
+    monkeypatch.setattr(storage, "DELAYS", (0.1,))
     vault, over = Vault("memory://trickles"), threading.Event()
-    monkeypatch.setattr(vault.place._files, "cat_file", lambda path: over.wait(60))
-    with pytest.raises(StorageError, match=r"after 2 attempts: no whole answer within 0.2 s"):
-        vault.get(5, "x")
+    monkeypatch.setattr(vault.storage._files, "cat_file", lambda path: over.wait(60))
+    with pytest.raises(StorageError, match=r"after 2 attempts: no complete answer within 0.2 s"):
+        vault.read(5, "x")
     over.set()
 
 
@@ -224,7 +232,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     assert Vault(place.url).steps() == [5, 6]
     kinds = [
         json.loads(line)["kind"]
-        for line in (tmp_path / "run" / times.TIMES).read_text().splitlines()
+        for line in (tmp_path / "run" / timings.TIMES).read_text().splitlines()
     ]
     assert kinds == ["save", "copy"] * 2
     # The commands take its address as they take a workdir.
@@ -233,7 +241,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     # Another machine, and an empty folder.
     messages = []
     other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), messages.append)
-    assert other.bring_newest() == 6 and "fetched from" in messages[0]
+    assert other.find_newest() == 6 and "fetched from" in messages[0]
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {
         "params": {
@@ -241,7 +249,9 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
             for n, m in (("w", 1000), ("v", 7))
         }
     }
-    np.testing.assert_array_equal(other.restore(6, like)[0]["params"]["w"], np.arange(1000.0) + 6)
+    np.testing.assert_array_equal(
+        restore_tree(other, 6, like)["params"]["w"], np.arange(1000.0) + 6
+    )
     # A damaged copy is not taken.
     name = "6/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
@@ -249,17 +259,17 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     with pytest.raises(
         StorageError, match=r"/6 is damaged: .*/c.0 \(array params.w\) is changed.*=previous"
     ):
-        store.Store(third, Checkpoint(durable=place.url), messages.append).bring_newest()
+        store.Store(third, Checkpoint(durable=place.url), messages.append).find_newest()
     careful = Checkpoint(durable=place.url, on_corrupt="previous")
     assert (
-        store.Store(third, careful, messages.append).bring_newest() == 5
+        store.Store(third, careful, messages.append).find_newest() == 5
         and "WARNING: step 6" in messages[1]
     )
     name = "5/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
     # nor a fresh start made
     with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):
-        store.Store(tmp_path / "fourth", careful, messages.append).bring_newest()
+        store.Store(tmp_path / "fourth", careful, messages.append).find_newest()
     # Steps that the rules delete go there too.
     train(tmp_path / "run", 7, durable=place.url, keep=1)
     assert Vault(place.url).steps() == [7]
@@ -278,17 +288,17 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
     place.delete(f"5/{layout.MARKER}")
     place.put(f"6/{layout.MARKER}", b"{}")
     with monkeypatch.context() as patch:
-        patch.setattr(place_lib, "PAUSES", ())
-        patch.setattr(place_lib.Place, "_write", cut_off)
+        patch.setattr(storage, "DELAYS", ())
+        patch.setattr(storage.Storage, "_write", cut_off)
         assert start(root, place.url) == (6, [5, 6])
         out = capsys.readouterr().out
         assert "warning: step 6 is saved, but its copy is NOT: cannot write" in out
         assert re.search(
-            f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again",
+            f"error: {place.url} has no complete copy of step 5, 6 \\(.*\\); running the same command again retries",
             out,
         )
     checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
-    checkpoints.bring_newest()
+    checkpoints.find_newest()
     checkpoints.wait()
     assert vault.steps() == [5, 6]
     save(checkpoints, 7)
@@ -303,7 +313,7 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
     with pytest.raises(
         UserError, match=r"place of another run than .*/stranger \(that is run \w+, this is run \w+"
     ):
-        store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).bring_newest()
+        store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).find_newest()
 
     def other(meta):
         raise UserError("it has another learning rate")
@@ -312,15 +322,13 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
         with pytest.raises(
             UserError, match=r"of another run than .*/new \(it has another learning rate\)"
         ):
-            store.Store(
-                tmp_path / "new", Checkpoint(durable=place.url), print, other
-            ).bring_newest()
-        assert writing.numbered(tmp_path / "new" / "checkpoints") == []
+            store.Store(tmp_path / "new", Checkpoint(durable=place.url), print, other).find_newest()
+        assert folders.numbered(tmp_path / "new" / "checkpoints") == []
     asked = []
     assert (
         store.Store(
             tmp_path / "same", Checkpoint(durable=place.url), print, asked.append
-        ).bring_newest()
+        ).find_newest()
         == 5
     )
     assert asked[0]["step"] == 5
@@ -329,7 +337,7 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
     place.delete(seal.RUN)
     for workdir in ("run", "stranger", "another"):
         with pytest.raises(UserError, match=r"holds step 5, and no \.run tells whose it is"):
-            store.Store(tmp_path / workdir, Checkpoint(durable=place.url), print).bring_newest()
+            store.Store(tmp_path / workdir, Checkpoint(durable=place.url), print).find_newest()
 
 
 @pytest.fixture
@@ -389,10 +397,12 @@ def test_a_whole_copy_is_not_given_up_for_a_damaged_step_of_another_content(run,
     before = content(copies)
     assert start(root, copies) == (6, [4]) and content(copies) == before
     out = capsys.readouterr().out
-    assert re.search(r"has no whole copy of step 4: .*/4 is damaged: .*c\.0 .* truncated", out)
+    assert re.search(r"has no complete copy of step 4 \(.*/4 is damaged: .*c\.0 .* truncated", out)
     shutil.rmtree(root / "4")
     shutil.copytree(anew / "4", root / "4")
-    assert start(root, copies) == (6, []) and Vault(str(copies)).seal(4) == Vault(root).seal(4)
+    assert start(root, copies) == (6, []) and Vault(str(copies)).read_seal(4) == Vault(
+        root
+    ).read_seal(4)
 
 
 def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
@@ -400,7 +410,7 @@ def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
     first, second = (
         store.Store(tmp_path / name, Checkpoint(durable=str(place)), print) for name in "ab"
     )
-    assert first.bring_newest() is None and second.bring_newest() is None
+    assert first.find_newest() is None and second.find_newest() is None
     save(first, 1)
     save(second, 1)
     assert first.close() == [] and second.close() == [1]
@@ -421,14 +431,17 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch):
     copies = tmp_path / "copies"
     settings = Checkpoint(durable=str(copies), keep=2, max_wait=0.1, max_failures=1)
     checkpoints = store.Store(tmp_path / "run", settings, messages.append)
-    checkpoints.bring_newest()
+    checkpoints.find_newest()
     for step in range(1, 6):
         assert checkpoints.wait_for_room(step)
-        checkpoints.save(
-            step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step}
+        save_tree(
+            checkpoints,
+            step,
+            {"params": {"w": jnp.arange(9.0) + step}},
+            {"step": step, "tokens": step},
         )
         # publishing does not wait for the copy
-        until(lambda: checkpoints._collect(0) and step in checkpoints.steps(), 10)  # noqa: B023
+        until(lambda: checkpoints._finish_save(0) and step in checkpoints.steps(), 10)  # noqa: B023
     assert messages == []
     alive.set()
     assert checkpoints.close() == []
@@ -439,15 +452,15 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch):
 @pytest.fixture
 def dead(monkeypatch):
     """The durable place does not answer, until it is called."""
-    attempt = place_lib.Place.attempt
+    attempt = storage.Storage.attempt
 
     def refuses(self, verb, name, *rest):
         if not self.url.endswith("copies"):
             return attempt(self, verb, name, *rest)
-        raise place_lib.Unreachable(f"cannot {verb} {self.url}/{name}")
+        raise storage.Unreachable(f"cannot {verb} {self.url}/{name}")
 
-    monkeypatch.setattr(place_lib.Place, "attempt", refuses)
-    return lambda: monkeypatch.setattr(place_lib.Place, "attempt", attempt)
+    monkeypatch.setattr(storage.Storage, "attempt", refuses)
+    return lambda: monkeypatch.setattr(storage.Storage, "attempt", attempt)
 
 
 def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, dead):
@@ -456,8 +469,8 @@ def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, 
     root, copies = run
     messages = []
     checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), messages.append)
-    assert checkpoints.bring_newest() == 6
-    assert any("going on from step 6, which is here" in line for line in messages)
+    assert checkpoints.find_newest() == 6
+    assert any("continuing from the local step 6" in line for line in messages)
     assert checkpoints.close() == [2, 4, 6]  # the place does not answer
     with pytest.raises(StorageError, match="cannot list"):  # nothing is here to go on from
         start(tmp_path / "new" / "checkpoints", copies)
@@ -467,14 +480,12 @@ def test_what_was_given_up_is_not_fetched_from_a_place_that_was_dead_meanwhile(r
     root, copies = run
     decision = {"kind": "spike", "step": 2, "batches": 3, "at": 7, "seen": "x"}
     checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), print)
-    checkpoints.drop_stale([decision])
+    assert checkpoints.find_newest([decision]) == 2
     dead()  # it lives again
-    assert checkpoints.bring_newest() == 2
     checkpoints.close()
     assert Vault(str(copies)).steps() == [2, 4, 6]
     again = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), print)
-    again.drop_stale([decision])
-    assert again.bring_newest() == 2 and again.close() == []
+    assert again.find_newest([decision]) == 2 and again.close() == []
     assert Vault(str(copies)).steps() == [2]
 
 
@@ -483,25 +494,28 @@ def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
     took requests."""
     messages, settings = [], Checkpoint(keep=9, max_wait=0.1, durable=str(tmp_path / "copies"))
     with monkeypatch.context() as patch:
-        patch.setattr(place_lib, "PAUSES", (100.0,))
-        patch.setattr(place_lib.Place, "_write", cut_off)
+        patch.setattr(storage, "DELAYS", (100.0,))
+        patch.setattr(storage.Storage, "_write", cut_off)
         checkpoints = store.Store(tmp_path / "run", settings, messages.append)
-        checkpoints.bring_newest()
+        checkpoints.find_newest()
         for step in (1, 2):
             assert checkpoints.wait_for_room(step)
-            checkpoints.save(
-                step, {"params": {"w": jnp.arange(9.0)}}, {"step": step, "tokens": step}
+            save_tree(
+                checkpoints,
+                step,
+                {"params": {"w": jnp.arange(9.0)}},
+                {"step": step, "tokens": step},
             )
-            checkpoints.wait(copies=False)
+            checkpoints.wait_for_save()
         assert checkpoints.steps() == [1, 2]
-        assert checkpoints.close(again=False) == [1, 2]
+        assert checkpoints.close(retry_copies=False) == [1, 2]
     assert any(
-        "step 1 is saved, but its copy is NOT" in line and "may not wait" in line
+        "step 1 is saved, but its copy is NOT" in line and "no time left to wait" in line
         for line in messages
     )
     assert (
-        "has no whole copy of step 1, 2" in messages[-1]
-        and "the same command tries again" in messages[-1]
+        "has no complete copy of step 1, 2" in messages[-1]
+        and "running the same command again retries" in messages[-1]
     )
     assert start(tmp_path / "run" / "checkpoints", tmp_path / "copies") == (2, [])
     assert Vault(str(tmp_path / "copies")).steps() == [1, 2]

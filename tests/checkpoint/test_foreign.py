@@ -15,7 +15,7 @@ import zaya_jax as zj
 from experiments.configs import tiny
 from zaya_jax import config, trees
 from zaya_jax.checkpoint import boxes, partial
-from zaya_jax.checkpoint.foreign import open_source
+from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.run import rewrite
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import UserError
@@ -59,7 +59,7 @@ SEVERAL = """
 import os, sys, numpy as np, jax
 count, index = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
 jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], count, index)
-from zaya_jax.checkpoint.foreign import open_source
+from zaya_jax.checkpoint.orbax_source import open_source
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 name, whole = "params.embed.embedding", np.load(sys.argv[1])["params.embed.embedding"]
 for layout, axis in ((layout, axis) for layout in sys.argv[3:] for axis in ("data", None)):
@@ -107,7 +107,7 @@ def saved(model, tmp_path_factory):
 def test_each_layout_comes_in(model, saved, layout, tmp_path):
     place, state = saved / layout, {"params": model.params, "balance": {"bias": model.balance}}
     source, held = open_source(str(place)), boxes.of_tree(state)
-    partial.require_fit(source, held.weights())
+    partial.require_fit(source, held.weights().arrays)
     same(source.restore(held.leaves, held), trees.flat(state))
     told, resharded = (
         "without checksums" if layout != "sealed" else "",
@@ -126,7 +126,7 @@ def test_each_layout_comes_in(model, saved, layout, tmp_path):
 def test_parameters_alone_begin_with_fresh_balancing_biases(model, saved, layout, capsys):
     state = {"params": model.params, "balance": {"bias": zaya.init_balance(model.config.model)}}
     source, held = open_source(str(saved / layout)), boxes.of_tree(state)
-    partial.require_fit(source, held.weights())
+    partial.require_fit(source, held.weights().arrays)
     same(source.restore(held.leaves, held), trees.flat(state))
     got = zj.load(saved / layout, config=model.config)
     same(got.params, model.params)
@@ -148,7 +148,7 @@ def test_integers_become_no_weights(model, saved, tmp_path):
         ):
             zj.load(place, config=model.config)
         with pytest.raises(UserError, match=r"is of int8, .* multiply quantised"):
-            partial.require_fit(open_source(str(place)), held)
+            partial.require_fit(open_source(str(place)), held.arrays)
 
 
 @pytest.mark.parametrize("layout", ["ocdbt", "tensors"])

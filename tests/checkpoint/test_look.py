@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from saved_trees import save_tree
 
 from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
-from zaya_jax.checkpoint import layout, writing
-from zaya_jax.checkpoint.run import look, store, times
+from zaya_jax.checkpoint import folders, layout
+from zaya_jax.checkpoint.run import look, store, timings
 from zaya_jax.config import Checkpoint
 from zaya_jax.training.workdir import open_workdir
 
@@ -43,7 +44,7 @@ def workdir(tmp_path_factory):
         }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layout, "PART_BYTES", 1000)  # otherwise parts as small lie in one chunk
-            checkpoints.save(step, state, meta)
+            save_tree(checkpoints, step, state, meta)
     checkpoints.close()
     return folder
 
@@ -86,9 +87,9 @@ def test_damage_is_a_line_and_its_exit_code(run, workdir, tmp_path):
 
 
 def test_a_step_that_the_run_deletes_meanwhile_is_none(workdir, monkeypatch):
-    numbered, first = writing.numbered, [[2, 4, 9]]
-    monkeypatch.setattr(writing, "numbered", lambda root: first.pop() if first else numbered(root))
-    seen, damaged = look.see_all(workdir)
+    numbered, first = folders.numbered, [[2, 4, 9]]
+    monkeypatch.setattr(folders, "numbered", lambda root: first.pop() if first else numbered(root))
+    seen, damaged = look.summarise_all(workdir)
     assert [one.step for one in seen] == [4, 9] and not damaged
 
 
@@ -110,12 +111,12 @@ def line(**changes):
 
 
 def write(folder, *lines):
-    with (folder / times.TIMES).open("a") as file:
+    with (folder / timings.TIMES).open("a") as file:
         file.writelines(one if isinstance(one, str) else json.dumps(one) + "\n" for one in lines)
 
 
 def test_lines_of_one_event_are_put_together(tmp_path):
-    assert times.read(tmp_path) == {}
+    assert timings.read_timings(tmp_path) == {}
     stages, quick = {"copy": 0.5, "write": 2.0}, {"write": 1.0, "commit": 8.5}
     write(
         tmp_path,
@@ -130,16 +131,16 @@ def test_lines_of_one_event_are_put_together(tmp_path):
         line(step=4, process=1, stages={"write": 9.0, "commit": 8.5}),
     )
     write(tmp_path, line(step=5, process=1, stages=quick))
-    found = times.read(tmp_path)
+    found = timings.read_timings(tmp_path)
     assert list(found) == ["save", "load"] and list(found["save"]) == [1, 3, 4, 5]
     save = found["save"][3]
     assert save.processes == 3
     assert save.sizes == {0: 10, 2: 30}
-    np.testing.assert_array_equal(save.of("write"), [1.0, math.nan, 2.0])
-    np.testing.assert_array_equal(found["save"][1].of("copy"), [math.nan])
+    np.testing.assert_array_equal(save.by_process("write"), [1.0, math.nan, 2.0])
+    np.testing.assert_array_equal(found["save"][1].by_process("copy"), [math.nan])
     assert save.slowest("write") == 2.0 and math.isnan(found["save"][1].slowest("copy"))
-    assert found["save"][4].whole() == 9.5, "process 0's, whose commit waits for all"
-    assert found["save"][5].whole() == 9.5, "process 0's line is lost: what another tells"
+    assert found["save"][4].total() == 9.5, "process 0's, whose commit waits for all"
+    assert found["save"][5].total() == 9.5, "process 0's line is lost: what another tells"
     # Saved again, it counts once; lines cut short cost no other.
     write(tmp_path, line(process=1), line(stages={"write": 7.0}, time=9.0), line(process=2))
     write(
@@ -149,6 +150,6 @@ def test_lines_of_one_event_are_put_together(tmp_path):
         "\n",
         json.dumps(line(step=8))[:-3],
     )
-    saves = times.read(tmp_path)["save"]
+    saves = timings.read_timings(tmp_path)["save"]
     assert list(saves) == [1, 3, 4, 5, 7]
     assert (saves[3].processes, saves[3].time, saves[3].slowest("write")) == (1, 9.0, 7.0)

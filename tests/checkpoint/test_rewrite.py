@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_helpers import same
+from checkpoint_helpers import same, train
+from saved_trees import restore_tree, save_tree
 
 from zaya_jax import config
-from zaya_jax.checkpoint import boxes, layout, partial, source
-from zaya_jax.checkpoint.foreign import open_source
+from zaya_jax.checkpoint import boxes, layout, partial, seal, source
+from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.run import retention, rewrite, store
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
@@ -46,18 +47,20 @@ def workdir(tmp_path):
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     checkpoints = store.Store(folder, Checkpoint())
-    checkpoints.bring_newest()
+    checkpoints.find_newest()
     for step in (4, 9):
-        checkpoints.save(
-            step, params(seed=step), {"step": step, "tokens": step, "data": {"at": step}}
+        save_tree(
+            checkpoints,
+            step,
+            params(seed=step),
+            {"step": step, "tokens": step, "data": {"at": step}},
         )
     checkpoints.close()
     return folder
 
 
 def load(folder, step, like):
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return store.Store(folder).restore(step, store.abstract_like(like, one))
+    return restore_tree(store.Store(folder), step, like), source.read_meta(folder, step)
 
 
 @pytest.mark.parametrize("chunk", [64, 500, 1 << 20])
@@ -98,8 +101,11 @@ print(memory("VmHWM") - before)
 def test_memory_is_below_three_chunks(tmp_path, chunk_to):
     folder = open_workdir(tmp_path / "run", config.check(config.default()))
     checkpoints = store.Store(folder, Checkpoint())
-    checkpoints.save(
-        1, {"params": {"w": jnp.ones((64, 1024, 1024), jnp.float32)}}, {"step": 1, "tokens": 1}
+    save_tree(
+        checkpoints,
+        1,
+        {"params": {"w": jnp.ones((64, 1024, 1024), jnp.float32)}},
+        {"step": 1, "tokens": 1},
     )
     checkpoints.close()
     command = [sys.executable, "-c", MEASURE, folder, tmp_path / "to", str(chunk_to)]
@@ -154,9 +160,10 @@ def test_a_program_without_this_package_loads_shards_and_trains_on(workdir, tmp_
     copy."""
     back = {"kind": "spike", "step": 4, "batches": 2, "at": 9, "seen": "a loss"}
     checkpoints = store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")))
-    checkpoints.drop_stale([back])
-    assert checkpoints.bring_newest() == 4
-    checkpoints.save(9, params(seed=19), {"step": 9, "tokens": 9, retention.KEY: [back]})
+    assert checkpoints.find_newest([back]) == 4
+    save_tree(
+        checkpoints, 9, params(seed=19), {"step": 9, "tokens": 9, retention.DECISIONS: [back]}
+    )
     checkpoints.close()
     dtype = "bfloat16" if "bfloat16" in place else None
     if "exported" in place:
@@ -220,10 +227,10 @@ def test_weights_of_other_shapes_are_refused(workdir):
         (fewer, r"it has arrays that are not wanted, such as params.embed.embedding"),
     ):
         with pytest.raises(UserError, match=says):
-            partial.require_fit(open_source(str(workdir)), boxes.of_tree(held).weights())
+            partial.require_fit(open_source(str(workdir)), boxes.of_tree(held).weights().arrays)
 
 
-GONE = r"^step 9 of \S*/run is gone meanwhile, its run has deleted it; it has 4$"
+GONE = r"^step 9 of \S*/run no longer exists: its run has deleted it; it has 4$"
 
 
 @pytest.mark.parametrize("moment", ["found", "listed", "checked"])
@@ -231,7 +238,7 @@ def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, m
     """Wherever in the reading that comes, it is one line, and nothing is left."""
     module, name = {
         "found": (source, "choose_step"),
-        "listed": (Vault, "seal"),
+        "listed": (Vault, "read_seal"),
         "checked": (Vault, "check"),
     }[moment]
     function = getattr(module, name)
@@ -255,3 +262,15 @@ def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, m
     (workdir / "checkpoints" / "4" / layout.META).unlink()  # a damaged one stays damaged
     with pytest.raises(StorageError, match="is damaged"):
         rewrite.export_params(workdir, tmp_path / "out", 4)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_step_without_its_list_is_not_taken_for_orbax_s(tmp_path, named):
+    """It was read without checksums: an upload under way, or a damaged step."""
+    root = train(tmp_path / "run", 1, 2)
+    (root / "2" / layout.MARKER).unlink()
+    if not named:
+        (root / seal.RUN).unlink()
+    assert open_source(root).step == 1
+    with pytest.raises(StorageError, match=r"checksums\.json is missing"):
+        open_source(tmp_path / "run")

@@ -6,7 +6,7 @@ import shutil
 import checkpoint_helpers
 import pytest
 
-from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint import folders
 from zaya_jax.checkpoint.run import look, retention, store
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, UserError
@@ -29,16 +29,16 @@ def opened(tmp_path):
 
 
 def save(checkpoints, steps, *decisions):
-    checkpoints.bring_newest()
+    checkpoints.find_newest()
     checkpoint_helpers.save(
-        checkpoints, *steps, **({retention.KEY: list(decisions)} if decisions else {})
+        checkpoints, *steps, **({retention.DECISIONS: list(decisions)} if decisions else {})
     )
     checkpoints.close()
 
 
 def places(tmp_path):
     """The steps of workdir/checkpoints and of the durable place."""
-    return writing.steps_in(tmp_path / "run" / "checkpoints"), Vault(str(tmp_path / "safe")).steps()
+    return folders.steps_in(tmp_path / "run" / "checkpoints"), Vault(str(tmp_path / "safe")).steps()
 
 
 @pytest.mark.parametrize("done", ["nothing", "copies", "some of the folder", "the folder"])
@@ -49,13 +49,12 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
         for step in (4, 6):
             Vault(str(tmp_path / "safe")).remove(step)
     elif done == "some of the folder":
-        (root / "6").rename(root / f"{writing.STALE}1-6")
+        (root / "6").rename(root / f"{folders.STALE}1-6")
     elif done == "the folder":
         shutil.rmtree(root / "4")
         shutil.rmtree(root / "6")
     checkpoints = opened(messages.append)
-    checkpoints.drop_stale([BACK])
-    assert checkpoints.bring_newest() == 2
+    assert checkpoints.find_newest([BACK]) == 2
     checkpoints.close()
     assert places(tmp_path) == ([2], [2])
     if done == "nothing":
@@ -69,8 +68,7 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     save(opened(), (4, 6), BACK)
     checkpoints = opened()
     for decided, newest in (([], 6), ([BACK], 6), ([BACK, AGAIN], 4)):
-        checkpoints.drop_stale(decided)
-        assert checkpoints.bring_newest() == newest
+        assert checkpoints.find_newest(decided) == newest
     checkpoints.close()
     assert sorted(p.name for p in root.glob(".stale-*")) == [".stale-2-6"]
 
@@ -98,14 +96,14 @@ def test_another_run_s_decisions_are_refused_before_anything_goes(tmp_path, open
     root = tmp_path / "run" / "checkpoints"
     # where the checkpoints are lost, the copies speak for them
     for step in (2, 4, 6, 8) if place == "durable" else ():
-        writing.remove(root, step)
+        folders.remove(root, step)
     before = places(tmp_path)
     decisions.write(tmp_path / "run", file)
     checkpoints = opened()
     with pytest.raises(
         UserError, match=rf"{why}.*Nothing was deleted.*move this one away"
     ) as refused:
-        checkpoints.drop_stale(file)
+        checkpoints.find_newest(file)
     checkpoints.close()
     assert str(refused.value).split()[0] == str(tmp_path / "run" / "aegis" / decisions.FILE)
     assert places(tmp_path) == before and not list(root.glob(".stale-*"))

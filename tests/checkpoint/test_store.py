@@ -13,10 +13,11 @@ import pytest
 from checkpoint_helpers import same
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
+from saved_trees import restore_tree, save_tree
 
-from zaya_jax.checkpoint import boxes, layout, seal, writing
-from zaya_jax.checkpoint.run import look, retention, store, times
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint import boxes, folders, layout, seal, writing
+from zaya_jax.checkpoint.run import look, retention, store, timings
+from zaya_jax.checkpoint.source import SealedSource, read_meta
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError
 
@@ -51,7 +52,9 @@ class Run:
         )
 
     def save(self, step, tree=None, **meta):
-        self.store.save(step, tree or state(step), META | {"step": step, "tokens": step} | meta)
+        save_tree(
+            self.store, step, tree or state(step), META | {"step": step, "tokens": step} | meta
+        )
         self.store.wait()
 
 
@@ -62,12 +65,11 @@ def visible(folder):
 def test_what_is_saved_comes_back_on_other_meshes(tmp_path):
     run, tree = Run(tmp_path), state(7)
     run.save(3, tree)
-    assert run.messages == [] and run.store.bring_newest() == 3
-    got, meta = run.store.restore(3, like(tree))
-    same(got, tree)
+    assert run.messages == [] and run.store.find_newest() == 3
+    same(restore_tree(run.store, 3, like(tree)), tree)
+    meta = read_meta(tmp_path, 3)
     assert meta["step"] == 3 and meta["processes"] == 1
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    same(run.store.restore(3, store.abstract_like(tree, one))[0], tree)
+    same(restore_tree(run.store, 3, tree), tree)  # on one device
 
 
 class Place:
@@ -86,7 +88,9 @@ def bucket_of(total, cut, each):
     for i, device in enumerate(devices):
         box = slice(i * cut, min((i + 1) * cut, total)), slice(0, 4)
         parts.append(
-            boxes.HeldBox("w", box, "bucket", device, tuple(slice(0, n) for n in layout.sizes(box)))
+            boxes.HeldBox(
+                "w", box, "bucket", device, tuple(slice(0, n) for n in layout.shape_of(box))
+            )
         )
     leaf = jax.ShapeDtypeStruct((len(devices) * cut, 4), np.float32)
     return boxes.Holding({"w": whole}, {"bucket": leaf}, parts)
@@ -131,18 +135,18 @@ def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, ch
             own = np.zeros((cut, 4), np.float32)
             part.of(own)[:] = whole[part.box]
             copies["bucket"][part.device] = own
-        found = writing.write_parts(tmp_path / "1", plan, parts, copies, writing.Times())
+        found = writing.write_parts(tmp_path / "1", plan, parts, copies, writing.StageTimer())
         assert not found.keys() & sums.keys()
         sums |= found
     assert len(sums) == -(-total // chunk)
-    frame = layout.frame(tuple(plan.arrays.values()), {})
+    frame = layout.metadata_files(tuple(plan.arrays.values()), {})
     sums |= writing.write_files(tmp_path / "1", frame)
-    writing.write_files(tmp_path / "1", {layout.MARKER: seal.Seal(sums, 1).content()})
+    writing.write_files(tmp_path / "1", {layout.MARKER: seal.Seal(sums, 1).to_bytes()})
     np.testing.assert_array_equal(ocp.load_checkpointables(tmp_path / "1")["state"]["w"], whole)
     one = jax.ShapeDtypeStruct(
         whole.shape, whole.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
     )
-    np.testing.assert_array_equal(Source(tmp_path / "1").restore({"w": one})["w"], whole)
+    np.testing.assert_array_equal(SealedSource(tmp_path / "1").restore({"w": one})["w"], whole)
 
 
 class Killed(BaseException):
@@ -186,9 +190,9 @@ def test_killed_at_any_operation_it_is_complete_or_absent(tmp_path):
         steps = visible(folder)
         assert steps in (["1"], ["1", "2"], ["2"])  # and deleted only when the newer is there
         again = Run(folder, keep=1)
-        assert again.store.bring_newest() == max(map(int, steps))
+        assert again.store.find_newest() == max(map(int, steps))
         for step in map(int, steps):
-            same(again.store.restore(step, like(state(step)))[0], state(step))
+            same(restore_tree(again.store, step, like(state(step))), state(step))
         left = {p.name for p in (folder / "checkpoints").iterdir()} - set(steps)
         assert left == {".run"}, "half-done work is cleared"
         stop_at += 1
@@ -219,10 +223,10 @@ def test_a_full_disk_is_said_each_time_and_ends_the_run_after_so_many(tmp_path, 
         run.store.wait_for_room(6)
     monkeypatch.setattr(store, "RETRY_SECONDS", 0)
     with pytest.raises(StorageError, match="No space left"):
-        run.store.save_now(6, state(6), META)
+        save_tree(run.store, 6, state(6), META, last=True)
     assert len(run.messages) == 5
     monkeypatch.undo()
-    run.store.save_now(7, state(7), META)
+    save_tree(run.store, 7, state(7), META, last=True)
     assert visible(tmp_path) == ["1", "3", "7"]
 
 
@@ -234,7 +238,7 @@ def test_a_slow_store_is_waited_for_a_while(tmp_path, monkeypatch):
         write(path, buffers)
 
     monkeypatch.setattr(writing, "write_file", waits)
-    run.store.save(1, state(1), META)
+    save_tree(run.store, 1, state(1), META)
     assert not run.store.wait_for_room(2) and "still being written" in run.messages[0]
     with pytest.raises(StorageError, match="2 saves failed in a row"):
         run.store.wait_for_room(3)
@@ -262,19 +266,19 @@ def test_damage_stops_or_goes_one_back(tmp_path):
             r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous"
         ),
     ):
-        run.store.bring_newest()
+        run.store.find_newest()
     with pytest.raises(StorageError, match=r"cannot be read.*params.layers.w"):
-        run.store.restore(2, like(state(2)))
+        restore_tree(run.store, 2, like(state(2)))
     other = Run(tmp_path, on_corrupt="previous")
-    assert other.store.bring_newest() == 1 and visible(tmp_path) == ["1"]
+    assert other.store.find_newest() == 1 and visible(tmp_path) == ["1"]
     assert "WARNING" in other.messages[0] and (tmp_path / "checkpoints" / ".damaged-2").is_dir()
     # With the only one set aside the run would begin anew, and end as if nothing had been.
     next((tmp_path / "checkpoints" / "1").rglob("c.0.0.0")).unlink()
     with pytest.raises(StorageError, match="there is none before it"):
-        other.store.bring_newest()
+        other.store.find_newest()
     assert visible(tmp_path) == ["1"]
     other.save(2)
-    assert other.store.bring_newest() == 2
+    assert other.store.find_newest() == 2
     gc.collect()
 
 
@@ -289,15 +293,15 @@ def test_every_file_is_watched(tmp_path):
             if damaged is not None:
                 path.write_bytes(damaged)
             with pytest.raises(StorageError, match=path.name.replace("_", ".")):
-                run.store.bring_newest()
+                run.store.find_newest()
             path.write_bytes(content)
-    assert run.store.bring_newest() == 1
+    assert run.store.find_newest() == 1
 
 
 def test_a_list_of_files_that_leads_outside_is_refused():
     for name in ("../evil", "/etc/evil", "state/../../evil"):
         with pytest.raises(ValueError, match="outside of the checkpoint"):
-            seal.parse(seal.Seal({name: [1, 2, 0]}, 1).content())
+            seal.parse(seal.Seal({name: [1, 2, 0]}, 1).to_bytes())
 
 
 def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path, monkeypatch):
@@ -306,6 +310,53 @@ def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path, monkeypatch)
     run.save(5)
     assert "step 5 is NOT saved: no space (process 1)" in run.messages[0]
     assert not list(tmp_path.rglob("*-5")) and not list(tmp_path.rglob("5"))
+
+
+def test_a_failed_save_is_cleared_before_any_process_tries_again(tmp_path, monkeypatch):
+    """Process 0 cleared up while the others wrote the next attempt's chunks into the same folder."""
+    run, broadcast, there = Run(tmp_path / "run"), multihost.broadcast_from_zero, []
+
+    def watched(name, function):
+        answer = broadcast(name, function)
+        if name == "save: end":
+            there.append((tmp_path / "run" / "checkpoints" / ".saving-5").exists())
+        return answer
+
+    monkeypatch.setattr(
+        multihost, "gather_to_zero", lambda name, value: [value, ["no space", None]]
+    )
+    monkeypatch.setattr(multihost, "broadcast_from_zero", watched)
+    run.save(5)
+    assert there == [False] and "no space (process 1)" in run.messages[0]
+
+
+def test_what_comes_after_the_rename_fails_no_save(tmp_path, monkeypatch):
+    run = Run(tmp_path, keep=1, max_failures=1)
+    run.save(1)
+
+    def refuses(root, step):
+        raise PermissionError(errno.EACCES, "Permission denied", str(root / str(step)))
+
+    monkeypatch.setattr(folders, "remove", refuses)
+    run.save(2)
+    assert run.store.wait_for_room(3) and visible(tmp_path) == ["1", "2"]
+    assert "older checkpoints are not deleted: Permission denied" in run.messages[0]
+
+
+def test_the_last_save_is_content_with_what_an_attempt_renamed(tmp_path, monkeypatch):
+    run, sync, failing = Run(tmp_path, max_failures=2), folders.sync_folder, [True]
+
+    def sometimes(folder):
+        if folder.name == "checkpoints" and failing:
+            failing.pop()
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        sync(folder)
+
+    monkeypatch.setattr(folders, "sync_folder", sometimes)
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0)
+    save_tree(run.store, 5, state(5), META | {"step": 5}, last=True)
+    assert visible(tmp_path) == ["5"] and len(run.messages) == 1
+    assert run.store.find_newest() == 5
 
 
 NAN, INF = float("nan"), float("inf")
@@ -338,7 +389,7 @@ SKIPPED = [True] * 3 + [False] * 50
     ],
 )
 def test_what_is_kept(losses, rules, gone):
-    saved = [retention.Candidate(i + 1, 100 * (i + 1), loss) for i, loss in enumerate(losses)]
+    saved = [retention.SavedStep(i + 1, 100 * (i + 1), loss) for i, loss in enumerate(losses)]
     assert retention.to_delete(saved, Checkpoint(**rules)) == gone
 
 
@@ -353,19 +404,21 @@ def test_what_is_kept(losses, rules, gone):
     ],
 )
 def test_steps_whose_update_was_not_made_replace_none(sound, rules, gone):
-    saved = [retention.Candidate(i + 1, 10 * (i + 1), sound=good) for i, good in enumerate(sound)]
+    saved = [retention.SavedStep(i + 1, 10 * (i + 1), sound=good) for i, good in enumerate(sound)]
     assert retention.to_delete(saved, Checkpoint(keep=2, **rules)) == gone
 
 
 def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_path):
     run = Run(tmp_path, keep=1)
-    assert run.store.way_back() == "No checkpoint is from before"
+    assert run.store.advice_on_return() == "No checkpoint is from before"
     run.save(1, metrics={"loss": 2.0, "skipped": 0.0})
     run.save(2, metrics={"loss": float("nan"), "skipped": 1.0})
     run.save(3, metrics={"loss": 2.0, "skipped": 1.0})
     assert visible(tmp_path) == ["1", "2", "3"]
-    assert f"init_from={tmp_path}@1" in run.store.way_back()
-    assert "skipped or not finite: 2, 3." in look.remarks(tmp_path, *look.see_all(tmp_path))[0]
+    assert f"init_from={tmp_path}@1" in run.store.advice_on_return()
+    assert (
+        "skipped or not finite: 2, 3." in look.remarks(tmp_path, *look.summarise_all(tmp_path))[0]
+    )
     run.save(4, metrics={"loss": 2.0, "skipped": 0.0, "eval/loss": 1.0})
     assert visible(tmp_path) == ["4"]
 
@@ -373,8 +426,8 @@ def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_pa
 def test_times_are_written_down(tmp_path):
     run = Run(tmp_path)
     run.save(1)
-    run.store.restore(1, like(state(1)), place=lambda x: x)
-    save, load = [json.loads(line) for line in (tmp_path / times.TIMES).read_text().splitlines()]
+    run.store.restore(1, like(state(1)), boxes.of_tree(state(1)), lambda x: x)
+    save, load = [json.loads(line) for line in (tmp_path / timings.TIMES).read_text().splitlines()]
     assert save["kind"] == "save" and set(save["stages"]) == {
         "copy",
         "serialise",

@@ -78,8 +78,7 @@ def test_what_a_refused_start_has_fetched_goes_with_it(tmp_path):
     cleanup = CleanupIfRefused(tmp_path / "new")
     workdir = open_workdir(tmp_path / "new", settings(), cleanup.locked)
     assert (
-        store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).bring_newest()
-        == 4
+        store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).find_newest() == 4
     )
     cleanup(UserError)
     claims.release(workdir)
@@ -120,4 +119,4 @@ def test_a_failed_reshard_leaves_what_others_made(tmp_path, then_waits):
     then_waits(target, plus=1)
     with pytest.raises(UserError, match="exists and is not empty"):
         rewrite.reshard(source, target)
-    assert store.Store(target, Checkpoint(), print).bring_newest() == 4
+    assert store.Store(target, Checkpoint(), print).find_newest() == 4

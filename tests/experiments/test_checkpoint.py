@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from saved_trees import save_tree
 
 from experiments import generate
 from experiments.checkpoint import __main__ as checkpoint
@@ -69,8 +70,10 @@ def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeyp
         and "- trained: 2 steps, " in card
         and "held-out" not in card
     )
-    exchange.write_card(tmp_path, "a", config.check(settings), {"metrics": {"eval/loss": 1.25}})
-    assert "- held-out loss: 1.2500 nats" in (tmp_path / "README.md").read_text()
+    card = exchange.model_card(
+        tmp_path, "a", config.check(settings), {"metrics": {"eval/loss": 1.25}}
+    )
+    assert "- held-out loss: 1.2500 nats" in card
     theirs = load_file(golden_dir / "base" / "model.safetensors")
     for name, x in load_file(tmp_path / "out" / "model.safetensors").items():
         np.testing.assert_array_equal(x, theirs[name], err_msg=name)
@@ -175,7 +178,7 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
     shutil.copytree(imported, workdir)
     checkpoints = store.Store(workdir)
     state, meta = partial.read(workdir, "*"), source.read_meta(workdir, 0)
-    checkpoints.save(5, state, meta | {"step": 5})
+    save_tree(checkpoints, 5, state, meta | {"step": 5})
     checkpoints.close()
     newest = workdir / "checkpoints" / "5"
     LISTS[how](newest, newest / layout.MARKER)

@@ -8,14 +8,14 @@ import pytest
 from made_run import checked
 
 from experiments.checkpoint import page as checkpoint_page
-from zaya_jax.checkpoint.run import times
+from zaya_jax.checkpoint.run import timings
 from zaya_jax.report import write_report
 
 
 def make(folder, processes, saves, slow=9.0):
     """Times whose last process is slow; the middle save took all of them long."""
     folder.mkdir(exist_ok=True)
-    with (folder / times.TIMES).open("w") as file:
+    with (folder / timings.TIMES).open("w") as file:
 
         def tell(kind, step, process, stages, begun):
             line = {"kind": kind, "step": step, "process": process, "stages": stages, "time": begun}
@@ -83,5 +83,5 @@ def test_the_training_report_shows_the_times_of_saving(tmp_path):
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 60, "loss": 1.0}\n')
     page = write_report(run).read_text()
     assert "<h2>Checkpoints</h2>" in page and "<figcaption>Whole save<" in page
-    (run / times.TIMES).unlink()
+    (run / timings.TIMES).unlink()
     assert "<h2>Checkpoints</h2>" not in write_report(run).read_text()

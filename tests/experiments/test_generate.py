@@ -9,11 +9,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from saved_trees import save_tree
 
 from experiments import generate
 from zaya_jax import config
 from zaya_jax.checkpoint.run import store
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.config import Model
 from zaya_jax.model import decode, zaya
 from zaya_jax.pytorch import any_model
@@ -63,7 +64,7 @@ def workdir(tmp_path_factory):
             "balance": {"bias": zaya.init_balance(MODEL)},
             "optimizer": {"mean": params},
         }
-        checkpoints.save(step, state, {"step": step})
+        save_tree(checkpoints, step, state, {"step": step})
     checkpoints.close()
     return folder
 
@@ -105,7 +106,7 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(
     shutil.copytree(workdir, folder)
     assert run(f"--model={folder}", "--prompt=a", "--num_tokens=2")[0] == 0
     assert len(heard) == 3  # the prompt, its first token, the others
-    sample.write_sample(folder, own, tokenizers.load("bytes"), Source(folder, 5))
+    sample.write_sample(folder, own, tokenizers.load("bytes"), SealedSource(folder, 5))
     assert heard == [("attention",)] * 6
 
 

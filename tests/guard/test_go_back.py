@@ -7,8 +7,7 @@ from small_runs import Killed, same_end
 from tiny_runs import lines
 
 from zaya_jax import cli
-from zaya_jax.checkpoint import writing
-from zaya_jax.checkpoint.run import retention
+from zaya_jax.checkpoint import folders
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.cluster import events
 from zaya_jax.guard import decisions
@@ -20,14 +19,14 @@ MOMENTS = {
     # where a process may be killed: before or after it has called a function, where that is so
     "decided": (decisions, "after_spike", True, None),
     "written": (decisions, "add", True, None),
-    "begins again": (retention, "drop_stale", False, None),
+    "begins again": (folders, "rename_stale", False, None),
     "half set aside": (
-        writing,
+        folders,
         "numbered",
         True,
         lambda place, args: list(place.glob("checkpoints/.stale-*")),
     ),
-    "set aside": (retention, "drop_stale", True, None),
+    "set aside": (folders, "rename_stale", True, None),
     "went back": (Guard, "see", False, lambda place, args: args[1] == 84),
 }
 

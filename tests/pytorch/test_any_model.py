@@ -73,10 +73,10 @@ def test_each_name_works_wherever_a_model_is_asked_for(places, hub, called, tmp_
     )
     state, source = (
         {"params": model.params, "balance": {"bias": model.balance}},
-        any_model.weights_of(name),
+        any_model.open_weights(name),
     )
     held = boxes.of_tree(state)
-    partial.require_fit(source, held)
+    partial.require_fit(source, held.arrays)
     jax.tree.map(
         np.testing.assert_array_equal, source.restore(held.leaves, held), trees.flat(state)
     )
@@ -102,4 +102,4 @@ def test_a_name_that_nothing_has_is_one_line(places, monkeypatch, tmp_path):
     ):
         assert refusal(any_model.find, name).startswith(says)
     says = "config.run.init_from=run@7: run has no checkpoint of step 7; it has 0"
-    assert refusal(any_model.weights_of, "run@7").startswith(says)
+    assert refusal(any_model.open_weights, "run@7").startswith(says)

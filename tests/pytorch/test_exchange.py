@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from saved_trees import save_tree
 
 from zaya_jax import config
 from zaya_jax.checkpoint.run import store
@@ -122,7 +123,8 @@ def train_state(workdir, settings, step):
     params = zaya.init(settings.model, jax.random.key(1))
     bias = jax.random.normal(jax.random.key(2), (MODEL.num_hidden_layers, MODEL.num_experts + 1))
     checkpoints = store.Store(workdir)
-    checkpoints.save(
+    save_tree(
+        checkpoints,
         step,
         {"params": params, "optimizer": {"mean": params}, "balance": {"bias": bias}},
         {"step": step},
@@ -143,7 +145,7 @@ def test_a_trained_workdir_is_exported_in_float32_with_its_phase_s_rope(tmp_path
     assert loaded.model.rope_parameters.hybrid.rope_theta == 777.0
     params["layers"]["router"]["eda"] = params["layers"]["router"]["eda"].at[0].set(1.0)
     for name in (out, f"{tmp_path / 'work'}@3"):
-        ours, our_bias = any_model.find(name).weights()
+        ours, our_bias = any_model.find(name).load_weights()
         jax.tree.map(np.testing.assert_array_equal, ours, params)
         np.testing.assert_array_equal(our_bias, bias)
     with pytest.raises(UserError, match="no checkpoint of step 7; it has 3"):

@@ -17,7 +17,7 @@ import tiny_runs
 
 from zaya_jax import cli, config
 from zaya_jax import run as run_lib
-from zaya_jax.checkpoint import source, writing
+from zaya_jax.checkpoint import folders, source
 from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.checkpoint.run import store
 from zaya_jax.cluster import leaving
@@ -86,7 +86,7 @@ def test_stopped_by_a_signal(run, tmp_path, number):
         run(7, lambda: None if asked else asked.append(os.kill(os.getpid(), number)))
         == cli.PREEMPTED
     )
-    assert last_step(tmp_path / "run") == source.Source(tmp_path / "run").step == 7
+    assert last_step(tmp_path / "run") == source.SealedSource(tmp_path / "run").step == 7
     assert (tmp_path / "run" / "report.html").exists() == (number != signal.SIGTERM)
 
 
@@ -105,7 +105,7 @@ def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run
 
     def go():
         latest = time.monotonic() + 60
-        while not away.exists() and 8 not in writing.steps_in(root) and time.monotonic() < latest:
+        while not away.exists() and 8 not in folders.steps_in(root) and time.monotonic() < latest:
             time.sleep(0.01)  # it is saved while the steps go on
         if not away.exists():
             root.rename(away)
@@ -117,7 +117,7 @@ def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run
     assert out.count("is NOT saved") == 2 and "training goes on" in out
     root.unlink()
     away.rename(root)
-    assert writing.steps_in(root) == [4, 8] and vault_lib.Vault(root).verify(8) == []
+    assert folders.steps_in(root) == [4, 8] and vault_lib.Vault(root).verify(8) == []
     assert run(99, None, run__num_steps=10) == cli.DONE
     assert last_step(tmp_path / "run") == 10
 
@@ -138,7 +138,7 @@ def test_unhealthy(run, tmp_path, capsys, monkeypatch):
     workdir = tmp_path / "run"
     assert last_step(workdir) == 16  # the sixth of them, and the step in flight
     assert (workdir / "report.html").exists()
-    steps = writing.steps_in(workdir / "checkpoints")
+    steps = folders.steps_in(workdir / "checkpoints")
     assert steps == [4, 8, 12, 16]
     assert (
         "step 8's: a run in a new workdir begins with its weights by"
@@ -147,7 +147,7 @@ def test_unhealthy(run, tmp_path, capsys, monkeypatch):
     # Started again it goes on from the newest; a sound step makes those in between go, and no
     # others.
     assert run(16, dict, reached=16, run__num_steps=18) == cli.DONE
-    assert writing.steps_in(workdir / "checkpoints") == [8, 18]
+    assert folders.steps_in(workdir / "checkpoints") == [8, 18]
 
 
 def test_a_run_without_any_update_is_not_done(run, tmp_path, capsys):

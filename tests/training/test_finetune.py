@@ -15,7 +15,7 @@ from experiments.configs import finetune, tiny
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import partial
 from zaya_jax.data import stores, windows
-from zaya_jax.pytorch import any_model, exchange, tokenizer_files
+from zaya_jax.pytorch import exchange, tokenizer_files
 from zaya_jax.text import chat, chat_template, prepare, tokenizers
 from zaya_jax.text.prepare import Options
 from zaya_jax.text.shard_format import SPLITS
@@ -322,7 +322,7 @@ def test_a_template_that_came_is_learnt_and_stays(folder, tmp_path, trained):
     run = tmp_path / "run"
     tokenizers.load(source).save(run)  # as a run that begins with it does
     c = settings(folder / "base", "x", data__chats=trained == "on chats")
-    kept, config = any_model.small_files(run), None if trained == "not" else c
+    kept, config = tokenizer_files.read_files(run), None if trained == "not" else c
     tokenizer_files.write(target, kept, tokenizers.load(run), config)
     assert tokenizer_files.came_with_template(target)
     assert "came with" in tokenizer_files.describe_template(target)

@@ -10,8 +10,8 @@ import pytest
 import tiny_runs
 
 from zaya_jax import cli
+from zaya_jax.checkpoint.folders import steps_in
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.checkpoint.writing import steps_in
 
 SMALL = tiny_runs.SMALL | {"checkpoint.every_steps": 1}
 

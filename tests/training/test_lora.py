@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import zaya_jax as zj
 from zaya_jax import cli, trees
 from zaya_jax.checkpoint import merged, partial
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.config import UserError
 from zaya_jax.pytorch import adapters, any_model, exchange
 from zaya_jax.training import step as steps
@@ -91,11 +91,11 @@ def test_the_export_is_the_run(folder, tmp_path):
 
 def test_the_merged_weights_are_the_bases_own_numbers_and_the_updates(folder, monkeypatch):
     """As PEFT has them, also where the run holds the base in another format."""
-    run, base = Source(folder / "run"), Source(folder / "base")
+    run, base = SealedSource(folder / "run"), SealedSource(folder / "base")
     meta = run.meta()
     meta["config"]["precision"]["compute"] = "bfloat16"
     monkeypatch.setattr(run, "meta", lambda: meta)
-    found = trees.flat(partial.read(merged.Merged(run, base)))
+    found = trees.flat(partial.read(merged.MergedSource(run, base)))
     pairs = trees.flat(partial.read(run))
     for name, x in trees.flat(partial.read(base)).items():
         if f"{name}.a" in pairs:
@@ -191,13 +191,15 @@ def test_what_cannot_be_is_said(folder, tmp_path, keys, says):
 def test_a_base_is_known_by_all_its_numbers(folder, tmp_path):
     """However they are stored."""
     state = partial.read(folder / "base") | partial.read(folder / "base", "balance.bias")
-    mark = merged.mark_of(exchange.InMemory(state))
+    mark = merged.weights_fingerprint(exchange.InMemory(state))
     places = folder / "base", exchange.to_hf(f"{folder}/base", tmp_path / "hf")
-    assert {merged.mark_of(any_model.weights_of(str(place))) for place in places} == {mark}
+    assert {merged.weights_fingerprint(any_model.open_weights(str(place))) for place in places} == {
+        mark
+    }
     for name, x in trees.flat(state).items():
         last = (-1,) * x.ndim
         before, x[last] = x[last], x[last] + 0.5
-        assert merged.mark_of(exchange.InMemory(state)) != mark, name
+        assert merged.weights_fingerprint(exchange.InMemory(state)) != mark, name
         x[last] = before
 
 
@@ -216,7 +218,8 @@ def test_another_base_is_refused(folder, tmp_path):
         other = {"data__path": str(folder / "corpus"), "run__num_steps": 2, "run__seed": 1}
         assert tiny_runs.train(folder / "base", **other) == cli.DONE
         with pytest.raises(
-            UserError, match=r"was trained over .* other weights; bring the former back"
+            UserError,
+            match=r"was trained on top of .* different weights; restore the original base",
         ):
             zj.load(tmp_path / "run")
     finally:

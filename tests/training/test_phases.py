@@ -14,7 +14,7 @@ import tiny_runs
 from refusals import refusal
 
 from zaya_jax import cli, config, schedule
-from zaya_jax.checkpoint import partial, writing
+from zaya_jax.checkpoint import folders, partial
 from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.run import train
@@ -41,7 +41,7 @@ def settings(path=SMALL, **keys):
 
 def newest(workdir):
     """The step of the newest checkpoint."""
-    return max(writing.numbered(workdir / "checkpoints"), default=0)
+    return max(folders.numbered(workdir / "checkpoints"), default=0)
 
 
 def start(workdir, **keys):

@@ -12,6 +12,7 @@ import pytest
 import tiny_runs
 from orbax.checkpoint import v1 as ocp
 from refusals import refusal
+from saved_trees import save_tree
 
 import zaya_jax as zj
 from zaya_jax import cli, config
@@ -47,7 +48,7 @@ def begin(trained, tmp_path, monkeypatch):
         raise GoesOn
 
     shutil.copytree(trained / "run", tmp_path / "run")
-    monkeypatch.setattr(snapshot, "of_run", stop)
+    monkeypatch.setattr(snapshot, "Copies", stop)
 
     def call(keys, devices=1, new=False):
         keys = {"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys
@@ -87,9 +88,9 @@ OTHER_ROPE = config.RopeKinds(config.Rope(rope_theta=1e6), config.Rope(rope_thet
     ],
 )
 def test_only_keys_that_change_a_result_are_said_to_differ(changes, keys):
-    found = source.differing(BASE, dataclasses.replace(BASE, **changes))
+    found = source.model_differences(BASE, dataclasses.replace(BASE, **changes))
     assert all(any(key in line for line in found) for key in keys) and bool(found) == bool(keys)
-    assert source.differing(None, BASE) == []
+    assert source.model_differences(None, BASE) == []
 
 
 def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):
@@ -293,7 +294,7 @@ def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, mon
     if place.startswith("other"):
         params = {"embed": {"embedding": np.zeros((3, 2), np.float32)}}
         other = store.Store(open_workdir(here / "other", config.Config()))
-        other.save(1, {"params": params}, {"step": 1})
+        save_tree(other, 1, {"params": params}, {"step": 1})
         other.close()
     before = tree(here)
 

@@ -29,7 +29,7 @@ from zaya_jax.aegis.keeping import Hook, Keeper
 from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.aegis.preflight import NodeCheck
 from zaya_jax.aegis.straggle import Stragglers
-from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint import folders
 from zaya_jax.cluster import beats, events
 from zaya_jax.cluster.connections import OddMessage, matches_shape
 from zaya_jax.cluster.events import Finding
@@ -288,7 +288,7 @@ class Leader:
             with contextlib.suppress(queue.Empty):
                 question = self._questions.get(timeout=PROGRESS)
             with contextlib.suppress(OSError):
-                self._newest = max(writing.steps_in(folder), default=-1)
+                self._newest = max(folders.steps_in(folder), default=-1)
             if question:
                 question.set()
 

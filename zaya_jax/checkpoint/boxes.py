@@ -19,7 +19,7 @@ import numpy as np
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.layout import Array, Box
+from zaya_jax.checkpoint.layout import Box, StoredArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class HeldBox:
         """A view of its numbers in the device's part of the leaf, in the shape of the box."""
         # a scalar's is empty, and its number a view all the same
         place: tuple[Any, ...] = (*self.place, ...)
-        return own[place].reshape(layout.sizes(self.box), copy=False)
+        return own[place].reshape(layout.shape_of(self.box), copy=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Writers:
     """All arrays, and the parts and bytes of each process."""
 
-    arrays: dict[str, Array]
+    arrays: dict[str, StoredArray]
     parts: dict[int, list[HeldBox]]
     bytes: dict[int, int]
 
@@ -93,7 +93,7 @@ class Holding:
         arrays, parts = {}, defaultdict(list)
         for name, x in self.arrays.items():
             chunk = _chunk(name, tuple(x.shape), itemsize[name], chosen[name])
-            arrays[name] = Array(name, tuple(x.shape), np.dtype(x.dtype).name, chunk)
+            arrays[name] = StoredArray(name, tuple(x.shape), np.dtype(x.dtype).name, chunk)
             for part in chosen[name]:
                 parts[part.device.process_index].append(part)
         order = {leaf: i for i, leaf in enumerate(self.leaves)}
@@ -125,7 +125,7 @@ def parts_of(name: str, x: Any) -> list[HeldBox]:
     for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
         box = layout.box_of(index, tuple(x.shape))
         found.append(
-            HeldBox(name, box, name, device, tuple(slice(0, n) for n in layout.sizes(box)))
+            HeldBox(name, box, name, device, tuple(slice(0, n) for n in layout.shape_of(box)))
         )
     return found
 

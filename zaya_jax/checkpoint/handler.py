@@ -7,8 +7,8 @@
 
 The files of `state` are those of `layout`, with `checksums.json` beside them; Orbax makes, renames
 and deletes the folder around them. Orbax commits a step as soon as process 0 has done its part. So
-process 0 is done only when every process has said, through the coordinator, that its chunks are on
-the disk, and a failure anywhere is one everywhere.
+process 0 reports completion only after every process has confirmed that its chunks are on disk; a
+failure in any process fails the save in all.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from zaya_jax import trees
-from zaya_jax.checkpoint import boxes, layout, writing
+from zaya_jax.checkpoint import boxes, folders, layout, writing
 from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.seal import Seal, Sums
-from zaya_jax.checkpoint.source import Source
-from zaya_jax.checkpoint.writing import Copies
+from zaya_jax.checkpoint.source import SealedSource
+from zaya_jax.checkpoint.writing import DeviceParts
 from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError
 
-_BELOW = f"{layout.STATE}/"
+_STATE_PREFIX = f"{layout.STATE}/"
 
 
 class Handler:
@@ -59,7 +59,7 @@ class Handler:
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Begins to copy the state on its devices, after which the caller may donate it; the rest
         is awaited."""
-        snapshot: tuple[Holding, Copies] | Exception
+        snapshot: _Snapshot | Exception
         try:
             snapshot = _snapshot(checkpointable)
         except Exception as failure:
@@ -67,11 +67,14 @@ class Handler:
             snapshot = failure
         return self._write(directory, snapshot)
 
-    async def _write(self, directory: Any, snapshot: tuple[Holding, Copies] | Exception) -> None:
+    async def _write(self, directory: Any, snapshot: "_Snapshot | Exception") -> None:
         folder = _local(directory.path)
         step = folder.parent.name.split(".orbax-checkpoint-tmp")[0]
-        created: Any = await asyncio.gather(directory.await_creation(), return_exceptions=True)
-        error = await asyncio.to_thread(_write_together, folder, step, [*created, snapshot])
+        try:
+            await directory.await_creation()
+        except Exception as failure:
+            snapshot = failure
+        error = await asyncio.to_thread(_write_together, folder, step, snapshot)
         if error:
             raise StorageError(f"{folder.parent.parent / step} is not saved: {error}")
 
@@ -82,7 +85,7 @@ class Handler:
 
     async def metadata(self, directory: Any) -> Any:
         """The shapes and types."""
-        arrays = _source(directory).arrays().values()
+        arrays = _source(directory).arrays.values()
         return trees.nested(
             {x.name: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in arrays}
         )
@@ -94,15 +97,19 @@ class Handler:
     is_abstract_handleable = is_handleable
 
 
+_Snapshot = tuple[Holding, DeviceParts]
+
+
 @functools.cache
-def _copier(sharding: Sharding) -> Any:
+def _copy_with(sharding: Sharding) -> Any:
     return jax.jit(jnp.copy, out_shardings=sharding)
 
 
-def _snapshot(tree: Any) -> tuple[Holding, Copies]:
+def _snapshot(tree: Any) -> _Snapshot:
     """A copy that lies on the devices, a share on each device that has an array; its copying is
     only begun."""
-    leaves, first = trees.flat(tree), jax.devices()[0]
+    leaves = trees.flat(tree)
+    first = jax.devices()[0]
     if len(leaves) < len(jax.tree.leaves(tree)) or any(not name or "/" in name for name in leaves):
         raise UserError(
             "an array's path is its file's name, so each needs a key, without '.' and '/'; given:"
@@ -116,7 +123,7 @@ def _snapshot(tree: Any) -> tuple[Holding, Copies]:
             sharding = x.sharding
             if isinstance(sharding, NamedSharding):
                 sharding = layout.spread(x.shape, x.dtype, sharding)
-            x = _copier(sharding)(x)
+            x = _copy_with(sharding)(x)
             copies[name] = {shard.device: shard.data for shard in x.addressable_shards}
         else:  # the same in each process; process 0 writes it
             x, sharding = np.array(x), SingleDeviceSharding(first)
@@ -124,11 +131,15 @@ def _snapshot(tree: Any) -> tuple[Holding, Copies]:
             if x.dtype.kind in "OSU":
                 raise UserError(f"{name} is neither an array nor a number")
             copies[name] = {first: x}
+        if not x.size:
+            raise UserError(
+                f"{name} has the shape {list(x.shape)}, so no numbers; leave it out of the state"
+            )
         like[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return boxes.of_tree(like), copies
 
 
-class _Inside(layout.Array):
+class _RelativeArray(layout.StoredArray):
     """An array whose files are written below the state's folder, which has a passing name while
     Orbax saves."""
 
@@ -137,82 +148,87 @@ class _Inside(layout.Array):
         return self.name
 
 
-def _write_together(folder: Path, step: str, so_far: list[Any]) -> str | None:
+def _write_together(folder: Path, step: str, snapshot: _Snapshot | Exception) -> str | None:
     """Writes this process's chunks, and in process 0 the list when all have; an error of any
-    process, in each.
+    process, in each. The snapshot is an error if none could be made, or no folder."""
 
-    `so_far`: the folder and the snapshot, or an error in place of each.
-    """
-
-    def work() -> Sums:
-        for failed in so_far:
-            if isinstance(failed, BaseException):
-                raise failed
-        held, copies = so_far[1]
+    def write() -> Sums:
+        if isinstance(snapshot, Exception):
+            raise snapshot
+        held, device_parts = snapshot
         plan, me = held.plan(), jax.process_index()
-        inside = dataclasses.replace(
-            plan, arrays={name: _Inside(**vars(x)) for name, x in plan.arrays.items()}
-        )
-        sums = writing.write_parts(folder, inside, plan.parts.get(me, []), copies, writing.Times())
+        arrays: dict[str, layout.StoredArray] = {
+            name: _RelativeArray(**vars(x)) for name, x in plan.arrays.items()
+        }
+        relative_plan = dataclasses.replace(plan, arrays=arrays)
+        timer = writing.StageTimer()
+        parts = plan.parts.get(me, [])
+        sums = writing.write_parts(folder, relative_plan, parts, device_parts, timer)
         if multihost.is_writer():
-            small = layout.frame(tuple(plan.arrays.values()), {})
-            sums |= writing.write_files(
-                folder,
-                {n.removeprefix(_BELOW): x for n, x in small.items() if n.startswith(_BELOW)},
-            )
+            small = layout.metadata_files(tuple(plan.arrays.values()), {})
+            in_state = {
+                name.removeprefix(_STATE_PREFIX): content
+                for name, content in small.items()
+                if name.startswith(_STATE_PREFIX)
+            }
+            sums |= writing.write_files(folder, in_state)
         return sums
 
-    def end(told: list[Sums]) -> None:
-        whole = {file: entry for part in told for file, entry in part.items()}
-        for below in {folder / Path(file).parent for file in whole}:
-            writing.sync_folder(below)
-        listed = Seal(
-            {_BELOW + file: entry for file, entry in whole.items()},
-            int(step) if step.isdecimal() else 0,
-        )
-        writing.write_files(folder.parent, {layout.MARKER: listed.content()})
-        writing.sync_folder(folder.parent)
+    def seal(sums_by_process: list[Sums]) -> None:
+        all_sums = {file: entry for sums in sums_by_process for file, entry in sums.items()}
+        for below in {folder / Path(file).parent for file in all_sums}:
+            folders.sync_folder(below)
+        number = next(iter(folders.steps_of([step])), 0)
+        listed = Seal({_STATE_PREFIX + file: entry for file, entry in all_sums.items()}, number)
+        writing.write_files(folder.parent, {layout.MARKER: listed.to_bytes()})
+        folders.sync_folder(folder.parent)
 
-    return writing.together(f"save {folder.parent.parent / step}", work, end)
+    name = f"save {folder.parent.parent / step}"
+    return writing.run_in_all_then_first(name, write, seal)
 
 
 def _local(folder: Any) -> Path:
-    """A state's folder; UserError where it is none of this machine's, or called otherwise."""
+    """A state's folder; UserError if it is not on this machine, or has another name."""
     if "://" in str(folder) or folder.name.split(".")[0] != layout.STATE:
-        raise UserError(f"this handler is of {layout.STATE!r} in a mounted folder, not of {folder}")
+        raise UserError(
+            f"this handler only handles the checkpointable {layout.STATE!r} in a local folder, not"
+            f" {folder}"
+        )
     return Path(folder)
 
 
-def _source(directory: Any) -> Source:
-    """The checkpoint around a state's folder; StorageError where it has no list of its files, or
+def _source(directory: Any) -> SealedSource:
+    """The checkpoint around a state's folder; StorageError if it has no list of its files, or
     another step's."""
     folder = _local(directory).parent
     if not (folder / layout.MARKER).is_file():
         raise StorageError(
-            f"{folder} has no {layout.MARKER}: what Orbax saved without this handler is loaded"
-            " without its context"
+            f"{folder} has no {layout.MARKER}: load checkpoints that Orbax saved on its own outside"
+            " Handler.context()"
         )
-    source = Source(folder)
-    if folder.name.isdecimal() and source.step not in (0, int(folder.name)):
+    source = SealedSource(folder)
+    numbers = folders.steps_of([folder.name])
+    if numbers and source.step not in (0, *numbers):
         raise StorageError(
             f"{folder} is of step {source.step}: whole steps were exchanged or renamed"
         )
     return source
 
 
-def _load(source: Source, like: Any) -> Any:
+def _load(source: SealedSource, like: Any) -> Any:
     if like is None:
         source.check()
-        return trees.nested({name: source.read([name]) for name in source.arrays()})
+        return trees.nested({name: source.read([name]) for name in source.arrays})
     wanted = trees.flat(like)
     placed = {name: x for name, x in wanted.items() if getattr(x, "sharding", None) is not None}
-    source.check(names=[f"{_BELOW}{name}/" for name in wanted.keys() - placed.keys()])
-    found = source.restore(placed)
-    for name in wanted.keys() - placed.keys():
+    on_host = wanted.keys() - placed.keys()
+    source.check(names=[f"{_STATE_PREFIX}{name}/" for name in on_host])
+    leaves = source.restore(placed)
+    for name in on_host:
         x, shape = source.read([name]), getattr(wanted[name], "shape", None)
         if shape not in (None, x.shape):
             raise StorageError(
                 f"{source.name}: its array {name} is {list(x.shape)}, {list(shape)} is asked for"
             )
-        found[name] = np.asarray(x, getattr(wanted[name], "dtype", None))
-    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])
+        leaves[name] = np.asarray(x, getattr(wanted[name], "dtype", None))
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])

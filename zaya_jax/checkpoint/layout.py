@@ -9,13 +9,14 @@ A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, wh
     state/NAME/zarr.json    one array (zarr v3); NAME is its path, such as params.layers.cca.q.kernel
     state/NAME/c.1.0        one chunk of it: the raw numbers, then their crc32c, which any reader checks
 
-Arrays are stored whole and un-padded, whatever mesh wrote them (only where chunks do not divide a
-dim is the last one filled up, as zarr has it). For saving, each device holds its own part of every
-array that is worth cutting (`spread`), also of one that the run keeps on all devices; so nothing is
-copied or written twice. `boxes` assigns the writers.
+Arrays are stored whole and un-padded, whatever mesh wrote them (except that, as zarr requires, the
+last chunk is padded where chunks do not divide a dimension). For a save, every sufficiently large
+array is sharded over all devices, even if the run replicates it (`spread`), so nothing is copied or
+written twice. `boxes` assigns the writers.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ DTYPES = {
 Box = tuple[slice, ...]  # a stretch of each dim
 
 _HANDLERS = "orbax.checkpoint.experimental.v1._src.handlers"
-_FRAME = {
+_CHECKPOINT_METADATA = {
     "item_handlers": {
         "state": f"{_HANDLERS}.pytree_handler.PyTreeHandler",
         "meta": f"{_HANDLERS}.json_handler.JsonHandler",
@@ -59,7 +60,7 @@ _FRAME = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class StoredArray:
     """How one array is stored."""
 
     name: str
@@ -73,7 +74,7 @@ class Array:
         return math.prod(self.chunk) * np.dtype(self.dtype).itemsize
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of all its numbers."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
@@ -86,35 +87,29 @@ class Array:
         """The file of one chunk."""
         return f"{self.folder}/{'.'.join(['c', *map(str, index)])}"
 
-    def touched(self, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
+    def chunk_box(self, index: tuple[int, ...]) -> Box:
+        """The part of the array that a chunk holds."""
+        lengths = zip(index, self.chunk, self.shape, strict=True)
+        return tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in lengths)
+
+    def chunks_overlapping(self, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
         """(index, box) of each chunk that a box overlaps."""
-        firsts = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
-        counts = [
-            -(-s.stop // c) - first for s, c, first in zip(box, self.chunk, firsts, strict=True)
-        ]
-        for at in np.ndindex(*counts):
-            index = tuple(first + i for first, i in zip(firsts, at, strict=True))
-            yield (
-                index,
-                tuple(
-                    slice(i * c, min((i + 1) * c, n))
-                    for i, c, n in zip(index, self.chunk, self.shape, strict=True)
-                ),
-            )
+        dims = zip(box, self.chunk, strict=True)
+        indices = [range(part.start // c, -(-part.stop // c)) for part, c in dims]
+        for index in itertools.product(*indices):
+            yield index, self.chunk_box(index)
 
     @classmethod
-    def of_json(cls, name: str, about: dict[str, Any]) -> "Array":
+    def from_json(cls, name: str, fields: dict[str, Any]) -> "StoredArray":
         """The array of a zarr.json; ValueError for one that this package has not written."""
-        shape, chunk = (
-            tuple(about["shape"]),
-            tuple(about["chunk_grid"]["configuration"]["chunk_shape"]),
-        )
-        if not all(type(length) is int and 0 <= length < 2**63 for length in (*shape, *chunk)):
+        shape = tuple(fields["shape"])
+        chunk = tuple(fields["chunk_grid"]["configuration"]["chunk_shape"])
+        if not all(type(length) is int and 0 < length < 2**63 for length in (*shape, *chunk)):
             raise ValueError(f"array {name} has an invalid shape")
-        found = cls(name, shape, about["data_type"], chunk)
-        if about["codecs"] != found.to_json()["codecs"]:
+        array = cls(name, shape, fields["data_type"], chunk)
+        if fields["codecs"] != array.to_json()["codecs"]:
             raise ValueError(f"array {name} is stored in another way than this package does")
-        return found
+        return array
 
     def to_json(self) -> dict[str, Any]:
         """Its zarr.json."""
@@ -135,19 +130,35 @@ class Array:
         }
 
 
+def array_of_file(file: str) -> str:
+    """The name of the array that one of its files belongs to; "" for other files."""
+    parts = file.split("/")
+    return parts[1] if parts[0] == STATE and len(parts) > 2 else ""
+
+
+def is_chunk(file: str) -> bool:
+    """Whether a file is a chunk of an array."""
+    return bool(array_of_file(file)) and not file.endswith("/zarr.json")
+
+
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """A sharding's index as a box."""
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
 
 
-def sizes(box: Box) -> tuple[int, ...]:
+def full_box(shape: tuple[int, ...]) -> Box:
+    """The box of a whole array."""
+    return tuple(slice(0, length) for length in shape)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
     """A box's shape."""
-    return tuple(s.stop - s.start for s in box)
+    return tuple(part.stop - part.start for part in box)
 
 
 def volume(box: Box) -> int:
-    """The number of its elements."""
-    return math.prod(sizes(box))
+    """The number of elements in a box."""
+    return math.prod(shape_of(box))
 
 
 def overlap(a: Box, b: Box) -> Box:
@@ -174,7 +185,7 @@ def is_weight(name: str) -> bool:
     return name.startswith("params.") or name == "balance.bias"
 
 
-def by_layer(name: str, shape: tuple[int, ...]) -> bool:
+def is_stored_by_layer(name: str, shape: tuple[int, ...]) -> bool:
     """Whether an array is stored layer by layer: matrices are, stacked vectors lie together."""
     return "layers" in name.split(".") and len(shape) >= 3
 
@@ -194,7 +205,7 @@ def chunk_shape(
     most = most or CHUNK_BYTES
     part = tuple(part or shape)
     chunk = list(part)
-    if by_layer(name, shape):
+    if is_stored_by_layer(name, shape):
         layer = math.prod(part[1:]) * itemsize
         chunk[0] = max(
             n for n in _divisors(part[0]) if n == 1 or n * layer <= min(PART_BYTES, most)
@@ -234,7 +245,7 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
     return NamedSharding(mesh, PartitionSpec(*(tuple(dim) or None for dim in dims)))
 
 
-def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
+def metadata_files(arrays: tuple[StoredArray, ...], meta: dict[str, Any]) -> dict[str, bytes]:
     """The files of a checkpoint other than its chunks and the marker.
 
     Arrays are declared as NumPy's, so that Orbax can load them without being given devices.
@@ -258,7 +269,7 @@ def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
         "custom_metadata": None,
     }
     files = {f"{array.folder}/zarr.json": array.to_json() for array in arrays}
-    files |= {"_CHECKPOINT_METADATA": _FRAME, f"{STATE}/_METADATA": state, META: meta}
+    files |= {"_CHECKPOINT_METADATA": _CHECKPOINT_METADATA, f"{STATE}/_METADATA": state, META: meta}
     return {COMMITTED: DONE} | {name: json.dumps(value).encode() for name, value in files.items()}
 
 
@@ -293,4 +304,5 @@ def factored(mesh: Mesh) -> tuple[Mesh, dict[str, list[str]]]:
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [*small, *(n // d for d in small)]

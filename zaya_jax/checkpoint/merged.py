@@ -1,120 +1,136 @@
 """The weights of a run of low-rank updates (`run.lora`): its checkpoint holds adapters alone, and
 names its base.
 
-    source = Merged(adapters, base)     two sources; reads like a checkpoint of all weights, each base + A B in float32
+    source = MergedSource(adapters, base)   two sources; reads like a checkpoint of all weights,
+                                            each base + A B in float32
 
-The base's numbers are its own, as PEFT has them under the adapters. The run itself holds them
-rounded to the format of its products.
+The base weights are used at full precision, as PEFT does; the run itself trained over them rounded
+to its compute dtype.
 """
 
+import functools
 import hashlib
-from collections.abc import Mapping
-from pathlib import Path
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.foreign import Unsealed
-from zaya_jax.checkpoint.layout import Array
+from zaya_jax.checkpoint.layout import StoredArray
 from zaya_jax.checkpoint.seal import crc32c
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import ArraySource
+from zaya_jax.checkpoint.vault import CountBytes
 from zaya_jax.config import UserError
 
 
-def mark_of(base: Source) -> str:
+def weights_fingerprint(base: ArraySource) -> str:
     """A hash of all weights, in float32: it does not change with the files that hold them.
 
     Of their checksums, which find a change, not a forger: ten times as fast as a cryptographic
     hash of the numbers.
     """
-    found = hashlib.sha256()
-    for name, array in sorted(base.arrays().items()):
-        if layout.is_weight(name):
-            found.update(f"{name}{array.shape}".encode())
-            by_layer = layout.by_layer(name, array.shape)  # in memory, a layer of the large ones
-            for index in range(array.shape[0]) if by_layer else [None]:
-                part = base.read(name.split("."), index).astype(np.float32, copy=False)
-                found.update(crc32c(np.ascontiguousarray(part)).to_bytes(4, "little"))
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for name, array in sorted(base.arrays.items()):
+        if not layout.is_weight(name):
+            continue
+        digest.update(f"{name}{array.shape}".encode())
+        # in memory, a layer of the large ones
+        by_layer = layout.is_stored_by_layer(name, array.shape)
+        for index in range(array.shape[0]) if by_layer else [None]:
+            numbers = base.read(name.split("."), index).astype(np.float32, copy=False)
+            digest.update(crc32c(np.ascontiguousarray(numbers)).to_bytes(4, "little"))
+    return digest.hexdigest()
 
 
-def checked_mark(base: Source, meta: Mapping[str, Any], name: str) -> str:
-    """The mark of a base; UserError if a checkpoint with this metadata names another one."""
-    mark = mark_of(base)
-    if meta and mark != meta["base"]["mark"]:
+def require_same_base(base: ArraySource, meta: Mapping[str, Any], name: str) -> str:
+    """The fingerprint of a base; UserError if a checkpoint with this metadata names another one."""
+    fingerprint = weights_fingerprint(base)
+    if meta and fingerprint != meta["base"]["mark"]:
         raise UserError(
-            f"{name} was trained over {meta['base']['name']}, and {base.name} has other weights;"
-            " bring the former back"
+            f"{name} was trained on top of {meta['base']['name']}, but {base.name} has different"
+            " weights; restore the original base"
         )
-    return mark
+    return fingerprint
 
 
-class Merged(Unsealed):
-    """Base and adapters together, as one checkpoint."""
+class MergedSource(ArraySource):
+    """Base and adapters together, as one checkpoint.
 
-    def __init__(self, adapters: Source, base: Source):
-        super().__init__(Path())
-        self.place, self.workdir, self.run = adapters.place, adapters.workdir, adapters.run
-        self.step, self.name, self.warning = adapters.step, adapters.name, base.warning
-        self._adapters, self.base = adapters, base
-        self._bases, self._pairs, self._arrays = (
-            base.arrays(),
-            dict[str, np.ndarray](),
-            dict[str, Array](),
-        )
-        checked_mark(base, self.meta(), self.name)
+    The whole base is compared with the adapters' before its first number is given: by `check`, or
+    by the first read.
+    """
+
+    def __init__(self, adapters: ArraySource, base: ArraySource):
+        super().__init__(adapters.location)
+        self.step = adapters.step
+        self.name = adapters.name
+        self.workdir = adapters.workdir
+        self.run = adapters.run
+        self.warning = base.warning
+        self.base = base
+        self._adapters = adapters
+        self._lock = threading.Lock()
+        self._is_compared = False
 
     def meta(self) -> dict[str, Any]:
-        """The run's."""
+        """The metadata of the run's step."""
         return self._adapters.meta()
 
-    def check(self, *args: Any, **options: Any) -> None:
-        """Of both."""
-        self._adapters.check(*args, **options)
-        self.base.check(*args, **options)
+    def check(self, progress: CountBytes | None = None, names: Sequence[str] = ("",)) -> None:
+        """Checks the files of both, and that the base is the one that was trained over."""
+        self._adapters.check(progress, names)
+        self.base.check(progress, names)
+        self._require_same_base()
+
+    def _require_same_base(self) -> None:
+        with self._lock:
+            if not self._is_compared:
+                require_same_base(self.base, self.meta(), self.name)
+                self._is_compared = True
 
     @property
     def base_name(self) -> str:
         """The base's, as the run's checkpoints name it."""
         return self.meta()["base"]["name"]
 
-    def adapters(self) -> tuple[dict[str, np.ndarray], bool]:
-        """(the factors by name, whether the balancing biases are others than the base's)."""
-        self.arrays()
+    @functools.cached_property
+    def factors(self) -> dict[str, np.ndarray]:
+        """The adapters, which are small: NAME.a and NAME.b for each array NAME."""
+        names = [name for name in self._adapters.arrays if name.startswith("params.")]
+        return {name: self._adapters.read(name.split(".")) for name in names}
+
+    def biases_changed(self) -> bool:
+        """Whether the balancing biases are others than the base's."""
         bias = ("balance", "bias")
-        return self._pairs, not np.array_equal(self._adapters.read(bias), self.base.read(bias))
+        return not np.array_equal(self._adapters.read(bias), self.base.read(bias))
 
-    def arrays(self) -> dict[str, Array]:
-        """The base's parameters and the run's balancing biases; reads the adapters, which are
-        small, the first time."""
-        if not self._arrays:
-            own = self._adapters.arrays()
-            self._pairs = {
-                name: self._adapters.read(name.split("."))
-                for name in own
-                if name.startswith("params.")
-            }
-            found = {
-                name: Array(name, x.shape, "float32", x.chunk)
-                for name, x in self._bases.items()
-                if name.startswith("params.")
-            }
-            self._arrays = found | {
-                name: x for name, x in own.items() if name.startswith("balance.")
-            }
-        return self._arrays
+    @functools.cached_property
+    def arrays(self) -> dict[str, StoredArray]:
+        """The base's parameters and the run's balancing biases."""
+        arrays = {
+            name: StoredArray(name, x.shape, "float32", x.chunk)
+            for name, x in self.base.arrays.items()
+            if name.startswith("params.")
+        }
+        return arrays | {
+            name: x for name, x in self._adapters.arrays.items() if name.startswith("balance.")
+        }
 
-    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+    def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
+        """One chunk, verified by the sources."""
         if array.name.startswith("balance."):
-            return self._adapters._chunk(array, index)
-        x = self.base._chunk(self._bases[array.name], index).astype(np.float32)
-        if f"{array.name}.a" in self._pairs:
-            whole = tuple(slice(0, n) for n in array.shape)
-            _, box = next(at for at in array.touched(whole) if at[0] == index)
-            a, b = self._pairs[f"{array.name}.a"], self._pairs[f"{array.name}.b"]
+            return self._adapters.read_chunk(array, index)
+        self._require_same_base()
+        base_chunk = self.base.read_chunk(self.base.arrays[array.name], index)
+        chunk = base_chunk.astype(np.float32)
+        if f"{array.name}.a" in self.factors:
+            box = array.chunk_box(index)
+            a = self.factors[f"{array.name}.a"]
+            b = self.factors[f"{array.name}.b"]
             rows = a.ndim - 2  # the dim of the matrices' rows; columns of gate and up are two dims
             update = a[box[: rows + 1]] @ b[box[:rows]]
             update = update.reshape(*update.shape[:-1], *array.shape[rows + 1 :])
-            x[tuple(slice(0, n) for n in layout.sizes(box))] += update[(..., *box[rows + 1 :])]
-        return x
+            # the last chunk may be filled up
+            chunk[layout.within(box, box)] += update[(..., *box[rows + 1 :])]
+        return chunk

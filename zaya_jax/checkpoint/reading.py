@@ -7,6 +7,7 @@ ZeRO-1's padding, are zeros.
 """
 
 import concurrent.futures
+import dataclasses
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,69 +18,106 @@ import numpy as np
 
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.boxes import HeldBox, Holding
-from zaya_jax.checkpoint.layout import Array
+from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import TAIL, crc32c
 
 THREADS = 4
-AHEAD_BYTES = 64 << 20  # of chunks that are read before they are asked for
+PREFETCH_BYTES = 64 << 20  # of chunks that are read before they are asked for
 
-ReadChunk = Callable[[Array, tuple[int, ...]], np.ndarray]
+Index = tuple[int, ...]  # of a chunk in its array
+ReadChunk = Callable[[StoredArray, Index], np.ndarray]
+SubmitRead = Callable[[StoredArray, Index], concurrent.futures.Future[np.ndarray]]
 
 
-def on_devices(read: ReadChunk, arrays: Mapping[str, Array], held: Holding) -> dict[str, jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+    """The host's copy of a device's part of one of the run's arrays."""
+
+    numbers: np.ndarray
+    parts: list[HeldBox]
+    devices: list[jax.Device]  # that have the same part, from one reading
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """A box of one chunk that goes into one part of a buffer."""
+
+    buffer: _Buffer
+    part: HeldBox
+    box: Box
+    box_in_chunk: Box
+
+    def copy(self, chunk: np.ndarray) -> None:
+        """Fills the part's box from the chunk."""
+        target = self.part.of(self.buffer.numbers)
+        target[layout.within(self.box, self.part.box)] = chunk[self.box_in_chunk]
+
+
+def on_devices(
+    read_chunk: ReadChunk, arrays: Mapping[str, StoredArray], held: Holding
+) -> dict[str, jax.Array]:
     """The run's arrays by name."""
-    by_leaf: dict[str, list[HeldBox]] = defaultdict(list)
+    parts: dict[str, list[HeldBox]] = defaultdict(list)
     for part in held.parts:
         if part.device.process_index == jax.process_index():
-            by_leaf[part.leaf].append(part)
+            parts[part.leaf].append(part)
     with concurrent.futures.ThreadPoolExecutor(THREADS, "load") as pool:
-        ahead = lambda *chunk: pool.submit(read, *chunk)  # noqa: E731
-        return {name: _leaf(ahead, x, by_leaf[name], arrays) for name, x in held.leaves.items()}
+
+        def submit(array: StoredArray, index: Index) -> concurrent.futures.Future[np.ndarray]:
+            return pool.submit(read_chunk, array, index)
+
+        return {name: _leaf(submit, x, parts[name], arrays) for name, x in held.leaves.items()}
 
 
-def _leaf(ahead: Any, x: Any, parts: list[HeldBox], arrays: Mapping[str, Array]) -> jax.Array:
-    """One array of the run."""
-    by_device: dict[jax.Device, list[HeldBox]] = {
-        device: [] for device in x.sharding.addressable_devices
-    }
+def _leaf(
+    submit: SubmitRead, x: Any, parts: list[HeldBox], arrays: Mapping[str, StoredArray]
+) -> jax.Array:
+    """One array of the run, as its ShapeDtypeStruct `x` says."""
+    shape = tuple(x.shape)
+    parts_by_device: dict[jax.Device, list[HeldBox]] = defaultdict(list)
     for part in parts:
-        by_device[part.device].append(part)
-    # Devices that have the same have it from one reading.
-    alike: dict[tuple, list[jax.Device]] = defaultdict(list)
-    for device, index in x.sharding.addressable_devices_indices_map(tuple(x.shape)).items():
-        alike[layout.box_of(index, tuple(x.shape))].append(device)
-    own = x.sharding.shard_shape(tuple(x.shape))
-    filled = [(np.zeros(own, x.dtype), by_device[to[0]], to) for to in alike.values()]
-    for target, part, chunk, inside in _chunks(ahead, filled, arrays):
-        part.of(target)[layout.within(inside[1], part.box)] = chunk[inside[0]]
-    # No other memory stands behind these: a step may take theirs.
-    singles = [jax.device_put(a, device, may_alias=False) for a, _, to in filled for device in to]
-    return jax.make_array_from_single_device_arrays(tuple(x.shape), x.sharding, singles)
+        parts_by_device[part.device].append(part)
+    devices_by_box: dict[Box, list[jax.Device]] = defaultdict(list)
+    for device, index in x.sharding.addressable_devices_indices_map(shape).items():
+        devices_by_box[layout.box_of(index, shape)].append(device)
+    buffers = [
+        _Buffer(np.zeros(layout.shape_of(box), x.dtype), parts_by_device[devices[0]], devices)
+        for box, devices in devices_by_box.items()
+    ]
+    for use, chunk in _chunks(submit, buffers, arrays):
+        use.copy(chunk)
+    singles = [
+        # No other memory stands behind these: a step may take theirs.
+        jax.device_put(buffer.numbers, device, may_alias=False)
+        for buffer in buffers
+        for device in buffer.devices
+    ]
+    return jax.make_array_from_single_device_arrays(shape, x.sharding, singles)
 
 
-def _chunks(ahead: Any, filled: list, arrays: Mapping[str, Array]) -> Iterator[tuple]:
-    """(target, part, chunk, (where in the chunk, where in the array)), each chunk read once, a few
-    ahead."""
-    wanted: dict[tuple[str, tuple[int, ...]], list] = defaultdict(list)
-    for target, parts, _ in filled:
-        for part in parts:
-            for index, holds in arrays[part.name].touched(part.box):
-                inside = layout.overlap(holds, part.box)
-                wanted[part.name, index].append(
-                    (target, part, (layout.within(inside, holds), inside))
-                )
-    coming = (ahead(arrays[name], index) for name, index in wanted)
-    largest = max((arrays[name].chunk_bytes for name, _ in wanted), default=1)
-    count = min(max(AHEAD_BYTES // largest, 1), 2 * THREADS)
-    waiting = deque(itertools.islice(coming, count))
-    for uses in wanted.values():
+def _chunks(
+    submit: SubmitRead, buffers: list[_Buffer], arrays: Mapping[str, StoredArray]
+) -> Iterator[tuple[_Use, np.ndarray]]:
+    """All uses of all chunks, each chunk read once, a few ahead."""
+    uses_by_chunk: dict[tuple[str, Index], list[_Use]] = defaultdict(list)
+    for buffer in buffers:
+        for part in buffer.parts:
+            for index, chunk_box in arrays[part.name].chunks_overlapping(part.box):
+                box = layout.overlap(chunk_box, part.box)
+                use = _Use(buffer, part, box, layout.within(box, chunk_box))
+                uses_by_chunk[part.name, index].append(use)
+    reads = (submit(arrays[name], index) for name, index in uses_by_chunk)
+    largest = max((arrays[name].chunk_bytes for name, _ in uses_by_chunk), default=1)
+    num_ahead = min(max(PREFETCH_BYTES // largest, 1), 2 * THREADS)
+    waiting = deque(itertools.islice(reads, num_ahead))
+    for uses in uses_by_chunk.values():
         chunk = waiting.popleft().result()
-        waiting.extend(itertools.islice(coming, 1))
-        for target, part, inside in uses:
-            yield target, part, chunk, inside
+        waiting.extend(itertools.islice(reads, 1))
+        for use in uses:
+            yield use, chunk
 
 
-def chunk_of(content: bytes, array: Array, index: tuple[int, ...], crc: int) -> np.ndarray:
+def chunk_of(content: bytes, array: StoredArray, index: tuple[int, ...], crc: int) -> np.ndarray:
     """The numbers of a chunk's file, if they and its tail have this checksum; ValueError
     otherwise."""
     raw = np.frombuffer(content, np.uint8)

@@ -3,9 +3,9 @@ checkpoint is complete.
 
     checksums.json    {"format": 3, "run": ..., "step": ..., "files": {NAME: [bytes, crc32c, tail]}, "crc32c": ...}
 
-A chunk ends in its own crc32c, a tail of four bytes. A checksum taken over both would be the same
-for every chunk, so it is the raw numbers' that is listed, and the tail must be equal to it. So a
-chunk of another array, step or run is found.
+A chunk ends in its own crc32c, a tail of four bytes. The CRC of data followed by its own CRC is a
+constant, so the list has the CRC of the data alone, and the tail must match it. A chunk swapped in
+from another array, step or run is therefore detected.
 """
 
 import contextlib
@@ -37,11 +37,12 @@ class Seal:
     step: int
     run: str | None = None
 
-    def content(self) -> bytes:
-        """The file's."""
-        return signed({"format": FORMAT, "run": self.run, "step": self.step, "files": self.files})
+    def to_bytes(self) -> bytes:
+        """The content of checksums.json."""
+        fields = {"format": FORMAT, "run": self.run, "step": self.step, "files": self.files}
+        return with_checksum(fields)
 
-    def differs(self, step: int | None, run: str | None) -> str | None:
+    def mismatch(self, step: int | None, run: str | None) -> str | None:
         """How it differs from this step and run, if it does; None matches any."""
         if step is not None and step != self.step:
             return f"of step {self.step}, not of step {step}: whole steps were exchanged or renamed"
@@ -51,38 +52,43 @@ class Seal:
 
 
 def parse(content: bytes) -> Seal:
-    """A seal from its file's content; ValueError if a byte has changed, UserError if it is one of
-    another version, which is no damage."""
-    found = unsigned(content)
-    if found.get("format") != FORMAT:
+    """A seal from its file's content; ValueError if a byte has changed, or it is no list of files,
+    UserError if it is one of another version, which is no damage."""
+    fields = without_checksum(content)
+    if fields.get("format") != FORMAT:
         raise UserError(
-            f"is a checkpoint of format {shown(found.get('format'))}, and this version reads format"
+            f"is a checkpoint of format {shown(fields.get('format'))}, and this version reads format"
             f" {FORMAT} alone; go on with the version that wrote it, or export it there"
             " (`experiments.checkpoint to_hf`) and begin here with --config.run.init_from=DIR"
         )
-    seal = Seal(found["files"], found["step"], found["run"])
-    for name in seal.files:  # it may come from anywhere, and files are written by these names
+    # It may come from anywhere, and files are written by its names.
+    seal = Seal(fields.get("files", {}), fields.get("step", -1), fields.get("run"))
+    is_list = isinstance(seal.files, dict) and all(map(_is_entry, seal.files.values()))
+    if not is_list or type(seal.step) is not int or not isinstance(seal.run, str | None):
+        raise ValueError("no list of a checkpoint's files")
+    for name in seal.files:
         if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"naming a file outside of the checkpoint: {name}")
     return seal
 
 
-def signed(found: dict[str, Any]) -> bytes:
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and [type(number) for number in entry] == [int, int, int]
+
+
+def with_checksum(fields: dict[str, Any]) -> bytes:
     """A small file with a checksum of itself."""
-    return _canonical(found | {"crc32c": crc32c(_canonical(found))})
+    return _canonical(fields | {"crc32c": crc32c(_canonical(fields))})
 
 
-def unsigned(content: bytes) -> dict[str, Any]:
-    """The object given to `signed`; ValueError if a byte has changed."""
+def without_checksum(content: bytes) -> dict[str, Any]:
+    """The object given to `with_checksum`; ValueError if a byte has changed."""
     # text may be read deeper than it can be written
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(content)
-        if (
-            isinstance(found, dict)
-            and found.pop("crc32c", None) is not None
-            and signed(found) == content
-        ):
-            return found
+        fields = json.loads(content)
+        is_signed = isinstance(fields, dict) and fields.pop("crc32c", None) is not None
+        if is_signed and with_checksum(fields) == content:
+            return fields
     raise ValueError("changed: it does not have its own checksum")
 
 
@@ -91,29 +97,35 @@ def entry_of(content: Any) -> list[int]:
     return [len(content), crc32c(content), 0]
 
 
-def wrong_with(content: bytes, entry: list[int]) -> str | None:
+def damage_in(content: bytes, entry: list[int]) -> str | None:
     """The damage in a file's content, compared with its entry; None if there is none."""
-    return _wrong_with([memoryview(content)], len(content), entry)
+    return _damage_in([memoryview(content)], len(content), entry)
 
 
-def wrong_with_file(path: str, entry: list[int]) -> str | None:
+def damage_in_file(path: str, entry: list[int]) -> str | None:
     """The same of a file on the disk, without the memory of all of it."""
     with open(path, "rb", buffering=0) as file:
         blocks = (memoryview(block) for block in iter(lambda: file.read(1 << 20), b""))
-        return _wrong_with(blocks, os.fstat(file.fileno()).st_size, entry)
+        return _damage_in(blocks, os.fstat(file.fileno()).st_size, entry)
 
 
-def _wrong_with(blocks: Iterable[memoryview], size: int, entry: list[int]) -> str | None:
-    wanted, expected, tail = entry
-    if size != wanted:
-        return f"{'truncated' if size < wanted else 'too long'}: {size} bytes instead of {wanted}"
-    crc, rest, end = 0, size - tail, b""
+def _damage_in(blocks: Iterable[memoryview], size: int, entry: list[int]) -> str | None:
+    listed_size, listed_crc, tail = entry
+    if size != listed_size:
+        kind = "truncated" if size < listed_size else "too long"
+        return f"{kind}: {size} bytes instead of {listed_size}"
+    crc, end = 0, b""
+    rest = size - tail  # bytes before the tail that are still to come
     for block in blocks:
-        crc, end = crc32c(block[: max(rest, 0)], crc), end + bytes(block[max(rest, 0) :])
-        rest -= len(block)
-    if crc != expected:
-        return f"changed: crc32c {crc:08x} instead of {expected:08x}"
-    return "changed in its tail" if tail and end != expected.to_bytes(TAIL, "little") else None
+        data = block[: max(rest, 0)]
+        crc = crc32c(data, crc)
+        end += bytes(block[len(data) :])
+        rest -= len(data)
+    if crc != listed_crc:
+        return f"changed: crc32c {crc:08x} instead of {listed_crc:08x}"
+    if tail and end != listed_crc.to_bytes(TAIL, "little"):
+        return "changed in its tail"
+    return None
 
 
 def crc32c(buffer: Any, crc: int = 0) -> int:
@@ -124,5 +136,5 @@ def crc32c(buffer: Any, crc: int = 0) -> int:
     return crc
 
 
-def _canonical(found: Any) -> bytes:
-    return json.dumps(found, separators=(",", ":"), sort_keys=True).encode()
+def _canonical(fields: Any) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()

@@ -1,12 +1,19 @@
-"""Reads one checkpoint: in a run's folder, in a folder by itself, or at an address.
+"""Reads named arrays, chunk by chunk, wherever they lie.
 
-source = Source("runs/tiny", step)              or "runs/tiny@300", exported parameters, "s3://bucket/run"
-source.check(names=["state/params."])           StorageError if one of these files is damaged
-source.read(("params", "head", "kernel"))       an array on the host
-source.fill(array, box, out)                    a part of one, without a copy of the rest
-source.restore(like, held)                      a tree of arrays on devices (`reading`)
+source = open_source("runs/tiny@300")   (`orbax_source`) a run's folder, exported parameters, "s3://bucket/run"
+source.check(names=["state/params."])   StorageError if one of these files is damaged
+source.read(("params", "head", "kernel"))    an array on the host
+source.fill(array, box, out)            a part of one, without a copy of the rest
+source.restore(like, held)              a tree of arrays on devices (`reading`)
+
+ArraySource      what every source can do
+  SealedSource   a checkpoint of this package: with checksums
+  OrbaxSource    a state that plain Orbax saved
+  MergedSource   a run's low-rank updates and their base
+  Directory, InMemory (in `pytorch`)   a model directory of transformers; arrays in memory
 """
 
+import abc
 import contextlib
 import difflib
 import functools
@@ -21,58 +28,125 @@ import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule, trees
-from zaya_jax.checkpoint import boxes, layout, reading
+from zaya_jax.checkpoint import boxes, folders, layout, reading
 from zaya_jax.checkpoint.boxes import Holding
-from zaya_jax.checkpoint.layout import Array, Box
-from zaya_jax.checkpoint.seal import Seal, Sums
-from zaya_jax.checkpoint.vault import Progress, Step, Vault, vault_at
+from zaya_jax.checkpoint.layout import Box, StoredArray
+from zaya_jax.checkpoint.seal import Seal
+from zaya_jax.checkpoint.storage import Unreachable, for_each
+from zaya_jax.checkpoint.vault import CountBytes, StepName, Vault, vault_at
 from zaya_jax.config import Config, Model, StorageError, UserError, shown
 
 
-class Source:
-    """A whole checkpoint's files."""
+class ArraySource(abc.ABC):
+    """Named arrays; a kind says which there are and reads a chunk of one."""
 
     warning = ""  # a reservation about its numbers, said after its name
+    workdir: Path | None = None  # of a run's checkpoint that was found in its folder
+    run = ""
 
-    def __init__(self, place: str | Path, step: int | None = None):
+    step = 0
+
+    def __init__(self, location: str | Path):
+        self.location = location
+        self.name = str(location)  # in messages
+        self._cached_chunk: tuple[str, np.ndarray] | None = None
+
+    @property
+    @abc.abstractmethod
+    def arrays(self) -> dict[str, StoredArray]:
+        """All arrays by name; StorageError if their descriptions are damaged."""
+
+    @abc.abstractmethod
+    def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
+        """One chunk, verified if that is possible."""
+
+    def check(  # noqa: B027  without checksums there is nothing to compare with
+        self, progress: CountBytes | None = None, names: Sequence[str] = ("",)
+    ) -> None:
+        """StorageError if files that begin with one of these names are damaged."""
+
+    def meta(self) -> dict[str, Any]:
+        """The metadata of the step (meta/data.json); as much as is known if there is none."""
+        return {"step": self.step, "tokens": 0}
+
+    @functools.cached_property
+    def model(self) -> Model | None:
+        """The model that the weights are of; None if no config is there that can be read."""
+        with contextlib.suppress(KeyError, UserError):
+            return model_at(config_lib.check(self.meta()["config"]), self.step)
+        return None
+
+    def read(self, path: Sequence[str], index: int | None = None) -> np.ndarray:
+        """An array, or its entry at `index` of the first dimension; UserError if there is no such
+        array."""
+        name = ".".join(path)
+        if name not in self.arrays:
+            raise UserError(f"{self.name} has no array {name}{suggestion(name, self.arrays)}")
+        array = self.arrays[name]
+        box = layout.full_box(array.shape)
+        if index is not None:
+            box = (slice(index, index + 1), *box[1:])
+        out = np.empty(layout.shape_of(box), array.dtype)
+        self.fill(array, box, out)
+        return out if index is None else out[0]
+
+    def fill(self, array: StoredArray, box: Box, out: np.ndarray) -> None:
+        """Fills `out` with a part of an array, in `out`'s own type; holds one chunk, until the next
+        is read."""
+        for index, chunk_box in array.chunks_overlapping(box):
+            file = array.file(index)
+            if self._cached_chunk is None or self._cached_chunk[0] != file:
+                self._cached_chunk = None  # before the next is read
+                self._cached_chunk = file, self.read_chunk(array, index)
+            inside = layout.overlap(chunk_box, box)
+            chunk = self._cached_chunk[1]
+            out[layout.within(inside, box)] = chunk[layout.within(inside, chunk_box)]
+
+    def restore(self, like: Any, held: Holding | None = None, exact: bool = False) -> Any:
+        """A tree of arrays laid out as `like`'s ShapeDtypeStructs with shardings say; StorageError
+        for damage.
+
+        `held` says where the arrays lie in it, if it is not a tree of them; `exact`: the source
+        must have no others.
+        """
+        held = held or boxes.of_tree(like)
+        if odd := misfit(self.arrays, held.arrays, exact):
+            raise StorageError(f"{self.name} cannot be read: {odd}")
+        restored = reading.on_devices(self.read_chunk, self.arrays, held)
+        leaves = [restored[name] for name in trees.flat(like)]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+class SealedSource(ArraySource):
+    """A complete checkpoint, in a run's folder, in a folder by itself, or at an address."""
+
+    def __init__(self, location: str | Path, step: int | None = None):
         """`step`: by default the newest, or the one that FOLDER@STEP names."""
-        place, step = place_and_step(place, step)
-        self.place, self.workdir = place, None
-        self._kept: tuple[str, np.ndarray] | None = None
-        vault = vault_at(place)
-        name: Step
-        if vault:
-            name = choose_step(place, vault.steps(), step)
-        # one checkpoint's own folder, or exported parameters
-        elif (Path(place) / layout.MARKER).is_file():
-            folder = Path(place).absolute()
-            vault, name = Vault(folder.parent), folder.name
-            if vault.owner() and folder.name.isdecimal():
-                name = int(folder.name)
-        else:
-            self.workdir = Path(place).absolute()
-            # The newest is the one of the greatest name, as for a start: a folder gets its name with
-            # its list in it, so one without is damaged, and an older one in its place would be
-            # another model without a word.
-            vault = Vault(self.workdir / "checkpoints")
-            name = choose_step(place, vault.numbered(), step)
-        self._vault, self._name = vault, name
+        location, step = split_step(location, step)
+        super().__init__(location)
+        self._vault, self._step_name, self.workdir = _locate(location, step)
         with self._unless_deleted():
-            found = self._whole()
-        self.files, self.run, self.step = found.files, found.run or "", found.step
-        self.name = f"step {self.step} of {place}"
+            seal = self._read_seal()
+        self.files = seal.files
+        self.run = seal.run or ""
+        self.step = seal.step
+        self.name = f"step {self.step} of {location}"
 
-    def _whole(self) -> Seal:
-        """Its list; StorageError with a way out where that is damaged."""
+    def _read_seal(self) -> Seal:
+        """Its list; StorageError with a way out if that is damaged."""
         try:
-            return self._vault.seal(self._name)
+            return self._vault.read_seal(self._step_name)
+        except Unreachable:
+            raise
         except StorageError as error:
             if not self.workdir:
                 raise
-            others = [step for step in self._vault.steps() if step != self._name]
-            take = f", or take step {others[-1]} ({self.place}@{others[-1]})" if others else ""
+            others = [step for step in self._vault.steps() if step != self._step_name]
+            way_out = ""
+            if others:
+                way_out = f", or take step {others[-1]} ({self.location}@{others[-1]})"
             raise StorageError(
-                f"{error}; `python -m experiments.checkpoint verify` lists it all{take}"
+                f"{error}; `python -m experiments.checkpoint verify` lists it all{way_out}"
             ) from None
 
     @contextlib.contextmanager
@@ -80,117 +154,92 @@ class Source:
         """Turns errors of reading into a UserError if the run has deleted the step meanwhile."""
         try:
             yield
+        except Unreachable:
+            raise
         except (OSError, ValueError, KeyError, TypeError, StorageError):
             left = self._vault.numbered() if self.workdir else self._vault.steps()
-            if self._name in left or isinstance(self._name, str):
+            if self._step_name in left or isinstance(self._step_name, str):
                 raise
-            has = f"it has {', '.join(map(str, left))}" if left else "it has no other"
+            others = f"it has {', '.join(map(str, left))}" if left else "it has no other"
             raise UserError(
-                f"step {self._name} of {self.place} is gone meanwhile, its run has deleted it;"
-                f" {has}"
+                f"step {self._step_name} of {self.location} no longer exists: its run has deleted"
+                f" it; {others}"
             ) from None
 
-    def check(self, progress: Progress | None = None, names: Sequence[str] = ("",)) -> None:
+    def check(
+        self,
+        progress: CountBytes | None = None,
+        names: Sequence[str] = ("",),
+        files: Iterable[str] | None = None,
+    ) -> None:
         """StorageError if files that begin with one of these names, or by which they are found, are
-        damaged."""
-        wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
-        self.check_files(
-            {n: entry for n, entry in self.files.items() if n.startswith(wanted)}, progress
-        )
-
-    def check_files(self, sums: Sums, progress: Progress | None = None) -> None:
-        """StorageError if one of these is damaged."""
+        damaged; with `files`, if one of these is."""
+        if files is None:
+            wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
+            files = [name for name in self.files if name.startswith(wanted)]
         with self._unless_deleted():
-            damages = self._vault.check(self._name, sums, progress)
+            sums = {name: self.files[name] for name in files}
+            damages = self._vault.check(self._step_name, sums, progress)
             if damages:
                 more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
                 raise StorageError(f"{self.name} is damaged: {damages[0]}{more}")
 
-    def json(self, name: str) -> dict[str, Any]:
-        """A small file."""
+    def _read_json(self, name: str) -> dict[str, Any]:
+        """A small file; StorageError if it is damaged."""
         with self._unless_deleted():
-            return json.loads(self._vault.get(self._name, name))
+            return json.loads(self._vault.read_checked(self._step_name, name, self.files))
 
     def meta(self) -> dict[str, Any]:
-        """Its small file; what Orbax has saved, by `Handler` too, has none: then as much as is
-        known without."""
-        if layout.META not in self.files:
-            return {"step": self.step, "tokens": 0}
-        self.check(names=[layout.META])
-        return self.json(layout.META)
+        """The metadata of the step; what Orbax has saved, by `Handler` too, has none."""
+        return self._read_json(layout.META) if layout.META in self.files else super().meta()
 
     @functools.cached_property
-    def model(self) -> Model | None:
-        """The model that the weights are of; None where no config is there that can be read."""
-        with contextlib.suppress(KeyError, UserError):
-            return model_at(config_lib.check(self.meta()["config"]), self.step)
-        return None
-
-    def arrays(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, StoredArray]:
         """All arrays by name; StorageError if their descriptions are damaged."""
+
+        def describe(file: str) -> StoredArray:
+            fields = self._read_json(file)
+            try:
+                return StoredArray.from_json(layout.array_of_file(file), fields)
+            except (ValueError, KeyError, TypeError) as error:
+                raise StorageError(f"{self.name} cannot be read: {error}") from error
+
         described = sorted(name for name in self.files if name.endswith("/zarr.json"))
-        self.check(names=described)
-        return {array.name: array for array in map(self._array, described)}
+        return {array.name: array for array in for_each(describe, described)}
 
-    def array(self, path: Sequence[str]) -> Array:
-        """One array; UserError if there is no such array."""
-        name = ".".join(path)
-        if f"{layout.STATE}/{name}/zarr.json" not in self.files:
-            raise UserError(f"{self.name} has no array {name}")
-        return self._array(f"{layout.STATE}/{name}/zarr.json")
-
-    def _array(self, file: str) -> Array:
-        return Array.of_json(file.split("/")[1], self.json(file))
-
-    def read(self, path: Sequence[str], index: int | None = None) -> np.ndarray:
-        """An array, or its entry at `index` of the first dimension."""
-        array = self.array(path)
-        box = tuple(slice(0, n) for n in array.shape)
-        if index is not None:
-            box = (slice(index, index + 1), *box[1:])
-        out = np.empty(layout.sizes(box), array.dtype)
-        self.fill(array, box, out)
-        return out if index is None else out[0]
-
-    def fill(self, array: Array, box: Box, out: np.ndarray) -> None:
-        """Fills `out` with a part of an array, in `out`'s own type; holds one chunk, until the next
-        is read."""
-        for index, holds in array.touched(box):
-            if self._kept is None or self._kept[0] != array.file(index):
-                self._kept = None  # before the next is read
-                self._kept = array.file(index), self._chunk(array, index)
-            inside = layout.overlap(holds, box)
-            out[layout.within(inside, box)] = self._kept[1][layout.within(inside, holds)]
-
-    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
-        """One chunk, verified by its own checksum, which is the listed one: so it is not another
-        chunk."""
+    def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
+        """One chunk, verified against the listed checksum (which also rules out a swapped
+        chunk)."""
         name = array.file(index)
         with self._unless_deleted():
-            return reading.chunk_of(
-                self._vault.get(self._name, name), array, index, self.files[name][1]
-            )
+            if name not in self.files:
+                raise StorageError(f"{self.name} cannot be read: its list lacks {name}")
+            content = self._vault.read(self._step_name, name)
+            try:
+                return reading.chunk_of(content, array, index, self.files[name][1])
+            except ValueError as error:
+                raise StorageError(f"{self.name} cannot be read: {error}") from error
 
-    def restore(self, like: Any, held: Holding | None = None, everything: bool = False) -> Any:
-        """A tree of arrays laid out as `like`'s ShapeDtypeStructs with shardings say; StorageError
-        for damage.
 
-        `held` says where the checkpoint's arrays lie in it, if it is not a tree of them;
-        `everything`: the checkpoint must have no others.
-        """
-        held = held or boxes.of_tree(like)
-        try:
-            theirs = self.arrays()
-            if odd := misfit(theirs, held.arrays, everything):
-                raise ValueError(odd)
-            found = reading.on_devices(self._chunk, theirs, held)
-        except UserError:  # of a model directory's numbers
-            raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{self.name} cannot be read: {error}") from error
-        return jax.tree.unflatten(
-            jax.tree.structure(like), [found[name] for name in trees.flat(like)]
-        )
+def _locate(location: str | Path, step: int | None) -> tuple[Vault, StepName, Path | None]:
+    """(the vault, the checkpoint in it, the workdir) at a location, which is one of
+
+    - an address or a folder of steps; by default its newest complete step, since an upload may be
+      under way;
+    - the folder of one checkpoint, or of exported parameters;
+    - a workdir; by default its highest-numbered step, as for a run that resumes. Folders are
+      renamed into place with their list inside, so one without a list is damaged; silently using an
+      older step would load a different model.
+    """
+    if vault := vault_at(location):
+        return vault, choose_step(location, vault.steps(), step), None
+    folder = Path(location).absolute()
+    if (folder / layout.MARKER).is_file():
+        vault = Vault(folder.parent)
+        numbers = folders.steps_of([folder.name])
+        return vault, numbers[0] if numbers and vault.owner() else folder.name, None
+    vault = Vault(folder / "checkpoints")
+    return vault, choose_step(location, vault.numbered(), step), folder
 
 
 def model_at(config: Config, step: int) -> Model:
@@ -200,74 +249,78 @@ def model_at(config: Config, step: int) -> Model:
     return schedule.phase_config(config, schedule.phase_at(config, step)).model
 
 
-def differing(there: Model | None, here: Model) -> list[str]:
-    """The keys by which the same weights are another function here, in words; none where the model
-    there is not known."""
-    was, now = (trees.flat(_function(model)) for model in (there or here, here))
+def model_differences(there: Model | None, here: Model) -> list[str]:
+    """Describes config keys that make the same weights compute something different here; empty if
+    the other model is unknown."""
+    if there is None:
+        return []
+    theirs, ours = (trees.flat(_keys_that_matter(model)) for model in (there, here))
     return [
-        f"config.model.{key} {was.get(key)!r} there, {now.get(key)!r} here"
-        for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key)
+        f"config.model.{key} {theirs.get(key)!r} there, {ours.get(key)!r} here"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
     ]
 
 
-def _function(model: Model) -> dict[str, Any]:
+def _keys_that_matter(model: Model) -> dict[str, Any]:
     """The keys on which a model's results depend."""
     keys = config_lib.to_dict(model) | {"layer_types": ", ".join(model.kinds)}
     ropes = keys["rope_parameters"].items()
     keys["rope_parameters"] = {kind: rope for kind, rope in ropes if kind in model.kinds}
     others = ["initializer_range", "max_position_embeddings"]
-    others += [] if "hybrid_sliding" in model.kinds else ["sliding_window"]
+    if "hybrid_sliding" not in model.kinds:
+        others.append("sliding_window")
     return {k: x for k, x in keys.items() if k not in others and not k.endswith("_token_id")}
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """The names most like one that is not among them, as the end of an error."""
     known = sorted(names)
-    found = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
-    return f"; the nearest names are {', '.join(found)}" if found else ""
+    nearest = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
+    return f"; the nearest names are {', '.join(nearest)}" if nearest else ""
 
 
-def choose_step(place: str | os.PathLike, steps: Sequence[int], step: int | None) -> int:
-    """`step`, or without one the newest of a place's; UserError where there is none."""
+def choose_step(location: str | os.PathLike, steps: Sequence[int], step: int | None) -> int:
+    """`step`, or without one the newest of a location's; UserError if there is none."""
     if not steps:
-        raise UserError(f"{place} has no checkpoint; train first, or give a run's folder")
+        raise UserError(f"{location} has no checkpoint; train first, or give a run's folder")
     if step not in (None, *steps):
-        has = ", ".join(map(str, steps))
-        raise UserError(f"{place} has no checkpoint of step {shown(step)}; it has {has}")
+        others = ", ".join(map(str, steps))
+        raise UserError(f"{location} has no checkpoint of step {shown(step)}; it has {others}")
     return steps[-1] if step is None else step
 
 
-def misfit(theirs: Mapping[str, Array], wanted: Mapping[str, Any], everything: bool = False) -> str:
-    """How the arrays of a checkpoint differ from those that are wanted; "" where they do not."""
+def misfit(
+    stored: Mapping[str, StoredArray], wanted: Mapping[str, Any], exact: bool = False
+) -> str:
+    """How the arrays of a checkpoint differ from those that are wanted; "" if they do not."""
     for name, x in wanted.items():
-        if name not in theirs:
-            return f"it has no array {name}{nearest(name, theirs)}"
-        if theirs[name].shape != tuple(x.shape):
-            return f"its array {name} is {list(theirs[name].shape)}, {list(x.shape)} is needed"
-        if layout.is_real(theirs[name].dtype) != layout.is_real(x.dtype):
-            needed = (
-                f"{np.dtype(x.dtype)} is needed; multiply quantised weights by their scales before"
-                " they are saved"
+        if name not in stored:
+            return f"it has no array {name}{suggestion(name, stored)}"
+        array = stored[name]
+        if array.shape != tuple(x.shape):
+            return f"its array {name} is {list(array.shape)}, {list(x.shape)} is needed"
+        if layout.is_real(array.dtype) != layout.is_real(x.dtype):
+            return (
+                f"its array {name} is of {array.dtype}, and {np.dtype(x.dtype)} is needed; multiply"
+                " quantised weights by their scales before they are saved"
             )
-            return f"its array {name} is of {theirs[name].dtype}, and {needed}"
-    more = sorted(theirs.keys() - wanted.keys())
-    return (
-        f"it has arrays that are not wanted, such as {more[0]} ({len(more)} in all)"
-        if more and everything
-        else ""
-    )
+    more = sorted(stored.keys() - wanted.keys())
+    if exact and more:
+        return f"it has arrays that are not wanted, such as {more[0]} ({len(more)} in all)"
+    return ""
 
 
-def place_and_step(place: str | Path, step: int | None) -> tuple[str | Path, int | None]:
+def split_step(location: str | Path, step: int | None) -> tuple[str | Path, int | None]:
     """FOLDER@STEP in two parts; a folder's own name may end like that, too."""
-    path, _, number = str(place).rpartition("@")
-    if step is None and path and number.isdecimal() and not Path(place).is_dir():
-        return path, int(number)
-    return place, step
+    path, _, number = str(location).rpartition("@")
+    steps = folders.steps_of([number])
+    if step is None and path and steps and not Path(location).is_dir():
+        return path, steps[0]
+    return location, step
 
 
 def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
     """The JSON part of a checkpoint alone, checked; touches nothing, so a run may be writing
     there."""
-    return Vault(Path(workdir) / "checkpoints").meta(step)
+    return Vault(Path(workdir) / "checkpoints").read_meta(step)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint import folders
 from zaya_jax.cluster import events
 from zaya_jax.config import StorageError, UserError, files
 from zaya_jax.guard.spikes import SETTLE, Spike
@@ -68,7 +68,7 @@ def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files.write(folder / FILE, (json.dumps(list(made), indent=1) + "\n").encode())
     for path in (folder, folder.parent):
-        writing.sync_folder(path)
+        folders.sync_folder(path)
 
 
 def agreed(

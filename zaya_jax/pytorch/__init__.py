@@ -9,8 +9,9 @@ from zaya_jax.pytorch import hf_names
 
 def named(tree: dict, model: Model) -> dict[str, np.ndarray]:
     """A tree like the parameters (weights, gradients) under transformers' names, in its shapes."""
-    tree, out = jax.tree.map(np.asarray, tree), {}
+    tree = jax.tree.map(np.asarray, tree)
+    out = {}
     for name, row, layer in hf_names.all_rows(model):
-        leaf = hf_names.get(tree, row.path, layer)
+        leaf = hf_names.leaf_of_row(tree, row.path, layer)
         out[name] = np.ascontiguousarray(row.to_torch(leaf if layer is None else leaf[layer]))
     return out

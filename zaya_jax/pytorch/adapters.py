@@ -15,46 +15,46 @@ import numpy as np
 
 from zaya_jax.checkpoint import merged
 from zaya_jax.checkpoint.run import claims
-from zaya_jax.checkpoint.source import differing
+from zaya_jax.checkpoint.source import model_differences
 from zaya_jax.config import Model, UserError
 from zaya_jax.pytorch import any_model, tensor_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.training.workdir import write_json
 
-INSIDE = {
+# What PEFT calls the parameters that it wraps without a module of their own.
+PEFT_NAMES = {
     "mlp.experts.gate_up_proj": "mlp.experts.base_layer",
     "mlp.experts.down_proj": "mlp.experts",
 }
 
 
 def to_peft(name: str, out: str | os.PathLike) -> Path:
-    """Writes a run's adapters; UserError where it has none, or where the base with them is not the
-    run's model."""
-    found = any_model.find(name)
-    names.check_zaya(found.model, found.name)
-    if not isinstance(found.source, merged.Merged):
-        raise UserError(f"{found.name} has no low-rank updates (run.lora); leave --adapters out")
-    source = found.source
-    found.check()
-    pairs, moved = source.adapters()
-    if moved:
+    """Writes a run's adapters; UserError if it has none, or if the base with them is not the run's
+    model."""
+    model = any_model.find(name)
+    names.check_zaya(model.model, model.name)
+    source = model.source
+    if not isinstance(source, merged.MergedSource):
+        raise UserError(f"{model.name} has no low-rank updates (run.lora); leave --adapters out")
+    model.check()
+    if source.biases_changed():
         raise UserError(
-            f"{found.name} has moved the balancing biases, for which PEFT has no place; leave"
+            f"{model.name} has moved the balancing biases, for which PEFT has no place; leave"
             " --adapters out, or train with --config.balance.enabled=False"
         )
-    if changed := differing(source.base.model, found.model):
+    if changed := model_differences(source.base.model, model.model):
         raise UserError(
-            f"{found.name} computes otherwise than its base {source.base_name}"
+            f"{model.name} computes otherwise than its base {source.base_name}"
             f" ({'; '.join(changed)}), so its updates do not fit that; leave --adapters out"
         )
-    target = claims.new_folder(out)
-    tensors = _tensors(found.model, pairs)
-    rank = next(iter(pairs.values())).shape[-1]
+    target = claims.require_new_folder(out)
+    tensors = _tensors(model.model, source.factors)
+    rank = next(x.shape[-1] for name, x in source.factors.items() if name.endswith(".a"))
     with claims.whole_or_nothing(target) as part:
         specs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in tensors.items()}
         tensor_files.write_sharded(part, specs, tensors.__getitem__, 1 << 62)
         (part / tensor_files.SINGLE).rename(part / "adapter_model.safetensors")
-        write_json(part / "adapter_config.json", _config(found.model, rank, source.base_name))
+        write_json(part / "adapter_config.json", _config(model.model, rank, source.base_name))
     return target
 
 
@@ -66,20 +66,21 @@ def _rows(model: Model) -> list[names.TensorRow]:
     ]
 
 
-def _tensors(model: Model, pairs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    found = {}
+def _tensors(model: Model, factors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    tensors = {}
     for row in _rows(model):
-        a, b = (pairs[f"params.layers.{'.'.join(row.path)}.{factor}"] for factor in "ab")
+        path = f"params.layers.{'.'.join(row.path)}"
+        peft_name = PEFT_NAMES.get(row.name, row.name.removesuffix(".weight"))
         for layer in range(model.num_hidden_layers):
-            at = f"base_model.model.model.layers.{layer}.{INSIDE.get(row.name, row.name.removesuffix('.weight'))}"
-            one, two = a[layer], b[layer]
-            if one.ndim == 3:
-                one, two = (
-                    one.swapaxes(0, 1).reshape(one.shape[1], -1),
-                    two.swapaxes(0, 1).reshape(-1, two.shape[2]),
-                )
-            found[f"{at}.lora_A.weight"], found[f"{at}.lora_B.weight"] = one.T, two.T
-    return dict(sorted(found.items(), key=lambda item: names.natural(item[0])))
+            a = factors[f"{path}.a"][layer]
+            b = factors[f"{path}.b"][layer]
+            if a.ndim == 3:  # of experts, side by side
+                a = a.swapaxes(0, 1).reshape(a.shape[1], -1)
+                b = b.swapaxes(0, 1).reshape(-1, b.shape[2])
+            prefix = f"base_model.model.model.layers.{layer}.{peft_name}"
+            tensors[f"{prefix}.lora_A.weight"] = a.T
+            tensors[f"{prefix}.lora_B.weight"] = b.T
+    return dict(sorted(tensors.items(), key=lambda item: names.natural(item[0])))
 
 
 def _config(model: Model, rank: int, base: str) -> dict:
@@ -94,6 +95,6 @@ def _config(model: Model, rank: int, base: str) -> dict:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [row.name.split(".")[-2] for row in rows if row.name not in INSIDE],
-        "target_parameters": [row.name for row in rows if row.name in INSIDE],
+        "target_modules": [row.name.split(".")[-2] for row in rows if row.name not in PEFT_NAMES],
+        "target_parameters": [row.name for row in rows if row.name in PEFT_NAMES],
     }

@@ -7,6 +7,8 @@ dtype), so that an export returns the same files. Both directions hold one tenso
 write under a temporary name first, so that a folder under the final name is complete.
 """
 
+import functools
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,9 +19,10 @@ import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import trees
-from zaya_jax.checkpoint.foreign import Unsealed
-from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
+from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, StoredArray
 from zaya_jax.checkpoint.run import claims, rewrite
+from zaya_jax.checkpoint.source import ArraySource
+from zaya_jax.checkpoint.vault import CountBytes
 from zaya_jax.config import Config, Model, UserError, shown
 from zaya_jax.config.files import write
 from zaya_jax.model import zaya
@@ -32,27 +35,24 @@ from zaya_jax.training.workdir import write_json
 from zaya_jax.version import __version__
 
 SHARD_GB = 5.0  # transformers' own
-MOST_GB = 1e6
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def from_hf(
-    name: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None
+    name: str | os.PathLike, workdir: str | os.PathLike, progress: CountBytes | None = None
 ) -> Path:
     """Makes a workdir from a model directory; UserError, with nothing left behind, if that is
     impossible."""
-    found = any_model.find(name)
-    if not isinstance(found.source, hf.Directory):
+    model = any_model.find(name)
+    if not isinstance(model.source, hf.Directory):
         raise UserError(f"{name} is a run's folder already; every program takes it as it is")
-    target = claims.new_folder(workdir)
-    config = any_model.config_of(
-        found.model, target / "tokenizer" if found.tokenizer_folder else None
-    )
-    return write_workdir(target, found, config, progress)
+    target = claims.require_new_folder(workdir)
+    tokenizer = target / "tokenizer" if model.tokenizer_folder else None
+    config = any_model.make_config(model.model, tokenizer)
+    return write_workdir(target, model, config, progress)
 
 
 def write_workdir(
-    target: Path, model: AnyModel, config: Config, progress: Progress | None = None
+    target: Path, model: AnyModel, config: Config, progress: CountBytes | None = None
 ) -> Path:
     """Makes a workdir with a model as step 0 of a run that has not begun; leaves nothing behind if
     that fails.
@@ -74,10 +74,10 @@ def write_workdir(
             lambda: balance.init(config.model.num_hidden_layers, config.model.num_experts)
         )
         state = {"params": zaya.abstract(config.model), "balance": biases._asdict()}
-        rewrite.begin_run(part, model.source, state, meta, progress)
+        rewrite.write_step_zero(part, model.source, state, meta, progress)
         if tokenizer:
             tokenizer.save(part / "tokenizer")
-            for name, content in model.files().items():
+            for name, content in model.tokenizer_file_contents().items():
                 (part / "tokenizer" / name).write_bytes(content)
         write_json(part / IMPORTED, dict(model.imported))
         write_json(part / "config.json", config_lib.to_dict(config))
@@ -89,59 +89,50 @@ def to_hf(
     out: str | os.PathLike,
     dtype: str | None = None,
     shard_gb: float = SHARD_GB,
-    progress: Progress | None = None,
+    progress: CountBytes | None = None,
 ) -> Path:
     """Writes any model as a model directory that transformers' `zaya` loads, or leaves nothing
     behind."""
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(DTYPES)}")
-    if not 0 < shard_gb <= MOST_GB:
-        raise UserError(f"--shard_gb={shard_gb:g} must be above 0 and at most {MOST_GB:g}")
-    found = name if isinstance(name, AnyModel) else any_model.find(name)
-    names.check_zaya(found.model, found.name)
-    found.check()
-    target = claims.new_folder(out)
+    if not 0 < shard_gb < math.inf:
+        raise UserError(f"--shard_gb={shard_gb:g} must be above 0, and a number")
+    model = name if isinstance(name, AnyModel) else any_model.find(name)
+    names.check_zaya(model.model, model.name)
+    model.check()
+    target = claims.require_new_folder(out)
     with claims.whole_or_nothing(target) as part:
-        specs = _specs(found.model, found.imported["dtypes"], dtype)
-        tensor_files.write_sharded(
-            part, specs, _reader(found, specs, progress), int(shard_gb * 1e9)
-        )
-        _write_small(part, found, dtype)
-    write_card(target, found.name, found.config, found.source.meta())
+        specs = _specs(model.model, model.imported["dtypes"], dtype)
+        reader = _reader(model, specs, progress)
+        tensor_files.write_sharded(part, specs, reader, int(shard_gb * 1e9))
+        _write_json_and_tokenizer(part, model, dtype)
+        card = model_card(target, model.name, model.config, model.source.meta())
+        write(part / "README.md", card.encode())
     return target
 
 
-def _write_small(folder: Path, found: AnyModel, dtype: str | None) -> None:
+def _write_json_and_tokenizer(folder: Path, model: AnyModel, dtype: str | None) -> None:
     """Writes the configs and the tokenizer's files."""
-    model, imported, tokenizer, trained = (
-        found.model,
-        found.imported,
-        found.tokenizer(),
-        found.trained,
+    imported = model.imported
+    tokenizer = model.tokenizer()
+    training = model.training_config
+    recorded_dtype = imported["config"].get("dtype") or imported["config"].get("torch_dtype")
+    end_turn = None
+    if tokenizer and training and training.data.chats:
+        end_turn = next(iter(chat_template.Template(tokenizer).ending[0]), None)
+    config = names.model_to_json(
+        model.model, dtype or recorded_dtype or "float32", imported["config"], end_turn
     )
-    written = (
-        dtype
-        or imported["config"].get("dtype")
-        or imported["config"].get("torch_dtype")
-        or "float32"
-    )
-    chats = tokenizer is not None and trained is not None and trained.data.chats
-    end_turn = (
-        next(iter(chat_template.Template(tokenizer).ending[0]), None)
-        if tokenizer and chats
-        else None
-    )
-    write_json(
-        folder / "config.json", names.model_to_json(model, written, imported["config"], end_turn)
-    )
-    generation = names.generation_json(model, imported["generation_config"], end_turn)
+    generation = names.generation_json(model.model, imported["generation_config"], end_turn)
+    write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", generation)
-    tokenizer_files.write(folder, found.files(), tokenizer, trained)
+    tokenizer_files.write(folder, model.tokenizer_file_contents(), tokenizer, training)
 
 
-def write_card(target: Path, name: str, config: Config, meta: Mapping[str, Any]) -> None:
-    """Writes a model card, README.md; `meta` is the checkpoint's of a run."""
-    counts, loss = zaya.param_counts(config.model), meta.get("metrics", {}).get("eval/loss")
+def model_card(target: Path, name: str, config: Config, meta: Mapping[str, Any]) -> str:
+    """A model card, README.md; `meta` is the checkpoint's of a run."""
+    counts = zaya.param_counts(config.model)
+    loss = meta.get("metrics", {}).get("eval/loss")
     facts = [
         (
             f"- model: `zaya`, {counts['total']:,} parameters, {counts['active']:,} of them active"
@@ -161,26 +152,27 @@ def write_card(target: Path, name: str, config: Config, meta: Mapping[str, Any])
         "from transformers import AutoModelForCausalLM\n\nmodel ="
         f' AutoModelForCausalLM.from_pretrained("{target}")'
     )
-    text = (
-        f"# {config.name}\n\n" + "\n".join(facts) + f"\n\nTo load it:\n\n```python\n{load}\n```\n"
-    )
-    write(target / "README.md", text.encode())
+    lines = "\n".join(facts)
+    return f"# {config.name}\n\n{lines}\n\nTo load it:\n\n```python\n{load}\n```\n"
 
 
-class InMemory(Unsealed):
+class InMemory(ArraySource):
     """A tree of arrays, read as a checkpoint."""
 
     def __init__(self, tree: Mapping[str, Any]):
-        super().__init__(Path())
+        super().__init__("a model in memory")
         self._leaves = trees.flat(tree)
 
-    def arrays(self) -> dict[str, Array]:
+    @functools.cached_property
+    def arrays(self) -> dict[str, StoredArray]:
         """All arrays by name, each one chunk."""
         return {
-            n: Array(n, x.shape, np.dtype(x.dtype).name, x.shape) for n, x in self._leaves.items()
+            name: StoredArray(name, x.shape, np.dtype(x.dtype).name, x.shape)
+            for name, x in self._leaves.items()
         }
 
-    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+    def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
+        """A whole array."""
         return np.asarray(self._leaves[array.name])
 
 
@@ -192,23 +184,23 @@ def _specs(
     shapes = hf.expected_shapes(model)
     if names.HEAD in recorded:
         shapes[names.HEAD] = shapes[names.EMBEDDING]
-    chosen = {
-        n: "float32" if n.endswith(names.BALANCE) else dtype or recorded.get(n, "float32")
-        for n in shapes
-    }
-    return {
-        n: jax.ShapeDtypeStruct(shapes[n], DTYPES[chosen[n]])
-        for n in sorted(shapes, key=names.natural)
-    }
+    specs = {}
+    for name in sorted(shapes, key=names.natural):
+        chosen = dtype or recorded.get(name, "float32")
+        if name.endswith(names.BALANCE):
+            chosen = "float32"
+        specs[name] = jax.ShapeDtypeStruct(shapes[name], DTYPES[chosen])
+    return specs
 
 
 def _reader(
-    found: AnyModel, specs: tensor_files.Specs, progress: Progress | None
+    model: AnyModel, specs: tensor_files.Specs, progress: CountBytes | None
 ) -> Callable[[str], np.ndarray]:
     """The function that reads a tensor by its name."""
-    rows = {name: (row, layer) for name, row, layer in names.all_rows(found.model)}
+    rows = {name: (row, layer) for name, row, layer in names.all_rows(model.model)}
     rows[names.HEAD] = rows[names.EMBEDDING]
-    done, total = 0, sum(map(tensor_files.num_bytes, specs.values()))
+    total = sum(map(tensor_files.num_bytes, specs.values()))
+    done = 0
 
     def tensor(name: str) -> np.ndarray:
         nonlocal done
@@ -216,11 +208,11 @@ def _reader(
         if progress:
             progress(done, total)
         if name.endswith(names.BALANCE):
-            return found.source.read(
-                ("balance", "bias"), int(name.removeprefix("model.layers.").split(".")[0])
-            )
-        row, layer = rows[name]
-        path = row.path if layer is None else ("layers", *row.path)
-        return row.to_torch(found.source.read(("params", *path), layer)).astype(specs[name].dtype)
+            layer = int(name.removeprefix("model.layers.").split(".")[0])
+            return model.source.read(("balance", "bias"), layer)
+        row, row_layer = rows[name]
+        path = row.path if row_layer is None else ("layers", *row.path)
+        numbers = row.to_torch(model.source.read(("params", *path), row_layer))
+        return numbers.astype(specs[name].dtype)
 
     return tensor

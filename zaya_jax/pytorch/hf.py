@@ -3,14 +3,16 @@
 Every tensor's name, shape and dtype is checked before any is read.
 """
 
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from zaya_jax import trees
-from zaya_jax.checkpoint.foreign import Unsealed
-from zaya_jax.checkpoint.layout import Array
+from zaya_jax.checkpoint.layout import StoredArray
+from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.config import Model, UserError, files, shown
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import hf_names as names
@@ -18,27 +20,29 @@ from zaya_jax.pytorch import older, tensor_files
 from zaya_jax.pytorch.tensor_files import TensorFile
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-ANEW = "copy config.json and weights again from one place"
+RECOPY = "copy config.json and weights again from one place"
 
 
-class Directory(Unsealed):
+class Directory(ArraySource):
     """A checked model directory: its config, and its tensors, which it also reads as a checkpoint's
     arrays."""
 
     model: Model
 
     def __init__(self, path: str | os.PathLike):
+        super().__init__(Path(path))
         self.path = Path(path)
-        super().__init__(self.path)
-        self.config = read_json(self.path / "config.json")
-        where = str(self.path / "config.json")
-        self._files: dict[str, TensorFile] = {}
+        where = self.path / "config.json"
+        self.config = read_json(where)
         if older.is_older(self.config):
             renamed = older.Renamed(self._locate())
-            self._files |= dict.fromkeys(renamed.tensors, renamed)
-            self.config = older.config_of(self.config, renamed, where)
-        self.model = names.model_from_json(self.config, where)
-        self._files = self._files or {**self._locate()}
+            self.config = older.config_of(self.config, renamed, str(where))
+            self.model = names.model_from_json(self.config, str(where))
+            self._files: dict[str, Any] = dict.fromkeys(renamed.tensors, renamed)
+        else:
+            # First the config: an error there says more than one about its files.
+            self.model = names.model_from_json(self.config, str(where))
+            self._files = {**self._locate()}
         self._check()
 
     def _locate(self) -> dict[str, TensorFile]:
@@ -47,20 +51,22 @@ class Directory(Unsealed):
         if (self.path / tensor_files.SINGLE).exists() or not index.exists():
             single = self._open(tensor_files.SINGLE)
             return dict.fromkeys(single.tensors, single)
-        where = read_json(index).get("weight_map")
-        if not isinstance(where, dict) or not where:
-            raise UserError(f"{index} has no weight_map, a map from tensor names to files; {ANEW}")
-        for name, file in where.items():
+        file_names = read_json(index).get("weight_map")
+        if not isinstance(file_names, dict) or not file_names:
+            raise UserError(
+                f"{index} has no weight_map, a map from tensor names to files; {RECOPY}"
+            )
+        for name, file in file_names.items():
             if not isinstance(file, str) or Path(file).name != file:
                 raise UserError(
                     f"{index} places {name} in {shown(file)}, which is not a file next to it;"
-                    f" {ANEW}"
+                    f" {RECOPY}"
                 )
-        files = {file: self._open(file) for file in sorted(set(where.values()))}
-        held = [(name, file) for file, opened in files.items() for name in opened.tensors]
-        if odd := sorted({*held} ^ {*where.items()}):
-            raise UserError(f"{index} and {odd[0][1]} disagree about {odd[0][0]}; {ANEW}")
-        return {name: files[file] for name, file in where.items()}
+        files = {file: self._open(file) for file in sorted(set(file_names.values()))}
+        in_files = {(name, file) for file, opened in files.items() for name in opened.tensors}
+        if odd := sorted(in_files ^ {*file_names.items()}):
+            raise UserError(f"{index} and {odd[0][1]} disagree about {odd[0][0]}; {RECOPY}")
+        return {name: files[file] for name, file in file_names.items()}
 
     def _open(self, file: str) -> TensorFile:
         path = self.path / file
@@ -74,7 +80,7 @@ class Directory(Unsealed):
                 )
             raise UserError(
                 f"{path} is missing; a model directory has model.safetensors, or the files its"
-                f" index names: {ANEW}"
+                f" index names: {RECOPY}"
             )
         return TensorFile(path)
 
@@ -86,19 +92,19 @@ class Directory(Unsealed):
             wrong = "lacks tensor" if odd[0] in expected else "has an unknown tensor"
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise UserError(
-                f"{self.path} {wrong} {odd[0]}{more}: its config.json implies others; {ANEW}"
+                f"{self.path} {wrong} {odd[0]}{more}: its config.json implies others; {RECOPY}"
             )
         if names.HEAD in self._files:
             expected[names.HEAD] = expected[names.EMBEDDING]
         for name, shape in expected.items():
-            has = self._files[name].tensors[name]
-            if has.shape != shape:
+            tensor = self._files[name].tensors[name]
+            if tensor.shape != shape:
                 raise UserError(
-                    f"{self.path}: {name} has shape {has.shape}, expected {shape}; {ANEW}"
+                    f"{self.path}: {name} has shape {tensor.shape}, expected {shape}; {RECOPY}"
                 )
-            if has.dtype not in tensor_files.DTYPES:
+            if tensor.dtype not in tensor_files.DTYPES:
                 raise UserError(
-                    f"{self.path}: {name} is {has.dtype}, not F32, F16 or BF16; convert it"
+                    f"{self.path}: {name} is {tensor.dtype}, not F32, F16 or BF16; convert it"
                 )
         if names.HEAD in self._files and not np.array_equal(
             self.tensor(names.HEAD).view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
@@ -120,28 +126,27 @@ class Directory(Unsealed):
         if bad:
             raise UserError(
                 f"{self.path}: {name} has {bad:,} of {x.size:,} numbers that are not finite;"
-                f" {ANEW}, or take an earlier checkpoint of that model"
+                f" {RECOPY}, or take an earlier checkpoint of that model"
             )
         return x
 
-    def arrays(self) -> dict[str, Array]:
+    @functools.cached_property
+    def arrays(self) -> dict[str, StoredArray]:
         """The parameters and balancing biases under our names, float32, a layer in each chunk."""
-        layers = self.model.num_hidden_layers
-        shapes = {
-            f"params.{name}": x.shape for name, x in trees.flat(zaya.abstract(self.model)).items()
-        }
-        shapes["balance.bias"] = (layers, self.model.num_experts + 1)
+        parameters = trees.flat(zaya.abstract(self.model))
+        shapes = {f"params.{name}": x.shape for name, x in parameters.items()}
+        shapes["balance.bias"] = (self.model.num_hidden_layers, self.model.num_experts + 1)
+        arrays = {}
+        for name, shape in shapes.items():
+            is_layered = name.split(".")[1] in ("layers", "bias")
+            chunk = (1, *shape[1:]) if is_layered else shape
+            arrays[name] = StoredArray(name, shape, "float32", chunk)
+        return arrays
 
-        def chunk(name, shape):
-            return (1, *shape[1:]) if name.split(".")[1] in ("layers", "bias") else shape
-
-        return {
-            name: Array(name, shape, "float32", chunk(name, shape))
-            for name, shape in shapes.items()
-        }
-
-    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
-        path, layer = tuple(array.name.split(".")[1:]), index[0]
+    def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
+        """A layer's part of an array, or a whole one outside of the layers."""
+        path = tuple(array.name.split(".")[1:])
+        layer = index[0]
         if path == ("bias",):
             x = self.tensor(names.balance_name(layer))
         elif path == ("layers", "router", "eda") and layer == 0:
@@ -160,7 +165,7 @@ def expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     shapes = zaya.abstract(model)
     out = {}
     for name, row, layer in names.all_rows(model):
-        shape = names.get(shapes, row.path, layer).shape
+        shape = names.leaf_of_row(shapes, row.path, layer).shape
         like = np.broadcast_to(np.float32(0), shape if layer is None else shape[1:])
         out[name] = row.to_torch(like).shape
     for layer in range(model.num_hidden_layers):

@@ -126,15 +126,15 @@ def balance_name(layer: int) -> str:
     return f"model.layers.{layer}.{BALANCE}"
 
 
-def get(tree: dict, path: tuple[str, ...], layer: int | None) -> Any:
+def leaf_of_row(tree: dict, path: tuple[str, ...], layer: int | None) -> Any:
     """The leaf of a row (below `layers` when it belongs to one; not yet indexed by the layer)."""
     for key in path if layer is None else ("layers", *path):
         tree = tree[key]
     return tree
 
 
-# Keys of the port that a model here has.
-FIELDS = {field.name for field in dataclasses.fields(Model)} - {"intermediate_size"}
+# Keys of transformers' ZayaConfig that our Model has too.
+MODEL_KEYS = {field.name for field in dataclasses.fields(Model)} - {"intermediate_size"}
 # Keys that this project only carries over.
 _IGNORED = {
     "architectures",
@@ -175,16 +175,14 @@ _THEIR_DEFAULTS = {
 def model_from_json(given: dict, where: str) -> Model:
     """The Model of a config.json; UserError on a trait that this project does not have."""
     if given.get("model_type") != "zaya":
-        has = (
-            f"model_type is {shown(given['model_type'])}"
-            if "model_type" in given
-            else "it has no model_type"
-        )
+        what = "it has no model_type"
+        if "model_type" in given:
+            what = f"model_type is {shown(given['model_type'])}"
         raise UserError(
-            f"{where}: {has}; only models of transformers' 'zaya' can be read, give such a"
+            f"{where}: {what}; only models of transformers' 'zaya' can be read, give such a"
             " directory"
         )
-    unknown = sorted(set(given) - FIELDS - _IGNORED)
+    unknown = sorted(set(given) - MODEL_KEYS - _IGNORED)
     if unknown:
         raise UserError(
             f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot"
@@ -194,7 +192,7 @@ def model_from_json(given: dict, where: str) -> Model:
         raise UserError(
             f"{where}: quantization_config is set; only unquantised weights can be read"
         )
-    known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in FIELDS}
+    known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in MODEL_KEYS}
     known["layer_types"] = tuple(given.get("layer_types") or ())
     known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"))
     if isinstance(known["eos_token_id"], list):
@@ -224,10 +222,12 @@ def _rope_from_json(given: dict | None) -> dict:
     unknown."""
     if given is None:
         return dataclasses.asdict(RopeKinds(Rope(rope_theta=5e6), Rope(rope_theta=1e4)))
-    own = {"rope_type": "default", "partial_rotary_factor": 1.0}
+    defaults = {"rope_type": "default", "partial_rotary_factor": 1.0}
     # some files have one next to the kinds
     kinds = {kind: rope for kind, rope in given.items() if kind != "rope_type"}
-    return {kind: own | rope if isinstance(rope, dict) else rope for kind, rope in kinds.items()}
+    return {
+        kind: defaults | rope if isinstance(rope, dict) else rope for kind, rope in kinds.items()
+    }
 
 
 def model_to_json(
@@ -240,42 +240,41 @@ def model_to_json(
     """
     ours = to_dict(model)
     ours["layer_types"] = list(model.kinds)
-    del ours["intermediate_size"]  # dense models have no form in the port
+    del ours["intermediate_size"]  # of dense models, which transformers' `zaya` does not have
     fixed = {
         "architectures": ["ZayaForCausalLM"],
         "model_type": "zaya",
         "dtype": dtype,
         "use_cache": True,
     }
-    kept = dict(source or {})
-    if isinstance(kept.get("eos_token_id"), list) and kept["eos_token_id"][:1] == [
-        model.eos_token_id
-    ]:
-        ours["eos_token_id"] = kept["eos_token_id"]
+    theirs = dict(source or {})
+    ends = theirs.get("eos_token_id")
+    if isinstance(ends, list) and ends[:1] == [model.eos_token_id]:
+        ours["eos_token_id"] = ends
     if end_turn is not None:
-        ours["eos_token_id"] = with_end(ours["eos_token_id"], end_turn)
-    kept.pop("torch_dtype", None)
-    return dict(sorted((kept | ours | fixed).items()))
+        ours["eos_token_id"] = _add_end(ours["eos_token_id"], end_turn)
+    theirs.pop("torch_dtype", None)
+    return dict(sorted((theirs | ours | fixed).items()))
 
 
 def generation_json(model: Model, source: dict | None, end_turn: int | None = None) -> dict:
     """The generation_config.json of a Model; `source` is the one it was imported with."""
     ids = {key: getattr(model, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    made = {
-        "_from_model_config": True,
-        "use_cache": True,
-        **{k: v for k, v in ids.items() if v is not None},
-    }
-    found = dict(source or made)
+    keys = dict(source or {})
+    if not source:
+        keys = {"_from_model_config": True, "use_cache": True}
+        keys |= {key: number for key, number in ids.items() if number is not None}
     if end_turn is not None:
-        found["eos_token_id"] = with_end(found.get("eos_token_id", model.eos_token_id), end_turn)
-    return found
+        keys["eos_token_id"] = _add_end(keys.get("eos_token_id", model.eos_token_id), end_turn)
+    return keys
 
 
-def with_end(ends: int | list[int] | None, end: int) -> int | list[int]:
+def _add_end(ends: int | list[int] | None, end: int) -> list[int]:
     """The ids that end a generation, with one more."""
-    before = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return [*before, *([end] if end not in before else [])]
+    if ends is None:
+        return [end]
+    before = ends if isinstance(ends, list) else [ends]
+    return before if end in before else [*before, end]
 
 
 def natural(name: str) -> list:

@@ -6,16 +6,17 @@ residual scale before it, and each expert is a tensor. Sizes are those of the te
 spells several in more than one way.
 """
 
+import contextlib
 import re
 from typing import Any
 
 import numpy as np
 
 from zaya_jax.config import UserError, shown
-from zaya_jax.pytorch.hf_names import FIELDS, natural
+from zaya_jax.pytorch.hf_names import MODEL_KEYS, natural
 from zaya_jax.pytorch.tensor_files import TensorFile
 
-SIGNS = (
+OLDER_KEYS = (
     "activation_func",
     "zaya_mlp_expansion",
     "zaya_layers",
@@ -24,7 +25,7 @@ SIGNS = (
     "ffn_hidden_size",
 )
 # The only values that this model has; a key that is absent, or null, has them.
-MUST = {
+REQUIRED_VALUES = {
     "activation_func": "swiglu",
     "normalization": "RMSNorm",
     "cca": True,
@@ -39,7 +40,7 @@ MUST = {
     "zaya_high_prec": True,
     "rope_parameters": {},
 }
-READ = (  # by `config_of`, under these names
+KEYS_READ = (  # by `config_of`, under these names
     "head_dim",
     "kv_channels",
     "num_hidden_layers",
@@ -66,7 +67,7 @@ READ = (  # by `config_of`, under these names
     "partial_rotary_factor",
     "rope_pct",
 )
-NOTHING = (  # how other programs compute the same, or train
+KEYS_IGNORED = (  # how other programs compute the same, or train
     "auto_map",
     "_attn_implementation",
     "activation_func_fp8_input_store",
@@ -77,8 +78,8 @@ NOTHING = (  # how other programs compute the same, or train
     "mamba_cache_dtype",
     "use_grouped_mm",
 )
-KINDS = {"full_attention": "hybrid", "sliding_attention": "hybrid_sliding"}
-RENAMED = (
+LAYER_KINDS = {"full_attention": "hybrid", "sliding_attention": "hybrid_sliding"}
+PREFIXES = (
     ("self_attn.qkv.conv_qk.0.", "self_attn.qkv_proj.conv_qk_depthwise."),
     ("self_attn.qkv.conv_qk.1.", "self_attn.qkv_proj.conv_qk_grouped."),
     ("self_attn.qkv.temp", "self_attn.qk_norm.temp"),
@@ -99,56 +100,65 @@ EXPERT = re.compile(r"zaya_block\.experts\.local_experts\.\d+\.linear_fc([12])\.
 
 def is_older(config: dict[str, Any]) -> bool:
     """Whether a config.json is of this layout."""
-    return any(key in config for key in SIGNS)
+    return any(key in config for key in OLDER_KEYS)
 
 
-class Renamed(TensorFile):
-    """The tensors of several files under their present names; experts are stacked as they are
-    read."""
+class Renamed:
+    """The tensors of several files under their present names, like one `TensorFile`; experts are
+    stacked as they are read."""
 
     def __init__(self, files: dict[str, TensorFile]):
-        self._files, self._old = files, dict[str, list[str]]()
-        self.layers = 1 + max(
-            (int(old[1]) for name in files if (old := LAYER.match(name)) and old[1]), default=1
-        )
+        self._files = files
+        self._old_names: dict[str, list[str]] = {}
+        matches = [LAYER.match(name) for name in files]
+        numbers = [int(match[1]) for match in matches if match and match[1]]
+        self.num_half_layers = 1 + max(numbers, default=1)
         for name in sorted(files, key=natural):  # expert 10 comes after expert 9
-            self._old.setdefault(_present(name, self.layers), []).append(name)
+            present = _present_name(name, self.num_half_layers)
+            self._old_names.setdefault(present, []).append(name)
         self.tensors = {}
-        for name, parts in self._old.items():
-            has = files[parts[0]].tensors[parts[0]]
-            self.tensors[name] = (
-                has._replace(shape=(len(parts), *has.shape)) if EXPERT.search(parts[0]) else has
-            )
+        for name, old_names in self._old_names.items():
+            tensor = files[old_names[0]].tensors[old_names[0]]
+            if EXPERT.search(old_names[0]):
+                tensor = tensor._replace(shape=(len(old_names), *tensor.shape))
+            self.tensors[name] = tensor
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
-        old = self._old[name]
-        if not EXPERT.search(old[0]):
-            return self._files[old[0]].read(old[0])
-        return np.stack([self._files[one].read(one) for one in old])
+        old_names = self._old_names[name]
+        parts = [self._files[old_name].read(old_name) for old_name in old_names]
+        return np.stack(parts) if EXPERT.search(old_names[0]) else parts[0]
 
 
-def _present(name: str, layers: int) -> str:
-    """The present name of a tensor, shared by the experts of a layer; the old name where it is
-    unknown."""
-    found = LAYER.fullmatch(name)
-    if not found:
+def _present_name(name: str, num_half_layers: int) -> str:
+    """The present name of a tensor, shared by the experts of a layer; the old name if it is
+    unknown.
+
+    Old layer 2 k is the attention of layer k, old layer 2 k + 1 its experts. The residual scale
+    before an old layer is the one after the half layer before it: of old layer 0 the input's, and
+    of the model, after the last one, that of the last experts.
+    """
+    match = LAYER.fullmatch(name)
+    if not match:
         return name
-    old, rest = int(found[1] or layers), found[2]
-    inside = f"model.layers.{old // 2}." if found[1] else "model."
-    if rest.startswith("res_scale."):  # before an old layer: after the half layer before it
-        what, place = rest.removeprefix("res_scale."), "post_attention" if old % 2 else "post_mlp"
-        return (
-            f"model.layers.{(old - 1) // 2}.{place}_residual_scale.{what}"
-            if old
-            else f"model.input_{what}"
-        )
+    old = int(match[1] or num_half_layers)
+    rest = match[2]
+    if rest.startswith("res_scale."):
+        scale = rest.removeprefix("res_scale.")
+        if old == 0:
+            return f"model.input_{scale}"
+        half = "post_attention" if old % 2 else "post_mlp"
+        return f"model.layers.{(old - 1) // 2}.{half}_residual_scale.{scale}"
+    prefix = f"model.layers.{old // 2}." if match[1] else "model."
     if rest.startswith("input_norm."):
-        return f"{inside}{'post_attention' if old % 2 else 'input'}_layernorm.{rest.removeprefix('input_norm.')}"
+        half = "post_attention" if old % 2 else "input"
+        return f"{prefix}{half}_layernorm.{rest.removeprefix('input_norm.')}"
     if expert := EXPERT.fullmatch(rest):
-        return f"{inside}mlp.experts.{'gate_up_proj' if expert[1] == '1' else 'down_proj'}"
-    theirs, ours = next((pair for pair in RENAMED if rest.startswith(pair[0])), ("", ""))
-    return f"{inside}{ours}{rest.removeprefix(theirs)}"
+        return f"{prefix}mlp.experts.{'gate_up_proj' if expert[1] == '1' else 'down_proj'}"
+    for theirs, ours in PREFIXES:
+        if rest.startswith(theirs):
+            return f"{prefix}{ours}{rest.removeprefix(theirs)}"
+    return f"{prefix}{rest}"
 
 
 def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, Any]:
@@ -157,7 +167,7 @@ def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, 
     Keys that are not known here go into it, where those with a meaning are refused.
     """
     given = {key: value for key, value in given.items() if value is not None}
-    for key, value in MUST.items():
+    for key, value in REQUIRED_VALUES.items():
         if given.get(key, value) != value:
             raise UserError(
                 f"{where}: {key}={shown(given[key])} in the older layout; only {value!r} can be"
@@ -167,90 +177,84 @@ def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, 
     def first(default: Any, *keys: str) -> Any:
         return next((given[key] for key in keys if key in given), default)
 
-    def size(name: str, dim: int, *keys: str, of: int = 1) -> int:
-        """How many times `of` a dim of layer 0's tensors has; the first of these keys that is given
-        says it too, and the others may be left over from another program."""
+    def size(name: str, dim: int, *keys: str, unit: int = 1) -> int:
+        """A size read from layer 0's tensors, in units of `unit`. The first of `keys` present in
+        the config must agree; later ones may be leftovers of another program and are ignored."""
         tensor = tensors.tensors.get(f"model.layers.0.{name}")
-        has = tensor.shape[dim] // of if tensor else 0
-        told = first(has, *keys)
+        width = tensor.shape[dim] // unit if tensor else 0
+        recorded = first(width, *keys)
         # Some say it for each half layer: nothing, or attention, where it has no such size.
-        if any(one not in ("a", 0, has) for one in (told if isinstance(told, list) else [told])):
-            raise UserError(
-                f"{where}: {' or '.join(keys)} is {shown(told)}, but the tensors have {has}"
-            )
-        return has
+        for value in recorded if isinstance(recorded, list) else [recorded]:
+            if value not in ("a", 0, width):
+                raise UserError(
+                    f"{where}: {' or '.join(keys)} is {shown(recorded)}, but the tensors have"
+                    f" {width}"
+                )
+        return width
 
-    layers, grouped = tensors.layers // 2, "self_attn.qkv_proj.conv_qk_grouped.weight"
-    head = max(size(grouped, 1, "head_dim", "kv_channels"), 1)
+    num_layers = tensors.num_half_layers // 2
+    attention = "self_attn.qkv_proj"
+    head = max(size(f"{attention}.conv_qk_grouped.weight", 1, "head_dim", "kv_channels"), 1)
+    # Only compared: half of it is the experts' width.
     size("mlp.experts.gate_up_proj", 1, "ffn_hidden_size_list", "ffn_hidden_size")
-    kinds, window = _attention(given, layers, where)
+    kinds, window = _attention(given, num_layers, where)
     bases = {
         "hybrid": first(None, "rope_theta", "rotary_base"),
         "hybrid_sliding": first(1e4, "swa_rotary_base"),
     }
     if bases["hybrid"] is None:
         raise UserError(f"{where} has no rope_theta; write the model's own into it")
+    fraction = first(0.5, "partial_rotary_factor", "rope_pct")
+    ropes = {
+        kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": fraction}
+        for kind, base in bases.items()
+    }
+    query_keys = ("cca_num_q_heads", "num_attention_heads")
+    group_keys = ("num_query_groups_list", "num_query_groups", "num_key_value_heads")
+    router_keys = ("router_hidden_size", "zaya_mlp_expansion")
+    known = (*KEYS_READ, *REQUIRED_VALUES, *KEYS_IGNORED)
     rest = {
         key: value
         for key, value in given.items()
-        if key not in (*READ, *MUST, *NOTHING) and (value or key in FIELDS)
+        if key not in known and (value or key in MODEL_KEYS)
     }
     return rest | {
-        "num_hidden_layers": layers,
+        "num_hidden_layers": num_layers,
         "head_dim": head,
-        "num_attention_heads": size(
-            "self_attn.qkv_proj.q_proj.weight", 0, "cca_num_q_heads", "num_attention_heads", of=head
-        ),
-        "num_key_value_heads": size(
-            "self_attn.qkv_proj.k_proj.weight",
-            0,
-            "num_query_groups_list",
-            "num_query_groups",
-            "num_key_value_heads",
-            of=head,
-        ),
+        "num_attention_heads": size(f"{attention}.q_proj.weight", 0, *query_keys, unit=head),
+        "num_key_value_heads": size(f"{attention}.k_proj.weight", 0, *group_keys, unit=head),
         "num_experts": size("mlp.experts.down_proj", 0, "zaya_layers", "num_experts"),
         "moe_intermediate_size": size("mlp.experts.down_proj", 2, "moe_intermediate_size"),
-        "router_hidden_size": size(
-            "mlp.gate.down_proj.weight", 0, "router_hidden_size", "zaya_mlp_expansion"
-        ),
+        "router_hidden_size": size("mlp.gate.down_proj.weight", 0, *router_keys),
         "rms_norm_eps": first(1e-5, "norm_epsilon", "rms_norm_eps"),
         "layer_types": kinds,
         "sliding_window": window,
-        "rope_parameters": {
-            kind: {
-                "rope_type": "default",
-                "rope_theta": base,
-                "partial_rotary_factor": first(0.5, "partial_rotary_factor", "rope_pct"),
-            }
-            for kind, base in bases.items()
-        },
+        "rope_parameters": ropes,
     }
 
 
-def _attention(given: dict[str, Any], layers: int, where: str) -> tuple[list[str], int | None]:
+def _attention(given: dict[str, Any], num_layers: int, where: str) -> tuple[list[str], int | None]:
     """(the kind of each layer, the window), of which several keys say a part."""
-    told = {
+    recorded = {
         key: given[key] for key in ("swa_layers", "layer_types", "sliding_window") if given.get(key)
     }
-    try:
-        widths = told.get("swa_layers", [0] * layers)
-        if len(widths) == 2 * layers and not any(widths[1::2]):  # experts have none
+    with contextlib.suppress(TypeError, ValueError):
+        widths = recorded.get("swa_layers", [0] * num_layers)
+        if len(widths) == 2 * num_layers and not any(widths[1::2]):  # experts have none
             widths = widths[::2]
-        by_width = ["hybrid_sliding" if one else "hybrid" for one in widths]
-        kinds = [KINDS.get(one, one) for one in told.get("layer_types", by_width)]
+        by_width = ["hybrid_sliding" if width else "hybrid" for width in widths]
+        types = recorded.get("layer_types", by_width)
+        kinds = [LAYER_KINDS.get(kind, kind) for kind in types]
         # There a width counts the tokens before the query; here the query too.
-        windows = {told.get("sliding_window"), *(int(one) + 1 for one in widths if one)} - {None}
-        # A window that no layer has is left over, but alone it may be meant for all.
-        alone = told.keys() == {"sliding_window"}
-        fits = len(kinds) == layers and (
-            len(windows) == 1 if "hybrid_sliding" in kinds else not alone
-        )
-        if fits and (kinds == by_width or "swa_layers" not in told):
+        windows = {recorded.get("sliding_window"), *(int(w) + 1 for w in widths if w)} - {None}
+        if "hybrid_sliding" in kinds:
+            fits = len(windows) == 1
+        else:  # a window that no layer has is left over, but alone it may be meant for all
+            fits = recorded.keys() != {"sliding_window"}
+        agree = "swa_layers" not in recorded or kinds == by_width
+        if fits and agree and len(kinds) == num_layers:
             return kinds, windows.pop() if windows else None
-    except (TypeError, ValueError):
-        pass
     raise UserError(
-        f"{where}: {shown(told)} do not say for {layers} layers which have a window, and one window"
-        " for these; no other form can be read"
+        f"{where}: {shown(recorded)} do not specify, for {num_layers} layers, which ones use a"
+        " sliding window and a single window size; other forms cannot be read"
     )

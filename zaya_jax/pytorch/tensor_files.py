@@ -36,19 +36,20 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self.path = path
-        with _opened(path) as file:
+        with _open(path) as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             self.tensors = {
-                n: About(tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()
+                name: TensorInfo(tuple(part.get_shape()), part.get_dtype())
+                for name, part in slices.items()
             }
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
-        with _opened(self.path) as file:
+        with _open(self.path) as file:
             return file.get_tensor(name)
 
 
-class About(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor's shape, and its dtype as safetensors writes it: F32, BF16, I64 .."""
 
     shape: tuple[int, ...]
@@ -56,7 +57,7 @@ class About(NamedTuple):
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="numpy") as file:
             yield file
@@ -77,8 +78,8 @@ def num_bytes(x: jax.ShapeDtypeStruct) -> int:
 def write_sharded(
     folder: Path, specs: Specs, tensor: Callable[[str], np.ndarray], shard_bytes: int
 ) -> None:
-    """Writes tensors, of which one at a time is asked for by its name, as one file or as shards
-    with an index."""
+    """Writes tensors as one file, or as shards with an index; `tensor` gives one at a time by its
+    name."""
     # imported here: it takes 0.3 s
     from huggingface_hub import split_state_dict_into_shards_factory
 

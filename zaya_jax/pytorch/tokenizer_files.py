@@ -1,8 +1,7 @@
 """Writes a workdir's tokenizer for transformers, with the chat template that the model learnt.
 
-A model keeps the template that it came with, which fine-tuning spells chats by; without one it gets
-ours if its vocabulary has the marks of turns. A model that was imported and not trained is exported
-unchanged.
+A model keeps the chat template it came with, which fine-tuning also uses; otherwise it gets ours, if
+its vocabulary has the turn tokens. A model that was imported and not trained is exported unchanged.
 """
 
 import json
@@ -18,15 +17,20 @@ from zaya_jax.text.tokenizers import TEMPLATE_FILE as TEMPLATE
 FILES = (tokenizers.FILE, *tokenizers.EXTRA_FILES, "vocab.json", "merges.txt")
 
 
+def read_files(folder: Path) -> dict[str, bytes]:
+    """The contents of a folder's files that belong to a tokenizer."""
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+
+
 def write(
     target: Path,
-    kept: Mapping[str, bytes],
+    originals: Mapping[str, bytes],
     tokenizer: tokenizers.Tokenizer | None,
     config: Config | None,
 ) -> None:
     """A tokenizer's files in a model directory; unchanged if the model was not trained (no
     config)."""
-    for name, content in kept.items():
+    for name, content in originals.items():
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(content)
     if config is None or tokenizer is None:
@@ -56,15 +60,7 @@ def write(
 
 def came_with_template(folder: Path) -> bool:
     """Whether a tokenizer's folder has a template that is not ours."""
-    return bool(
-        chat_template.model_templates(
-            {
-                name: (folder / name).read_bytes()
-                for name in (CONFIG, TEMPLATE)
-                if (folder / name).is_file()
-            }
-        )
-    )
+    return bool(chat_template.model_templates(read_files(folder)))
 
 
 def describe_template(folder: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zaya_jax.checkpoint.run import times
+from zaya_jax.checkpoint.run import timings
 from zaya_jax.report.document import Section
 from zaya_jax.report.read import Bins, Series, Workdir
 from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale, columns
@@ -56,7 +56,7 @@ WAITS = (
 )
 SAVE_FIGURES = (  # title, label, colour, seconds of a save
     ("Copy", "slowest process", 1, lambda save: save.slowest("copy")),
-    ("Whole save", "begin to commit", 0, lambda save: save.whole()),
+    ("Whole save", "begin to commit", 0, lambda save: save.total()),
 )
 
 
@@ -112,7 +112,7 @@ def saves_section(run: Workdir) -> Section:
     return Section(
         "Checkpoints",
         WAITS,
-        pictures=save_curves(list(times.read(run.path).get("save", {}).values())),
+        pictures=save_curves(list(timings.read_timings(run.path).get("save", {}).values())),
     )
 
 
@@ -144,7 +144,7 @@ def title(key: str) -> str:
     )
 
 
-def save_curves(saves: Sequence[times.Event]) -> str:
+def save_curves(saves: Sequence[timings.StepTiming]) -> str:
     """Two pictures: the slowest process's copy, and from begin to commit; nothing for a single
     save."""
     if len(saves) < 2:

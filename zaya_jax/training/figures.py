@@ -90,7 +90,7 @@ class Figures:
 
     def write(self, now: Step, figures: dict[str, Any]) -> None:
         """Hands a step's figures, and what was measured after it, to files, guard and terminal."""
-        self.unsound = 0 if retention.sound(figures) else self.unsound + 1
+        self.unsound = 0 if retention.is_sound(figures) else self.unsound + 1
         if now.number % PER_LAYER_EVERY and now.number not in (1, self._recipe.last_step):
             figures.pop("load", None)
         figures = figures | self._store.figures() | self._guard.figures(now.number)

@@ -20,8 +20,8 @@ from typing import Any
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.checkpoint.boxes import Holding
-from zaya_jax.checkpoint.source import Source, misfit
-from zaya_jax.checkpoint.vault import share
+from zaya_jax.checkpoint.source import SealedSource, misfit
+from zaya_jax.checkpoint.vault import my_files
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
 from zaya_jax.schedule import Plan
@@ -47,7 +47,7 @@ def find(config: Config, workdir: Path) -> list | None:
         ):
             return [recorded["fork"], recorded["fork_step"], recorded["fork_tokens"]]
     source, meta = _open(given)
-    return [f"{source.place}@{source.step}", source.step, meta["tokens"]]
+    return [f"{source.location}@{source.step}", source.step, meta["tokens"]]
 
 
 def settle(config: Config, found: list | None) -> Config:
@@ -76,8 +76,7 @@ class Parent:
                 f" run.fork={self._name}, so its ids mean other text; give that run's, which is in"
                 " its folder as tokenizer/"
             )
-        files = self._source.files
-        self._source.check_files({name: files[name] for name in share(files)})
+        self._source.check(files=my_files(self._source.files))
         self._config = config_lib.check(found["config"])
         before, now = flat(config_lib.to_dict(self._config)), flat(config_lib.to_dict(config))
         self._changed = {
@@ -85,7 +84,7 @@ class Parent:
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key) and key not in OWN
         }
-        folder = str(self._source.place)
+        folder = str(self._source.location)
         from_here = {
             "folder": folder if "://" in folder else str(Path(folder).absolute()),
             "run": self._source.run,
@@ -120,7 +119,7 @@ class Parent:
     def load(self, like: Any, held: Holding) -> Any:
         """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with
         shardings say."""
-        if odd := misfit(self._source.arrays(), held.arrays):
+        if odd := misfit(self._source.arrays, held.arrays):
             changes = "; ".join(
                 x for x in self._changes() if x.startswith(("config.model", "config.optim"))
             )
@@ -136,10 +135,10 @@ class Parent:
         ]
 
 
-def _open(place: str) -> tuple[Source, dict[str, Any]]:
+def _open(place: str) -> tuple[SealedSource, dict[str, Any]]:
     """A parent's checkpoint and its metadata."""
     with fields.naming(f"config.run.fork={place}"):
-        source = Source(place)
+        source = SealedSource(place)
     meta = source.meta()
     if not {"step", "tokens", "data", "config", "tokenizer"} <= meta.keys() or not meta["tokens"]:
         raise UserError(

@@ -11,7 +11,7 @@ import jax
 
 from zaya_jax import generation
 from zaya_jax.checkpoint import partial
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.config import Config
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
@@ -24,7 +24,7 @@ from zaya_jax.training.logs import say
 BYTES = 6
 
 
-def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: Source) -> None:
+def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: ArraySource) -> None:
     """Writes sample.txt, or says why not. `config` is that of the step's phase.
 
     In process 0 alone, when the training's state is gone from its device; `source` has the weights

@@ -33,7 +33,7 @@ from pallas_kernels import chip
 from zaya_jax import trees
 from zaya_jax.checkpoint import boxes, layout, writing
 from zaya_jax.checkpoint.boxes import HeldBox, Holding
-from zaya_jax.checkpoint.writing import OnHost
+from zaya_jax.checkpoint.writing import DeviceParts
 from zaya_jax.cluster import multihost
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
@@ -65,9 +65,11 @@ class Copies:
             lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=shardings
         )
 
-    def take(self, state: Any) -> Any:
+    def take(self, state: Any) -> DeviceParts:
         """A copy, made where there is room for it; all processes together, after a step."""
-        return self.on_devices(state) if self._fits_devices else self.on_host(state)
+        if self._fits_devices:
+            return writing.parts_by_device(self.on_devices(state))
+        return self.on_host(state)
 
     @functools.cached_property
     def _fits_devices(self) -> bool:
@@ -97,7 +99,7 @@ class Copies:
         """A copy on the devices."""
         return self.program(arrays_of(self.optimizer, state))
 
-    def on_host(self, state: Any) -> OnHost:
+    def on_host(self, state: Any) -> DeviceParts:
         """A copy on the host. A device needs memory only for its share of one array that several
         have."""
         found: dict[str, dict[jax.Device, np.ndarray]] = {}
@@ -115,10 +117,10 @@ class Copies:
                 own = shard.data if box == has else shard.data[layout.within(box, has)]
                 # On a CPU it would be the state's own memory, which the next step takes.
                 host = np.array(
-                    writing.on_host(own), copy=chip.chip_of(shard.device).is_host or None
+                    writing.to_host(own), copy=chip.chip_of(shard.device).is_host or None
                 )
                 found[name][shard.device] = host
-        return OnHost(found)
+        return found
 
     def place(self, copy: Any) -> dict[str, Any]:
         """A copy as a state, which takes the copy's memory; all processes together."""

@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 import jax
 
-from zaya_jax.checkpoint import boxes, merged, partial
+from zaya_jax import trees
+from zaya_jax.checkpoint import merged, partial
 from zaya_jax.checkpoint.run.store import Store
-from zaya_jax.checkpoint.source import Source, differing
+from zaya_jax.checkpoint.source import ArraySource, SealedSource, model_differences
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
@@ -131,40 +132,40 @@ def first_state(
     meta: dict[str, Any],
     store: Store,
     copies: Copies,
-    weights_of: Callable[[str], Source],
+    open_weights: Callable[[str], ArraySource],
 ) -> tuple[Any, dict[str, Any]]:
     """The state before the first step, by the way in which the run begins, and metadata for all its
     saves.
 
-    `meta`: of the checkpoint that it starts from; `parent`: of a fork; `weights_of` a model's name.
+    `meta`: of the checkpoint that it starts from; `parent`: of a fork; `open_weights` of a model's name.
     """
     run = planned.recipe.config.run
     if way == "resumed":
-        state = store.restore(planned.reached, copies.like, copies.held, copies.place)[0]
+        state = store.restore(planned.reached, copies.like, copies.held, copies.place)
     elif parent:  # forked
         state = copies.place(parent.load(copies.like, copies.held))
     elif way == "initial weights" and not run.lora:
-        source = weights_of(run.init_from)
+        source = open_weights(run.init_from)
         with fields.naming("config.run.init_from"):  # before anything is compiled
-            partial.require_fit(source, copies.held.weights())
+            partial.require_fit(source, copies.held.weights().arrays)
         state = copies.with_weights_of(_fresh(planned), source.restore)
         say(f"begins from {source.name}{source.warning}")
         _say_what_differs(source, planned)
     elif way == "imported":  # weights and biases, no optimizer yet
-        state = copies.with_weights_of(_fresh(planned), Source(store.root / "0").restore)
+        state = copies.with_weights_of(_fresh(planned), SealedSource(store.root / "0").restore)
     else:
         state = _fresh(planned)
     if not run.lora:
         return state, {}
-    base = weights_of(meta["base"]["name"] if meta else run.init_from)
+    base = open_weights(meta["base"]["name"] if meta else run.init_from)
     if not meta:
         _say_what_differs(base, planned)
     return state, put_frozen_under(state, planned.state, base, meta)
 
 
-def _say_what_differs(source: Source, planned: PlannedStart) -> None:
+def _say_what_differs(source: ArraySource, planned: PlannedStart) -> None:
     """Says by which keys the weights are another function here than where they come from."""
-    if changed := differing(source.model, planned.phase.config.model):
+    if changed := model_differences(source.model, planned.phase.config.model):
         say(f"note: {source.name} is of another model: {'; '.join(changed)}")
 
 
@@ -173,7 +174,7 @@ def _fresh(planned: PlannedStart) -> Any:
 
 
 def put_frozen_under(
-    state: dict[str, Any], like: Any, base: Source, meta: dict[str, Any]
+    state: dict[str, Any], like: Any, base: ArraySource, meta: dict[str, Any]
 ) -> dict[str, Any]:
     """Adds the frozen weights to a state, and before its first step the base's balancing biases.
 
@@ -182,9 +183,9 @@ def put_frozen_under(
     """
     wanted = {"params": like["frozen"], "balance": {"bias": like["balance"].bias}}
     with fields.naming("config.run.init_from"):
-        partial.require_fit(base, boxes.of_tree(wanted))
+        partial.require_fit(base, trees.flat(wanted))
     mark = multihost.broadcast_from_zero(
-        "mark", lambda: merged.checked_mark(base, meta, "this run")
+        "mark", lambda: merged.require_same_base(base, meta, "this run")
     )
     found = base.restore(wanted)
     state["frozen"] = found["params"]
@@ -198,7 +199,10 @@ def put_frozen_under(
         f"trains {count:,} numbers of low-rank updates over {base.name}{base.warning}, {of:,}"
         " frozen ones"
     )
-    place = str(base.place) if "://" in str(base.place) else str(Path(base.place).absolute())
-    # means the same step from any folder
-    lasting = f"{place}@{base.step}" if base.workdir else place
-    return {"base": {"name": lasting, "mark": mark}}
+    # a name that means the same step from any folder
+    name = str(base.location)
+    if "://" not in name:
+        name = str(Path(name).absolute())
+    if base.workdir:
+        name += f"@{base.step}"
+    return {"base": {"name": name, "mark": mark}}

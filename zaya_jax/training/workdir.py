@@ -24,9 +24,10 @@ import jax
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.checkpoint import source, writing
+from zaya_jax.checkpoint import folders, source
 from zaya_jax.checkpoint.layout import IMPORTED, META
 from zaya_jax.checkpoint.run import claims
+from zaya_jax.checkpoint.writing import reason
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
@@ -122,7 +123,7 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
 
 def _check_whose(workdir: Path, config: Config) -> None:
     """UserError where a folder is not a run's, or is another run's."""
-    recorded, steps = workdir / "config.json", writing.steps_in(workdir / "checkpoints")
+    recorded, steps = workdir / "config.json", folders.steps_in(workdir / "checkpoints")
     if recorded.exists() or steps:
         old = read_config(workdir)
         if steps:  # the newest checkpoint's own: config.json may have been changed since
@@ -191,7 +192,7 @@ def read_config(workdir: str | os.PathLike) -> Config:
         found = files.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{workdir} has no config.json that can be read ({writing.reason(error)});"
+            f"{workdir} has no config.json that can be read ({reason(error)});"
             " give the folder of a "
             f'run, or restore its config: each checkpoint has it too, in {META} under "config"'
         ) from None
@@ -212,7 +213,7 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
 
     Otherwise a note of the differences: rounding, or steps that have not begun.
     """
-    steps = writing.numbered(workdir / "checkpoints")
+    steps = folders.numbered(workdir / "checkpoints")
     if not steps and reached is None:
         return ""  # nothing is there that could go on
     reached = max(steps) if reached is None else reached

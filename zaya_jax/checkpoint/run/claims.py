@@ -3,7 +3,7 @@ another.
 
     take(workdir, say)                  claims it for this process; UserError names the process that has it
     require_apart(own, place)           refuses places inside each other, or inside a checkpoint
-    new_folder(path)                    checks that it can be made
+    require_new_folder(path)                    checks that it can be made
     with whole_or_nothing(target):      a new folder that appears when it is complete
 
 The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it
@@ -31,7 +31,7 @@ from zaya_jax.config import UserError, fields, files
 LOCK = ".lock"
 PATIENCE = 5.0  # seconds: a process that was just killed may still be giving back its memory
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-WITHOUT = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # Opened once a process: closing any of its descriptors of a file gives up the process's locks on
 # it.
@@ -49,21 +49,15 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
     if path in _taken:
         return
     latest = time.monotonic() + PATIENCE
-    file = _opened(path)
+    file = _open(path)
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _bears(file, path):
-                break
-            # A run that was refused has taken its new folder away, and this file with it: it locks
-            # nothing any more.
-            file.close()
-            file = _opened(path)
         except OSError as error:
-            if error.errno in WITHOUT:
+            if error.errno in LOCKS_UNSUPPORTED:
                 say(
-                    f"note: {workdir} lies where files cannot be locked; another run that writes"
-                    " there is not seen"
+                    f"note: file locking does not work in {workdir}, so another run writing there"
+                    " would go undetected"
                 )
                 break
             if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -76,6 +70,13 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
                     " folder"
                 ) from None
             time.sleep(0.1)
+            continue
+        if _is_still_at(file, path):
+            break
+        # A refused run deleted its new folder together with this lock file, so the lock on it
+        # protects nothing; open the new one.
+        file.close()
+        file = _open(path)
     _taken[path] = file
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
     with contextlib.suppress(OSError):  # on a full disk the message to the next process says less
@@ -90,7 +91,7 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
 
 def require_free(workdir: Path) -> None:
     """UserError if another process has claimed a folder; creates nothing."""
-    if os.path.lexists(workdir / LOCK):
+    if os.path.lexists(workdir / LOCK) and not taken(workdir):
         take(workdir)
         release(workdir)
 
@@ -107,7 +108,7 @@ def release(workdir: Path) -> None:
         file.close()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:  # not through a link, whose target would lose its content
         return os.fdopen(os.open(path, _FLAGS, 0o644), "rb+", buffering=0)
@@ -117,8 +118,8 @@ def _opened(path: Path) -> BinaryIO:
         raise UserError(f"{path} is a link, and no lock of a run; remove it") from None
 
 
-def _bears(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file is the one that bears the name."""
+def _is_still_at(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file still has this path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except OSError:
@@ -128,8 +129,8 @@ def _bears(file: BinaryIO, path: Path) -> bool:
 def _signature(file: BinaryIO) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         file.seek(0)
-        found = json.loads(file.read(1 << 16))
-        return f"process {found['process']} on {found['host']} since {found['since']}"
+        claim = json.loads(file.read(1 << 16))
+        return f"process {claim['process']} on {claim['host']} since {claim['since']}"
     return "another process"
 
 
@@ -138,15 +139,15 @@ def _signature(file: BinaryIO) -> str:
 # ##################################################################################################
 
 
-def require_apart(own: Iterable[Path], place: Path) -> None:
-    """UserError where another place lies in one of a run's own folders, or one of these in it."""
-    for theirs in own:
-        if overlap(place, theirs):
+def require_apart(run_folders: Iterable[Path], location: Path) -> None:
+    """UserError if a location lies in one of a run's own folders, or one of these in it."""
+    for folder in run_folders:
+        if overlap(location, folder):
             raise UserError(
-                f"{place} and the run's own {theirs} lie in each other: copies would be written"
-                " over checkpoints, and deleted with them; give a place apart"
+                f"{location} and the run's own folder {folder} overlap: copies would overwrite"
+                " checkpoints and be deleted with them; choose a separate place"
             )
-    require_outside(place)
+    require_outside(location)
 
 
 def overlap(a: Path, b: Path) -> bool:
@@ -157,14 +158,14 @@ def overlap(a: Path, b: Path) -> bool:
 
 
 def require_outside(folder: Path) -> None:
-    """UserError for a folder in a checkpoint or among a run's checkpoints, where anything more
+    """UserError for a folder in a checkpoint or among a run's checkpoints, where any other file
     counts as damage."""
     real = Path(os.path.realpath(folder))
     for above in (real, *real.parents):
         if os.path.exists(above / MARKER) and os.path.exists(above / META):
             raise UserError(
-                f"{folder} lies in the checkpoint {above}, where all that is not its own counts as"
-                " damage; give a folder elsewhere"
+                f"{folder} lies in the checkpoint {above}, where any other file counts as damage;"
+                " give a folder elsewhere"
             )
         if above != real and os.path.exists(above / RUN):
             raise UserError(
@@ -175,18 +176,18 @@ def require_outside(folder: Path) -> None:
 
 def require_writable(folder: str | os.PathLike) -> None:
     """UserError where a folder that may have to be made could not be; makes nothing."""
-    there, why = files.existing(folder), ""
-    if not there.is_dir():
-        why = f"{there} is a file"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        why = f"no right to write in {there}"
+    nearest, why = files.existing(folder), ""
+    if not nearest.is_dir():
+        why = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        why = f"no right to write in {nearest}"
     if why:
         raise UserError(f"{folder} cannot be written ({why}); give a folder that can")
 
 
-def new_folder(path: str | os.PathLike) -> Path:
-    """A folder that may be made: it does not exist, or is empty; and it can be written. Nothing is
-    made yet."""
+def require_new_folder(path: str | os.PathLike) -> Path:
+    """The real path of a folder that may be made: it does not exist, or is empty, and it can be
+    written. Makes nothing."""
     target = Path(os.path.realpath(path))  # a link is followed: no folder can take its name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{path} exists and is not empty; give a new folder")
@@ -204,7 +205,7 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
     One program at a time: a second is refused, or sees the first one's folder.
     """
     part = target.parent / f".{target.name}.part"
-    made = [folder for folder in part.parents if not folder.exists()]
+    new_parents = [folder for folder in part.parents if not folder.exists()]
     try:
         take(part)
     except OSError as error:
@@ -212,29 +213,29 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
             f"{target} cannot be written ({error.strerror}); give a folder that can"
         ) from None
     try:
-        new_folder(target)  # which another may have made meanwhile
-        for left in part.iterdir():  # the rest of an interrupted attempt
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            elif left.name != LOCK:
-                left.unlink()
+        require_new_folder(target)  # which another may have made meanwhile
+        for path in part.iterdir():  # the rest of an interrupted attempt
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
         yield part
         if target.exists():
             target.rmdir()
-        (part / LOCK).unlink()
         part.rename(target)
+        (target / LOCK).unlink()  # not before: another program would make a new one in `part`
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
-        remove_empty(made)
+        remove_empty(new_parents)
         raise
     finally:
         release(part)
 
 
-def remove_empty(made: Iterable[Path]) -> None:
+def remove_empty(folders: Iterable[Path]) -> None:
     """Removes folders that this program made, innermost first, up to the first that is not
     empty."""
     with contextlib.suppress(OSError):
-        for folder in made:
+        for folder in folders:
             if folder.exists():
                 folder.rmdir()

@@ -1,9 +1,10 @@
-"""Copies whole steps to a safe place, a folder or URL, and fetches them from there.
+"""Copies complete steps to a safe place, a folder or URL, and fetches them from there.
 
-    durable.fetch_newest(accept)       makes its newest step whole in workdir/checkpoints, if that is newer
-    durable.make_up()                  begins to copy the steps that it lacks
-    durable.owe([step])                has a step copied
-    durable.close()                    returns the steps without a whole copy
+    durable.find_newer(run, here, ...)   in process 0: cleans the place; its steps that are newer
+    durable.fetch_first_whole(steps)     makes the first of these that is whole one of workdir/checkpoints
+    durable.enqueue_missing()            begins to copy the steps that it lacks
+    durable.enqueue([step])              has a step copied
+    durable.close()                      returns the steps without a complete copy
 
 All processes call these together; each sends and fetches its share of the files. Copies are made by
 a thread of their own. A place that is slow or dead delays no save: steps wait in a set and are
@@ -12,113 +13,122 @@ copied one at a time, the newest first.
 
 import concurrent.futures
 import contextlib
-import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint import writing
-from zaya_jax.checkpoint.place import Unreachable, each
-from zaya_jax.checkpoint.run import claims
-from zaya_jax.checkpoint.run.times import record
+from zaya_jax.checkpoint import folders
+from zaya_jax.checkpoint.run import claims, retention, timings
+from zaya_jax.checkpoint.run.retention import Decisions
 from zaya_jax.checkpoint.seal import RUN, Seal
-from zaya_jax.checkpoint.vault import Vault, share
+from zaya_jax.checkpoint.storage import Unreachable, for_each
+from zaya_jax.checkpoint.vault import Vault, my_files
+from zaya_jax.checkpoint.writing import reason, run_in_all_then_first
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Checkpoint, StorageError, UserError, fields
+from zaya_jax.config import Checkpoint as CheckpointKeys
+from zaya_jax.config import StorageError, UserError, fields
 
-Accept = Callable[[dict[str, Any]], object]  # raises UserError for the meta of another run
+CheckMeta = Callable[[dict[str, Any]], object]  # raises UserError for the meta of another run
 
 
 class Durable:
     """A run's copies; `root` is workdir/checkpoints. `say` is heard from process 0 alone."""
 
-    def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None]):
-        self.root, self._settings, self._say = root, settings, say
-        self.vault, self._here = Vault(settings.durable), Vault(root)
-        self._option = f"config.checkpoint.durable={settings.durable}"
-        if self.vault.place.folder:
+    def __init__(self, root: Path, keys: CheckpointKeys, say: Callable[[str], None]):
+        self.vault = Vault(keys.durable)
+        self._root = root
+        self._keys = keys
+        self._say = say
+        self._here = Vault(root)
+        self._option = f"config.checkpoint.durable={keys.durable}"
+        if self.vault.storage.folder:
             with fields.naming("config.checkpoint.durable"):
-                claims.require_apart([root.parent, root], self.vault.place.folder)
-        self.vault.place.tell = say
-        self.silent: Unreachable | None = None  # it did not answer at this start; of process 0
-        self._copier = concurrent.futures.ThreadPoolExecutor(1, "copy")
-        self._copies: list[concurrent.futures.Future] = []  # one for each step that is owed
-        # In process 0, which chooses the next to copy:
-        self.obsolete: list[int] = []  # steps that were deleted here: their copies are to go
-        self.copying: int | None = None
-        self._owed: set[int] = set()
+                claims.require_apart([root.parent, root], self.vault.storage.folder)
+        self.vault.storage.on_first_failure = say
+        self.vault.storage.may_be_cancelled = True
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "copy")
+        self._jobs: list[concurrent.futures.Future] = []  # one for each step that waits
+        # In process 0, which chooses the next step to copy:
+        self._unreachable: Unreachable | None = None  # the place did not answer at this start
+        self._waiting: set[int] = set()
         self._failed: dict[int, str] = {}  # steps whose last copy failed, and why
+        self._copying: int | None = None
+        self._obsolete: list[int] = []  # steps that were deleted here: their copies are to go
+        self._choice = threading.Lock()  # a step is either copied or deleted
 
     # #############################################################################################
     # To the place
     # ##############################################################################################
 
-    def owe(self, steps: list[int]) -> None:
-        """Has steps copied; all processes do so at the same points, since their threads must do as
-        many copies."""
-        self._owed |= {*steps}
-        self._copies = [job for job in self._copies if not job.done()]
-        self._copies += [self._copier.submit(self._copy_newest) for _ in steps]
+    def enqueue(self, steps: list[int]) -> None:
+        """Has steps copied. All processes call it at the same points, since each must have as many
+        jobs: one for a step."""
+        self._waiting |= {*steps}
+        for job in [job for job in self._jobs if job.done()]:
+            self._jobs.remove(job)
+            job.result()  # raises what no job should raise
+        self._jobs += [self._thread.submit(self._copy_newest) for _ in steps]
 
-    def make_up(self) -> None:
+    def enqueue_missing(self) -> None:
         """Begins to copy steps that the place lacks: their copies failed or were cut short."""
-        for step in writing.numbered(self.root) if multihost.is_writer() else ():
+        for step in folders.numbered(self._root) if multihost.is_writer() else ():
             try:
-                self._here.seal(step)
+                self._here.read_seal(step)
             except StorageError as error:
                 self._say(
                     f"WARNING: {error}; it is neither read nor copied: move it away, or restore it"
                 )
-        self.owe(self._missing()[0])
+        self.enqueue(self._missing()[0])
 
-    def settle(self, seconds: float | None = None) -> None:
+    def delete_here(self, step: int) -> None:
+        """Deletes a step here, unless it is being copied; its copy goes with the next that is
+        made."""
+        with self._choice:
+            if step != self._copying:
+                folders.remove(self._root, step)
+                self._obsolete.append(step)
+
+    def wait(self, seconds: float | None = None) -> None:
         """Waits until nothing is on its way; copies that take longer than that are cut short."""
-        if concurrent.futures.wait(self._copies, seconds).not_done:
-            self.vault.place.given_up.set()
-        for job in self._copies:
+        if concurrent.futures.wait(self._jobs, seconds).not_done:
+            self.vault.storage.cancel()
+        for job in self._jobs:
             job.result()
 
-    def close(self, again: bool = True) -> list[int]:
-        """Finishes copying and retries failures once; returns the steps without a whole copy.
+    def close(self, retry: bool = True) -> list[int]:
+        """Finishes copying and retries failures once; returns the steps without a complete copy.
 
-        Without `again` a scheduler waits for the end: copies have as long as a save, the next start
-        makes them up.
+        With retry=False (a scheduler is waiting) copies get max_wait seconds; the next start
+        catches up.
         """
-        self.settle(None if again else self._settings.max_wait)
-        # a dead place would hold the end up
-        missing, error = self._missing() if again else (self._known_missing(), "")
-        if missing and again and not error:
-            self.owe(missing)
-            self.settle()
+        self.wait(None if retry else self._keys.max_wait)
+        error = ""
+        if retry:
             missing, error = self._missing()
-        self._copier.shutdown()
+        else:  # a dead place would delay the end
+            missing = self._missing_without_asking()
+        if missing and retry and not error:
+            self.enqueue(missing)
+            self.wait()
+            missing, error = self._missing()
+        self._thread.shutdown()
         if missing:
-            why = error or next(
-                (self._failed[step] for step in missing if step in self._failed), ""
-            )
+            reasons = [error, *(self._failed.get(step, "") for step in missing)]
+            why = next((f" ({text})" for text in reasons if text), "")
             self._say(
-                f"error: {self._settings.durable} has no whole copy of step"
-                f" {', '.join(map(str, missing))}{f': {why}' if why else ''}; the same command"
-                " tries again"
+                f"error: {self._keys.durable} has no complete copy of step"
+                f" {', '.join(map(str, missing))}{why}; running the same command again retries"
             )
         return missing
 
     def _copy_newest(self) -> None:
-        def choose() -> int | None:
-            # Copied before the look at the folder: another thread adds the step that it has just
-            # saved.
-            owed = set(self._owed)
-            here = {*writing.steps_in(self.root)}  # the rules delete some before their turn comes
-            self.copying = max(owed & here, default=None)
-            self._owed -= (owed - here) | {self.copying}
-            return self.copying
-
-        step = multihost.broadcast_from_zero("copy", choose)
+        step = multihost.broadcast_from_zero("copy", self._choose)
         if step is None:
             return
         error = self._send(step, time.time())
-        self.copying = None
+        self._copying = None
         self._failed.pop(step, None)
         if error:
             self._failed[step] = error
@@ -126,145 +136,176 @@ class Durable:
                 f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on"
             )
 
-    def _known_missing(self) -> list[int]:
-        """Steps here whose copies have failed or were not made, without a look at the place."""
-        known = {*self._failed, *self._owed}
+    def _choose(self) -> int | None:
+        """The newest step that waits."""
+        with self._choice:
+            # Copied before the look at the folder: another thread adds the step that it has just
+            # saved.
+            waiting = set(self._waiting)
+            here = {*folders.steps_in(self._root)}  # the rules delete some before their turn comes
+            self._copying = max(waiting & here, default=None)
+            self._waiting -= (waiting - here) | {self._copying}
+            return self._copying
+
+    def _missing_without_asking(self) -> list[int]:
+        """Steps here whose copies have failed or were not made, as far as is known here."""
+        known = {*self._failed, *self._waiting}
         return multihost.broadcast_from_zero(
-            "failed", lambda: [step for step in writing.steps_in(self.root) if step in known]
+            "failed", lambda: [step for step in folders.steps_in(self._root) if step in known]
         )
 
     def _missing(self) -> tuple[list[int], str]:
-        """Steps here without a whole copy, and the error if that could not be determined."""
+        """Steps here without a complete copy, and the error if that could not be determined."""
 
-        def look() -> list:
-            here = writing.steps_in(self.root)
-            silent, self.silent = self.silent, None  # the next look may find that it answers
+        def compare() -> list:
+            here = folders.steps_in(self._root)
+            unreachable, self._unreachable = self._unreachable, None  # the next time it is asked
             try:
-                if silent:
-                    raise silent
+                if unreachable:
+                    raise unreachable
                 there = set(self.vault.steps())
-                copied = each(lambda step: step in there and self._has_copy(step), here)
-                return [[step for step, whole in zip(here, copied, strict=True) if not whole], ""]
+                copied = for_each(lambda step: step in there and self._has_copy(step), here)
             except StorageError as error:
                 return [here, str(error)]
+            return [[step for step, has in zip(here, copied, strict=True) if not has], ""]
 
-        missing, error = multihost.broadcast_from_zero("missing", look)
+        missing, error = multihost.broadcast_from_zero("missing", compare)
         return missing, error
 
     def _has_copy(self, step: int) -> bool:
-        """Whether a step there is a copy of the one here; or whole by itself, where the one here is
+        """Whether a step there is a copy of the one here; or complete by itself, if the one here is
         damaged."""
-        whole = None
+        listed = None
         with contextlib.suppress(StorageError):
-            whole = self._here.seal(step)
+            listed = self._here.read_seal(step)
         try:
-            return self.vault.holds(step, whole or self.vault.seal(step))
+            return self.vault.has_copy_of(step, listed or self.vault.read_seal(step))
         except Unreachable:
             raise
         except StorageError:
             return False
 
     def _claim(self, run: str) -> None:
-        """Makes an empty place this run's; StorageError where another was faster."""
+        """Makes an empty place this run's; StorageError if another was faster."""
         owner = self.vault.owner()
         if owner and owner != run:
             raise StorageError(
-                f"{self.vault.url} is run {owner}'s by now, this is run {run}; give each run a"
-                " place of its own"
+                f"{self.vault.url} now belongs to run {owner}, but this is run {run}; give each run"
+                " a place of its own"
             )
         if not owner and run:
-            self.vault.place.put(RUN, run.encode())
+            self.vault.storage.put(RUN, run.encode())
+
+    def _decide(self, step: int) -> list:
+        """What to do about the copy of a step, "skip", "send" or "replace" a complete one, and any
+        error."""
+        if not (self._root / str(step)).exists():
+            return ["skip", None]
+        try:
+            listed = self._here.read_seal(step)
+            self._claim(folders.run_of(self._root))
+            if self.vault.has_copy_of(step, listed):
+                return ["skip", None]
+            return ["replace" if self.vault.is_complete(step) else "send", None]
+        except StorageError as failure:
+            return ["skip", reason(failure)]
 
     def _send(self, step: int, begun: float) -> str | None:
         """Copies a step, unless it is there already or was deleted here meanwhile; returns an
         error, if any."""
-        clock, folder = time.perf_counter(), self.root / str(step)
-
-        def look() -> list:
-            """[an error, whether to send it, whether that replaces a whole copy]."""
-            if not folder.exists():
-                return [None, False, False]
-            try:
-                whole = self._here.seal(step)
-                self._claim(writing.run_of(self.root))
-                wanted = not self.vault.holds(step, whole)
-                return [None, wanted, wanted and self.vault.has(step)]
-            except StorageError as failure:
-                return [writing.reason(failure), False, False]
-
-        error, wanted, replaces = multihost.broadcast_from_zero("send", look)
-        if not error and replaces:  # never replace a whole copy with a damaged one
-            damages = self._here.verify_together("before a copy goes", step)
-            error = f"{folder} is damaged: {damages[0]}" if damages else None
-            # No whole copy any more from before the first of its files is written anew.
-            error = error or writing.together(
-                "reopen", lambda: None, lambda _: self.vault.reopen(step)
-            )
-        if error or not wanted:
+        clock = time.perf_counter()
+        action, error = multihost.broadcast_from_zero("send", lambda: self._decide(step))
+        if action == "skip":
             return error
+        if action == "replace":  # never a complete copy with a damaged one
+            damages = self._here.verify_together(step, "before a copy is replaced")
+            if damages:
+                return f"{self._root / str(step)} is damaged: {damages[0]}"
+            # From before the first of its files is written anew it is no complete copy any more.
+            reopen = lambda _: self.vault.reopen(step)  # noqa: E731
+            if error := run_in_all_then_first("reopen", lambda: None, reopen):
+                return error
 
-        def work() -> list:
-            sums = self._here.seal(step).files
-            mine = share(sums)
-            self._here.copy(step, mine, self.vault)
-            return [{"write": time.perf_counter() - clock}, sum(sums[name][0] for name in mine)]
+        def send_files() -> list:
+            sums = self._here.read_seal(step).files
+            names = my_files(sums)
+            self._here.copy(step, names, self.vault)
+            seconds = {"write": time.perf_counter() - clock}
+            return [seconds, sum(sums[name][0] for name in names)]
 
-        def end(parts: list) -> None:
+        def complete(results: list) -> None:
             clock = time.perf_counter()
-            self.vault.complete(step, self._here.seal(step))
+            self.vault.complete(step, self._here.read_seal(step))
             commit = {"commit": time.perf_counter() - clock}
-            record(
-                self.root.parent,
-                "copy",
-                step,
-                begun,
-                [(seconds | commit, size) for seconds, size in parts],
-            )
-            while self.obsolete:
-                self.vault.remove(self.obsolete[0])
-                self.obsolete.pop(0)
+            parts = [(seconds | commit, size) for seconds, size in results]
+            timings.record(self._root.parent, "copy", step, begun, parts)
 
-        return writing.together("copy sent", work, end)
+        error = run_in_all_then_first("copy sent", send_files, complete)
+        if not error and multihost.is_writer():
+            self._remove_obsolete()
+        return error
+
+    def _remove_obsolete(self) -> None:
+        """Deletes copies of steps that were deleted here; what fails is left to the next copy."""
+        try:
+            while self._obsolete:
+                self.vault.remove(self._obsolete[0])
+                self._obsolete.pop(0)
+        except StorageError as error:
+            self._say(f"warning: a copy that no rule keeps is not deleted: {error}")
 
     # #############################################################################################
     # From the place
     # ##############################################################################################
 
-    def fetch_newest(self, accept: Accept | None) -> None:
-        """Fetches the newest whole step, if it is newer than all steps here.
+    def find_newer(
+        self,
+        run: str,
+        here: list[int],
+        decisions: Decisions,
+        decisions_file: Path,
+        check_meta: CheckMeta | None,
+    ) -> list[int]:
+        """The complete steps there that are newer than those here, newest first; before, deletes
+        stale ones. In process 0.
 
-        If a step is here, a place that does not answer is skipped: it ends no run, so it ends no
-        restart.
+        `run` is "" for a run that has no checkpoint yet. If a step is here, a place that does
+        not answer is skipped: it ends no run, so it ends no restart.
         """
+        try:
+            # Before anything is deleted, fetched or copied.
+            self._require_own(run)
+            if not here and check_meta:
+                self._require_accepted(check_meta)
+            remove = retention.find_stale(self.vault, decisions, decisions_file)
+            # Uploads that never ended. Where no step is here, they may be under way: of the run
+            # whose place this workdir takes over.
+            if here:
+                remove += self.vault.unfinished()
+            for step in remove:
+                self.vault.remove(step)
+            newer = [step for step in self.vault.steps() if step > max(here, default=-1)]
+            return newer[::-1]
+        except Unreachable as failure:
+            if not here:
+                raise
+            # Nothing is fetched from there: its steps were not compared with the decisions.
+            self._unreachable = failure
+            self._say(
+                f"WARNING: {failure}; continuing from the local step {here[-1]} without checking"
+                " for a newer copy there"
+            )
+            return []
 
-        def look() -> list[int]:
-            here = writing.steps_in(self.root)
-            try:
-                if self.silent:  # its steps were not compared with the run's decisions
-                    raise self.silent
-                self._require_own(writing.run_of(self.root) if here else "")
-                if not here and accept:
-                    self._require_accepted(accept)
-                for step in self.vault.unfinished():  # uploads that never ended
-                    self.vault.remove(step)
-                newer = [step for step in self.vault.steps() if step > max(here, default=-1)]
-                return newer[::-1]
-            except Unreachable as failure:
-                if not here:
-                    raise
-                self.silent = failure
-                self._say(
-                    f"WARNING: {failure}; going on from step {here[-1]}, which is here, without"
-                    " having seen whether it has a newer one"
-                )
-                return []
-
+    def fetch_first_whole(self, steps: list[int]) -> None:
+        """Fetches the first of some steps that is whole; StorageError if the first is not and the
+        config says stop, or none is and no step is here."""
         error = None
-        for step in multihost.broadcast_from_zero("durable", look):
+        for step in steps:
             error = self._fetch(step)
             if not error:
                 return
-            if self._settings.on_corrupt == "stop":
+            if self._keys.on_corrupt == "stop":
                 raise StorageError(
                     f"{error}; --config.checkpoint.on_corrupt=previous goes on from the one before"
                 )
@@ -272,20 +313,33 @@ class Durable:
                 f"WARNING: step {step} could not be fetched: {error}; looking for the one before"
             )
         if error and not multihost.broadcast_from_zero(
-            "left", lambda: bool(writing.numbered(self.root))
+            "left", lambda: bool(folders.numbered(self._root))
         ):
             raise StorageError(
                 f"{error}; no copy in {self.vault.url} is whole: restore one, or give another"
                 " checkpoint.durable"
             )
 
-    def _require_own(self, run: str) -> None:
-        """UserError where the place is another run's, or holds steps and no name. `run` is "" for
-        one that has none yet.
+    def fetch_instead(self, step: int) -> bool:
+        """Puts a whole copy in the place of a step that is damaged here, which is set aside; False
+        if there is none."""
 
-        Asked before anything is fetched, copied or deleted: a place bears its name from before the
-        first copy on.
-        """
+        def refuse() -> str | None:
+            if self._unreachable:
+                return str(self._unreachable)
+            try:
+                return None if self.vault.is_complete(step) else f"{self.vault.url} has none"
+            except StorageError as failure:
+                return str(failure)
+
+        error = multihost.broadcast_from_zero("copy of a damaged step", refuse) or self._fetch(step)
+        if error:
+            self._say(f"warning: no copy takes the place of the damaged step {step}: {error}")
+        return not error
+
+    def _require_own(self, run: str) -> None:
+        """UserError if the place is another run's, or holds steps and no name: it bears its name
+        from before the first copy on."""
         owner = self.vault.owner()
         if not owner and (numbered := self.vault.numbered()):
             raise UserError(
@@ -294,19 +348,19 @@ class Durable:
             )
         if owner and run and owner != run:
             raise UserError(
-                f"{self._option} is the place of another run than {self.root.parent} (that is run"
-                f" {owner}, this is run {run}); give each run a place of its own"
+                f"{self._option} is the place of another run than {self._root.parent} (that is"
+                f" run {owner}, this is run {run}); give each run a place of its own"
             )
 
-    def _require_accepted(self, accept: Accept) -> None:
-        """UserError where the newest copy is of another config than a new workdir's."""
+    def _require_accepted(self, check_meta: CheckMeta) -> None:
+        """UserError if the newest copy is of another config than a new workdir's."""
         for step in self.vault.steps()[-1:]:
             try:
-                accept(self.vault.meta(step))
+                check_meta(self.vault.read_meta(step))
             except UserError as error:
                 raise UserError(
                     f"{self._option} holds step {step} of another run"
-                    f" than {self.root.parent} ({error}); give each run a place of its own"
+                    f" than {self._root.parent} ({error}); give each run a place of its own"
                 ) from None
             except Unreachable:
                 raise
@@ -314,19 +368,22 @@ class Durable:
                 pass  # damage is found when it is fetched
 
     def _fetch(self, step: int) -> str | None:
-        """Makes a step of the vault whole in workdir/checkpoints; returns an error, if any."""
-        folder = self.root / f"{writing.SAVING}{step}"
+        """Makes a step of the vault one of workdir/checkpoints; returns an error, if any."""
+        folder = self._root / f"{folders.SAVING}{step}"
 
-        def end(_: list) -> None:
-            found = self.vault.seal(step)
-            writing.begin_run(self.root, self.vault.owner())
-            writing.commit(folder, self.root / str(step), Seal(found.files, step, found.run))
+        def fetch_files() -> None:
+            self.vault.copy(
+                step, my_files(self.vault.read_seal(step).files), self._here, folder.name
+            )
+
+        def commit(_: list) -> None:
+            listed = self.vault.read_seal(step)
+            # Named before: a step's list and the folder's name must agree.
+            folders.name_run(self._root, self.vault.owner())
+            if (self._root / str(step)).exists():  # a damaged one, only now that another is here
+                renamed = folders.rename_damaged(self._root, step)
+                self._say(f"WARNING: the damaged step {step} is kept as {renamed}")
+            folders.commit(folder, self._root / str(step), Seal(listed.files, step, listed.run))
             self._say(f"step {step} was fetched from {self.vault.url}")
 
-        def work() -> None:
-            self.vault.copy(step, share(self.vault.seal(step).files), self._here, folder.name)
-
-        error = writing.together("fetched", work, end)
-        if error and multihost.is_writer():
-            shutil.rmtree(folder, ignore_errors=True)
-        return error
+        return run_in_all_then_first("fetched", fetch_files, commit, folder)

@@ -2,10 +2,10 @@
 absent.
 
     store = Store(workdir, config.checkpoint, say)
-    step = store.bring_newest()                             the newest complete one, verified; None without one
-    state, meta = store.restore(step, abstract_state)
-    store.save(step, snapshot, meta)                        begins, and returns; the training goes on
-    store.save_now(step, snapshot, meta)                    the last one: returns when it is there
+    step = store.find_newest(decisions)                     the newest complete one, verified; None without one
+    state = store.restore(step, abstract_state)
+    store.save(step, snapshot, meta, held)                  begins, and returns; the training goes on
+    store.save_now(step, snapshot, meta, held)              the last one: returns when it is there
 
 The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`source`) by this
 package, each process the parts of its own devices (`boxes`). A save goes: copy (the caller's
@@ -16,30 +16,29 @@ complete.
 
 import concurrent.futures
 import contextlib
+import functools
 import os
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint import boxes, layout, writing
+from zaya_jax.checkpoint import folders, layout, writing
 from zaya_jax.checkpoint.boxes import Holding, Writers
-from zaya_jax.checkpoint.run import retention
-from zaya_jax.checkpoint.run.durable import Accept, Durable
-from zaya_jax.checkpoint.run.times import record
+from zaya_jax.checkpoint.run import retention, timings
+from zaya_jax.checkpoint.run.durable import CheckMeta, Durable
+from zaya_jax.checkpoint.run.retention import Decisions
 from zaya_jax.checkpoint.seal import Seal
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.checkpoint.writing import OnHost
+from zaya_jax.checkpoint.writing import DeviceParts
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Checkpoint, StorageError, files
+from zaya_jax.config import Checkpoint as CheckpointKeys
+from zaya_jax.config import StorageError
 
-State = dict[str, Any] | OnHost
 RETRY_SECONDS = 5.0  # between attempts at the last save
 
 
@@ -49,24 +48,28 @@ class Store:
     def __init__(
         self,
         workdir: str | os.PathLike,
-        settings: Checkpoint | None = None,
+        keys: CheckpointKeys | None = None,
         say: Callable[[str], None] = print,
-        accept: Accept | None = None,
+        check_meta: CheckMeta | None = None,
     ):
-        """`accept` raises UserError for the meta of another run, which a new workdir must not
+        """`check_meta` raises UserError for the meta of another run, which a new workdir must not
         adopt."""
         self.root = Path(workdir).absolute() / "checkpoints"
-        self.settings = settings or Checkpoint()
+        self.keys = keys or CheckpointKeys()
+        self.durable: Durable | None = None
         self._say = say if multihost.is_writer() else lambda _: None
-        self._accept = accept
-        self.durable = (
-            Durable(self.root, self.settings, self._say) if self.settings.durable else None
-        )
+        self._check_meta = check_meta
+        if self.keys.durable:
+            self.durable = Durable(self.root, self.keys, self._say)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: concurrent.futures.Future | None = None
-        self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
-        self._verify_seconds, self._asked = 0.0, 0.0
+        self._failures = 0  # saves in a row
+        self._last_error = ""
         self._plan: tuple[Holding, Writers] | None = None
+        # Seconds, carried to the record of the call that ends what they are a part of:
+        self._asked_at = 0.0  # by wait_for_room to save
+        self._verify_seconds = 0.0  # by find_newest to restore
+        self._stage_seconds: dict[str, float] = {}  # by the last save to figures
 
     # #############################################################################################
     # Saving
@@ -78,87 +81,78 @@ class Store:
 
         StorageError when too many saves have failed in a row.
         """
-        self._asked = begun = time.perf_counter()
-        late = not self._collect(self.settings.max_wait)
+        self._asked_at = begun = time.perf_counter()
+        late = not self._finish_save(self.keys.max_wait)
         late = bool(multihost.reduce_figures({"late": float(late)}, {"late": np.max})["late"])
         if late:
+            waited = time.perf_counter() - begun
             self._failures += 1
-            self._complain(
-                step,
-                f"the one before is still being written after {time.perf_counter() - begun:.0f} s",
-            )
-        self._stop_after_too_many()
+            self._last_error = f"the one before is still being written after {waited:.0f} s"
+            self._report_failure(step, self._last_error)
+        self._raise_if_too_many_failures()
         return not late
 
-    def save(
-        self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None
-    ) -> None:
-        """Begins to write a checkpoint of arrays that do not change any more; call `wait_for_room`
-        before.
-
-        `held` says where they lie, if they are not the checkpoint's own. Copies on the host need
-        it.
-        """
-        self._collect(None)
-        if held is None:
-            state = jax.tree.map(jnp.asarray, state)
-            held = boxes.of_tree(state)
+    def save(self, step: int, snapshot: DeviceParts, meta: dict[str, Any], held: Holding) -> None:
+        """Begins to write a checkpoint of arrays that do not change any more, which lie as `held`
+        says; call `wait_for_room` before."""
+        self._finish_save(None)
         if self._plan is None or self._plan[0] != held:
             self._plan = held, held.plan()
-        plan, processes = self._plan[1], jax.process_count()
-        meta = {**meta, "processes": processes, "run": writing.run_of(self.root)}
-        waited = time.perf_counter() - self._asked if self._asked else 0.0
-        self._asked = 0.0
+        processes = jax.process_count()
+        meta = {**meta, "processes": processes, "run": folders.run_of(self.root)}
+        # The training was held up since it asked whether a save can begin.
+        waited = time.perf_counter() - self._asked_at if self._asked_at else 0.0
+        self._asked_at = 0.0
         self._pending = self._thread.submit(
-            self._save, step, state, plan, meta, time.time(), waited
+            self._save, step, snapshot, self._plan[1], meta, time.time(), waited
         )
 
     def save_now(
-        self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None
+        self, step: int, snapshot: DeviceParts, meta: dict[str, Any], held: Holding
     ) -> None:
         """Writes the last checkpoint, with several attempts; StorageError if none succeeds."""
-        self._see_through()
-        for attempt in range(self.settings.max_failures):
+        self.wait_for_save()
+        for attempt in range(self.keys.max_failures):
             if attempt:
                 time.sleep(RETRY_SECONDS)
-            self.save(step, state, meta, held)
-            self._see_through()
+            self.save(step, snapshot, meta, held)
+            self.wait_for_save()
             if not self._failures:
                 return
-        self._stop_after_too_many()
+        self._raise_if_too_many_failures()
 
-    def wait(self, copies: bool = True) -> None:
+    def wait(self) -> None:
         """Waits until writing, and copying to the durable place, have ended."""
-        self._see_through()
-        if copies and self.durable:
-            self.durable.settle()
+        self.wait_for_save()
+        if self.durable:
+            self.durable.wait()
 
-    def _see_through(self) -> None:
-        """Waits for the save in flight, and says so where that takes long."""
+    def wait_for_save(self) -> None:
+        """Waits for the save in flight, and says so if that takes long."""
         begun = time.perf_counter()
-        while not self._collect(max(self.settings.max_wait, 1.0)):
+        while not self._finish_save(max(self.keys.max_wait, 1.0)):
             self._say(
                 f"the last save is still being written, since {time.perf_counter() - begun:.0f} s"
             )
 
-    def close(self, again: bool = True) -> list[int]:
+    def close(self, retry_copies: bool = True) -> list[int]:
         """Finishes writing and copying; returns the steps that lack a durable copy."""
-        self.wait(copies=False)
+        self.wait_for_save()
         self._thread.shutdown()
-        return self.durable.close(again) if self.durable else []
+        return self.durable.close(retry_copies) if self.durable else []
 
     def figures(self) -> dict[str, float]:
         """Seconds of each stage of the last save that ended, once, for the metrics."""
-        figures, self._seconds = self._seconds, {}
-        return {f"checkpoint/{name}_seconds": value for name, value in figures.items()}
+        seconds, self._stage_seconds = self._stage_seconds, {}
+        return {f"checkpoint/{name}_seconds": value for name, value in seconds.items()}
 
-    def _collect(self, seconds: float | None) -> bool:
-        """Waits for the save in flight and counts how it ended; False if it has not within
-        `seconds`."""
+    def _finish_save(self, timeout: float | None) -> bool:
+        """Waits for the save in flight and counts how it ended; False if it has not within the
+        timeout."""
         if self._pending is None:
             return True
         try:
-            error = self._pending.result(seconds)
+            error = self._pending.result(timeout)
         except concurrent.futures.TimeoutError:
             return False
         self._pending = None
@@ -166,96 +160,85 @@ class Store:
         self._last_error = error or ""
         return True
 
-    def _stop_after_too_many(self) -> None:
-        if self._failures >= self.settings.max_failures:
+    def _raise_if_too_many_failures(self) -> None:
+        if self._failures >= self.keys.max_failures:
             raise StorageError(
-                f"{self._failures} saves failed in a row, the last with:"
-                f" {self._last_error or 'it took too long'}. {self._newest_line()}; mend the"
-                " storage and start the same command again, or raise"
-                " config.checkpoint.max_failures"
+                f"{self._failures} saves failed in a row, the last with: {self._last_error}."
+                f" {self._newest_line()}; mend the storage and start the same command again, or"
+                " raise config.checkpoint.max_failures"
             )
 
-    def _complain(self, step: int, error: str) -> None:
+    def _report_failure(self, step: int, error: str) -> None:
         self._say(
             f"warning: step {step} is NOT saved: {error}. {self._newest_line()}; training goes on "
-            f"(at most {self.settings.max_failures} failures in a row)"
+            f"(at most {self.keys.max_failures} failures in a row)"
         )
 
     def _newest_line(self) -> str:
         steps = self.steps()
-        return (
-            f"The newest complete checkpoint is step {steps[-1]}'s"
-            if steps
-            else "No checkpoint is complete yet"
-        )
+        if not steps:
+            return "No checkpoint is complete yet"
+        return f"The newest complete checkpoint is step {steps[-1]}'s"
 
     def _save(
         self,
         step: int,
-        state: State,
+        snapshot: DeviceParts,
         plan: Writers,
         meta: dict[str, Any],
         begun: float,
         waited: float,
     ) -> str | None:
-        """Returns an error, if any; runs in a thread, in all processes together.
+        """Returns an error, if any; runs in a thread, in all processes together."""
+        me, timer = jax.process_index(), writing.StageTimer()
+        written_at = 0.0
+        folder = self.root / f"{folders.SAVING}{step}"
 
-        `waited`: seconds from asking whether a save can begin until the training went on.
-        """
-        me, times, written = jax.process_index(), writing.Times(), 0.0
-        folder = self.root / f"{writing.SAVING}{step}"
-
-        def work() -> list:
-            with times.stage("copy"):
-                jax.block_until_ready(state)  # arrays on the host are ready
+        def write() -> list:
+            with timer.stage("copy"):
+                # a list, since devices as keys are no pytree; arrays on the host are ready
+                jax.block_until_ready([[*parts.values()] for parts in snapshot.values()])
             folder.mkdir(parents=True, exist_ok=True)
-            sums = writing.write_parts(
-                folder, plan, plan.parts.get(me, []), writing.copies_of(state), times
-            )
+            sums = writing.write_parts(folder, plan, plan.parts.get(me, []), snapshot, timer)
             if me == 0:
-                sums |= writing.write_files(folder, layout.frame(tuple(plan.arrays.values()), meta))
-            nonlocal written
-            written = time.perf_counter()
-            return [sums, times.seconds(), plan.bytes.get(me, 0)]
+                files = layout.metadata_files(tuple(plan.arrays.values()), meta)
+                sums |= writing.write_files(folder, files)
+            nonlocal written_at
+            written_at = time.perf_counter()
+            return [sums, timer.seconds(), plan.bytes.get(me, 0)]
 
-        def end(parts: list) -> None:
-            sums = {name: entry for part in parts for name, entry in part[0].items()}
-            writing.commit(
-                folder, self.root / str(step), Seal(sums, step, writing.run_of(self.root) or None)
-            )
-            self._delete_old()
-            commit = {"commit": time.perf_counter() - written}
-            record(
-                self.root.parent,
-                "save",
-                step,
-                begun,
-                [(part[1] | commit, part[2]) for part in parts],
-            )
+        def commit(results: list) -> None:
+            sums = {name: entry for part in results for name, entry in part[0].items()}
+            run = folders.run_of(self.root) or None
+            folders.commit(folder, self.root / str(step), Seal(sums, step, run))
+            seconds = {"commit": time.perf_counter() - written_at}
+            parts = [(stages | seconds, size) for _, stages, size in results]
+            timings.record(self.root.parent, "save", step, begun, parts)
 
-        error = writing.together("save", work, end)
+        error = writing.run_in_all_then_first("save", write, commit, folder)
         if error:
-            self._complain(step, error)
-            if me == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+            self._report_failure(step, error)
             return error
-        self._seconds = {"held": waited, **times.seconds(), "commit": time.perf_counter() - written}
+        if me == 0:
+            try:
+                self._delete_old()
+            except Exception as failure:  # the step is saved, whatever becomes of older ones
+                self._say(f"warning: older checkpoints are not deleted: {writing.reason(failure)}")
+        commit_seconds = time.perf_counter() - written_at
+        self._stage_seconds = {"held": waited, **timer.seconds(), "commit": commit_seconds}
         if self.durable:
-            self.durable.owe([step])
+            self.durable.enqueue([step])
         return None
 
     def _delete_old(self) -> None:
-        """Deletes the steps that no rule keeps and that are not being copied; their copies go with
-        the next."""
-        for step in retention.to_delete(retention.saved_in(self.root), self.settings):
+        """Deletes the steps that no rule keeps."""
+        for step in retention.to_delete(retention.saved_in(self.root), self.keys):
             if self.durable:
-                if step == self.durable.copying:
-                    continue
-                self.durable.obsolete.append(step)
-            with contextlib.suppress(OSError):
-                writing.remove(self.root, step)
+                self.durable.delete_here(step)
+            else:
+                folders.remove(self.root, step)
 
-    def way_back(self) -> str:
+    def advice_on_return(self) -> str:
         """The newest checkpoint of a sound step, and how a run begins with it; for one that has
         gone wrong."""
         sound = [saved.step for saved in retention.saved_in(self.root) if saved.sound]
@@ -272,45 +255,57 @@ class Store:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints here, oldest first."""
-        return writing.steps_in(self.root)
+        return folders.steps_in(self.root)
 
-    def drop_stale(self, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """Sets aside checkpoints of a past that these decisions abandoned. All processes
-        together."""
-        steps = retention.drop_stale(self.root, self.durable, decisions)
-        if steps:
-            there = f"{self.root}/{writing.STALE}{len(decisions)}-*"
-            self._say(
-                f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was"
-                " given up"
-            )
+    def find_newest(self, decisions: Decisions = ()) -> int | None:
+        """Makes the newest complete checkpoint (local or durable) available locally and returns its
+        step, or None. All processes together.
 
-    def bring_newest(self) -> int | None:
-        """Brings the newest checkpoint of either place here, complete; None if there is none. All
-        processes together.
-
-        A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one
+        Checkpoints of a branch that the run's decisions have abandoned are set aside first. Damage
+        is StorageError, or with on_corrupt = "previous" the damaged one is set aside for the one
         before.
         """
-        multihost.broadcast_from_zero("tidy", self._tidy)
+        newer = multihost.broadcast_from_zero("newer", functools.partial(self._prepare, decisions))
         if self.durable:
-            self.durable.fetch_newest(self._accept)
+            self.durable.fetch_first_whole(newer)
         newest = self._newest_whole()
         if self.durable:
-            self.durable.make_up()
+            self.durable.enqueue_missing()  # after the check: a damaged step is not copied
         return newest
+
+    def _prepare(self, decisions: Decisions) -> list[int]:
+        """Cleans workdir/checkpoints and the durable place; returns the steps that are newer there.
+
+        All that can be refused is refused before anything is deleted. Copies go before the steps
+        here: otherwise a kill between them would have the next start fetch them.
+        """
+        self._tidy()
+        file = self.root.parent / retention.FILE
+        stale = retention.find_stale(Vault(self.root), decisions, file)
+        newer = []
+        if self.durable:
+            run = folders.run_of(self.root) if self.steps() else ""
+            here = [step for step in self.steps() if step not in stale]
+            newer = self.durable.find_newer(run, here, decisions, file, self._check_meta)
+        if stale:
+            folders.rename_stale(self.root, stale, len(decisions))
+            self._say(
+                f"set aside as {self.root}/{folders.STALE}{len(decisions)}-*: step"
+                f" {', '.join(map(str, stale))}, of a past that was given up"
+            )
+        return newer
 
     def _tidy(self) -> None:
         """Removes half-written folders, and gives the run its name."""
         try:
-            writing.clear(self.root)
             self.root.mkdir(parents=True, exist_ok=True)
+            folders.remove_unfinished(self.root)
             # of a new run, or lost: then its newest checkpoint has it
-            if not writing.run_of(self.root):
-                known = ""
+            if not folders.run_of(self.root):
+                run = ""
                 with contextlib.suppress(StorageError, ValueError):
-                    known = Vault(self.root).seal(max(self.steps())).run or ""
-                writing.begin_run(self.root, known)
+                    run = Vault(self.root).read_seal(max(self.steps())).run or ""
+                folders.name_run(self.root, run)
         except OSError as error:
             raise StorageError(
                 f"{self.root} cannot be used for checkpoints ({writing.reason(error)}); move the"
@@ -318,71 +313,65 @@ class Store:
             ) from None
 
     def _newest_whole(self) -> int | None:
+        fetched: set[int] = set()
         while True:
-            # A folder that has a step's name and no marker is a damaged one: it got its name with
-            # the marker in it.
+            # A folder that has a step's name and no list is a damaged one: it got its name with the
+            # list in it.
             step = multihost.broadcast_from_zero(
-                "newest", lambda: max(writing.numbered(self.root), default=None)
+                "newest", lambda: max(folders.numbered(self.root), default=None)
             )
             if step is None:
                 return None
             clock = time.perf_counter()
-            damages = Vault(self.root).verify_together("damages", step)
+            damages = Vault(self.root).verify_together(step, "damages")
             self._verify_seconds = time.perf_counter() - clock
             if not damages:
                 return step
-            self._set_aside(step, damages)
+            # Once for a step: on a disk that damages what it takes, this would have no end.
+            if self.durable and step not in fetched:
+                fetched.add(step)
+                if self.durable.fetch_instead(step):
+                    continue
+            self._retire_damaged(step, damages)
 
-    def _set_aside(self, step: int, damages: list[str]) -> None:
-        """Puts a damaged step aside for the one before; StorageError where there is none, or the
-        settings say stop."""
-        found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
-        found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
-        before = (
-            multihost.broadcast_from_zero("before", lambda: min(writing.numbered(self.root))) < step
+    def _retire_damaged(self, step: int, damages: list[str]) -> None:
+        """Puts a damaged step aside for the one before; StorageError if there is none, or the
+        config says stop."""
+        damaged = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
+        if len(damages) > 3:
+            damaged += f" and {len(damages) - 3} more"
+        is_first = multihost.broadcast_from_zero(
+            "before", lambda: folders.numbered(self.root)[0] == step
         )
-        if self.settings.on_corrupt == "stop" or not before:
+        if self.keys.on_corrupt == "stop" or is_first:
             way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
-            none = "there is none before it: restore it, or give a new workdir"
+            if is_first:
+                way_out = "there is none before it: restore it, or give a new workdir"
             raise StorageError(
-                f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}`"
-                f" lists it all; {way_out if before else none}"
+                f"{damaged}. `python -m experiments.checkpoint verify --workdir={self.root.parent}`"
+                f" lists it all; {way_out}"
             )
-        where = multihost.broadcast_from_zero(
-            "aside", lambda: str(writing.set_aside(self.root, step))
+        renamed = multihost.broadcast_from_zero(
+            "aside", lambda: str(folders.rename_damaged(self.root, step))
         )
-        self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
+        self._say(f"WARNING: {damaged}. Kept as {renamed}; going on from the one before")
 
     def restore(
-        self,
-        step: int,
-        like: dict[str, Any],
-        held: Holding | None = None,
-        place: Callable[[Any], Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
-        """(state, meta) of a step, laid out as `like` (ShapeDtypeStructs with shardings) says.
-
-        `held` says where the checkpoint's arrays lie in it, if it is not a tree of them. `place` is
-        applied to the state; its time is recorded as a stage of its own.
-        """
+        self, step: int, like: Any, held: Holding, put_on_devices: Callable[[Any], Any]
+    ) -> Any:
+        """The state of a step: `put_on_devices` of its arrays, laid out as `like`
+        (ShapeDtypeStructs with shardings) and `held` say."""
         began, clock = time.time(), time.perf_counter()
-        state = jax.block_until_ready(
-            Source(self.root / str(step)).restore(like, held, everything=True)
-        )
+        source = SealedSource(self.root / str(step))
+        arrays = jax.block_until_ready(source.restore(like, held, exact=True))
         stages = {"verify": self._verify_seconds, "read": time.perf_counter() - clock}
         size = sum(
-            shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards
+            shard.data.nbytes for x in jax.tree.leaves(arrays) for shard in x.addressable_shards
         )
-        if place is not None:
-            clock = time.perf_counter()
-            state = jax.block_until_ready(place(state))
-            stages["place"] = time.perf_counter() - clock
-            parts = multihost.gather_to_zero("loaded", [stages, size])
-            if parts is not None:
-                record(self.root.parent, "load", step, began, parts)
-        return state, files.read_json(self.root / str(step) / layout.META)
-
-
-def abstract_like(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """ShapeDtypeStructs of a tree, all with one sharding."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+        clock = time.perf_counter()
+        state = jax.block_until_ready(put_on_devices(arrays))
+        stages["place"] = time.perf_counter() - clock
+        parts = multihost.gather_to_zero("loaded", [stages, size])
+        if parts is not None:
+            timings.record(self.root.parent, "load", step, began, parts)
+        return state

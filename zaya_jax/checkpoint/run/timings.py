@@ -37,7 +37,7 @@ def record(workdir: Path, kind: str, step: int, begun: float, parts: Iterable) -
 
 
 @dataclasses.dataclass
-class Event:
+class StepTiming:
     """A save, load or copy of a step: each process's bytes, and by stage each process's seconds."""
 
     step: int
@@ -50,50 +50,44 @@ class Event:
         """How many processes took part."""
         return max(self.sizes) + 1
 
-    def of(self, stage: str) -> np.ndarray:
+    def by_process(self, stage: str) -> np.ndarray:
         """Seconds of a stage by process, NaN where it is not known."""
-        found = self.stages.get(stage, {})
-        return np.array([found.get(process, math.nan) for process in range(self.processes)])
+        seconds = self.stages.get(stage, {})
+        return np.array([seconds.get(process, math.nan) for process in range(self.processes)])
 
     def slowest(self, stage: str) -> float:
         """The slowest process's seconds of a stage, NaN if unknown."""
         return max(self.stages.get(stage, {}).values(), default=math.nan)
 
-    def whole(self) -> float:
+    def total(self) -> float:
         """The time from begin to end: process 0's stages follow each other, and its commit waits
         for all others."""
-        sums = (
-            np.nansum([self.of(stage) for stage in self.stages], axis=0)
-            if self.stages
-            else np.zeros(1)
-        )
+        if not self.stages:
+            return 0.0
+        sums = np.nansum([self.by_process(stage) for stage in self.stages], axis=0)
         return float(sums[0] or sums.max())
 
 
-def read(workdir: Path) -> dict[str, dict[int, Event]]:
-    """The newest event of each kind (save, load, copy) and step: a resumed run may have saved a
+def read_timings(workdir: Path) -> dict[str, dict[int, StepTiming]]:
+    """The newest record of each kind (save, load, copy) and step: a resumed run may have saved a
     step again."""
-    found: dict[str, dict[int, Event]] = defaultdict(dict)
-    try:
-        with (workdir / TIMES).open("rb", 1 << 20) as file:
-            for raw in file:
-                _take(raw, found)
-    except OSError:
-        pass
-    return {kind: dict(sorted(events.items())) for kind, events in found.items()}
+    timings: dict[str, dict[int, StepTiming]] = defaultdict(dict)
+    with contextlib.suppress(OSError), (workdir / TIMES).open("rb", 1 << 20) as file:
+        for line in file:
+            # neither a line nor a number of it need be whole
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                _add_line(line, timings)
+    return {kind: dict(sorted(by_step.items())) for kind, by_step in timings.items()}
 
 
-def _take(raw: bytes, found: dict[str, dict[int, Event]]) -> None:
-    begin = raw.rfind(b'{"kind"')  # a line cut short by a kill has the next one at its end
-    try:
-        line = json.loads(raw[max(begin, 0) :])
-    except ValueError:
-        return
-    kind, step, process, time = line["kind"], line["step"], line["process"], line["time"]
-    event = found[kind].get(step)
-    if event is None or time > event.time:
-        event = found[kind][step] = Event(step, time)
-    if time == event.time:
-        event.sizes[process] = line["bytes"]
-        for stage, value in line["stages"].items():
-            event.stages.setdefault(stage, {})[process] = value
+def _add_line(line: bytes, timings: dict[str, dict[int, StepTiming]]) -> None:
+    begin = line.rfind(b'{"kind"')  # a line cut short by a kill has the next one at its end
+    fields = json.loads(line[max(begin, 0) :])
+    by_step, step, begun = timings[fields["kind"]], fields["step"], fields["time"]
+    timing = by_step.get(step)
+    if timing is None or begun > timing.time:
+        timing = by_step[step] = StepTiming(step, begun)
+    if begun == timing.time:
+        timing.sizes[fields["process"]] = fields["bytes"]
+        for stage, seconds in fields["stages"].items():
+            timing.stages.setdefault(stage, {})[fields["process"]] = seconds
