@@ -1,4 +1,5 @@
-"""Cuts a source's tape into numbered rows: every S tokens (`Tape`), or whole documents (`Packed`)."""
+"""Cuts a source's tape into numbered rows: every S tokens (`Tape`), or whole documents
+(`Packed`)."""
 
 import array
 import itertools

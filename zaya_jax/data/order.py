@@ -4,8 +4,8 @@ closed form. No list of rows exists, and none is shuffled: any process can ask f
 The order keeps neighbours close in time: one read fetches a whole bundle, which holds many short
 rows.
 
-- Rows are taken in *blocks* of R neighbours, some bundles long. Rows that fill no block, the *loose*
-  ones, are spread over the epoch.
+- Rows are taken in *blocks* of R neighbours, some bundles long. Rows that fill no block, the
+  *loose* ones, are spread over the epoch.
 - Blocks are permuted anew each epoch and opened L at a time, a *round*; each has a *lane*. Rows go
   round the lanes, so that one batch has one row of each block, and a block's next row comes
   `VISIT_STEPS` steps later. A step's rows lie in the batch by their lanes (`RowOrder.lane`), so a
@@ -20,8 +20,8 @@ fewer rows than a batch gives each row equally often.
 
 An example: 1,300 rows, 2 in each batch, 5 in a block. There are 16 lanes, and 260 blocks in two
 groups of 130; no row is loose. An epoch opens the first group's blocks in 8 rounds, of 16 blocks
-each and the last of 18, then the second group's. A round of 16 takes 80 rows: the numbers 0, 16, 32,
-48 and 64 of an epoch are the first lane's block, 8 batches apart, and number 80 begins the next
+each and the last of 18, then the second group's. A round of 16 takes 80 rows: the numbers 0, 16,
+32, 48 and 64 of an epoch are the first lane's block, 8 batches apart, and number 80 begins the next
 round.
 """
 

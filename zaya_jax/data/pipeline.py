@@ -7,9 +7,9 @@ batch of step t, so a stream's whole state is one integer, and each process comp
 rows of the global batch.
 
 After rolling back to step c, a run can skip the batches that it has already read, given as
-[c, count]: from step c on, each source continues after the last row that it gave in them. Steps stay
-as planned, with their phase, batch size and mixture. An era that starts inside the gap skips the
-gap's rows.
+[c, count]: from step c on, each source continues after the last row that it gave in them. Steps
+stay as planned, with their phase, batch size and mixture. An era that starts inside the gap skips
+the gap's rows.
 """
 
 import copy

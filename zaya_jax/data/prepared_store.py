@@ -1,10 +1,10 @@
 """Prepared shards in any storage: one store over local files and anything that fsspec reaches
 (s3://, gs://, ...).
 
-A start reads the manifest and the table of shards, 72 bytes per shard; a shard's own tables are read
-when they are needed. A failed read is retried with a growing pause and counted. A bundle counts as
-damaged only if its bytes are not those that were written; it is logged, and either stops the run or
-is replaced by padding (`on_corrupt`).
+A start reads the manifest and the table of shards, 72 bytes per shard; a shard's own tables are
+read when they are needed. A failed read is retried with a growing pause and counted. A bundle
+counts as damaged only if its bytes are not those that were written; it is logged, and either stops
+the run or is replaced by padding (`on_corrupt`).
 """
 
 import collections

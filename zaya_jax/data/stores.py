@@ -1,5 +1,5 @@
-"""Opens the data behind a path of the config as a store of tokens. Text and chats are tokenised once
-per program; prepared shards are opened at each call."""
+"""Opens the data behind a path of the config as a store of tokens. Text and chats are tokenised
+once per program; prepared shards are opened at each call."""
 
 import functools
 import hashlib

@@ -166,7 +166,7 @@ def _refuse_trained(path: str, trained: list[str]) -> None:
 def open_whole(config: Config, path: str, tokenizer: Tokenizer) -> MemoryStore:
     """All text of a path, or in a run of chats all its chats."""
     files = text_files.list_files(path)
-    records = any(inputs.input_kind(str(file)) in inputs.RECORDS for _, file in files)
+    records = any(text_files.file_kind(str(file)) in inputs.RECORDS for _, file in files)
     context = config.data.seq_len if config.data.chats and records else 0
 
     def make() -> MemoryStore:

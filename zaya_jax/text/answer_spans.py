@@ -1,12 +1,12 @@
 """Finds in the text of a conversation what its model wrote, and what the template left out of it.
 
 Templates leave out and rewrite what they like, so nothing is inferred from prefixes: the
-conversation is rendered once more with a *sentinel*, a string that occurs nowhere in it, behind each
-*part*: the reasoning and the text of each turn, and the name of each call and tool. Without its
-sentinels that text must be the real one; then the sentinels say where each part ends.
+conversation is rendered once more with a *sentinel*, a string that occurs nowhere in it, behind
+each *part*: the reasoning and the text of each turn, and the name of each call and tool. Without
+its sentinels that text must be the real one; then the sentinels say where each part ends.
 
-An answer starts right after its generation prompt (or, failing that, at its first own character) and
-ends with its end marker, inclusive.
+An answer starts right after its generation prompt (or, failing that, at its first own character)
+and ends with its end marker, inclusive.
 """
 
 import contextlib

@@ -17,8 +17,8 @@ from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import NotUnicode, utf8
 
 # The version of the chat encoding. Earlier: 1 kept the roles' own names; 2 had tools after a
-# record's system text; 3 found answers by the differences of prefixes; 4 learnt a next turn's header
-# as an end; 5 learnt the answers of a prompt.
+# record's system text; 3 found answers by the differences of prefixes; 4 learnt a next turn's
+# header as an end; 5 learnt the answers of a prompt.
 VERSION = 6
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")

@@ -7,8 +7,8 @@ the servers that read its folders.
 Only what the model writes is learnt. Where a template says what that is, by `{% generation %}`, it
 is that; otherwise `answer_spans` finds each answer in the text. Templates may rewrite earlier turns
 (most leave their reasoning out): an answer that is not in the text as the model wrote it is counted
-and not learnt, and a chat of which the template leaves something out is counted and left out. A text
-that spells a special token becomes that token, as in transformers.
+and not learnt, and a chat of which the template leaves something out is counted and left out. A
+text that spells a special token becomes that token, as in transformers.
 """
 
 import contextlib

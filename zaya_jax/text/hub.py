@@ -1,5 +1,5 @@
-"""Reads data sets of the Hugging Face hub as a preparation's input: `hf:OWNER/NAME[/SUBSET][:SPLIT]`,
-through `datasets`.
+"""Reads data sets of the Hugging Face hub as a preparation's input, through `datasets`:
+`hf:OWNER/NAME[/SUBSET][:SPLIT]`.
 
 Each of a data set's shards is an input of its own, such as `hf:owner/name:train#3/64@1a2b3c`, so
 that machines and processes share them as they share files. It ends with the hub's commit, with
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from zaya_jax.config import UserError, first_line
-
-PREFIX = "hf:"
+from zaya_jax.text.text_files import HUB_PREFIX
 
 
 def shard_inputs(spec: str, planned: Iterable[str] = ()) -> list[str]:
@@ -42,7 +41,7 @@ def rows(shard: str) -> Iterator[dict[str, Any]]:
 
 def _parse(spec: str) -> tuple[str, str | None, str]:
     """(name, subset, split) of an input."""
-    name, _, split = spec.removeprefix(PREFIX).partition(":")
+    name, _, split = spec.removeprefix(HUB_PREFIX).partition(":")
     if os.path.exists(name):
         raise UserError(f"{spec} is on this machine, not on the hub; give --input={name}")
     subset = None

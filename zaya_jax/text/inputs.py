@@ -59,7 +59,7 @@ class InputRange:
 
     path: str
     name: str  # relative, the same on any machine
-    kind: str  # as `input_kind` says
+    kind: str  # as `text_files.file_kind` says
     start: int
     stop: int
     cost: int  # bytes, for progress
@@ -77,7 +77,7 @@ def shown(path: str) -> str:
 def file_stamp(path: str) -> tuple[int, int]:
     """A file's size and time of change. A shard of the hub has no size, and its name has the
     commit."""
-    if path.startswith(hub.PREFIX):
+    if path.startswith(text_files.HUB_PREFIX):
         return 1, 1
     try:
         status = os.stat(path)
@@ -98,7 +98,7 @@ def find_inputs(
     streamed: list[str] = []
     below_out = os.path.join(os.path.realpath(out), "")
     for pattern in patterns:
-        if pattern.startswith(hub.PREFIX):
+        if pattern.startswith(text_files.HUB_PREFIX):
             streamed += hub.shard_inputs(pattern, planned)
             continue
         named = [
@@ -122,10 +122,12 @@ def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[l
     the network each is a wait.
     """
     folders = [
-        os.path.dirname(os.path.abspath(path)) for path, *_ in files if input_kind(path) != "hub"
+        os.path.dirname(os.path.abspath(path))
+        for path, *_ in files
+        if text_files.file_kind(path) != "hub"
     ]
     root = os.path.commonpath(folders) if folders else ""
-    parquet = [path for path, *_ in files if input_kind(path) == "parquet"]
+    parquet = [path for path, *_ in files if text_files.file_kind(path) == "parquet"]
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
     tasks: list[list[InputRange]] = []
@@ -179,7 +181,7 @@ def _ranges(
     path: str, size: int, root: str, task_bytes: int, groups: dict[str, int]
 ) -> Iterator[InputRange]:
     """The ranges that a file is divided into."""
-    kind = input_kind(path)
+    kind = text_files.file_kind(path)
     if kind == "hub":  # a task of its own
         yield InputRange(path, path.rpartition("@")[0], kind, 0, 1, task_bytes)
         return
@@ -196,11 +198,6 @@ def _ranges(
             yield InputRange(path, name, kind, start, stop, stop - start)
     else:
         yield InputRange(path, name, kind, 0, size, size)
-
-
-def input_kind(path: str) -> str:
-    """The kind of content by a file's name; hub for a shard of the hub."""
-    return "hub" if path.startswith(hub.PREFIX) else text_files.file_kind(path)
 
 
 def _is_compressed(path: str) -> bool:

@@ -43,6 +43,7 @@ KINDS = {
     **dict.fromkeys((".csv", ".tsv"), "table"),
 }
 COMPRESSION = (".gz", ".zst")
+HUB_PREFIX = "hf:"
 SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
 _log = logging.getLogger(__name__)
 
@@ -180,7 +181,10 @@ def _glob(folder: pathlib.Path, segments: Sequence[str]) -> Iterator[pathlib.Pat
 
 
 def file_kind(name: str) -> str:
-    """The kind of content by a file's name: text, jsonl, parquet, arrow, or one that is not read."""
+    """What a file's name says that it holds: text, jsonl, parquet, arrow, or what is not read; hub
+    for a shard of the hub."""
+    if name.startswith(HUB_PREFIX):
+        return "hub"
     name = name.lower()
     for suffix in COMPRESSION:
         name = name.removesuffix(suffix)

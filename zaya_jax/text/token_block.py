@@ -1,8 +1,8 @@
 """Tokens of documents, and what is to be predicted of them: of one document, and of several one
 after another.
 
-The two say it in different ways. `Document.predicted[i]` is of token i itself. `TokenBlock.learn[i]`
-is of its *target*, which is token i + 1.
+The two say it in different ways. `Document.predicted[i]` is of token i itself.
+`TokenBlock.learn[i]` is of its *target*, which is token i + 1.
 """
 
 import concurrent.futures

@@ -130,8 +130,8 @@ class Tokenizer(abc.ABC):
         return self._specials_tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_with_specials(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """(ids, the characters of each) of a text in which the names of special ids stand for these,
-        as a template writes it."""
+        """(ids, the characters of each) of a text in which the names of special ids stand for
+        these, as a template writes it."""
         encoding = self._specials_tokenizer.encode(utf8(text).decode(), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
