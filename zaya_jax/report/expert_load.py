@@ -28,7 +28,8 @@ def experts_section(run: Workdir) -> Section:
         return Section(
             "Expert load", "Normalised load entropy: 1 is an even load.", pictures=pictures
         )
-    layers, experts = load.shape
+    layers, classes = load.shape
+    experts = classes - 1  # the last class is the skip class
     least_balanced = int(np.nan_to_num(entropy.good, nan=1.0).mean(0).argmin())
     bins = load.coarse(columns(experts))
     for layer in sorted({0, layers // 2, layers - 1, least_balanced}):

@@ -198,7 +198,7 @@ def _point_labels(line: Curve, x: Axis, y: Axis) -> str:
         ):
             taken.append((px, py))
             parts.append(
-                f'<text class="value" x="{px:.1f}" y="{py:.1f}" text-anchor="middle">{v:.4g}</text>'
+                f'<text class="value" x="{px:.1f}" y="{py:.1f}" text-anchor="middle">{number(v)}</text>'
             )
     return "".join(parts)
 
