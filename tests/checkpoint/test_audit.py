@@ -105,6 +105,20 @@ def test_a_disk_that_cannot_read_a_file_is_damage_at_once(runs, monkeypatch):
     assert str(damage) == "state/params.a/c.0.0 (array params.a) is unreadable (Input/output error)"
 
 
+def test_a_disk_that_refuses_for_another_reason_has_damaged_nothing(runs, monkeypatch):
+    """With on_corrupt=previous a good checkpoint was set aside."""
+
+    def refuses(path, *rest, **options):
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(seal, "open", refuses, raising=False)
+    monkeypatch.setattr(storage, "DELAYS", (0.01,))
+    checkpoints = store.Store(runs[0].parent, Checkpoint(on_corrupt="previous"), print)
+    with pytest.raises(storage.Unreachable, match=r"after 2 attempts: Too many open files"):
+        checkpoints.find_newest()
+    assert (runs[0] / "40").exists()
+
+
 def swap(a, b):
     a.rename(a.parent / "away")
     b.rename(a)

@@ -91,6 +91,8 @@ def test_numbers_of_any_type_come_back_and_others_are_refused(tmp_path):
         same(ocp.load(tmp_path / "1", native), native)
         with pytest.raises(StorageError, match=r"its array one is \[\], \[3\] is asked for"):
             ocp.load(tmp_path / "1", {"one": np.ones(3)})
+        with pytest.raises(StorageError, match=r"w has the shape \[0, 3\], so no numbers"):
+            ocp.save(tmp_path / "2", {"w": jnp.ones((0, 3))})
         with pytest.raises(StorageError, match="each needs a key"):
             ocp.save(tmp_path / "2", jnp.ones(3))
     ocp.save(tmp_path / "plain", {"w": np.ones(3)})

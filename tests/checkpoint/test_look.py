@@ -130,7 +130,7 @@ def test_lines_of_one_event_are_put_together(tmp_path):
         line(step=4, stages=quick),
         line(step=4, process=1, stages={"write": 9.0, "commit": 8.5}),
     )
-    write(tmp_path, line(step=5, process=1, stages=quick))
+    write(tmp_path, "12\n", '{"kind": "save", "step": 6}\n', line(step=5, process=1, stages=quick))
     found = timings.read_timings(tmp_path)
     assert list(found) == ["save", "load"] and list(found["save"]) == [1, 3, 4, 5]
     save = found["save"][3]

@@ -304,6 +304,16 @@ def test_a_list_of_files_that_leads_outside_is_refused():
             seal.parse(seal.Seal({name: [1, 2, 0]}, 1).to_bytes())
 
 
+@pytest.mark.parametrize(
+    "changed", [{"files": {"a": [1, "2", 0]}}, {"files": []}, {"step": "1"}, {"run": 7}]
+)
+def test_a_list_of_another_form_is_damage(changed):
+    fields = {"format": seal.FORMAT, "files": {"a": [1, 2, 0]}, "step": 1, "run": None}
+    assert seal.parse(seal.with_checksum(fields)).step == 1
+    with pytest.raises(ValueError, match="no list of a checkpoint's files"):
+        seal.parse(seal.with_checksum(fields | changed))
+
+
 def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path, monkeypatch):
     run, failed = Run(tmp_path / "run"), ["no space", None]
     monkeypatch.setattr(multihost, "gather_to_zero", lambda name, value: [value, failed, failed])
@@ -406,6 +416,14 @@ def test_what_is_kept(losses, rules, gone):
 def test_steps_whose_update_was_not_made_replace_none(sound, rules, gone):
     saved = [retention.SavedStep(i + 1, 10 * (i + 1), sound=good) for i, good in enumerate(sound)]
     assert retention.to_delete(saved, Checkpoint(keep=2, **rules)) == gone
+
+
+def test_the_best_is_the_best_sound_one():
+    saved = [
+        retention.SavedStep(step, 10 * step, loss, sound)
+        for step, loss, sound in ((10, 3.0, True), (20, 2.9, False), (30, 3.1, True))
+    ]
+    assert retention.to_delete(saved, Checkpoint(keep=1, keep_best=1)) == [20]
 
 
 def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_path):

@@ -296,7 +296,7 @@ def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, cap
             out = capsys.readouterr().out
             assert (
                 "its copy is NOT: no room there" in out
-                and "safe has no whole copy of step 4: no room" in out
+                and "safe has no complete copy of step 4 (no room" in out
             )
     assert (
         vault_lib.Vault(str(tmp_path / "safe")).steps() == [] and last_step(tmp_path / "run") == 4
@@ -304,5 +304,5 @@ def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, cap
     assert run(99, None, **keys) == cli.DONE
     assert (
         vault_lib.Vault(str(tmp_path / "safe")).steps() == [4]
-        and "no whole copy" not in capsys.readouterr().out
+        and "no complete copy" not in capsys.readouterr().out
     )

@@ -83,11 +83,13 @@ def read_timings(workdir: Path) -> dict[str, dict[int, StepTiming]]:
 def _add_line(line: bytes, timings: dict[str, dict[int, StepTiming]]) -> None:
     begin = line.rfind(b'{"kind"')  # a line cut short by a kill has the next one at its end
     fields = json.loads(line[max(begin, 0) :])
-    by_step, step, begun = timings[fields["kind"]], fields["step"], fields["time"]
+    step, process, begun = fields["step"], fields["process"], fields["time"]
+    num_bytes, stages = fields["bytes"], fields["stages"]
+    by_step = timings[fields["kind"]]
     timing = by_step.get(step)
     if timing is None or begun > timing.time:
         timing = by_step[step] = StepTiming(step, begun)
     if begun == timing.time:
-        timing.sizes[fields["process"]] = fields["bytes"]
-        for stage, seconds in fields["stages"].items():
-            timing.stages.setdefault(stage, {})[fields["process"]] = seconds
+        timing.sizes[process] = num_bytes
+        for stage, seconds in stages.items():
+            timing.stages.setdefault(stage, {})[process] = seconds
