@@ -140,9 +140,9 @@ def begin(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Beginni
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
     planned.notes.extend(kernels.notes(meta, found, reached))
-    decided = decisions.agreed(decided, meta.get("decisions", []), folder)
+    decided = decisions.merge(decided, meta.get("decisions", []), folder)
     if decided:
-        planned.stream.skip_batches(decisions.left_out(decided))
+        planned.stream.skip_batches(decisions.skipped_batches(decided))
     return Beginning(way, planned, parent, meta, decided, found, folder, cleanup, store)
 
 
@@ -340,7 +340,7 @@ class Loop:
         # After a spike the run goes back.
         if (due_save or last or self.ended) and not self.guard.spike:
             judged = {name: float(figures[name]) for name in retention.FIGURES}
-            self.kept = judged | measured | self.guard.doubt()
+            self.kept = judged | measured | self.guard.checkpoint_figures()
             self.save(number, now.tokens_after, self.kept, bool(last or self.ended), owed)
         return owed
 
@@ -374,7 +374,7 @@ class Loop:
             "evaluation_owed": owed,
             "unsound": self.figures.unsound,
             **self.named,
-            **self.guard.meta(),
+            **self.guard.checkpoint_fields(),
             **kernels.meta(self.begun.kernels),
         }
         # Before the first step the devices do not show yet what memory a step needs.
@@ -389,7 +389,7 @@ class Loop:
 
         Returns the decision to go back if a device is wrong.
         """
-        if not self.guard.due(now.number):
+        if not self.guard.take_replay_request(now.number):
             return None
         with self.pace.outside_a_step():
             self.pace.begin("evaluate", now.number, (now.phase_index, now.sequences, "again"))
@@ -399,7 +399,7 @@ class Loop:
                 self.state.get("frozen"),
             )
             finding = self.program(now.phase_index, again=True)(params, bias, batch, frozen)
-            return self.guard.checked(
+            return self.guard.record_replay(
                 now.number, finding, self.mesh, self.saved_steps, self.plan.begin
             )
 
@@ -413,7 +413,7 @@ class Loop:
         if number > self.planned.end:  # read ahead beyond this mesh's last step, and never used
             return batch
         if self.faults:
-            batch = self.faults.batch(batch, number, decisions.left_out(self.begun.decided))
+            batch = self.faults.batch(batch, number, decisions.skipped_batches(self.begun.decided))
         micro_batches = self.plan.step(number).micro_batches
         return steps.put_batch(self.mesh, batch, micro_batches, self.planned.setup.spread)
 

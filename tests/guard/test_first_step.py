@@ -46,12 +46,14 @@ def expected(monkeypatch):
     asked = []
 
     def numbers(of, mesh, micro_batches, options=None):
-        case = files.read_json(first_step.EXPECTED)["numbers"][first_step.name_of(of.model)]
+        case = files.read_json(first_step.EXPECTED)["numbers"][
+            first_step.small_model_name(of.model)
+        ]
         asked.append((of, mesh.size, options))
         found = case["step"] | case[of.optim.name]
         return {name: np.array(x) for name, x in found.items()}
 
-    monkeypatch.setattr(first_step, "numbers", numbers)
+    monkeypatch.setattr(first_step, "run_small_model", numbers)
     return asked
 
 
@@ -113,19 +115,19 @@ def test_a_swapped_format_is_no_kernels_fault(monkeypatch):
 
     monkeypatch.setattr(steps, "make_train_step", swapped)
     line, said = tried(given(optim={"name": "adamw"}), 1)
-    assert "error: the step is wrong" in line and "no flag explains it: XLA or" in line
+    assert "error: the step is wrong" in line and "nor a compiler flag explains it: XLA or" in line
     assert not said
 
 
 def test_a_wrong_schedule_is_named_by_the_flag(monkeypatch, expected):
-    right = first_step.numbers
+    right = first_step.run_small_model
 
     def wrong(of, mesh, micro_batches, options=None):
         found = right(of, mesh, micro_batches, options)
         spoilt = "xla_gpu_enable_pipelined_all_gather" not in (options or {})
         return found | ({"layers.experts.down": np.full(8, np.nan)} if spoilt else {})
 
-    monkeypatch.setattr(first_step, "numbers", wrong)
+    monkeypatch.setattr(first_step, "run_small_model", wrong)
     line, _ = tried(given(), 4)
     assert "layers.experts.down by nan" in line
     assert line.endswith('XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_pipelined_all_gather=false"')

@@ -184,11 +184,13 @@ def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path
     assert decisions.after_mismatch(500, 400, [300, 390, 410], 0)["step"] == 390
     assert decisions.after_mismatch(500, 400, [410, 450], 0)["step"] == 410
     assert decisions.after_mismatch(50, 0, [10, 20], 0)["step"] == 0
-    made = decisions.add(tmp_path, [], first)
-    assert decisions.read(tmp_path) == made == [first] and decisions.left_out(made) == [[100, 29]]
-    assert decisions.agreed(made, [], tmp_path) == decisions.agreed([], made, tmp_path) == made
-    with pytest.raises(UserError, match="other decisions"):
-        decisions.agreed(made, [first | {"step": 3}], tmp_path)
+    made = [first]
+    decisions.write(tmp_path, made)
+    assert decisions.read(tmp_path) == made
+    assert decisions.skipped_batches(made) == [[100, 29]]
+    assert decisions.merge(made, [], tmp_path) == decisions.merge([], made, tmp_path) == made
+    with pytest.raises(UserError, match="different decisions"):
+        decisions.merge(made, [first | {"step": 3}], tmp_path)
     (tmp_path / "aegis" / "decisions.json").write_text("[{}]")
     with pytest.raises(StorageError, match="cannot be read"):
         decisions.read(tmp_path)

@@ -73,15 +73,15 @@ def main() -> None:
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     found: dict[str, dict] = {"batch": {name: x.tolist() for name, x in batch().items()}}
     configs = [config.check({"model": model, "precision": PLAIN}) for model in models()]
-    names = [first_step.name_of(one.model) for one in configs]
+    names = [first_step.small_model_name(one.model) for one in configs]
     found |= {"models": dict(zip(names, models(), strict=True)), "numbers": {}}
     first_step.EXPECTED.write_text(json.dumps(found))
     for name, given in zip(names, configs, strict=True):
         case: dict[str, dict] = {}
         for optim in ("muon", "adamw"):
             tried = dataclasses.replace(given, optim=config.Optim(name=optim))
-            step = rounded(first_step.numbers(tried, mesh, 1))
-            case[optim] = {first_step.AFTER: step.pop(first_step.AFTER)}
+            step = rounded(first_step.run_small_model(tried, mesh, 1))
+            case[optim] = {first_step.AFTER_UPDATE: step.pop(first_step.AFTER_UPDATE)}
             case["step"] = step
         found["numbers"][name] = case
         print(name, *case["step"]["loss"], *case["muon"].values(), *case["adamw"].values())

@@ -1,16 +1,16 @@
 """Records decisions to go back: on disk before they take effect, and in every later checkpoint.
 
     made = decisions.read(workdir)
-    made = decisions.add(workdir, decision)             in process 0; when this returns, it outlives a power cut
-    decisions.left_out(made)                            the batches that the data's order passes over
+    decisions.write(workdir, [*made, new])      in process 0; when this returns, it outlives a power cut
+    decisions.skipped_batches(made)             the batches that the data's order passes over
 
-A decision says to which step the run goes back, and how many batches it leaves out there:
+A decision says to which step the run goes back, and how many batches it skips there:
 
     {"kind": "spike" or "corrupt", "step", "batches", "seen", "at": the step after which it was made}
 
-A checkpoint has all that were made when it was saved. One of a later step than a decision that it
-does not have is of a past that was given up (`checkpoint.stale`): it is set aside, however the run
-is started again.
+A checkpoint holds all decisions that were made when it was saved. A checkpoint of a later step than
+a decision that it lacks belongs to an abandoned past: `checkpoint.run.retention` sets it aside,
+however the run is started again.
 """
 
 import json
@@ -29,13 +29,13 @@ Decision = dict[str, Any]
 
 
 def read(workdir: str | os.PathLike) -> list[Decision]:
-    """All decisions, in their order; StorageError where the file is damaged."""
+    """Returns all decisions in their order; StorageError if the file is damaged."""
     path = Path(workdir) / events.FOLDER / FILE
     try:
-        found = files.read_json(path)
-        if not isinstance(found, list) or not all(_whole(one) for one in found):
+        made = files.read_json(path)
+        if not isinstance(made, list) or not all(_is_valid(decision) for decision in made):
             raise ValueError("no list of decisions")
-        return found
+        return made
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -46,20 +46,15 @@ def read(workdir: str | os.PathLike) -> list[Decision]:
         ) from None
 
 
-def _whole(one: Any) -> bool:
-    """Whether a decision has the fields by which a run goes on."""
-    if not isinstance(one, dict) or one.get("kind") not in ("spike", "corrupt"):
+def _is_valid(decision: Any) -> bool:
+    """Whether a decision has the fields that a later start needs."""
+    if not isinstance(decision, dict) or decision.get("kind") not in ("spike", "corrupt"):
         return False
-    numbers: list[Any] = [one.get(name) for name in ("step", "batches", "at")]
-    return (
-        all(type(number) is int and number >= 0 for number in numbers) and numbers[0] <= numbers[2]
-    )
-
-
-def add(workdir: str | os.PathLike, made: Sequence[Decision], new: Decision) -> list[Decision]:
-    """Writes one more down; all of them."""
-    write(workdir, [*made, new])
-    return [*made, new]
+    step, batches, at = (decision.get(name) for name in ("step", "batches", "at"))
+    for number in (step, batches, at):
+        if type(number) is not int or number < 0:
+            return False
+    return step <= at
 
 
 def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
@@ -71,36 +66,41 @@ def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
         folders.sync_folder(path)
 
 
-def agreed(
-    here: Sequence[Decision], saved: Sequence[Decision], place: str | Path
+def merge(
+    on_file: Sequence[Decision], saved: Sequence[Decision], workdir: str | Path
 ) -> list[Decision]:
-    """All decisions, by the run's file and by the checkpoint that it goes on from: one of them may
-    know more."""
-    longer, shorter = (here, saved) if len(here) >= len(saved) else (saved, here)
-    if list(longer[: len(shorter)]) != list(shorter):
+    """Merges the decisions of the run's file with those of the checkpoint that it resumes from.
+
+    Either may hold more than the other; UserError if they contradict each other.
+    """
+    shorter, longer = sorted([list(on_file), list(saved)], key=len)
+    if longer[: len(shorter)] != shorter:
         raise UserError(
-            f"{place}/{events.FOLDER}/{FILE} and the newest checkpoint tell of other decisions;"
+            f"{workdir}/{events.FOLDER}/{FILE} and the newest checkpoint hold different decisions;"
             ' restore the file that belongs to it, or copy "decisions" of the checkpoint\'s'
             " meta/data.json into it"
         )
-    return list(longer)
+    return longer
 
 
-def left_out(made: Sequence[Decision]) -> list[list[int]]:
+def skipped_batches(made: Sequence[Decision]) -> list[list[int]]:
     """The [step, batches] that the data's order skips."""
-    return [[one["step"], one["batches"]] for one in made if one["batches"]]
+    return [[decision["step"], decision["batches"]] for decision in made if decision["batches"]]
 
 
 def after_spike(
-    spike: Spike, saved: Sequence[int], made: Sequence[Decision], begin: int
+    spike: Spike, saved: Sequence[int], made: Sequence[Decision], steps_before: int
 ) -> Decision:
-    """Back to the newest checkpoint before it began; further, if it came again soon after the last
-    time."""
-    before = [step for step in saved if step < spike.began]
-    last = next((one for one in reversed(made) if one["kind"] == "spike"), None)
-    if last and spike.began - last["step"] <= SETTLE:
-        before = [step for step in before if step < last["step"]] or before
-    step = max(before, default=begin)
+    """Back to the newest checkpoint before the spike began.
+
+    If a spike comes soon after the run went back for another, it goes back further, if there is an
+    older checkpoint.
+    """
+    candidates = [step for step in saved if step < spike.began]
+    earlier_targets = [decision["step"] for decision in made if decision["kind"] == "spike"]
+    if earlier_targets and spike.began - earlier_targets[-1] <= SETTLE:
+        candidates = [step for step in candidates if step < earlier_targets[-1]] or candidates
+    step = max(candidates, default=steps_before)
     return {
         "kind": "spike",
         "step": step,
@@ -111,21 +111,21 @@ def after_spike(
     }
 
 
-def after_mismatch(step: int, clean: int, saved: Sequence[int], begin: int) -> Decision:
-    """Back to the newest checkpoint from when all devices were last known to be right; otherwise
-    the oldest there is.
+def after_mismatch(step: int, clean: int, saved: Sequence[int], steps_before: int) -> Decision:
+    """Back to the newest checkpoint that is not later than the last clean check, or else to the
+    oldest.
 
-    A run that is not older than that begins anew: nothing of it is known to be right.
+    If no check has passed since the start of the run, the run restarts: none of its checkpoints is
+    known to be right.
     """
-    before = [one for one in saved if one <= clean]
-    oldest = begin if clean <= begin else min(saved, default=begin)
-    return {
-        "kind": "corrupt",
-        "step": max(before, default=oldest),
-        "batches": 0,
-        "at": step,
-        "clean": clean,
-    }
+    right = [saved_step for saved_step in saved if saved_step <= clean]
+    if right:
+        target = max(right)
+    elif clean <= steps_before:
+        target = steps_before
+    else:
+        target = min(saved, default=steps_before)
+    return {"kind": "corrupt", "step": target, "batches": 0, "at": step, "clean": clean}
 
 
 def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:
@@ -133,21 +133,21 @@ def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:
     kill."""
     written = {event.facts.get("decision") for event in events.read(workdir)}
     log = events.EventLog(workdir, "run")
-    for number, one in enumerate(made):
-        if number not in written:
-            processes = one.get("processes", [])
-            group = "critical" if one["kind"] == "corrupt" else "numbers"
-            log.add(
-                one["kind"],
-                group=group,
-                step=one["at"],
-                seen=one.get("seen", ""),
-                process=processes[0] if len(processes) == 1 else -1,
-                node=", ".join(one.get("hosts", [])),
-                done=f"back to step {one['step']}"
-                + (f", {one['batches']} batches left out" if one["batches"] else ""),
-                facts={
-                    "decision": number,
-                    **{key: one[key] for key in one if key not in ("kind", "seen")},
-                },
-            )
+    for number, decision in enumerate(made):
+        if number in written:
+            continue
+        processes = decision.get("processes", [])
+        done = f"back to step {decision['step']}"
+        if decision["batches"]:
+            done += f", {decision['batches']} batches left out"
+        facts = {key: decision[key] for key in decision if key not in ("kind", "seen")}
+        log.add(
+            decision["kind"],
+            group="critical" if decision["kind"] == "corrupt" else "numbers",
+            step=decision["at"],
+            seen=decision.get("seen", ""),
+            process=processes[0] if len(processes) == 1 else -1,
+            node=", ".join(decision.get("hosts", [])),
+            done=done,
+            facts={"decision": number, **facts},
+        )

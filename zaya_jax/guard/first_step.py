@@ -7,11 +7,11 @@ the routing, the gradient of every weight, and what the update does to the loss,
 those of one CPU in float32. The package carries these, with model and batch (EXPECTED, written by
 `tools/golden/make_first_step.py`).
 
-    wrong = first_step.fault(config, mesh, micro_batches, say)     a line for a person; "" if right
+    line = first_step.fault(config, mesh, micro_batches, say)     an error line; "" if right
 
 A gradient is read from the optimizer's first moment as a checkpoint would hold it, so its way over
-the devices is tried too. It is compared by a sketch: its numbers, with random signs, in SUMS sums,
-which are as far from the expected ones as the gradients are from each other, within chance.
+the devices is tried too. Gradients are compared by a random projection to SUMS numbers (`sketch`),
+which preserves distances approximately.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from jax.sharding import Mesh, NamedSharding
 from pallas_kernels import chip, table
 from zaya_jax import config as config_lib
 from zaya_jax import trees
-from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError, files
 from zaya_jax.hardware import host, sizing
@@ -44,116 +43,138 @@ from zaya_jax.training import step as steps
 from zaya_jax.version import __version__
 
 EXPECTED = Path(__file__).with_name("first_step.json")
-LR, SUMS = 0.02, 8
-SEED, CODES, SHARP = 44, 16, 8.0
-AFTER = "the loss after an update"
+LR = 0.02
+SUMS = 8
+SEED = 44
+CODES = 16  # kinds of tokens
+ROUTER_SCALE = 8.0  # makes the choice of experts sharp
+AFTER_UPDATE = "the loss after an update"
 # How far numbers may lie from the expected ones, in spacings of the coarsest format in the step
 # (docs/guard.md has what right steps were seen to need).
-SAME, UPDATE = 16, 64
+TOLERANCE = 16
+UPDATE_TOLERANCE = 64  # of AFTER_UPDATE
 # What says that a step cannot be made here, and nothing about its numbers.
 NOT_TRIED = (UserError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
-def small(config: Config) -> Config:
+def small_config(config: Config) -> Config:
     """The config with a small model of the same kinds of layers, trained by plain Muon or AdamW."""
-    found = files.read_json(EXPECTED)["models"]
+    models = files.read_json(EXPECTED)["models"]
     return dataclasses.replace(
         config,
-        model=config_lib.check({"model": found[name_of(config.model)]}).model,
+        model=config_lib.check({"model": models[small_model_name(config.model)]}).model,
         optim=config_lib.Optim(name=config.optim.name, clip_norm=0.0),
         balance=config_lib.Balance(),
         run=dataclasses.replace(config.run, lora=None, skip_update="never"),
     )
 
 
-def name_of(model: config_lib.Model) -> str:
+def small_model_name(model: config_lib.Model) -> str:
     """The small model of these kinds of layers."""
     return " ".join([model.model_type, *sorted(set(model.kinds))])
 
 
-def weights(model: config_lib.Model) -> Any:
-    """Weights of some size, from a stream that NumPy has frozen; fresh ones are zeros in part.
+def small_weights(model: config_lib.Model) -> Any:
+    """Weights of non-trivial magnitude, from a stream that NumPy has frozen; fresh weights are
+    zeros in part.
 
-    A token's kind (its number modulo CODES) is in channels of the residual stream to which no layer
-    adds, and these decide its expert: in bfloat16 no token may come to another one.
+    A token's kind (its number modulo CODES) is in the first CODES channels of the residual stream.
+    No layer adds to these, and they alone decide the token's expert: rounding to bfloat16 must not
+    send a token to another one.
     """
     random = np.random.RandomState(SEED)
 
-    def one(path: Any, x: Any) -> np.ndarray:
+    def make_weight(path: Any, x: Any) -> np.ndarray:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        around = name.endswith(("scale", "temperature", "eda"))
-        rows = -3 if name == "layers/experts/gate_up" else -2
-        size = 0.1 if len(x.shape) < 3 else x.shape[rows] ** -0.5
-        found = (around + size * random.standard_normal(x.shape)).astype(np.float32)
+        mean = float(name.endswith(("scale", "temperature", "eda")))
+        # The axis of inputs; a stacked weight of gate and up has one more axis behind it.
+        input_axis = -3 if name == "layers/experts/gate_up" else -2
+        deviation = 0.1 if len(x.shape) < 3 else x.shape[input_axis] ** -0.5
+        weight = (mean + deviation * random.standard_normal(x.shape)).astype(np.float32)
         if name.endswith(("/o/kernel", "experts/down", "mlp/down/kernel")):
-            found[..., :CODES] = 0
+            weight[..., :CODES] = 0
         elif name == "embed/embedding":
-            found[:, :CODES] = 4 * np.eye(CODES)[np.arange(len(found)) % CODES]
+            weight[:, :CODES] = 4 * np.eye(CODES)[np.arange(len(weight)) % CODES]
         elif name == "layers/router/down/kernel":
-            found[:, CODES:] *= 0.01
+            weight[:, CODES:] *= 0.01
         elif name == "layers/router/out/kernel":
-            found *= SHARP
-        return found
+            weight *= ROUTER_SCALE
+        return weight
 
-    return jax.tree_util.tree_map_with_path(one, zaya.abstract(model))
+    return jax.tree_util.tree_map_with_path(make_weight, zaya.abstract(model))
 
 
-def numbers(
+def run_small_model(
     config: Config, mesh: Mesh, micro_batches: int, options: Any = None
 ) -> dict[str, np.ndarray]:
-    """What is compared, of the small step on this mesh; all processes together.
+    """Returns what is compared, of the small step on this mesh; all processes together.
 
     `options` are compiler flags in the place of those that are set.
     """
-    config, spread = small(config), spread_of(config.mesh, mesh.shape)
-    batch = {name: np.array(x) for name, x in files.read_json(EXPECTED)["batch"].items()}
-    sharding.check(config, spread, lengths={"the small step's": batch["tokens"].shape[1]})
-    setup = states.set_up(config, mesh, spread)
-    copies = snapshot.Copies(setup.optimizer, states.abstract(config, setup))
-    # The same rows again and again have the same loss and gradients.
-    rows = np.arange(np.lcm(len(batch["tokens"]), micro_batches * spread.data * spread.expert))
-    part, parts = meshes.rows_of_process(mesh)
-    rows = np.split(rows % len(batch["tokens"]), parts)[part]
-    own = {name: x[rows].astype(x.dtype.kind + "4") for name, x in batch.items()}
-    given = steps.put_batch(mesh, own, micro_batches, spread), np.float32(LR)
-    state = states.init(config, setup, weights(config.model))
-    step: Any = steps.make_train_step(config, setup)
+    small = small_config(config)
+    spread = spread_of(small.mesh, mesh.shape)
+    batch = _local_batch(mesh, micro_batches * spread.data * spread.expert)
+    sharding.check(small, spread, lengths={"the small step's": batch["tokens"].shape[1]})
+    setup = states.set_up(small, mesh, spread)
+    state = states.init(small, setup, small_weights(small.model))
+    inputs = steps.put_batch(mesh, batch, micro_batches, spread), np.float32(LR)
+    step: Any = steps.make_train_step(small, setup)
     options = options or host.for_one_call(chip.made_for(mesh))
-    program = step.lower(state, *given).compile(compiler_options=options)
-    state, figures = program(state, *given)
-    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, states.REPLICATED))
-    moments = jax.device_get(gather(setup.optimizer.arrays(state["optimizer"])))
-    found: dict[str, Any] = _gradients(config.optim, copies.held, moments)
-    found = {name: sketch(x) for name, x in found.items()}
-    after = float(program(state, *given)[1]["loss"]) - float(figures["loss"])
-    found |= {"loss": figures["loss"], AFTER: after, "routing": figures.get("load", 1.0)}
-    return {name: np.asarray(x, np.float64).ravel() for name, x in found.items()}
+    program = step.lower(state, *inputs).compile(compiler_options=options)
+    state, figures = program(state, *inputs)
+    gradients = _gradients(small, setup, state["optimizer"])
+    after = program(state, *inputs)[1]
+    results: dict[str, Any] = {name: sketch(x) for name, x in gradients.items()}
+    results["loss"] = figures["loss"]
+    results[AFTER_UPDATE] = float(after["loss"]) - float(figures["loss"])
+    results["routing"] = figures.get("load", 1.0)
+    return {name: np.asarray(x, np.float64).ravel() for name, x in results.items()}
 
 
-def _gradients(optim: config_lib.Optim, held: Holding, moments: Any) -> dict[str, np.ndarray]:
-    """Each weight's gradient, by the share of it that the first moments after one step are."""
-    shares = {"momentum": 1 - optim.momentum, "mean": 1 - optim.b1}
+def _local_batch(mesh: Mesh, multiple: int) -> dict[str, np.ndarray]:
+    """This process's rows of the expected batch, which is repeated until `multiple` divides it.
+
+    Repeated rows have the same mean loss and gradients.
+    """
+    batch = {name: np.array(x) for name, x in files.read_json(EXPECTED)["batch"].items()}
+    expected_rows = len(batch["tokens"])
+    rows = np.arange(np.lcm(expected_rows, multiple)) % expected_rows
+    part, parts = meshes.rows_of_process(mesh)
+    local_rows = np.split(rows, parts)[part]
+    return {name: x[local_rows].astype(x.dtype.kind + "4") for name, x in batch.items()}
+
+
+def _gradients(config: Config, setup: states.Setup, optimizer_state: Any) -> dict[str, np.ndarray]:
+    """Each weight's gradient, from the first moments after one step.
+
+    A moment that starts at 0 is then (1 - b) times the gradient.
+    """
+    locations = snapshot.Copies(setup.optimizer, states.abstract(config, setup)).held
+    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(setup.mesh, states.REPLICATED))
+    moments = jax.device_get(gather(setup.optimizer.arrays(optimizer_state)))
     arrays = trees.flat({"optimizer": moments})
-    found: dict[str, np.ndarray] = {}
-    for part in held.parts:
+    fractions = {"momentum": 1 - config.optim.momentum, "mean": 1 - config.optim.b1}
+    gradients: dict[str, np.ndarray] = {}
+    for part in locations.parts:
         kind, _, name = part.name.removeprefix("optimizer.").partition(".")
-        if kind in shares:
-            leaf = held.leaves[part.leaf]
-            place = leaf.sharding.devices_indices_map(leaf.shape)[part.device]
-            own = np.array(arrays[part.leaf][place], np.float64) / shares[kind]
-            whole = found.setdefault(name, np.zeros(held.arrays[part.name].shape))
-            whole[part.box] = part.of(own)
-    return found
+        if kind not in fractions:
+            continue
+        leaf = locations.leaves[part.leaf]
+        index = leaf.sharding.devices_indices_map(leaf.shape)[part.device]
+        shard = np.array(arrays[part.leaf][index], np.float64) / fractions[kind]
+        whole = gradients.setdefault(name, np.zeros(locations.arrays[part.name].shape))
+        whole[part.box] = part.of(shard)
+    return gradients
 
 
 def sketch(x: np.ndarray) -> np.ndarray:
-    """The numbers of an array in SUMS sums, half of them, by chance, subtracted."""
-    place = np.random.RandomState(0).randint(0, 2 * SUMS, x.size)
-    sums = np.bincount(place, x.ravel(), 2 * SUMS)
+    """A random projection: each number is added to one of SUMS sums, or subtracted from it."""
+    index = np.random.RandomState(0).randint(0, 2 * SUMS, x.size)
+    sums = np.bincount(index, x.ravel(), 2 * SUMS)
     return sums[:SUMS] - sums[SUMS:]
 
 
-def unit(config: Config, target: chip.Chip) -> float:
+def rounding_unit(config: Config, target: chip.Chip) -> float:
     """The spacing of the coarsest number format that a right step rounds to."""
     precision = config.precision
     if "bfloat16" in (precision.compute, precision.router, precision.momentum):
@@ -164,45 +185,46 @@ def unit(config: Config, target: chip.Chip) -> float:
     return 2.0**-20
 
 
-def differences(config: Config, found: dict[str, np.ndarray], target: chip.Chip) -> list[str]:
+def differences(config: Config, results: dict[str, np.ndarray], target: chip.Chip) -> list[str]:
     """What differs from the expected numbers by more than the format explains."""
-    expected = files.read_json(EXPECTED)["numbers"][name_of(config.model)]
+    expected = files.read_json(EXPECTED)["numbers"][small_model_name(config.model)]
     wrong = []
     for name, right in (expected["step"] | expected[config.optim.name]).items():
-        error = np.linalg.norm(found[name] - right) / np.linalg.norm(right)
-        most = unit(config, target) * (UPDATE if name == AFTER else SAME)
-        if not error <= most:  # as where it is no number
-            wrong.append(f"{name} by {error:.2g} of it, at most {most:.2g} would be right")
+        error = np.linalg.norm(results[name] - right) / np.linalg.norm(right)
+        tolerance = UPDATE_TOLERANCE if name == AFTER_UPDATE else TOLERANCE
+        tolerance *= rounding_unit(config, target)
+        if not error <= tolerance:  # also if it is nan
+            wrong.append(f"{name} by {error:.2g} of it, at most {tolerance:.2g} would be right")
     return wrong
 
 
 def fault(config: Config, mesh: Mesh, micro_batches: int, say: Callable[[str], None]) -> str:
-    """Tries the step, unless this machine has seen it right; a line for a person if it is wrong.
+    """Tries the step, unless it was already right on this machine; returns an error line, or "".
 
     All processes together.
     """
     target = chip.made_for(mesh).taking(config.kernels)
-    asked, micro_batches = config.guard.try_step, min(micro_batches, 2)
-    if asked == "never" or (asked == "auto" and target.is_host):
+    setting = config.guard.try_step
+    micro_batches = min(micro_batches, 2)
+    if setting == "never" or (setting == "auto" and target.is_host):
         return ""
     record = _record(config, mesh, micro_batches, target)
-    known = {"known": float(asked == "auto" and record.exists())}
+    known = {"known": float(setting == "auto" and record.exists())}
     if multihost.reduce_figures(known, {"known": np.min})["known"]:
         return ""
-    begun = time.monotonic()
+    begin = time.monotonic()
     try:
-        wrong = differences(config, numbers(config, mesh, micro_batches), target)
+        wrong = differences(config, run_small_model(config, mesh, micro_batches), target)
     except NOT_TRIED as error:
         say(f"note: the step was not tried on this machine: {config_lib.first_line(error)}")
         return ""
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        way_out = _way_out(config, mesh, micro_batches, target)
         return (
-            "error: the step is wrong on this machine. From a CPU's numbers differ:"
-            f" {'; '.join(wrong[:3])}{more}. {way_out}"
+            "error: the step is wrong on this machine. It differs from a CPU's numbers:"
+            f" {'; '.join(wrong[:3])}{more}. {_diagnose(config, mesh, micro_batches, target)}"
         )
-    say(f"the step was tried on this machine: right, {time.monotonic() - begun:.0f} s")
+    say(f"the step was tried on this machine: right, {time.monotonic() - begin:.0f} s")
     with contextlib.suppress(OSError):  # then the next start tries it again
         record.parent.mkdir(parents=True, exist_ok=True)
         record.touch()
@@ -215,45 +237,54 @@ def _record(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) -
         (target, table.key(target.kind), table.rows(target.architecture), __version__),
         (mesh.devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS")),
         (mesh.shape, jax.process_count(), config.mesh, micro_batches),
-        (small(config).model, config.optim.name, config.precision, config.remat),
+        (small_config(config).model, config.optim.name, config.precision, config.remat),
         EXPECTED.read_text(),
     ]
     name = hashlib.sha256(repr(facts).encode()).hexdigest()
     return host.cache_folder() / "steps" / name
 
 
-def _way_out(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) -> str:
-    """What the fault lies in, and how to go on, found by leaving out one thing at a time."""
-
-    def right(without: Config, mesh: Mesh = mesh, options: Any = None) -> bool:
+def _diagnose(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) -> str:
+    """What the fault lies in, and what to do about it, found by leaving out one thing at a time."""
+    for changed, changed_mesh, options, advice in _attempts(config, mesh, target):
         with contextlib.suppress(*NOT_TRIED):
-            found = numbers(without, mesh, micro_batches, options)
-            return not differences(without, found, target)
-        return False
+            results = run_small_model(changed, changed_mesh, micro_batches, options)
+            if not differences(changed, results, target):
+                return advice
+    return (
+        "Neither a kernel of ours nor a compiler flag explains it: XLA or the driver does. Try"
+        " another version of them; --config.guard.try_step=never trains nevertheless"
+    )
 
+
+def _attempts(
+    config: Config, mesh: Mesh, target: chip.Chip
+) -> Iterator[tuple[Config, Mesh, dict[str, Any] | None, str]]:
+    """(config, mesh, compiler flags, the advice if the step is right with these)."""
     kernels = target.kernels if target.maker in sizing.PLATFORMS else ()
-    for names in [*((name,) for name in kernels), kernels]:
+    groups = [(name,) for name in kernels]
+    if len(kernels) > 1:
+        groups.append(kernels)
+    for names in groups:
         rest = tuple(name for name in kernels if name not in names) or ("none",)
-        if names and right(dataclasses.replace(config, kernels=rest)):
-            option = f'"{rest}"' if len(rest) > 1 else rest[0]
-            return (
-                f"It is right without our kernels of {', '.join(names)}: repeat the command with"
-                f" --config.kernels={option}"
-            )
-    for name, value in sizing.CAUTIOUS.items():
-        if mesh.size > 1 and right(config, mesh, {name: value}):
-            return (
-                f"It is right without the compiler's {name}: repeat the command with"
-                f' XLA_FLAGS="$XLA_FLAGS --{name}={value}"'
-            )
-    alone = dataclasses.replace(config, mesh=config_lib.Mesh())
-    several = mesh.size > 1 and jax.process_count() == 1
-    if several and right(alone, meshes.make_mesh(alone.mesh, [mesh.devices.flat[0]])):
-        return (
+        option = f'"{rest}"' if len(rest) > 1 else rest[0]
+        advice = (
+            f"It is right without our kernels of {', '.join(names)}: repeat the command with"
+            f" --config.kernels={option}"
+        )
+        yield dataclasses.replace(config, kernels=rest), mesh, None, advice
+    if mesh.size == 1:
+        return
+    for flag, value in sizing.CAUTIOUS.items():
+        advice = (
+            f"It is right without the compiler's {flag}: repeat the command with"
+            f' XLA_FLAGS="$XLA_FLAGS --{flag}={value}"'
+        )
+        yield config, mesh, {flag: value}, advice
+    if jax.process_count() == 1:
+        alone = dataclasses.replace(config, mesh=config_lib.Mesh())
+        advice = (
             "It is right on one device: the exchange between devices is wrong. Check their links,"
             " or take fewer devices or another config.mesh"
         )
-    return (
-        "No kernel of ours and no flag explains it: XLA or the driver does. Try another version of"
-        " them; --config.guard.try_step=never trains nevertheless"
-    )
+        yield alone, meshes.make_mesh(alone.mesh, [mesh.devices.flat[0]]), None, advice

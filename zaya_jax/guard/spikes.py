@@ -1,23 +1,25 @@
 """Detects a lasting rise of the loss or the gradient norm, from the same figures in all processes.
 
     spikes = Spikes(config.guard, meta.get("spikes"))      as it stood at a checkpoint
-    spike = spikes.add(step, phase, loss, norm)            of each step, in order; a Spike, or None
+    spike = spikes.add(step, phase, loss, norm)            for each step, in order; a Spike, or None
     spikes.state()                                         for the next checkpoint
 
-A step is *high* if its loss or its gradient norm lies more than `spike_deviations` robust standard
-deviations above the level, the median of the last LEVEL steps that were not high, or is not finite.
-Each step is compared with its own level, over the last WINDOW such steps: a loss that falls, or
-slowly rises, is no deviation. A robust standard deviation is 1.4826 times the median distance of
-these from their median, but at least a share (LEAST) of the level.
+A step is *high* if its loss or its gradient norm is not finite, or lies more than
+`spike_deviations` robust standard deviations above the level. The level is the median of the last
+LEVEL steps that were not high; they are called normal. A normal step's residuals are its distances
+from the level at that step, so a loss that falls or rises slowly does not count as deviating. The
+robust standard deviation is 1.4826 times the median distance of the last WINDOW residuals from
+their median, but at least a fraction (LEAST) of the level.
 
-High steps count up and others down, not below 0. At `spike_steps` there is a spike, which began
-with the first that counted: so many high steps in a row, or so many more than others. Fewer are
-noise, or leaving out single updates mends them (`optim.skip`). A high step never raises the level:
-nine in ten, taken in with the tenth, made all others usual. A higher level for good is a spike, or
-another phase.
+High steps count up and normal ones down, not below 0. A count of `spike_steps` is a spike: that
+many high steps in a row, or that many more than normal ones. It began with the first high step that
+counted. Fewer are noise, or are mended by skipping single updates (`optim.skip`).
 
-Nothing is high before SETTLE steps were seen, and each phase begins anew: its losses are of other
-text or lengths.
+High steps never enter the level: otherwise a row of them would soon look normal. A permanently
+higher level is therefore a spike, unless a new phase began.
+
+Nothing is high before SETTLE steps were seen, and each phase starts afresh, since its losses are
+those of other text or lengths.
 """
 
 import math
@@ -30,16 +32,14 @@ from zaya_jax.config import Guard
 LEVEL = 32
 WINDOW = 128
 SETTLE = 64
-ROBUST = (
-    1.4826  # a normal distribution's standard deviation over its median distance from the median
-)
-# below it a deviation is taken for noise, however steady it was
+# A normal distribution's standard deviation over its median distance from the median.
+ROBUST = 1.4826
+# Deviations below this fraction of the level are noise, however steady the figure was.
 LEAST = {"loss": 0.005, "grad_norm": 0.25}
 
 
 class Spike(NamedTuple):
-    """A spike: the steps from the first high one to the last, and of the worse figure the greatest
-    value."""
+    """A spike from step `began` to `step`: the figure that rose most, with its greatest value."""
 
     began: int
     step: int
@@ -50,38 +50,37 @@ class Spike(NamedTuple):
 
     def __str__(self) -> str:
         steps = self.step - self.began + 1
-        many = (
-            f"{steps} steps in a row"
-            if self.high in (0, steps)
-            else f"{self.high} of {steps} steps"
-        )
+        many = f"{self.high} of {steps} steps"
+        if self.high in (0, steps):
+            many = f"{steps} steps in a row"
         return (
             f"{self.figure} was too high in {many}, from step {self.began} on "
             f"(up to {self.value:.4g}; before, the median was {self.median:.4g})"
         )
 
 
-class _High(NamedTuple):
-    """The count so far: of `steps` steps `high` were high, `ahead` more than others; their greatest
-    figures."""
+class _Streak(NamedTuple):
+    """The count so far: `high` of `steps` steps were high, `ahead` more than were normal."""
 
     ahead: int = 0
     steps: int = 0
     high: int = 0
-    loss: float | None = -1e38  # None: not finite
-    norm: float | None = -1e38
+    top_loss: float | None = -1e38  # the greatest of the high steps; None: not finite
+    top_norm: float | None = -1e38
 
-    def more(self, pair: Sequence[float]) -> "_High":
-        tops = [
-            None if top is None or not math.isfinite(value) else max(top, value)
-            for top, value in zip(self[3:], pair, strict=True)
-        ]
-        return _High(self.ahead + 1, self.steps + 1, self.high + 1, *tops)
+    def add_high(self, pair: Sequence[float]) -> "_Streak":
+        """Counts a high step with this loss and norm."""
+        tops: list[float | None] = []
+        for top, value in zip((self.top_loss, self.top_norm), pair, strict=True):
+            finite = top is not None and math.isfinite(value)
+            tops.append(max(top, value) if finite else None)
+        return _Streak(self.ahead + 1, self.steps + 1, self.high + 1, *tops)
 
-    def less(self) -> "_High":
-        return (
-            self._replace(ahead=self.ahead - 1, steps=self.steps + 1) if self.ahead > 1 else _High()
-        )
+    def add_normal(self) -> "_Streak":
+        """Counts a normal step, which may end the streak."""
+        if self.ahead <= 1:
+            return _Streak()
+        return self._replace(ahead=self.ahead - 1, steps=self.steps + 1)
 
 
 class Spikes:
@@ -91,72 +90,79 @@ class Spikes:
         state = state or {}
         self._settings = settings
         self._phase: int = state.get("phase", -1)
-        self._usual: list[list[float]] = [list(pair) for pair in state.get("usual", [])]
-        self._off: list[list[float]] = [list(pair) for pair in state.get("off", [])]
-        self._high = _High(*state.get("high", []))
+        # Pairs of loss and norm: of the last normal steps, and of their residuals.
+        self._normal: list[list[float]] = [list(pair) for pair in state.get("usual", [])]
+        self._residuals: list[list[float]] = [list(pair) for pair in state.get("off", [])]
+        self._streak = _Streak(*state.get("high", []))
 
     @property
     def suspicious(self) -> bool:
-        """Whether the last steps count as high: a spike that is found later may have begun before
-        now."""
-        return self._high.ahead > 0
+        """Whether a streak of high steps is under way: a spike that is found later may have begun
+        before now."""
+        return self._streak.ahead > 0
 
     def state(self) -> dict[str, Any]:
         """Numbers for JSON, None for one that is not finite; copies, since a save writes them while
         steps go on."""
         return {
             "phase": self._phase,
-            "usual": [*self._usual],
-            "off": [*self._off],
-            "high": [*self._high],
+            "usual": [*self._normal],
+            "off": [*self._residuals],
+            "high": [*self._streak],
         }
 
     def add(self, step: int, phase: int, loss: float, norm: float) -> Spike | None:
-        """A step's figures; the spike that they complete, if they do."""
+        """Takes a step's figures; returns the spike that they complete, if they do."""
         if not self._settings.spike_steps:
             return None
         if phase != self._phase:
-            self._phase, self._usual, self._off, self._high = phase, [], [], _High()
+            self._phase = phase
+            self._normal = []
+            self._residuals = []
+            self._streak = _Streak()
         pair = [float(loss), float(norm)]
-        whole = all(map(math.isfinite, pair))
-        if len(self._off) < SETTLE - LEVEL:
-            if whole:
-                self._add(pair)
+        finite = all(map(math.isfinite, pair))
+        if len(self._residuals) < SETTLE - LEVEL:
+            if finite:
+                self._add_normal(pair)
             return None
-        limits = self._limits()
-        if whole and all(value <= limit for value, (_, limit) in zip(pair, limits, strict=True)):
-            self._add(pair)
-            self._high = self._high.less()
+        levels = self._levels()
+        limits = self._limits(levels)
+        if finite and all(value <= limit for value, limit in zip(pair, limits, strict=True)):
+            self._add_normal(pair)
+            self._streak = self._streak.add_normal()
             return None
-        self._high = self._high.more(pair)
-        if self._high.ahead < self._settings.spike_steps:
+        self._streak = self._streak.add_high(pair)
+        if self._streak.ahead < self._settings.spike_steps:
             return None
-        return self._spike(step, limits)
+        return self._spike(step, levels, limits)
 
-    def _add(self, pair: list[float]) -> None:
-        if len(self._usual) == LEVEL:
-            off = [value - level for value, level in zip(pair, self._levels(), strict=True)]
-            self._off = [*self._off, off][-WINDOW:]
-        self._usual = [*self._usual, pair][-LEVEL:]
+    def _add_normal(self, pair: list[float]) -> None:
+        if len(self._normal) == LEVEL:
+            residuals = [value - level for value, level in zip(pair, self._levels(), strict=True)]
+            self._residuals = [*self._residuals, residuals][-WINDOW:]
+        self._normal = [*self._normal, pair][-LEVEL:]
 
     def _levels(self) -> list[float]:
-        return [statistics.median(values) for values in zip(*self._usual, strict=True)]
+        return [statistics.median(values) for values in zip(*self._normal, strict=True)]
 
-    def _limits(self) -> list[tuple[float, float]]:
-        """The level and the limit of each figure."""
-        found = []
-        of_figure = zip(LEAST, self._levels(), zip(*self._off, strict=True), strict=True)
-        for name, level, off in of_figure:
-            middle = statistics.median(off)
-            distance = statistics.median(abs(value - middle) for value in off)
-            deviation = max(ROBUST * distance, LEAST[name] * abs(level))
-            found.append((level, level + self._settings.spike_deviations * deviation))
-        return found
+    def _limits(self, levels: list[float]) -> list[float]:
+        """The value of each figure above which a step is high."""
+        limits = []
+        by_figure = zip(LEAST.values(), levels, zip(*self._residuals, strict=True), strict=True)
+        for least, level, residuals in by_figure:
+            middle = statistics.median(residuals)
+            distance = statistics.median(abs(residual - middle) for residual in residuals)
+            deviation = max(ROBUST * distance, least * abs(level))
+            limits.append(level + self._settings.spike_deviations * deviation)
+        return limits
 
-    def _spike(self, step: int, limits: Sequence[tuple[float, float]]) -> Spike:
+    def _spike(self, step: int, levels: list[float], limits: list[float]) -> Spike:
         worst = (-math.inf, "", 0.0, 0.0)
-        for name, value, (median, limit) in zip(LEAST, self._high[3:], limits, strict=True):
-            top = math.inf if value is None else value
-            over = (top - median) / (limit - median) if limit > median else math.inf
-            worst = max(worst, (over, name, top, median))
-        return Spike(step - self._high.steps + 1, step, *worst[1:], self._high.high)
+        tops = (self._streak.top_loss, self._streak.top_norm)
+        for name, top, level, limit in zip(LEAST, tops, levels, limits, strict=True):
+            value = math.inf if top is None else top
+            over = (value - level) / (limit - level) if limit > level else math.inf
+            worst = max(worst, (over, name, value, level))
+        began = step - self._streak.steps + 1
+        return Spike(began, step, *worst[1:], self._streak.high)

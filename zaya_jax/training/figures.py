@@ -94,7 +94,7 @@ class Figures:
         if now.number % PER_LAYER_EVERY and now.number not in (1, self._recipe.last_step):
             figures.pop("load", None)
         figures = figures | self._store.figures() | self._guard.figures(now.number)
-        self._guard.see(now.number, now.phase_index, figures)
+        self._guard.record_step(now.number, now.phase_index, figures)
         self.writer.write(now.number, figures)
         # which is compiled; later programs' first steps leave a median as it is
         if now.number > self._first_step:
