@@ -296,17 +296,17 @@ def save_tree(checkpoints: store.Store, step: int, tree: dict, meta: dict) -> No
 
 
 def model_run(name: str) -> tuple:
-    """(config, setup, copies) of a model of about so many parameters, on one device."""
+    """(config, setup, snapshots) of a model of about so many parameters, on one device."""
     settings = config.check({"model": MODELS[name]})
     mesh = make_mesh(settings.mesh, jax.devices()[:1])
     setup = states.set_up(settings, mesh)
     like = states.abstract(settings, setup)
-    return settings, setup, snapshot.Copies(setup.optimizer, like)
+    return settings, setup, snapshot.Snapshots(setup.optimizer, like)
 
 
 def model_save(args: argparse.Namespace) -> dict:
     """Two saves of a model's state."""
-    settings, setup, copies = model_run(args.model)
+    settings, setup, snapshots = model_run(args.model)
     begun = resident()
     state = jax.block_until_ready(states.init(settings, setup))
     size = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -315,10 +315,10 @@ def model_save(args: argparse.Namespace) -> dict:
     measured = []
     for step in (1, 2):
         begin = time.perf_counter()
-        copy = copies.take(state)
+        copy = snapshots.take(state)
         jax.block_until_ready([[*parts.values()] for parts in copy.values()])
         held = time.perf_counter() - begin
-        checkpoints.save(step, copy, {"step": step, "tokens": step}, copies.held)
+        checkpoints.save(step, copy, {"step": step, "tokens": step}, snapshots.locations)
         del copy
         checkpoints.wait()
         measured.append((held, time.perf_counter() - begin))
@@ -338,16 +338,23 @@ def model_save(args: argparse.Namespace) -> dict:
 
 def model_load(args: argparse.Namespace) -> dict:
     """One load by a new process, checksums first."""
-    _, _, copies = model_run(args.model)
+    _, _, snapshots = model_run(args.model)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
-    size, begun = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(copies.like)), resident()
+    size, begun = (
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(snapshots.abstract)),
+        resident(),
+    )
     if os.environ.get("BENCH_CACHE") == "cold":
         for path in Path(args.folder).rglob("*"):
             if path.is_file():
                 forget(path)
     before = io_counts()["read_bytes"]
     verify, step = timed(checkpoints.find_newest)
-    load, found = timed(lambda: checkpoints.restore(step, copies.like, copies.held, copies.place))
+    load, found = timed(
+        lambda: checkpoints.restore(
+            step, snapshots.abstract, snapshots.locations, snapshots.to_state
+        )
+    )
     del found
     checkpoints.close()
     device = io_counts()["read_bytes"] - before

@@ -158,7 +158,7 @@ def serve(folder: str, on: str, rate: str) -> None:
                 "precision": {"compute": dtype, "router": dtype if on == "cpu" else "float32"},
             }
         )
-        kernels.look_up(settings, device)
+        kernels.choose_tiles(settings, device)
         return torch_parity.start(settings, folder)
 
     programs = {dtype: program(dtype) for dtype in DTYPES[on]}

@@ -65,7 +65,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     here = dataclasses.replace(
         here, model=dataclasses.replace(here.model, num_hidden_layers=layers)
     )
-    tiles = chosen.look_up(here, jax.devices()[0])
+    tiles = chosen.choose_tiles(here, jax.devices()[0])
     mesh = make_mesh(here.mesh, jax.devices()[:1])
     sizes = args.sequences * args.micro_batches, args.micro_batches
     setup = states.set_up(here, mesh)

@@ -44,8 +44,10 @@ def main() -> int:
     from zaya_jax.training.workdir import folder_of
 
     if args.describe:
-        found = recipe.place(
-            fork.settle(args.config, fork.find(args.config, folder_of(args.config, args.workdir)))
+        found = recipe.make_recipe(
+            fork.fill_in(
+                args.config, fork.resolve(args.config, folder_of(args.config, args.workdir))
+            )
         )
         recipe.check(found, found.config.run.fork_step)
         print(notes.phase_table(found))

@@ -58,7 +58,7 @@ def test_every_step_of_a_short_run():
     plan = schedule.make_plan(
         config(num_steps=20, warmup_fraction=0.25, decay_fraction=0.25, final_lr_fraction=0.1)
     )
-    assert (plan.total_steps, plan.total_tokens) == (20, 20 * 1024)
+    assert (plan.last_step, plan.tokens_at_end) == (20, 20 * 1024)
     rates = [plan.step(n).lr / plan.peak_lr for n in range(1, 21)]
     expected = [0.2, 0.4, 0.6, 0.8, 1.0] + [1.0] * 10 + [1 - 0.9 * k / 5 for k in range(1, 6)]
     assert rates == pytest.approx(expected)
@@ -102,10 +102,10 @@ def test_a_phase_has_a_rate_of_its_own_after_the_run_s_warm_up():
     given = config(*FOUR_RATES, warmup_fraction=0.05, decay_fraction=0.25)
     plan = schedule.make_plan(given)
     rates: dict[str, list[float]] = {}
-    for number in range(1, plan.total_steps + 1):
+    for number in range(1, plan.last_step + 1):
         step = plan.step(number)
         rates.setdefault(step.phase.name, []).append(step.lr)
-    warmup = plan.total_tokens * 0.05
+    warmup = plan.tokens_at_end * 0.05
     assert rates["cosine"][0] == pytest.approx(6e-4 * plan.tokens_of_step(1) / warmup)
     assert max(rates["cosine"]) == pytest.approx(6e-4, rel=1e-2)
     middle = next(s for s in plan.segments if s.sequences == 8)
@@ -123,7 +123,7 @@ def test_a_phase_has_a_rate_of_its_own_after_the_run_s_warm_up():
 
 def test_borders_at_which_the_learning_rate_jumps_are_named():
     def table(*phases):
-        return notes.phase_table(recipe.place(config(*phases, decay_fraction=0.25)))
+        return notes.phase_table(recipe.make_recipe(config(*phases, decay_fraction=0.25)))
 
     jumps = re.findall("jumps from (.*) to (.*) where phase (.*) begins", table(*FOUR_RATES))
     assert [jump[0] for jump in jumps][:1] == ["0.0002"] and jumps[1][1] == "0.0001"
@@ -136,18 +136,18 @@ def test_borders_at_which_the_learning_rate_jumps_are_named():
 @pytest.mark.parametrize("phases", [(), RECIPE_IN_SMALL, OWN_RATES])
 def test_a_fork_s_steps_are_the_parent_s_where_nothing_differs(phases, options):
     whole = schedule.make_plan(config(*phases, num_steps=20, **options))
-    for begun in range(1, whole.total_steps):
+    for begun in range(1, whole.last_step):
         forked = config(*phases, num_steps=20, **options)
         run = dataclasses.replace(
             forked.run, fork="x", fork_step=begun, fork_tokens=whole.tokens_of_step(begun)
         )
         plan = schedule.make_plan(dataclasses.replace(forked, run=run))
-        numbers = range(begun + 1, whole.total_steps + 1)
+        numbers = range(begun + 1, whole.last_step + 1)
         assert [plan.step(n) for n in numbers] == [whole.step(n) for n in numbers]
-        assert (plan.begin, plan.total_steps, plan.total_tokens) == (
+        assert (plan.steps_before, plan.last_step, plan.tokens_at_end) == (
             begun,
-            whole.total_steps,
-            whole.total_tokens,
+            whole.last_step,
+            whole.tokens_at_end,
         )
 
 
@@ -183,11 +183,11 @@ def test_recipe():
     # A border is reached with the first step that passes it.
     for before, after in itertools.pairwise(plan.segments):
         assert before.first_step + before.num_steps == after.first_step
-        assert plan.tokens_of_step(after.first_step - 1) == after.first_token
+        assert plan.tokens_of_step(after.first_step - 1) == after.tokens_before
     borders = [10**11 // 2, 10**11, 8 * 10**12, 12 * 10**12]
     for border, segment in zip(borders, plan.segments[1:], strict=False):
-        assert 0 <= segment.first_token - border < 2 * 2**24
-    assert 0 <= plan.total_tokens - 1386 * 10**10 < 4 * 2**24
+        assert 0 <= segment.tokens_before - border < 2 * 2**24
+    assert 0 <= plan.tokens_at_end - 1386 * 10**10 < 4 * 2**24
 
 
 def test_a_ramp_changes_batches_alone():
@@ -201,14 +201,14 @@ def test_a_ramp_changes_batches_alone():
     assert [s.micro_batches for s in with_ramp.segments] == [1, 2, 4, 4]
     assert {s.micro_batches for s in without.segments} == {1}
     border = [
-        next(s for s in plan.segments if s.phase_index == 1).first_token
+        next(s for s in plan.segments if s.phase_index == 1).tokens_before
         for plan in (with_ramp, without)
     ]
     assert abs(border[0] - border[1]) < 1024
     for tokens in range(0, 250_000, 10_000):
         rates = [schedule.learning_rate(p, tokens, p.segments[0]) for p in (with_ramp, without)]
         assert rates[0] == pytest.approx(rates[1], rel=0.05)
-    sizes = [with_ramp.step(n).sequences for n in range(1, with_ramp.total_steps + 1)]
+    sizes = [with_ramp.step(n).sequences for n in range(1, with_ramp.last_step + 1)]
     assert sizes == sorted(sizes) and set(sizes) == {2, 4, 8}
 
 
@@ -244,7 +244,7 @@ def test_a_micro_batch_is_at_most_a_batch(phases):
 
 def test_what_model_and_data_see():
     plan = schedule.make_plan(RECIPE)
-    seen = schedule.phase_config(RECIPE, plan.step(plan.total_steps).phase)
+    seen = schedule.phase_config(RECIPE, plan.step(plan.last_step).phase)
     assert (seen.data.seq_len, seen.data.global_batch, seen.data.micro_batch) == (131_072, 128, 128)
     assert seen.model.rope_parameters.hybrid.rope_theta == 5e6
     assert seen.model.rope_parameters.hybrid_sliding.rope_theta == 1e4

@@ -456,7 +456,7 @@ def create(
         settings, model=with_own(settings.model, layer=layer, router=router)
     )
     settings, over = arguments.with_mesh(settings, mesh)
-    kernels.look_up(settings, jax.devices()[0])
+    kernels.choose_tiles(settings, jax.devices()[0])
     params, balance = functions.init(settings, seed, over)
     name, place = f"seed {seed}", settings.data.tokenizer if tokenizer else None
     origin = AnyModel(name, Path(), settings, exchange.InMemory({}), place)
@@ -491,7 +491,7 @@ def load(
     own = dataclasses.replace(found.config, model=found.model)
     own = arguments.with_dtype(own, dtype or ("float32" if imported_now else None))
     own, over = arguments.with_mesh(own, mesh)
-    kernels.look_up(own, jax.devices()[0])
+    kernels.choose_tiles(own, jax.devices()[0])
     params, balance = found.load_weights(functions.shardings(own, over) if over else None)
     origin = dataclasses.replace(found, source=exchange.InMemory({}))
     return LanguageModel(own, params, balance, found.tokenizer(), over, found.name, origin)
@@ -527,7 +527,7 @@ def train(
     if code != cli.DONE:
         raise TrainingStopped(code, folder)
     plan = schedule.make_plan(settings)
-    phase = plan.step(min(plan.total_steps, settings.run.num_steps)).phase
+    phase = plan.step(min(plan.last_step, settings.run.num_steps)).phase
     mesh = (
         dataclasses.asdict(schedule.phase_config(settings, phase).mesh)
         if jax.device_count() > 1

@@ -1,8 +1,13 @@
 """A training run, from a config to a report; read it from top to bottom.
 
-`begin` finds out how the run begins; a `Loop` trains from there to one of its ends. After a loss
-spike it may go back: `Loop.run` then returns None, and `train` begins again from an earlier
-checkpoint, or without one from the beginning.
+    train                           repeats the following until there is an exit code
+      open_run                      opens the folder, finds out how the run starts, checks everything
+      Loop(opened, ..)              records the start, makes the state
+      Loop.run                      per step: train_step, measure_and_save, replay, then perhaps an end
+        done, mesh_change, stopped, unhealthy, wrong_device       ends with an exit code
+        go_back                                                   after a loss spike: None, start over
+
+After going back, the run starts over from an earlier checkpoint, or without one from its beginning.
 """
 
 import contextlib
@@ -55,20 +60,23 @@ def train(
     """Trains a run from its beginning or from where it stopped; returns the exit code.
 
     Once the loop has begun, every end but going back writes the last figures to metrics.jsonl.
-    `tracker` is called with each step and its figures, `observers` with the state too, after every
-    so many steps. `faults` are for tests: `tools.faults.Faults`.
+    `tracker` is called with each step and its figures; each of `observers` after every `every`
+    steps, with the state too. `faults` are for tests: `tools.faults.Faults`.
     """
     host.require_x32()
     host.keep_compiled()
     stop, code = None, None
-    while code is None:  # the first time, and after each time that the run went back behind a spike
+    while code is None:  # the first time, and each time that the run went back
+        # Callbacks run in reverse: the loop ends before its folder is unlocked.
         with contextlib.ExitStack() as at_end:
-            begun = begin(config, folder, at_end)
-            if begun.planned.reached == begun.planned.recipe.last_step:
-                return already_complete(begun)
-            loop = Loop(begun, faults, tracker, observers)
-            stop = stop or multihost.StopSignal()  # from here on a first signal saves, then stops
-            at_end.push(loop.failed)
+            opened = open_run(config, folder, at_end)
+            if opened.planned.reached == opened.planned.recipe.last_step:
+                return already_complete(opened)
+            loop = Loop(opened, faults, tracker, observers)
+            # From here on a first signal saves and then stops. Made once: a signal that came before
+            # the run went back still counts.
+            stop = stop or multihost.StopSignal()
+            at_end.push(loop.on_exit)
             at_end.callback(loop.profile.stop)
             at_end.callback(loop.stream.close)
             code = loop.run(stop)
@@ -77,28 +85,28 @@ def train(
 
 
 # ################################################################################################
-# How it begins
+# How it starts
 # ##################################################################################################
 
 
 @dataclasses.dataclass(frozen=True)
-class Beginning:
-    """How a run begins."""
+class OpenedRun:
+    """A run whose folder is open and locked, and how it starts."""
 
-    way: start.Way
+    kind: start.StartKind
     planned: start.PlannedStart  # after step `planned.reached`; `planned.state` holds only shapes
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # of the checkpoint that it resumes or forks from; otherwise empty
     decided: list[decisions.Decision]  # its earlier rollbacks
-    kernels: dict[str, Any] | None  # `kernels.look_up`
+    tiles: kernels.Tiles | None
     workdir: Path
     cleanup: CleanupIfRefused
     store: Store
 
 
-def begin(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Beginning:
-    """Opens the folder, finds out how the run begins, and checks all that can be checked before
-    anything is compiled.
+def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> OpenedRun:
+    """Opens the folder, finds out how the run starts, and checks everything that can be checked
+    before anything is compiled.
 
     A newly created folder is removed if a check fails.
 
@@ -110,63 +118,62 @@ def begin(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Beginni
        separate run;
     4. initial weights: those of `run.init_from`, with a fresh optimizer;
     5. fresh.
-    If the run has gone back before, the checkpoints that it abandoned are set aside before the
-    newest is looked for;
-    last, the batches that it leaves out are taken out of the stream.
+    If the run has gone back before, abandoned checkpoints are set aside first, and skipped batches
+    are removed from the stream at the end.
     """
-    recipe, tokenizer = start.plan_run(config, folder)
-    found = kernels.look_up(recipe.config, jax.devices()[0], together=True)
+    recipe, tokenizer = start.load_recipe(config, folder)
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
-    folder, cleanup, store, decided = _open(folder, config, at_end)
-    way: start.Way = "fresh"
-    # here or in the durable place, verified; all processes together
+    # Before anything is compiled, and by all processes together.
+    tiles = kernels.choose_tiles(config, jax.devices()[0], collective=True)
+    cleanup = CleanupIfRefused(folder)
+    folder = open_workdir(folder, config, cleanup.locked)
+    at_end.push(cleanup)  # only now: a folder that another run has locked must stay
+    decided = multihost.broadcast_from_zero("decisions", functools.partial(decisions.read, folder))
+
+    def accept(saved: dict[str, Any]) -> str:
+        return check_same(config_lib.check(saved.get("config")), config, folder, saved["step"])
+
+    store = Store(folder, config.checkpoint, logs.say, accept)
+    # Here or in the durable place, verified; all processes together.
     newest = store.find_newest(decided)
+    kind: start.StartKind = "fresh"
     reached, parent, meta = 0, None, dict[str, Any]()
     if newest:
-        way, reached, meta = "resumed", newest, read_meta(folder, newest)
+        kind, reached, meta = "resumed", newest, read_meta(folder, newest)
     elif newest == 0:
-        way = "imported"
+        kind = "imported"
     elif config.run.fork:
         parent = fork.Parent(config, tokenizer)
-        way, reached, meta = "forked", config.run.fork_step, parent.meta
+        kind, reached, meta = "forked", config.run.fork_step, parent.meta
     elif config.run.init_from:
-        way = "initial weights"
+        kind = "initial weights"
     planned = start.plan_start(reached, recipe, tokenizer)
     if parent:
         planned.notes.append(parent.note(recipe.plan))
-    if 0 < reached < recipe.last_step:
+    if 0 < reached < recipe.last_step:  # a complete run is not trained on
         # The checkpoint's config, since a start that never saved may have written config.json. A
         # fork's is its own.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
-    planned.notes.extend(kernels.notes(meta, found, reached))
+    planned.notes.extend(kernels.notes(meta, tiles, reached))
     decided = decisions.merge(decided, meta.get("decisions", []), folder)
     if decided:
         planned.stream.skip_batches(decisions.skipped_batches(decided))
-    return Beginning(way, planned, parent, meta, decided, found, folder, cleanup, store)
+    return OpenedRun(kind, planned, parent, meta, decided, tiles, folder, cleanup, store)
 
 
-def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
-    """(folder, cleanup of a refused start, checkpoints, the run's decisions); locked until this
-    start ends."""
-    cleanup = CleanupIfRefused(folder)
-    folder = open_workdir(folder, config, cleanup.locked)
-    at_end.push(cleanup)
-    decided = multihost.broadcast_from_zero("decisions", functools.partial(decisions.read, folder))
-    accept = lambda m: check_same(config_lib.check(m.get("config")), config, folder, m["step"])  # noqa: E731
-    store = Store(folder, config.checkpoint, logs.say, accept)
-    return folder, cleanup, store, decided
-
-
-def already_complete(begun: Beginning) -> int:
+def already_complete(opened: OpenedRun) -> int:
     """Handles a start after the last step: writes a missing report or durable copy, and says so."""
-    recipe = begun.planned.recipe
-    figures, updates = begun.meta.get("metrics") or {}, begun.planned.reached - recipe.plan.begin
-    code = final_code(figures, begun.meta.get("unsound", 0), updates)
-    # it returns the steps without a durable copy
-    code = cli.STORAGE if begun.store.close() else code
+    recipe = opened.planned.recipe
+    updates = opened.planned.reached - recipe.plan.steps_before
+    figures = opened.meta.get("metrics") or {}
+    code = final_code(figures, opened.meta.get("unsound", 0), updates)
+    uncopied_steps = opened.store.close()
+    if uncopied_steps:
+        code = cli.STORAGE
     if multihost.is_writer():
-        logs.say(notes.complete(recipe, begun.workdir, write_report(begun.workdir)))
+        report = write_report(opened.workdir)
+        logs.say(notes.complete_line(recipe, opened.workdir, report))
     return code
 
 
@@ -176,23 +183,24 @@ def already_complete(begun: Beginning) -> int:
 
 
 class Loop:
-    """The steps of one start. Each is dispatched before the figures of the last one are read: no
-    accelerator waits."""
+    """The steps of one start. Each step is dispatched before the figures of the previous one are
+    read: no accelerator waits."""
 
     def __init__(
         self,
-        begun: Beginning,
+        opened: OpenedRun,
         faults: Any = None,
         tracker: Function | None = None,
         observers: Sequence[Observer] = (),
     ):
-        self.begun, self.planned = begun, begun.planned
+        self.opened, self.planned = opened, opened.planned
         self.faults, self.observers = faults, observers
         self.config, self.plan = self.planned.recipe.config, self.planned.recipe.plan
-        self.store, self.workdir = begun.store, begun.workdir
+        self.store, self.workdir = opened.store, opened.workdir
         self.mesh, self.stream = self.planned.phase.mesh, self.planned.stream
-        self.program = functools.cache(self._program)
-        self.kept: dict[str, float] = {}  # the figures of the last save
+        self.train_program = functools.cache(self._train_program)
+        self.replay_program = functools.cache(self._replay_program)
+        self.last_saved_figures: dict[str, float] = {}
         self.ended = ""  # an observer's reason to end the run
         # First of all: an agent that watches this process counts its silence from here.
         self.pace = Pace(jax.devices()[0])
@@ -203,19 +211,23 @@ class Loop:
 
     def _first_state(self) -> None:
         """Records the start, then makes the state; from here on the stream sends batches."""
-        begun, planned = self.begun, self.planned
-        lineage = begun.meta.get("lineage", [])
+        opened, planned = self.opened, self.planned
+        lineage = opened.meta.get("lineage", [])
         record_start(self.workdir, self.config, planned.tokenizer, lineage)
-        if begun.decided and multihost.is_writer():
-            decisions.write(self.workdir, begun.decided)
+        if opened.decided and multihost.is_writer():
+            decisions.write(self.workdir, opened.decided)
         # Other processes read what process 0 has just written.
         multihost.barrier("set-up")
-        # `copies.take` makes the copy from which a checkpoint is written; `copies.held` says where
-        # its arrays lie in that.
-        self.copies = snapshot.Copies(planned.setup.optimizer, planned.state, logs.say)
-        # `named`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
-        self.state, self.named = start.first_state(
-            begun.way, planned, begun.parent, begun.meta, self.store, self.copies, open_weights
+        self.snapshots = snapshot.Snapshots(planned.setup.optimizer, planned.state, logs.say)
+        # `base_fields`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
+        self.state, self.base_fields = start.first_state(
+            opened.kind,
+            planned,
+            opened.parent,
+            opened.meta,
+            self.store,
+            self.snapshots,
+            open_weights,
         )
         # After the state, whose making needs more memory than a step.
         self.stream.send_with(self._put)
@@ -224,32 +236,36 @@ class Loop:
         """Makes the last checks that can refuse the run, and says how it starts."""
         planned = self.planned
         # Unreadable held-out text is an error now, not at the first evaluation.
-        self.evaluation.windows(self.plan.step(planned.reached + 1).phase)
-        # Nothing is said, and a new folder is not kept, before all processes have come so far.
+        self.evaluation.batches(self.plan.step(planned.reached + 1).phase)
+        # Until all processes have come so far nothing is said, and a new folder is not kept.
         multihost.barrier("the first step")
-        said = planned.notes + self.evaluation.notes
-        notes.describe_start(planned.recipe, planned.phase, self.workdir, planned.reached, said)
-        self.begun.cleanup.keep()
+        all_notes = planned.notes + self.evaluation.notes
+        notes.describe_start(
+            planned.recipe, planned.phase, self.workdir, planned.reached, all_notes
+        )
+        self.opened.cleanup.run_began()
 
     def _first_figures(self, tracker: Function | None) -> None:
-        """What goes on from the checkpoint: files are cut to its step, counts continue."""
-        begun, reached = self.begun, self.planned.reached
-        counts = {} if begun.parent else begun.meta  # a fork starts its own
-        self.guard = Guard(self.config.guard, self.workdir, begun.decided, counts, reached)
+        """Resumes what is counted: files are cut to the checkpoint's step, counts continue."""
+        opened, reached = self.opened, self.planned.reached
+        counts = {} if opened.parent else opened.meta  # a fork starts its own
+        self.guard = Guard(self.config.guard, self.workdir, opened.decided, counts, reached)
         # A run that ended as unhealthy resumes with its count one below the limit: one more bad
         # step ends it.
         unsound = min(counts.get("unsound", 0), UNHEALTHY_AFTER - 1)
         self.profile = Profile(self.config.log.profile, self.workdir)
         self.trackers = Trackers(self.config, self.workdir, reached, tracker)
-        self.figures = Figures(begun, unsound, self.pace, self.guard, self.trackers)
+        self.figures = Figures(opened, unsound, self.pace, self.guard, self.trackers)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
 
     def run(self, stop: multihost.StopSignal) -> int | None:
-        """Trains to an end; its exit code, or None where the run goes back and begins again."""
+        """Trains until an end. Returns the exit code, or None if the run goes back and must start
+        over."""
         self.stop = stop
         if fault := self.try_step():
             return self._end(self.planned.reached, cli.HARDWARE, fault)
         self.before_the_first_step()
+        self.pace.start()
         for number in range(self.planned.reached + 1, self.planned.end + 1):
             now = self.plan.step(number)
             if self.faults:
@@ -257,31 +273,31 @@ class Loop:
             with self.pace.outside_a_step():
                 self.profile.before_step(number, self.state)
             with jax.profiler.StepTraceAnnotation("step", step_num=number):
-                batch = self.step(now)
+                batch = self.train_step(now)
             multihost.collect_garbage(number)
-            stopping = stop.after(number)
-            owed = self.measure_and_save(now, stopping)
-            if wrong := self.compute_again(now, batch):
+            stopping = stop.after(number)  # once per step: processes agree on a later step
+            self.measure_and_save(now, stopping)
+            if wrong := self.replay(now, batch):
                 return self.wrong_device(wrong)
             self.pace.lap()
             if self.guard.spike:  # normally of the step before
                 return self.go_back(number)
-            # Before a signal, after which the same command would go on; the last step ends by itself.
+            # Checked before the stop signal, whose exit code makes a supervisor restart the run.
+            # The last step ends by itself.
             if self.ended and number < self.planned.recipe.last_step:
-                return self._end(
-                    number, cli.DONE, f"{self.ended}: ends after step {number}; saved", again=True
-                )
+                line = f"{self.ended}: ends after step {number}; saved"
+                return self._end(number, cli.DONE, line, retry_copies=True)
             if stopping:
-                return self.stopped(number, owed)
+                return self.stopped(number)
             if self.figures.unsound >= UNHEALTHY_AFTER:
                 return self.unhealthy(number)
-        return (
-            self.done() if self.planned.end == self.planned.recipe.last_step else self.at_border()
-        )
+        if self.planned.end < self.planned.recipe.last_step:
+            return self.mesh_change()
+        return self.done()
 
     def try_step(self) -> str:
-        """Tries the step of a small model where this machine has not seen it right; a line if it is
-        wrong."""
+        """Tries the step of a small model, unless it was already right on this machine; returns an
+        error line, or ""."""
         placed = self.planned.phase
         # With several micro-batches gradients are added up, another program than with one.
         micro_batches = max(segment.micro_batches for segment in placed.segments)
@@ -290,74 +306,79 @@ class Loop:
             return first_step.fault(placed.config, self.mesh, micro_batches, logs.say)
 
     def before_the_first_step(self) -> None:
-        """A fork's first save, an evaluation that the last start postponed, or given weights' loss
-        before training."""
-        begun, reached = self.begun, self.planned.reached
-        if begun.parent:  # from here on it is a run of its own
-            self.save(reached, begun.meta["tokens"], begun.meta["metrics"], last=False)
-        elif begun.meta.get("evaluation_owed"):
-            self.evaluation.make_up(self.state, reached, self.figures.writer)
-        elif begun.way in ("imported", "initial weights"):
+        """Saves a fork, or measures the loss of given weights before training."""
+        meta = self.opened.meta
+        if self.opened.parent:  # from here on it is a run of its own
+            self.save(self.planned.reached, meta["tokens"], meta["metrics"], last=False)
+        elif self.opened.kind in ("imported", "initial weights"):
             self.evaluation.before_training(self.state, self.figures.writer)
-        self.pace.start()
 
-    def step(self, now: Step) -> Any:
-        """Fetches a batch, dispatches the step, then reads the figures of the step before; gives
-        the batch."""
+    def train_step(self, now: Step) -> Any:
+        """Fetches a batch, dispatches the step, then reads the figures of the step before.
+
+        Returns the batch, with which a replay repeats the gradients.
+        """
         self.pace.begin("step", now.number, (now.phase_index, now.sequences))
         batch = next(self.stream)
-        self.pace.dispatch()
-        self.state, figures = self.program(now.phase_index)(self.state, batch, np.float32(now.lr))
+        self.pace.mark_dispatch()
+        program = self.train_program(now.phase_index)
+        self.state, figures = program(self.state, batch, np.float32(now.lr))
         self.pace.at("step", now.number, "wait")
-        self.figures.dispatched(now, figures)
+        self.figures.take(now, figures)
         return batch
 
-    def measure_and_save(self, now: Step, stopping: bool) -> bool:
-        """Evaluates, calls observers, and saves, each if due; True if a stopping run leaves the
-        evaluation to the next start."""
-        number, last = now.number, now.number == self.planned.end or stopping
-        due_save = self.timer.after(number) or number % self.config.checkpoint.every_steps == 0
+    def measure_and_save(self, now: Step, stopping: bool) -> None:
+        """Evaluates, calls observers, and saves, each if due.
+
+        A run that is stopping saves without an evaluation: its scheduler may kill it before that
+        ends.
+        """
+        number = now.number
+        last = number == self.planned.end or stopping
+        timer_due = self.timer.after(number)  # once per step: processes agree on a later step
+        due_save = timer_due or number % self.config.checkpoint.every_steps == 0
         due_eval = number % self.config.eval.every == 0 or number == self.planned.recipe.last_step
+        due_eval = due_eval and (number == self.planned.end or not stopping)
         with self.pace.outside_a_step():  # a phase's held-out text is read when it is first due
-            due_eval = due_eval and bool(self.evaluation.windows(now.phase))
-        owed = due_eval and stopping and number < self.planned.end
+            due_eval = due_eval and bool(self.evaluation.batches(now.phase))
         observers = [x for x in self.observers if number % x.every == 0]
         if not (due_eval or due_save or observers or last):
-            return False
+            return
         self.pace.mark("wait")
         jax.block_until_ready(self.state)
-        _, figures = self.figures.read()
+        _, figures = self.figures.pop()
         measured: dict[str, Any] = {}
         observed: dict[str, Any] = {}
         try:
             measured = multihost.reduce_figures(self.stream.metrics(), pipeline.OVER_PROCESSES)
             with self.pace.outside_a_step():
-                if due_eval and not owed:
+                if due_eval:
                     measured |= self.evaluation.losses(self.state, now)
                 observed = self.observe(observers, number, figures | measured)
         finally:  # the step's own figures are written whatever fails
-            self.figures.write(now, observed | figures | measured)
+            self.figures.record(now, observed | figures | measured)
         # After a spike the run goes back.
         if (due_save or last or self.ended) and not self.guard.spike:
             judged = {name: float(figures[name]) for name in retention.FIGURES}
-            self.kept = judged | measured | self.guard.checkpoint_figures()
-            self.save(number, now.tokens_after, self.kept, bool(last or self.ended), owed)
-        return owed
+            self.last_saved_figures = judged | measured | self.guard.checkpoint_figures()
+            ends = bool(last or self.ended)
+            self.save(number, now.tokens_after, self.last_saved_figures, ends)
 
     def observe(self, observers: Sequence[Observer], number: int, figures: dict) -> dict:
-        """Calls the observers; gives their figures, by which nothing here judges."""
-        found: dict[str, Any] = {}
+        """Calls the observers and returns their figures, which never affect rollbacks or exit
+        codes."""
+        observed: dict[str, Any] = {}
         for observer in observers:
-            self.pace.begin("evaluate", number, id(observer))
+            self.pace.begin("evaluate", number, id(observer))  # its first call may compile
             try:
-                found |= observer.after_step(number, self.state, found | figures) or {}
+                observed |= observer.after_step(number, self.state, observed | figures) or {}
             except EndRun as end:
                 self.ended = str(end) or "no reason given"
-        return found
+        return observed
 
-    def save(self, number: int, tokens: int, figures: dict, last: bool, owed: bool = False) -> None:
-        """Begins a save of the state, with all that a resumed run needs; only the last is waited
-        for."""
+    def save(self, number: int, tokens: int, figures: dict, last: bool) -> None:
+        """Starts saving the state, with everything that a resumed run needs. Waits until it is
+        saved only if `last`."""
         self.pace.at("save", number)
         self.figures.writer.flush()
         if not last and not self.store.wait_for_room(number):
@@ -370,20 +391,19 @@ class Loop:
             "tokenizer": self.planned.tokenizer.sha256,
             "version": __version__,
             "metrics": figures,
-            "lineage": self.begun.meta.get("lineage", []),
-            "evaluation_owed": owed,
+            "lineage": self.opened.meta.get("lineage", []),
             "unsound": self.figures.unsound,
-            **self.named,
+            **self.base_fields,
             **self.guard.checkpoint_fields(),
-            **kernels.meta(self.begun.kernels),
+            **kernels.checkpoint_fields(self.opened.tiles),
         }
         # Before the first step the devices do not show yet what memory a step needs.
         before_a_step = number == self.planned.reached
-        take = self.copies.on_host if before_a_step else self.copies.take
+        take = self.snapshots.on_host if before_a_step else self.snapshots.take
         save = self.store.save_now if last else self.store.save
-        save(number, take(self.state), meta, self.copies.held)
+        save(number, take(self.state), meta, self.snapshots.locations)
 
-    def compute_again(self, now: Step, batch: Any) -> dict | None:
+    def replay(self, now: Step, batch: Any) -> dict | None:
         """If due, computes gradients with the new weights repeatedly, on the same and on other
         devices, and compares.
 
@@ -392,19 +412,16 @@ class Loop:
         if not self.guard.take_replay_request(now.number):
             return None
         with self.pace.outside_a_step():
-            self.pace.begin("evaluate", now.number, (now.phase_index, now.sequences, "again"))
-            params, bias, frozen = (
-                self.state["params"],
-                self.state["balance"].bias,
-                self.state.get("frozen"),
-            )
-            finding = self.program(now.phase_index, again=True)(params, bias, batch, frozen)
+            self.pace.begin("evaluate", now.number, (now.phase_index, now.sequences, "replay"))
+            state = self.state
+            program = self.replay_program(now.phase_index)
+            finding = program(state["params"], state["balance"].bias, batch, state.get("frozen"))
             return self.guard.record_replay(
-                now.number, finding, self.mesh, self.saved_steps, self.plan.begin
+                now.number, finding, self.mesh, self.wait_for_saved_steps, self.plan.steps_before
             )
 
-    def saved_steps(self) -> list[int]:
-        """The checkpoints here, once the save in flight has ended."""
+    def wait_for_saved_steps(self) -> list[int]:
+        """Waits for the save in flight; returns the steps of the checkpoints here."""
         self.store.wait_for_save()
         return self.store.steps()
 
@@ -413,18 +430,23 @@ class Loop:
         if number > self.planned.end:  # read ahead beyond this mesh's last step, and never used
             return batch
         if self.faults:
-            batch = self.faults.batch(batch, number, decisions.skipped_batches(self.begun.decided))
+            skipped = decisions.skipped_batches(self.opened.decided)
+            batch = self.faults.batch(batch, number, skipped)
         micro_batches = self.plan.step(number).micro_batches
         return steps.put_batch(self.mesh, batch, micro_batches, self.planned.setup.spread)
 
-    def _program(self, phase_index: int, again: bool = False) -> Any:
-        """A phase's training step, or the check that computes gradients repeatedly."""
-        own = self.planned.recipe.phases[phase_index].config
-        hook = self.faults and self.faults.gradients(self.mesh, again)
-        if again:
-            return Replay(own, self.planned.setup, hook)
+    def _train_program(self, phase_index: int) -> Any:
+        """A phase's training step."""
         logs.say("compiling the training step; the next start on this machine finds it compiled")
-        return steps.make_train_step(own, self.planned.setup, hook)
+        phase_config = self.planned.recipe.phases[phase_index].config
+        hook = self.faults and self.faults.gradients(self.mesh, False)
+        return steps.make_train_step(phase_config, self.planned.setup, hook)
+
+    def _replay_program(self, phase_index: int) -> Replay:
+        """A phase's check that computes gradients repeatedly."""
+        phase_config = self.planned.recipe.phases[phase_index].config
+        hook = self.faults and self.faults.gradients(self.mesh, True)
+        return Replay(phase_config, self.planned.setup, hook)
 
     # Its ends
 
@@ -433,46 +455,52 @@ class Loop:
         last = self.planned.end
         self.pace.at("end", last)
         self.figures.close()
-        code = final_code(self.kept, self.figures.unsound, last - self.plan.begin)
-        # it returns the steps without a durable copy
-        code = cli.STORAGE if self.store.close() else code
+        unsound = self.figures.unsound
+        code = final_code(self.last_saved_figures, unsound, last - self.plan.steps_before)
+        uncopied_steps = self.store.close()
+        if uncopied_steps:
+            code = cli.STORAGE
         self.state = None  # frees its memory for the sample
         if multihost.is_writer():
             phase_config = self.planned.recipe.phase_of_step(last).config
             try:
                 weights = with_base(SealedSource(self.workdir, last))
                 write_sample(self.workdir, phase_config, self.planned.tokenizer, weights)
-            except Exception as error:  # as where the device has no room for it: the run is whole
+            except Exception as error:  # such as too little memory: the run itself is complete
                 logs.say(f"warning: no sample ({config_lib.first_line(error)})")
             write_report(self.workdir)
-        logs.say(
-            notes.done(last, self.plan.tokens_of_step(last), self.figures.unsound, self.workdir)
-        )
+        tokens = self.plan.tokens_of_step(last)
+        logs.say(notes.done_line(last, tokens, unsound, self.workdir))
         return code
 
-    def at_border(self) -> int:
+    def mesh_change(self) -> int:
         """The next phase has another mesh, which needs a new start."""
         end = self.planned.end
-        return self._end(end, cli.PREEMPTED, notes.border(self.planned.recipe, end), again=True)
+        line = notes.mesh_change_line(self.planned.recipe, end)
+        return self._end(end, cli.PREEMPTED, line, retry_copies=True)
 
-    def stopped(self, number: int, owed: bool) -> int:
+    def stopped(self, number: int) -> int:
         """A signal came, and the step is saved."""
-        more = f", first with the evaluation of step {number}" if owed else ""
+        due_eval = number % self.config.eval.every == 0 and number < self.planned.end
+        if due_eval and self.evaluation.batches(self.plan.step(number).phase):
+            left_out = ", without its evaluation"
+        else:
+            left_out = ""
         line = (
-            f"stopped by {self.stop.asked} after step {number}; saved. The same command"
-            f" continues{more}."
+            f"stopped by {self.stop.asked} after step {number}; saved{left_out}. The same command"
+            " continues."
         )
         return self._end(number, cli.PREEMPTED, line)
 
     def unhealthy(self, number: int) -> int:
         """Too many steps in a row had no sound update."""
-        what, path = notes.without_effect(self.figures.unsound), self.figures.writer.path
-        line = f"error: {what}; see loss and grad_norm in {path}."
-        return self._end(number, cli.UNHEALTHY, line, again=True, way_back=True)
+        what = notes.no_effect_line(self.figures.unsound)
+        line = f"error: {what}; see loss and grad_norm in {self.figures.writer.path}."
+        return self._end(number, cli.UNHEALTHY, line, retry_copies=True, suggest_checkpoint=True)
 
     def wrong_device(self, wrong: dict) -> int:
-        """A device computes wrongly: the agent, or the person who started this run, can leave it
-        out."""
+        """A device computes wrongly: the agent, or the person who started this run, can exclude
+        it."""
         line = (
             f"error: {wrong['seen']}. Exclude it and repeat the command: it continues from step"
             f" {wrong['step']}"
@@ -480,51 +508,61 @@ class Loop:
         return self._end(wrong["at"], cli.HARDWARE, line)
 
     def go_back(self, number: int) -> int | None:
-        """After a spike: records the step to go back to. None to begin again there; a code if the
-        run ends.
+        """After a spike: records the rollback. Returns None to start over from there, or an exit
+        code if the run must end.
 
         After a signal that code is 75, and nothing is saved: the next start goes back.
         """
         self.pace.at("end", number)
-        decision = self.guard.go_back(self.saved_steps(), self.plan.begin)
+        saved = self.wait_for_saved_steps()
+        decision = self.guard.go_back(saved, self.plan.steps_before)
         if decision is None:
-            times = f"config.guard.rollbacks={self.config.guard.rollbacks} times"
-            line = f"error: {self.guard.spike}; the run went back {times}, so it ends."
-            return self._end(number, cli.UNHEALTHY, line, way_back=True)
+            limit = f"config.guard.rollbacks={self.config.guard.rollbacks}"
+            line = f"error: {self.guard.spike}; the limit {limit} is reached, so the run ends."
+            return self._end(number, cli.UNHEALTHY, line, suggest_checkpoint=True)
         self.store.close(retry_copies=False)
-        batches = f"the {decision['batches']} batches since"
         logs.say(
-            f"{self.guard.spike}: back to step {decision['step']}, continuing without {batches}"
+            f"{self.guard.spike}: back to step {decision['step']}, skipping the"
+            f" {decision['batches']} batches that followed it"
         )
         self.state = None  # frees its memory for the next state
         self.figures.drop()
         return cli.PREEMPTED if self.stop.anywhere() else None
 
-    def failed(self, kind: type | None, *_: object) -> None:
-        """The callback of an ExitStack: an error ends the run. A disk that hangs must not delay the
-        message."""
+    def on_exit(self, kind: type | None, *_: object) -> None:
+        """An ExitStack's callback: winds up if an error ends the run. A disk that hangs must not
+        delay the error's message."""
         if kind:
             leaving.within(leaving.PATIENCE, self._wind_up)
             self.trackers.end()
 
     def _end(
-        self, number: int, code: int, line: str, again: bool = False, way_back: bool = False
+        self,
+        number: int,
+        code: int,
+        line: str,
+        retry_copies: bool = False,
+        suggest_checkpoint: bool = False,
     ) -> int:
-        """Ends after a step with this last line; `again`: tries failed durable copies once more.
+        """Ends after a step with this last line.
 
-        A failed copy is no error where a next start tries it again.
+        A failed durable copy is no error if the next start tries it again; with `retry_copies` it
+        is tried once more now. `suggest_checkpoint` adds with which checkpoint to begin a new run.
         """
         self.pace.at("end", number)
-        if self.store.close(retry_copies=again) and code == cli.DONE:
+        uncopied_steps = self.store.close(retry_copies=retry_copies)
+        if uncopied_steps and code == cli.DONE:
             code = cli.STORAGE
         self._wind_up()
-        logs.say(f"{line} {self.store.advice_on_return()}" if way_back else line)
+        if suggest_checkpoint:  # now that no save is in flight
+            line = f"{line} {self.store.advice_on_return()}"
+        logs.say(line)
         return code
 
     def _wind_up(self) -> None:
         """Writes the last figures and a report, at every end but `done` and going back."""
         self.figures.close()
-        # after it every second counts
+        # After SIGTERM every second counts.
         if multihost.is_writer() and "SIGTERM" not in self.stop.asked:
             with contextlib.suppress(Exception):
                 write_report(self.workdir)

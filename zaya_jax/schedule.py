@@ -1,24 +1,24 @@
 """Computes each step's phase, batch and learning rate, as pure functions of the tokens seen.
 
-Progress is counted in tokens (positions, padding included), in Python's integers: 12T of them are
-no float32. A run is a row of phases (context length, RoPE base, mixture and batch,
-`config.schedule.phases`), a phase a row of segments with one batch size each: a ramp doubles the
-batch, so that a 12T-token run with a ramp from 256 to 4096 sequences has five segments and its step
-compiles for five of them: for other numbers of micro-batches, or for smaller ones where a step has
-fewer sequences than a micro-batch. A batch ramp moves neither a phase's borders nor the learning
-rate, since both are given in tokens. `learning_rate` is the whole rule of the latter.
+Progress is counted in tokens (positions, padding included), in Python's integers: float32 cannot
+count 12T exactly. A run is a row of phases (context length, RoPE base, mixture and batch,
+`config.schedule.phases`), and a phase a row of segments with one batch size each: a ramp doubles
+the batch. A 12T-token run with a ramp from 256 to 4096 sequences has five segments. The step is
+compiled once per segment, because the number (or size) of its micro-batches differs. A batch ramp
+moves neither a phase's borders nor the learning rate, since both are given in tokens.
+`learning_rate` is the whole rule of the latter.
 
     plan = schedule.make_plan(config)
     step = plan.step(number)
     step.micro_batches, step.lr, step.tokens_after, step.phase
-    here = schedule.phase_config(config, step.phase)    # for the model, the data and the mesh in that phase
+    config = schedule.phase_config(config, step.phase)    for the model, the data and the mesh in that phase
 
 A step belongs to the phase and segment in which it starts; phases and segments end with the first
 step that reaches their border, so their lengths are rounded up to whole steps.
 
-A fork's plan (`config.run.fork`) counts steps and tokens from its parent's first: it is of the
-whole run, and begins with the step after `run.fork_step`. Its own phases do not apply to the steps
-before.
+The plan of a fork (`config.run.fork`) is that of the whole run, without the steps of the parent: it
+begins with the step after `run.fork_step`, and counts steps and tokens from the parent's first. Its
+own phases do not apply to the steps before.
 """
 
 import bisect
@@ -27,10 +27,9 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any
 
-from zaya_jax.config import Config, Phase, Schedule, UserError, fields
+from zaya_jax.config import Config, Phase, Schedule, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Segment:
     micro_batches: int
     first_step: int  # 1 is the run's first
     num_steps: int
-    first_token: int  # seen before its first step
-    phase_begin: int  # tokens before its phase, also where a fork begins in the middle of that
+    tokens_before: int
+    tokens_before_phase: int  # also if a fork begins in the middle of that
 
     @property
     def tokens_per_step(self) -> int:
@@ -75,36 +74,36 @@ class Plan:
     decay_begin: float = 0  # tokens after which the run's learning rate falls
 
     @property
-    def begin(self) -> int:
-        """The step before the first: 0, or a fork's."""
+    def steps_before(self) -> int:
+        """The steps before the plan's first: 0, or a fork's parent's."""
         return self.segments[0].first_step - 1
 
     @property
-    def total_steps(self) -> int:
+    def last_step(self) -> int:
         """The number of the last step."""
         last = self.segments[-1]
         return last.first_step + last.num_steps - 1
 
     @property
-    def total_tokens(self) -> int:
-        """Tokens seen when it is over."""
-        return self.tokens_of_step(self.total_steps)
+    def tokens_at_end(self) -> int:
+        """Tokens seen after the last step, a parent's included."""
+        return self.tokens_of_step(self.last_step)
 
     def tokens_of_step(self, number: int) -> int:
-        """Tokens seen after step `number`; 0 steps have seen none, those before a fork's first its
-        parent's."""
-        if not self.begin <= number <= self.total_steps:
+        """Tokens seen after step `number`, from `steps_before` on."""
+        if not self.steps_before <= number <= self.last_step:
             raise ValueError(
-                f"step {number} is outside the run's steps {self.begin} to {self.total_steps}"
+                f"step {number} is outside the run's steps {self.steps_before} to {self.last_step}"
             )
         segment = self._segment_at(number)
-        return segment.first_token + (number - segment.first_step + 1) * segment.tokens_per_step
+        return segment.tokens_before + (number - segment.first_step + 1) * segment.tokens_per_step
 
     def step(self, number: int) -> Step:
         """Step `number`, from 1."""
-        tokens, segment = self.tokens_of_step(number), self._segment_at(number)
+        segment = self._segment_at(number)
         if number < segment.first_step:
             raise ValueError(f"steps are counted from {segment.first_step}, not {number}")
+        tokens = self.tokens_of_step(number)
         return Step(
             number,
             segment.phase,
@@ -124,23 +123,25 @@ def learning_rate(plan: Plan, tokens: int, segment: Segment) -> float:
     """The learning rate of the step of `segment` that ends after `tokens` tokens.
 
     Up, constant, down: it rises from 0 over the run's first tokens, and falls over its last ones,
-    or in a phase with a rate of its own from that phase's first token to its last. A fall begins
-    behind the rise in any case.
+    or, in a phase with its own rate, from that phase's first token to its last. The decay never
+    starts before the warm-up has ended.
     """
-    phase, run = segment.phase, plan.schedule
-    peak, final, shape = plan.peak_lr, run.final_lr_fraction, run.decay
-    fall_begin, fall_end = plan.decay_begin, plan.total_tokens
+    phase, settings = segment.phase, plan.schedule
     if phase.lr:
-        assert phase.lr_end is not None  # _filled
+        assert phase.lr_end is not None  # _with_defaults
         peak, final, shape = phase.lr, phase.lr_end / phase.lr, phase.schedule
-        fall_begin, fall_end = segment.phase_begin, segment.phase_begin + phase.tokens
-    warmup = run.warmup_fraction * plan.total_tokens
+        decay_begin: float = segment.tokens_before_phase
+        decay_end = segment.tokens_before_phase + phase.tokens
+    else:
+        peak, final, shape = plan.peak_lr, settings.final_lr_fraction, settings.decay
+        decay_begin, decay_end = plan.decay_begin, plan.tokens_at_end
+    warmup = settings.warmup_fraction * plan.tokens_at_end
     if tokens < warmup:
         return peak * (tokens / warmup)
-    fall_begin = max(fall_begin, warmup)
-    if tokens <= fall_begin:
+    decay_begin = max(decay_begin, warmup)
+    if tokens <= decay_begin:
         return peak
-    done = min((tokens - fall_begin) / max(fall_end - fall_begin, 1), 1)
+    done = min((tokens - decay_begin) / max(decay_end - decay_begin, 1), 1)
     left = {
         "linear": 1 - done,
         "cosine": (1 + math.cos(math.pi * done)) / 2,
@@ -150,84 +151,109 @@ def learning_rate(plan: Plan, tokens: int, segment: Segment) -> float:
 
 
 def make_plan(config: Config) -> Plan:
-    """The plan of a config: its phases, or one phase of run.num_steps steps where it declares none.
+    """The plan of a config: its phases, or one phase of run.num_steps steps if it declares none.
 
-    Where phases are declared, run.num_steps does not lengthen or shorten the schedule; a program
-    may stop there.
+    If phases are declared, run.num_steps does not lengthen or shorten the schedule; a process may
+    stop there.
     """
-    begun, seen = config.run.fork_step, config.run.fork_tokens
-    batch = config.data.global_batch * config.data.seq_len
-    whole = Phase(name="all", tokens=seen + max(config.run.num_steps - begun, 0) * batch)
-    phases = config.schedule.phases or (whole,)
+    whole_run = _segments(config)
+    segments = _remaining(whole_run, config)
+    plan = Plan(segments, config.schedule, config.optim.lr)
+    whole_plan = dataclasses.replace(plan, segments=tuple(whole_run))
+    return dataclasses.replace(plan, decay_begin=_decay_begin(plan, whole_plan, config))
+
+
+def _segments(config: Config) -> list[Segment]:
+    """The segments of the whole run, those before a fork's first step included."""
+    run, data = config.run, config.data
+    phases = config.schedule.phases
+    if not phases:
+        tokens_per_step = data.global_batch * data.seq_len
+        own_tokens = max(run.num_steps - run.fork_step, 0) * tokens_per_step
+        phases = (Phase(name="all", tokens=run.fork_tokens + own_tokens),)
     segments: list[Segment] = []
     tokens, steps = 0, 0  # of the segments so far
-    for index, given in enumerate(phases):
-        phase, start = _filled(config, given, index), tokens
-        for sequences, share in _ramp(phase):
-            border = start + (phase.tokens if share is None else int(phase.ramp_tokens * share))
-            size = sequences * phase.seq_len
-            num_steps = max(-(-(border - tokens) // size), 0)
+    for index, declared in enumerate(phases):
+        phase = _with_defaults(config, declared, index)
+        _check_phase(config, phase, index)
+        phase_begin = tokens
+        for sequences, end in _ramp(phase):
+            tokens_per_step = sequences * phase.seq_len
+            num_steps = max(_ceil_div(phase_begin + end - tokens, tokens_per_step), 0)
             if num_steps:
                 micro_batches = sequences // (phase.micro_batch or sequences) or 1
                 segments.append(
                     Segment(
-                        phase, index, sequences, micro_batches, steps + 1, num_steps, tokens, start
+                        phase,
+                        index,
+                        sequences,
+                        micro_batches,
+                        steps + 1,
+                        num_steps,
+                        tokens,
+                        phase_begin,
                     )
                 )
-            tokens, steps = tokens + num_steps * size, steps + num_steps
-    plan = Plan(_after(segments, begun, seen, config), config.schedule, config.optim.lr)
-    whole_run = dataclasses.replace(plan, segments=tuple(segments))
-    return dataclasses.replace(plan, decay_begin=_decay_begin(plan, whole_run, config))
+            tokens += num_steps * tokens_per_step
+            steps += num_steps
+    return segments
 
 
-def _decay_begin(plan: Plan, whole_run: Plan, config: Config) -> float:
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _decay_begin(plan: Plan, whole_plan: Plan, config: Config) -> float:
     """The tokens before the last `schedule.decay_steps` steps, or before `decay_fraction` of all.
 
-    The steps may have begun before a fork's first, if its parent's were as `whole_run` has them.
+    These steps may begin before a fork's first, if its parent's were as `whole_plan` has them.
     """
     steps = config.schedule.decay_steps
     if not steps:
-        return plan.total_tokens - config.schedule.decay_fraction * plan.total_tokens
-    before, begin = plan.total_steps - steps, plan.begin
-    if before >= begin:
-        return plan.tokens_of_step(before)
+        return plan.tokens_at_end - config.schedule.decay_fraction * plan.tokens_at_end
+    constant_steps, parent_steps = plan.last_step - steps, plan.steps_before
+    if constant_steps >= parent_steps:
+        return plan.tokens_of_step(constant_steps)
     if (
-        0 <= before < begin <= whole_run.total_steps
-        and whole_run.tokens_of_step(begin) == config.run.fork_tokens
+        0 <= constant_steps < parent_steps <= whole_plan.last_step
+        and whole_plan.tokens_of_step(parent_steps) == config.run.fork_tokens
     ):
-        return whole_run.tokens_of_step(before)
+        return whole_plan.tokens_of_step(constant_steps)
+    start = f"run.fork={config.run.fork}" if parent_steps else "the start"
     raise UserError(
-        f"config.schedule.decay_steps={steps}, but {plan.total_steps - begin} steps come after"
-        f" {f'run.fork={config.run.fork}' if begin else 'the start'}; give at most as many"
+        f"config.schedule.decay_steps={steps}, but {plan.last_step - parent_steps} steps come after"
+        f" {start}; give at most as many"
     )
 
 
-def _after(segments: list[Segment], steps: int, tokens: int, config: Config) -> tuple[Segment, ...]:
-    """The rest of some segments when a run has seen so many tokens in so many steps, its own or its
-    parent's."""
+def _remaining(segments: list[Segment], config: Config) -> tuple[Segment, ...]:
+    """The segments that remain after the steps and tokens of a fork's parent; all without one."""
+    steps, tokens = config.run.fork_step, config.run.fork_tokens
     left = []
     for segment in segments:
-        end = segment.first_token + segment.num_steps * segment.tokens_per_step
+        end = segment.tokens_before + segment.num_steps * segment.tokens_per_step
         if not config.schedule.phases:  # its length is given in steps
             end = tokens + (config.run.num_steps - steps) * segment.tokens_per_step
-        num_steps = max(-(-(end - tokens) // segment.tokens_per_step), 0)
+        num_steps = max(_ceil_div(end - tokens, segment.tokens_per_step), 0)
         if num_steps:
             left.append(
                 dataclasses.replace(
-                    segment, first_step=steps + 1, num_steps=num_steps, first_token=tokens
+                    segment, first_step=steps + 1, num_steps=num_steps, tokens_before=tokens
                 )
             )
-        tokens, steps = tokens + num_steps * segment.tokens_per_step, steps + num_steps
+        tokens += num_steps * segment.tokens_per_step
+        steps += num_steps
     if left:
         return tuple(left)
     if config.schedule.phases:
         raise UserError(
             f"config.schedule.phases end after {end:,} tokens, but run.fork={config.run.fork} has"
-            f" seen {tokens:,}; phases count from the run's begin, so give longer ones or one more"
+            f" seen {tokens:,}; phases are counted from the start of the parent run: lengthen the"
+            " last one or add one"
         )
     raise UserError(
         f"config.run.num_steps={config.run.num_steps}, but run.fork={config.run.fork} has reached"
-        f" step {steps}; it counts from the run's begin, so give more"
+        f" step {steps}; steps are counted from the start of the parent run: give more"
     )
 
 
@@ -246,7 +272,7 @@ def phase_config(config: Config, phase: Phase) -> Config:
     model = dataclasses.replace(
         config.model, rope_parameters=dataclasses.replace(kinds, hybrid=hybrid)
     )
-    assert phase.mesh is not None  # _filled
+    assert phase.mesh is not None  # _with_defaults
     return dataclasses.replace(config, data=data, model=model, mesh=phase.mesh, remat=phase.remat)
 
 
@@ -264,8 +290,8 @@ def phases_of(
         )
 
 
-# Where the values come from that a phase leaves open; the mixture is the data's own affair.
-ELSEWHERE = {
+# The run-wide key of each value that a phase need not set. (`data` resolves the mixture.)
+RUN_WIDE_KEYS = {
     "seq_len": "data.seq_len",
     "rope_theta": "model.rope_parameters.hybrid.rope_theta",
     "global_batch": "data.global_batch",
@@ -277,34 +303,34 @@ ELSEWHERE = {
 
 
 def key(config: Config, index: int, name: str) -> str:
-    """The config key that decides a phase's value: its own, or the one outside that it leaves it
-    to."""
+    """The config key that decides a phase's value: its own if it is set, otherwise the run-wide
+    one."""
     phases = config.schedule.phases
     if name == "eval_seq_len" and not (phases and phases[index].eval_seq_len):
         name = "seq_len"
-    own = bool(phases) and getattr(phases[index], name) not in (0, "", None)
-    return f"config.schedule.phases[{index}].{name}" if own else f"config.{ELSEWHERE[name]}"
+    if phases and getattr(phases[index], name) not in (0, "", None):
+        return f"config.schedule.phases[{index}].{name}"
+    return f"config.{RUN_WIDE_KEYS[name]}"
 
 
-def _filled(config: Config, phase: Phase, index: int) -> Phase:
-    """A phase with a value for everything that it leaves open; UserError where it cannot be."""
-    where = f"config.schedule.phases[{index}]" if config.schedule.phases else "config.data"
-    fields.check_fields(phase, f"config.schedule.phases[{index}].")
-    outside: dict[str, Any] = {
-        name: functools.reduce(getattr, path.split("."), config) for name, path in ELSEWHERE.items()
-    }
-    phase = dataclasses.replace(
-        phase,
-        name=phase.name or f"phase {index + 1}",
-        **{name: getattr(phase, name) or value for name, value in outside.items()},
-    )
-    phase = dataclasses.replace(
+def _with_defaults(config: Config, phase: Phase, index: int) -> Phase:
+    """A phase with a value for everything that it does not set."""
+    values: dict[str, Any] = {}
+    for name, path in RUN_WIDE_KEYS.items():
+        values[name] = getattr(phase, name) or functools.reduce(getattr, path.split("."), config)
+    phase = dataclasses.replace(phase, name=phase.name or f"phase {index + 1}", **values)
+    return dataclasses.replace(
         phase,
         eval_seq_len=phase.eval_seq_len or phase.seq_len,
         micro_batch=min(phase.micro_batch, phase.global_batch),
         lr_end=phase.lr if phase.lr_end is None else phase.lr_end,
         schedule=phase.schedule or config.schedule.decay,
     )
+
+
+def _check_phase(config: Config, phase: Phase, index: int) -> None:
+    """UserError if a phase with all its values cannot be trained."""
+    where = f"config.schedule.phases[{index}]" if config.schedule.phases else "config.data"
     for name in ("seq_len", "eval_seq_len"):
         if getattr(phase, name) > config.model.max_position_embeddings:
             raise UserError(
@@ -323,31 +349,29 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
             f"{where}.ramp_from={phase.ramp_from} needs a global_batch of at least as many"
             f" sequences (it is {phase.global_batch})"
         )
-    for sequences, _ in _ramp(phase):
-        if phase.micro_batch and sequences % min(sequences, phase.micro_batch):
+    sizes = [size for size, _ in _ramp(phase)]
+    for size in sizes:
+        if phase.micro_batch and size % min(size, phase.micro_batch):
             raise UserError(
-                f"{where} has steps of {sequences} sequences, no multiple of its micro-batch:"
+                f"{where} has steps of {size} sequences, no multiple of its micro-batch:"
                 f" {key(config, index, 'micro_batch')}={phase.micro_batch}; give a"
-                f" {where}.micro_batch that divides {math.gcd(*(size for size, _ in _ramp(phase)))}"
+                f" {where}.micro_batch that divides {math.gcd(*sizes)}"
             )
-    return phase
 
 
-def _ramp(phase: Phase) -> list[tuple[int, Fraction | None]]:
-    """(sequences per step, the share of the ramp where it ends): ramp_from, doubled, then
+def _ramp(phase: Phase) -> list[tuple[int, int]]:
+    """(sequences per step, the tokens of the phase after which they end): ramp_from, doubled, then
     global_batch."""
     sizes, size = [], phase.ramp_from
     while 0 < size < phase.global_batch:
         sizes.append(size)
         size *= 2
-    return [
-        *((size, Fraction(i + 1, len(sizes))) for i, size in enumerate(sizes)),
-        (phase.global_batch, None),
-    ]
+    ends = [phase.ramp_tokens * (i + 1) // len(sizes) for i in range(len(sizes))]
+    return [*zip(sizes, ends, strict=True), (phase.global_batch, phase.tokens)]
 
 
 def phase_at(config: Config, step: int) -> Phase:
     """The phase that a checkpoint of this step was trained in."""
     plan = make_plan(config)
     step = max(step, plan.segments[0].first_step)  # a fork's first checkpoint is from before that
-    return plan.step(min(step, plan.total_steps)).phase
+    return plan.step(min(step, plan.last_step)).phase

@@ -108,7 +108,7 @@ def test_no_row_comes_again_and_none_is_passed_over_that_was_not_read(phases, se
     given = {}  # rows that each source gave in each era
     highest = 0
     for _ in range(5):
-        reached = min(chance.randint(max(at, highest) + 1, at + 14), plan.total_steps)
+        reached = min(chance.randint(max(at, highest) + 1, at + 14), plan.last_step)
         if reached <= max(at, highest):
             break
         for step in range(at, reached):
@@ -133,10 +133,10 @@ def test_no_row_comes_again_and_none_is_passed_over_that_was_not_read(phases, se
 def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
     settings, ranges = config(*phases), [[5, 4], [3, 9]]
     plan = schedule.make_plan(settings)
-    whole = after(settings, ranges, 0, plan.total_steps)
+    whole = after(settings, ranges, 0, plan.last_step)
     once = stream(settings)
     once.skip_batches(ranges)
-    for step in range(plan.total_steps):
+    for step in range(plan.last_step):
         state = json.loads(json.dumps(once.get_state()))
         assert state.get("passed_over", []) == (ranges if step > 3 else [])
         if step <= 3:  # before it went back, checkpoints are unchanged
@@ -146,7 +146,7 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
         assert again.get_state() == once.get_state()
         again.skip_batches(ranges)  # as the run knows of it that wrote the decision down
         if step % 4 == 0:
-            assert_same(take(again, min(5, plan.total_steps - step)), whole[step : step + 5])
+            assert_same(take(again, min(5, plan.last_step - step)), whole[step : step + 5])
         next(once)
         if step == 4:
             once.close()  # batches fetched ahead come again, and the same

@@ -18,7 +18,7 @@ LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]
 MOMENTS = {
     # where a process may be killed: before or after it has called a function, where that is so
     "decided": (decisions, "after_spike", True, None),
-    "written": (decisions, "add", True, None),
+    "written": (decisions, "write", True, None),
     "begins again": (folders, "rename_stale", False, None),
     "half set aside": (
         folders,
@@ -27,14 +27,14 @@ MOMENTS = {
         lambda place, args: list(place.glob("checkpoints/.stale-*")),
     ),
     "set aside": (folders, "rename_stale", True, None),
-    "went back": (Guard, "see", False, lambda place, args: args[1] == 84),
+    "went back": (Guard, "record_step", False, lambda place, args: args[1] == 84),
 }
 
 
 def went_back(workdir, out):
     """Checks the output and the files of a run that went back for the noise."""
     assert "in 5 steps in a row, from step 73 on" in out
-    assert "back to step 60, continuing without the 17 batches since" in out
+    assert "back to step 60, skipping the 17 batches that followed it" in out
     assert "-*: step 75, of a past that was given up" in out
     (made,) = decisions.read(workdir)
     assert {key: made[key] for key in ("kind", "step", "batches", "at", "began")} == {

@@ -166,17 +166,20 @@ def test_a_state_stays_what_it_is_while_steps_go_on():
 
 
 def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path):
-    spike = Spike(120, 129, "loss", 5.0, 2.0)
+    spike = Spike(120, 129, "loss", 5.0, 2.0, 10)
     first = decisions.after_spike(spike, [60, 80, 100, 120, 125], [], 0)
     assert (first["step"], first["batches"], first["at"]) == (100, 29, 129)
     assert (
-        decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0), [60, 80, 100], [first], 0)["step"]
+        decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0, 10), [60, 80, 100], [first], 0)[
+            "step"
+        ]
         == 80
     )
     assert (
-        decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0), [100], [first], 0)["step"] == 100
+        decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0, 10), [100], [first], 0)["step"]
+        == 100
     )
-    later = Spike(100 + SETTLE + 1, 999, "loss", 5.0, 2.0)
+    later = Spike(100 + SETTLE + 1, 999, "loss", 5.0, 2.0, 10)
     assert decisions.after_spike(later, [80, 100], [first], 0)["step"] == 100
     assert decisions.after_spike(spike, [120], [], 7)["step"] == 7  # where the run began
     # A device's: of when it was known to be right; from the begin where nothing is known, or the

@@ -189,7 +189,7 @@ class Run:
         self.optimizer = self.setup.optimizer
         self.step = steps.make_train_step(self.settings, self.setup)
         self.abstract = states.abstract(self.settings, self.setup)
-        self.copies = snapshot.Copies(self.optimizer, self.abstract)
+        self.snapshots = snapshot.Snapshots(self.optimizer, self.abstract)
         self.restart()
 
     def restart(self):

@@ -53,7 +53,9 @@ def written(folder, name, steps):
     here.restart()
     here.train(range(2))
     store = Store(folder / f"{name}-{steps}")
-    store.save(2, here.copies.take(here.state), {"step": 2, "tokens": 2}, here.copies.held)
+    store.save(
+        2, here.snapshots.take(here.state), {"step": 2, "tokens": 2}, here.snapshots.locations
+    )
     store.wait()
     logical = here.logical()
     return store, logical, here.train(range(2, 2 + steps))
@@ -63,7 +65,9 @@ def written(folder, name, steps):
 def test_any_mesh_reads_what_any_mesh_wrote(tmp_path_factory, source, target, steps):
     store, logical, losses = written(tmp_path_factory.getbasetemp(), source, steps)
     there = run(target)
-    there.state = store.restore(2, there.copies.like, there.copies.held, there.copies.place)
+    there.state = store.restore(
+        2, there.snapshots.abstract, there.snapshots.locations, there.snapshots.to_state
+    )
     for a, b in zip(jax.tree.leaves(there.logical()), jax.tree.leaves(logical), strict=True):
         np.testing.assert_array_equal(a, b)
     reader = SealedSource(store.root.parent, 2)  # what to_hf reads with
@@ -80,7 +84,7 @@ def test_any_mesh_reads_what_any_mesh_wrote(tmp_path_factory, source, target, st
 
 def test_each_device_holds_its_part_alone():
     here = run("data x expert x tensor")
-    copy, held = here.copies.take(here.state), here.copies.held
+    copy, held = here.snapshots.take(here.state), here.snapshots.locations
     has = sum(x.nbytes for parts in copy.values() for x in parts.values())
     size = sum(x.nbytes for x in jax.tree.leaves(here.logical()))
     # Arrays too small to cut are on all devices, and buckets have their padding.
@@ -98,9 +102,13 @@ def test_nothing_travels_for_a_copy(name):
     """No copies of ZeRO-1's buckets or of parameters, which are cut in place; read in the compiled
     program."""
     here = run(name)
-    compiled = here.copies.program.lower(snapshot.arrays_of(here.optimizer, here.state)).compile()
+    compiled = here.snapshots.program.lower(
+        snapshot.checkpoint_arrays(here.optimizer, here.state)
+    ).compile()
     assert hlo.collectives(compiled) == []
-    parts = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(here.copies.like["params"])]
+    parts = [
+        x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(here.snapshots.abstract["params"])
+    ]
     assert any(
         part != x.shape
         for part, x in zip(parts, jax.tree.leaves(here.state["params"]), strict=True)
@@ -117,17 +125,17 @@ def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
     logical = here.logical()
     for free, where in ((10**12, "made there"), (1000, "made on the host, array by array")):
         monkeypatch.setattr(snapshot, "unused_bytes", lambda device, free=free: free)
-        copies = snapshot.Copies(here.optimizer, here.abstract, messages.append)
-        copy = copies.take(here.state)
+        snapshots = snapshot.Snapshots(here.optimizer, here.abstract, messages.append)
+        copy = snapshots.take(here.state)
         arrays = {type(x) for parts in copy.values() for x in parts.values()}
         assert (arrays == {np.ndarray}) == (free == 1000)
         assert where in messages[-1] and len(messages) == 1 + (free == 1000)
-    copies.take(here.state)
+    snapshots.take(here.state)
     assert len(messages) == 2, "it is decided once"
     here.train(range(2, 4))
     store = Store(tmp_path)
-    store.save(2, copy, {"step": 2, "tokens": 2}, copies.held)
+    store.save(2, copy, {"step": 2, "tokens": 2}, snapshots.locations)
     store.wait()
-    here.state = store.restore(2, copies.like, copies.held, copies.place)
+    here.state = store.restore(2, snapshots.abstract, snapshots.locations, snapshots.to_state)
     for a, b in zip(jax.tree.leaves(here.logical()), jax.tree.leaves(logical), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -36,7 +36,7 @@ def test_training_on_a_mesh_is_training_on_one_device(name):
     run = Run(*MESHES[name])
     losses = run.train(range(2))
     # Into a copy and out of it again, like a checkpoint.
-    run.state = run.copies.place(run.copies.on_devices(run.state))
+    run.state = run.snapshots.to_state(run.snapshots.on_devices(run.state))
     compiled: list[str] = []
 
     def listen(event: str, seconds: float, **about) -> None:

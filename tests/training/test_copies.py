@@ -60,12 +60,12 @@ def run(keys, tmp_path_factory):
 
 @functools.cache
 def on(devices, **keys):
-    """(config, setup, state's shapes, its copies) on so many devices."""
+    """(config, setup, state's shapes, its snapshots) on so many devices."""
     config = settings(**keys)
     mesh = make_mesh(config.mesh, tiny_runs.ALL_DEVICES[:devices])
     setup = states.set_up(config, mesh)
     state = states.abstract(config, setup)
-    return config, setup, state, snapshot.Copies(setup.optimizer, state)
+    return config, setup, state, snapshot.Snapshots(setup.optimizer, state)
 
 
 def check_copies(optimizer, state, weights):
@@ -121,40 +121,43 @@ def test_the_same_of_two_micro_batches_and_gradients_made_again(keys, tmp_path):
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_any_mesh_reads_the_owners_weights(run, keys, devices):
-    _, setup, _, copies = on(devices, **keys)
+    _, setup, _, snapshots = on(devices, **keys)
     optimizer = setup.optimizer
     assert set(optimizer.layout.copied) >= EXPERTS if devices > 1 else not optimizer.layout.copied
-    state = copies.place(SealedSource(run).restore(copies.like, copies.held, exact=True))
+    state = snapshots.to_state(
+        SealedSource(run).restore(snapshots.abstract, snapshots.locations, exact=True)
+    )
     check_copies(optimizer, state, saved(run))
     theirs = trees.flat(partial.read(run, "*"))
-    for copy in (parts_by_device(copies.on_devices(state)), copies.on_host(state)):
-        ours = logical(copies, copy)  # and would save the same again
+    for copy in (parts_by_device(snapshots.on_devices(state)), snapshots.on_host(state)):
+        ours = logical(snapshots, copy)  # and would save the same again
         assert ours.keys() == theirs.keys()
         for name, x in theirs.items():
             np.testing.assert_array_equal(ours[name], x, name)
 
 
-def logical(copies, copy):
+def logical(snapshots, copy):
     """A checkpoint's arrays, put together from a copy by its list of boxes."""
-    found = {name: np.zeros(x.shape, x.dtype) for name, x in copies.held.arrays.items()}
-    for part in copies.held.parts:
+    found = {name: np.zeros(x.shape, x.dtype) for name, x in snapshots.locations.arrays.items()}
+    for part in snapshots.locations.parts:
         found[part.name][part.box] = part.of(np.asarray(copy[part.leaf][part.device]))
     return found
 
 
 def test_a_run_begins_with_given_weights(run, keys):
-    config, setup, _, copies = on(4, **keys)
+    config, setup, _, snapshots = on(4, **keys)
     fresh = states.init(config, setup)
-    check_copies(setup.optimizer, fresh, whole(copies, fresh))
+    check_copies(setup.optimizer, fresh, whole(snapshots, fresh))
     check_copies(
-        setup.optimizer, copies.with_weights_of(fresh, SealedSource(run).restore), saved(run)
+        setup.optimizer, snapshots.with_weights_of(fresh, SealedSource(run).restore), saved(run)
     )
 
 
-def whole(copies, state):
+def whole(snapshots, state):
     """The float32 weights of a state by path."""
     return trees.flat(
-        trees.nested(logical(copies, parts_by_device(copies.on_devices(state))))["params"], "/"
+        trees.nested(logical(snapshots, parts_by_device(snapshots.on_devices(state))))["params"],
+        "/",
     )
 
 

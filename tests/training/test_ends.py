@@ -186,7 +186,7 @@ def test_no_target_is_no_loss(run, tmp_path, monkeypatch, capsys, lost):
         (line["target_tokens"] == 0) == np.isnan(line["loss"]) == (lost == "all") for line in found
     )
     assert "eval/loss" not in source.read_meta(tmp_path / "run", 2)["metrics"]
-    assert "warning: nothing of eval/loss could be read" in capsys.readouterr().out
+    assert "warning: no text of eval/loss could be read" in capsys.readouterr().out
 
 
 def command(folder, num_steps):
@@ -243,8 +243,7 @@ def test_no_free_byte_is_one_line_and_the_same_command_works_later(tmp_path):
 
 
 def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, capsys):
-    """It comes first thing when the run goes on, of the same weights: the figure is that of a run
-    without a stop."""
+    """The step has none, which is said; later ones have the figures of a run without a stop."""
     asked, evaluated, made = [], [], steps.make_eval_step
 
     def make(*args):
@@ -255,16 +254,13 @@ def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, caps
     stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
     assert run(4, stop, eval__every=4, run__num_steps=6) == cli.PREEMPTED
     assert evaluated == []
-    assert (
-        "The same command continues, first with the evaluation of step 4."
-        in capsys.readouterr().out
-    )
+    assert "after step 4; saved, without its evaluation." in capsys.readouterr().out
     assert run(99, None, reached=4, eval__every=4, run__num_steps=6) == cli.DONE
-    assert "step 4 | held-out" in capsys.readouterr().out
-    found = figures_of(tmp_path / "run")
+    stopped = figures_of(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     assert run(99, None, eval__every=4, run__num_steps=6) == cli.DONE
-    assert found == figures_of(tmp_path / "run") and set(found) == {4, 6}
+    whole = figures_of(tmp_path / "run")
+    assert stopped == {6: whole[6]} and set(whole) == {4, 6}
 
 
 def figures_of(workdir):

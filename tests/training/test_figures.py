@@ -22,7 +22,7 @@ def line(step, size=20):
 
 def cut(path, content, step):
     path.write_bytes(content)
-    dropped = figures.keep_until(path, step)
+    dropped = figures.truncate_after(path, step)
     left = path.read_bytes()
     assert content.startswith(left) and dropped == len(content) - len(left)
     return left

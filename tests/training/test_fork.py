@@ -15,7 +15,6 @@ from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.config import Phase, StorageError, UserError
 from zaya_jax.text import tokenizers
 from zaya_jax.training import fork
-from zaya_jax.training.snapshot import Copies
 
 LONG = {
     "checkpoint__every_steps": 2,
@@ -148,7 +147,7 @@ def test_another_tokenizer_is_refused(parent):
 def test_a_damaged_one_is_refused_and_an_unfinished_one_passed_over(named, parent, tmp_path):
     (named / "checkpoints" / "6").rename(named / "checkpoints" / ".saving-6")
     given = settings(parent, {"run__fork": str(named), "run__num_steps": 9})
-    assert fork.find(given, tmp_path)[1] == 4
+    assert fork.resolve(given, tmp_path)[1] == 4
     chunk = max(
         (named / "checkpoints" / "4" / "state").rglob("c*"),
         key=lambda p: p.is_file() and p.stat().st_size,
@@ -171,7 +170,7 @@ def test_the_step_that_was_newest_at_first_stays_the_one(parent, tmp_path):
     )
 
     def find(given):
-        return fork.find(settings(parent, {"run__fork": f"{parent / 'run'}{given}"}), tmp_path)
+        return fork.resolve(settings(parent, {"run__fork": f"{parent / 'run'}{given}"}), tmp_path)
 
     assert find("")[1:] == find("@4")[1:] == [4, 512]
     assert find("@2")[1:] == [2, 256]

@@ -111,7 +111,7 @@ def test_a_base_of_another_function_is_said_and_its_adapters_stay_here(folder, t
     keys = {"run__init_from": str(base), "run__num_steps": 1, "balance__enabled": False}
     assert train(folder, tmp_path / "run", **keys) == cli.DONE
     differs = "config.model.rms_norm_eps 0.05 there, 1e-05 here"
-    assert f"is of another model: {differs}\n" in capsys.readouterr().out
+    assert f"was trained with another model config: {differs}\n" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"computes otherwise than its base .*{differs}"):
         adapters.to_peft(f"{tmp_path}/run", tmp_path / "adapters")
 

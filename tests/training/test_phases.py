@@ -160,7 +160,10 @@ def test_two_processes_go_through_all_borders(tmp_path, unbroken):
 
 def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch):
     devices = jax.devices()
-    two, eight = recipe.place(settings(), devices[:2]), recipe.place(settings(), devices)
+    two, eight = (
+        recipe.make_recipe(settings(), devices[:2]),
+        recipe.make_recipe(settings(), devices),
+    )
     misfits = recipe.check(two)
     assert len(misfits) == 2 and "phase 'pretrain 2', from step 4," in misfits[0]
     assert (
@@ -173,7 +176,7 @@ def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch)
         "note: the learning rate jumps from 0.001 to 0.002 where phase 'midtrain' begins, at step 7"
     )
     assert jump in table and "no jump" not in table
-    assert recipe.check(recipe.place(settings(run__num_steps=3), devices[:2])) == []
+    assert recipe.check(recipe.make_recipe(settings(run__num_steps=3), devices[:2])) == []
     with pytest.raises(config.UserError, match=r"phases\[1\]\.mesh .* there are 2 devices"):
         recipe.check(two, 3)
     recipe.check(two, 6)  # the phase on four is over
@@ -219,7 +222,7 @@ def test_a_config_is_described_without_devices_data_or_files(tmp_path):
     assert done.returncode == cli.DONE, done.stderr
     assert not list(tmp_path.iterdir())
     plan = schedule.make_plan(settings(path))
-    assert f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens in all" in done.stdout
+    assert f"{plan.last_step:,} steps, {plan.tokens_at_end:,} tokens in all" in done.stdout
     assert all(segment.phase.name in done.stdout for segment in plan.segments)
     assert "0.0006 to 0.0002, cosine" in done.stdout
     assert "it has no jump at a border between phases" in done.stdout
@@ -228,7 +231,7 @@ def test_a_config_is_described_without_devices_data_or_files(tmp_path):
 def test_each_phase_of_the_full_size_recipe_fits_1024_devices_at_once():
     path = Path(__file__).parents[2] / "experiments" / "configs" / "zaya1_base.py"
     given = settings(path, data__path="/srv/data")
-    assert recipe.check(recipe.place(given)) == []
+    assert recipe.check(recipe.make_recipe(given)) == []
     plan = schedule.make_plan(given)
     phases = [segments[0].phase for _, segments, *_ in schedule.phases_of(given, plan)]
     assert all(path.startswith("/srv/data/") for phase in phases for path in phase.mixture)

@@ -139,7 +139,7 @@ def test_other_figures_than_the_first_process_has_are_refused(tmp_path, monkeypa
     other = {"fork": None, "figures of the machine": 1}
     monkeypatch.setattr(multihost, "broadcast_from_zero", lambda name, function: other[name])
     with pytest.raises(UserError, match="is another file here than in process 0"):
-        start.plan_run(given, tmp_path)
+        start.load_recipe(given, tmp_path)
 
 
 @pytest.mark.parametrize(

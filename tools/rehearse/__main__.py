@@ -80,7 +80,7 @@ class Rehearsal(Story):
             segment.phase.name: segment.first_step + segment.num_steps - 1
             for segment in plan.segments
         }
-        self.last = plan.total_steps
+        self.last = plan.last_step
 
 
 def corpus(story: Rehearsal) -> None:

@@ -50,10 +50,10 @@ def _is_valid(decision: Any) -> bool:
     """Whether a decision has the fields that a later start needs."""
     if not isinstance(decision, dict) or decision.get("kind") not in ("spike", "corrupt"):
         return False
-    step, batches, at = (decision.get(name) for name in ("step", "batches", "at"))
-    for number in (step, batches, at):
-        if type(number) is not int or number < 0:
-            return False
+    numbers: list[Any] = [decision.get(name) for name in ("step", "batches", "at")]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        return False
+    step, _, at = numbers
     return step <= at
 
 

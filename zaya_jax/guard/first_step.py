@@ -149,7 +149,7 @@ def _gradients(config: Config, setup: states.Setup, optimizer_state: Any) -> dic
 
     A moment that starts at 0 is then (1 - b) times the gradient.
     """
-    locations = snapshot.Copies(setup.optimizer, states.abstract(config, setup)).held
+    locations = snapshot.Snapshots(setup.optimizer, states.abstract(config, setup)).locations
     gather = jax.jit(lambda x: x, out_shardings=NamedSharding(setup.mesh, states.REPLICATED))
     moments = jax.device_get(gather(setup.optimizer.arrays(optimizer_state)))
     arrays = trees.flat({"optimizer": moments})
@@ -192,9 +192,9 @@ def differences(config: Config, results: dict[str, np.ndarray], target: chip.Chi
     for name, right in (expected["step"] | expected[config.optim.name]).items():
         error = np.linalg.norm(results[name] - right) / np.linalg.norm(right)
         tolerance = UPDATE_TOLERANCE if name == AFTER_UPDATE else TOLERANCE
-        tolerance *= rounding_unit(config, target)
-        if not error <= tolerance:  # also if it is nan
-            wrong.append(f"{name} by {error:.2g} of it, at most {tolerance:.2g} would be right")
+        most = tolerance * rounding_unit(config, target)
+        if not error <= most:  # also if it is nan
+            wrong.append(f"{name} by {error:.2g} of it, at most {most:.2g} would be right")
     return wrong
 
 
@@ -262,7 +262,7 @@ def _attempts(
 ) -> Iterator[tuple[Config, Mesh, dict[str, Any] | None, str]]:
     """(config, mesh, compiler flags, the advice if the step is right with these)."""
     kernels = target.kernels if target.maker in sizing.PLATFORMS else ()
-    groups = [(name,) for name in kernels]
+    groups: list[tuple[str, ...]] = [(name,) for name in kernels]
     if len(kernels) > 1:
         groups.append(kernels)
     for names in groups:

@@ -41,14 +41,10 @@ class Guard:
         meta: Mapping[str, Any],
         reached: int,
     ):
-        self._settings = settings
-        self._workdir = workdir
-        self._made = list(made)
+        self._settings, self._workdir, self._made = settings, workdir, list(made)
         self._spikes = Spikes(settings, meta.get("spikes"))
         self.spike: Spike | None = None
-        self._finite = True
-        self._suspect = False
-        self._reproducible = True
+        self._finite, self._suspect, self._reproducible = True, False, True
         # The last step that was checked and right. A run that was never checked has no better one.
         self._clean: int = meta.get("clean", reached)
         if multihost.is_writer():
@@ -140,7 +136,8 @@ class Guard:
             if len(finding.weights) > MOST_WEIGHTS:
                 weights += f" and {len(finding.weights) - MOST_WEIGHTS} more"
             return decisions.after_mismatch(step, self._clean, steps, steps_before) | {
-                "seen": f"{in_words(devices, hosts)} computes wrongly: {finding.why} (of {weights})",
+                "seen": f"{in_words(devices, hosts)} computes wrongly: {finding.why} (of"
+                f" {weights})",
                 "reproduces": finding.kind == "disagrees",
                 "devices": [int(d.id) for d in devices],
                 "processes": sorted({d.process_index for d in devices}),

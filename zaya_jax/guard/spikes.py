@@ -46,13 +46,11 @@ class Spike(NamedTuple):
     figure: str
     value: float
     median: float
-    high: int = 0  # of these steps; 0: all
+    high: int  # of these steps
 
     def __str__(self) -> str:
         steps = self.step - self.began + 1
-        many = f"{self.high} of {steps} steps"
-        if self.high in (0, steps):
-            many = f"{steps} steps in a row"
+        many = f"{self.high} of {steps} steps" if self.high < steps else f"{steps} steps in a row"
         return (
             f"{self.figure} was too high in {many}, from step {self.began} on "
             f"(up to {self.value:.4g}; before, the median was {self.median:.4g})"
@@ -72,8 +70,10 @@ class _Streak(NamedTuple):
         """Counts a high step with this loss and norm."""
         tops: list[float | None] = []
         for top, value in zip((self.top_loss, self.top_norm), pair, strict=True):
-            finite = top is not None and math.isfinite(value)
-            tops.append(max(top, value) if finite else None)
+            if top is None or not math.isfinite(value):
+                tops.append(None)
+            else:
+                tops.append(max(top, value))
         return _Streak(self.ahead + 1, self.steps + 1, self.high + 1, *tops)
 
     def add_normal(self) -> "_Streak":
@@ -117,9 +117,7 @@ class Spikes:
             return None
         if phase != self._phase:
             self._phase = phase
-            self._normal = []
-            self._residuals = []
-            self._streak = _Streak()
+            self._normal, self._residuals, self._streak = [], [], _Streak()
         pair = [float(loss), float(norm)]
         finite = all(map(math.isfinite, pair))
         if len(self._residuals) < SETTLE - LEVEL:

@@ -18,24 +18,25 @@ from zaya_jax.training.start import PlannedStart
 
 
 class Evaluation:
-    """The evaluations of one start. A phase's windows and program are made when they are first
+    """The evaluations of one start. A phase's batches and program are made when they are first
     needed."""
 
     def __init__(self, planned: PlannedStart, pace: Pace):
-        self._recipe, self._here, self._pace = planned.recipe, planned.phase, pace
-        self._tokenizer, self._setup = planned.tokenizer, planned.setup
-        self._damaged = planned.stream.damaged
-        self._named = windows.named_stores(self._recipe.config, self._tokenizer)
-        self.notes = stores.notes_on(self._named.values())
-        self.windows = functools.lru_cache(1)(self._windows)
-        self._program = functools.cache(self._make)
+        self._planned = planned
+        self._pace = pace
+        self._stores = windows.named_stores(planned.recipe.config, planned.tokenizer)
+        self.notes = stores.notes_on(self._stores.values())
+        self.batches = functools.lru_cache(1)(self._batches)
+        self._program = functools.cache(self._make_program)
 
     def losses(self, state: Any, now: Step) -> dict[str, float]:
-        """Mean losses over the targets of each name's windows, in nats; a name without a target has
+        """Mean losses in nats over the targets of each name's windows; a name without a target has
         none."""
         self._pace.begin("evaluate", now.number, (now.phase_index, "evaluation"))
-        step, found = self._program(now.phase_index), self.windows(now.phase)
-        sums = {name: [step(state, batch) for batch in batches] for name, batches in found.items()}
+        program = self._program(now.phase_index)
+        sums = {}
+        for name, batches in self.batches(now.phase).items():
+            sums[name] = [program(state, batch) for batch in batches]
         self._pace.at("evaluate", now.number, "wait")
         losses = {}
         for name, parts in jax.device_get(sums).items():
@@ -44,55 +45,45 @@ class Evaluation:
                 losses[name] = float(loss / count)
             else:
                 logs.say(
-                    f"warning: nothing of {name} could be read, so step {now.number} is without it"
+                    f"warning: no text of {name} could be read; step {now.number} has no loss for"
+                    " it"
                 )
         return losses
 
-    def make_up(self, state: Any, reached: int, writer: Writer) -> None:
-        """Makes up for the evaluation after step `reached`, which was due when the run stopped
-        there."""
-        before = self._recipe.plan.step(reached)
-        if self._recipe.phase_of_step(reached).config.mesh != self._here.config.mesh:
-            logs.say(
-                f"note: step {reached} stays without a held-out loss: its phase has another"
-                " mesh now"
-            )
-        else:
-            self._record(
-                state, before, reached, writer, "which the stop after that step had put off"
-            )
-
     def before_training(self, state: Any, writer: Writer) -> None:
         """Records the loss of weights that come from elsewhere, before the first step."""
-        self._record(state, self._recipe.plan.step(1), 0, writer, "with the weights as they came")
-
-    def _record(self, state: Any, now: Step, number: int, writer: Writer, why: str) -> None:
-        if self.windows(now.phase):
+        now = self._planned.recipe.plan.step(1)
+        if self.batches(now.phase):
             losses = self.losses(state, now)
-            writer.write(number, losses)
+            writer.write(0, losses)
             # nan: nothing is held out, all windows are named ones
-            first = losses.get("eval/loss", np.nan)
-            logs.say(f"step {number} | held-out {first:.4f}, {why}")
+            held_out = losses.get("eval/loss", np.nan)
+            logs.say(f"step 0 | held-out {held_out:.4f}, with the weights as they came")
 
-    def _make(self, phase_index: int) -> Any:
-        config = self._recipe.phases[phase_index].config
-        return steps.make_eval_step(config, self._setup)
+    def _make_program(self, phase_index: int) -> Any:
+        config = self._planned.recipe.phases[phase_index].config
+        return steps.make_eval_step(config, self._planned.setup)
 
-    def _windows(self, phase: Phase) -> dict[str, list]:
+    def _batches(self, phase: Phase) -> dict[str, list]:
         """The batches that a phase is evaluated on, on the devices, by the figure's name."""
-        config, spread, mesh = self._recipe.config, self._setup.spread, self._setup.mesh
-        rows, count = self._here.rows, recipe.eval_rows(config, phase, spread)
-        own = windows.eval_config(config, phase)
-        found = {
+        planned, tokenizer = self._planned, self._planned.tokenizer
+        config, setup = planned.recipe.config, planned.setup
+        local_rows, rows = planned.phase.rows, recipe.eval_rows(config, phase, setup.spread)
+        damaged = planned.stream.damaged
+        eval_config = windows.eval_config(config, phase)
+        by_name = {
             "eval/loss": windows.eval_batches(
-                own, self._tokenizer, rows, count, damaged=self._damaged
+                eval_config, tokenizer, local_rows, rows, damaged=damaged
             )
         }
-        for name, store in self._named.items():
-            found[f"eval/{name}"] = windows.spread_windows(
-                own, [store], self._tokenizer.pad_id, rows, count, self._damaged
+        for name, store in self._stores.items():
+            by_name[f"eval/{name}"] = windows.spread_windows(
+                eval_config, [store], tokenizer.pad_id, local_rows, rows, damaged
             )
-        put = functools.partial(steps.put_batch, mesh, micro_batches=1, spread=spread)
-        return {
-            name: [put(batch) for batch in batches] for name, batches in found.items() if batches
-        }
+        on_devices = {}
+        for name, batches in by_name.items():
+            if batches:
+                on_devices[name] = [
+                    steps.put_batch(setup.mesh, batch, 1, setup.spread) for batch in batches
+                ]
+        return on_devices

@@ -1,9 +1,9 @@
 """The figures of each step: read one step late, so that no device waits, written to files and
 trackers, and shown.
 
-figures.dispatched(now, of_the_step)     reads and writes the figures of the step before
-figures.read()                           reads those of this step, where something is due after it,
-figures.write(figures, more)             and writes them with what was measured then
+    figures.take(now, of_the_step)           reads and records the figures of the step before
+    now, of_the_step = figures.pop()         reads those of this step, if something is due after it,
+    figures.record(now, all_figures)         and records them with what was measured then
 
 Figures are the same in all processes; process 0 writes and shows them.
 """
@@ -17,7 +17,7 @@ import re
 import statistics
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,55 +32,59 @@ from zaya_jax.training.logs import say
 from zaya_jax.training.pace import Pace
 from zaya_jax.training.trackers import Trackers
 
-STEPS = 100  # the newest so many count for the time that is left
-# bytes of lines that a kill may lose; they come again with the steps after the checkpoint
+ETA_STEPS = 100  # the last steps, from which the remaining time is estimated
+# Bytes of lines that a kill may lose. The steps after the checkpoint write them again.
 BUFFER = 1 << 16
-STEP = re.compile(rb'\{"step": (\d+)[,}]')  # as a line begins
-PER_LAYER_EVERY = (
-    10  # steps between full expert loads in the files; the entropy is there every step
-)
+LINE_START = re.compile(rb'\{"step": (\d+)[,}]')
+# Steps between full expert loads in the files; the entropy is there every step.
+PER_LAYER_EVERY = 10
+
+
+class Pending(NamedTuple):
+    """The figures of a step that was dispatched."""
+
+    now: Step
+    figures: Any
+    seconds: float | None  # of the step; None: it is not over yet
 
 
 class Figures:
-    """The figures of one start; `unsound` updates in a row had no effect before it."""
+    """The figures of one start, and `unsound`: how many updates in a row had no effect, up to the
+    last one."""
 
-    def __init__(
-        self, begun: Any, unsound: int, pace: Pace, guard: Any, trackers: Trackers | None = None
-    ):
-        """`begun` is the run's `Beginning`, `guard` the `guard.guard.Guard` that sees them."""
-        planned = begun.planned
-        self._recipe, self._store, self._pace, self._guard = (
-            planned.recipe,
-            begun.store,
-            pace,
-            guard,
-        )
-        self.writer = Writer(begun.workdir, planned.reached, trackers)
+    def __init__(self, opened: Any, unsound: int, pace: Pace, guard: Any, trackers: Trackers):
+        """`opened` is the `run.OpenedRun`, `guard` the `guard.guard.Guard` that judges the
+        figures."""
+        planned = opened.planned
+        self.unsound = unsound
+        self.writer = Writer(opened.workdir, planned.reached, trackers)
+        self._recipe, self._store = planned.recipe, opened.store
+        self._pace, self._guard = pace, guard
         self._first_step = planned.reached + 1
-        self._seconds_per_token: collections.deque[float] = collections.deque(maxlen=STEPS)
-        self.unsound = unsound  # updates in a row without effect, up to the last one
-        self._pending: tuple[Step, Any, float | None] | None = None
+        self._seconds_per_token: collections.deque[float] = collections.deque(maxlen=ETA_STEPS)
+        self._pending: Pending | None = None
         self._peak = peak_flops(jax.devices()[0].device_kind, planned.recipe.config.precision)
 
-    def dispatched(self, now: Step, figures: Any) -> None:
-        """Takes the figures of a step that has been dispatched, and reads those of the step
+    def take(self, now: Step, figures: Any) -> None:
+        """Takes the figures of a step that was dispatched, then reads and records those of the step
         before."""
         if self._pending:
-            self.write(*self.read())
+            self.record(*self.pop())
         self._pace.mark("figures")
-        # A CPU is done with the step by now, an accelerator when its figures have come.
-        ready = figures["loss"].is_ready()
-        self._pending = (now, figures, self._pace.step_seconds() if ready else None)
+        # A CPU has ended the step by now; on an accelerator it ends when its figures are there.
+        seconds = self._pace.end_step() if figures["loss"].is_ready() else None
+        self._pending = Pending(now, figures, seconds)
 
-    def read(self) -> tuple[Step, dict[str, Any]]:
-        """Waits for the figures of the last step; (the step, its figures)."""
+    def pop(self) -> tuple[Step, dict[str, Any]]:
+        """Waits for the figures of the last step; returns (the step, its figures)."""
         assert self._pending is not None
-        (now, found, seconds), self._pending = self._pending, None
+        (now, figures, seconds), self._pending = self._pending, None
         self._pace.mark("wait")
-        found = nan_without_targets(jax.device_get(found))
+        figures = nan_without_targets(jax.device_get(figures))
         self._pace.mark("figures")
-        seconds, tokens = seconds or self._pace.step_seconds(), now.sequences * now.phase.seq_len
-        figures = {"tokens": now.tokens_after, **found}
+        seconds = seconds or self._pace.end_step()
+        tokens = now.sequences * now.phase.seq_len
+        figures = {"tokens": now.tokens_after, **figures}
         figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
         if self._peak:
             model = self._recipe.phases[now.phase_index].config.model
@@ -88,15 +92,18 @@ class Figures:
             figures["mfu"] = flops / seconds / self._peak / len(jax.devices())
         return now, figures
 
-    def write(self, now: Step, figures: dict[str, Any]) -> None:
-        """Hands a step's figures, and what was measured after it, to files, guard and terminal."""
+    def record(self, now: Step, figures: dict[str, Any]) -> None:
+        """Judges a step's figures, with what was measured after it, then writes and shows them.
+
+        From here on `unsound` counts the step, and the guard has seen it.
+        """
         self.unsound = 0 if retention.is_sound(figures) else self.unsound + 1
         if now.number % PER_LAYER_EVERY and now.number not in (1, self._recipe.last_step):
             figures.pop("load", None)
         figures = figures | self._store.figures() | self._guard.figures(now.number)
         self._guard.record_step(now.number, now.phase_index, figures)
         self.writer.write(now.number, figures)
-        # which is compiled; later programs' first steps leave a median as it is
+        # The first step includes compilation. Later ones that do are too rare to move the median.
         if now.number > self._first_step:
             self._seconds_per_token.append(1 / figures["tokens_per_second"])
         self._show(now.number, figures)
@@ -107,23 +114,21 @@ class Figures:
             say(describe(step, last, figures, self._seconds_left(step)))
 
     def _seconds_left(self, step: int) -> float:
-        """Seconds until the last step is done, evaluations not counted; infinite where no step's
-        time is known."""
+        """Seconds until the last step is done, without evaluations; infinite if no step's time is
+        known yet."""
         plan = self._recipe.plan
         tokens = plan.tokens_of_step(self._recipe.last_step) - plan.tokens_of_step(step)
         if not tokens:
             return 0.0
-        return (
-            statistics.median(self._seconds_per_token) * tokens
-            if self._seconds_per_token
-            else math.inf
-        )
+        if not self._seconds_per_token:
+            return math.inf
+        return statistics.median(self._seconds_per_token) * tokens
 
     def close(self) -> None:
         """Reads the pending figures and writes all lines."""
         if self._pending:
             with contextlib.suppress(Exception):
-                self.write(*self.read())
+                self.record(*self.pop())
         self.writer.close()
 
     def drop(self) -> None:
@@ -140,12 +145,12 @@ def nan_without_targets(figures: dict) -> dict:
 
 
 def final_code(figures: dict, unsound: int, steps: int) -> int:
-    """The exit code of a run of so many steps, by its last figures and the updates without effect
-    before its end."""
+    """Judges the end of a run by its last figures and the number of updates without effect before
+    it; says what is wrong, and returns the exit code."""
     finite = all(np.isfinite(figures.get(name, 0.0)) for name in ("loss", "eval/loss", "grad_norm"))
     if finite and unsound < steps:
         return leaving.DONE
-    what = notes.without_effect(unsound) if unsound else "the loss of the last step is not finite"
+    what = notes.no_effect_line(unsound) if unsound else "the loss of the last step is not finite"
     say(f"error: {what}; see loss and grad_norm in metrics.jsonl")
     return leaving.UNHEALTHY
 
@@ -156,16 +161,17 @@ def final_code(figures: dict, unsound: int, steps: int) -> int:
 
 
 class Writer:
-    """Appends a step's figures to the workdir's files; on resume first drops those after the
-    restored step."""
+    """Appends each step's figures to the workdir's files; on resume it first drops the lines after
+    the restored step."""
 
     def __init__(self, workdir: Path, restored_step: int, trackers: Trackers | None = None):
-        self.path, self._trackers = workdir / "metrics.jsonl", trackers
+        self.path = workdir / "metrics.jsonl"
+        self._trackers = trackers
         self._writes = is_writer()
         if not self._writes:
             return
-        # step 0 comes again
-        dropped = keep_until(self.path, restored_step or -1) if self.path.exists() else 0
+        # A start from step 0 writes a line for that again.
+        dropped = truncate_after(self.path, restored_step or -1) if self.path.exists() else 0
         self._file = self.path.open("ab", buffering=0)
         if dropped:
             say(
@@ -185,7 +191,8 @@ class Writer:
         if self._trackers:
             self._trackers.write(step, scalars(plain))
         with self._lock:
-            line = {"step": step} | plain | {"step": step}  # first, and no observer's
+            # `step` comes first in the line, and no observer's figure of that name replaces it.
+            line = {"step": step} | plain | {"step": step}
             self._lines += json.dumps(line).encode() + b"\n"
             if len(self._lines) > BUFFER:
                 self._write_lines()
@@ -214,7 +221,7 @@ class Writer:
             self._file.close()
 
     def _write_lines(self) -> None:
-        """Lets training go on where the file cannot be written, and says so when that begins and
+        """Lets training continue if the file cannot be written, and says so when that begins and
         when it ends."""
         failing = ""
         try:
@@ -222,46 +229,48 @@ class Writer:
                 self._lines = self._lines[self._file.write(self._lines) :]
         except OSError as error:
             failing = error.strerror or str(error)
-        if failing != self._failing:
-            warning = (
-                f"warning: {self.path} cannot be written ({failing}); training goes on, lines are"
-                " kept"
+        if failing and failing != self._failing:
+            say(
+                f"warning: {self.path} cannot be written ({failing}); training continues, and its"
+                " lines wait in memory"
             )
-            say(warning if failing else "metrics are written again")
+        if self._failing and not failing:
+            say("metrics are written again")
         self._failing = failing
 
 
 def scalars(figures: dict[str, Any]) -> dict[str, float]:
-    """The figures as single numbers: of one per layer the mean and the least."""
-    found: dict[str, float] = {}
+    """The figures as single numbers: the mean and the least of those that each layer has."""
+    numbers: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, float | int):
-            found[name] = value
+            numbers[name] = value
         elif value and isinstance(value[0], float):
-            found |= {f"{name}/mean": float(np.mean(value)), f"{name}/least": float(np.min(value))}
-    return found
+            numbers[f"{name}/mean"] = float(np.mean(value))
+            numbers[f"{name}/least"] = float(np.min(value))
+    return numbers
 
 
-def keep_until(path: Path, step: int) -> int:
-    """Drops all lines after those of `step`, and the half line that a kill has left; gives the
+def truncate_after(path: Path, step: int) -> int:
+    """Drops all lines after those of `step`, and the half line that a kill has left; returns the
     number of bytes dropped.
 
     Cutting is one operation: killed at any time, the file is as it was or as it is to be. A damaged
     line before the last good one stays; the report counts it.
     """
-    kept = end = 0
+    keep_bytes = end = 0
     with path.open("rb+") as file:
         for line in file:
             end += len(line)
-            found = STEP.match(line)
-            if not found or not line.endswith(b"\n"):
+            match = LINE_START.match(line)
+            if not match or not line.endswith(b"\n"):
                 continue
-            if int(found[1]) > step:
+            if int(match[1]) > step:
                 break
-            kept = end
+            keep_bytes = end
         size = file.seek(0, os.SEEK_END)
-        file.truncate(kept)
-    return size - kept
+        file.truncate(keep_bytes)
+    return size - keep_bytes
 
 
 def describe(step: int, last: int, figures: dict[str, Any], eta: float) -> str:

@@ -1,14 +1,14 @@
-"""Forks: a run that goes on from another's checkpoint with a config of its own, by
+"""Forks: a run that continues from another run's checkpoint with a config of its own, by
 `run.fork=FOLDER@STEP`.
 
-    config = settle(config, find(config, workdir))   fills in the step, and how many tokens had been seen there
-    parent = Parent(config, tokenizer)               its files are checked; UserError where its tokenizer is another
-    parent.meta, parent.load(like, held)             the fork's first state; UserError where it does not fit
+    config = fill_in(config, resolve(config, workdir))   adds the step, and how many tokens had been seen there
+    parent = Parent(config, tokenizer)                   its files are checked; UserError if its tokenizer is another
+    parent.meta, parent.load(abstract, locations)        the fork's first state; UserError if it does not fit
 
 Weights, optimizer, balancing and the data's position are the parent's, and its steps and tokens are
 counted on. The parent is only read, and its lock is not touched, so it may be running. The fork's
-first save is of the state that it took over, so from then on it is a run like any other, and needs
-the parent no more.
+first save is of the state that it took over, so from then on it is a run like any other, and no
+longer needs the parent.
 """
 
 import contextlib
@@ -26,41 +26,40 @@ from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
 from zaya_jax.schedule import Plan
 from zaya_jax.text.tokenizers import Tokenizer
-from zaya_jax.training.workdir import flat
+from zaya_jax.training.workdir import changed_keys, flat
 
-# Keys that are of each run by itself.
-OWN = ("run.fork", "run.fork_step", "run.fork_tokens", "run.init_from")
+# Keys that a fork does not share with its parent.
+NOT_INHERITED = ("run.fork", "run.fork_step", "run.fork_tokens", "run.init_from")
 
 
-def find(config: Config, workdir: Path) -> list | None:
-    """[FOLDER@STEP, step, tokens] of the fork's parent: as the workdir has recorded, otherwise as
-    the parent has."""
-    given = config.run.fork
-    if not given:
+def resolve(config: Config, workdir: Path) -> list | None:
+    """Returns [FOLDER@STEP, step, tokens] of the fork's parent, as recorded in the workdir, or else
+    as the parent stands now."""
+    asked = config.run.fork
+    if not asked:
         return None
-    # nothing is recorded there
+    # Without a readable record the fork has not begun.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        recorded = json.loads((workdir / "config.json").read_text(encoding="utf-8"))["run"]
-        if recorded["fork_step"] and given in (
-            recorded["fork"],
-            recorded["fork"].rpartition("@")[0],
-        ):
-            return [recorded["fork"], recorded["fork_step"], recorded["fork_tokens"]]
-    source, meta = _open(given)
+        run = json.loads((workdir / "config.json").read_text(encoding="utf-8"))["run"]
+        name, step = run["fork"], run["fork_step"]
+        if step and asked in (name, name.rpartition("@")[0]):
+            return [name, step, run["fork_tokens"]]
+    source, meta = _open(asked)
     return [f"{source.location}@{source.step}", source.step, meta["tokens"]]
 
 
-def settle(config: Config, found: list | None) -> Config:
-    """The config with the results of `find` filled in."""
-    if found is None:
+def fill_in(config: Config, parent: list | None) -> Config:
+    """The config with the results of `resolve`."""
+    if parent is None:
         return config
-    given = (config.run.fork_step, config.run.fork_tokens)
-    if given not in ((0, 0), tuple(found[1:])):
+    name, step, tokens = parent
+    recorded = (config.run.fork_step, config.run.fork_tokens)
+    if recorded not in ((0, 0), (step, tokens)):
         raise UserError(
-            f"config.run.fork_step={given[0]} and fork_tokens={given[1]}, but {found[0]} has"
-            f" {found[2]} tokens at step {found[1]}; leave them out"
+            f"config.run.fork_step={recorded[0]} and fork_tokens={recorded[1]}, but {name} has"
+            f" {tokens} tokens at step {step}; leave them out"
         )
-    run = dataclasses.replace(config.run, fork=found[0], fork_step=found[1], fork_tokens=found[2])
+    run = dataclasses.replace(config.run, fork=name, fork_step=step, fork_tokens=tokens)
     return dataclasses.replace(config, run=run)
 
 
@@ -69,36 +68,36 @@ class Parent:
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self._name = config.run.fork
-        self._source, found = _open(self._name)
-        if found["tokenizer"] != tokenizer.sha256:
+        self._source, meta = _open(self._name)
+        if meta["tokenizer"] != tokenizer.sha256:
             raise UserError(
                 f"config.data.tokenizer={config.data.tokenizer!r} is not the one of"
                 f" run.fork={self._name}, so its ids mean other text; give that run's, which is in"
                 " its folder as tokenizer/"
             )
         self._source.check(files=my_files(self._source.files))
-        self._config = config_lib.check(found["config"])
-        before, now = flat(config_lib.to_dict(self._config)), flat(config_lib.to_dict(config))
+        self._config = config_lib.check(meta["config"])
+        before, after = config_lib.to_dict(self._config), config_lib.to_dict(config)
         self._changed = {
-            key: [before.get(key), now.get(key)]
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and key not in OWN
+            key: [was, now]
+            for key, was, now in changed_keys(flat(before), flat(after))
+            if key not in NOT_INHERITED
         }
         folder = str(self._source.location)
         from_here = {
             "folder": folder if "://" in folder else str(Path(folder).absolute()),
             "run": self._source.run,
-            "step": found["step"],
-            "tokens": found["tokens"],
+            "step": meta["step"],
+            "tokens": meta["tokens"],
             "changed": self._changed,
         }
         self.meta = {
-            "step": found["step"],
-            "tokens": found["tokens"],
-            "data": pipeline.forked(found["data"]),
+            "step": meta["step"],
+            "tokens": meta["tokens"],
+            "data": pipeline.forked(meta["data"]),
             "config": config_lib.to_dict(config),
-            "metrics": found.get("metrics") or {},
-            "lineage": [from_here, *found.get("lineage", [])],
+            "metrics": meta.get("metrics") or {},
+            "lineage": [from_here, *meta.get("lineage", [])],
         }
 
     def note(self, plan: Plan) -> str:
@@ -116,10 +115,10 @@ class Parent:
             f" {'; '.join(changes)}"
         )
 
-    def load(self, like: Any, held: Holding) -> Any:
+    def load(self, abstract: Any, locations: Holding) -> Any:
         """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with
         shardings say."""
-        if odd := misfit(self._source.arrays, held.arrays):
+        if odd := misfit(self._source.arrays, locations.arrays):
             changes = "; ".join(
                 x for x in self._changes() if x.startswith(("config.model", "config.optim"))
             )
@@ -127,7 +126,7 @@ class Parent:
                 f"config.run.fork={self._name} does not fit: {odd} ({changes}); restore what"
                 " differs, or begin with its weights alone, by config.run.init_from"
             )
-        return self._source.restore(like, held)
+        return self._source.restore(abstract, locations)
 
     def _changes(self) -> list[str]:
         return [
@@ -135,14 +134,14 @@ class Parent:
         ]
 
 
-def _open(place: str) -> tuple[SealedSource, dict[str, Any]]:
+def _open(name: str) -> tuple[SealedSource, dict[str, Any]]:
     """A parent's checkpoint and its metadata."""
-    with fields.naming(f"config.run.fork={place}"):
-        source = SealedSource(place)
+    with fields.naming(f"config.run.fork={name}"):
+        source = SealedSource(name)
     meta = source.meta()
     if not {"step", "tokens", "data", "config", "tokenizer"} <= meta.keys() or not meta["tokens"]:
         raise UserError(
-            f"config.run.fork={place} is of a run that has not been trained; begin with its weights"
+            f"config.run.fork={name} is of a run that has not been trained; begin with its weights"
             " by config.run.init_from"
         )
     return source, meta

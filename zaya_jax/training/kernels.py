@@ -1,7 +1,7 @@
-"""Looks up which kernels of ours the programs for a GPU have, and with which tiles.
+"""Chooses the tiles with which the GPU kernels of ours are compiled.
 
-The package's table says it, or what `pallas_kernels.tune` measured on this machine's card. All
-processes of a run take what the first one has.
+They come from the package's table, or are those that `pallas_kernels.tune` measured on this
+machine's card. All processes of a run take what the first one has.
 """
 
 import functools
@@ -16,45 +16,48 @@ from zaya_jax.config import Config, UserError
 from zaya_jax.parallel.spread import ALONE, Spread
 from zaya_jax.training import recipe
 
+Tiles = dict[str, Any]  # {"kernels": {name: tile}, "summary": a line that says so}
 
-def look_up(config: Config, device: jax.Device, together: bool = False) -> dict[str, Any] | None:
-    """The tiles of the kernels that programs for this device have, {"kernels": {name: tile}}, and a
-    line that says so; None on a CPU. From now on this process's programs have them.
 
-    `together`: all processes call this, for one program.
+def choose_tiles(config: Config, device: jax.Device, collective: bool = False) -> Tiles | None:
+    """Chooses and installs the tiles that this process's programs have from now on.
+
+    Returns them for a checkpoint and the log; None on a CPU. `collective`: all processes call this,
+    for one program.
     """
-    here = chip.chip_of(device)
-    if here.maker not in ("cuda", "rocm"):
+    target = chip.chip_of(device)
+    if target.maker not in ("cuda", "rocm"):
         return None
-    read = functools.partial(table.read_measured, here.kind)
-    own, fault = multihost.broadcast_from_zero("tiles", read) if together else read()
-    chip.use(here.kind, own)
-    rows = dict(table.rows(here.architecture))
-    for name, row in (own["tiles"] if own else {}).items():
-        rows[name.split()[0]] = row  # measured for the variant that this machine uses
-    taken = table.rows_of_operators(rows, here.taking(config.kernels).kernels)
-    said = f"tiles: {table.counted(taken)}" if taken else f"kernels: XLA's on {here.kind}"
-    if config.kernels == (chip.AUTO,) and not own and not table.has(here.architecture):
-        said += ", for which no tiles were chosen"
-        fault = fault or "python -m pallas_kernels.tune finds the tiles of this card"
+    read = functools.partial(table.read_measured, target.kind)
+    measured, fault = multihost.broadcast_from_zero("tiles", read) if collective else read()
+    chip.use(target.kind, measured)
+    rows = dict(table.rows(target.architecture))
+    if measured:
+        for variant, row in measured["tiles"].items():
+            operator = variant.split()[0]
+            rows[operator] = row  # the variant that this machine uses
+    taken = table.rows_of_operators(rows, target.taking(config.kernels).kernels)
+    summary = [f"tiles: {table.counted(taken)}" if taken else f"kernels: XLA's on {target.kind}"]
+    if config.kernels == (chip.AUTO,) and not measured and not table.has(target.architecture):
+        summary[0] += ", for which no tiles were chosen"
+        summary.append(fault or "python -m pallas_kernels.tune finds the tiles of this card")
     elif fault:
-        fault += "; python -m pallas_kernels.tune measures again"
-    said += f"; {fault}" if fault else ""
-    return {"kernels": {name: row["tile"] for name, row in taken.items()}, "said": said}
+        summary += [fault, "python -m pallas_kernels.tune measures again"]
+    tiles = {name: row["tile"] for name, row in taken.items()}
+    return {"kernels": tiles, "summary": "; ".join(summary)}
 
 
-def meta(found: dict[str, Any] | None) -> dict[str, Any]:
+def checkpoint_fields(tiles: Tiles | None) -> dict[str, Any]:
     """For a checkpoint's metadata."""
-    return {"kernels": found["kernels"]} if found else {}
+    return {"kernels": tiles["kernels"]} if tiles else {}
 
 
-def notes(saved: dict[str, Any], found: dict[str, Any] | None, reached: int) -> list[str]:
-    """The line of a start, and a note where a run goes on with other kernels or tiles than it
-    had."""
-    lines = [found["said"]] if found else []
-    if reached and saved.get("kernels") != meta(found).get("kernels"):
+def notes(saved: dict[str, Any], tiles: Tiles | None, reached: int) -> list[str]:
+    """The summary, and a note if a run resumes with other kernels or tiles than it had."""
+    lines = [tiles["summary"]] if tiles else []
+    if reached and saved.get("kernels") != checkpoint_fields(tiles).get("kernels"):
         lines.append(
-            "note: the kernels of ours, or their tiles, are not those that the run had until step"
+            "note: our kernels, or their tiles, are not those that the run had until step"
             f" {reached}: it rounds differently from now on"
         )
     return lines
@@ -64,62 +67,61 @@ def notes(saved: dict[str, Any], found: dict[str, Any] | None, reached: int) -> 
 # For `pallas_kernels.tune`
 # ################################################################################################
 
-MOST = 16_384  # tokens: more take longer (16.8M on an H100: no result in 45 s) and rank the same
+MOST_TOKENS = 16_384  # more take longer (16.8M on an H100: no result in 45 s) and rank the same
 
 
 def tuning_request(config: Config, devices: int) -> dict[str, Any]:
-    """The sizes at which `tune` tries: a device's share of the model, in the phase that most tokens
-    are of, or where the config's batch does not fit so few devices, one sequence at a time."""
-    segment = max(
-        schedule.make_plan(config).segments, key=lambda one: one.num_steps * one.tokens_per_step
-    )
+    """The sizes at which `tune` tries: a device's part of the model, in the phase with the most
+    tokens; one sequence at a time if the config's batch does not fit so few devices."""
+    segments = schedule.make_plan(config).segments
+    longest = max(segments, key=lambda segment: segment.num_steps * segment.tokens_per_step)
     try:
-        here, spread, sequences, micro_batches = recipe.portion(config, segment, devices)
+        phase_config, spread, sequences, micro_batches = recipe.portion(config, longest, devices)
     except UserError:
-        here, spread = schedule.phase_config(config, segment.phase), ALONE
+        phase_config, spread = schedule.phase_config(config, longest.phase), ALONE
         sequences = micro_batches = 1
-    whole = min(here.data.seq_len, MOST)
+    whole = min(phase_config.data.seq_len, MOST_TOKENS)
     rows = max(sequences // micro_batches // (spread.data * spread.expert), 1)
-    asked = {
-        "batch": min(rows, max(MOST * spread.sequence_parts // whole, 1)),
+    most_rows = max(MOST_TOKENS * spread.sequence_parts // whole, 1)
+    model = phase_config.model
+    return {
+        "batch": min(rows, most_rows),
         "length": whole // spread.sequence_parts,
         "whole": whole,
-        "dtype": here.precision.compute,
-        "operators": _operators(here, spread),
-        "model": _share(here, spread),
-        "windows": [],
+        "dtype": phase_config.precision.compute,
+        "operators": _operators(phase_config, spread),
+        "model": _sizes_on_device(phase_config, spread),
+        "windows": [model.sliding_window] if "hybrid_sliding" in model.kinds else [],
     }
-    if "hybrid_sliding" in here.model.kinds:
-        asked["windows"] = [here.model.sliding_window]
-    return asked
 
 
-def _operators(here: Config, spread: Spread) -> list[str]:
-    kinds, routed = set(here.model.kinds), here.model.model_type == "zaya"
-    there = {
+def _operators(config: Config, spread: Spread) -> list[str]:
+    kinds = set(config.model.kinds)
+    routed = config.model.model_type == "zaya"
+    used = {
         "attention": bool(kinds - {"hybrid_linear"}),
         "linear_attention": "hybrid_linear" in kinds,
         # its kernels take no tokens of a neighbour
         "cca_mix": routed and spread.sequence_parts == 1,
         "grouped_mlp": routed,
     }
-    return [name for name in chip.OPERATORS if there.get(name, True)]
+    return [name for name in chip.OPERATORS if used.get(name, True)]
 
 
-def _share(here: Config, spread: Spread) -> dict[str, Any]:
+def _sizes_on_device(config: Config, spread: Spread) -> dict[str, Any]:
     """The model's sizes on a device."""
-    m = here.model
+    m = config.model
     experts = m.num_experts
     for axis in spread.expert_axes:
         experts = -(-experts // getattr(spread, axis))
     width = m.intermediate_size or m.moe_intermediate_size
-    rounded = here.precision.weights == "compute"
+    rounded = config.precision.weights == "compute"
     return {
         "num_attention_heads": max(m.num_attention_heads // spread.heads, 1),
         "num_key_value_heads": max(m.num_key_value_heads // spread.heads, 1),
         "moe_intermediate_size": max(width // spread.heads, 1),
         "num_experts": experts,
-        "expert_weights": here.precision.compute if rounded else "float32",
+        "expert_weights": config.precision.compute if rounded else "float32",
         "head_dim": m.head_dim,
         "hidden_size": m.hidden_size,
         "router_hidden_size": m.router_hidden_size,

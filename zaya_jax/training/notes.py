@@ -23,36 +23,36 @@ LONGEST_PATH = 24  # of a source in the table, where the end of a longer one sta
 
 
 def describe_start(
-    run: Recipe, here: PlacedPhase, workdir: Path, reached: int, notes: list[str]
+    recipe: Recipe, placed: PlacedPhase, workdir: Path, reached: int, notes: list[str]
 ) -> None:
-    """Prints the first lines of a start: its phases, the model and its place, and the notes of its
+    """Prints the first lines of a start: the phases, the model and its mesh, and the notes of the
     checks."""
-    if run.config.schedule.phases:
-        logs.say(phase_table(run))
-    logs.say(describe_run(run, here, workdir, reached))
-    found = [*notes, unknown_peak(), *sizing.notes(here.config, list(here.mesh.devices.flat))]
-    for note in filter(None, dict.fromkeys(found)):
-        logs.say(note)
+    if recipe.config.schedule.phases:
+        logs.say(phase_table(recipe))
+    logs.say(describe_run(recipe, placed, workdir, reached))
+    devices = list(placed.mesh.devices.flat)
+    all_notes = [*notes, unknown_peak(), *sizing.notes(placed.config, devices)]
+    for note in dict.fromkeys(all_notes):
+        if note:
+            logs.say(note)
 
 
-def describe_run(run: Recipe, here: PlacedPhase, workdir: Path, reached: int) -> str:
+def describe_run(recipe: Recipe, placed: PlacedPhase, workdir: Path, reached: int) -> str:
     """Model, mesh, steps and folder, on one line."""
-    config, last = run.config, run.plan.step(run.last_step)
+    config, last = recipe.config, recipe.plan.step(recipe.last_step)
     counts = zaya.param_counts(config.model)
-    sizes = (
-        " x ".join(f"{axis} {size}" for axis, size in here.mesh.shape.items() if size > 1)
-        or "one device"
-    )
+    axes = [f"{axis} {size}" for axis, size in placed.mesh.shape.items() if size > 1]
+    resumed = f", from step {reached}" if reached else ""
     return (
-        f"{config.name}: {counts['total']:,} parameters ({counts['active']:,} active) on {sizes}"
-        f" ({jax.devices()[0].device_kind}), {last.number} steps of {last.sequences} x"
-        f" {last.phase.seq_len} tokens, in {workdir}"
-        + (f", from step {reached}" if reached else "")
+        f"{config.name}: {counts['total']:,} parameters ({counts['active']:,} active) on"
+        f" {' x '.join(axes) or 'one device'} ({jax.devices()[0].device_kind}), {last.number} steps"
+        f" of {last.sequences} x {last.phase.seq_len} tokens, in {workdir}{resumed}"
     )
 
 
-def border(recipe: Recipe, end: int) -> str:
-    """The last line of a program that ends after step `end`, where another mesh is due."""
+def mesh_change_line(recipe: Recipe, end: int) -> str:
+    """The last line of a process that ends after step `end`, because the next phase has another
+    mesh."""
     placed = recipe.phase_of_step(end + 1)
     mesh = describe_mesh(placed.config.mesh)
     return (
@@ -63,30 +63,31 @@ def border(recipe: Recipe, end: int) -> str:
 
 def phase_table(recipe: Recipe) -> str:
     """All phases, a column each."""
-    config, plan, rows = recipe.config, recipe.plan, list[tuple[str, ...]]()
+    config, plan = recipe.config, recipe.plan
     columns = [_column(recipe, placed) for placed in recipe.phases.values()]
+    rows: list[tuple[str, ...]] = []
     for name in columns[0]:
-        cells = itertools.zip_longest(
-            *(column[name].split("\n") for column in columns), fillvalue=""
-        )
-        rows += [("" if i else name, *parts) for i, parts in enumerate(cells)]
+        cells = [column[name].split("\n") for column in columns]
+        for i, line in enumerate(itertools.zip_longest(*cells, fillvalue="")):
+            rows.append(("" if i else name, *line))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    end = f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens in all"
-    if config.run.num_steps < plan.total_steps:
+    end = f"{plan.last_step:,} steps, {plan.tokens_at_end:,} tokens in all"
+    if config.run.num_steps < plan.last_step:
         end += f"; run.num_steps={config.run.num_steps} ends the run before"
     return "\n".join([*lines, "", end, *_about_rates(plan)])
 
 
 def _about_rates(plan: schedule.Plan) -> list[str]:
     """The warm-up, and each border between phases where the learning rate jumps."""
-    warmup = _short(int(plan.schedule.warmup_fraction * plan.total_tokens))
+    warmup = _short(int(plan.schedule.warmup_fraction * plan.tokens_at_end))
     jumps = []
     for before, after in itertools.pairwise(plan.segments):
-        was, now = (schedule.learning_rate(plan, after.first_token, s) for s in (before, after))
-        if not math.isclose(was, now):
+        old_rate = schedule.learning_rate(plan, after.tokens_before, before)
+        new_rate = schedule.learning_rate(plan, after.tokens_before, after)
+        if not math.isclose(old_rate, new_rate):
             jumps.append(
-                f"note: the learning rate jumps from {was:.4g} to {now:.4g} where phase"
+                f"note: the learning rate jumps from {old_rate:.4g} to {new_rate:.4g} where phase"
                 f" {after.phase.name!r} begins, at step {after.first_step:,}"
             )
     smooth = "" if jumps else "; it has no jump at a border between phases"
@@ -106,8 +107,7 @@ def describe_mesh(mesh: Mesh, devices: int | None = None) -> str:
 
 
 def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
-    config, plan, here = recipe.config, recipe.plan, placed.config
-    phase, segments = placed.phase, placed.segments
+    config, phase, segments = recipe.config, placed.phase, placed.segments
     last = segments[-1].first_step + segments[-1].num_steps - 1
     tokens = sum(segment.num_steps * segment.tokens_per_step for segment in segments)
     devices = placed.mesh.size if placed.mesh else None
@@ -116,7 +116,7 @@ def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
     return {
         "phase": phase.name,
         "steps": f"{segments[0].first_step:,} to {last:,}",
-        "tokens": f"{_short(tokens)}, until {_short(segments[0].first_token + tokens)}",
+        "tokens": f"{_short(tokens)}, until {_short(segments[0].tokens_before + tokens)}",
         "context": f"{phase.seq_len:,}",
         "RoPE base": f"{phase.rope_theta:,.10g}",
         "sequences per step": " > ".join(f"{s.sequences:,}" for s in segments),
@@ -124,12 +124,14 @@ def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
         "micro-batches": " > ".join(
             f"{s.micro_batches} of {s.sequences // s.micro_batches:,}" for s in segments
         ),
-        "learning rate": _rates(plan, phase, segments[0].first_step, last),
-        "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if placed.misfit else ""),
+        "learning rate": _rates(recipe.plan, phase, segments[0].first_step, last),
+        "mesh": describe_mesh(placed.config.mesh, devices)
+        + (" (not here)" if placed.misfit else ""),
         "remat": phase.remat,
         "packing": phase.packing,
         "mixture": "\n".join(
-            f"{weight / sum(weights.values()):.4g} {_end(path)}" for path, weight in weights.items()
+            f"{weight / sum(weights.values()):.4g} {_shorten(path)}"
+            for path, weight in weights.items()
         ),
         "evaluation": f"{config.eval.windows} x {phase.eval_seq_len:,} tokens",
     }
@@ -144,7 +146,7 @@ def _rates(plan: schedule.Plan, phase: Phase, first: int, last: int) -> str:
     return f"{phase.lr:.4g} to {phase.lr_end:.4g}, {phase.schedule}"
 
 
-def _end(path: str) -> str:
+def _shorten(path: str) -> str:
     return path if len(path) <= LONGEST_PATH else f"...{path[-LONGEST_PATH:]}"
 
 
@@ -165,13 +167,11 @@ def environment() -> dict[str, str]:
         "jax": jax.__version__,
         "python": sys.version.split()[0],
         "zaya_jax": __version__,
-        **({"mfu": unknown_peak()} if unknown_peak() else {}),
     }
 
 
 def unknown_peak() -> str:
-    """Why no MFU is shown, on an accelerator whose peak is not known; a CPU has none that would
-    mean something."""
+    """Why no MFU is shown, on an accelerator whose peak is unknown; "" otherwise, and on a CPU."""
     device = jax.devices()[0]
     if device.platform == "cpu" or peak_flops(device.device_kind, Precision()):
         return ""
@@ -180,20 +180,20 @@ def unknown_peak() -> str:
     )
 
 
-def without_effect(updates: int) -> str:
-    """Says that so many updates, up to the last one, changed nothing or are not to be trusted."""
+def no_effect_line(updates: int) -> str:
+    """Says that the last `updates` updates changed nothing or cannot be trusted."""
     many = f"the last {updates} updates were" if updates > 1 else "the last update was"
     return f"{many} skipped, not finite, or of batches without a target"
 
 
-def done(steps: int, tokens: int, unsound: int, workdir: Path) -> str:
+def done_line(steps: int, tokens: int, unsound: int, workdir: Path) -> str:
     """The last line of a run."""
-    effect = f"Without effect: {without_effect(unsound)}. " if unsound else ""
+    effect = f"Without effect: {no_effect_line(unsound)}. " if unsound else ""
     return f"done: {steps} steps, {tokens:,} tokens. {effect}Report: {workdir / 'report.html'}"
 
 
-def complete(run: Recipe, workdir: Path, report: Path) -> str:
+def complete_line(recipe: Recipe, workdir: Path, report: Path) -> str:
     """The line of a start after the last step."""
-    all_phases = run.config.schedule.phases and run.last_step == run.plan.total_steps
+    all_phases = recipe.config.schedule.phases and recipe.last_step == recipe.plan.last_step
     more = "another of schedule.phases" if all_phases else "--config.run.num_steps=N"
-    return f"{workdir} is complete: {run.last_step} steps done. More: {more}.  Report: {report}"
+    return f"{workdir} is complete: {recipe.last_step} steps done. More: {more}.  Report: {report}"

@@ -1,7 +1,7 @@
 """Places a run's phases on the devices, and checks that each can be trained there.
 
-Phases may differ in their mesh. A program has one mesh from start to end: at the border to a phase
-with another it saves and ends, and the same command continues there (`Recipe.last_step_here`).
+Phases may differ in their mesh. A process has one mesh from start to end: before a phase with
+another it saves and ends, and the same command continues there (`Recipe.last_step_here`).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class PlacedPhase:
     index: int
     segments: tuple[Segment, ...]
     config: Config  # as the phase has it: `schedule.phase_config`
-    key: Callable[[str], str]  # the config key that decides a value of the phase: `schedule.key`
+    key: Callable[[str], str]  # names the config key that decides a value: `schedule.key`
     spread: Spread  # on these devices, or on the fewest that it can be on
     # a `jax.sharding.Mesh`; None where there are no devices, or the phase does not fit them
     mesh: Any
@@ -48,50 +48,50 @@ class Recipe:
 
     @property
     def last_step(self) -> int:
-        """The run's last step: the plan's, or where run.num_steps ends it before."""
-        return min(self.plan.total_steps, self.config.run.num_steps)
+        """The run's last step: the plan's, unless run.num_steps is lower."""
+        return min(self.plan.last_step, self.config.run.num_steps)
 
     def phase_of_step(self, number: int) -> PlacedPhase:
         """The phase of step `number`; after the last step the last one."""
-        return self.phases[self.plan.step(min(number, self.plan.total_steps)).phase_index]
+        return self.phases[self.plan.step(min(number, self.plan.last_step)).phase_index]
 
     def last_step_here(self, number: int) -> int:
-        """The last step on the mesh of step `number`: a program that begins there ends after it."""
-        here = self.phase_of_step(number)
+        """The last step on the mesh of step `number`: a process that begins there ends after it."""
+        current = self.phase_of_step(number)
         for placed in self.phases.values():
             first = placed.segments[0].first_step
-            if first > number and (placed.misfit or placed.spread != here.spread):
+            if first > number and (placed.misfit or placed.spread != current.spread):
                 return min(first - 1, self.last_step)
         return self.last_step
 
 
-def place(config: Config, devices: list | None = None) -> Recipe:
+def make_recipe(config: Config, devices: list | None = None) -> Recipe:
     """The recipe of a config on these devices, or without any."""
-    plan, phases = schedule.make_plan(config), {}
-    for index, segments, here, key in schedule.phases_of(config, plan):
+    plan = schedule.make_plan(config)
+    phases = {}
+    for index, segments, declared, key in schedule.phases_of(config, plan):
+        phase_config = sizing.settled(declared, len(devices or ()))
+        shape = shape_of(phase_config.mesh, None, key("mesh"))
         mesh, rows, misfit = None, (0, 1), None
-        here = sizing.settled(here, len(devices or ()))
-        shape = shape_of(here.mesh, None, key("mesh"))
         if devices:
             try:
-                fitting = make_mesh(here.mesh, devices, key("mesh"))
-                mesh, shape, rows = fitting, fitting.shape, rows_of_process(fitting)
+                mesh = make_mesh(phase_config.mesh, devices, key("mesh"))
+                shape = mesh.shape
+                rows = rows_of_process(mesh)
             except UserError as error:
                 misfit = error
-        spread = spread_of(here.mesh, shape)
-        phases[index] = PlacedPhase(index, segments, here, key, spread, mesh, rows, misfit)
+        spread = spread_of(phase_config.mesh, shape)
+        phases[index] = PlacedPhase(index, segments, phase_config, key, spread, mesh, rows, misfit)
     return Recipe(config, plan, phases)
 
 
 def check(recipe: Recipe, reached: int = 0) -> list[str]:
-    """UserError where a phase that comes after step `reached` cannot be trained, before anything is
-    compiled.
+    """UserError if a phase after step `reached` cannot be trained, before anything is compiled.
 
-    Later phases may be meant for another number of devices than there are here: that is no error
-    but a note, and the rest of them is checked nevertheless. Without devices all phases are checked
-    like that.
+    Later phases may be meant for another number of devices: that is not an error but a note, and
+    everything else about them is still checked. Without devices all phases are checked like that.
     """
-    config, notes = recipe.config, []
+    notes = []
     first = recipe.phase_of_step(reached + 1).index
     for placed in recipe.phases.values():
         if placed.index < first:
@@ -99,13 +99,14 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
         if placed.misfit and placed.index == first:
             raise placed.misfit
         phase, key, begin = placed.phase, placed.key, placed.segments[0].first_step
-        if placed.misfit and begin <= config.run.num_steps:
+        if placed.misfit and begin <= recipe.config.run.num_steps:
             name = f"phase {phase.name!r}, from step {begin},"
             notes.append(f"note: {name} cannot be trained on these devices: {placed.misfit}")
         lengths = {key(name): getattr(phase, name) for name in ("seq_len", "eval_seq_len")}
         sharding.check(placed.config, placed.spread, lengths=lengths, where=key("mesh"))
-        # Without a number of devices, over those that the mesh has in any case.
-        sizes, whole = tuple(segment.sequences for segment in placed.segments), _micro_batch(phase)
+        # If the number of devices is unknown, `spread` is the smallest that the config allows.
+        sizes = tuple(segment.sequences for segment in placed.segments)
+        whole = _micro_batch(phase)
         for micro_batch in sorted({min(whole, size) for size in sizes}):
             name = key("micro_batch" if micro_batch == whole else "ramp_from")
             sharding.check_batch(placed.spread, sizes, micro_batch, where=key("mesh"), name=name)
@@ -115,36 +116,38 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
 def portion(
     config: Config, segment: Segment, devices: int, at_once: int = 0
 ) -> tuple[Config, Spread, int, int]:
-    """A segment's config on so many devices, its spread, its sequences per step and its
-    micro-batches; UserError where these do not go together.
+    """A segment's config on this many devices, its spread, its sequences per step and its number of
+    micro-batches; UserError if these do not fit together.
 
-    With `at_once` so many sequences are taken at once on each row of data x expert, whatever the
+    With `at_once` that many sequences are taken at once on each row of data x expert, whatever the
     config's batch, which is rounded to whole micro-batches.
     """
-    phase, key = segment.phase, functools.partial(schedule.key, config, segment.phase_index)
-    here, where = sizing.settled(schedule.phase_config(config, phase), devices), key("mesh")
-    spread = spread_of(here.mesh, shape_of(here.mesh, devices, where))
-    sharding.check(here, spread, lengths={key("seq_len"): phase.seq_len}, where=where)
+    phase = segment.phase
+    key = functools.partial(schedule.key, config, segment.phase_index)
+    phase_config = sizing.settled(schedule.phase_config(config, phase), devices)
+    where = key("mesh")
+    spread = spread_of(phase_config.mesh, shape_of(phase_config.mesh, devices, where))
+    sharding.check(phase_config, spread, lengths={key("seq_len"): phase.seq_len}, where=where)
     if at_once:
-        micro = at_once * spread.data * spread.expert
-        micro_batches = max(1, round(segment.sequences / micro))
-        return here, spread, micro * micro_batches, micro_batches
-    micro = segment.sequences // segment.micro_batches
+        micro_batch = at_once * spread.data * spread.expert
+        micro_batches = max(1, round(segment.sequences / micro_batch))
+        return phase_config, spread, micro_batch * micro_batches, micro_batches
+    micro_batch = segment.sequences // segment.micro_batches
+    name = key("micro_batch")
     try:
-        sharding.check_batch(
-            spread, (segment.sequences,), micro, where=where, name=key("micro_batch")
-        )
+        sharding.check_batch(spread, (segment.sequences,), micro_batch, where=where, name=name)
     except UserError as error:
         raise UserError(f"phase {phase.name!r}: {error}; or give --at_once=N") from None
-    return here, spread, segment.sequences, segment.micro_batches
+    return phase_config, spread, segment.sequences, segment.micro_batches
 
 
 def eval_rows(config: Config, phase: Phase, spread: Spread) -> int:
-    """Rows of a held-out batch: as many as there are windows, as the mesh needs them, at most a
+    """Rows of a held-out batch: the number of windows, rounded up for the mesh, at most a
     micro-batch."""
     shards = spread.data * spread.expert
     return min(-(-max(config.eval.windows, 1) // shards) * shards, _micro_batch(phase))
 
 
 def _micro_batch(phase: Phase) -> int:
+    """Sequences of a micro-batch; 0 in the config means the whole batch."""
     return phase.micro_batch or phase.global_batch

@@ -1,23 +1,23 @@
 """Copies a run's state for its checkpoints, and makes a state of a copy that was read.
 
-    copies = Copies(setup.optimizer, states.abstract(config, setup))
-    store.save(step, copies.take(state), meta, copies.held)
-    state, _ = store.restore(step, copies.like, copies.held, copies.place)
+    snapshots = Snapshots(setup.optimizer, states.abstract(config, setup))
+    store.save(step, snapshots.take(state), meta, snapshots.locations)
+    state, _ = store.restore(step, snapshots.abstract, snapshots.locations, snapshots.to_state)
 
 Three things have the same numbers:
 
     state       what the steps change: a parameter may lie whole on several devices
-    copy        the state's arrays (`arrays_of`), each device's own part, so that nothing travels for a
-                save: ZeRO-1's buckets as they are, and a share each of a parameter that several
-                devices have (`layout.spread`)
-    checkpoint  an array for each weight, and for each of its moments, whatever the mesh; `held`
+    copy        the state's arrays (`checkpoint_arrays`), each device's own part, so that nothing travels
+                for a save: ZeRO-1's buckets as they are, and of a parameter that several devices have
+                one part on each (`layout.spread`)
+    checkpoint  an array for each weight, and for each of its moments, whatever the mesh; `locations`
                 says where they lie in a copy
 
 At a start each device reads its part of a copy, and devices that have the same parameter hand their
-shares on.
+parts on.
 
-The copy is made on the devices, in order with the steps. Where one does not fit them, by their own
-figures, it is made on the host, array by array, while the training waits.
+The copy is made on the devices, in order with the steps. If it does not fit there, by the devices'
+own figures, it is made on the host, array by array, while the training waits.
 """
 
 import functools
@@ -41,8 +41,11 @@ from zaya_jax.training import state as states
 from zaya_jax.training.state import REPLICATED
 
 
-class Copies:
-    """The ways between a run's state (here an abstract one) and its checkpoints."""
+class Snapshots:
+    """Takes copies of a run's state, and turns copies into states.
+
+    Made from the abstract state; `abstract` and `locations` describe its copies.
+    """
 
     def __init__(
         self, optimizer: Optimizer, state: Any, say: Callable[[str], None] = lambda message: None
@@ -50,19 +53,14 @@ class Copies:
         self.optimizer, self.say = optimizer, say
         self._params = trees.flat(state["params"], "/")
         self._mesh = next(iter(self._params.values())).sharding.mesh
-        arrays = arrays_of(optimizer, state)
-        # a copy, as ShapeDtypeStructs with their shardings
-        self.like = arrays | {"params": jax.tree.map(_share, arrays["params"])}
-        self._cut = [
-            name
-            for name, x in trees.flat(self.like["params"], "/").items()
-            if x.sharding != self._params[name].sharding
-        ]
-        self.held = _held(optimizer, list(self._mesh.devices.flat), self.like)
-        shardings = jax.tree.map(lambda x: x.sharding, self.like)
-        # Each device copies its part, or slices its share out of it.
+        arrays = checkpoint_arrays(optimizer, state)
+        # A copy, as ShapeDtypeStructs with their shardings.
+        self.abstract = arrays | {"params": jax.tree.map(_cut, arrays["params"])}
+        self.locations = _locations(optimizer, list(self._mesh.devices.flat), self.abstract)
+        # Each device copies its part, or slices it out of what it has.
         self.program: Any = jax.jit(
-            lambda arrays: jax.tree.map(jnp.copy, arrays), out_shardings=shardings
+            lambda arrays: jax.tree.map(jnp.copy, arrays),
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
         )
 
     def take(self, state: Any) -> DeviceParts:
@@ -75,59 +73,48 @@ class Copies:
     def _fits_devices(self) -> bool:
         """Whether a copy fits the devices; asked once, since from then on their peak holds a copy
         too."""
-        needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(self.like))
-        free = [
-            unused_bytes(device)
-            for device in jax.tree.leaves(self.like)[0].sharding.addressable_devices
-        ]
+        leaves = jax.tree.leaves(self.abstract)
+        needed = sum(states.bytes_per_device(x) for x in leaves)
+        free = [unused_bytes(device) for device in leaves[0].sharding.addressable_devices]
         known = [x for x in free if x is not None]
         if len(known) < len(free):
             return True
         least = multihost.reduce_figures({"free": float(min(known))}, {"free": np.min})["free"]
-        how = (
-            "made there"
-            if needed <= least
-            else "made on the host, array by array, while the training waits"
-        )
+        fits = needed <= least
+        where = "there" if fits else "on the host, array by array, while the training waits"
         self.say(
             f"the copy that a checkpoint is saved from takes {needed / 2**30:.2f} GiB of each"
-            f" device, {least / 2**30:.2f} GiB are free during the steps: it is {how}"
+            f" device, and the steps leave {least / 2**30:.2f} GiB free: it is made {where}"
         )
-        return needed <= least
+        return fits
 
     def on_devices(self, state: Any) -> Any:
         """A copy on the devices."""
-        return self.program(arrays_of(self.optimizer, state))
+        return self.program(checkpoint_arrays(self.optimizer, state))
 
     def on_host(self, state: Any) -> DeviceParts:
-        """A copy on the host. A device needs memory only for its share of one array that several
-        have."""
-        found: dict[str, dict[jax.Device, np.ndarray]] = {}
-        for (name, x), like in zip(
-            trees.flat(arrays_of(self.optimizer, state)).items(),
-            jax.tree.leaves(self.like),
-            strict=True,
-        ):
-            shares = like.sharding.addressable_devices_indices_map(x.shape)
-            found[name] = {}
+        """A copy on the host. On a device this takes memory for at most one part of one array."""
+        copies: dict[str, dict[jax.Device, Any]] = {}
+        abstract = trees.flat(self.abstract)
+        for name, x in trees.flat(checkpoint_arrays(self.optimizer, state)).items():
+            parts = abstract[name].sharding.addressable_devices_indices_map(x.shape)
+            copies[name] = {}
             for shard in x.addressable_shards:
-                has, box = (
-                    layout.box_of(index, x.shape) for index in (shard.index, shares[shard.device])
-                )
-                own = shard.data if box == has else shard.data[layout.within(box, has)]
-                # On a CPU it would be the state's own memory, which the next step takes.
-                host = np.array(
-                    writing.to_host(own), copy=chip.chip_of(shard.device).is_host or None
-                )
-                found[name][shard.device] = host
-        return found
+                has = layout.box_of(shard.index, x.shape)
+                box = layout.box_of(parts[shard.device], x.shape)
+                part = shard.data if box == has else shard.data[layout.within(box, has)]
+                # NumPy's `copy`: True always copies, None only if it must. On a CPU the array would
+                # be the state's own memory, which the next step takes.
+                must_copy = chip.chip_of(shard.device).is_host or None
+                copies[name][shard.device] = np.array(writing.to_host(part), copy=must_copy)
+        return copies
 
-    def place(self, copy: Any) -> dict[str, Any]:
+    def to_state(self, copy: Any) -> dict[str, Any]:
         """A copy as a state, which takes the copy's memory; all processes together."""
         params = trees.flat(copy["params"], "/")
-        params |= self._together({name: params[name] for name in self._cut})
+        params |= self._gather(params)
         if self.optimizer.layout.copied:
-            params |= self._rounded(copy["optimizer"]["weights"])
+            params |= self._compute_weights(copy["optimizer"]["weights"])
         everywhere = NamedSharding(self._mesh, REPLICATED)
         figures = {
             name: jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)
@@ -139,74 +126,81 @@ class Copies:
             "balance": balance.State(**copy["balance"]),
         }
 
-    def _together(self, shares: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Whole parameters: devices with a share gather the rest."""
-        if not shares:
+    def _gather(self, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Whole parameters, of those that are cut in a copy."""
+        abstract = trees.flat(self.abstract["params"], "/")
+        shardings = {
+            name: self._params[name].sharding
+            for name, x in abstract.items()
+            if x.sharding != self._params[name].sharding
+        }
+        if not shardings:
             return {}
-        shardings = {name: self._params[name].sharding for name in shares}
-        return jax.jit(lambda shares: shares, out_shardings=shardings)(shares)
+        cut = {name: parts[name] for name in shardings}
+        return jax.jit(lambda parts: parts, out_shardings=shardings)(cut)
 
-    def _rounded(self, kept: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The devices' copies, by path, of weights that their owners keep in float32, by bucket."""
+    def _compute_weights(self, master_weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The bfloat16 weights that devices compute with, by path, from the float32 ones that their
+        owners keep, by bucket."""
         buckets = self.optimizer.layout
         shardings = {path: self._params[path].sharding for path in buckets.copied}
         mapped = jax.shard_map(
             buckets.copies,
             mesh=self._mesh,
             check_vma=False,
-            in_specs=({name: buckets.spec(name) for name in kept},),
+            in_specs=({name: buckets.spec(name) for name in master_weights},),
             out_specs=REPLICATED,
         )
-        return jax.jit(mapped, out_shardings=shardings)(kept)
+        return jax.jit(mapped, out_shardings=shardings)(master_weights)
 
     def with_weights_of(self, state: Any, read: Callable[[Any, Holding], Any]) -> Any:
-        """A fresh state with the weights and balancing biases of a checkpoint; read(like, held)
-        reads these."""
-        held = self.held.weights()
-        like = {name: x for name, x in trees.flat(self.like).items() if name in held.leaves}
-        arrays = trees.flat(arrays_of(self.optimizer, state)) | read(like, held)
-        return self.place(jax.tree.unflatten(jax.tree.structure(self.like), arrays.values()))
+        """A fresh state with the weights and balancing biases of a checkpoint; read(abstract,
+        locations) reads these."""
+        locations = self.locations.weights()
+        abstract = {
+            name: x for name, x in trees.flat(self.abstract).items() if name in locations.leaves
+        }
+        arrays = trees.flat(checkpoint_arrays(self.optimizer, state)) | read(abstract, locations)
+        return self.to_state(jax.tree.unflatten(jax.tree.structure(self.abstract), arrays.values()))
 
 
-def _share(x: Any) -> Any:
-    """An array cut into shares for the devices that have it."""
+def _cut(x: Any) -> Any:
+    """An array cut into parts, one for each device that has it."""
     sharding = layout.spread(x.shape, x.dtype, x.sharding)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def arrays_of(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a state that a checkpoint holds, as it lies: of weights that devices have copies
-    of, the owners'."""
+def checkpoint_arrays(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a state that go into a checkpoint, in their present layout.
+
+    Of weights that devices have in bfloat16, only the owners' float32 arrays, which are the
+    optimizer's.
+    """
     params = trees.flat(state["params"], "/")
-    own = {path: x for path, x in params.items() if path not in optimizer.layout.copied}
+    copied = optimizer.layout.copied
     return {
-        "params": trees.nested(own, "/"),
+        "params": trees.nested({path: x for path, x in params.items() if path not in copied}, "/"),
         "optimizer": optimizer.arrays(state["optimizer"]),
         "balance": state["balance"]._asdict(),
     }
 
 
-def _held(optimizer: Optimizer, devices: list[jax.Device], like: Any) -> Holding:
+def _locations(optimizer: Optimizer, devices: list[jax.Device], abstract: Any) -> Holding:
     """Where the checkpoint's arrays lie in those of a copy.
 
     A bucket holds boxes of one kind of state of several weights (in "weights" the parameters
     themselves); every other leaf is an array of the checkpoint.
     """
-    leaves = trees.flat(like)
-    buckets = {
-        f"optimizer.{kind}.{bucket}": (kind, bucket)
-        for kind in chain.KINDS
-        for bucket in like["optimizer"][kind]
-    }
+    leaves = trees.flat(abstract)
     shapes = {weight.path: weight.shape for weight in optimizer.layout.weights}
     arrays: dict[str, Any] = {}
     parts: list[HeldBox] = []
     for leaf, x in leaves.items():
-        if leaf not in buckets:
+        kind, _, bucket = leaf.removeprefix("optimizer.").partition(".")
+        if kind not in chain.KINDS or bucket not in abstract["optimizer"][kind]:
             arrays[leaf] = x
             parts += boxes.parts_of(leaf, x)
             continue
-        kind, bucket = buckets[leaf]
         group = "params" if kind == "weights" else f"optimizer.{kind}"
         for held in optimizer.layout.held(bucket):
             name = f"{group}.{held.weight.replace('/', '.')}"

@@ -1,5 +1,5 @@
-"""Opens a run's folder, checks that it belongs to this run, and tells which keys may differ when
-the run goes on.
+"""Opens a run's folder, checks that it belongs to this run, and knows which config keys may change
+when a run resumes.
 
 config.json        the recorded config            tokenizer/         the tokenizer
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -36,9 +37,9 @@ from zaya_jax.training import logs, notes
 
 LINEAGE = "lineage.json"
 
-# Keys that may differ from the recorded config when a run goes on, as may phases that have not
-# begun.
-CHANGES_NOTHING = (  # that a step computes
+# Keys that may differ from the recorded config when a run resumes, as may phases that have not
+# begun. The first do not affect what a step computes.
+MAY_CHANGE = (
     "name",
     "run.num_steps",
     "log",
@@ -52,7 +53,8 @@ CHANGES_NOTHING = (  # that a step computes
     "model.max_position_embeddings",
 )
 COMPARED_BY_CONTENT = ("data.path", "data.tokenizer")  # checkpoints have fingerprints of both
-ROUNDS = (  # sums have another order, which is said
+# These add numbers in another order, so the run rounds differently; a note reports them.
+CHANGES_ROUNDING = (
     "mesh",
     "hardware",
     "kernels",
@@ -80,21 +82,19 @@ def open_workdir(
     otherwise.
 
     `locked` is called when no other run writes there and nothing is written yet. Changed keys of a
-    run that goes on are recorded later, by `record_start`. The first process opens it; the others
+    run that resumes are recorded later, by `record_start`. The first process opens it; the others
     must have the same config and see the same folder.
     """
-    here = config_lib.to_dict(config)
-    chosen, first = multihost.broadcast_from_zero(
-        "workdir", lambda: [str(_open(Path(path), config, locked)), here]
+    config_dict = config_lib.to_dict(config)
+    chosen, first_dict = multihost.broadcast_from_zero(
+        "workdir", lambda: [str(_open(Path(path), config, locked)), config_dict]
     )
     workdir = Path(chosen)
-    a, b = flat(first), flat(here)
-    for key in sorted(a.keys() | b.keys()):
-        if a.get(key) != b.get(key):
-            raise UserError(
-                f"config.{key}={b.get(key)!r} here, but {a.get(key)!r} in process 0; "
-                "start all processes with the same command"
-            )
+    for key, first, local in changed_keys(flat(first_dict), flat(config_dict)):
+        raise UserError(
+            f"config.{key}={local!r} here, but {first!r} in process 0; "
+            "start all processes with the same command"
+        )
     if not (workdir / "config.json").exists():
         raise UserError(
             f"{workdir} is not the folder that process 0 has opened: config.json is not"
@@ -107,11 +107,11 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
     claims.require_outside(workdir)
     claims.require_writable(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    _check_whose(workdir, config)
+    _check_owner(workdir, config)
     claims.take(workdir, logs.say)
     try:
         # while it waited, another run may have begun there, and ended
-        _check_whose(workdir, config)
+        _check_owner(workdir, config)
     except UserError:
         claims.release(workdir)
         raise
@@ -121,8 +121,8 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
     return workdir
 
 
-def _check_whose(workdir: Path, config: Config) -> None:
-    """UserError where a folder is not a run's, or is another run's."""
+def _check_owner(workdir: Path, config: Config) -> None:
+    """UserError if a folder is not a run's, or is another run's."""
     recorded, steps = workdir / "config.json", folders.steps_in(workdir / "checkpoints")
     if recorded.exists() or steps:
         old = read_config(workdir)
@@ -152,11 +152,11 @@ class CleanupIfRefused:
         self._made = [path for path in workdir.parents if not path.exists()]
 
     def locked(self) -> None:
-        """Notes whether the folder is new, when no other run writes there and this one has written
-        nothing."""
+        """Notes whether the folder is new; called when no other run writes there and this one has
+        written nothing."""
         self._new = not (self._workdir / "config.json").exists()
 
-    def keep(self) -> None:
+    def run_began(self) -> None:
         """From here on the folder's content is a run's, and stays."""
         self._new = False
 
@@ -189,15 +189,15 @@ def read_config(workdir: str | os.PathLike) -> Config:
     """The config that a workdir's run was started with."""
     path = Path(workdir) / "config.json"
     try:
-        found = files.read_json(path)
+        recorded = files.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{workdir} has no config.json that can be read ({reason(error)});"
-            " give the folder of a "
-            f'run, or restore its config: each checkpoint has it too, in {META} under "config"'
+            f"{workdir} has no config.json that can be read ({reason(error)}); give the"
+            " folder of a run, or restore its config: each checkpoint has it too, in"
+            f' {META} under "config"'
         ) from None
     try:
-        return config_lib.check(found)
+        return config_lib.check(recorded)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -208,41 +208,39 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def check_same(old: Config, new: Config, workdir: Path, reached: int | None = None) -> str:
-    """UserError where a run cannot go on from step `reached` (the newest here) with another config
+    """UserError if a run cannot resume from step `reached` (the newest here) with another config
     than it had.
 
     Otherwise a note of the differences: rounding, or steps that have not begun.
     """
     steps = folders.numbered(workdir / "checkpoints")
     if not steps and reached is None:
-        return ""  # nothing is there that could go on
+        return ""  # nothing is there that could resume
     reached = max(steps) if reached is None else reached
     untrained = (workdir / IMPORTED).exists() and reached == 0
-    before, after = _kept(old), _kept(new)
     segments = schedule.make_plan(old).segments
     begun = max((s.phase_index + 1 for s in segments if s.first_step <= reached), default=0)
-    changed, later = [], old.run.num_steps != new.run.num_steps and not new.schedule.phases
-    for key in sorted(before.keys() | after.keys()):
-        was, now = before.get(key), after.get(key)
-        model = key.startswith("model.") and not key.endswith("_token_id")
-        if was == now or (untrained and not model and key not in ("run.fork", "run.lora")):
+    rounding = []
+    later = old.run.num_steps != new.run.num_steps and not new.schedule.phases
+    for key, was, now in changed_keys(_comparable_keys(old), _comparable_keys(new)):
+        if untrained and not _is_of_weights(key):
             continue
         phase = re.match(r"schedule\.phases\[(\d+)\]\.", key)
-        if phase and int(phase[1]) >= begun > 0:
+        if phase and begun and int(phase[1]) >= begun:
             later = True
             continue
         general = f"phases.{key[phase.end() :]}" if phase else key
-        if _among(general, ROUNDS):
-            changed.append(f"{key} ({was!r} before, {now!r} now)")
-        elif not _among(general, CHANGES_NOTHING + COMPARED_BY_CONTENT):
+        if _matches_any(general, CHANGES_ROUNDING):
+            rounding.append(f"{key} ({was!r} before, {now!r} now)")
+        elif not _matches_any(general, MAY_CHANGE + COMPARED_BY_CONTENT):
             raise UserError(
                 f"{workdir} was started with config.{key}={was!r}, now it is {now!r}; "
                 "restore it, or give a new workdir"
             )
     notes = []
-    if changed:
+    if rounding:
         notes.append(
-            f"{', '.join(changed)}: sums have another order from here on, so the run rounds"
+            f"{', '.join(rounding)}: sums have another order from here on, so the run rounds"
             " differently"
         )
     if later:
@@ -250,20 +248,32 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
     return f"note: changed since step {reached}: {'; '.join(notes)}" if notes else ""
 
 
-def _among(key: str, names: tuple[str, ...]) -> bool:
+def changed_keys(old: dict, new: dict) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) of all keys that differ."""
+    keys = sorted(old.keys() | new.keys())
+    return [(k, old.get(k), new.get(k)) for k in keys if old.get(k) != new.get(k)]
+
+
+def _is_of_weights(key: str) -> bool:
+    """Whether weights that were imported and not yet trained depend on a key."""
+    model = key.startswith("model.") and not key.endswith("_token_id")
+    return model or key in ("run.fork", "run.lora")
+
+
+def _matches_any(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(name + ".") for name in names)
 
 
-def _kept(config: Config) -> dict:
-    """All keys, with the phases' own among them; of a mixture the weights, since a source may
-    move."""
-    out = flat(config_lib.to_dict(config))
-    phases = out.pop("schedule.phases")
-    for i, phase in enumerate(phases):
-        out |= {f"schedule.phases[{i}].{name}": value for name, value in phase.items()}
-    for key in [key for key in out if key.split(".")[-1] == "mixture"]:
-        out[key] = list(mix.parse_mixture(tuple(out[key]), f"config.{key}").values())
-    return out
+def _comparable_keys(config: Config) -> dict:
+    """All keys, those of the phases too; of a mixture only the weights, since a source may move."""
+    keys = flat(config_lib.to_dict(config))
+    for i, phase in enumerate(keys.pop("schedule.phases")):
+        for name, value in phase.items():
+            keys[f"schedule.phases[{i}].{name}"] = value
+    for key, value in keys.items():
+        if key.split(".")[-1] == "mixture":
+            keys[key] = list(mix.parse_mixture(tuple(value), f"config.{key}").values())
+    return keys
 
 
 def flat(tree: dict, prefix: str = "") -> dict:
