@@ -1,8 +1,8 @@
 """Writes each process's own log: workdir/logs/process-00000.log and so on, with times, warnings and
 errors.
 
-The terminal and metrics.jsonl belong to process 0 alone. `kill -USR1 PID` adds where all its
-threads are, for a run that hangs.
+Only process 0 writes to the terminal and metrics.jsonl. If a run hangs, `kill -USR1 PID` dumps the
+stacks of all threads to the log.
 """
 
 import faulthandler
@@ -22,14 +22,12 @@ _file: logging.FileHandler | None = None
 
 
 def open_log(workdir: Path) -> None:
-    """Begins or goes on with this process's file; a run that begins in the same process takes
-    over."""
+    """Opens this process's file, or appends to it. A later run in the same process replaces it."""
     global _file
     before, folder = _file, workdir / "logs"
     folder.mkdir(exist_ok=True)
-    logging.raiseExceptions = (
-        False  # a full disk: lines missing in the file are on the terminal too
-    )
+    # On a full disk the file lacks lines, which the terminal has.
+    logging.raiseExceptions = False
     _file = logging.FileHandler(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
     _file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     _file.addFilter(
@@ -57,8 +55,8 @@ def open_log(workdir: Path) -> None:
 
 
 def say(message: str) -> None:
-    """A line in every process's file, and on the terminal of process 0; a failure of either stops
-    no run."""
+    """Writes a line to every process's file, and to the terminal of process 0. If either fails, the
+    run continues."""
     _log.info(message)
     if multihost.is_writer():
         _print(message)
@@ -72,8 +70,8 @@ def _print(line: str) -> None:
 
 
 class _Terminal(logging.Handler):
-    """Shows our own warnings (data that is read again, padded, repeated) on the terminal of process
-    0."""
+    """Shows this package's warnings (data that is read again, padded, repeated) on the terminal of
+    process 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a warning."""

@@ -12,17 +12,17 @@ from typing import Any, Protocol
 
 
 class Observer(Protocol):
-    """Something of the caller's that looks at a run after every so many steps: an evaluation of
-    one's own, a picture, an early stop."""
+    """A caller's object that looks at a run after every `every` steps: for a custom evaluation, a
+    picture, an early stop."""
 
     every: int
 
     def after_step(self, number: int, state: dict, figures: dict) -> Mapping[str, Any] | None:
         """Called in all processes, with the state after step `number` and the step's figures.
 
-        What it returns, numbers or arrays, is added to the figures of the step, whose own names keep
-        their values; it must be the same in all processes. `EndRun` ends the run. The state must
-        not be kept: the next step reuses its memory.
+        What it returns, numbers or arrays, is added to the figures of the step, but replaces none of
+        them; it must be the same in all processes. Raising `EndRun` ends the run. Keep no reference
+        to the state: the next step reuses its memory.
         """
 
 

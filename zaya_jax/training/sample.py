@@ -1,8 +1,8 @@
 """Writes the continuation of the config's prompt that a run ends with, for its report.
 
-Process 0 makes it alone, with the weights of the checkpoint that has just been saved: no other
-device gives up memory for it. There is no sample where the weights are larger than the free memory
-of that device.
+Process 0 makes it on one of its devices, with the weights of the checkpoint that has just been
+saved, so the other devices need no memory for it. There is no sample if the weights do not fit the
+free memory of that device.
 """
 
 from pathlib import Path

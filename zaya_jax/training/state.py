@@ -35,16 +35,16 @@ REPLICATED = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all programs of a training on a mesh share."""
+    """What the training, evaluation and replay steps on a mesh share."""
 
     mesh: Mesh
-    spread: Spread  # of the work
+    spread: Spread  # how the work is divided over the axes of the mesh
     optimizer: Optimizer
     specs: dict[str, Any]  # how each part of the state lies on the mesh (a prefix of its tree)
 
     @property
     def shardings(self) -> dict[str, Any]:
-        """The same as shardings."""
+        """`specs` as shardings on the mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
 
 
@@ -77,16 +77,16 @@ def set_up(config: Config, mesh: Mesh, spread: Spread | None = None) -> Setup:
     return Setup(mesh, spread, optimizer, specs)
 
 
-def _fresh(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
+def _initial_state(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
     key = jax.random.key(config.run.seed)
     if config.run.lora:
         params = lora.init(config.model, config.run.lora, key)
     else:
         params = params or zaya.init(config.model, key, config.precision)
-    params, kept = setup.optimizer.layout.divided(params)
+    params, master_weights = setup.optimizer.layout.divided(params)
     return {
         "params": params,
-        "optimizer": setup.optimizer.init()._replace(weights=kept),
+        "optimizer": setup.optimizer.init()._replace(weights=master_weights),
         "balance": balance.init(
             config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS
         ),
@@ -96,24 +96,25 @@ def _fresh(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
 def init(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
     """The state before the first step: a function of the seed alone, or of the given weights,
     whatever the mesh; without frozen weights."""
-    fresh = functools.partial(_fresh, config, setup)
+    make = functools.partial(_initial_state, config, setup)
     with jax.default_matmul_precision(config.precision.matmul):
         options = host.for_one_call(chip.made_for(setup.mesh))
-        places = {name: x for name, x in setup.shardings.items() if name != "frozen"}
-        return jax.jit(fresh, out_shardings=places, compiler_options=options)(params)
+        shardings = {name: x for name, x in setup.shardings.items() if name != "frozen"}
+        return jax.jit(make, out_shardings=shardings, compiler_options=options)(params)
 
 
 def abstract(config: Config, setup: Setup) -> dict[str, Any]:
     """The state as ShapeDtypeStructs with their shardings: nothing is allocated."""
-    shapes = jax.eval_shape(functools.partial(_fresh, config, setup))
-    shapes |= {"frozen": lora.frozen(config.model, config.precision)} if config.run.lora else {}
+    shapes = jax.eval_shape(functools.partial(_initial_state, config, setup))
+    if config.run.lora:
+        shapes["frozen"] = lora.frozen(config.model, config.precision)
 
-    def placed(sharding, part):
+    def with_sharding(sharding, part):
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
         )
 
-    return jax.tree.map(placed, setup.shardings, shapes)
+    return jax.tree.map(with_sharding, setup.shardings, shapes)
 
 
 def bytes_per_device(x: Any) -> int:

@@ -1,10 +1,10 @@
 """Hands a run's figures to trackers: TensorBoard, W&B, MLflow and trackio by name, and a function
 of the caller's own.
 
-Each has its own thread, so a slow server delays no step. A tracker that fails costs a warning and
-never the run: metrics.jsonl has every figure. The package's own environment variables settle where
-a tracker writes. tracker.id in the run's folder is the run's id there, by which a run that goes on
-finds itself again.
+Each has its own thread, so a slow server delays no step. If a tracker fails, a warning says so and
+the run continues: metrics.jsonl has every figure. The trackers' own environment variables say where
+they write. tracker.id in the run's folder is the run's id there, under which a resumed run
+continues.
 """
 
 import contextlib
@@ -24,15 +24,16 @@ from zaya_jax.config import Config, fields, files, to_dict
 from zaya_jax.training import workdir
 from zaya_jax.training.logs import say
 
-WAITING = 10_000  # steps that a tracker may lag behind; it does not get those beyond
+MAX_QUEUED_STEPS = 10_000  # further ones are dropped
 PATIENCE = 60.0  # seconds for a tracker to take the last figures of a run that is done
 PROJECT = "zaya_jax"  # where no environment variable names another
 
-type Function = Callable[[int, dict[str, Any]], None]  # of a step and its figures
-type Opened = tuple[Function, Callable[[int], None]]  # for each step, and for the exit code
+type Function = Callable[[int, dict[str, Any]], None]  # called with a step and its figures
+# An open tracker: what is called after each step, and what is called with the exit code.
+type Callbacks = tuple[Function, Callable[[int], None]]
 
 
-def _wandb(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
+def _wandb(folder: Path, config: dict[str, Any], run_id: str) -> Callbacks:
     import wandb
 
     run = wandb.init(
@@ -54,25 +55,23 @@ def _wandb(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
     return lambda step, figures: run.log({"step": step, **figures}), end
 
 
-def _mlflow(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
+def _mlflow(folder: Path, config: dict[str, Any], run_id: str) -> Callbacks:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
     client, project = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     known = client.get_experiment_by_name(project)
     experiment = known.experiment_id if known else client.create_experiment(project)
-    found = client.search_runs([experiment], f"tags.{PROJECT} = '{run_id}'")
-    new = (
-        []
-        if found
-        else [client.create_run(experiment, tags={PROJECT: run_id}, run_name=folder.name)]
-    )
-    run = [*found, *new][0].info.run_id
+    runs = client.search_runs([experiment], f"tags.{PROJECT} = '{run_id}'")
+    if runs:
+        run = runs[0].info.run_id
+    else:  # only a new run gets the config: MLflow refuses a changed value
+        tags = {PROJECT: run_id}
+        run = client.create_run(experiment, tags=tags, run_name=folder.name).info.run_id
+        params = [Param(key, str(value)) for key, value in config.items()]
+        for i in range(0, len(params), 100):  # MLflow's limit
+            client.log_batch(run, params=params[i : i + 100])
     client.update_run(run, status="RUNNING")
-    # a changed one is refused
-    params = [Param(key, str(value)) for key, value in config.items()] if new else []
-    for i in range(0, len(params), 100):  # its limit
-        client.log_batch(run, params=params[i : i + 100])
 
     def log(step: int, figures: dict[str, Any]) -> None:
         now = int(1000 * time.time())
@@ -82,7 +81,7 @@ def _mlflow(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
     return log, lambda code: client.set_terminated(run, ends.get(code, "FAILED"))
 
 
-def _trackio(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
+def _trackio(folder: Path, config: dict[str, Any], run_id: str) -> Callbacks:
     import trackio
 
     project = os.environ.get("TRACKIO_PROJECT", PROJECT)
@@ -92,7 +91,7 @@ def _trackio(folder: Path, config: dict[str, Any], run_id: str) -> Opened:
     return lambda step, figures: run.log(figures, step=step), lambda code: run.finish()
 
 
-def _tensorboard(folder: Path, reached: int) -> Opened:
+def _tensorboard(folder: Path, reached: int) -> Callbacks:
     from tensorboardX import SummaryWriter
 
     # Its own thread ends at its first error. A queue that nothing empties would then block this
@@ -110,7 +109,7 @@ def _tensorboard(folder: Path, reached: int) -> Opened:
     return log, lambda code: events.close()
 
 
-OPEN = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+OPENERS = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 
 
 class Trackers:
@@ -122,17 +121,18 @@ class Trackers:
         self._each: list[_Tracker] = []
         if not is_writer():
             return
-        found: dict[str, Callable[[], Opened]] = {
+        openers: dict[str, Callable[[], Callbacks]] = {
             "TensorBoard": lambda: _tensorboard(folder, reached)
         }
         if function:
-            found["function"] = lambda: (function, lambda code: None)
+            openers["function"] = lambda: (function, lambda code: None)
         if config.log.trackers:
             if not (path := folder / "tracker.id").exists():
                 files.write(path, uuid.uuid4().hex.encode())
             run = folder, workdir.flat(to_dict(config)), path.read_text()
-            found |= {name: functools.partial(OPEN[name], *run) for name in config.log.trackers}
-        self._each = [_Tracker(name, opened) for name, opened in found.items()]
+            for name in config.log.trackers:
+                openers[name] = functools.partial(OPENERS[name], *run)
+        self._each = [_Tracker(name, opener) for name, opener in openers.items()]
         leaving.before(self.end)
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Trackers:
             tracker.write(step, dict(figures))
 
     def end(self, code: int = leaving.FAILED) -> None:
-        """Ends the run there, once: as finished, to be continued or failed, by its exit code."""
+        """Ends the run in each tracker, once: by its exit code as finished, to be continued or failed."""
         ended, self._each = self._each, []
         leaving.forget(self.end)
         for tracker in ended:
@@ -149,24 +149,23 @@ class Trackers:
 
 
 class _Tracker(threading.Thread):
-    def __init__(self, name: str, opened: Callable[[], Opened]):
+    def __init__(self, name: str, opener: Callable[[], Callbacks]):
         super().__init__(name=name, daemon=True)
-        self._opened, self._items = opened, queue.Queue[tuple[int | None, Any]](WAITING)
+        self._opener, self._items = opener, queue.Queue[tuple[int | None, Any]](MAX_QUEUED_STEPS)
         self.start()
 
     def run(self) -> None:
         try:
-            log, end = self._opened()
+            log, end = self._opener()
             step, figures = self._items.get()
             while step is not None:
                 log(step, figures)
                 step, figures = self._items.get()
             end(figures)  # the exit code
         except BaseException as error:
-            found = f"{type(error).__name__}: {fields.first_line(error)}"
             say(
-                f"warning: the tracker {self.name} fails and gets no more figures; the run goes on"
-                f" ({found})"
+                f"warning: the tracker {self.name} failed and gets no further metrics; the run"
+                f" continues ({type(error).__name__}: {fields.first_line(error)})"
             )
 
     def write(self, step: int | None, figures: Any) -> None:
