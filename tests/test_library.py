@@ -188,7 +188,7 @@ def test_what_train_gives_lies_on_the_run_s_mesh_and_is_its_last_step(trained, r
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(75, "the same call goes on"), (3, "exit code 3: see above")]
+    ("code", "words"), [(75, "the same call continues"), (3, "exit code 3: see above")]
 )
 def test_a_run_that_is_not_done_is_an_exception_with_the_exit_code(
     settings, folder, monkeypatch, code, words

@@ -1,8 +1,8 @@
 """Continues texts: turns the ids that `zaya_jax.model.decode` generates into text as they come.
 
-Text is shown as soon as it is settled: part of a character waits for the rest, and so does the
-possible beginning of a stop string. A text ends before its stop string, at the tokenizer's end of
-document, or after its number of tokens.
+Text is shown as soon as it cannot change any more: part of a character waits for the rest, and so
+does the possible beginning of a stop string. A text ends before its stop string, at the tokenizer's
+end of document, or after its number of tokens.
 """
 
 import dataclasses
@@ -30,8 +30,7 @@ def stream(
 ) -> Iterator[list[str]]:
     """The text that each row gains, as it comes; `prompts` are the ids that `rows` continues.
 
-    Without `follows` a row's text stands alone, as an answer does, and does not go on from its
-    prompt.
+    With `follows` a row's text continues its prompt; otherwise it stands alone, as an answer does.
     """
     texts = [Text(tokenizer, stop, ids if follows else ()) for ids in prompts]
     while not rows.ended:
@@ -97,16 +96,24 @@ class Text:
         if self.stopped:
             return ""
         text = self._held + new
-        # Of several stop strings the first one to be whole counts, however many tokens came at
-        # once.
-        found = [(text.find(stop), len(stop)) for stop in self._stop]
-        whole = [(place + length, place) for place, length in found if place >= 0]
-        begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        end = len(text) if to_the_end else len(text) - max(begun, default=0)
-        if whole:
-            self.stopped, end = True, min(whole)[1]
+        end = len(text)
+        if not to_the_end:
+            end -= max((_begun(text, stop) for stop in self._stop), default=0)
+        # Of several stop strings the one that ends first counts, however many tokens came at once.
+        begins = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if begins:
+            self.stopped = True
+            _, end = min((begin + len(stop), begin) for begin, stop in begins)
         self._held = text[end:]
         return text[:end]
+
+
+def _begun(text: str, stop: str) -> int:
+    """The length of the longest beginning of a stop string with which a text ends."""
+    for length in range(len(stop) - 1, 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
 
 
 def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
@@ -121,49 +128,51 @@ def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Prompt:
     """What is to be continued: texts, conversations or ids, one or several, as rows of ids."""
 
     form: Literal["text", "chat", "ids"]
-    one: bool  # instead of a list
+    single: bool  # the caller gave one, and not a list
     ids: list[list[int]]
     texts: list[str]  # with which the results begin
     ends: list[int]
     stop: list[str]
 
 
-def asked(given: Any, tokenizer: Tokenizer | None, source: str) -> Asked:
-    """What a caller gives; UserError where it is none of these, or needs a tokenizer that is not
+def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> Prompt:
+    """What a caller gives; UserError if it is not a prompt, or needs a tokenizer that is not
     there."""
-    if isinstance(given, Mapping):  # a conversation of one turn
-        given = [given]
-    given = given if isinstance(given, str) else list(given)
-    one = isinstance(given, str) or isinstance(next(iter(given), None), int | np.integer | dict)
-    several = [given] if one else given
-    forms = {_form(row) for row in several}
+    if isinstance(prompt, Mapping):  # a conversation of one turn
+        prompt = [prompt]
+    if not isinstance(prompt, str):
+        prompt = list(prompt)
+    first = next(iter(prompt), None)
+    single = isinstance(prompt, str) or isinstance(first, int | np.integer | dict)
+    rows = [prompt] if single else prompt
+    forms = {_form(row) for row in rows}
     if forms == {"ids"}:
-        return Asked("ids", one, [np.asarray(row).tolist() for row in several], [], [], [])
-    if tokenizer is None or len(forms) != 1:
+        return Prompt("ids", single, [np.asarray(row).tolist() for row in rows], [], [], [])
+    if tokenizer is None:
         raise UserError(
             f"the model of {source} has no tokenizer; give ids [B, S] instead of a text"
-            if tokenizer is None
-            else (
-                f"prompt={shown(given)} is no text, no ids and no conversation, nor a list of one"
-                " of these"
-            )
+        )
+    if len(forms) != 1:
+        raise UserError(
+            f"prompt={shown(prompt)} is not a text, ids or a conversation, nor a list of one of"
+            " these"
         )
     if forms == {"text"}:
-        rows = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in several]
-        return Asked("text", one, rows, several, [tokenizer.eos_id], [])
+        ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in rows]
+        return Prompt("text", single, ids, rows, [tokenizer.eos_id], [])
     template = chat_template.Template(tokenizer)
     try:
-        rows = [template.prompt_ids([chat.parse_turn(turn) for turn in talk]) for talk in several]
+        ids = [template.prompt_ids([chat.parse_turn(turn) for turn in talk]) for talk in rows]
     except chat.BadChat as error:
         raise UserError(
             f"a conversation is a list of turns with role and content: {error}"
         ) from None
     ends, stop = template.ending
-    return Asked("chat", one, rows, [""] * len(rows), [tokenizer.eos_id, *ends], stop)
+    return Prompt("chat", single, ids, [""] * len(ids), [tokenizer.eos_id, *ends], stop)
 
 
 def _form(row: Any) -> Literal["text", "chat", "ids"]:
@@ -173,21 +182,22 @@ def _form(row: Any) -> Literal["text", "chat", "ids"]:
 
 
 def results(
-    going: decode.Generation,
-    asked: Asked,
+    generation: decode.Generation,
+    prompt: Prompt,
     rows: Sequence[list[int]],
     tokenizer: Tokenizer | None,
     stop: Sequence[str],
 ) -> list[Any]:
-    """The texts, answers or ids of rows that are being continued, each of `asked` as often as it
-    stands in them."""
-    if asked.form == "ids" or tokenizer is None:
-        while not going.ended:
-            going.more()
-        return [[*row, *new] for row, new in zip(rows, going.ids, strict=True)]
-    new = generate(going, tokenizer, rows, [*stop, *asked.stop], follows=asked.form == "text")
-    count = len(rows) // len(asked.ids)
-    return [asked.texts[at // count] + text for at, text in enumerate(new)]
+    """The texts, answers or ids of the rows that `generation` continues: each row of the prompt,
+    several times if more than one sample is wanted."""
+    if prompt.form == "ids" or tokenizer is None:
+        while not generation.ended:
+            generation.more()
+        return [[*row, *new] for row, new in zip(rows, generation.ids, strict=True)]
+    follows = prompt.form == "text"
+    new = generate(generation, tokenizer, rows, [*stop, *prompt.stop], follows)
+    samples = len(rows) // len(prompt.ids)
+    return [prompt.texts[i // samples] + text for i, text in enumerate(new)]
 
 
 class Conversation:

@@ -48,7 +48,7 @@ class TrainingStopped(RuntimeError):
     """A run that ended before it was done; `code` is the exit code of the program."""
 
     def __init__(self, code: int, workdir: Path):
-        saved = "it was stopped and has saved: the same call goes on"
+        saved = "it was stopped and has saved: the same call continues"
         meaning = saved if code == cli.PREEMPTED else "see above, and docs/exit_codes.md"
         super().__init__(f"{workdir}: training ended with exit code {code}: {meaning}")
         self.code, self.workdir = code, workdir
@@ -196,15 +196,12 @@ class LanguageModel:
             raise UserError(
                 "a layer of linear attention gives no key a weight; trace with attention=False"
             )
-        found = self._run("forward", *self._inputs(ids, segments), trace=True, attention=attention)
-        probs = found.get("router_probs")
-        choices = (
-            None if probs is None else (probs + np.asarray(self.balance)[:, None, None]).argmax(-1)
-        )
-        seen: dict[str, Any] = {
-            field.name: found.get(field.name) for field in dataclasses.fields(Trace)
-        }
-        return Trace(**seen | {"choices": choices})
+        inputs = self._inputs(ids, segments)
+        arrays = self._run("forward", *inputs, trace=True, attention=attention)
+        if "router_probs" in arrays:
+            biased = arrays["router_probs"] + np.asarray(self.balance)[:, None, None]
+            arrays["choices"] = biased.argmax(-1)
+        return Trace(**{field.name: arrays.get(field.name) for field in dataclasses.fields(Trace)})
 
     def generate(
         self,
@@ -233,43 +230,47 @@ class LanguageModel:
         >>> len(model.generate("ab", 4, temperature=1.0, samples=3)), len(model.generate([97, 98], 4))
         (3, 6)
         """
-        asked = generation.asked(prompt, self.tokenizer, self.source)
-        count = 1 if samples is None else samples
-        if asked.form == "ids" and stop:
+        parsed = generation.parse_prompt(prompt, self.tokenizer, self.source)
+        if parsed.form == "ids" and stop:
             raise UserError("stop is for texts; ids end at one of ends")
-        seeds = [seed] * len(asked.ids) if isinstance(seed, int) else list(seed)
-        rows = [row for row in asked.ids for _ in range(count)]
-        going = self.continued(
+        count = 1 if samples is None else samples
+        seeds = [seed] * len(parsed.ids) if isinstance(seed, int) else list(seed)
+        rows = [row for row in parsed.ids for _ in range(count)]
+        continued = self.continued(
             rows,
             num_tokens,
             sampling=Sampling(**sampling),
             seeds=[x + i for x in seeds for i in range(count)],
-            ends=[*asked.ends, *ends],
+            ends=[*parsed.ends, *ends],
         )
-        found: list[Any] = generation.results(going, asked, rows, self.tokenizer, stop)
-        scored: list[Any] = self._log_probs(rows, going.ids) if log_probs else []
+        results: Any = generation.results(continued, parsed, rows, self.tokenizer, stop)
+        scored: Any = self._log_probs(rows, continued.ids) if log_probs else []
         if samples is not None:
-            found, scored = (
-                [x[i : i + count] for i in range(0, len(x), count)] for x in (found, scored)
-            )
-        if asked.one:
-            return (found[0], scored[0]) if log_probs else found[0]
+            results = [results[i : i + count] for i in range(0, len(results), count)]
+            scored = [scored[i : i + count] for i in range(0, len(scored), count)]
+        if parsed.single:
+            return (results[0], scored[0]) if log_probs else results[0]
         if isinstance(prompt, np.ndarray | jax.Array) and samples is None and not ends:
-            found = np.asarray(found)  # type: ignore[assignment]
-        return (found, scored) if log_probs else found
+            results = np.asarray(results)
+        return (results, scored) if log_probs else results
 
     def _log_probs(
         self, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]]
     ) -> list[np.ndarray]:
-        """Of each new token, given all before it."""
-        shape = len(rows), max(len(row) + len(more) for row, more in zip(rows, new, strict=True))
+        """The log-probability of each new token, given all before it."""
+        wholes = [[*row, *added] for row, added in zip(rows, new, strict=True)]
+        shape = len(wholes), max(map(len, wholes))
         ids, labels = np.zeros(shape, int), np.full(shape, functions.IGNORED)
-        for at, (row, more) in enumerate(zip(rows, new, strict=True)):
-            first, end = len(row), len(row) + len(more)
-            ids[at, :end], labels[at, first - 1 : end - 1] = [*row, *more], more
-        found = self.scores(ids, labels)[0] if (labels >= 0).any() else np.zeros(shape, np.float32)
+        for i, (row, added) in enumerate(zip(rows, new, strict=True)):
+            end = len(wholes[i])
+            ids[i, :end] = wholes[i]
+            labels[i, len(row) - 1 : end - 1] = added
+        scores = np.zeros(shape, np.float32)
+        if any(new):
+            scores = self.scores(ids, labels)[0]
         return [
-            x[len(row) - 1 :][: len(more)] for x, row, more in zip(found, rows, new, strict=True)
+            scores[i, len(row) - 1 :][: len(added)]
+            for i, (row, added) in enumerate(zip(rows, new, strict=True))
         ]
 
     def stream(
@@ -280,17 +281,16 @@ class LanguageModel:
         >>> "".join(model.stream("ab", 4)) == model.generate("ab", 4)[2:]
         True
         """
-        asked = generation.asked(prompt, self.tokenizer, self.source)
-        if asked.form == "ids" or not asked.one:
+        parsed = generation.parse_prompt(prompt, self.tokenizer, self.source)
+        if parsed.form == "ids" or not parsed.single:
             raise UserError(
                 "stream takes one text or conversation; `continued` gives the ids of several as"
                 " they come"
             )
         assert self.tokenizer is not None
-        going = self.continued(asked.ids, num_tokens, ends=asked.ends, **options)
-        for (new,) in generation.stream(
-            going, self.tokenizer, asked.ids, [*stop, *asked.stop], follows=asked.form == "text"
-        ):
+        continued = self.continued(parsed.ids, num_tokens, ends=parsed.ends, **options)
+        stops, follows = [*stop, *parsed.stop], parsed.form == "text"
+        for (new,) in generation.stream(continued, self.tokenizer, parsed.ids, stops, follows):
             yield new
 
     def continued(
@@ -329,7 +329,7 @@ class LanguageModel:
         config = arguments.as_begun(
             self.config, target / "tokenizer" if self._origin.tokenizer_file_contents() else None
         )
-        return exchange.write_workdir(target, self._found(), config)
+        return exchange.write_workdir(target, self._as_any_model(), config)
 
     def to_hf(self, directory: str | os.PathLike, dtype: str | None = None) -> Path:
         """Writes a directory that transformers' `zaya` loads; `dtype` is by default as imported,
@@ -339,9 +339,9 @@ class LanguageModel:
         'hf'
         """
         check_named(self.config.model)
-        return exchange.to_hf(self._found(), arguments.new_folder(directory), dtype)
+        return exchange.to_hf(self._as_any_model(), arguments.new_folder(directory), dtype)
 
-    def _found(self) -> AnyModel:
+    def _as_any_model(self) -> AnyModel:
         """As `any_model.find` would give it, with these weights."""
         weights = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
         return dataclasses.replace(
@@ -349,7 +349,7 @@ class LanguageModel:
         )
 
     def _decoder(self) -> decode.Decoder:
-        self._found().check()  # they may have been replaced
+        self._as_any_model().check()  # they may have been replaced
         devices, config = tree.cache_over(self.mesh), self.config
         weights = self.on_one_device() if devices.mesh is None else (self.params, self.balance)
         return decode.Decoder(config.model, *weights, config.precision, devices, config.kernels)
@@ -360,18 +360,21 @@ class LanguageModel:
         Rows without segments are padded to one of few shapes: a token sees none after it, and none
         of another row.
         """
-        self._found().check()  # the weights may have been replaced
+        self._as_any_model().check()  # the weights may have been replaced
         rows, columns = ids.shape
         if segments is None:
-            room = functools.partial(
+            pad = functools.partial(
                 arguments.padded,
                 shape=functions.roomy(rows, columns, self.config.model.max_position_embeddings),
             )
-            ids, labels = room(ids, 0), None if labels is None else room(labels, functions.IGNORED)
-        further |= {} if labels is None else {"labels": labels}
+            ids = pad(ids, 0)
+            if labels is not None:
+                labels = pad(labels, functions.IGNORED)
+        if labels is not None:
+            further["labels"] = labels
         params, balance = self._where_it_computes()
         with chip.making(chip.made_for(params if self.mesh is None else self.mesh)):
-            found = functions.jitted[name](
+            results = functions.jitted[name](
                 functions.essence(self.config, self.mesh),
                 params,
                 balance,
@@ -381,15 +384,16 @@ class LanguageModel:
                 **further,
             )
         if name == "scores":
-            return tuple(np.asarray(x)[:rows, :columns] for x in found)
+            return tuple(np.asarray(x)[:rows, :columns] for x in results)
         if name != "forward":
-            return found
+            return results
         cut = {
             "logits": np.s_[:rows, :columns],
             "attention": np.s_[:, :rows, :, :columns, :columns],
         }
         return {
-            key: np.asarray(x)[cut.get(key, np.s_[:, :rows, :columns])] for key, x in found.items()
+            key: np.asarray(x)[cut.get(key, np.s_[:, :rows, :columns])]
+            for key, x in results.items()
         }
 
     def _where_it_computes(self) -> tuple[dict, jax.Array]:
@@ -408,9 +412,9 @@ class LanguageModel:
                 f"ids have {ids.shape[1]} columns, above the model's max_position_embeddings="
                 f"{model.max_position_embeddings}; give shorter rows"
             )
-        return ids, None if segments is None else arguments.integers(
-            "segments", segments, ids.shape, 2**31
-        )
+        if segments is not None:
+            segments = arguments.integers("segments", segments, ids.shape, 2**31)
+        return ids, segments
 
     def _labelled(
         self, ids: Any, labels: Any, segments: Any, shifted: bool
@@ -484,17 +488,19 @@ def load(
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
     host.keep_compiled()
-    found = any_model.find(place, None if config is None else arguments.config_of(config))
-    if found.source.warning:
-        print(f"note: {found.name}{found.source.warning}")
-    imported_now = isinstance(found.source, hf.Directory)
-    own = dataclasses.replace(found.config, model=found.model)
-    own = arguments.with_dtype(own, dtype or ("float32" if imported_now else None))
-    own, over = arguments.with_mesh(own, mesh)
-    kernels.choose_tiles(own, jax.devices()[0])
-    params, balance = found.load_weights(functions.shardings(own, over) if over else None)
-    origin = dataclasses.replace(found, source=exchange.InMemory({}))
-    return LanguageModel(own, params, balance, found.tokenizer(), over, found.name, origin)
+    settings = None if config is None else arguments.config_of(config)
+    model = any_model.find(place, settings)
+    if model.source.warning:
+        print(f"note: {model.name}{model.source.warning}")
+    if dtype is None and isinstance(model.source, hf.Directory):  # it is being imported now
+        dtype = "float32"
+    settings = dataclasses.replace(model.config, model=model.model)
+    settings = arguments.with_dtype(settings, dtype)
+    settings, over = arguments.with_mesh(settings, mesh)
+    kernels.choose_tiles(settings, jax.devices()[0])
+    params, balance = model.load_weights(functions.shardings(settings, over) if over else None)
+    origin = dataclasses.replace(model, source=exchange.InMemory({}))
+    return LanguageModel(settings, params, balance, model.tokenizer(), over, model.name, origin)
 
 
 def train(
@@ -528,9 +534,6 @@ def train(
         raise TrainingStopped(code, folder)
     plan = schedule.make_plan(settings)
     phase = plan.step(min(plan.last_step, settings.run.num_steps)).phase
-    mesh = (
-        dataclasses.asdict(schedule.phase_config(settings, phase).mesh)
-        if jax.device_count() > 1
-        else None
-    )
-    return load(folder, mesh=mesh)
+    if jax.device_count() == 1:
+        return load(folder)
+    return load(folder, mesh=dataclasses.asdict(schedule.phase_config(settings, phase).mesh))

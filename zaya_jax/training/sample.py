@@ -45,27 +45,27 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: Ar
         weights = [partial.read(source, name) for name in ("params.*", "balance.bias")]
         params, bias = jax.device_put((weights[0]["params"], weights[1]["balance"]["bias"]), device)
         del weights
-        prompt, chats = config.log.sample_prompt, config.data.chats
-        asked = generation.asked(
-            [{"role": "user", "content": prompt}] if chats else prompt, tokenizer, str(workdir)
-        )
-        room = model.max_position_embeddings - len(asked.ids[0])
+        text, chats = config.log.sample_prompt, config.data.chats
+        turns = [{"role": "user", "content": text}]
+        prompt = generation.parse_prompt(turns if chats else text, tokenizer, str(workdir))
+        room = model.max_position_embeddings - len(prompt.ids[0])
         if room < config.log.sample_tokens:
             say(
                 f"the sample has {max(room, 0)} tokens, as many as the model's"
                 " max_position_embeddings leaves"
             )
-        (text,) = asked.texts  # with which the result begins
+        (continued,) = prompt.texts  # with which the result begins
         if room > 0:
             decoder = decode.Decoder(model, params, bias, config.precision, kernels=config.kernels)
-            going = decode.Generation(
+            rows = decode.Generation(
                 decoder,
-                asked.ids,
+                prompt.ids,
                 min(config.log.sample_tokens, room),
                 sampling=Sampling(config.log.sample_temperature),
                 seeds=config.run.seed,
-                ends=asked.ends,
+                ends=prompt.ends,
             )
-            (text,) = generation.results(going, asked, asked.ids, tokenizer, [])
-    text = f"{prompt}\n{text}" if chats else text
-    path.write_text(text, encoding="utf-8")
+            (continued,) = generation.results(rows, prompt, prompt.ids, tokenizer, [])
+    if chats:
+        continued = f"{text}\n{continued}"
+    path.write_text(continued, encoding="utf-8")
