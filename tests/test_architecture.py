@@ -36,7 +36,7 @@ BUDGET = {
     "zaya_jax/text": 2_190,
     "zaya_jax/training": 1_680,
     "zaya_jax/*.py": 1_540,
-    "zaya_jax": 22_150,
+    "zaya_jax": 22_350,
     "pallas_kernels": 3_830,
     "experiments": 2_600,
     "benchmarks": 2_280,

@@ -128,7 +128,7 @@ def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class ParsedPrompt:
     """What is to be continued: texts, conversations or ids, one or several, as rows of ids."""
 
     form: Literal["text", "chat", "ids"]
@@ -139,7 +139,7 @@ class Prompt:
     stop: list[str]
 
 
-def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> Prompt:
+def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> ParsedPrompt:
     """What a caller gives; UserError if it is not a prompt, or needs a tokenizer that is not
     there."""
     if isinstance(prompt, Mapping):  # a conversation of one turn
@@ -151,7 +151,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> Promp
     rows = [prompt] if single else prompt
     forms = {_form(row) for row in rows}
     if forms == {"ids"}:
-        return Prompt("ids", single, [np.asarray(row).tolist() for row in rows], [], [], [])
+        return ParsedPrompt("ids", single, [np.asarray(row).tolist() for row in rows], [], [], [])
     if tokenizer is None:
         raise UserError(
             f"the model of {source} has no tokenizer; give ids [B, S] instead of a text"
@@ -163,7 +163,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> Promp
         )
     if forms == {"text"}:
         ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in rows]
-        return Prompt("text", single, ids, rows, [tokenizer.eos_id], [])
+        return ParsedPrompt("text", single, ids, rows, [tokenizer.eos_id], [])
     template = chat_template.Template(tokenizer)
     try:
         ids = [template.prompt_ids([chat.parse_turn(turn) for turn in talk]) for talk in rows]
@@ -172,7 +172,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> Promp
             f"a conversation is a list of turns with role and content: {error}"
         ) from None
     ends, stop = template.ending
-    return Prompt("chat", single, ids, [""] * len(ids), [tokenizer.eos_id, *ends], stop)
+    return ParsedPrompt("chat", single, ids, [""] * len(ids), [tokenizer.eos_id, *ends], stop)
 
 
 def _form(row: Any) -> Literal["text", "chat", "ids"]:
@@ -183,7 +183,7 @@ def _form(row: Any) -> Literal["text", "chat", "ids"]:
 
 def results(
     generation: decode.Generation,
-    prompt: Prompt,
+    prompt: ParsedPrompt,
     rows: Sequence[list[int]],
     tokenizer: Tokenizer | None,
     stop: Sequence[str],

@@ -101,7 +101,7 @@ def test_own_time_is_what_is_left_of_a_step_without_waiting(reports, monkeypatch
     for step in (1, 2):
         for seconds, done in (
             (1, partial(pace.begin, "step", step, "program")),  # from the end of the step before
-            (2, pace.dispatch),
+            (2, pace.mark_dispatch),
             (4, partial(pace.at, "step", step, "wait")),
             (8, partial(pace.mark, "figures")),
             (16, partial(pace.begin, "evaluate", step, "evaluation")),

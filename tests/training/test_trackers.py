@@ -83,9 +83,10 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, ca
     assert own == [(x["step"], x["loss"]) for x in written[:3]] + [(5, written[4]["loss"])]
     said = capsys.readouterr().out
     assert (
-        said.count("warning: the tracker function fails") == 2 and "AssertionError: no disk" in said
+        said.count("warning: the tracker function failed") == 2
+        and "AssertionError: no disk" in said
     )
-    assert said.count("warning: the tracker trackio fails") == 2
+    assert said.count("warning: the tracker trackio failed") == 2
 
 
 def opened(folder, *names, function=None):
@@ -113,7 +114,7 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_its_end_is_waited_for_only_so
     monkeypatch.setattr(trackers, "_tensorboard", lambda *_: (lambda *_: None, lambda code: None))
     release = threading.Event()
     found = opened(tmp_path, function=lambda step, figures: release.wait())
-    for step in range(trackers.WAITING + 5):
+    for step in range(trackers.MAX_QUEUED_STEPS + 5):
         found.write(step, FIGURES)
     found.end(cli.DONE)
     release.set()
