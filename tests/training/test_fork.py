@@ -181,10 +181,10 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(
     parent, named, tmp_path, capsys
 ):
     keys = {"run__fork": f"{named}@2", "checkpoint__every_steps": 100, "optim__lr": 1e-3}
-    step = run_lib.Loop.step
+    step = run_lib.Loop.train_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            run_lib.Loop, "step", lambda self, now: step(self, now) if now.number < 5 else 1 / 0
+            run_lib.Loop, "train_step", lambda self, now: step(self, now) if now.number < 5 else 1 / 0
         )
         with pytest.raises(ZeroDivisionError):
             train(parent, tmp_path / "killed", **keys)

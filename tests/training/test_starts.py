@@ -48,7 +48,7 @@ def begin(trained, tmp_path, monkeypatch):
         raise GoesOn
 
     shutil.copytree(trained / "run", tmp_path / "run")
-    monkeypatch.setattr(snapshot, "Copies", stop)
+    monkeypatch.setattr(snapshot, "Snapshots", stop)
 
     def call(keys, devices=1, new=False):
         keys = {"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys
