@@ -58,9 +58,9 @@ def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(
     before, name = tree(parent / "run"), f"{parent / 'run'}@2"
     copied = []
     for place in ("on_host", "on_devices"):
-        make = getattr(Copies, place)
+        make = getattr(Snapshots, place)
         monkeypatch.setattr(
-            Copies, place, lambda *args, n=place, make=make: copied.append(n) or make(*args)
+            Snapshots, place, lambda *args, n=place, make=make: copied.append(n) or make(*args)
         )
     assert train(parent, tmp_path / "fork", run__fork=name) == cli.DONE
     # Before its first step nobody knows what the devices have room for.
@@ -184,7 +184,9 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(
     step = run_lib.Loop.train_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            run_lib.Loop, "train_step", lambda self, now: step(self, now) if now.number < 5 else 1 / 0
+            run_lib.Loop,
+            "train_step",
+            lambda self, now: step(self, now) if now.number < 5 else 1 / 0,
         )
         with pytest.raises(ZeroDivisionError):
             train(parent, tmp_path / "killed", **keys)

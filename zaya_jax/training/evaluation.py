@@ -80,10 +80,7 @@ class Evaluation:
             by_name[f"eval/{name}"] = windows.spread_windows(
                 eval_config, [store], tokenizer.pad_id, local_rows, rows, damaged
             )
-        on_devices = {}
-        for name, batches in by_name.items():
-            if batches:
-                on_devices[name] = [
-                    steps.put_batch(setup.mesh, batch, 1, setup.spread) for batch in batches
-                ]
-        return on_devices
+        put = functools.partial(steps.put_batch, setup.mesh, micro_batches=1, spread=setup.spread)
+        return {
+            name: [put(batch) for batch in batches] for name, batches in by_name.items() if batches
+        }
