@@ -15,6 +15,7 @@ from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.config import Phase, StorageError, UserError
 from zaya_jax.text import tokenizers
 from zaya_jax.training import fork
+from zaya_jax.training.snapshot import Snapshots
 
 LONG = {
     "checkpoint__every_steps": 2,
