@@ -37,6 +37,7 @@ PLAIN = {
     "cat",
     "cd",
     "cp",
+    "curl",
     "cut",
     "docker",
     "export",
@@ -50,6 +51,7 @@ PLAIN = {
     "rm",
     "source",
     "tail",
+    "transformers",
 }
 SCRIPTS = {"launch/slurm.sbatch": "pretrain", "launch/prepare.sbatch": "prepare_data"}
 WORDS_OF_LOOPS = {"do", "then", "else", "done", "fi"}

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_runs
+from huggingface_hub import metadata_load
 from refusals import refusal
 from safetensors.numpy import load_file
 
@@ -16,7 +17,8 @@ from zaya_jax import cli, trees
 from zaya_jax.checkpoint import merged, partial
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.config import UserError
-from zaya_jax.pytorch import adapters, any_model, exchange
+from zaya_jax.pytorch import adapters, any_model, exchange, hub
+from zaya_jax.pytorch.card import Publication
 from zaya_jax.training import step as steps
 
 IDS = np.arange(48).reshape(2, 24) % 200
@@ -122,8 +124,12 @@ def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
     one."""
     given = {"balance__enabled": False, "optim__name": "muon"}
     assert train(folder, tmp_path / "run", **given) == cli.DONE
-    made = adapters.to_peft(f"{tmp_path}/run", tmp_path / "adapters")
+    published = Publication("lab/tuned", license="mit", base_model="lab/base")
+    made = adapters.to_peft(f"{tmp_path}/run", tmp_path / "adapters", published)
     about = json.loads((made / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == metadata_load(made / "README.md")["base_model"]
+    assert str(folder) not in (made / "README.md").read_text()
+    hub.check_folder(made)
     assert (about["r"], about["lora_alpha"], about["target_modules"][0]) == (4, 4, "q_proj")
     found = load_file(made / "adapter_model.safetensors")
     at = "base_model.model.model.layers.1"
@@ -145,6 +151,9 @@ def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
         UserError, match="has moved the balancing biases, for which PEFT has no place"
     ):
         adapters.to_peft(f"{folder}/run", tmp_path / "moved")
+    nameless = adapters.to_peft(f"{tmp_path}/run", tmp_path / "nameless")
+    with pytest.raises(UserError, match="names its base by a path of this machine"):
+        hub.check_folder(nameless)
     with pytest.raises(UserError, match="has no low-rank updates"):
         adapters.to_peft(f"{folder}/base", tmp_path / "none")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

@@ -28,7 +28,7 @@ from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.source import ArraySource, SealedSource
 from zaya_jax.config import Config, Model, UserError, fields, first_line
 from zaya_jax.model import zaya
-from zaya_jax.pytorch import hf, tokenizer_files
+from zaya_jax.pytorch import hf, hub, tokenizer_files
 from zaya_jax.text import tokenizers
 from zaya_jax.training.workdir import check_same, read_config
 
@@ -38,7 +38,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.tx
 ACCEPTED_NAMES = fields.MODEL_FORMS
 # Of a model that was made here.
 NOT_IMPORTED: Mapping[str, Any] = MappingProxyType(
-    {"config": {}, "generation_config": None, "dtypes": {}}
+    {"config": {}, "generation_config": None, "dtypes": {}, "hub_name": None}
 )
 
 
@@ -274,4 +274,5 @@ def import_record(directory: hf.Directory) -> dict[str, Any]:
         "config": directory.config,
         "generation_config": generation,
         "dtypes": directory.dtypes(),
+        "hub_name": hub.name_of(str(directory.path)),
     }

@@ -24,12 +24,12 @@ from zaya_jax.checkpoint.run import claims, rewrite
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.checkpoint.vault import CountBytes
 from zaya_jax.config import Config, Model, UserError, shown
-from zaya_jax.config.files import write
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance
-from zaya_jax.pytorch import any_model, hf, tensor_files, tokenizer_files
+from zaya_jax.pytorch import any_model, card, hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch.any_model import AnyModel
+from zaya_jax.pytorch.card import UNPUBLISHED, Publication
 from zaya_jax.text import chat_template
 from zaya_jax.training.workdir import write_json
 from zaya_jax.version import __version__
@@ -90,6 +90,7 @@ def to_hf(
     dtype: str | None = None,
     shard_gb: float = SHARD_GB,
     progress: CountBytes | None = None,
+    publication: Publication = UNPUBLISHED,
 ) -> Path:
     """Writes any model as a model directory that transformers' `zaya` loads, or leaves nothing
     behind."""
@@ -106,8 +107,7 @@ def to_hf(
         reader = _reader(model, specs, progress)
         tensor_files.write_sharded(part, specs, reader, int(shard_gb * 1e9))
         _write_json_and_tokenizer(part, model, dtype)
-        card = model_card(target, model.name, model.config, model.source.meta())
-        write(part / "README.md", card.encode())
+        card.write(part, model, publication)
     return target
 
 
@@ -127,33 +127,6 @@ def _write_json_and_tokenizer(folder: Path, model: AnyModel, dtype: str | None) 
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", generation)
     tokenizer_files.write(folder, model.tokenizer_file_contents(), tokenizer, training)
-
-
-def model_card(target: Path, name: str, config: Config, meta: Mapping[str, Any]) -> str:
-    """A model card, README.md; `meta` is the checkpoint's of a run."""
-    counts = zaya.param_counts(config.model)
-    loss = meta.get("metrics", {}).get("eval/loss")
-    facts = [
-        (
-            f"- model: `zaya`, {counts['total']:,} parameters, {counts['active']:,} of them active"
-            " for a token"
-        ),
-        f"- from: `{name}`, written by zaya_jax {__version__}",
-    ]
-    if meta.get("tokens"):
-        mixture = ", ".join(f"`{source}`" for source in config.data.mixture or (config.data.path,))
-        facts += [
-            f"- data: {mixture}",
-            f"- trained: {meta['step']:,} steps, {meta['tokens']:,} tokens of this run",
-        ]
-    if loss is not None:
-        facts.append(f"- held-out loss: {loss:.4f} nats a token at this step")
-    load = (
-        "from transformers import AutoModelForCausalLM\n\nmodel ="
-        f' AutoModelForCausalLM.from_pretrained("{target}")'
-    )
-    lines = "\n".join(facts)
-    return f"# {config.name}\n\n{lines}\n\nTo load it:\n\n```python\n{load}\n```\n"
 
 
 class InMemory(ArraySource):
