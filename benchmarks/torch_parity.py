@@ -184,7 +184,7 @@ def table_rows(case: str | Path, name: str) -> dict[str, tuple[str, bool]]:
     optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model))
     path = lambda row, layer: "/".join(row.path if layer is None else ("layers", *row.path))  # noqa: E731
     named = [
-        (key, optimizer.claims[path(row, layer)])
+        (key, optimizer.rules[path(row, layer)])
         for key, row, layer in hf_names.all_rows(settings.model)
     ]
     return {key: (row.method, row.decay) for key, row in named}

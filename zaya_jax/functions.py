@@ -29,13 +29,13 @@ from zaya_jax.config import Config
 from zaya_jax.config import Mesh as Sizes
 from zaya_jax.hardware import host
 from zaya_jax.model import decode, zaya
-from zaya_jax.model.placement import Devices, Kept, Placement, Rows
+from zaya_jax.model.placement import Devices, Placement, TokenRows
 from zaya_jax.optim import chain
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.context import natural, zigzag
-from zaya_jax.parallel.devices import Over
+from zaya_jax.parallel.devices import MeshDevices
 from zaya_jax.parallel.mesh import BATCH_AXES
-from zaya_jax.parallel.spread import ALONE, AXES, Spread, spread_of
+from zaya_jax.parallel.spread import AXES, NO_SPREAD, Spread, spread_of
 from zaya_jax.training.step import make_loss, whole_outside
 
 IGNORED = -100  # a label that counts for nothing
@@ -111,7 +111,7 @@ def forward(
     """
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
-    devices = _Seeing() if attention else Over(spread)
+    devices = _Seeing() if attention else MeshDevices(spread)
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> dict[str, Array]:
         params, out = _pass(config, spread, devices, params, balance, batch, trace)
@@ -206,8 +206,8 @@ def training_loss(
 
 
 def optimizer(config: Config, rows: Mapping[str, str] | None = None) -> chain.Optimizer:
-    """Muon and AdamW as `config.optim` says, for one device: `init()`, then `update(grads, state,
-    params, lr=lr)`.
+    """Muon and AdamW as `config.optim` says, for one device: `init()`, then `apply(grads, state,
+    params, lr=lr)` gives new parameters and the new state.
 
     `rows` say how weights of one's own layers are trained: a pattern of their paths, and "muon" or
     "adamw".
@@ -216,7 +216,7 @@ def optimizer(config: Config, rows: Mapping[str, str] | None = None) -> chain.Op
     Array(0., dtype=float32)
     """
     own = [
-        chain.Row(name, "own", method, method == "muon", "the caller's")
+        chain.WeightRule(name, "own", method, decay=method == "muon")
         for name, method in (rows or {}).items()
     ]
     return chain.build(
@@ -252,7 +252,7 @@ def scores(
     spread = _spread(config, mesh)
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> tuple[Array, Array]:
-        params, out = _pass(config, spread, Over(spread), params, balance, batch)
+        params, out = _pass(config, spread, MeshDevices(spread), params, balance, batch)
         hidden, wanted = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
         chunk = max(chunk_rows(len(wanted), model.vocab_size), 1)
         pad = -len(wanted) % chunk
@@ -283,7 +283,7 @@ def scores(
 def lens(config: Config, params: dict, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The logits of a residual stream after any layer."""
     with jax.default_matmul_precision(config.precision.matmul):
-        return zaya.lens(config.model, params, hidden, config.precision)
+        return zaya.logit_lens(config.model, params, hidden, config.precision)
 
 
 def to_targets(labels: Any, segments: Any, shifted: bool, xp: Any = jnp) -> Any:
@@ -310,7 +310,7 @@ def _pass(
     program."""
     if spread.fsdp:
         params = whole_outside(params, zaya.param_axes(config.model, config.precision))
-    rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
+    rows = TokenRows(batch["tokens"], batch["segment_ids"], batch["positions"])
     out = zaya.apply(
         config.model,
         params,
@@ -324,7 +324,7 @@ def _pass(
 
 
 def _spread(config: Config, mesh: Mesh | None) -> Spread:
-    return ALONE if mesh is None else spread_of(config.mesh, mesh.shape)
+    return NO_SPREAD if mesh is None else spread_of(config.mesh, mesh.shape)
 
 
 def _on(
@@ -360,7 +360,7 @@ def _batch(
 ) -> dict[str, Any]:
     """A micro-batch as a training step gets it; on a mesh padded until the mesh divides it."""
     rows, columns = ids.shape
-    alone = spread == ALONE
+    alone = spread == NO_SPREAD
     if segments is None and not alone:
         segments = jnp.ones_like(ids)
     positions = None if segments is None else _positions(segments)
@@ -371,7 +371,7 @@ def _batch(
     if alone:
         return batch
     parts, shards = spread.sequence_parts, spread.data * spread.expert
-    unit = 2 * parts * spread.heads if parts > 1 else spread.heads
+    unit = 2 * parts * spread.head_shards if parts > 1 else spread.head_shards
     reach = (
         0
         if config.model.model_type == "dense"
@@ -403,7 +403,7 @@ def _positions(segments: Ids) -> Ids:
 class _Seen(Placement):
     """Whole sequences that keep attention's weights, computed by the operator's definition."""
 
-    def _softmax(self, q: Array, k: Array, v: Array) -> tuple[jax.Array, Kept]:
+    def _softmax(self, q: Array, k: Array, v: Array) -> tuple[jax.Array, dict]:
         out, _ = super()._softmax(q, k, v)
         (batch, length, heads, channels), num_kv = q.shape, k.shape[2]
         grouped = q.reshape(batch, length, num_kv, heads // num_kv, channels)
@@ -434,11 +434,12 @@ def roomy(rows: int, columns: int, longest: int) -> tuple[int, int]:
     """A shape of few with room for so many rows and columns: each is a program, which takes seconds
     to compile.
 
-    Rows are a power of two, columns one of decode.SHORT or at most a third more, and at most
+    Rows are a power of two, columns one of decode.SHORT_PIECES or at most a third more, and at most
     `longest`.
     """
     wide = next(
-        (size for size in decode.SHORT if columns <= size), rounded(columns, decode.SHORT[-1])
+        (size for size in decode.SHORT_PIECES if columns <= size),
+        rounded(columns, decode.SHORT_PIECES[-1]),
     )
     return power_of_two(rows), min(wide, longest)
 

@@ -173,10 +173,11 @@ def compare(mesh, like, specs, steps):
 def bytes_per_device(optimizer):
     """Bytes of optimizer state that each device holds: buckets in parts, counters and figures
     whole."""
-    layout, shapes = optimizer.layout, jax.eval_shape(optimizer.init)
-    spread = {name: layout.parts(name) for name in layout.methods}
-
-    def size(path, leaf):
-        return leaf.size * leaf.dtype.itemsize // spread.get(chain._bucket_name(path, spread), 1)
-
-    return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(size, shapes)))
+    state = jax.eval_shape(optimizer.init)
+    arrays = optimizer.arrays(state)
+    kinds = {kind: arrays.pop(kind) for kind in chain.KINDS}
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays, state.figures)))
+    for buckets in kinds.values():
+        for name, x in buckets.items():
+            total += x.size * x.dtype.itemsize // optimizer.layout.num_shards(name)
+    return total

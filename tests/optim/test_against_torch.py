@@ -32,7 +32,7 @@ def trained(optim, method, precision="float32", stack=()):
         start[name] = stacked(first)
         for tree, g in zip(gradients, steps, strict=True):
             tree[name] = stacked(g)
-    table = (chain.Row(".*", "matrices", method, True, "a test"),)
+    table = (chain.WeightRule(".*", "matrices", method, True),)
     optimizer = chain.build(optim, Precision(newton_schulz=precision), start, table=table)
 
     @jax.jit

@@ -31,7 +31,7 @@ from zaya_jax.training import step as steps
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    monkeypatch.setattr(by_layer, "LARGE", 0)
+    monkeypatch.setattr(by_layer, "MIN_LAYER_SIZE", 0)
     monkeypatch.setattr(matrices, "SMALL", 0)
     for module in (by_layer, matrices):
         monkeypatch.setattr(module, "WASTE", 1.0)
@@ -77,7 +77,7 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
         both = []
         for path, parts in gradients.items():
             way = layout.by_layer[path]
-            shares = jax.lax.map(way.share, parts[0])
+            shares = jax.lax.map(way.share_of_layer, parts[0])
             assert shares.shape == way.shape
             both.append(
                 (way.to_owners(shares), way.bucket.reduce({path: parts[0]})[way.bucket.name])
@@ -109,7 +109,7 @@ def check_levels(compiled, devices, node):
 def test_any_number_of_devices_shares_a_layer_evenly(devices):
     """ZAYA1's: less than a five-hundredth is padding."""
     for rows in (2**20, 2**19):
-        kept, cut, piece = by_layer._cut(16, rows, devices)
+        kept, cut, piece = by_layer._best_pieces(16, rows, devices)
         assert cut * piece >= rows * 8 and devices * kept >= 16 * cut
         assert devices * kept * piece <= 1.002 * 16 * rows * 8
 
@@ -184,7 +184,7 @@ def test_a_step_is_the_same(devices, monkeypatch):
         c.times for c in reduced
     } == {LAYERS}
     found = jax.device_get(ours(*args))
-    monkeypatch.setattr(by_layer, "LARGE", 2**60)
+    monkeypatch.setattr(by_layer, "MIN_LAYER_SIZE", 2**60)
     optimizer, theirs, args = program(SETTINGS, devices)
     assert not optimizer.layout.by_layer
     expected = jax.device_get(theirs(*args))
@@ -228,7 +228,7 @@ def test_a_run_sums_in_the_levels_that_its_figures_ask_for(figures, levels, tmp_
     given = dataclasses.replace(SETTINGS, model=model, hardware=hardware)
     found = states.set_up(given, make_mesh(given.mesh)).optimizer.layout.by_layer.values()
     assert {len(way.levels) for way in found} == {levels}
-    share = sum(way.kept * way.piece for way in found)
+    share = sum(way.per_device * way.piece_size for way in found)
     assert 35_000 < share < 700_000  # between the two files' limits
 
 
@@ -249,7 +249,7 @@ def test_a_node_is_known_by_its_host_or_its_process():
 ALONE = """
 import test_by_layer as t
 from zaya_jax.optim.zero import by_layer
-for by_layer.LARGE in (0, 2**60):
+for by_layer.MIN_LAYER_SIZE in (0, 2**60):
     print(t.program(t.SETTINGS)[1].memory_analysis().temp_size_in_bytes)
 """
 

@@ -89,7 +89,7 @@ def kinds_of(layout: zero.Layout) -> list[tuple[int, int]]:
     """(work, how many) of all matrices over all devices, the dearest first."""
     found: dict[int, int] = {}
     for bucket in layout.matrices.values():
-        kind = bucket.kind
+        kind = bucket.work_item
         found[kind.cost] = found.get(kind.cost, 0) + kind.number * len(kind.groups)
     return sorted(found.items(), reverse=True)
 
@@ -126,8 +126,11 @@ def packs(kinds: list[tuple[int, int]], devices: int, most: float) -> bool:
 def check(name: str, devices: int, of_mesh: dict) -> None:
     layout = layout_of(name, **of_mesh)
     assert padding_share(layout) <= 0.05, (name, of_mesh)
-    kinds, busiest = kinds_of(layout), int(layout.work.max())
-    assert sum(c * n for c, n in kinds) == layout.work.sum()
+    work = sum(
+        bucket.work_item.cost * bucket.counts.astype(int) for bucket in layout.matrices.values()
+    )
+    kinds, busiest = kinds_of(layout), int(work.max())
+    assert sum(c * n for c, n in kinds) == work.sum()
     if busiest > 1.25 * least_load(kinds, devices):
         assert not packs(kinds, devices, busiest / 1.25), (
             name,
@@ -160,8 +163,9 @@ def test_where_matrices_are_few_small_ones_share_devices():
     """On 1,024 devices 640 have a gate_up, 256 others two downs, 128 one: 12, where stacks side by
     side gave 16."""
     group = np.arange(1024)[None]
-    counts, loads = owners.assign([owners.Kind(640, 10, group), owners.Kind(640, 6, group)], 1024)
-    assert loads.max() == 12
+    items = [owners.WorkItem(640, 10, group), owners.WorkItem(640, 6, group)]
+    counts = owners.assign(items, 1024)
+    assert (10 * counts[0] + 6 * counts[1]).max() == 12
     assert [np.bincount(c[0]).tolist() for c in counts] == [[384, 640], [640, 128, 256]]
 
 
@@ -171,7 +175,7 @@ def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
     for devices in (3, 8, 127, 1024, 16_384):
         layout = layout_of("zaya1_base", data=devices)
         for bucket in layout.matrices.values():
-            if bucket.together:
+            if bucket.summed_whole:
                 continue
             assert len(bucket.plan.joins) + len(bucket.plan.out) <= 20
             for pairs in (
@@ -185,11 +189,11 @@ def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
         }
         assert total["exchange"] <= 5 * total["reduce-scatter"] / devices
     # 80 on each: nothing moves
-    assert layout_of("zaya1_base", data=8).matrices["muon 2048x2x2048"].plan.nothing
+    assert layout_of("zaya1_base", data=8).matrices["muon 2048x2x2048"].plan.is_noop
 
 
 def test_tiny_stacks_are_summed_as_a_whole():
     """A model of 800,000 numbers on 16,381 devices would be mostly padding."""
-    assert not any(b.together for b in layout_of("zaya1_base", data=1024).matrices.values())
+    assert not any(b.summed_whole for b in layout_of("zaya1_base", data=1024).matrices.values())
     layout = layout_of("a tiny one", data=16_381)
-    assert all(b.together for b in layout.matrices.values()) and padding_share(layout) == 0
+    assert all(b.summed_whole for b in layout.matrices.values()) and padding_share(layout) == 0

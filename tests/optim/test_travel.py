@@ -59,9 +59,9 @@ def there_and_back(layout: zero.Layout, axes: dict[str, int], dtype=jnp.float32)
         total[w.path] = parts[w.path].sum(0)
 
     def step(parts):
-        shares = layout.reduce({path: x[0] for path, x in parts.items()})
+        shares = layout.reduce_gradients({path: x[0] for path, x in parts.items()})
         back = {n: x.astype(dtype) if layout.methods[n] == "muon" else x for n, x in shares.items()}
-        return shares, layout.gather(back), layout.sum_squares(shares)
+        return shares, layout.gather_directions(back), layout.sum_squares(shares)
 
     mapped = jax.shard_map(
         step,
@@ -96,7 +96,7 @@ def test_every_number_arrives(name, together, monkeypatch):
     monkeypatch.setattr(matrices, "WASTE", 1.0)
     axes, sharded = CASES[name]
     layout = layout_on(axes, sharded)
-    assert {b.together for b in layout.matrices.values()} == {together}
+    assert {b.summed_whole for b in layout.matrices.values()} == {together}
     total, shares, back, squares = there_and_back(layout, axes, jnp.bfloat16)
     for path, x in total.items():
         np.testing.assert_array_equal(back[path], x, err_msg=path)
@@ -111,7 +111,7 @@ def check_held(layout: zero.Layout, axes: dict[str, int], shares: dict, total: d
     it has holders."""
     seen = {path: np.zeros(x.shape) for path, x in total.items()}
     for name, x in shares.items():
-        copies = math.prod(axes.values()) // layout.parts(name)
+        copies = math.prod(axes.values()) // layout.num_shards(name)
         for held, there in logical_state.boxes(layout, name, x):
             box = total[held.weight][held.box]
             assert np.array_equal(there.reshape(-1), box.reshape(-1)), held

@@ -60,7 +60,7 @@ def test_fifty_steps_give_the_unsharded_parameters(name, together, monkeypatch):
         optim_helpers.mesh_of(**axes), like, make_specs(like), steps=50
     )
     assert error < 1e-5
-    assert {bucket.together for bucket in sharded.layout.matrices.values()} == {together}
+    assert {bucket.summed_whole for bucket in sharded.layout.matrices.values()} == {together}
     for figure, value in state.figures.items():
         np.testing.assert_allclose(mesh_state.figures[figure], value, rtol=1e-4, err_msg=figure)
     # The logical state is the unsharded one's; tests/parallel/test_checkpoints.py carries it to
@@ -93,27 +93,27 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
         "muon 8x5",
     }
     assert set(layout.methods) == names | {"adamw cut", "adamw whole"}
-    travel = {name: b for name, b in layout.matrices.items() if not b.together}
-    small = {name: b for name, b in layout.matrices.items() if b.together}
+    travel = {name: b for name, b in layout.matrices.items() if not b.summed_whole}
+    small = {name: b for name, b in layout.matrices.items() if b.summed_whole}
     assert travel.keys() == {"muon 16x32", "muon 32x16", "muon 32x2x16", "muon 32x8"}
 
     size = 2 if precision == "bfloat16" else 4
     (vectors,) = layout.vectors
     cut, whole = 4 * 8 * vectors.sizes["adamw cut"], 4 * vectors.sizes["adamw whole"]
-    numbers = {name: math.prod(b.row) * b.count for name, b in layout.matrices.items()}
+    numbers = {name: math.prod(b.matrix) * b.count for name, b in layout.matrices.items()}
     # a row a device
-    assert all(b.travel.padded * 8 - numbers[name] < 8 * 8 for name, b in travel.items())
+    assert all(b.padded_rows * 8 - numbers[name] < 8 * 8 for name, b in travel.items())
     by_kind = {kind: sorted(c.bytes for c in found if c.kind == kind) for kind in hlo.KINDS}
     # XLA:CPU has a reduce-scatter of its own; one and one all-gather a bucket, as the formula says,
     # once each.
-    padded = [b.travel.padded * 8 for b in travel.values()]
+    padded = [b.padded_rows * 8 for b in travel.values()]
     assert by_kind.pop("reduce-scatter") == sorted([cut, *(4 * n for n in padded)])
     assert by_kind.pop("all-gather") == sorted([cut, *(size * n for n in padded)])
     # One sum for all that is small, one for small matrices' directions, and the norms: first those
     # of gradients.
     summed = 4 * sum(numbers[name] for name in small)
     assert by_kind.pop("all-reduce") == sorted(
-        [4 * len(layout.groups), 8 * len(layout.groups), summed, summed + whole]
+        [4 * len(layout.metric_groups), 8 * len(layout.metric_groups), summed, summed + whole]
     )
     rounds = [c for c in found if c.kind == "collective-permute"]
     assert len(by_kind.pop("collective-permute")) == 2 * sum(
@@ -126,9 +126,9 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     )
     for name, b in travel.items():
         traffic = layout.traffic(name, size)
-        assert traffic["reduce-scatter"] == 4 * 8 * b.travel.padded
-        assert traffic["all-gather"] == size * 8 * b.travel.padded
-    kept = [4 * math.prod(b.row) * b.slots for b in layout.matrices.values()]
+        assert traffic["reduce-scatter"] == 4 * 8 * b.padded_rows
+        assert traffic["all-gather"] == size * 8 * b.padded_rows
+    kept = [4 * math.prod(b.matrix) * b.slots for b in layout.matrices.values()]
     kept += [8 * n for n in vectors.sizes.values()]
     # the rest are counters and figures
     assert 0 <= optim_helpers.bytes_per_device(optimizer) - sum(kept) < 256

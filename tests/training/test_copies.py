@@ -38,7 +38,7 @@ KEYS = {
 @pytest.fixture(scope="module", autouse=True)
 def of_any_size():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_layer, "LARGE", 0)
+        patch.setattr(by_layer, "MIN_LAYER_SIZE", 0)
         patch.setattr(matrices, "SMALL", 0)
         for module in (by_layer, matrices):
             patch.setattr(module, "WASTE", 1.0)

@@ -1,4 +1,5 @@
-"""Loss-free balancing: a bias on each expert's score, moved against its load over the global batch.
+"""Loss-free balancing: a bias on each expert's score, which falls as its load over the global batch
+rises.
 
 The router chooses argmax(p + bias); the bias is state, not a parameter: no gradient, no decay, no
 clipping. Once a step, for each layer,
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 
-class State(NamedTuple):
+class BalanceState(NamedTuple):
     """The biases (last class: skip), AdamW's moments, and for how many steps an expert has had no
     token."""
 
@@ -29,15 +30,15 @@ class State(NamedTuple):
     steps: jax.Array  # [] int32
 
 
-def init(num_layers: int, num_experts: int, skip_bias: float = -1.0) -> State:
+def init(num_layers: int, num_experts: int, skip_bias: float = -1.0) -> BalanceState:
     """All experts equal, the skip class below them."""
     experts = jnp.zeros((num_layers, num_experts), jnp.float32)
     bias = jnp.concatenate([experts, jnp.full((num_layers, 1), skip_bias, jnp.float32)], 1)
-    return State(bias, experts, experts, experts.astype(jnp.int32), jnp.zeros((), jnp.int32))
+    return BalanceState(bias, experts, experts, experts.astype(jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def update(
-    state: State,
+    state: BalanceState,
     counts: jax.Array,
     *,
     lr: float = 1e-3,
@@ -47,12 +48,12 @@ def update(
     dead_after: int = 100,
     enabled: bool = True,
     keep: jax.Array | bool = True,
-) -> tuple[State, dict[str, jax.Array]]:
+) -> tuple[BalanceState, dict[str, jax.Array]]:
     """(new state, figures) from the counts [L, E+1] of a step's real tokens over all devices and
     micro-batches.
 
-    Without `enabled` biases do not change and only the figures are kept. With `keep` false (the
-    step's update is skipped) nothing at all changes.
+    Without `enabled` biases do not change; experts without a token are still counted. With `keep`
+    false (the step's update is skipped) the state does not change; the load is of the skipped step.
     """
     num_experts = state.mean.shape[1]
     load = counts.astype(jnp.float32)
@@ -70,8 +71,10 @@ def update(
     bias = jnp.concatenate([bias, state.bias[:, num_experts:]], 1)
     silent = jnp.where(counts[:, :num_experts] > 0, 0, state.silent + 1)
 
-    new = State(bias, mean, square, silent, steps) if enabled else state._replace(silent=silent)
-    new = jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, state)
+    new = state._replace(silent=silent)
+    if enabled:
+        new = BalanceState(bias, mean, square, silent, steps)
+    new = jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, state)
     return new, figures(load) | {
         "dead_experts": jnp.sum(new.silent >= dead_after, 1),
         "bias_change": jnp.max(jnp.abs(new.bias - state.bias), 1),
@@ -82,17 +85,18 @@ def figures(load: jax.Array) -> dict[str, jax.Array]:
     """Each layer's health, [L] each, from its shares [L, E+1] of all real tokens.
 
     `load_entropy` is H(f) / ln E with f renormalised over the experts: 1 means evenly spread, 0
-    that one has all.
+    that one has all, or that no token went to any.
     """
     num_experts = load.shape[1] - 1
     experts = load[:, :num_experts]
     f = experts / jnp.maximum(jnp.sum(experts, 1, keepdims=True), 1e-30)
     entropy = -jnp.sum(jnp.where(f > 0, f * jnp.log(jnp.where(f > 0, f, 1.0)), 0.0), 1)
+    spread = jnp.ones_like(entropy)
+    if num_experts > 1:
+        spread = entropy / jnp.log(float(num_experts))
     return {
         "load": load,
-        "load_entropy": (
-            entropy / jnp.log(float(num_experts)) if num_experts > 1 else jnp.ones_like(entropy)
-        ),
+        "load_entropy": spread,
         "greatest_share": jnp.max(f, 1),
         "skip_share": load[:, num_experts],
     }

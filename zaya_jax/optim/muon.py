@@ -19,28 +19,45 @@ AdamW update: with `match_rms_adamw` one learning rate and one decay serve both.
 unit step in the norm from root mean square to root mean square.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from pallas_kernels.loops import turning
 from pallas_kernels.newton_schulz import orthogonalize
 
-COEFFICIENTS = ("keller_jordan", "polar_express")
-SCALES = ("match_rms_adamw", "spectral")
-# As steep at zero as a quintic can be; singular values do not converge to 1 but end in about
-# [0.7, 1.2].
-KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
-# numbers of a stack up to which all of it is orthogonalised at once, its float32 copies included
-WHOLE = 2**26
-# numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
-TURN = 2**23
+Polynomials = tuple[tuple[float, float, float], ...]  # (a, b, c) of each step of the iteration
+
+# Of the first steps; further steps repeat the last entry.
+COEFFICIENTS: dict[str, Polynomials] = {
+    # As steep at zero as a quintic can be. Singular values do not converge to 1 but end in about
+    # [0.7, 1.2].
+    "keller_jordan": ((3.4445, -4.7750, 2.0315),),
+    # Polar Express: each polynomial is the odd quintic closest to 1 on the interval into which the
+    # earlier ones map singular values from [0.001, 1]. It takes this interval no wider than a ratio
+    # of 1 / 0.0240733; otherwise the first steps would nearly remove the middle singular values
+    # to raise the small ones. Arguments are divided by 1.01, so that a singular value that rounding
+    # has put above 1 stays where the polynomial is tame. A test derives these numbers.
+    "polar_express": (
+        (8.205160210537189, -22.901933374246504, 16.46072352487413),
+        (4.066395061712614, -2.861153886509466, 0.518399479160231),
+        (3.909594823347207, -2.8233515428792058, 0.5250369331027644),
+        (3.2855640671843847, -2.4153019961587363, 0.4852940695829987),
+        (2.2778733304251326, -1.6198218033865306, 0.3984807910804417),
+        (1.8725756556570827, -1.2307042622008915, 0.3585161625593776),
+        (1.8564371097556467, -1.2132392819169844, 0.35679978941247253),
+        (1.856435641633997, -1.2132376811249082, 0.35679963099749334),
+        (1.8564356435643565, -1.2132376849095554, 0.35679963285253075),
+    ),
+}
+# Up to this many numbers a stack is orthogonalised at once, float32 copies included.
+MAX_AT_ONCE = 2**26
+# The numbers that one iteration of a loop over matrices takes: one matrix of 2048 x 4096.
+CHUNK = 2**23
 
 
 class MuonState(NamedTuple):
@@ -49,104 +66,52 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
-def coefficients(name: str, steps: int) -> tuple[tuple[float, float, float], ...]:
+def coefficients(name: str, steps: int) -> Polynomials:
     """One (a, b, c) for each step."""
-    if name == "keller_jordan":
-        return (KELLER_JORDAN,) * steps
-    if name == "polar_express":
-        return polar_express(steps)
-    raise ValueError(
-        f"Newton–Schulz coefficients {name!r} are not one of {', '.join(COEFFICIENTS)}"
-    )
+    table = COEFFICIENTS[name]
+    return (table + table[-1:] * steps)[:steps]
 
 
-@functools.cache
-def polar_express(
-    steps: int, smallest: float = 1e-3, head_room: float = 1.01, cushion: float = 0.0240733
-) -> tuple[tuple[float, float, float], ...]:
-    """Polar Express's polynomials: each the odd quintic nearest to 1 on the interval that the
-    earlier ones leave.
-
-    The first interval is [smallest, 1]. An interval is taken no wider than a ratio of 1 /
-    `cushion`, or the first steps would raise the small singular values by letting the middle ones
-    nearly vanish. `head_room` shrinks each argument, so that a singular value that rounding has put
-    above 1 stays where the polynomial is tame; at 1 it changes nothing, all later polynomials being
-    flat there.
-    """
-    low, high, result = smallest, 1.0, []
-    for _ in range(steps):
-        a, b, c = _nearest_quintic(max(low, cushion * high), high)
-        value = lambda x: a * x + b * x**3 + c * x**5  # noqa: B023, E731
-        if cushion * high > low:  # centre the wider interval's image on 1
-            centre = 2 / (value(low) + value(high))
-            a, b, c = a * centre, b * centre, c * centre
-        low = a * low + b * low**3 + c * low**5
-        high = 2 - low
-        result.append((float(a / head_room), float(b / head_room**3), float(c / head_room**5)))
-    return tuple(result)
-
-
-def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
-    """(a, b, c) of the odd quintic with the least greatest distance from 1 on [low, high], by
-    Remez."""
-    # The limit: value 1 and two vanishing derivatives at the one remaining point.
-    if low / high > 1 - 5e-6:
-        return 15 / 8 / high, -10 / 8 / high**3, 3 / 8 / high**5
-    inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
-    for _ in range(100):
-        points = np.array([low, *inner, high])
-        system = np.stack([points, points**3, points**5, [1.0, -1.0, 1.0, -1.0]], 1)
-        a, b, c, _ = np.linalg.solve(system, np.ones(4))
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        moved = [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
-        if np.allclose(moved, inner, rtol=1e-14, atol=0):
-            break
-        inner = moved
-    return a, b, c
-
-
-def orthogonalize_first(
-    x: jax.Array,
-    number: jax.Array | int | None,
-    polynomials: tuple[tuple[float, float, float], ...],
-    dtype: Any,
+def orthogonalize_in_use(
+    x: jax.Array, in_use: jax.Array | int | None, polynomials: Polynomials, dtype: Any
 ) -> jax.Array:
-    """The first `number` of matrices [n, a, b], zeros after them; all of them if it is None.
+    """Orthogonalises the first `in_use` of the matrices [n, a, b] (None: all), zeros after them.
 
-    A loop, whose length may differ from device to device: matrices that a device does not own cost
-    nothing. Small matrices go through it several at a time.
+    It is a loop, whose length may differ from device to device, so matrices that a device does not
+    own cost nothing. Small matrices go through it several at a time.
     """
-    if number is None:
+    if in_use is None:
         return orthogonalize(x, polynomials, dtype)
-    at_once = min(len(x), max(1, TURN // math.prod(x.shape[1:])))
-    if isinstance(number, int) and number == len(x) == at_once:
+    at_once = min(len(x), max(1, CHUNK // math.prod(x.shape[1:])))
+    if isinstance(in_use, int) and in_use == len(x) == at_once:
         return orthogonalize(x, polynomials, dtype)
 
-    def turn(i, result):
-        start = jnp.minimum(i * at_once, len(x) - at_once)  # the last turn may do some again
+    def iteration(i: jax.Array, result: jax.Array) -> jax.Array:
+        # The last iteration may overlap the one before it.
+        start = jnp.minimum(i * at_once, len(x) - at_once)
         part = jax.lax.dynamic_slice_in_dim(x, start, at_once)
         return jax.lax.dynamic_update_slice_in_dim(
             result, orthogonalize(part, polynomials, dtype), start, 0
         )
 
     with turning(-(-len(x) // at_once)):  # on the device that owns most
-        return jax.lax.fori_loop(0, -(-number // at_once), turn, jnp.zeros(x.shape, dtype))
+        return jax.lax.fori_loop(0, -(-in_use // at_once), iteration, jnp.zeros(x.shape, dtype))
 
 
 def scale_by_muon(
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    polynomials: tuple[tuple[float, float, float], ...] = (KELLER_JORDAN,) * 5,
-    dtype: Any = jnp.bfloat16,
+    momentum: float,
+    nesterov: bool,
+    polynomials: Polynomials,
+    dtype: Any,
     momentum_dtype: Any = jnp.float32,
     owned: Callable[[], Mapping[str, jax.Array | int]] = dict,
-) -> optax.GradientTransformation:
-    """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is
-    kept.
+) -> optax.GradientTransformationExtraArgs:
+    """Turns gradients [..., in, out] into directions in `dtype`. Momentum adds up in float32,
+    whatever format it is kept in.
 
     `owned`, called at each update, gives the number of matrices in use (the first ones) of leaves
-    that use only some. `clip` is applied to each gradient first. With `keep` false, a number at run
-    time, momentum stays as it is, and directions are finite for any gradients.
+    that use only some, by name. `clip` is applied to each gradient first. With `keep` false, a
+    value at run time, momentum stays as it is, and directions are finite for any gradients.
     """
 
     def init(params):
@@ -154,68 +119,74 @@ def scale_by_muon(
 
     def update(updates, state, params=None, *, keep=True, clip=lambda g: g, **extra):
         del params, extra
-        numbers = owned()
 
-        def moved(g, kept):
-            g, buf = clip(g.astype(jnp.float32)), kept.astype(jnp.float32)
-            g = g if keep is True else jnp.where(keep, g, buf)
-            buf = buf + (g - buf) * (1 - momentum)
-            u, buf = buf + (g - buf) * (1 - momentum) if nesterov else buf, buf.astype(kept.dtype)
-            return u, buf if keep is True else jnp.where(keep, buf, kept)
+        def momentum_step(g, buf):
+            """What is orthogonalised, and the new momentum."""
+            g = clip(g.astype(jnp.float32))
+            old = buf.astype(jnp.float32)
+            if keep is not True:
+                g = jnp.where(keep, g, old)
+            new = old + (g - old) * (1 - momentum)
+            direction = new
+            if nesterov:
+                direction = new + (g - new) * (1 - momentum)
+            new = new.astype(buf.dtype)
+            if keep is not True:
+                new = jnp.where(keep, new, buf)
+            return direction, new
 
-        def step(path, g, kept):
-            number = numbers.get(str(getattr(path[-1], "key", ""))) if path else None
-            if number is None and g.size > WHOLE:
-                return in_turns(g, kept)
-            u, kept = moved(g, kept)
-            return orthogonalize_first(u, number, polynomials, dtype), kept
-
-        def in_turns(g, kept):
+        def in_chunks(g, buf):
             """A few matrices of a large stack at a time, with its momentum in place."""
             shape, size = g.shape, math.prod(g.shape[-2:])
-            g, kept = (x.reshape(-1, *shape[-2:]) for x in (g, kept))
-            at_once = max(
-                n for n in range(1, len(g) + 1) if len(g) % n == 0 and (n == 1 or n * size <= TURN)
-            )
+            g, buf = g.reshape(-1, *shape[-2:]), buf.reshape(-1, *shape[-2:])
+            at_once = _greatest_divisor(len(g), max(CHUNK // size, 1))
 
-            def turn(i, carry):
-                part = functools.partial(
-                    jax.lax.dynamic_slice_in_dim, start_index=i * at_once, slice_size=at_once
-                )
-                u, buf = moved(part(g), part(carry[0]))
-                found = buf, orthogonalize(u, polynomials, dtype)
-                put = functools.partial(
-                    jax.lax.dynamic_update_slice_in_dim, start_index=i * at_once, axis=0
-                )
-                return tuple(put(x, new) for x, new in zip(carry, found, strict=True))
+            def iteration(i, carry):
+                buf, result = carry
+                start = i * at_once
+                part = jax.lax.dynamic_slice_in_dim(g, start, at_once)
+                old = jax.lax.dynamic_slice_in_dim(buf, start, at_once)
+                direction, new = momentum_step(part, old)
+                direction = orthogonalize(direction, polynomials, dtype)
+                buf = jax.lax.dynamic_update_slice_in_dim(buf, new, start, 0)
+                result = jax.lax.dynamic_update_slice_in_dim(result, direction, start, 0)
+                return buf, result
 
-            kept, result = jax.lax.fori_loop(
-                0, len(g) // at_once, turn, (kept, jnp.zeros(g.shape, dtype))
-            )
-            return result.reshape(shape), kept.reshape(shape)
+            start = (buf, jnp.zeros(g.shape, dtype))
+            buf, result = jax.lax.fori_loop(0, len(g) // at_once, iteration, start)
+            return result.reshape(shape), buf.reshape(shape)
 
-        grads, structure = jax.tree_util.tree_flatten_with_path(updates)
-        pairs = [
-            step(*pair, kept)
-            for pair, kept in zip(grads, jax.tree.leaves(state.momentum), strict=True)
-        ]
-        directions, momenta = ([pair[i] for pair in pairs] for i in (0, 1))
-        return jax.tree.unflatten(structure, directions), MuonState(
-            jax.tree.unflatten(structure, momenta)
-        )
+        in_use = owned()
+        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+        directions, momenta = [], []
+        for (path, g), buf in zip(leaves, jax.tree.leaves(state.momentum), strict=True):
+            number = in_use.get(path[-1].key) if path else None
+            if number is None and g.size > MAX_AT_ONCE:
+                direction, new = in_chunks(g, buf)
+            else:
+                direction, new = momentum_step(g, buf)
+                direction = orthogonalize_in_use(direction, number, polynomials, dtype)
+            directions.append(direction)
+            momenta.append(new)
+        new_state = MuonState(jax.tree.unflatten(structure, momenta))
+        return jax.tree.unflatten(structure, directions), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _greatest_divisor(n: int, most: int) -> int:
+    """The greatest divisor of n that is at most this."""
+    return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
 
 
 def matrix_scale(kind: str, shape: tuple[int, ...]) -> float:
     """The factor that gives an orthogonal direction [..., in, out] its size; see the module's
     head."""
     rows, columns = shape[-2:]
-    if kind == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
     if kind == "spectral":
         return math.sqrt(max(1.0, columns / rows))
-    raise ValueError(f"Muon's scale {kind!r} is not one of {', '.join(SCALES)}")
+    assert kind == "match_rms_adamw"
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
 def newton_schulz_flops(shape: tuple[int, ...], steps: int = 5) -> int:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-RULES = ("never", "nonfinite", "spike")
-MEMORY = 0.99  # of the running mean and variance: about the last 100 steps
-SETTLE = 30  # steps before anything counts as a spike
-LEAST_DEVIATION = 0.05  # of the mean: a smaller deviation counts as noise, even after steady norms
+DECAY = 0.99  # of the running mean and variance: about the last 100 steps
+WARMUP_STEPS = 30  # steps before anything counts as a spike
+MIN_DEVIATION = 0.05  # share of the mean, so that after very steady norms not each step is a spike
 
 
 class SkipState(NamedTuple):
@@ -41,17 +40,16 @@ def decide(
     is accepted after a while.
     """
     finite = jnp.isfinite(norm)
-    deviation = jnp.maximum(jnp.sqrt(state.variance), LEAST_DEVIATION * state.mean)
-    limit = jnp.where(state.steps < SETTLE, jnp.inf, state.mean + deviations * deviation)
-    keep = {"never": jnp.ones((), bool), "nonfinite": finite, "spike": finite & (norm <= limit)}[
-        rule
-    ]
-    seen = jnp.minimum(norm, limit)
-    weight = jnp.maximum(1 - MEMORY, 1 / (state.steps + 1))
-    delta = seen - state.mean
+    deviation = jnp.maximum(jnp.sqrt(state.variance), MIN_DEVIATION * state.mean)
+    limit = jnp.where(state.steps < WARMUP_STEPS, jnp.inf, state.mean + deviations * deviation)
+    rules = {"never": jnp.ones((), bool), "nonfinite": finite, "spike": finite & (norm <= limit)}
+    keep = rules[rule]
+    capped = jnp.minimum(norm, limit)
+    weight = jnp.maximum(1 - DECAY, 1 / (state.steps + 1))
+    delta = capped - state.mean
     new = SkipState(
         state.mean + weight * delta,
         (1 - weight) * (state.variance + weight * jnp.square(delta)),
         state.steps + 1,
     )
-    return keep, jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+    return keep, jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)

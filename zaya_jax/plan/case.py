@@ -126,7 +126,7 @@ class StepCase:
     def early_numel(self) -> int:
         """Numbers of these buckets' weights."""
         return sum(
-            way.layers * way.matrices * math.prod(way.bucket.row)
+            way.layers * way.matrices * math.prod(way.bucket.matrix)
             for way in self.early_buckets.values()
         )
 
@@ -147,7 +147,9 @@ class StepCase:
         each = {"muon": itemsize(self.config.precision.momentum), "adamw": 8}
         shapes, kept = self.layout.state_shapes(), self.layout.copied.values()
         return sum(
-            math.prod(shapes[name]) // self.layout.parts(name) * (each[method] + 4 * (name in kept))
+            math.prod(shapes[name])
+            // self.layout.num_shards(name)
+            * (each[method] + 4 * (name in kept))
             for name, method in self.layout.methods.items()
         )
 

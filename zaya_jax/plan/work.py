@@ -18,7 +18,7 @@ from pallas_kernels import chip
 from pallas_kernels.attention.triton import visited
 from pallas_kernels.cross_entropy.xla import chunk_rows
 from pallas_kernels.linear_attention import CHUNK
-from zaya_jax.model.lookup import COMMONEST
+from zaya_jax.model.lookup import MAX_WORD_SHARE
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.parallel import dispatch
 from zaya_jax.plan.case import COPY, StepCase, itemsize
@@ -155,7 +155,7 @@ def list_work(case: StepCase) -> list[ScopeWork]:
 def array_bytes(case: StepCase) -> dict[str, float]:
     """Bytes of the kinds of arrays, weights aside."""
     m, n, b = case.model, case.tokens, itemsize(case.config.precision.compute)
-    heads = case.spread.heads
+    heads = case.spread.head_shards
     q, kv = (
         m.num_attention_heads * m.head_dim / heads,
         max(m.num_key_value_heads / heads, 1) * m.head_dim,
@@ -209,7 +209,7 @@ def experts_in_place(case: StepCase) -> bool:
 def rounded_numel(case: StepCase) -> float:
     """Numbers of the experts' weights that a step rounds for these kernels: those that do not lie
     rounded already."""
-    if not experts_in_place(case) or "layers/experts/gate_up" not in case.layout.formats:
+    if not experts_in_place(case) or "layers/experts/gate_up" not in case.layout.copy_dtypes:
         return 0.0
     numbers = case.model.num_hidden_layers * case.layer_numel["experts"]
     return numbers - case.copied_numel.get("experts", 0)
@@ -266,7 +266,7 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
             continue
         products, others, launches, flops = row
         # the sum over devices reads and writes it
-        if weights and case.spread.heads > 1 and name != "router":
+        if weights and case.spread.head_shards > 1 and name != "router":
             others += " + 2*x2"
         if over_devices:
             others += " + " + ROUND
@@ -293,7 +293,7 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
 
 def forward_flops(case: StepCase, name: str) -> float:
     """FLOPs of a part of one layer in one micro-batch."""
-    m, heads, b = case.model, case.spread.heads, 2.0 * case.tokens
+    m, heads, b = case.model, case.spread.head_shards, 2.0 * case.tokens
     d, c, r = m.hidden_size, m.head_dim, m.router_hidden_size
     q, kv = m.num_attention_heads / heads, max(m.num_key_value_heads / heads, 1)
     convolution = (q + kv) * c * c * m.cca_time1
@@ -337,7 +337,7 @@ def _area(case: StepCase) -> float:
 
 def head_chunks(case: StepCase) -> tuple[int, int]:
     """Tokens whose loss a device computes at once, and how often it does in a micro-batch."""
-    n = case.tokens // case.spread.heads
+    n = case.tokens // case.spread.head_shards
     maker = "NVIDIA" if case.chip in ("h100", "h200") else "gfx"
     with chip.making(chip.Chip("gpu", maker)):
         chunk = min(chunk_rows(n, case.model.vocab_size), n)
@@ -354,7 +354,7 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
     logits4, logits2 = 4.0 * chunk * chunks * m.vocab_size, b * chunk * chunks * m.vocab_size
     # The sum over equal words turns as often as the longest run needs; each turn adds, and copies
     # its carry.
-    turns = math.ceil(math.log2(max(COMMONEST * case.tokens, 1)))
+    turns = math.ceil(math.log2(max(MAX_WORD_SHARE * case.tokens, 1)))
     # The look-ups' gradient onto the head's: where that lies, or under the head's last product.
     onto = (4 if several else 3 if case.layout.sharded or fsdp else 0) * (
         table4 if chunks > 1 else 0.0
@@ -411,7 +411,7 @@ def _optimizer(case: StepCase) -> Iterator[ScopeWork]:
     launches = 160.0
     for name, method in layout.methods.items():
         shape = shapes[name]
-        numbers = math.prod(shape) / layout.parts(name)
+        numbers = math.prod(shape) / layout.num_shards(name)
         if method == "adamw":
             adamw4 += 4 * numbers
             continue
@@ -445,12 +445,12 @@ def _exchanged(case: StepCase) -> float:
     """Bytes that the optimizer's exchange reads and writes on the device itself."""
     # Gradients for owners: zeros, put in order, sent; in two rounds again, and in another order.
     ways = case.early_buckets.values()
-    found = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in ways)
+    found = sum(4.0 * way.sent / way.stages * (8 if way.stages > 1 else 5) for way in ways)
     # A layer's gradients are copied where padding goes behind them.
     found += sum(
         8.0 * way.layers * way.padded
         for way in ways
-        if way.padded > way.matrices * math.prod(way.bucket.row)
+        if way.padded > way.matrices * math.prod(way.bucket.matrix)
     )
     weights = {
         "reduce-scatter": 1,
@@ -484,4 +484,4 @@ def direction_bytes(case: StepCase) -> float:
 def padded_copy_bytes(case: StepCase) -> float:
     """Bytes of new copies that come with padding; others are gathered into their own place."""
     buckets = (case.layout.matrices[name] for name in case.layout.copied.values())
-    return float(sum(COPY * b.numbers for b in buckets if b.travel.padded > b.travel.rows))
+    return float(sum(COPY * b.local_size for b in buckets if b.padded_rows > b.rows))

@@ -118,12 +118,12 @@ class Snapshots:
         everywhere = NamedSharding(self._mesh, REPLICATED)
         figures = {
             name: jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)
-            for name, x in self.optimizer.no_figures().items()
+            for name, x in self.optimizer.empty_figures().items()
         }
         return {
             "params": trees.nested(params, "/"),
-            "optimizer": self.optimizer.with_arrays(copy["optimizer"], figures),
-            "balance": balance.State(**copy["balance"]),
+            "optimizer": self.optimizer.state_from_arrays(copy["optimizer"], figures),
+            "balance": balance.BalanceState(**copy["balance"]),
         }
 
     def _gather(self, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -202,7 +202,7 @@ def _locations(optimizer: Optimizer, devices: list[jax.Device], abstract: Any) -
             parts += boxes.parts_of(leaf, x)
             continue
         group = "params" if kind == "weights" else f"optimizer.{kind}"
-        for held in optimizer.layout.held(bucket):
+        for held in optimizer.layout.state_boxes(bucket):
             name = f"{group}.{held.weight.replace('/', '.')}"
             arrays[name] = jax.ShapeDtypeStruct(shapes[held.weight], x.dtype)
             parts.append(HeldBox(name, held.box, leaf, devices[held.device], held.place))

@@ -23,7 +23,7 @@ from pallas_kernels import chip
 from zaya_jax.config import Config
 from zaya_jax.hardware import host, sizing
 from zaya_jax.model import lora, zaya
-from zaya_jax.model.layer import Own
+from zaya_jax.model.layer import CustomModel
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import sharding
@@ -60,7 +60,7 @@ def set_up(config: Config, mesh: Mesh, spread: Spread | None = None) -> Setup:
     else:
         params = zaya.abstract(config.model, precision)
     # their products may have another format than `compute`
-    if config.run.lora or isinstance(config.model, Own):
+    if config.run.lora or isinstance(config.model, CustomModel):
         precision = dataclasses.replace(precision, weights="float32")
     optimizer = chain.build(
         config.optim,
@@ -83,7 +83,7 @@ def _initial_state(config: Config, setup: Setup, params: Any = None) -> dict[str
         params = lora.init(config.model, config.run.lora, key)
     else:
         params = params or zaya.init(config.model, key, config.precision)
-    params, master_weights = setup.optimizer.layout.divided(params)
+    params, master_weights = setup.optimizer.layout.split_master_weights(params)
     return {
         "params": params,
         "optimizer": setup.optimizer.init()._replace(weights=master_weights),
@@ -107,7 +107,7 @@ def abstract(config: Config, setup: Setup) -> dict[str, Any]:
     """The state as ShapeDtypeStructs with their shardings: nothing is allocated."""
     shapes = jax.eval_shape(functools.partial(_initial_state, config, setup))
     if config.run.lora:
-        shapes["frozen"] = lora.frozen(config.model, config.precision)
+        shapes["frozen"] = lora.abstract_base(config.model, config.precision)
 
     def with_sharding(sharding, part):
         return jax.tree.map(

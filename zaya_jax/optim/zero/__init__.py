@@ -34,17 +34,17 @@ hold two whole matrices, 0 and 2 one and an unused slot; each orthogonalises its
 halves go back; an all-gather gives every device all six directions.
 
 State in checkpoints is un-padded, one array per weight in the weight's own shape: independent of
-the mesh. `held` lists the boxes of each device.
+the mesh. `state_boxes` lists the boxes of each device.
 
-The exchange in rounds is the hardest code here (`owners`), for 3% of the bytes. What a device of
-ZAYA1-base puts in and gets out in a step, with directions in bfloat16 (`Layout.traffic`), and what
-two plain ways would take in the exchange's place:
+The exchange in rounds (`owners`) is the most complicated code here, for 3% of the bytes. What a
+device of ZAYA1-base puts in and gets out in a step, with directions in bfloat16 (`Layout.traffic`),
+against two simpler schemes in the exchange's place:
 
-    devices (data)                                64      1,024     1,016
-    gradients by layer, and back                  48.3    48.4      48.4 GB
-    all other matrices: exchange and back         1.44    1.42      1.42 GB, 2 to 9 rounds each way
-      whole matrices, padded to equal shares      2.27    31.0      30.8 GB
-      summed as a whole (`Matrices.together`)     3.78    3.78      3.78 GB
+    devices (data)                                 64      1,024     1,016
+    gradients by layer, and back                   48.3    48.4      48.4 GB
+    all other matrices: exchange and back          1.44    1.42      1.42 GB, 2 to 9 rounds each way
+      whole matrices, padded to equal shares       2.27    31.0      30.8 GB
+      summed whole (`Matrices.summed_whole`)       3.78    3.78      3.78 GB
 
     layout    the buckets, and the collectives that they have together
     matrices, vectors    a bucket of Muon's and of AdamW's weights; `grid.Bucket` is what both offer
@@ -53,7 +53,7 @@ two plain ways would take in the exchange's place:
     grid      the terms of all of them: devices, weights, boxes
 """
 
-from zaya_jax.optim.zero.grid import Held, Weight
+from zaya_jax.optim.zero.grid import StateBox, Weight
 from zaya_jax.optim.zero.layout import Layout
 
-__all__ = ["Held", "Layout", "Weight"]
+__all__ = ["Layout", "StateBox", "Weight"]

@@ -1,10 +1,13 @@
 """Gradients that travel layer by layer, while the backward pass computes the next layer's.
 
-A large stack of matrices would otherwise wait, whole and in float32, until the backward pass has
-ended, and be reduced then, while nothing else runs. Here each layer's gradient is reduced and
-scattered as it leaves the layer, and each device keeps its share. In the end a device has pieces of
-every layer, and owns a few whole matrices (as `matrices` places them): one all-to-all, in which
-every device sends and gets as much as a layer or two have.
+Otherwise a large stack's gradient would sit in float32 until the backward pass ends, and then be
+reduced with nothing to overlap. Here each layer's gradient is reduced and scattered as it leaves
+the layer, and each device keeps its share. In the end a device has pieces of every layer, and owns
+a few whole matrices (as `matrices` places them): one all-to-all, in which every device sends and
+gets as much as a layer or two have.
+
+Only a bucket of a single large weight of the layers goes this way, and only where every device
+holds that weight whole (`ByLayer.if_possible`).
 
 Each matrix is cut into equal pieces, and every device keeps the same number of them: six devices
 keep half of one of a layer's three matrices. The last rows of a matrix and a layer's last pieces
@@ -12,8 +15,8 @@ may be padding; the cut with the least is chosen. On 1,016 devices each of the 1
 layer of ZAYA1 has 127 pieces, and a device keeps two.
 
 A ring over many nodes takes as many steps as there are devices, so small shares are reduced in two
-levels: inside each node, then over the devices of the same place in all nodes ("along rails"). The
-order of a sum depends on the levels, so its bits do on the devices of a node.
+levels: inside each node, then over the devices of the same place in all nodes ("along rails"). So
+the order of a sum, and its bits, depend on the number of devices per node.
 """
 
 import math
@@ -28,74 +31,80 @@ from zaya_jax.optim.zero import owners
 from zaya_jax.optim.zero.grid import UNIT
 from zaya_jax.optim.zero.matrices import WASTE, Matrices, pad
 
-# numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
-LARGE = 2**24
+# Numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB.
+MIN_LAYER_SIZE = 2**24
 
 
 class ByLayer:
-    """How the gradients of one bucket travel, if they can; rows, shards and owners are the
+    """How the gradients of one bucket travel, if they can; rows, replicas and owners are the
     bucket's."""
 
     def __init__(self, bucket: Matrices):
         (weight,) = bucket.weights
         self.bucket, self.layers = bucket, weight.shape[0]
         self.matrices = bucket.count // self.layers  # per layer
-        # Pieces of a layer that a device keeps, pieces of a matrix, and the numbers of a piece.
-        self.kept, self.cut, self.piece = _cut(self.matrices, bucket.rows, bucket.shards)
-        self.padded = bucket.shards * self.kept * self.piece  # numbers of a layer that travel
+        self.per_device, self.per_matrix, self.piece_size = _best_pieces(
+            self.matrices, bucket.rows_per_matrix, bucket.num_replicas
+        )
+        # numbers of a layer that travel
+        self.padded = bucket.num_replicas * self.per_device * self.piece_size
         # the groups of devices that sum together, one set at a time
-        self.levels = [np.arange(bucket.shards)[None]]
-        # Pieces from one device to another: an owner's matrices follow each other, through the
-        # layers.
-        self.each = min(bucket.slots * self.cut, -(-bucket.slots // self.matrices) * self.kept)
+        self.levels = [np.arange(bucket.num_replicas)[None]]
+        # The most pieces that one device has for another. An owner's matrices are consecutive, so
+        # each position in a layer occurs at most ceil(slots / matrices) times among them, and a
+        # device holds `per_device` positions' pieces of every layer.
+        self.per_pair = min(
+            bucket.slots * self.per_matrix, -(-bucket.slots // self.matrices) * self.per_device
+        )
 
     @staticmethod
-    def of(bucket: Matrices) -> "ByLayer | None":
+    def if_possible(bucket: Matrices) -> "ByLayer | None":
         """None if a bucket's gradients travel in another way."""
         weight = bucket.weights[0]
         if len(bucket.weights) > 1 or not weight.path.startswith("layers/") or bucket.plan is None:
             return None
-        numbers = bucket.count // weight.shape[0] * math.prod(bucket.row)
-        if bucket.shards != bucket.grid.num_devices or numbers < LARGE:
+        size = bucket.count // weight.shape[0] * math.prod(bucket.matrix)
+        if bucket.num_replicas != bucket.grid.num_devices or size < MIN_LAYER_SIZE:
             return None
-        way = ByLayer(bucket)
-        return way if way.padded <= (1 + WASTE) * numbers else None
+        by_layer = ByLayer(bucket)
+        return by_layer if by_layer.padded <= (1 + WASTE) * size else None
 
     @staticmethod
-    def settle(ways: Sequence["ByLayer"], two_levels_under: int) -> None:
-        """Chooses two levels where a device's shares have fewer numbers, alike for all: the
-        compiler makes one sum of what leaves a layer together."""
-        share = sum(way.kept * way.piece for way in ways)
-        for way in ways:
-            nodes = way.bucket.grid.nodes
+    def choose_levels(chosen: Sequence["ByLayer"], two_levels_under: int) -> None:
+        """Two levels where a device's shares have fewer numbers, alike for all: the compiler makes
+        one sum of what leaves a layer together."""
+        share = sum(by_layer.per_device * by_layer.piece_size for by_layer in chosen)
+        for by_layer in chosen:
+            nodes = by_layer.bucket.grid.nodes
             if min(nodes.shape) > 1 and share < two_levels_under:
-                way.levels = [nodes, nodes.T]
+                by_layer.levels = [nodes, nodes.T]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of a device's shares of all layers' gradients."""
-        return (self.layers, self.kept, self.piece)
+        return (self.layers, self.per_device, self.piece_size)
 
     @property
-    def rounds(self) -> int:
-        """All-to-alls between many devices go by way of a square root of them."""
-        return 1 if self.bucket.shards <= owners.MOST_AT_ONCE else 2
+    def stages(self) -> int:
+        """The number of all-to-alls to the owners."""
+        return owners.num_stages(list(self.bucket.grid.axes.values()))
 
     @property
     def sent(self) -> int:
         """Numbers that a device sends to owners, mostly zeros if there are many owners."""
-        return self.rounds * self.bucket.shards * self.each * self.piece
+        return self.stages * self.bucket.num_replicas * self.per_pair * self.piece_size
 
     @jax.named_scope("optimizer/exchange")
-    def share(self, gradient: jax.Array) -> jax.Array:
+    def share_of_layer(self, gradient: jax.Array) -> jax.Array:
         """One layer's partial gradient to a device's share of the sum."""
-        x = pad(gradient.astype(jnp.float32).reshape(self.matrices, -1), 1, self.cut * self.piece)
-        x = pad(x.reshape(-1, self.piece), 0, self.bucket.shards * self.kept)
+        x = gradient.astype(jnp.float32).reshape(self.matrices, -1)
+        x = pad(x, 1, self.per_matrix * self.piece_size)
+        x = pad(x.reshape(-1, self.piece_size), 0, self.bucket.num_replicas * self.per_device)
         for level in self.levels:
             groups = level.tolist() if len(level) > 1 else None
             x = lax.psum_scatter(
                 x,
-                self.bucket.form.shared,
+                self.bucket.form.replica_axes,
                 scatter_dimension=0,
                 axis_index_groups=groups,
                 tiled=True,
@@ -104,46 +113,55 @@ class ByLayer:
 
     def to_owners(self, x: jax.Array) -> jax.Array:
         """The shares of all layers to the matrices [slots, a, b] that a device owns."""
-        bucket, axes = self.bucket, self.bucket.grid.names
-        # the holder of each share, in order
-        devices, holders = (bucket.shards, self.levels[-1].reshape(-1))
-        me = owners.of_device(np.argsort(holders), axes)
-        # Where mine go: the number of a piece's matrix determines its owner, and there the pieces
-        # are in order. Those of no matrix go nowhere.
-        of_layer = (me * self.kept + np.arange(self.kept)) // self.cut
-        matrix = np.arange(self.layers)[:, None] * self.matrices + of_layer
+        # the device that holds each share of a layer, in order
+        holders = self.levels[-1].reshape(-1)
+        sent = self._send_buffer(x, holders)
+        received = owners.all_to_all(sent, self.bucket.grid.names)
+        return self._collected(received, holders)
+
+    def _send_buffer(self, x: jax.Array, holders: np.ndarray) -> jax.Array:
+        """This device's pieces [devices, per_pair, piece_size] by owner, those of one owner in the
+        order of layers and matrices; pieces that are padding are dropped."""
+        bucket, devices = self.bucket, self.bucket.num_replicas
+        me = owners.of_device(np.argsort(holders), bucket.grid.names)
+        in_layer = (me * self.per_device + np.arange(self.per_device)) // self.per_matrix
+        matrix = np.arange(self.layers)[:, None] * self.matrices + in_layer
         owner = jnp.asarray(np.repeat(np.arange(devices), bucket.counts))[matrix]
-        target = jnp.where(of_layer < self.matrices, owner, devices).reshape(-1)
-        sent = jnp.zeros((devices * self.each, self.piece), x.dtype)
-        sent = sent.at[target * self.each + _before(target)].set(
-            x.reshape(-1, self.piece), unique_indices=True, mode="drop"
-        )
-        came = owners.swap(sent.reshape(devices, self.each, -1), axes)
-        # The sources of my matrices' pieces.
-        start, count = (owners.of_device(table, axes) for table in (bucket.starts, bucket.counts))
+        target = jnp.where(in_layer < self.matrices, owner, devices).reshape(-1)
+        sent = jnp.zeros((devices * self.per_pair, self.piece_size), x.dtype)
+        place = target * self.per_pair + _rank_among_equals(target)
+        pieces = x.reshape(-1, self.piece_size)
+        sent = sent.at[place].set(pieces, unique_indices=True, mode="drop")
+        return sent.reshape(devices, self.per_pair, -1)
+
+    def _collected(self, received: jax.Array, holders: np.ndarray) -> jax.Array:
+        """The matrices [slots, a, b], put together from the pieces of all devices."""
+        bucket, axes = self.bucket, self.bucket.grid.names
+        start = owners.of_device(bucket.starts, axes)
+        count = owners.of_device(bucket.counts, axes)
         slot = np.arange(bucket.slots)
-        begin = (start + slot) % self.matrices * self.cut
-        source = jnp.asarray(holders)[
-            ((begin[:, None] + np.arange(self.cut)) // self.kept).reshape(-1)
-        ]
-        found = (
-            came.reshape(-1, self.piece).at[source * self.each + _before(source)].get(mode="clip")
-        )
-        found = found.reshape(bucket.slots, -1)[:, : math.prod(bucket.row)]
-        return jnp.where((slot < count)[:, None, None], found.reshape(bucket.slots, *bucket.row), 0)
+        first_piece = (start + slot) % self.matrices * self.per_matrix
+        sources = jnp.asarray(holders)
+        pieces = first_piece[:, None] + np.arange(self.per_matrix)
+        source = sources[(pieces // self.per_device).reshape(-1)]
+        x = received.reshape(-1, self.piece_size)
+        place = source * self.per_pair + _rank_among_equals(source)
+        x = x.at[place].get(mode="clip")
+        x = x.reshape(bucket.slots, -1)[:, : math.prod(bucket.matrix)]
+        return jnp.where((slot < count)[:, None, None], x.reshape(bucket.slots, *bucket.matrix), 0)
 
 
-def _cut(matrices: int, rows: int, devices: int) -> tuple[int, int, int]:
-    """(pieces that a device keeps, pieces of a matrix, numbers of a piece) with the least padding,
-    and then the fewest pieces."""
-    ways = []
-    for kept in range(-(-matrices // devices), matrices + 1):
-        cut = devices * kept // matrices
-        piece = -(-rows // cut) * UNIT
-        ways.append((kept * piece, kept, cut, piece))
-    return min(ways)[1:]
+def _best_pieces(matrices: int, rows: int, devices: int) -> tuple[int, int, int]:
+    """(pieces of a layer that a device keeps, pieces of a matrix, numbers of a piece) with the
+    least padding, and then the fewest pieces."""
+    candidates = []
+    for per_device in range(-(-matrices // devices), matrices + 1):
+        per_matrix = devices * per_device // matrices
+        piece_size = -(-rows // per_matrix) * UNIT
+        candidates.append((per_device * piece_size, per_device, per_matrix, piece_size))
+    return min(candidates)[1:]
 
 
-def _before(x: jax.Array) -> jax.Array:
+def _rank_among_equals(x: jax.Array) -> jax.Array:
     """How many earlier entries equal each one."""
     return jnp.sum(jnp.tril(x[:, None] == x[None, :], -1), 1)

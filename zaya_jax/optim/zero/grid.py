@@ -1,10 +1,11 @@
 """The terms of the optimizer's layouts: devices, weights, and the boxes of state that a device
 holds."""
 
+import abc
 import dataclasses
 import math
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,7 @@ UNIT = 8  # numbers in a row: 16 bytes even in bfloat16, a good alignment for tr
 
 
 class Grid:
-    """The devices of a mesh with these axis sizes, in nodes of so many; axes of one device do not
-    count."""
+    """A mesh's devices, `node` of them per node. Axes of size 1 are dropped."""
 
     def __init__(self, axes: Mapping[str, int], node: int = 1):
         self.axes = {axis: size for axis, size in axes.items() if size > 1}
@@ -30,21 +30,21 @@ class Grid:
         """The number of devices along these axes."""
         return math.prod(self.axes[axis] for axis in axes)
 
-    def groups(self, outer: tuple[str, ...], inner: tuple[str, ...]) -> np.ndarray:
-        """Devices [outer, inner] by their places along these axes, which together are all axes."""
+    def device_groups(self, outer: tuple[str, ...], inner: tuple[str, ...]) -> np.ndarray:
+        """Devices [outer, inner] by their coordinates along these axes, which together are all axes."""
         numbers = np.arange(self.num_devices).reshape(tuple(self.axes.values()))
         order = [self.names.index(axis) for axis in (*outer, *inner)]
         return numbers.transpose(order).reshape(self.size(outer), self.size(inner))
 
-    def places(self, axes: tuple[str, ...], number: int) -> dict[str, int]:
-        """The place along each axis of the number-th device along them all."""
-        sizes = tuple(self.axes[axis] for axis in axes)
-        return (
-            dict(zip(axes, map(int, np.unravel_index(number, sizes)), strict=True)) if axes else {}
-        )
+    def coordinates(self, axes: tuple[str, ...], number: int) -> dict[str, int]:
+        """The coordinate along each axis of the number-th device along them all."""
+        places = {}
+        for axis in reversed(axes):
+            number, places[axis] = divmod(number, self.axes[axis])
+        return places
 
-    def linear(self, axes: tuple[str, ...], places: Mapping[str, int]) -> int:
-        """The inverse of `places`."""
+    def flat_index(self, axes: tuple[str, ...], places: Mapping[str, int]) -> int:
+        """The inverse of `coordinates`."""
         result = 0
         for axis in axes:
             result = result * self.axes[axis] + places[axis]
@@ -121,8 +121,8 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """One box of a weight's state that one device holds; `layout.held(bucket)` lists them all."""
+class StateBox:
+    """One box of a weight's state that one device holds; `layout.state_boxes(bucket)` lists them all."""
 
     weight: str  # path of the weight
     device: int  # index in mesh.devices.flat
@@ -130,66 +130,73 @@ class Held:
     box: tuple[slice, ...]  # in the weight's shape; the same numbers in the same order, row-major
 
 
-class Bucket(Protocol):
+class Bucket(abc.ABC):
     """Weights whose state lies in arrays of their own: one of Muon's, two of AdamW's, by name.
 
-    `reduce`, `take`, `gather` and `sums` run inside shard_map.
+    `reduce`, `after_sum`, `gather` and `sums` run inside shard_map.
     """
 
     weights: list[Weight]
     method: str  # muon or adamw
     names: tuple[str, ...]  # of the state's arrays
-    shared: tuple[str, ...] = ()  # axes along which the weights are replicated
+    replica_axes: tuple[str, ...] = ()  # axes along which the weights are replicated
     # the axes over which a result of `reduce` must still be summed, with other small arrays
-    summed: Mapping[str, tuple[str, ...]] = {}
+    pending_sum_axes: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
 
+    @abc.abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the state over all devices, in the order of the mesh."""
-        ...
 
+    @abc.abstractmethod
     def spec(self, name: str) -> PartitionSpec:
         """The mesh axes that split it."""
-        ...
 
-    def devices(self, name: str) -> int:
+    @abc.abstractmethod
+    def num_shards(self, name: str) -> int:
         """The number of devices with different parts of it."""
-        ...
 
-    def held(self, name: str) -> Iterable[Held]:
+    @abc.abstractmethod
+    def state_boxes(self, name: str) -> Iterable[StateBox]:
         """The place of each box of its weights."""
-        ...
 
+    @abc.abstractmethod
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
         """Bytes that a device puts into or gets out of each kind of collective, and the padding
         among them."""
-        ...
 
+    @abc.abstractmethod
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Partial gradients by path to a device's share of the sum, by name; those of `summed` are
-        not summed yet."""
-        ...
+        """Partial gradients by path to a device's share of the sum, by name; those of
+        `pending_sum_axes` are not summed yet."""
 
-    def take(self, name: str, x: jax.Array) -> jax.Array:
-        """This device's part of a sum of `summed`: all of it."""
+    def after_sum(self, name: str, x: jax.Array) -> jax.Array:
+        """Picks this device's part of an array that was pending, now summed; by default all."""
         return x
 
+    def contribution(
+        self, buckets: Mapping[str, jax.Array]
+    ) -> dict[str, tuple[tuple[str, ...], jax.Array]]:
+        """In the place of `gather`: the axes over which directions are summed with other small
+        arrays, and this device's part of the sum, by name; by default none."""
+        return {}
+
+    @abc.abstractmethod
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The directions of all devices by name, as parts of the weights by path."""
-        ...
 
+    @abc.abstractmethod
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterable[tuple[str, jax.Array]]:
         """The sum of squares of this device's numbers, by groups of weights; numbers that several
         hold count on one of them."""
-        ...
 
 
 def group_sums(
-    pieces: Sequence[tuple[Weight, int]], number: jax.Array, values: jax.Array
+    counts: Sequence[tuple[Weight, int]], index: jax.Array, values: jax.Array
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Sums of values by group; value i is the number[i]-th of all, and `pieces` gives each weight's
-    count."""
+    """Sums of values by group; value i is the index[i]-th of all, and `counts` says how many each
+    weight has."""
     start = 0
-    for w, count in pieces:
-        inside = (number >= start) & (number < start + count)
+    for w, count in counts:
+        inside = (index >= start) & (index < start + count)
         yield w.group, jnp.sum(jnp.where(inside, values, 0.0))
         start += count

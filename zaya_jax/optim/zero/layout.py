@@ -14,21 +14,19 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.optim.zero import owners
 from zaya_jax.optim.zero.by_layer import ByLayer
-from zaya_jax.optim.zero.grid import Bucket, Grid, Held, Weight
+from zaya_jax.optim.zero.grid import Bucket, Grid, StateBox, Weight
 from zaya_jax.optim.zero.matrices import Form, Matrices
 from zaya_jax.optim.zero.vectors import Vectors
 
+GroupSums = Iterable[tuple[str, jax.Array]]  # a number by the metric group it counts towards
 
-class Whole(Bucket):
+
+class Unsharded(Bucket):
     """A weight on one device: a separate bucket under its path, never copied."""
 
     def __init__(self, weight: Weight):
-        self.weight, self.weights, self.method, self.names = (
-            weight,
-            [weight],
-            weight.method,
-            (weight.path,),
-        )
+        self.weight, self.weights = weight, [weight]
+        self.method, self.names = weight.method, (weight.path,)
 
     def shape(self, name: str) -> tuple[int, ...]:
         w = self.weight
@@ -37,17 +35,17 @@ class Whole(Bucket):
     def spec(self, name: str) -> PartitionSpec:
         return PartitionSpec()
 
-    def devices(self, name: str) -> int:
+    def num_shards(self, name: str) -> int:
         return 1
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
         return {}
 
-    def held(self, name: str) -> list[Held]:
+    def state_boxes(self, name: str) -> list[StateBox]:
         place, box = (
-            tuple(slice(0, n) for n in of) for of in (self.shape(name), self.weight.shape)
+            tuple(slice(0, n) for n in shape) for shape in (self.shape(name), self.weight.shape)
         )
-        return [Held(name, 0, place, box)]
+        return [StateBox(name, 0, place, box)]
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         path = self.weight.path
@@ -57,12 +55,12 @@ class Whole(Bucket):
         path = self.weight.path
         return {path: buckets[path].reshape(self.weight.shape)}
 
-    def sums(self, buckets: Mapping[str, jax.Array]) -> Iterable[tuple[str, jax.Array]]:
+    def sums(self, buckets: Mapping[str, jax.Array]) -> GroupSums:
         return [(self.weight.group, _square(buckets[self.weight.path]))]
 
 
 class Layout:
-    """Buckets over the devices of a mesh; see the module's head. `axes` gives the mesh's axis
+    """Buckets over the devices of a mesh; see the package's head. `axes` gives the mesh's axis
     sizes, in its order."""
 
     def __init__(
@@ -74,161 +72,165 @@ class Layout:
         two_levels_under: int = 0,
     ):
         self.weights, self.treedef, self.grid = weights, treedef, Grid(axes, node)
-        self.groups = list(dict.fromkeys(w.group for w in weights))
+        self.metric_groups = list(dict.fromkeys(w.group for w in weights))
         self.matrices: dict[str, Matrices] = {}
         self.vectors: list[Vectors] = []
         self.by_layer: dict[str, ByLayer] = {}
+        self.buckets: list[Bucket] = [Unsharded(w) for w in weights]
         self.sharded = bool(self.grid.names)
         if self.sharded:
-            self._share(weights)
-            ByLayer.settle(list(self.by_layer.values()), two_levels_under)
-        self.buckets: list[Bucket] = [*self.matrices.values(), *self.vectors] or [
-            Whole(w) for w in weights
-        ]
-        self.bucket = {name: bucket for bucket in self.buckets for name in bucket.names}
+            self._build_buckets()
+            ByLayer.choose_levels(list(self.by_layer.values()), two_levels_under)
+            self.buckets = [*self.matrices.values(), *self.vectors]
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        self.methods = {name: bucket.method for name, bucket in self.bucket_of.items()}
         # The bucket of each weight that devices hold as a copy: the weights of its state are the
         # owner's, in float32.
         self.copied = {
-            path: way.bucket.name
-            for path, way in self.by_layer.items()
-            if way.bucket.weights[0].copy
+            path: by_layer.bucket.name
+            for path, by_layer in self.by_layer.items()
+            if by_layer.bucket.weights[0].copy
         }
-        # The number format of each weight's copies, whether devices hold such copies or not.
-        self.formats = {w.path: w.copy for w in weights if w.copy}
-        self.methods = {name: bucket.method for name, bucket in self.bucket.items()}
+        # The number format of copies that products make of a weight, whether devices hold such
+        # copies or not.
+        self.copy_dtypes = {w.path: w.copy for w in weights if w.copy}
 
-    def _share(self, weights: list[Weight]) -> None:
+    def _build_buckets(self) -> None:
         """Muon's weights by the form of their matrices, each with an owner; AdamW's by their
         axes."""
-        forms: dict[Form, list[Weight]] = {}
-        own: dict[tuple[str, ...], list[Weight]] = {}
-        for w in weights:
-            w.local(self.grid)
+        by_form: dict[Form, list[Weight]] = {}
+        by_axes: dict[tuple[str, ...], list[Weight]] = {}
+        travelling = 0  # numbers of a device; AdamW's weights that all axes split do not travel
+        for w in self.weights:
+            size = math.prod(w.local(self.grid))  # refuses a shape that the mesh does not divide
             if w.method == "muon":
-                forms.setdefault(Form.of(w, self.grid), []).append(w)
+                by_form.setdefault(Form.of(w, self.grid), []).append(w)
             else:
-                own.setdefault(w.axes, []).append(w)
-        spread = len(self.grid.names)  # AdamW's weights that are split over all axes do not travel
-        travelling = sum(
-            math.prod(w.local(self.grid))
-            for w in weights
-            if w.method == "muon" or len(w.axes) < spread
-        )
-        buckets = [Matrices(form, found, travelling, self.grid) for form, found in forms.items()]
-        counts, self.work = owners.assign([b.kind for b in buckets], self.grid.num_devices)
-        for bucket, each in zip(buckets, counts, strict=True):
-            bucket.settle(each)
-            bucket.way = ByLayer.of(bucket)
-        self.matrices = {bucket.name: bucket for bucket in buckets}
-        self.by_layer = {bucket.weights[0].path: bucket.way for bucket in buckets if bucket.way}
-        total = sum(math.prod(w.shape) for w in weights)
-        self.vectors = [Vectors(axes, found, total, self.grid) for axes, found in own.items()]
+                by_axes.setdefault(w.axes, []).append(w)
+            if w.method == "muon" or len(w.axes) < len(self.grid.names):
+                travelling += size
+        buckets = [Matrices(form, same, travelling, self.grid) for form, same in by_form.items()]
+        # All buckets share the owners' time, so owners come after all buckets; then each knows its
+        # exchange, and whether it can travel layer by layer.
+        counts = owners.assign([b.work_item for b in buckets], self.grid.num_devices)
+        for bucket, of_bucket in zip(buckets, counts, strict=True):
+            bucket.set_owners(of_bucket)
+            bucket.by_layer = ByLayer.if_possible(bucket)
+            self.matrices[bucket.name] = bucket
+            if bucket.by_layer:
+                self.by_layer[bucket.weights[0].path] = bucket.by_layer
+        total = sum(math.prod(w.shape) for w in self.weights)
+        self.vectors = [Vectors(axes, same, total, self.grid) for axes, same in by_axes.items()]
 
-    # Sizes, for plans and tests.
+    # ############################################################################################
+    # Sizes, for plans and tests
+    # ############################################################################################
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each bucket over all devices."""
-        return {name: bucket.shape(name) for name, bucket in self.bucket.items()}
+        return {name: bucket.shape(name) for name, bucket in self.bucket_of.items()}
 
     def spec(self, name: str) -> PartitionSpec:
         """A bucket's PartitionSpec: its first dim over every axis, or over those of its weights."""
-        return self.bucket[name].spec(name)
+        return self.bucket_of[name].spec(name)
 
-    def parts(self, name: str) -> int:
+    def num_shards(self, name: str) -> int:
         """The number of devices with different parts of a bucket."""
-        return self.bucket[name].devices(name)
+        return self.bucket_of[name].num_shards(name)
 
-    def held(self, name: str) -> list[Held]:
+    def state_boxes(self, name: str) -> list[StateBox]:
         """The boxes of a weight's state on each device: every box once, or once for each device
         that has it.
 
         `spec` determines a device's part of a bucket's array.
         """
-        return list(self.bucket[name].held(name))
+        return list(self.bucket_of[name].state_boxes(name))
 
     def traffic(self, name: str, direction_bytes: int = 4) -> dict[str, int]:
         """Bytes that a device puts into or gets out of each kind of collective, and the padding
         among them."""
-        return self.bucket[name].traffic(name, direction_bytes)
+        return self.bucket_of[name].traffic(name, direction_bytes)
 
-    def by_path(self, tree: Any) -> dict[str, Any]:
+    # ############################################################################################
+    # Trees like the parameters
+    # ############################################################################################
+
+    def leaves_by_path(self, tree: Any) -> dict[str, Any]:
         """The leaves of a tree like the parameters'."""
         return dict(zip((w.path for w in self.weights), jax.tree.leaves(tree), strict=True))
 
-    def with_leaves(self, tree: Any, found: Mapping[str, Any]) -> Any:
-        """A tree like the parameters', with these in the place of some, by path."""
-        leaves = {**self.by_path(tree), **found}
+    def replace_leaves(self, tree: Any, new: Mapping[str, Any]) -> Any:
+        """A tree like the parameters', with new leaves in the place of some, by path."""
+        leaves = {**self.leaves_by_path(tree), **new}
         return jax.tree.unflatten(self.treedef, [leaves[w.path] for w in self.weights])
 
-    def divided(self, params: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Whole weights, as arrays over all devices, as the devices' (copies among them) and the
-        owners' by bucket."""
-        whole = {name: self.by_path(params)[path] for path, name in self.copied.items()}
-        copies = {
-            path: whole[name].astype(self.matrices[name].weights[0].copy)
-            for path, name in self.copied.items()
-        }
-        return self.with_leaves(params, copies), {
-            name: self.matrices[name].at_home(x) for name, x in whole.items()
-        }
+    def split_master_weights(self, params: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """Splits full weights, as arrays over all devices, into what every device holds (bfloat16
+        copies where used) and the owners' float32 master weights by bucket."""
+        by_path, copies, masters = self.leaves_by_path(params), {}, {}
+        for path, name in self.copied.items():
+            bucket = self.matrices[name]
+            copies[path] = by_path[path].astype(bucket.weights[0].copy)
+            masters[name] = bucket.scatter_to_slots(by_path[path])
+        return self.replace_leaves(params, copies), masters
 
-    # Inside shard_map, where there are several devices.
+    # ############################################################################################
+    # Inside shard_map, where there are several devices
+    # ############################################################################################
 
     def owned(self) -> dict[str, jax.Array | int]:
         """The number of this device's matrices in a bucket, unless it has all of them: they fill
         its first slots."""
         return {name: bucket.owned() for name, bucket in self.matrices.items()}
 
-    def reduce(self, grads: Any) -> dict[str, jax.Array]:
+    def reduce_gradients(self, grads: Any) -> dict[str, jax.Array]:
         """Sums the devices' partial gradients and gives each device its share of the sum, in
         float32.
 
         For weights in `by_layer` they may be the shares of each layer. On one device the shares are
         the gradients.
         """
-        leaves = self.by_path(grads)
-        found: dict[str, jax.Array] = {}
+        leaves = self.leaves_by_path(grads)
+        shares: dict[str, jax.Array] = {}
+        pending: dict[str, tuple[str, ...]] = {}
         with self._exchange():
             for bucket in self.buckets:
-                found |= bucket.reduce(leaves)
-            over = {name: axes for bucket in self.buckets for name, axes in bucket.summed.items()}
-            for name, x in _sums(
-                {name: (axes, found[name]) for name, axes in over.items()}
-            ).items():
-                found[name] = self.bucket[name].take(name, x)
-        return {name: found[name] for name in self.methods}
+                shares |= bucket.reduce(leaves)
+                pending |= bucket.pending_sum_axes
+            to_sum = {name: (axes, shares[name]) for name, axes in pending.items()}
+            for name, x in _sums(to_sum).items():
+                shares[name] = self.bucket_of[name].after_sum(name, x)
+        return {name: shares[name] for name in self.methods}
 
-    def gather(self, buckets: Mapping[str, jax.Array]) -> Any:
+    def gather_directions(self, buckets: Mapping[str, jax.Array]) -> Any:
         """All devices' shares, as a tree like the parameters' (of a sharded weight, the device's
         part).
 
-        Of a weight that devices hold as a copy, the owner's: it changes its own, and then gives
-        `copies`.
+        For copied weights the owner's share is returned as it is: the owner updates its master
+        weights and then broadcasts `copies`.
         """
         leaves: dict[str, jax.Array] = {path: buckets[name] for path, name in self.copied.items()}
-        small = {}
+        to_sum: dict[str, tuple[tuple[str, ...], jax.Array]] = {}
         with self._exchange():
             for bucket in self.buckets:
                 if bucket.names[0] in self.copied.values():
                     continue
-                if isinstance(bucket, Matrices) and bucket.together:
-                    axes = (*bucket.form.shared, *bucket.form.swapped)
-                    small[bucket.name] = axes, bucket.put(buckets[bucket.name])
-                else:
+                contribution = bucket.contribution(buckets)
+                to_sum |= contribution
+                if not contribution:
                     leaves |= bucket.gather(buckets)
-            for name, x in _sums(small).items():
-                bucket = self.matrices[name]
-                leaves |= bucket.leaves(bucket.part_of(x).astype(buckets[name].dtype))
+            for name, x in _sums(to_sum).items():
+                leaves |= self.matrices[name].of_sum(x, buckets[name].dtype)
         return jax.tree.unflatten(self.treedef, [leaves[w.path] for w in self.weights])
 
-    def copies(self, kept: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def copies(self, masters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Every device's copies of the owners' weights, by path."""
-        found: dict[str, jax.Array] = {}
+        copies: dict[str, jax.Array] = {}
         with self._exchange():
-            for name, x in kept.items():
+            for name, x in masters.items():
                 bucket = self.matrices[name]
-                found |= bucket.gather({name: x.astype(bucket.weights[0].copy)})
-        return found
+                copies |= bucket.gather({name: x.astype(bucket.weights[0].copy)})
+        return copies
 
     def _exchange(self) -> contextlib.AbstractContextManager:
         return jax.named_scope("exchange") if self.sharded else contextlib.nullcontext()
@@ -236,48 +238,51 @@ class Layout:
     def sum_squares(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The sum of squares of each group of weights over all devices: one all-reduce of one
         number per group."""
-        return self._over_devices(item for bucket in self.buckets for item in bucket.sums(buckets))[
-            0
-        ]
+        (sums,) = self._over_devices(x for bucket in self.buckets for x in bucket.sums(buckets))
+        return sums
 
-    def own_parts(self, tree: Any) -> Any:
-        """For each weight of a device, equal parts for all devices with the same: rows of its last
-        dim, zeros for those without a row. A single device has all; an owner's weights are its own.
-        """
+    def disjoint_shares(self, tree: Any) -> Any:
+        """Divides each replicated weight evenly over its replicas (by rows; zeros where rows run
+        out), so that a sum over devices counts every number once. A single device has all; an
+        owner's master weights are its own."""
         if not self.sharded:
             return tree
+        leaves = map(self._disjoint_share, self.weights, jax.tree.leaves(tree))
+        return jax.tree.unflatten(self.treedef, leaves)
 
-        def own(w, x):
-            if w.path in self.copied:
-                return x
-            shared = tuple(name for name in self.grid.names if name not in w.axes)
-            # rows, not numbers: there may be more numbers than an int32 counts
-            x = x.reshape(-1, x.shape[-1])
-            count = -(-len(x) // self.grid.size(shared))
-            wanted = count * (lax.axis_index(shared) if shared else 0)
-            start = jnp.minimum(wanted, len(x) - count)  # the last parts would reach past the end
-            part = lax.dynamic_slice_in_dim(x, start, count)
-            return jnp.where((start + jnp.arange(count) < wanted)[:, None], 0, part)
+    def _disjoint_share(self, w: Weight, x: jax.Array) -> jax.Array:
+        if w.path in self.copied:
+            return x
+        replica_axes = tuple(name for name in self.grid.names if name not in w.axes)
+        # rows, not numbers: there may be more numbers than an int32 counts
+        x = x.reshape(-1, x.shape[-1])
+        count = -(-len(x) // self.grid.size(replica_axes))
+        wanted = count * (lax.axis_index(replica_axes) if replica_axes else 0)
+        start = jnp.minimum(wanted, len(x) - count)  # the last parts would reach past the end
+        part = lax.dynamic_slice_in_dim(x, start, count)
+        return jnp.where((start + jnp.arange(count) < wanted)[:, None], 0, part)
 
-        return jax.tree.unflatten(self.treedef, map(own, self.weights, jax.tree.leaves(tree)))
+    def tree_sum_squares(self, *trees: Any) -> list[dict[str, jax.Array]]:
+        """The sum of squares of each group of the results of `disjoint_shares`, for several trees:
+        one all-reduce."""
 
-    def tree_sum_squares(self, *parts: Any) -> list[dict[str, jax.Array]]:
-        """The sum of squares of each group of the results of `own_parts`, for several trees: one
-        all-reduce."""
-        leaves = [zip(self.weights, jax.tree.leaves(tree), strict=True) for tree in parts]
-        return self._over_devices(*(((w.group, _square(x)) for w, x in tree) for tree in leaves))
+        def sums(tree: Any) -> GroupSums:
+            for w, x in zip(self.weights, jax.tree.leaves(tree), strict=True):
+                yield w.group, _square(x)
 
-    def _over_devices(self, *parts: Iterable[tuple[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+        return self._over_devices(*map(sums, trees))
+
+    def _over_devices(self, *series: GroupSums) -> list[dict[str, jax.Array]]:
         """The groups' totals over all devices, of several series of numbers by group."""
-        totals: list[dict[str, jax.Array]] = [{} for _ in parts]
-        for total, part in zip(totals, parts, strict=True):
-            for group, value in part:
+        totals: list[dict[str, jax.Array]] = [{} for _ in series]
+        for total, numbers in zip(totals, series, strict=True):
+            for group, value in numbers:
                 total[group] = total[group] + value if group in total else value
         if not self.sharded:
             return totals
-        rows = jnp.stack([jnp.stack([total[group] for group in self.groups]) for total in totals])
-        sums = lax.psum(rows, self.grid.names)
-        return [dict(zip(self.groups, row, strict=True)) for row in sums]
+        groups = self.metric_groups
+        rows = jnp.stack([jnp.stack([total[group] for group in groups]) for total in totals])
+        return [dict(zip(groups, row, strict=True)) for row in lax.psum(rows, self.grid.names)]
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -288,13 +293,13 @@ def _sums(arrays: dict[str, tuple[tuple[str, ...], jax.Array]]) -> dict[str, jax
     """Small arrays summed over their axes: one all-reduce for all arrays with the same axes."""
     result: dict[str, jax.Array] = {}
     for axes in dict.fromkeys(axes for axes, _ in arrays.values()):
-        chosen = {name: x for name, (over, x) in arrays.items() if over == axes}
+        same = {name: x for name, (other, x) in arrays.items() if other == axes}
         if not axes:
-            result |= chosen
+            result |= same
             continue
-        flat = [x.reshape(-1) for x in chosen.values()]
+        flat = [x.reshape(-1) for x in same.values()]
         total = lax.psum(jnp.concatenate(flat) if len(flat) > 1 else flat[0], axes)
         ends = np.cumsum([x.size for x in flat])[:-1].tolist()
-        for (name, x), part in zip(chosen.items(), jnp.split(total, ends), strict=True):
+        for (name, x), part in zip(same.items(), jnp.split(total, ends), strict=True):
             result[name] = part.reshape(x.shape)
     return result

@@ -1,17 +1,19 @@
 """Muon's buckets over the devices of a mesh: all stacks of one local matrix shape, owned matrix by
 matrix.
 
-The gradients of a bucket travel as one run of rows (`owners.Travel`): reduce-scattered over the
-devices that hold the same weights, then exchanged until every device has the whole matrices that it
-owns. The directions take the same way back, with an all-gather. The owner keeps momentum as [slots,
-a, b]; slots is the most that any device owns, and a device's first ones are in use.
+The gradients of a bucket travel as one run of rows, cut evenly (the last one may end in padding):
+reduce-scattered over the devices that hold the same weights, then exchanged until every device has
+the whole matrices that it owns. The directions take the same way back, with an all-gather. The
+owner keeps momentum as [slots, a, b]; slots is the most that any device owns, and a device's first
+ones are in use.
 
 A weight that is itself sharded over a stack dim (experts) has a separate run for each part. Over a
 matrix dim (tensor, fsdp), a device has part t of T of every matrix: an all-to-all gives it all T
 parts of a T-th of the rows, and rows then are T · UNIT numbers wide.
 
-A bucket with much padding, or a small one, does not travel like that: it is summed as a whole
-(`together`), each owner takes its matrices, and zeros for all others make the way back a sum, too.
+A bucket with much padding, or a small one, does not travel like that. It is summed as a whole
+(`summed_whole`) and each owner takes its matrices; on the way back every owner contributes its
+matrices, zeros elsewhere, and a second all-reduce adds them up.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.optim.zero import owners
-from zaya_jax.optim.zero.grid import UNIT, Bucket, Grid, Held, Weight, group_sums
+from zaya_jax.optim.zero.grid import UNIT, Bucket, Grid, StateBox, Weight, group_sums
 
 # A bucket with more padding than this share of its own numbers, and of all buckets', is summed as a
 # whole.
@@ -39,156 +41,167 @@ SMALL = 2**16  # numbers up to which a sum costs less than the rounds of an exch
 class Form:
     """The properties that the weights of a bucket share."""
 
-    dims: tuple[
-        int, ...
-    ]  # the matrix over all devices, [a, b], or [a, 2, b] (`Weight.matrix_dims`)
-    shared: tuple[str, ...]  # axes along which they are replicated
-    own: tuple[str, ...]  # axes along which devices hold different matrices
+    dims: tuple[int, ...]  # the matrix over all devices, [a, b], or [a, 2, b]
+    replica_axes: tuple[str, ...]  # axes along which they are replicated
+    sharded_axes: tuple[str, ...]  # axes along which devices hold different matrices
     # (dim of [n, *dims], axes) of matrix dims that are sharded
-    swaps: tuple[tuple[int, tuple[str, ...]], ...]
+    matrix_dim_axes: tuple[tuple[int, tuple[str, ...]], ...]
 
     @staticmethod
     def of(weight: Weight, grid: Grid) -> "Form":
         """The form of a weight."""
         stack = len(weight.stack)
-        swaps = tuple(
+        matrix_dim_axes = tuple(
             (dim + 1 - stack, axes) for dim, axes in enumerate(weight.dims) if dim >= stack and axes
         )
-        own = tuple(axis for dim in weight.dims[:stack] for axis in dim)
-        shared = tuple(axis for axis in grid.names if axis not in weight.axes)
-        return Form(weight.shape[stack:], shared, own, swaps)
+        sharded_axes = tuple(axis for dim in weight.dims[:stack] for axis in dim)
+        replica_axes = tuple(axis for axis in grid.names if axis not in weight.axes)
+        return Form(weight.shape[stack:], replica_axes, sharded_axes, matrix_dim_axes)
 
     @property
     def name(self) -> str:
         """The bucket's name."""
-        name = f"muon {'x'.join(map(str, self.dims))}" + (
-            f" of {'+'.join(self.own)}" if self.own else ""
-        )
-        return name + "".join(f" dim {dim} over {'+'.join(axes)}" for dim, axes in self.swaps)
+        name = f"muon {'x'.join(map(str, self.dims))}"
+        if self.sharded_axes:
+            name += f" of {'+'.join(self.sharded_axes)}"
+        for dim, axes in self.matrix_dim_axes:
+            name += f" dim {dim} over {'+'.join(axes)}"
+        return name
 
     @property
-    def swapped(self) -> tuple[str, ...]:
+    def matrix_axes(self) -> tuple[str, ...]:
         """The axes that split matrix dims."""
-        return tuple(axis for _, axes in self.swaps for axis in axes)
+        return tuple(axis for _, axes in self.matrix_dim_axes for axis in axes)
 
 
 class Matrices(Bucket):
-    """The weights of one form, one bucket."""
+    """The weights of one form, one bucket.
+
+    Its sizes are known at once; `slots`, `starts`, `counts` and `plan` when `set_owners` says how
+    many matrices each device owns, since all buckets share the owners' time; `by_layer` then.
+    """
 
     method = "muon"
 
     def __init__(self, form: Form, weights: list[Weight], travelling: int, grid: Grid):
-        self.form, self.weights, self.grid, self.travelling = form, weights, grid, travelling
-        self.name, self.names, self.row, self.shared = (
-            form.name,
-            (form.name,),
-            weights[0].matrix,
-            form.shared,
+        self.form, self.weights, self.grid = form, weights, grid
+        self.name, self.names, self.replica_axes = form.name, (form.name,), form.replica_axes
+        self.matrix = weights[0].matrix
+        self.by_layer: Any = None  # if gradients leave layer by layer: a `ByLayer`
+        self.stack_sizes = [(w, math.prod(w.local(grid)[: len(w.stack)])) for w in weights]
+        self.count = sum(count for _, count in self.stack_sizes)  # matrices in a group
+        self.device_groups = grid.device_groups(
+            form.sharded_axes, (*form.replica_axes, *form.matrix_axes)
         )
-        self.way: Any = None  # for gradients that leave layer by layer: `by_layer`
-        stacks = [w.local(grid)[: len(w.stack)] for w in weights]
-        self.pieces = tuple((w, math.prod(stack)) for w, stack in zip(weights, stacks, strict=True))
-        self.count = sum(count for _, count in self.pieces)  # matrices in a group
-        self.groups = grid.groups(form.own, (*form.shared, *form.swapped))
-        self.parts = grid.size(form.swapped)
-        self.shards = grid.size(form.shared)
-        self.part = tuple(
-            n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(form.dims)
+        self.num_replicas = grid.size(form.replica_axes)
+        # Devices that share each matrix, and the part of one that a device has.
+        self.matrix_shards = grid.size(form.matrix_axes)
+        axes_of_dims = dict(form.matrix_dim_axes)
+        self.local_matrix = tuple(
+            n // grid.size(axes_of_dims.get(dim + 1, ())) for dim, n in enumerate(form.dims)
         )
-        self.rows = -(-math.prod(self.part) // UNIT)  # in a device's part of a matrix
-        self.travel = owners.Travel(self.count * self.rows, self.groups.shape[1])
-        self.numbers = self.count * math.prod(self.part)  # in a device's parts
-        waste = self.travel.padded * UNIT - self.numbers
-        small = self.count * math.prod(self.row) <= SMALL
-        much = waste > max(WASTE * self.numbers, WASTE_OF_ALL * travelling)
-        self.together = self.groups.shape[1] > 1 and (small or much)
-        self.summed = {self.name: form.shared} if self.together else {}
+        self.rows_per_matrix = -(-math.prod(self.local_matrix) // UNIT)
+        devices = self.device_groups.shape[1]
+        # The run of rows of all matrices, and each device's chunk of it.
+        self.rows = self.count * self.rows_per_matrix
+        self.chunk = -(-self.rows // devices)
+        self.padded_rows = self.chunk * devices
+        self.local_size = self.count * math.prod(self.local_matrix)
+        waste = self.padded_rows * UNIT - self.local_size
+        much_waste = waste > max(WASTE * self.local_size, WASTE_OF_ALL * travelling)
+        small = self.count * math.prod(self.matrix) <= SMALL
+        self.summed_whole = devices > 1 and (small or much_waste)
+        if self.summed_whole:
+            self.pending_sum_axes = {self.name: form.replica_axes}
 
     @property
-    def kind(self) -> owners.Kind:
+    def work_item(self) -> owners.WorkItem:
         """The bucket, in the form that the assignment of owners takes."""
-        return owners.Kind(self.count, newton_schulz_flops(self.row, 1), self.groups)
+        return owners.WorkItem(self.count, newton_schulz_flops(self.matrix, 1), self.device_groups)
 
-    def settle(self, counts: np.ndarray) -> None:
+    def set_owners(self, counts: np.ndarray) -> None:
         """Records how many matrices each device of each group owns."""
         starts = np.cumsum(counts, 1) - counts
         self.slots = int(counts.max())
-        self.starts, self.counts = (np.zeros(self.groups.size, np.int32) for _ in range(2))
-        self.starts[self.groups], self.counts[self.groups] = starts, counts
+        self.starts, self.counts = np.zeros((2, self.device_groups.size), np.int32)
+        self.starts[self.device_groups], self.counts[self.device_groups] = starts, counts
         self.plan = None
-        if not self.together:
-            # Otherwise a hundredth of the traffic may be padding of the exchange, or a
-            # five-hundredth of all buckets'.
-            rows = self.travel.padded // self.parts if self.shards > 1 else self.travel.chunk
-            spare = self.groups.size * max(
-                rows // 100, self.travelling // (500 * UNIT * self.parts)
-            )
-            self.plan = owners.plan(counts, self.groups, self.rows, self.travel.chunk, spare)
+        if not self.summed_whole:
+            self.plan = owners.plan(counts, self.device_groups, self.rows_per_matrix, self.chunk)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return (self.groups.size * self.slots, *self.row)
+        return (self.device_groups.size * self.slots, *self.matrix)
 
     def spec(self, name: str) -> PartitionSpec:
         return PartitionSpec(self.grid.names)
 
-    def devices(self, name: str) -> int:
+    def num_shards(self, name: str) -> int:
         return self.grid.num_devices
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
         """An exchange is a mean over devices, of both ways."""
-        each = 4 + direction_bytes
-        if self.together:
-            gathered = 4 * self.count * math.prod(self.row)
-            found = {"all-reduce": 4 * self.numbers + gathered, "padding": 0}
-            return found | ({"all-gather": gathered} if self.parts > 1 else {})
+        if self.summed_whole:
+            gathered = 4 * self.count * math.prod(self.matrix)
+            traffic = {"all-reduce": 4 * self.local_size + gathered, "padding": 0}
+            if self.matrix_shards > 1:
+                traffic["all-gather"] = gathered
+            return traffic
         assert self.plan is not None
-        found = dict.fromkeys(
-            ("reduce-scatter", "all-gather", "all-to-all", "exchange", "padding"), 0
-        )
-        padded = self.travel.padded * UNIT
-        if self.shards > 1:
-            found["reduce-scatter"], found["all-gather"] = 4 * padded, direction_bytes * padded
-            found["padding"] += each * (padded - self.numbers)
-        if self.parts > 1:
-            found["all-to-all"] = each * padded // self.shards
-            found["padding"] += each * (padded - self.numbers) // self.shards
-        if not self.plan.nothing:
-            sent, needed = (
-                n * self.parts * UNIT * each // self.groups.size for n in self.plan.sent_rows()
-            )
-            found["exchange"], found["padding"] = sent, found["padding"] + sent - needed
-        return found
+        there_and_back = 4 + direction_bytes
+        kinds = ("reduce-scatter", "all-gather", "all-to-all", "exchange", "padding")
+        traffic = dict.fromkeys(kinds, 0)
+        padded = self.padded_rows * UNIT
+        padding = there_and_back * (padded - self.local_size)
+        if self.num_replicas > 1:
+            traffic["reduce-scatter"] = 4 * padded
+            traffic["all-gather"] = direction_bytes * padded
+            traffic["padding"] += padding
+        if self.matrix_shards > 1:
+            traffic["all-to-all"] = there_and_back * padded // self.num_replicas
+            traffic["padding"] += padding // self.num_replicas
+        if not self.plan.is_noop:
+            row, devices = self.matrix_shards * UNIT * there_and_back, self.device_groups.size
+            sent, valid = (rows * row // devices for rows in self.plan.sent_rows())
+            traffic["exchange"] = sent
+            traffic["padding"] += sent - valid
+        return traffic
 
-    # Inside shard_map.
+    # ############################################################################################
+    # Inside shard_map
+    # ############################################################################################
 
-    def whole(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
+    def stacked_local(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
         """A device's parts of all matrices, [n, *part]."""
-        parts = [leaves[w.path].astype(jnp.float32).reshape(-1, *self.part) for w, _ in self.pieces]
+        parts = [
+            leaves[w.path].astype(jnp.float32).reshape(-1, *self.local_matrix) for w in self.weights
+        ]
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Partial gradients to the matrices [slots, a, b] that a device owns, or if `together` to
+        """Partial gradients to the matrices [slots, a, b] that a device owns, or if `summed_whole` to
         its parts of all."""
-        if self.together:
-            return {self.name: self.whole(leaves)}
+        if self.summed_whole:
+            return {self.name: self.stacked_local(leaves)}
         first = leaves[self.weights[0].path]
-        if self.way and first.shape == self.way.shape:  # shares of each layer's
-            return {self.name: self.way.to_owners(first)}
+        # Shares of each layer's gradient have this shape; no weight of the layers does.
+        if self.by_layer and first.shape == self.by_layer.shape:
+            return {self.name: self.by_layer.to_owners(first)}
         return {self.name: self._to_owners(leaves)}
 
     def _to_owners(self, leaves):
         form, plan = self.form, self.plan
         assert plan is not None
-        x = self.whole(leaves).reshape(self.count, -1)
-        x = pad(x, 1, self.rows * UNIT).reshape(-1, UNIT)
-        x = pad(x, 0, self.travel.padded)
-        if self.shards > 1:
-            x = lax.psum_scatter(x, form.shared, scatter_dimension=0, tiled=True)
-        x = x.reshape(self.parts, -1, UNIT)
-        x = owners.swap(x, form.swapped) if self.parts > 1 else x
+        x = self.stacked_local(leaves).reshape(self.count, -1)
+        x = pad(x, 1, self.rows_per_matrix * UNIT).reshape(-1, UNIT)
+        x = pad(x, 0, self.padded_rows)
+        if self.num_replicas > 1:
+            x = lax.psum_scatter(x, form.replica_axes, scatter_dimension=0, tiled=True)
+        x = x.reshape(self.matrix_shards, -1, UNIT)
+        if self.matrix_shards > 1:
+            x = owners.all_to_all(x, form.matrix_axes)
         x = owners.to_owners(x, plan, self.grid.names)
-        x = x.reshape(self.parts, self.slots, -1)[:, :, : math.prod(self.part)]
-        return self._joined(x.reshape(self.parts, self.slots, *self.part))
+        x = x.reshape(self.matrix_shards, self.slots, -1)[:, :, : math.prod(self.local_matrix)]
+        return self._merge_parts(x.reshape(self.matrix_shards, self.slots, *self.local_matrix))
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return self.leaves(self._from_owners(buckets[self.name]))
@@ -198,36 +211,56 @@ class Matrices(Bucket):
         assert plan is not None
         # As bare bits: XLA:CPU would make 4 bytes of bfloat16's 2 for the transfer, and any
         # compiler may.
-        x = lax.bitcast_convert_type(x, jnp.uint16) if dtype.itemsize == 2 else x
-        x = self._cut(x).reshape(self.parts, self.slots, -1)
-        x = pad(x, 2, self.rows * UNIT).reshape(self.parts, -1, UNIT)
+        if dtype.itemsize == 2:
+            x = lax.bitcast_convert_type(x, jnp.uint16)
+        x = self._split_parts(x).reshape(self.matrix_shards, self.slots, -1)
+        x = pad(x, 2, self.rows_per_matrix * UNIT).reshape(self.matrix_shards, -1, UNIT)
         x = owners.from_owners(x, plan, self.grid.names)
-        x = owners.swap(x, form.swapped) if self.parts > 1 else x
+        if self.matrix_shards > 1:
+            x = owners.all_to_all(x, form.matrix_axes)
         x = x.reshape(-1, UNIT)
-        x = lax.all_gather(x, form.shared, tiled=True) if self.shards > 1 else x
-        x = x[: self.travel.rows].reshape(self.count, -1)[:, : math.prod(self.part)]
-        x = lax.bitcast_convert_type(x, dtype) if dtype.itemsize == 2 else x
-        return x.reshape(self.count, *self.part)
+        if self.num_replicas > 1:
+            x = lax.all_gather(x, form.replica_axes, tiled=True)
+        x = x[: self.rows].reshape(self.count, -1)[:, : math.prod(self.local_matrix)]
+        if dtype.itemsize == 2:
+            x = lax.bitcast_convert_type(x, dtype)
+        return x.reshape(self.count, *self.local_matrix)
 
-    def take(self, name: str, x: jax.Array) -> jax.Array:
+    def after_sum(self, name: str, x: jax.Array) -> jax.Array:
         """The matrices that this device owns, from the summed parts [n, *part]."""
-        x = self._joined(lax.all_gather(x, self.form.swapped) if self.parts > 1 else x[None])
+        x = self._merge_parts(
+            lax.all_gather(x, self.form.matrix_axes) if self.matrix_shards > 1 else x[None]
+        )
         start, count = (owners.of_device(t, self.grid.names) for t in (self.starts, self.counts))
         x = lax.dynamic_slice_in_dim(pad(x, 0, self.count + self.slots), start, self.slots)
         return jnp.where((np.arange(self.slots) < count)[:, None, None], x, 0)
 
-    def put(self, x: jax.Array) -> jax.Array:
-        """A device's directions at their places among all, float32, with zeros for the others'."""
-        target = jnp.zeros((self.count + self.slots, *self.row), jnp.float32)
-        start = owners.of_device(self.starts, self.grid.names)
-        return lax.dynamic_update_slice_in_dim(target, x.astype(jnp.float32), start, 0)[
-            : self.count
-        ]
+    def contribution(
+        self, buckets: Mapping[str, jax.Array]
+    ) -> dict[str, tuple[tuple[str, ...], jax.Array]]:
+        """If `summed_whole`: this device's directions at their places among all, float32, zeros for
+        the others'.
 
-    def part_of(self, x: jax.Array) -> jax.Array:
+        Unused slots hold zeros (`muon.orthogonalize_in_use`), so it does not matter that they lie
+        over the next owner's matrices.
+        """
+        if not self.summed_whole:
+            return {}
+        x = buckets[self.name]
+        target = jnp.zeros((self.count + self.slots, *self.matrix), jnp.float32)
+        start = owners.of_device(self.starts, self.grid.names)
+        target = lax.dynamic_update_slice_in_dim(target, x.astype(jnp.float32), start, 0)
+        axes = (*self.form.replica_axes, *self.form.matrix_axes)
+        return {self.name: (axes, target[: self.count])}
+
+    def of_sum(self, x: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+        """The directions of all devices, from the sum of their contributions."""
+        return self.leaves(self.local_part(x).astype(dtype))
+
+    def local_part(self, x: jax.Array) -> jax.Array:
         """A device's parts of all matrices, [n, *part], of [n, a, b]."""
         x = x.reshape(-1, *self.form.dims)
-        for dim, axes in self.form.swaps:
+        for dim, axes in self.form.matrix_dim_axes:
             size = x.shape[dim] // self.grid.size(axes)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
         return x
@@ -235,7 +268,7 @@ class Matrices(Bucket):
     def leaves(self, x: jax.Array) -> dict[str, jax.Array]:
         """Parts of all matrices as parts of the weights."""
         result, start = {}, 0
-        for w, count in self.pieces:
+        for w, count in self.stack_sizes:
             result[w.path] = x[start : start + count].reshape(w.local(self.grid))
             start += count
         return result
@@ -250,68 +283,69 @@ class Matrices(Bucket):
         by_slot = jnp.sum(jnp.square(buckets[self.name].astype(jnp.float32)), (1, 2))
         start, count = (owners.of_device(t, self.grid.names) for t in (self.starts, self.counts))
         slot = np.arange(self.slots)
-        return group_sums(self.pieces, jnp.where(slot < count, start + slot, -1), by_slot)
+        return group_sums(self.stack_sizes, jnp.where(slot < count, start + slot, -1), by_slot)
 
-    def _joined(self, x: jax.Array) -> jax.Array:
+    def _merge_parts(self, x: jax.Array) -> jax.Array:
         """[T, n, *part] to [n, a, b]."""
-        sizes = [self.grid.size(axes) for _, axes in self.form.swaps]
+        sizes = [self.grid.size(axes) for _, axes in self.form.matrix_dim_axes]
         x = x.reshape(*sizes, *x.shape[1:])
         # the last one first, so that the others stay in front
         for i in reversed(range(len(sizes))):
-            dim = i + self.form.swaps[i][0]
+            dim = i + self.form.matrix_dim_axes[i][0]
             x = jnp.moveaxis(x, i, dim)  # to before the dim that it is a part of
             x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
-        return x.reshape(-1, *self.row)
+        return x.reshape(-1, *self.matrix)
 
-    def _cut(self, x: jax.Array) -> jax.Array:
-        """The inverse of `_joined`."""
+    def _split_parts(self, x: jax.Array) -> jax.Array:
+        """The inverse of `_merge_parts`."""
         x = x.reshape(-1, *self.form.dims)
-        for i, (dim, axes) in enumerate(self.form.swaps):
-            at = i + dim
-            x = x.reshape(*x.shape[:at], self.grid.size(axes), -1, *x.shape[at + 1 :])
-            x = jnp.moveaxis(x, at, i)
-        return x.reshape(self.parts, *x.shape[len(self.form.swaps) :])
+        for i, (dim, axes) in enumerate(self.form.matrix_dim_axes):
+            split = i + dim
+            x = x.reshape(*x.shape[:split], self.grid.size(axes), -1, *x.shape[split + 1 :])
+            x = jnp.moveaxis(x, split, i)
+        return x.reshape(self.matrix_shards, *x.shape[len(self.form.matrix_dim_axes) :])
 
-    # Outside, on global arrays.
+    # ############################################################################################
+    # Outside, on global arrays
+    # ############################################################################################
 
-    def homes(self, weight: Weight) -> np.ndarray:
-        """For each matrix of a weight's stack its place in the state over all devices: device ·
-        slots + slot."""
+    def slot_of_each_matrix(self, weight: Weight) -> np.ndarray:
+        """Index of each matrix of the stack in the global state array: device · slots + slot."""
         before = 0
-        for w, count in self.pieces:
+        for w, count in self.stack_sizes:
             if w is weight:
                 break
             before += count
         stack = weight.stack
         local = weight.local(self.grid)[: len(stack)]
         result = np.zeros(stack, np.int64)
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self.device_groups):
             # For all matrices of the group: the device's number in it, and the slot.
             owner = np.repeat(np.arange(len(group)), self.counts[group])
             slot = np.arange(self.count) - self.starts[group][owner]
-            home = (group[owner] * self.slots + slot)[before : before + math.prod(local)]
-            places = self.grid.places(self.form.own, number)
-            at = [self.grid.linear(axes, places) for axes in weight.dims[: len(stack)]]
-            where = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, local, strict=True))
-            result[where] = home.reshape(local)
+            index = (group[owner] * self.slots + slot)[before : before + math.prod(local)]
+            places = self.grid.coordinates(self.form.sharded_axes, number)
+            part = [self.grid.flat_index(axes, places) for axes in weight.dims[: len(stack)]]
+            box = tuple(slice(i * n, (i + 1) * n) for i, n in zip(part, local, strict=True))
+            result[box] = index.reshape(local)
         return result
 
-    def at_home(self, x: jax.Array) -> jax.Array:
+    def scatter_to_slots(self, x: jax.Array) -> jax.Array:
         """The state's array of the only weight's values, with zeros in slots that are not in
         use."""
         (weight,) = self.weights
-        homes = self.homes(weight).reshape(-1)
-        source = np.full(self.groups.size * self.slots, len(homes))
-        source[homes] = np.arange(len(homes))
-        return jnp.take(x.reshape(-1, *self.row), source, 0, mode="fill", fill_value=0)
+        slots = self.slot_of_each_matrix(weight).reshape(-1)
+        source = np.full(self.device_groups.size * self.slots, len(slots))
+        source[slots] = np.arange(len(slots))
+        return jnp.take(x.reshape(-1, *self.matrix), source, 0, mode="fill", fill_value=0)
 
-    def held(self, name: str) -> Iterator[Held]:
-        place, whole = (tuple(slice(0, n) for n in of) for of in (self.row, self.form.dims))
+    def state_boxes(self, name: str) -> Iterator[StateBox]:
+        place, whole = (tuple(slice(0, n) for n in of) for of in (self.matrix, self.form.dims))
         for w in self.weights:
-            for index, home in np.ndenumerate(self.homes(w)):
-                device, slot = divmod(int(home), self.slots)
+            for index, at in np.ndenumerate(self.slot_of_each_matrix(w)):
+                device, slot = divmod(int(at), self.slots)
                 box = tuple(slice(i, i + 1) for i in index)
-                yield Held(w.path, device, (slice(slot, slot + 1), *place), (*box, *whole))
+                yield StateBox(w.path, device, (slice(slot, slot + 1), *place), (*box, *whole))
 
 
 def pad(x: jax.Array, dim: int, size: int) -> jax.Array:

@@ -1,15 +1,14 @@
-"""The owner of each matrix, and the way of rows to it: plans made from sizes, and the collectives
+"""The owner of each matrix, and how its rows get there: plans made from sizes, and the collectives
 that execute them.
 
-    pour       matrices of one size over devices with these loads, each to the least loaded one
-    assign     the same for all buckets of a model: the most expensive matrices first
-    Travel     the numbers of a bucket as one run of rows, cut evenly over a group of devices
-    plan       from a device's chunk of the run to the matrices that it owns, and back: an `Exchange`
+    water_fill   matrices of one size over devices with these loads, each to the least loaded one
+    assign       the same for all buckets of a model: the most expensive matrices first
+    plan         from a device's chunk of the run to the matrices that it owns, and back: an `Exchange`
     to_owners, from_owners       an `Exchange` inside `jax.shard_map`
 
 A matrix is M rows of UNIT numbers. Devices own matrices in order: the first ones belong to the
 first device with a matrix, and so on. So every pair of (device that holds a part of the run, owner)
-has one piece in common. `zero` has an example.
+has one piece in common. The package's head has an example.
 """
 
 import dataclasses
@@ -20,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Owners, in NumPy.
+# ################################################################################################
+# Owners, in NumPy
+# ################################################################################################
 
 
-class Kind(NamedTuple):
+class WorkItem(NamedTuple):
     """Matrices of one size: `number` in each group of devices; any device of the group may own
     them."""
 
@@ -32,7 +33,7 @@ class Kind(NamedTuple):
     groups: np.ndarray  # [groups, devices of a group]
 
 
-def pour(loads: np.ndarray, cost: int, count: int) -> np.ndarray:
+def water_fill(loads: np.ndarray, cost: int, count: int) -> np.ndarray:
     """How many of `count` matrices each device gets if every one goes to the device least loaded so
     far.
 
@@ -41,68 +42,60 @@ def pour(loads: np.ndarray, cost: int, count: int) -> np.ndarray:
     """
     levels, devices = np.unique(loads, return_counts=True)
 
-    def poured(level: int) -> int:  # matrices that begin at or below this load
-        return int(((np.maximum(level - levels, -cost) // cost + 1) * devices).sum())
+    def begun_by(level: int) -> int:
+        """Matrices that begin at or below this load."""
+        begun = np.maximum((level - levels) // cost + 1, 0)
+        return int((begun * devices).sum())
 
-    low, high = int(levels[0]), int(levels[0]) + cost * (count // int(devices[0]) + 1)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if poured(middle) >= count else (middle + 1, high)
-    counts = np.maximum((low - 1 - loads) // cost + 1, 0)
-    tied = np.flatnonzero((loads <= low) & ((low - loads) % cost == 0))
-    more = count - int(counts.sum())
-    counts[tied[(np.arange(more) * len(tied) + len(tied) // 2) // max(more, 1)]] += 1
+    # The lowest level at which all matrices have begun, by bisection.
+    level, high = int(levels[0]), int(levels[0]) + cost * (count // int(devices[0]) + 1)
+    while level < high:
+        middle = (level + high) // 2
+        if begun_by(middle) >= count:
+            high = middle
+        else:
+            level = middle + 1
+    # Each device gets those that begin below it. Of the devices where one begins at the level
+    # itself, as many as there are matrices left get one more, at even distances.
+    counts = np.maximum((level - 1 - loads) // cost + 1, 0)
+    tied = np.flatnonzero((loads <= level) & ((level - loads) % cost == 0))
+    left = count - int(counts.sum())
+    chosen = (np.arange(left) * len(tied) + len(tied) // 2) // max(left, 1)
+    counts[tied[chosen]] += 1
     return counts
 
 
-def assign(kinds: list[Kind], num_devices: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """The number of matrices of each kind that each device of its groups owns, and every device's
-    load."""
+def assign(items: list[WorkItem], num_devices: int) -> list[np.ndarray]:
+    """The number of matrices of each item that each device of its groups owns."""
     loads = np.zeros(num_devices, np.int64)
-    result: list[np.ndarray] = [np.zeros(0)] * len(kinds)
-    for i in sorted(range(len(kinds)), key=lambda i: -kinds[i].cost):
-        count, cost, groups = kinds[i]
-        result[i] = np.stack([pour(loads[group], cost, count) for group in groups])
-        loads[groups.reshape(-1)] += cost * result[i].reshape(-1)
-    return result, loads
+    counts: list[np.ndarray] = [np.zeros(0)] * len(items)
+    for i in sorted(range(len(items)), key=lambda i: -items[i].cost):
+        number, cost, groups = items[i]
+        counts[i] = np.stack([water_fill(loads[group], cost, number) for group in groups])
+        loads[groups.reshape(-1)] += cost * counts[i].reshape(-1)
+    return counts
 
 
-# Travel.
-
-
-class Travel(NamedTuple):
-    """`rows` rows cut over `parts` devices, each with `chunk` of them."""
-
-    rows: int
-    parts: int
-
-    @property
-    def chunk(self) -> int:
-        """Rows of a device; those past the end are padding."""
-        return -(-self.rows // self.parts)
-
-    @property
-    def padded(self) -> int:
-        """Rows with padding."""
-        return self.chunk * self.parts
+# ################################################################################################
+# Plans of an exchange, in NumPy
+# ################################################################################################
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leg:
-    """One round in one direction: a slice of every device, sent to one other, or kept if `pairs` is
-    None.
+    """One round in one direction: every device sends a slice to one other, or keeps it if `pairs`
+    is None.
 
-    The tables have one entry per device: the begin of its slice, the place of the incoming one
-    (counted from the target's row 0, and possibly below it), and the range of its valid rows, from
-    `low` up to `high`.
+    The tables have one entry per device. `recv_start` counts from the target's row 0 and may lie
+    below it; of the slice that comes, the rows from `valid_from` to `valid_to` count.
     """
 
     length: int
     pairs: np.ndarray | None  # [pairs, 2]: from, to
-    take: np.ndarray
-    put: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    send_start: np.ndarray
+    recv_start: np.ndarray
+    valid_from: np.ndarray
+    valid_to: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,169 +115,167 @@ class Exchange:
     back: tuple[Leg, ...]
 
     @property
-    def nothing(self) -> bool:
+    def is_noop(self) -> bool:
         """Whether every device owns exactly the matrices of its chunk."""
         return not self.joins and all(leg.pairs is None for leg in self.out)
 
     def sent_rows(self) -> tuple[int, int]:
         """Rows that all devices together send on the way out, and the number of valid ones."""
-        joined = [(len(pairs) * (self.chunk << j)) for j, pairs in enumerate(self.joins)]
-        legs = [leg for leg in self.out if leg.pairs is not None]
-        sent = sum(len(leg.pairs) * leg.length for leg in legs if leg.pairs is not None)
-        return sum(joined) + sent, sum(joined) + sum(
-            int((leg.high - leg.low).sum()) for leg in legs
-        )
+        joined = sum(len(pairs) * (self.chunk << j) for j, pairs in enumerate(self.joins))
+        sent = valid = joined
+        for leg in self.out:
+            if leg.pairs is not None:
+                sent += len(leg.pairs) * leg.length
+                valid += int((leg.valid_to - leg.valid_from).sum())
+        return sent, valid
 
 
 class Pieces(NamedTuple):
-    """The pieces that one device has of another one's matrices; arrays with one entry per piece."""
+    """Row ranges that one device holds of matrices that another one owns; arrays with one entry per
+    piece."""
 
-    source: np.ndarray
+    source: np.ndarray  # devices
     target: np.ndarray
-    begin: np.ndarray  # at the source
-    end: np.ndarray  # its begin at the target
+    source_row: np.ndarray
+    target_row: np.ndarray
     length: np.ndarray
 
     def chosen(self, which: np.ndarray) -> "Pieces":
         """A selection of them."""
         return Pieces(*(column[which] for column in self))
 
+    def back(self) -> "Pieces":
+        """The same ranges on their way back."""
+        return Pieces(self.target, self.source, self.target_row, self.source_row, self.length)
+
     def busiest(self) -> int:
         """The most pieces that one device sends or receives."""
-        return max(
-            int(np.bincount(column, minlength=1).max()) for column in (self.source, self.target)
-        )
-
-    def no_longer_than(self, most: int) -> "Pieces":
-        """The same, with long pieces cut into equal parts."""
-        parts = -(-self.length // most)
-        each = np.repeat(-(-self.length // parts), parts)
-        at = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * each
-        source, target, begin, end, length = (np.repeat(column, parts) for column in self)
-        found = Pieces(source, target, begin + at, end + at, np.minimum(each, length - at))
-        return found.chosen(found.length > 0)
+        sends, receives = np.bincount(self.source), np.bincount(self.target)
+        return int(max(sends.max(), receives.max()))
 
 
-def plan(
-    counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int, spare: int = 0
-) -> Exchange:
+def plan(counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int) -> Exchange:
     """The plan for owners with `counts` matrices each, [groups, devices of a group], of `matrix`
-    rows.
-
-    If the slices of all rounds would be more than `spare` rows longer than their contents, pieces
-    are cut.
-    """
+    rows."""
     size, owned = groups.shape[1], int(counts.max()) * matrix
-    found, doublings, fewest = None, 0, 0
-    for joins in range(size.bit_length()):
-        if joins and (chunk << joins > owned or 1 << joins - 1 >= size):
-            break
-        each = [
-            _pieces(row, group, matrix, chunk, joins)
-            for row, group in zip(counts, groups, strict=True)
-        ]
-        pieces = Pieces(*(np.concatenate(column) for column in zip(*each, strict=True)))
-        if found is None or joins + pieces.busiest() < fewest:
-            found, doublings, fewest = pieces, joins, joins + pieces.busiest()
-    assert found is not None
-    held, stays = chunk << doublings, found.source == found.target
-    moving = found.chosen(~stays)
-    longest = int(moving.length.max(initial=1))
-    for cuts in (1, 2, 4, 8):
-        cut = moving.no_longer_than(-(-longest // cuts))
-        number = _rounds(cut, groups.size)
-        rounds = [cut.chosen(number == n) for n in range(int(number.max(initial=-1)) + 1)]
-        if sum(int((r.length.max() - r.length).sum()) for r in rounds) <= spare:
-            break
-    out, back = [], []
-    for r in ([found.chosen(stays)] if stays.any() else []) + rounds:
-        kept = bool((r.source == r.target).all())
-        out.append(_leg(groups.size, r, held, kept))
-        back.append(
-            _leg(groups.size, Pieces(r.target, r.source, r.end, r.begin, r.length), owned, kept)
-        )
+    doublings, pieces = _fewest_messages(counts, groups, matrix, chunk)
+    stays = pieces.source == pieces.target
+    legs: list[tuple[Pieces, bool]] = []
+    if stays.any():
+        legs.append((pieces.chosen(stays), True))
+    moving = pieces.chosen(~stays)
+    rounds = _rounds(moving, groups.size)
+    legs += [(moving.chosen(rounds == n), False) for n in np.unique(rounds)]
+    out = [_leg(groups.size, p, chunk << doublings, stay) for p, stay in legs]
+    back = [_leg(groups.size, p.back(), owned, stay) for p, stay in legs]
     rank = np.zeros(groups.size, np.int32)
     rank[groups] = np.arange(size)
-    joined = []
+    joins = []
     for j in range(doublings):
         lower = np.arange(0, size - (1 << j), 2 << j)
-        joined.append(np.stack([groups[:, lower + (1 << j)], groups[:, lower]], -1).reshape(-1, 2))
-    return Exchange(tuple(joined), rank, chunk, owned, tuple(out), tuple(back))
+        upper = lower + (1 << j)
+        joins.append(np.stack([groups[:, upper], groups[:, lower]], -1).reshape(-1, 2))
+    return Exchange(tuple(joins), rank, chunk, owned, tuple(out), tuple(back))
 
 
-def _pieces(counts: np.ndarray, group: np.ndarray, matrix: int, chunk: int, joins: int) -> Pieces:
-    """Every piece of a group's run, when every 2^joins-th device holds as many chunks."""
-    held = chunk << joins
+def _fewest_messages(
+    counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int
+) -> tuple[int, Pieces]:
+    """How often chunks are joined by doubling, and the pieces of the run after it.
+
+    Each doubling is a message more, and halves the holders that an owner of a long matrix hears
+    from. The sum is least: doublings, and the messages of the busiest device after them.
+    """
+    owned, best = int(counts.max()) * matrix, None
+    for doublings in range(groups.shape[1].bit_length()):
+        too_long = chunk << doublings > owned
+        if doublings and (too_long or 1 << (doublings - 1) >= groups.shape[1]):
+            break
+        by_group = [
+            _pieces(of_device, group, matrix, chunk, doublings)
+            for of_device, group in zip(counts, groups, strict=True)
+        ]
+        pieces = Pieces(*map(np.concatenate, zip(*by_group, strict=True)))
+        messages = doublings + pieces.busiest()
+        if best is None or messages < best[0]:
+            best = messages, doublings, pieces
+    assert best is not None
+    return best[1:]
+
+
+def _pieces(
+    counts: np.ndarray, group: np.ndarray, matrix: int, chunk: int, doublings: int
+) -> Pieces:
+    """Every piece of a group's run, when every 2^doublings-th device holds as many chunks."""
+    joined = chunk << doublings
     starts = np.concatenate([[0], np.cumsum(counts)]) * matrix
-    edges = np.unique(np.concatenate([starts, np.arange(0, starts[-1], held)]))
-    begins, lengths = edges[:-1], np.diff(edges)
-    holder = begins // held
+    edges = np.unique(np.concatenate([starts, np.arange(0, starts[-1], joined)]))
+    begins = edges[:-1]
+    holder = begins // joined
     owner = np.searchsorted(starts, begins, side="right") - 1
-    return Pieces(
-        group[holder << joins],
-        group[owner],
-        begins - holder * held,
-        begins - starts[owner],
-        lengths,
-    )
+    source, target = group[holder << doublings], group[owner]
+    return Pieces(source, target, begins - holder * joined, begins - starts[owner], np.diff(edges))
 
 
 def _rounds(pieces: Pieces, num_devices: int) -> np.ndarray:
-    """A round for each piece: no device sends or receives two in one round.
-
-    The longest pieces choose first, because all devices send as much as the longest piece of a
-    round.
-    """
+    """A round for each piece: no device sends or receives two in one round. The longest pieces
+    choose first, so that those of a round are of similar length."""
     number = np.zeros(len(pieces.source), np.int64)
-    sends, gets = [0] * num_devices, [0] * num_devices  # rounds taken, as bits
+    sends, receives = [0] * num_devices, [0] * num_devices  # rounds taken, as bits
     for i in np.argsort(-pieces.length, kind="stable").tolist():
         source, target = int(pieces.source[i]), int(pieces.target[i])
-        taken = sends[source] | gets[target]
-        bit = ~taken & (taken + 1)
-        sends[source] |= bit
-        gets[target] |= bit
-        number[i] = bit.bit_length() - 1
+        taken = sends[source] | receives[target]
+        first_free = ~taken & (taken + 1)
+        sends[source] |= first_free
+        receives[target] |= first_free
+        number[i] = first_free.bit_length() - 1
     return number
 
 
-def _leg(num_devices: int, pieces: Pieces, source_rows: int, kept: bool) -> Leg:
-    longest = int(pieces.length.max())
-    take, put, low, high = (np.zeros(num_devices, np.int32) for _ in range(4))
+def _leg(num_devices: int, pieces: Pieces, source_rows: int, stays: bool) -> Leg:
+    longest, target = int(pieces.length.max()), pieces.target
+    send_start, recv_start, valid_from, valid_to = np.zeros((4, num_devices), np.int32)
     # A slice must not reach past the source's end; it then begins earlier, by `shift`.
-    at = np.minimum(pieces.begin, source_rows - longest)
-    shift = pieces.begin - at
-    take[pieces.source] = at
-    target = pieces.target
-    put[target], low[target], high[target] = pieces.end - shift, shift, shift + pieces.length
-    return Leg(
-        longest, None if kept else np.stack([pieces.source, target], 1), take, put, low, high
-    )
+    start = np.minimum(pieces.source_row, source_rows - longest)
+    shift = pieces.source_row - start
+    send_start[pieces.source] = start
+    recv_start[target] = pieces.target_row - shift
+    valid_from[target] = shift
+    valid_to[target] = shift + pieces.length
+    pairs = None if stays else np.stack([pieces.source, target], 1)
+    return Leg(longest, pairs, send_start, recv_start, valid_from, valid_to)
 
 
-# Inside shard_map over all axes of the mesh. Arrays are [T, rows, UNIT], for any T.
+# ################################################################################################
+# Inside shard_map over all axes of the mesh; arrays are [T, rows, UNIT], for any T
+# ################################################################################################
 
-MOST_AT_ONCE = 64  # devices of one all-to-all: XLA takes it apart into as many operands, twice
+# Devices of one all-to-all, where their number has divisors: XLA takes it apart into as many
+# operands, twice.
+MOST_AT_ONCE = 64
 
 
 def to_owners(x: jax.Array, plan: Exchange, axes: tuple[str, ...]) -> jax.Array:
     """A device's chunk to the rows that it owns, zeros past the last one."""
-    if plan.nothing:
+    if plan.is_noop:
         return _fit(x, plan.owned)
     for pairs in plan.joins:
         x = jnp.concatenate([x, _send(x, axes, pairs)], 1)
-    return _carry(x, plan.out, plan.owned, axes)
+    return _run_legs(x, plan.out, plan.owned, axes)
 
 
 def from_owners(x: jax.Array, plan: Exchange, axes: tuple[str, ...]) -> jax.Array:
     """The inverse of `to_owners`."""
-    if plan.nothing:
+    if plan.is_noop:
         return _fit(x, plan.chunk)
-    x = _carry(x, plan.back, plan.chunk << len(plan.joins), axes)
+    x = _run_legs(x, plan.back, plan.chunk << len(plan.joins), axes)
     rank = of_device(plan.rank, axes)
+    # Widest joins first. A device that is in no pair of a round has nothing yet, whichever half it
+    # takes: it gets its chunks in a later round, of its rank's lowest bit.
     for j, pairs in reversed(list(enumerate(plan.joins))):
         lower, upper = jnp.split(x, 2, 1)
-        came = _send(upper, axes, pairs[:, ::-1])
-        x = jnp.where((rank >> j) % 2 == 1, came, lower)
+        received = _send(upper, axes, pairs[:, ::-1])
+        x = jnp.where((rank >> j) % 2 == 1, received, lower)
     return x
 
 
@@ -295,21 +286,20 @@ def of_device(table: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
     return jnp.asarray(table)[lax.axis_index(axes)]
 
 
-def swap(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_to_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """All-to-all of [T, ...] over axes of T devices in all: part t goes to the t-th, and the t-th's
     comes. Its own inverse."""
     sizes = [lax.axis_size(axis) for axis in axes]
     parts = x.reshape(*sizes, *x.shape[1:])
     for dim, (axis, size) in enumerate(zip(axes, sizes, strict=True)):
-        parts = _swap_one(parts, axis, size, dim)
+        parts = _all_to_all_of_axis(parts, axis, size, dim)
     return parts.reshape(x.shape)
 
 
-def _swap_one(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
-    low = max((n for n in range(1, MOST_AT_ONCE + 1) if size % n == 0 and n * n <= size), default=1)
-    if size <= MOST_AT_ONCE or low == 1:
+def _all_to_all_of_axis(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
+    low = _near_root(size)
+    if low == 1:
         return lax.all_to_all(x, axis, dim, dim, tiled=True)
-    # Two exchanges of about the square root of so many devices.
     numbers, shape = np.arange(size).reshape(size // low, low), x.shape
     x = x.reshape(*shape[:dim], size // low, low, *shape[dim + 1 :])
     for inner, groups in ((dim, numbers.T), (dim + 1, numbers)):
@@ -317,19 +307,33 @@ def _swap_one(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
     return x.reshape(shape)
 
 
-def _carry(x: jax.Array, legs: tuple[Leg, ...], rows: int, axes: tuple[str, ...]) -> jax.Array:
+def _near_root(size: int) -> int:
+    """The divisor nearest to the square root of so many devices, which exchange in two stages; 1
+    for few devices, or without such a divisor: one stage."""
+    if size <= MOST_AT_ONCE:
+        return 1
+    return max(n for n in range(1, MOST_AT_ONCE + 1) if size % n == 0 and n * n <= size)
+
+
+def num_stages(sizes: list[int]) -> int:
+    """The number of exchanges of an `all_to_all` over axes of these sizes."""
+    return sum(1 if _near_root(size) == 1 else 2 for size in sizes)
+
+
+def _run_legs(x: jax.Array, legs: tuple[Leg, ...], rows: int, axes: tuple[str, ...]) -> jax.Array:
     """The target's rows, assembled from the slices of all rounds."""
-    before = max(-int(leg.put.min()) for leg in legs)
-    behind = max(int(leg.put.max()) + leg.length for leg in legs) - rows
-    before, behind = max(before, 0), max(behind, 0)
+    before = max(0, *(-int(leg.recv_start.min()) for leg in legs))
+    behind = max(0, *(int(leg.recv_start.max()) + leg.length - rows for leg in legs))
     target = jnp.zeros((x.shape[0], before + rows + behind, x.shape[2]), x.dtype)
     for leg in legs:
-        piece = lax.dynamic_slice_in_dim(x, of_device(leg.take, axes), leg.length, 1)
-        piece = piece if leg.pairs is None else _send(piece, axes, leg.pairs)
-        at, row = of_device(leg.put, axes) + before, np.arange(leg.length)[:, None]
-        counts = (row >= of_device(leg.low, axes)) & (row < of_device(leg.high, axes))
-        old = lax.dynamic_slice_in_dim(target, at, leg.length, 1)
-        target = lax.dynamic_update_slice_in_dim(target, jnp.where(counts, piece, old), at, 1)
+        piece = lax.dynamic_slice_in_dim(x, of_device(leg.send_start, axes), leg.length, 1)
+        if leg.pairs is not None:
+            piece = _send(piece, axes, leg.pairs)
+        start, row = of_device(leg.recv_start, axes) + before, np.arange(leg.length)[:, None]
+        valid = (row >= of_device(leg.valid_from, axes)) & (row < of_device(leg.valid_to, axes))
+        old = lax.dynamic_slice_in_dim(target, start, leg.length, 1)
+        new = jnp.where(valid, piece, old)
+        target = lax.dynamic_update_slice_in_dim(target, new, start, 1)
     return target[:, before : before + rows]
 
 

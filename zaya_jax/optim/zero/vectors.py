@@ -3,9 +3,9 @@ on every device.
 
 The method is elementwise, so any cut works; checkpoints can write boxes of leading dims without
 rearranging them. A weight of N units (layers, matrices or rows, the largest that leave at most
-`OVER` of it over) gives N // S of them to each of S devices, without padding. The rest is summed
-and kept on all devices, as are weights of less than `SMALL` of all numbers: norms, biases and
-scales are together a thousandth of ZAYA1.
+`MAX_LEFT_OVER` of it over) gives N // S of them to each of S devices, without padding. The rest is
+summed and kept on all devices, as are weights of less than `SMALL` of all numbers: norms, biases
+and scales are together a thousandth of ZAYA1.
 """
 
 import functools
@@ -17,147 +17,160 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.optim.zero.grid import Bucket, Grid, Held, Weight, boxes
+from zaya_jax.optim.zero.grid import Bucket, Grid, StateBox, Weight, boxes
 
-OVER = 0.01  # of a weight at most may be on all devices for the sake of larger units
+MAX_LEFT_OVER = 0.01  # of a weight, on all devices for the sake of larger units
 SMALL = 1e-3  # of all weights' numbers
 
 
-def cut(shape: tuple[int, ...], shards: int) -> int:
-    """The number of a weight's numbers for each device: whole units from its beginning."""
-    numbers, lead = math.prod(shape), 1
-    rows = shape[:-1] if len(shape) > 1 else shape
-    for size in rows:
-        for q in _divisors(size):
+def numbers_per_device(shape: tuple[int, ...], replicas: int) -> int:
+    """How many of a weight's numbers each device gets: whole units from the weight's beginning."""
+    size, lead = math.prod(shape), 1
+    leading_dims = shape[:-1] if len(shape) > 1 else shape
+    for dim in leading_dims:
+        for q in _divisors(dim):
             units = lead * q
-            if units >= shards and units % shards <= OVER * units:
-                return units // shards * (numbers // units)
-        lead *= size
-    return lead // shards * (numbers // lead)
+            if units >= replicas and units % replicas <= MAX_LEFT_OVER * units:
+                return units // replicas * (size // units)
+        lead *= dim
+    return lead // replicas * (size // lead)
 
 
 class Vectors(Bucket):
-    """All weights of AdamW with the same axes; two buckets, `cut` and `whole`."""
+    """All weights of AdamW with the same axes, in two buckets: what is cut, and what all devices
+    have."""
 
     method = "adamw"
 
-    def __init__(self, own: tuple[str, ...], weights: list[Weight], total: int, grid: Grid):
-        self.own, self.weights, self.grid = own, weights, grid
-        self.shared = tuple(axis for axis in grid.names if axis not in own)
-        self.shards = grid.size(self.shared)
-        self.numbers = {w.path: math.prod(w.local(grid)) for w in weights}
-        self.each = {
-            w.path: (
-                cut(w.local(grid), self.shards)
-                if self.shards == 1 or math.prod(w.shape) >= SMALL * total
-                else 0
-            )
-            for w in weights
+    def __init__(
+        self, sharded_axes: tuple[str, ...], weights: list[Weight], total: int, grid: Grid
+    ):
+        self.sharded_axes, self.weights, self.grid = sharded_axes, weights, grid
+        self.replica_axes = tuple(axis for axis in grid.names if axis not in sharded_axes)
+        self.num_replicas = grid.size(self.replica_axes)
+        # Numbers of each weight on a device: its part of the cut, and what all replicas have.
+        self.cut: dict[str, int] = {}
+        self.left_over: dict[str, int] = {}
+        for w in weights:
+            local, large = w.local(grid), math.prod(w.shape) >= SMALL * total
+            cut = 0
+            if large or self.num_replicas == 1:
+                cut = numbers_per_device(local, self.num_replicas)
+            self.cut[w.path] = cut
+            self.left_over[w.path] = math.prod(local) - self.num_replicas * cut
+        of = f" of {'+'.join(sharded_axes)}" if sharded_axes else ""
+        self.cut_name, self.whole_name = f"adamw cut{of}", f"adamw whole{of}"
+        sizes = {
+            self.cut_name: sum(self.cut.values()),
+            self.whole_name: sum(self.left_over.values()),
         }
-        self.left = {path: n - self.shards * self.each[path] for path, n in self.numbers.items()}
-        of = f" of {'+'.join(own)}" if own else ""
-        self.cut, self.whole = f"adamw cut{of}", f"adamw whole{of}"
-        sizes = {self.cut: sum(self.each.values()), self.whole: sum(self.left.values())}
         self.sizes = {name: size for name, size in sizes.items() if size}  # on each device
         self.names = tuple(self.sizes)
-        self.summed = {self.whole: self.shared} if self.whole in self.sizes else {}
+        if self.whole_name in self.sizes:
+            self.pending_sum_axes = {self.whole_name: self.replica_axes}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return (self.sizes[name] * self.devices(name),)
+        return (self.sizes[name] * self.num_shards(name),)
 
-    def devices(self, name: str) -> int:
-        return self.grid.num_devices if name == self.cut else self.grid.size(self.own)
+    def num_shards(self, name: str) -> int:
+        return self.grid.size(self._axes(name))
 
     def spec(self, name: str) -> PartitionSpec:
-        axes = self.grid.names if name == self.cut else self.own
+        axes = self._axes(name)
         return PartitionSpec(axes) if axes else PartitionSpec()
+
+    def _axes(self, name: str) -> tuple[str, ...]:
+        return self.grid.names if name == self.cut_name else self.sharded_axes
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
         """Without padding, and with float32 directions."""
-        if self.shards == 1:
+        if self.num_replicas == 1:
             return {}
         size = 4 * self.sizes[name]
-        if name == self.whole:
+        if name == self.whole_name:
             return {"all-reduce": size}
-        return dict.fromkeys(("reduce-scatter", "all-gather"), size * self.shards)
+        return dict.fromkeys(("reduce-scatter", "all-gather"), size * self.num_replicas)
 
-    # Inside shard_map.
+    # ############################################################################################
+    # Inside shard_map
+    # ############################################################################################
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        replicas = self.num_replicas
         flat = {w.path: leaves[w.path].astype(jnp.float32).reshape(-1) for w in self.weights}
-        result = {}
-        if self.cut in self.sizes:
-            parts = [
-                flat[path][: self.shards * n].reshape(self.shards, n)
-                for path, n in self.each.items()
-                if n
-            ]
+        shares = {}
+        if self.cut_name in self.sizes:
+            parts = []
+            for path, size in self.cut.items():
+                if size:
+                    parts.append(flat[path][: replicas * size].reshape(replicas, size))
             x = jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
-            x = (
-                lax.psum_scatter(x, self.shared, scatter_dimension=0, tiled=True)
-                if self.shards > 1
-                else x
-            )
-            result[self.cut] = x.reshape(-1)
-        if self.whole in self.sizes:
-            result[self.whole] = jnp.concatenate(
-                [flat[path][self.shards * self.each[path] :] for path, n in self.left.items() if n]
-            )
-        return result
+            if replicas > 1:
+                x = lax.psum_scatter(x, self.replica_axes, scatter_dimension=0, tiled=True)
+            shares[self.cut_name] = x.reshape(-1)
+        if self.whole_name in self.sizes:
+            parts = []
+            for path, size in self.left_over.items():
+                if size:
+                    parts.append(flat[path][replicas * self.cut[path] :])
+            shares[self.whole_name] = jnp.concatenate(parts)
+        return shares
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         parts: dict[str, list[jax.Array]] = {w.path: [] for w in self.weights}
-        if self.cut in self.sizes:
-            x = buckets[self.cut][None]
-            x = lax.all_gather(x, self.shared, tiled=True) if self.shards > 1 else x
-            for path, start, stop in _spans(self.each):
+        if self.cut_name in self.sizes:
+            x = buckets[self.cut_name][None]
+            if self.num_replicas > 1:
+                x = lax.all_gather(x, self.replica_axes, tiled=True)
+            for path, start, stop in _spans(self.cut):
                 parts[path].append(x[:, start:stop].reshape(-1))
-        for path, start, stop in _spans(self.left):
-            parts[path].append(buckets[self.whole][start:stop])
+        for path, start, stop in _spans(self.left_over):
+            parts[path].append(buckets[self.whole_name][start:stop])
         joined = {
-            path: jnp.concatenate(found) if len(found) > 1 else found[0]
-            for path, found in parts.items()
+            path: jnp.concatenate(both) if len(both) > 1 else both[0]
+            for path, both in parts.items()
         }
         return {w.path: joined[w.path].reshape(w.local(self.grid)) for w in self.weights}
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
         groups = {w.path: w.group for w in self.weights}
-        for path, start, stop in _spans(self.each):
-            yield (
-                groups[path],
-                jnp.sum(jnp.square(buckets[self.cut][start:stop].astype(jnp.float32))),
-            )
-        if self.whole in self.sizes:
-            first = True if self.shards == 1 else lax.axis_index(self.shared) == 0
-            for path, start, stop in _spans(self.left):
-                squares = jnp.square(buckets[self.whole][start:stop].astype(jnp.float32))
-                yield groups[path], jnp.where(first, jnp.sum(squares), 0.0)
 
-    # Outside, on global arrays.
+        def square(name: str, start: int, stop: int) -> jax.Array:
+            return jnp.sum(jnp.square(buckets[name][start:stop].astype(jnp.float32)))
 
-    def held(self, name: str) -> Iterator[Held]:
+        for path, start, stop in _spans(self.cut):
+            yield groups[path], square(self.cut_name, start, stop)
+        if self.whole_name in self.sizes:
+            single = self.num_replicas == 1
+            counts = True if single else lax.axis_index(self.replica_axes) == 0
+            for path, start, stop in _spans(self.left_over):
+                yield groups[path], jnp.where(counts, square(self.whole_name, start, stop), 0.0)
+
+    # ############################################################################################
+    # Outside, on global arrays
+    # ############################################################################################
+
+    def state_boxes(self, name: str) -> Iterator[StateBox]:
         weights = {w.path: w for w in self.weights}
-        spans = _spans(self.each if name == self.cut else self.left)
-        for path, start, _ in spans:
-            w, each = weights[path], self.each[path]
+        for path, start, _ in _spans(self.cut if name == self.cut_name else self.left_over):
+            w, cut = weights[path], self.cut[path]
             local = w.local(self.grid)
-            for number, group in enumerate(self.grid.groups(self.own, self.shared).tolist()):
-                places = self.grid.places(self.own, number)
-                corner = [
-                    self.grid.linear(axes, places) * n
-                    for axes, n in zip(w.dims, local, strict=True)
-                ]
-                for s, device in enumerate(group):
-                    begin, end = s * each, (s + 1) * each
-                    if name == self.whole:
-                        begin, end = self.shards * each, self.numbers[path]
+            groups = self.grid.device_groups(self.sharded_axes, self.replica_axes).tolist()
+            for number, group in enumerate(groups):
+                places = self.grid.coordinates(self.sharded_axes, number)
+                indices = [self.grid.flat_index(axes, places) for axes in w.dims]
+                corner = [i * n for i, n in zip(indices, local, strict=True)]
+                for replica, device in enumerate(group):
+                    begin, end = replica * cut, (replica + 1) * cut
+                    if name == self.whole_name:
+                        begin, end = self.num_replicas * cut, math.prod(local)
                     at = start
                     for box in boxes(local, begin, end):
                         size = math.prod(b.stop - b.start for b in box)
                         moved = (
                             slice(b.start + c, b.stop + c) for b, c in zip(box, corner, strict=True)
                         )
-                        yield Held(path, device, (slice(at, at + size),), tuple(moved))
+                        yield StateBox(path, device, (slice(at, at + size),), tuple(moved))
                         at += size
 
 
@@ -167,8 +180,9 @@ def _divisors(size: int) -> tuple[int, ...]:
 
 
 def _spans(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    """(path, start, stop) of each weight that has numbers, one after the other."""
     start = 0
-    for path, n in sizes.items():
-        if n:
-            yield path, start, start + n
-        start += n
+    for path, size in sizes.items():
+        if size:
+            yield path, start, start + size
+        start += size
