@@ -1,16 +1,16 @@
 """Algorithms that ours are compared with, by the benchmarks and in the tests; no program runs them.
 
 For one new token in each of B rows of a cache over N devices, H heads of C channels, T columns in
-all, K key-value heads (compare `tree_attention`, which is `zaya_jax.parallel.tree.Parts`'s), a
+all, K key-value heads (compare `tree_attention`, which is `zaya_jax.parallel.tree.SplitCache`'s), a
 layer sends
 
     ring_of_parts    N - 1 collective-permutes one after the other, of outputs and log-sum-exps: 4 B H (C + 1) each
     ring_of_keys     N - 1 of the keys and values: 2 B T / N K C numbers each, in the cache's own format
 
-For linear attention over pieces of a sequence, P a device, X = K C (C + 1) numbers per state (the
+For linear attention over pieces of a sequence, two a device, X = K C (C + 1) numbers per state (the
 rival of `zaya_jax.parallel.linear.lasp2`):
 
-    lasp1            P (N - 1) collective-permutes one after the other, B (X + 1) 4 bytes each, and as many backward
+    lasp1            2 (N - 1) collective-permutes one after the other, B (X + 1) 4 bytes each, and as many backward
 
 All run inside `jax.shard_map`.
 """
@@ -27,7 +27,7 @@ from zaya_jax.parallel import linear, tree
 
 def tree_attention(q, k, v, valid, *, scale, axis) -> jax.Array:
     """Ours: attention of one new query per row to a cache in parts."""
-    return tree.Parts(lax.axis_size(axis), axis).read(q, k, v, valid, scale)
+    return tree.SplitCache(lax.axis_size(axis), axis).read(q, k, v, valid, scale)
 
 
 def ring_of_parts(q, k, v, valid, *, scale: float, axis: str) -> jax.Array:
@@ -73,13 +73,9 @@ def _round(axis: str) -> list[tuple[int, int]]:
     return [(i, (i + 1) % devices) for i in range(devices)]
 
 
-def lasp1(
-    q, k, v, segments=None, *, axis, zigzag: bool = True, chunk: int | None = None
-) -> jax.Array:
+def lasp1(q, k, v, segments=None, *, axis, chunk: int | None = None) -> jax.Array:
     """The same by states that go from device to device, each waiting for the one before."""
-    return linear.lasp2(
-        q, k, v, segments, axis=axis, zigzag=zigzag, chunk=chunk, exchange=_passed_on
-    )
+    return linear.lasp2(q, k, v, segments, axis=axis, chunk=chunk, exchange=_passed_on)
 
 
 def _passed_on(states, first, last, axis):

@@ -5,7 +5,7 @@ import numpy as np
 from pallas_kernels.attention.xla import key_blocks
 from zaya_jax.config import Model
 from zaya_jax.parallel.context import zigzag
-from zaya_jax.parallel.dispatch import most_rounds, round_rows
+from zaya_jax.parallel.dispatch import most_rounds, slot_rows
 
 
 def of_context(
@@ -64,11 +64,9 @@ def blocks_visited(
     return [sum(visited(int(start)) for start in own) for own in starts]
 
 
-def gathered_bytes(
-    devices: int, batch: int, num_kv: int, channels: int, zigzag: bool = True
-) -> tuple[int, int]:
+def gathered_bytes(devices: int, batch: int, num_kv: int, channels: int) -> tuple[int, int]:
     """The result of a device's all-gather in `lasp2`, forward and backward."""
-    states, numbers = devices * (2 if zigzag else 1) * batch, num_kv * channels * (channels + 1)
+    states, numbers = devices * 2 * batch, num_kv * channels * (channels + 1)
     return states * (numbers + 2) * 4, states * numbers * 4
 
 
@@ -82,7 +80,7 @@ def most_temporaries(
     the rows once for each expert to get the gradient, which this does not count
     (benchmarks/expert.md).
     """
-    rows = round_rows(num_tokens, devices) * itemsize
+    rows = slot_rows(num_tokens, devices) * devices * itemsize
     if not backward:
         return rows * (4 * dim + 3 * width) + num_tokens * 2 * dim * 4
     gradients = 3 * experts * dim * width * 4 * min(most_rounds(num_tokens, devices), 2)

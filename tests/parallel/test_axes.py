@@ -50,6 +50,7 @@ def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
         slow(ZAYA, 2, dict(tensor=2)),
         (ZAYA, 4, dict(tensor=4)),  # test_collectives.py reads this program
         slow(ZAYA, 8, dict(tensor=8)),
+        slow(ZAYA, 4, dict(tensor=4, tsp=True, ring=True)),
         (ZAYA, 4, dict(data=4, fsdp=True)),  # and this one
         slow(ZAYA, 8, dict(data=2, tensor=4, fsdp=True)),
         slow(ZAYA, 8, dict(data=2, context=2, tensor=2)),

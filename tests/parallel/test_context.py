@@ -145,9 +145,10 @@ def test_the_projection_does_not_wait_for_the_halo():
     )
 
     def body(state, x):
-        here = context.cut(spread, x.shape[1], None, None, Weights())
-        rope = [(None, rope_table(here.positions(2 * len(x), x.shape[1] // 2), 1e4, 4))]
-        return here.joined(nnx.merge(graph, state)(here.rows(x), rope, here)[0])
+        placement = context.zigzag_placement(spread, x.shape[1], None, None, Weights())
+        rope = [(None, rope_table(placement.positions(2 * len(x), x.shape[1] // 2), 1e4, 4))]
+        y, _ = nnx.merge(graph, state)(placement.rows(x), rope, placement)
+        return placement.joined(y)
 
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
     traced = jax.make_jaxpr(on_sequence(spread, body, cut(spread), replicated=1))(state, x)

@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rows import slow
 
-from pallas_kernels.chip import Chip
 from zaya_jax.compiled import hlo
 from zaya_jax.model import experts
 from zaya_jax.parallel import dispatch
@@ -30,10 +29,19 @@ def mesh_of(spread):
     )
 
 
-def on_devices(spread, form):
+def gated(mlp, num_experts=E):
+    """An `expert_mlp` times the gates, as the join multiplies them."""
+
+    def run(x, choice, gate, gate_up, down):
+        return mlp(x, choice, gate_up, down) * jnp.where(choice < num_experts, gate, 0.0)[:, None]
+
+    return run
+
+
+def on_devices(spread):
     """The function of whole arrays and its gradients: each device's of its part of the loss, then
     summed over data."""
-    mlp = functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
+    mlp = gated(functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread))
 
     def run(x, choice, gate, gate_up, down, d_out):
         y, pull = jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)
@@ -50,24 +58,9 @@ def on_devices(spread, form):
 
 @jax.jit
 def on_one(x, choice, gate, gate_up, down, d_out):
-    mlp = functools.partial(experts.expert_mlp, dtype=jnp.float32)
+    mlp = gated(functools.partial(experts.expert_mlp, dtype=jnp.float32))
     y, pull = jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)
     return y, *pull(d_out)
-
-
-def ragged_all_to_all(operand, output, source, sizes, target, coming, *, axis_name):
-    """What `lax.ragged_all_to_all` is documented to do, which a CPU cannot: every device sees all
-    that is sent."""
-    sent, source, sizes, target = (
-        lax.all_gather(a, axis_name) for a in (operand, source, sizes, target)
-    )
-    me = lax.axis_index(axis_name)
-    for device in range(sent.shape[0]):
-        number = jnp.arange(output.shape[0]) - target[device, me]
-        here = (number >= 0) & (number < sizes[device, me])
-        place = jnp.where(here, source[device, me] + number, 0)
-        output = jnp.where(here[:, None], sent[device][place], output)
-    return output
 
 
 def choices(who, key, num):
@@ -82,15 +75,13 @@ def choices(who, key, num):
     }[who].astype(jnp.int32)
 
 
-@pytest.mark.parametrize("form", ["slots", slow("ragged")])
 @pytest.mark.parametrize(
     ("spread", "num"),
     [(Spread(data=2, expert=4), 30), slow(Spread(expert=8), 13)],
     ids=["2x4", "1x8"],
 )
-def test_equal_to_one_device_whatever_the_router_chose(monkeypatch, form, spread, num):
-    monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
-    run = on_devices(spread, form)
+def test_equal_to_one_device_whatever_the_router_chose(spread, num):
+    run = on_devices(spread)
     num *= spread.data * spread.expert
     keys = jax.random.split(jax.random.key(0), 6)
     x, d_out = (jax.random.normal(key, (num, D)) for key in keys[:2])
@@ -105,15 +96,14 @@ def test_equal_to_one_device_whatever_the_router_chose(monkeypatch, form, spread
                 assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b), (who, name)
 
 
-@pytest.mark.parametrize("form", ["slots", "ragged"])
-def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form):
+def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond():
     devices, num = 8, 32
     spread = Spread(expert=devices)
 
     def rounds(sizes):
         def body(own):
             counts = lax.all_gather(own[0], "expert").reshape(devices, devices, -1)
-            return dispatch.FORMS[form](counts, num, ("expert",)).rounds
+            return dispatch.Rounds(counts, num, ("expert",)).needed
 
         mapped = jax.shard_map(
             body, mesh=mesh_of(spread), in_specs=EXPERTS, out_specs=PartitionSpec(), check_vma=False
@@ -127,18 +117,11 @@ def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form
     assert rounds(double) == 1
     to_one = np.zeros((devices, E))
     to_one[:, 3] = num
-    assert rounds(to_one) == dispatch.most_rounds(num, devices, form) == 4
+    assert rounds(to_one) == dispatch.most_rounds(num, devices) == 4
     assert rounds(0 * even) == 0
 
 
-def test_the_form_follows_from_chip_and_span():
-    chips = Chip("cpu", "cpu"), Chip("gpu", "NVIDIA H200", kernels=())
-    within, beyond = Spread(data=16, expert=8), Spread(expert=8, tensor=2)
-    assert [dispatch.exchange_form(within, c) for c in chips] == ["slots", "slots"]
-    assert [dispatch.exchange_form(beyond, c) for c in chips] == ["slots", "ragged"]
-
-
-def lowered(spread, num, dim, width, num_experts, form, backward):
+def lowered(spread, num, dim, width, num_experts, backward):
     """Values alone, or gradients alone, from shapes; `num` tokens per device."""
     devices = spread.data * spread.expert
     mesh = mesh_of(spread)
@@ -153,7 +136,9 @@ def lowered(spread, num, dim, width, num_experts, form, backward):
         shape(EXPERTS, num_experts, dim, 2 * width),
         shape(EXPERTS, num_experts, width, dim),
     )
-    mlp = functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
+    mlp = gated(
+        functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread), num_experts
+    )
 
     def gradients(x, choice, gate, gate_up, down, d_out):
         return jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)[1](d_out)
@@ -179,7 +164,7 @@ def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
     # tokens once more. What the forward pass does is in both programs, since the gate's gradient
     # needs its result.
     for backward, first, later in ((False, 2, 2), (True, 4, 5)):
-        traced = lowered(Spread(expert=devices), num, dim, width, num_experts, "slots", backward)
+        traced = lowered(Spread(expert=devices), num, dim, width, num_experts, backward)
         program = traced.lower().compile()
         found = [(c.kind, c.bytes, c.times) for c in hlo.collectives(program)]
         assert sorted(x[:2] for x in found if x[2] is None) == [("all-to-all", rows)] * (
@@ -190,10 +175,3 @@ def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
         own = num_experts // devices
         bound = formulas.most_temporaries(num, devices, dim, width, own, 4, backward)
         assert 0.5 * bound < program.memory_analysis().temp_size_in_bytes <= bound
-
-
-def test_the_ragged_form_lowers_for_gpus():
-    traced = lowered(Spread(expert=8), 64, D, F, E, "ragged", True)
-    for platform in ("cuda", "rocm"):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert text.count("@ragged_all_to_all") == 9

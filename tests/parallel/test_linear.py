@@ -17,7 +17,7 @@ from zaya_jax import config
 from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
 from zaya_jax.parallel import linear
-from zaya_jax.parallel.context import zigzag as zigzag_order
+from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import step as steps
 
@@ -48,15 +48,10 @@ def documents(length):
     return jnp.asarray(ids)
 
 
-def order(length, size, zigzag):
-    """Columns as the devices hold them, one device after the other."""
-    return zigzag_order(length, size) if zigzag else np.arange(length)
-
-
-def on_devices(function, size, zigzag, **options):
+def on_devices(function, size, **options):
     """The function on whole arrays: cut over devices, put together again."""
     mapped = jax.shard_map(
-        functools.partial(function, axis="context", zigzag=zigzag, **options),
+        functools.partial(function, axis="context", **options),
         mesh=mesh_of(size),
         in_specs=(SPEC,) * 4,
         out_specs=SPEC,
@@ -64,16 +59,15 @@ def on_devices(function, size, zigzag, **options):
     )
 
     def run(q, k, v, segments):
-        columns = order(q.shape[1], size, zigzag)
+        columns = zigzag(q.shape[1], size)
         out = mapped(*(x[:, columns] for x in (q, k, v, segments)))
         return out[:, np.argsort(columns)]
 
     return run
 
 
-@pytest.mark.parametrize("zigzag", [True, slow(False)])
 @pytest.mark.parametrize("size", [slow(2), 4, slow(8)])
-def test_equal_to_one_device(size, zigzag):
+def test_equal_to_one_device(size):
     q, k, v, d_out = inputs(96)
     segments = documents(96)
 
@@ -87,7 +81,7 @@ def test_equal_to_one_device(size, zigzag):
         )
         return value, out, *grads
 
-    ours = with_gradients(on_devices(linear.lasp2, size, zigzag, chunk=4))
+    ours = with_gradients(on_devices(linear.lasp2, size, chunk=4))
     theirs = with_gradients(functools.partial(linear_attention, chunk=16))
     assert abs(ours[0] - theirs[0]) <= 1e-6 * np.sum(np.abs(theirs[1] * d_out))
     for name, a, b in zip(("out", "dq", "dk", "dv"), ours[1:], theirs[1:], strict=True):
@@ -102,7 +96,7 @@ def test_a_sequence_over_two_axes():
     axes = ("context", "tensor")
     spec = PartitionSpec(None, axes)
     q, k, v, _ = inputs(32)
-    columns = order(32, 4, True)
+    columns = zigzag(32, 4)
     mapped = jax.shard_map(
         lambda q, k, v: linear.lasp2(q, k, v, axis=axes),
         mesh=mesh,
@@ -114,9 +108,7 @@ def test_a_sequence_over_two_axes():
     np.testing.assert_allclose(out, linear_attention(q, k, v)[:, columns], atol=1e-6)
 
 
-def compiled(
-    function, length, size=8, zigzag=True, gradient=False, batch=1, heads=H, kv_heads=K, channels=C
-):
+def compiled(function, length, size=8, gradient=False, batch=1, heads=H, kv_heads=K, channels=C):
     """One call compiled for shapes alone."""
     sharding = NamedSharding(mesh_of(size), SPEC)
 
@@ -125,7 +117,7 @@ def compiled(
 
     q, k = shape(heads, channels), shape(kv_heads, channels)
     mapped = jax.shard_map(
-        functools.partial(function, axis="context", zigzag=zigzag),
+        functools.partial(function, axis="context"),
         mesh=mesh_of(size),
         in_specs=(SPEC,) * 4,
         out_specs=SPEC,

@@ -106,13 +106,14 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
     ):
         sharding.check_batch(Spread(data=2, expert=2), (12,), 6)
     with pytest.raises(
-        UserError, match=r"over 5 devices .*nor do steps of 12; let data x expert divide 12"
+        UserError,
+        match=r"over 5 devices .*neither does a step's batch of 12 sequences; .* divide 12",
     ):
         sharding.check_batch(Spread(data=5), (12,), 6)
 
 
 def test_context_goes_over_nodes_where_it_is_asked_to(monkeypatch):
-    monkeypatch.setattr(meshes, "_size_of_nodes", lambda devices: 4)
+    monkeypatch.setattr(meshes, "_node_size", lambda devices: 4)
     asked = Mesh(context=2, tensor=2, across=True)
     mesh = meshes.make_mesh(asked)
     numbers = [[jax.devices().index(d) for d in row] for row in mesh.devices.reshape(-1, 2)]
@@ -120,3 +121,18 @@ def test_context_goes_over_nodes_where_it_is_asked_to(monkeypatch):
     assert spread_of(asked, mesh.shape) != spread_of(Mesh(context=2, tensor=2), mesh.shape)
     with pytest.raises(UserError, match="there are 2 nodes of 4 devices; context must divide"):
         meshes.make_mesh(Mesh(context=4, across=True))
+
+
+def test_a_ring_goes_wherever_devices_share_a_sequence():
+    """With TSP the tensor axis splits it, too; a dense model's keys do not go round then."""
+    sizes = dict(data=1, expert=1, context=1, tensor=2)
+    both = spread_of(Mesh(tensor=2, tsp=True, ring=True), sizes)
+    assert both.ring and not spread_of(Mesh(tensor=2, ring=True), sizes).ring
+    with pytest.raises(UserError, match="a few heads at a time"):
+        sharding.check(helpers.DENSE, both)
+
+
+def test_a_process_without_a_device_is_told():
+    mesh = meshes.make_mesh(Mesh(data=2), jax.devices()[:2])
+    with pytest.raises(UserError, match="process 1 has no device of the mesh"):
+        meshes.rows_of_process(mesh, process=1)

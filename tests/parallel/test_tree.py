@@ -11,7 +11,7 @@ import rivals
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.attention import decode_attention
-from zaya_jax.model.cache import Held
+from zaya_jax.model.cache import LayerSlice
 from zaya_jax.parallel import tree
 
 B, H, K, C = 2, 4, 2, 8
@@ -56,11 +56,11 @@ def test_equal_to_one_device(size):
 
 def test_a_prompt_and_new_columns_go_where_they_belong():
     size, length = 4, 12
-    cache = tree.Parts(size)
+    cache = tree.SplitCache(size)
     x = jnp.arange(2.0 * length).reshape(2, length, 1, 1)
 
     def fill(x):
-        held = Held(jnp.full((3, 2, length // size, 1, 1), -1.0), jnp.int32(1))
+        held = LayerSlice(jnp.full((3, 2, length // size, 1, 1), -1.0), jnp.int32(1))
         held = cache.write(held, x[:, :6], jnp.int32(0))
         for index in range(6, length):
             held = cache.write(held, x[:, index : index + 1], jnp.int32(index))

@@ -2,9 +2,9 @@
 keys and values.
 
 Over N devices the sequence is cut into 2N chunks and device i holds chunks i and 2N - 1 - i, in
-that order: under a causal mask a late chunk is much work and an early one little, and all pairs are
-equal. For layers the two are rows of the batch (`Cut`), each with the columns before it (`halo`),
-and only attention needs other tokens: `attention_over_chunks` gathers all keys and values, or sends
+that order: under a causal mask an early chunk is little work and a late one much, so each pair is
+the same work. For layers the two are rows of the batch (`ZigzagChunks`), each with the columns
+before it (`halo`), and only attention needs other tokens: `attention_over_chunks` gathers all keys and values, or sends
 them round a ring (`ring.py`). Everything else is per token.
 
 All functions run inside `shard_map`; `axes` are the mesh axes that carry the sequence, flattened in
@@ -15,7 +15,7 @@ heads, K KV heads, C channels.
 import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import attention, softmax_scale, visited
 from pallas_kernels.loops import visiting
-from zaya_jax.model.placement import Before, Placement, Weights, Windows
+from zaya_jax.model.placement import Placement, PrecedingTokens, Weights, Windows
 from zaya_jax.parallel import ring
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import Spread
-
-Axes = tuple[str, ...]
 
 
 def zigzag(length: int, parts: int) -> np.ndarray:
@@ -53,7 +51,7 @@ class Chunks:
     """The device's two chunks of a sequence, and the whole sequence's segments, gathered once per
     step."""
 
-    axes: Axes
+    axes: tuple[str, ...]
     parts: int  # devices that share a sequence
     chunk: int  # tokens in a chunk
     starts: Int[Array, "2"]  # where the device's chunks begin in the sequence
@@ -100,59 +98,61 @@ def chunks_of(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None)
     return Chunks(axes, parts, chunk, starts, whole, meet, spread.ring)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut(Placement):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZigzagChunks(Placement):
     """Chunks of sequences split over devices, each a row of the batch: cut once, before the first
     layer."""
 
-    at: Any = None  # the device's chunks
+    chunks: Chunks
 
     def rows(self, x: jax.Array) -> jax.Array:
-        return self.at.split(x)
+        return self.chunks.split(x)
 
     def joined(self, x: jax.Array) -> jax.Array:
-        return self.at.join(x)
+        return self.chunks.join(x)
 
     def positions(self, batch: int, length: int) -> Int[Array, "2B c"]:
-        return self.rows(self.at.positions(batch // 2))
+        return self.rows(self.chunks.positions(batch // 2))
 
-    def before(self, x, project, history, nothing) -> Before:
+    def before(self, x, project, history, initial_value) -> PrecedingTokens:
         """From the inputs there, which `halo` fetches. The delayed value looks one back, for any
         number of taps."""
         reach = max(history, 1)
-        columns, _, values = project(halo(self.joined(x), reach, self.at))
-        # Before the sequence the input is zero: correct for the value, but columns then hold the
-        # projections' biases.
-        columns = jnp.where(self.at.first(len(x))[:, None, None], 0, columns)
-        return Before(columns[:, reach - history :], values[:, -1:], self.at.segments_before(reach))
+        packed, _, later = project(halo(self.joined(x), reach, self.chunks))
+        # Before the sequence the input is zero: correct for the value, but packed columns then hold
+        # the projections' biases.
+        packed = jnp.where(self.chunks.first(len(x))[:, None, None], 0, packed)
+        return PrecedingTokens(
+            packed[:, reach - history :], later[:, -1:], self.chunks.segments_before(reach)
+        )
 
     def _softmax(self, q, k, v):
         scale = softmax_scale(q.shape[-1])
-        return (
-            attention_over_chunks(q, k, v, self.window, self.at, scale=scale, windows=self.windows),
-            None,
+        out = attention_over_chunks(
+            q, k, v, self.window, self.chunks, scale=scale, windows=self.windows
         )
+        return out, None
 
     def _linear(self, q, k, v):
         q, k, v = (self.joined(x) for x in (q, k, v))
         visible = None if self.visible is None else self.joined(self.visible)
-        return self.rows(lasp2(q, k, v, visible, axis=self.at.axes)), None
+        return self.rows(lasp2(q, k, v, visible, axis=self.chunks.axes)), None
 
 
-def cut(
+def zigzag_placement(
     spread: Spread,
     length: int,
     segments: Int[Array, "B S/N"] | None,
     mask: Int[Array, "B S/N"] | None,
     weights: Weights,
-) -> Cut:
+) -> ZigzagChunks:
     """The placement of sequences, each with `length` tokens on this device."""
-    at = chunks_of(spread, length, segments if segments is not None else mask)
-    segments, mask = (None if x is None else at.split(x) for x in (segments, mask))
-    return Cut(segments, mask, weights, at=at)
+    chunks = chunks_of(spread, length, segments if segments is not None else mask)
+    segments, mask = (None if x is None else chunks.split(x) for x in (segments, mask))
+    return ZigzagChunks(segments, mask, weights, chunks=chunks)
 
 
-def halo(x: Float[Array, "B S/N D"], reach: int, at: Chunks) -> Float[Array, "2B reach D"]:
+def halo(x: Float[Array, "B S/N D"], reach: int, chunks: Chunks) -> Float[Array, "2B reach D"]:
     """The `reach` columns before each of the device's chunks, zero before the sequence.
 
     One collective-permute each way: an early chunk's neighbour lies on the device before, a late
@@ -161,17 +161,17 @@ def halo(x: Float[Array, "B S/N D"], reach: int, at: Chunks) -> Float[Array, "2B
     not its projections: the input exists before the projection, which thus hides the exchange; the
     receiver projects these few columns itself, with its part of the weights.
     """
-    assert at.chunk >= reach
-    early, late = x[:, at.chunk - reach : at.chunk], x[:, 2 * at.chunk - reach :]
-    pairs = [(i, i + 1) for i in range(at.parts - 1)]
-    before_early = lax.ppermute(early, at.axes, pairs)
-    before_late = lax.ppermute(late, at.axes, [(b, a) for a, b in pairs])
-    middle = lax.axis_index(at.axes) == at.parts - 1
+    assert chunks.chunk >= reach
+    early, late = x[:, chunks.chunk - reach : chunks.chunk], x[:, 2 * chunks.chunk - reach :]
+    pairs = [(i, i + 1) for i in range(chunks.parts - 1)]
+    before_early = lax.ppermute(early, chunks.axes, pairs)
+    before_late = lax.ppermute(late, chunks.axes, [(b, a) for a, b in pairs])
+    middle = lax.axis_index(chunks.axes) == chunks.parts - 1
     both = jnp.stack([before_early, jnp.where(middle, early, before_late)], axis=1)
     return both.reshape(-1, *both.shape[2:])
 
 
-def gather(x: Array, axes: Axes) -> Array:
+def gather(x: Array, axes: tuple[str, ...]) -> Array:
     """[B, S / N, ...] of all devices to [B, S, ...] in the sequence's own order; one all-gather,
     backwards one reduce-scatter in x's number format."""
     pieces = lax.all_gather(x, axes)
@@ -186,7 +186,7 @@ def attention_over_chunks(
     k: Float[Array, "2B c K C"],
     v: Float[Array, "2B c K C"],
     window: int | Int[Array, ""] | None,
-    at: Chunks,
+    chunks: Chunks,
     *,
     scale: float,
     windows: Windows = (None,),
@@ -196,43 +196,49 @@ def attention_over_chunks(
     Gathered: the device receives N - 1 times its own 2 B (S / N) K C numbers, and all S keys and
     values are in memory. A ring receives as many, and two devices' parts are in memory.
     """
-    q, kv = at.join(q), at.join(jnp.concatenate([k, v], axis=-1))
-    if at.ring:
-        return at.split(
-            ring.ring_attention(
-                q, kv, at.segments, at.meet, window, at.axes, at.parts, scale, windows
-            )
-        )
+    q, kv = chunks.join(q), chunks.join(jnp.concatenate([k, v], axis=-1))
+    if chunks.ring:
+        segments, meet, axes, parts = chunks.segments, chunks.meet, chunks.axes, chunks.parts
+        out = ring.ring_attention(q, kv, segments, meet, window, axes, parts, scale, windows)
+        return chunks.split(out)
     outs = []
-    for visits, arrays, masks in early_and_late(gather(kv, at.axes), at, window, windows, q):
-        with visits:
-            outs.append(attention(*arrays, *masks, scale=scale)[0])
-    return at.split(jnp.concatenate(outs, axis=1))
+    kv, segments = gather(kv, chunks.axes), chunks.segments
+    for half in early_and_late(kv, chunks.starts, segments, window, windows, q):
+        with half.cost:
+            outs.append(attention(*half.arrays, *half.masks, scale=scale)[0])
+    return chunks.split(jnp.concatenate(outs, axis=1))
+
+
+class Half(NamedTuple):
+    """The attention of one of the device's two chunks."""
+
+    cost: AbstractContextManager[None]  # tells the cost account the share of keys that it visits
+    arrays: tuple  # its queries, the keys and values that it may see, its part of the other arrays
+    masks: tuple  # segments of queries and keys, the window, the queries' place
 
 
 def early_and_late(
     kv: Float[Array, "B S K C2"],
-    at: Any,
+    starts: Int[Array, "2"],
+    segments: Int[Array, "B S"] | None,
     window: jax.Array | int | None,
     windows: Windows,
     *local: jax.Array,
-) -> Iterator[tuple[AbstractContextManager[None], tuple, tuple]]:
-    """For each of the device's two chunks: the share of keys that it visits, its arrays, and their
-    masks.
+) -> Iterator[Half]:
+    """For each of the device's two chunks, which begin at `starts`: its part of the device's `local`
+    arrays (queries first) with the keys and values that it may see.
 
-    The arrays are its part of the first of `local` (its queries), then the keys and values that it
-    may see, then its part of the others. The share is a mean over devices: an early chunk is in the
-    keys' first half, a late one in their second. `at` has the chunks' `starts` and the whole
-    sequence's `segments`.
+    The share of keys is a mean over devices: an early chunk is in the keys' first half, a late one
+    in their second.
     """
     chunk = local[0].shape[1] // 2
-    for half, start in enumerate(at.starts):
+    for half, start in enumerate(starts):
         seen = kv.shape[1] // (2 - half)  # no early chunk reaches into the second half
-        own = segments = at.segments
+        q_segments = k_segments = None
         if segments is not None:
-            own = lax.dynamic_slice_in_dim(segments, start, chunk, 1)
-            segments = segments[:, :seen]
+            q_segments = lax.dynamic_slice_in_dim(segments, start, chunk, 1)
+            k_segments = segments[:, :seen]
         k, v = jnp.split(kv[:, :seen], 2, axis=-1)
-        q, *rest = (x[:, half * chunk : (half + 1) * chunk] for x in local)
-        visits = visiting(visited(chunk, seen, range(half * seen // 2, seen, chunk), windows))
-        yield visits, (q, k, v, *rest), (own, segments, window, start)
+        q, *others = (x[:, half * chunk : (half + 1) * chunk] for x in local)
+        cost = visiting(visited(chunk, seen, range(half * seen // 2, seen, chunk), windows))
+        yield Half(cost, (q, k, v, *others), (q_segments, k_segments, window, start))

@@ -7,36 +7,40 @@ from typing import Any
 from zaya_jax.config import Model
 from zaya_jax.model.placement import Devices, Placement, Weights
 from zaya_jax.parallel import context, dispatch, heads, tsp
-from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
+from zaya_jax.parallel.spread import NO_SPREAD, Spread, gather_over_data
 
 
 @dataclasses.dataclass(frozen=True)
-class Over(Devices):
+class MeshDevices(Devices):
     """The devices that a spread describes."""
 
     spread: Spread
 
     @property
     def alone(self) -> bool:  # type: ignore[override]
-        return self.spread == ALONE
+        return self.spread == NO_SPREAD
 
     def weights(self, model: Model, dtype: Any) -> Weights:
         spread = self.spread
-        given: dict[str, Any] = {}
+        functions: dict[str, Any] = {}
         if spread.fsdp:
-            given["gather"] = gather_over_data
+            functions["gather"] = gather_over_data
         if spread.expert_axes:
-            given["expert_mlp"] = functools.partial(dispatch.expert_mlp, spread=spread)
+            functions["expert_mlp"] = functools.partial(dispatch.expert_mlp, spread=spread)
         if spread.tsp and model.model_type == "dense":
-            return tsp.Travelling(**given, parts=spread.tensor)
+            return tsp.Travelling(**functions, parts=spread.tensor)
         if spread.tsp:
-            return tsp.Fetched(**given, dtype=dtype)
-        if spread.heads > 1:
-            num_heads, num_kv = model.num_attention_heads, model.num_key_value_heads
-            return heads.Heads(**given, all_heads=num_heads, all_kv=num_kv, over=spread.heads)
-        return Weights(**given)
+            return tsp.Fetched(**functions, dtype=dtype)
+        if spread.head_shards > 1:
+            return heads.Heads(
+                **functions,
+                all_heads=model.num_attention_heads,
+                all_kv=model.num_key_value_heads,
+                shards=spread.head_shards,
+            )
+        return Weights(**functions)
 
     def sequences(self, length: int, segments: Any, mask: Any, weights: Weights) -> Placement:
         if self.spread.sequence_parts > 1:
-            return context.cut(self.spread, length, segments, mask, weights)
+            return context.zigzag_placement(self.spread, length, segments, mask, weights)
         return super().sequences(length, segments, mask, weights)

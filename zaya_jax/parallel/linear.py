@@ -2,13 +2,12 @@
 LASP-1's ring).
 
 Each piece leaves a state of fixed size, [K, C, C + 1] per row in float32; a piece's queries need
-the sum of the states of the earlier pieces that its first document reaches back to. Pieces are
-contiguous (device i holds piece i of N) or zig-zag (device i holds pieces i and 2N - 1 - i of 2N,
-as the halves of its tokens). With P = 1 or 2 pieces per device and X = K C (C + 1) numbers per
-state, traffic does not depend on the length of the sequence: one all-gather forward, N P B (X + 2)
-4 bytes gathered (two numbers are the ids of a piece's first and last document), and one backward, N
-P B X 4 bytes. The work within a device's own pieces does not depend on a collective, so it is done
-while the states travel. It runs inside `jax.shard_map`.
+the sum of the states of the earlier pieces that its first document reaches back to. Of 2 N pieces
+device i holds i and 2 N - 1 - i, as the halves of its tokens (zig-zag, as in `context`). With X =
+K C (C + 1) numbers per state, traffic does not depend on the length of the sequence: one all-gather
+forward, 2 N B (X + 2) 4 bytes gathered (two numbers are the ids of a piece's first and last
+document), and one backward, 2 N B X 4 bytes. The work within a device's own pieces does not depend
+on a collective, so it is done while the states travel. It runs inside `jax.shard_map`.
 """
 
 import functools
@@ -23,8 +22,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import SAVED
 from pallas_kernels.linear_attention import finish, heads_first, read, summary, sums
 
-Axis = str | tuple[str, ...]
-
 
 def lasp2(
     q: Float[Array, "B S H C"],
@@ -32,8 +29,7 @@ def lasp2(
     v: Float[Array, "B S K C"],
     segments: Int[Array, "B S"] | None = None,
     *,
-    axis: Axis,
-    zigzag: bool = True,
+    axis: str | tuple[str, ...],
     chunk: int | None = None,
     exchange: Callable | None = None,
 ) -> Float[Array, "B S H C"]:
@@ -43,55 +39,54 @@ def lasp2(
     Another `exchange` (benchmarks) may bring the state that enters each piece.
     """
     batch, seq = q.shape[:2]
-    pieces = 2 if zigzag else 1
 
-    def cut(x):  # pieces become rows of the batch, [P B, S / P, ..]
-        x = x.reshape(batch, pieces, seq // pieces, *x.shape[2:])
+    def halves(x):  # both pieces become rows of the batch, [2 B, S / 2, ..]
+        x = x.reshape(batch, 2, seq // 2, *x.shape[2:])
         return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-    rows = [cut(x) for x in (q, k, v)]
-    segments = cut(jnp.zeros((batch, seq), jnp.int32) if segments is None else segments)
+    rows = [halves(x) for x in (q, k, v)]
+    segments = halves(jnp.zeros((batch, seq), jnp.int32) if segments is None else segments)
     features_q, features_k, values = heads_first(*rows)
     states = summary(features_k, values, segments)
     entering = (exchange or _gathered)(
-        states.reshape(pieces, batch, *states.shape[1:]),
-        segments[:, 0].reshape(pieces, batch),
-        segments[:, -1].reshape(pieces, batch),
+        states.reshape(2, batch, *states.shape[1:]),
+        segments[:, 0].reshape(2, batch),
+        segments[:, -1].reshape(2, batch),
         axis,
     )
     entering = entering.reshape(states.shape)
-    alone = sums(features_q, features_k, values, segments, chunk)
-    past = read(features_q, entering, segments == segments[:, :1])
-    out = finish(alone[0] + past[0], alone[1] + past[1], v.dtype)
-    return out.reshape(pieces, batch, seq // pieces, *out.shape[2:]).swapaxes(0, 1).reshape(q.shape)
+    numerator, denominator = sums(features_q, features_k, values, segments, chunk)
+    of_past = read(features_q, entering, segments == segments[:, :1])
+    out = finish(numerator + of_past[0], denominator + of_past[1], v.dtype)
+    return out.reshape(2, batch, seq // 2, *out.shape[2:]).swapaxes(0, 1).reshape(q.shape)
 
 
 def _ordered(x):
-    """The result of an all-gather, [N, P, ..], in the sequence's order: [N P, ..]."""
-    return x[:, 0] if x.shape[1] == 1 else jnp.concatenate([x[:, 0], x[::-1, 1]])
+    """The result of an all-gather, [N, 2, ..], in the sequence's order: [2 N, ..]."""
+    return jnp.concatenate([x[:, 0], x[::-1, 1]])
 
 
-def _places(pieces, axis):
-    """The places in that order of this device's pieces [P], and of all pieces [N P]."""
-    me, everywhere = lax.axis_index(axis), jnp.arange(lax.axis_size(axis) * pieces)
-    return jnp.stack([me, everywhere.size - 1 - me][:pieces]), everywhere
+def _places(axis):
+    """The places in that order of this device's pieces [2], and of all pieces [2 N]."""
+    me, everywhere = lax.axis_index(axis), jnp.arange(lax.axis_size(axis) * 2)
+    return jnp.stack([me, everywhere.size - 1 - me]), everywhere
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _gathered(states, first, last, axis):
-    """The state that enters each piece, from those that pieces leave, [P, B, K, C, C + 1];
-    documents are [P, B]."""
+    """The state that enters each piece, from those that pieces leave, [2, B, K, C, C + 1];
+    documents are [2, B]."""
     return _gathered_fwd(states, first, last, axis)[0]
 
 
 def _gathered_fwd(states, first, last, axis):
-    pieces, batch = first.shape
+    batch = first.shape[1]
     # exact below 2^24 documents per row
     documents = jnp.stack([first, last], axis=-1).astype(jnp.float32)
-    packed = jnp.concatenate([states.reshape(pieces, batch, -1), documents], axis=-1)
+    packed = jnp.concatenate([states.reshape(2, batch, -1), documents], axis=-1)
     packed = _ordered(lax.all_gather(packed, axis))
     first_of, last_of = packed[..., -2], packed[..., -1]
-    mine, places = _places(pieces, axis)
+    mine, places = _places(axis)
     before = places < mine[:, None]
     reaches = before[..., None] & (last_of == first.astype(jnp.float32)[:, None])
     after = places > mine[:, None]
@@ -103,16 +98,16 @@ def _gathered_fwd(states, first, last, axis):
 
 
 def _gathered_bwd(axis, reached, d_entering):
-    pieces, batch = d_entering.shape[:2]
-    everyones = _ordered(lax.all_gather(d_entering.reshape(pieces, batch, -1), axis))
-    return _pick(reached, everyones).reshape(d_entering.shape), None, None
+    batch = d_entering.shape[1]
+    gathered = _ordered(lax.all_gather(d_entering.reshape(2, batch, -1), axis))
+    return _pick(reached, gathered).reshape(d_entering.shape), None, None
 
 
 _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def _pick(chosen, states):
-    """Sums of the chosen [P, N P, B] of all states [N P, B, X]: [P, B, X]."""
+    """Sums of the chosen [2, 2 N, B] of all states [2 N, B, X]: [2, B, X]."""
     return jnp.einsum(
         "pnb,nbx->pbx", chosen.astype(jnp.float32), states, precision=lax.Precision.HIGHEST
     )

@@ -5,6 +5,7 @@ expert), their tokens over context; `sharding` splits weights. The optimizer's s
 all axes that a weight leaves (ZeRO-1).
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -25,7 +26,7 @@ def make_mesh(sizes: config.Mesh, devices: list | None = None, where: str = "con
     devices = jax.devices() if devices is None else devices
     shape = shape_of(sizes, len(devices), where)
     if sizes.across and shape["context"] > 1:
-        order = across_nodes(shape, _size_of_nodes(devices), where)
+        order = across_nodes(shape, _node_size(devices), where)
         devices = [devices[index] for index in order]
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(shape.values()), AXES, axis_types=axis_types, devices=devices)
@@ -36,10 +37,8 @@ def shape_of(sizes: config.Mesh, devices: int | None, where: str = "config.mesh"
     for axis in AXES:
         size = getattr(sizes, axis)
         if size < 1 and not (axis == "data" and size == -1):
-            raise UserError(
-                f"{where}.{axis}={size} is no number of devices; give at least 1"
-                + (", or -1 for all that the other axes leave" if axis == "data" else "")
-            )
+            rest = ", or -1 for all that the other axes leave" if axis == "data" else ""
+            raise UserError(f"{where}.{axis}={size} must be at least 1{rest}")
     others = math.prod(getattr(sizes, axis) for axis in AXES[1:])
     data = sizes.data
     if data == -1:
@@ -48,12 +47,12 @@ def shape_of(sizes: config.Mesh, devices: int | None, where: str = "config.mesh"
         raise UserError(
             f"{where} has data x expert x context x tensor = {sizes.data} x {sizes.expert} x"
             f" {sizes.context} x {sizes.tensor}, but there are {devices} devices;"
-            f" {_way_out(devices, others, where)}"
+            f" {_advice(devices, others, where)}"
         )
     return {"data": data, **{axis: getattr(sizes, axis) for axis in AXES[1:]}}
 
 
-def _way_out(devices: int, others: int, where: str) -> str:
+def _advice(devices: int, others: int, where: str) -> str:
     if devices % others == 0:
         return f"set {where}.data={devices // others} or -1"
     fits = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -85,17 +84,16 @@ def devices_of_node(mesh: Mesh | AbstractMesh) -> int:
     XLA tells the hosts of GPUs apart as slices; where it does not, each process counts as one.
     """
     # an abstract one has no devices
-    return 1 if isinstance(mesh, AbstractMesh) else _size_of_nodes(list(mesh.devices.flat))
+    return 1 if isinstance(mesh, AbstractMesh) else _node_size(list(mesh.devices.flat))
 
 
-def _size_of_nodes(devices: list) -> int:
+def _node_size(devices: list) -> int:
     places = [(getattr(d, "slice_index", 0), d.process_index) for d in devices]
-    several = len({host for host, _ in places}) > 1
-    nodes = [host if several else process for host, process in places]
-    size = nodes.count(nodes[0])
-    runs = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
-    equal = len(nodes) == size * len(set(nodes)) and all(len(run) == 1 for run in runs)
-    return size if equal else 1
+    several_hosts = len({host for host, _ in places}) > 1
+    nodes = [host if several_hosts else process for host, process in places]
+    lengths = [len(list(run)) for _, run in itertools.groupby(nodes)]
+    one_run_each = len(lengths) == len(set(nodes))
+    return lengths[0] if one_run_each and len(set(lengths)) == 1 else 1
 
 
 def batch_spec(spread: Spread) -> PartitionSpec:
@@ -111,11 +109,13 @@ def rows_of_process(mesh: Mesh, process: int | None = None) -> tuple[int, int]:
     mine = [
         row for row, group in enumerate(groups) if any(d.process_index == process for d in group)
     ]
+    if not mine:
+        raise UserError(f"process {process} has no device of the mesh; give it one")
     size, first = len(mine), mine[0]
     if len(groups) % size or first % size or mine != list(range(first, first + size)):
         raise UserError(
-            f"process {process} would hold rows {mine} of {len(groups)} of a batch, not one of"
-            " equal parts; choose mesh sizes such that a process's devices are a whole number of"
-            " data x expert rows, or a part of one"
+            f"process {process}'s rows of the batch, {mine} of {len(groups)}, are not one"
+            " contiguous, equal part; choose mesh sizes such that a process's devices are a whole"
+            " number of data x expert rows, or a part of one"
         )
     return first // size, len(groups) // size

@@ -21,8 +21,9 @@ from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradien
 from pallas_kernels.loops import turning, visiting
 from zaya_jax.model.placement import Windows
 
-# pairs of chunks a step may need; an early chunk never sees a late one
-OWN, VISITING = ((0, 1, 1), (0, 0, 1))
+# The pairs of halves (of the device's queries, of the visiting keys) that a step may need; an early
+# chunk never sees a late one.
+QUERY_HALF, KEY_HALF = ((0, 1, 1), (0, 0, 1))
 
 
 def chunks_that_meet(segments: Int[Array, "B S"], chunk: int) -> jax.Array:
@@ -46,10 +47,10 @@ def pairs_needed(
     meet: jax.Array | None,
     window: Array | None,
 ) -> jax.Array:
-    """[3]: the pairs (OWN, VISITING) of the device's chunks and `owner`'s with a query that may see
-    a key."""
-    own, theirs = (jnp.stack([i, 2 * parts - 1 - i]) for i in (me, owner))
-    q, k = own[jnp.asarray(OWN)], theirs[jnp.asarray(VISITING)]
+    """[3]: which of the pairs (QUERY_HALF, KEY_HALF) of the device's chunks and `owner`'s have a
+    query that may see a key."""
+    q_chunks, k_chunks = (jnp.stack([i, 2 * parts - 1 - i]) for i in (me, owner))
+    q, k = q_chunks[jnp.asarray(QUERY_HALF)], k_chunks[jnp.asarray(KEY_HALF)]
     needed = k <= q
     if window is not None:
         needed &= (q - k - 1) * chunk + 1 < window
@@ -79,23 +80,23 @@ def ring_attention(
 
 
 def _forward(q, kv, segments, meet, window, axes, parts, scale, windows):
-    step = _Steps(q, segments, meet, window, axes, parts, windows)
+    ring = _Ring(q, segments, meet, window, axes, parts, windows)
 
     def visit(kv, round_, merged):
         def pair(merged, q_i, k_j, v_j, where, masks):
-            before = [_take(x, where[0], step.chunk) for x in merged]
+            before = [_take(x, where[0], ring.chunk) for x in merged]
             after = _merge(before, attention(q_i, k_j, v_j, **masks, scale=scale))
             return tuple(_put(x, part, where[0]) for x, part in zip(merged, after, strict=True))
 
-        return step.over_pairs(pair, kv, round_, merged)
+        return ring.over_pairs(pair, kv, round_, merged)
 
     merged = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], MASKED))
 
-    def turn(i, carry):
+    def one_round(i, carry):
         kv, merged = carry
-        return step.send(kv), visit(kv, i, merged)
+        return ring.send(kv), visit(kv, i, merged)
 
-    kv, merged = lax.fori_loop(0, parts - 1, turn, (kv, merged))
+    kv, merged = lax.fori_loop(0, parts - 1, one_round, (kv, merged))
     out, lse = visit(kv, parts - 1, merged)
     return out.astype(q.dtype), lse
 
@@ -108,45 +109,45 @@ def _fwd(q, kv, segments, meet, window, axes, parts, scale, windows):
 
 def _bwd(axes, parts, scale, windows, saved, d_out):
     q, kv, segments, meet, window, out, lse = saved
-    step = _Steps(q, segments, meet, window, axes, parts, windows)
+    ring = _Ring(q, segments, meet, window, axes, parts, windows)
 
     def visit(kv, round_, dq, d_kv):
         def pair(carry, q_i, k_j, v_j, where, masks):
             dq, d_kv = carry
-            whole = tuple(_take(x, where[0], step.chunk) for x in (out, lse, d_out))
-            dq_i, dk_j, dv_j = attention_gradients((q_i, k_j, v_j), whole, **masks, scale=scale)
+            saved = tuple(_take(x, where[0], ring.chunk) for x in (out, lse, d_out))
+            dq_i, dk_j, dv_j = attention_gradients((q_i, k_j, v_j), saved, **masks, scale=scale)
             dkv_j = jnp.concatenate([dk_j, dv_j], axis=-1)
             return _add(dq, dq_i, where[0]), _add(d_kv, dkv_j, where[1])
 
-        return step.over_pairs(pair, kv, round_, (dq, d_kv))
+        return ring.over_pairs(pair, kv, round_, (dq, d_kv))
 
     # Gradients are one step behind their keys and values, so that both travel while the step
     # computes.
     dq, nothing = jnp.zeros(q.shape, jnp.float32), jnp.zeros(kv.shape, jnp.float32)
-    following = step.send(kv)
+    following = ring.send(kv)
     dq, d_kv = visit(kv, 0, dq, nothing)
 
-    def turn(i, carry):
+    def one_round(i, carry):
         kv, dq, d_kv = carry
-        following, arriving = step.send(kv), step.send(d_kv)
-        dq, given = visit(kv, i, dq, nothing)
-        return following, dq, arriving + given
+        following, arriving = ring.send(kv), ring.send(d_kv)
+        dq, added = visit(kv, i, dq, nothing)
+        return following, dq, arriving + added
 
-    kv, dq, d_kv = lax.fori_loop(1, parts - 1, turn, (following, dq, d_kv))
-    arriving = step.send(d_kv)
-    dq, given = visit(kv, parts - 1, dq, nothing)
-    d_kv = step.send(arriving + given)
+    kv, dq, d_kv = lax.fori_loop(1, parts - 1, one_round, (following, dq, d_kv))
+    arriving = ring.send(d_kv)
+    dq, added = visit(kv, parts - 1, dq, nothing)
+    d_kv = ring.send(arriving + added)
     return dq.astype(q.dtype), d_kv.astype(kv.dtype), None, None, None
 
 
 ring_attention.defvjp(_fwd, _bwd)
 
 
-def usual(parts: int, chunk: int, windows: Windows) -> tuple[float, float]:
+def expected_work(parts: int, chunk: int, windows: Windows) -> tuple[float, float]:
     """Pairs of chunks that a step needs without documents, and the share of their blocks that is
-    computed: means over steps, devices and windows."""
+    computed: means over steps, devices and windows, for the cost account."""
     both = np.stack([np.arange(parts), 2 * parts - 1 - np.arange(parts)])
-    apart = (both[list(OWN), :, None] - both[list(VISITING), None, :]).reshape(-1)
+    apart = (both[list(QUERY_HALF), :, None] - both[list(KEY_HALF), None, :]).reshape(-1)
     pairs, blocks = [], []
     for window in windows:
         needed = apart[(apart >= 0) & (window is None or (apart - 1) * chunk + 1 < window)]
@@ -155,32 +156,34 @@ def usual(parts: int, chunk: int, windows: Windows) -> tuple[float, float]:
     return float(np.mean(pairs)), float(np.sum(blocks) / np.sum(pairs))
 
 
-class _Steps:
+class _Ring:
     """The part that both passes share: the order of visits, and the loop over the pairs of chunks
     that a step needs."""
 
     def __init__(self, q, segments, meet, window, axes, parts, windows):
         self.q, self.segments, self.meet, self.window = q, segments, meet, window
         self.axes, self.parts, self.chunk = axes, parts, q.shape[1] // 2
-        self.usual = usual(parts, self.chunk, windows)
+        self.expected = expected_work(parts, self.chunk, windows)
         self.me = lax.axis_index(axes)
 
     def send(self, x):
         return lax.ppermute(x, self.axes, [(i, (i + 1) % self.parts) for i in range(self.parts)])
 
+    def chunk_start(self, half, device):
+        """Where a device's early (0) or late (1) chunk begins in the sequence."""
+        return jnp.where(half == 0, device, 2 * self.parts - 1 - device) * self.chunk
+
     def over_pairs(self, pair, kv, round_, carry):
         """carry after pair(carry, q, k, v, their positions, masks) for each needed pair; no
         collectives."""
-        chunk, owner, (pairs, share) = self.chunk, (self.me - round_) % self.parts, self.usual
+        chunk, owner = self.chunk, (self.me - round_) % self.parts
+        pairs, share = self.expected
         needed = pairs_needed(self.me, owner, self.parts, chunk, self.meet, self.window)
         order = jnp.argsort(~needed, stable=True)
 
-        def one(n, carry):
-            i, j = jnp.asarray(OWN)[order[n]], jnp.asarray(VISITING)[order[n]]
-            q_start, k_start = (
-                jnp.where(half == 0, device, 2 * self.parts - 1 - device) * chunk
-                for half, device in ((i, self.me), (j, owner))
-            )
+        def next_pair(n, carry):
+            i, j = jnp.asarray(QUERY_HALF)[order[n]], jnp.asarray(KEY_HALF)[order[n]]
+            q_start, k_start = self.chunk_start(i, self.me), self.chunk_start(j, owner)
             masks = {"window": self.window, "offset": q_start - k_start}
             if self.segments is not None:
                 masks["q_segments"] = lax.dynamic_slice_in_dim(self.segments, q_start, chunk, 1)
@@ -190,7 +193,7 @@ class _Steps:
                 return pair(carry, _take(self.q, i, chunk), k_j, v_j, (i, j), masks)
 
         with turning(pairs):
-            return lax.fori_loop(0, needed.sum(), one, carry)
+            return lax.fori_loop(0, needed.sum(), next_pair, carry)
 
 
 def _merge(a, b):

@@ -10,6 +10,7 @@ anything is compiled.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,43 +21,35 @@ from zaya_jax.model import zaya
 from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix
 
 
-class Rule(NamedTuple):
+class AxisRule(NamedTuple):
     """These mesh axes split the dims of this logical axis."""
 
     logical: str
     axes: tuple[str, ...]
-    reason: str
 
 
 TABLE = (
-    Rule(
-        "expert",
-        ("expert",),
-        "whole experts stay where they are: tokens are fewer bytes than matrices",
-    ),
-    Rule(
-        "heads", ("tensor",), "a head attends by itself; its columns of q and rows of o go with it"
-    ),
-    Rule("mlp", ("tensor",), "gate and up columns and down rows of one expert channel go together"),
-    Rule("width", ("tensor",), "the same of a dense model's MLP"),
+    # Whole experts stay where they are: tokens are fewer bytes than matrices.
+    AxisRule("expert", ("expert",)),
+    # A head attends by itself; its columns of q and rows of o go with it.
+    AxisRule("heads", ("tensor",)),
+    # Gate and up columns and down rows of one expert channel go together; so do a dense MLP's.
+    AxisRule("mlp", ("tensor",)),
+    AxisRule("width", ("tensor",)),
 )
 TSP_TABLE = (
-    # tensor carries the sequence: experts are spread over it too, because each device has other
-    # tokens there
-    Rule(
-        "expert",
-        ("expert", "tensor"),
-        "experts do not travel; with the sequence, tokens are spread over tensor",
-    ),
-    Rule("heads", ("tensor",), "held in parts, sent to the devices that hold the tokens"),
-    Rule("width", ("tensor",), "a dense model's MLP: the same"),
+    # Experts do not travel. With the sequence, tokens are spread over tensor: each device has other
+    # tokens there, so experts are spread over it too.
+    AxisRule("expert", ("expert", "tensor")),
+    # Held in parts, sent to the devices that hold the tokens.
+    AxisRule("heads", ("tensor",)),
+    AxisRule("width", ("tensor",)),
 )
-FSDP = Rule(
-    FSDP_DIM, ("data",), "the one dim that every matrix of a block has, and no other rule names"
-)
+# The one dim that every matrix of a block has, and no other rule names.
+FSDP = AxisRule(FSDP_DIM, ("data",))
 
 
-def table(spread: Spread) -> tuple[Rule, ...]:
+def table(spread: Spread) -> tuple[AxisRule, ...]:
     """The rows that apply to a spread."""
     return TSP_TABLE if spread.tsp else TABLE
 
@@ -72,12 +65,12 @@ def specs_of(axes: Any, spread: Spread) -> Any:
 
     def spec(names):
         dims = []
-        matrix = is_matrix(names)
         for name in names:
-            axes = rules.get(name or "", ())
-            axes = FSDP.axes if matrix and spread.fsdp and name == FSDP.logical else axes
-            axes = tuple(axis for axis in axes if getattr(spread, axis) > 1)
-            dims.append(axes if len(axes) > 1 else axes[0] if axes else None)
+            split = rules.get(name or "", ())
+            if spread.fsdp and name == FSDP.logical and is_matrix(names):
+                split = FSDP.axes
+            split = tuple(axis for axis in split if getattr(spread, axis) > 1)
+            dims.append(split[0] if len(split) == 1 else split or None)
         return PartitionSpec(*dims) if any(dims) else PartitionSpec()
 
     return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
@@ -94,22 +87,8 @@ def check(
 
     `lengths` are sequence lengths by their config keys, `where` is the group of the sizes.
     """
-    model = config.model
-    if config.run.lora and spread.tensor > 1:
-        raise UserError(
-            f"{where}.tensor={spread.tensor} with config.run.lora={config.run.lora}: low-rank"
-            f" updates are of whole matrices; give the devices to {where}.data (with fsdp), expert"
-            " or context"
-        )
-    found = (
-        _misfit_of_dense(model, spread)
-        if model.model_type == "dense"
-        else _misfit_of_zaya(model, spread)
-    )
-    for name, length in (lengths or {}).items():
-        found = found or _misfit_of_sequence(model, spread, name, length)
-    if found is not None:
-        raise UserError(found.replace("{mesh}", where))
+    for problem in _problems(config, spread, lengths or {}, where):
+        raise UserError(problem)
 
 
 def check_batch(
@@ -131,86 +110,92 @@ def check_batch(
     )
     fits = [m for m in range(shards, common + 1, shards) if common % m == 0]
     if fits:
-        raise UserError(
-            f"{problem}; set {name}={min(fits, key=lambda m: (abs(m - micro_batch), m))}"
-        )
-    raise UserError(f"{problem}, nor do steps of {common}; let data x expert divide {common}")
-
-
-def _misfit_of_zaya(model: Model, spread: Spread) -> str | None:
-    """The first thing that a spread cannot divide, with {mesh} for the config's group, and a way
-    out."""
-    kv, heads = model.num_key_value_heads, model.num_attention_heads
-    whole = spread.expert * (spread.tensor if spread.tsp else 1)
-    found = _undivided(
-        "num_experts", model.num_experts, "expert x tensor" if spread.tsp else "expert", whole
+        nearest = min(fits, key=lambda m: (abs(m - micro_batch), m))
+        raise UserError(f"{problem}; set {name}={nearest}")
+    raise UserError(
+        f"{problem}, and neither does a step's batch of {common} sequences; choose data x expert to"
+        f" divide {common}"
     )
-    found = found or _undivided("num_attention_heads", heads, "tensor", spread.tensor)
-    if not found and kv % spread.tensor and spread.tensor % kv:
-        return (
-            f"{{mesh}}.tensor={spread.tensor} neither divides nor is a multiple of"
-            f" model.num_key_value_heads={kv}; give it one of these"
-        )
-    if not found and not spread.tsp:
-        found = _undivided(
-            "moe_intermediate_size", model.moe_intermediate_size, "tensor", spread.tensor
-        )
-    return found or _misfit_of_fsdp(model, spread)
 
 
-def _misfit_of_dense(model: Model, spread: Spread) -> str | None:
+def _problems(config: Config, spread: Spread, lengths: dict[str, int], where: str) -> Iterator[str]:
+    """Everything that a spread cannot divide, each with a way out."""
+    model = config.model
+    if config.run.lora and spread.tensor > 1:
+        yield (
+            f"{where}.tensor={spread.tensor} with config.run.lora={config.run.lora}: LoRA does not"
+            f" support tensor parallelism; give the devices to {where}.data (with fsdp), expert or"
+            " context"
+        )
+    of_model = _problems_of_dense if model.model_type == "dense" else _problems_of_zaya
+    yield from of_model(model, spread, where)
+    if spread.fsdp:
+        for problem in _not_divisible(model, "hidden_size", f"{where}.data", spread.data):
+            yield f"{problem}, or set {where}.fsdp=False"
+    for name, length in lengths.items():
+        yield from _problems_of_length(model, spread, name, length, where)
+
+
+def _problems_of_zaya(model: Model, spread: Spread, where: str) -> Iterator[str]:
+    kv, tensor = model.num_key_value_heads, spread.tensor
+    if spread.tsp:
+        devices = spread.expert * tensor
+        yield from _not_divisible(model, "num_experts", f"{where}.expert x tensor", devices)
+    else:
+        yield from _not_divisible(model, "num_experts", f"{where}.expert", spread.expert)
+    yield from _not_divisible(model, "num_attention_heads", f"{where}.tensor", tensor)
+    if kv % tensor and tensor % kv:
+        yield (
+            f"{where}.tensor={tensor} neither divides nor is a multiple of"
+            f" model.num_key_value_heads={kv}; choose a divisor or a multiple of {kv}"
+        )
+    if not spread.tsp:
+        yield from _not_divisible(model, "moe_intermediate_size", f"{where}.tensor", tensor)
+
+
+def _problems_of_dense(model: Model, spread: Spread, where: str) -> Iterator[str]:
     for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        found = _undivided(name, getattr(model, name), "tensor", spread.tensor)
-        if found:
-            return found
+        yield from _not_divisible(model, name, f"{where}.tensor", spread.tensor)
     if spread.expert > 1:
-        return (
-            f"{{mesh}}.expert={spread.expert}, but a dense model has no experts; set"
-            " {mesh}.expert=1"
+        yield (
+            f"{where}.expert={spread.expert}, but a dense model has no experts; set"
+            f" {where}.expert=1"
         )
     if spread.tsp and spread.ring:
-        return (
-            "{mesh}.ring is set with {mesh}.tsp, but a dense model's keys and values are gathered a"
-            " few heads at a time there; set {mesh}.ring=False"
+        yield (
+            f"{where}.ring is set with {where}.tsp, but TSP gathers a dense model's keys and values"
+            f" a few heads at a time; set {where}.ring=False"
         )
-    return _misfit_of_fsdp(model, spread)
 
 
-def _misfit_of_fsdp(model: Model, spread: Spread) -> str | None:
-    found = (
-        _undivided("hidden_size", model.hidden_size, "data", spread.data) if spread.fsdp else None
-    )
-    return found and f"{found}, or set {{mesh}}.fsdp=False"
-
-
-def _misfit_of_sequence(model: Model, spread: Spread, name: str, length: int) -> str | None:
+def _problems_of_length(
+    model: Model, spread: Spread, name: str, length: int, where: str
+) -> Iterator[str]:
     """Why a sequence of this length cannot be cut."""
     parts = spread.sequence_parts
     reach = 0 if model.model_type == "dense" else model.cca_time0 + model.cca_time1 - 2
-    if parts > 1 and length % (2 * parts):
-        axes = " x ".join(f"{{mesh}}.{axis}" for axis in spread.sequence_axes)
-        text = f"{name}={length} does not divide into 2 x {parts} pieces ({axes} = {parts})"
-    elif parts > 1 and length // (2 * parts) < reach:
-        text = (
-            f"{name}={length} over {parts} devices gives pieces of {length // (2 * parts)} tokens,"
-            f" but the convolutions look {reach} tokens back"
-        )
-    elif length // parts % spread.heads:
-        text = (
-            f"{name}={length} over {parts} devices does not divide by"
-            f" {{mesh}}.tensor={spread.tensor}, whose devices share its loss"
-        )
-    else:
-        return None
-    unit = 2 * parts * spread.heads
+    unit = 2 * parts * spread.head_shards
     fits = max(round(length / unit), -(-2 * parts * reach // unit), 1) * unit
-    return f"{text}; before the first step of it set {name}={fits}, or give fewer devices"
+    advice = f"set {name}={fits} (before the run starts), or use fewer devices"
+    if parts > 1 and length % (2 * parts):
+        axes = " x ".join(f"{where}.{axis}" for axis in spread.sequence_axes)
+        yield f"{name}={length} does not divide into 2 x {parts} pieces ({axes} = {parts}); {advice}"
+    if parts > 1 and length // (2 * parts) < reach:
+        yield (
+            f"{name}={length} over {parts} devices gives pieces of {length // (2 * parts)} tokens,"
+            f" but the convolutions look {reach} tokens back; {advice}"
+        )
+    if length // parts % spread.head_shards:
+        yield (
+            f"{name}={length} over {parts} devices does not divide by"
+            f" {where}.tensor={spread.tensor}, whose devices share its loss; {advice}"
+        )
 
 
-def _undivided(name: str, size: int, axis: str, by: int) -> str | None:
-    if size % by == 0:
-        return None
-    return (
-        f"config.model.{name}={size} does not divide over {{mesh}}.{axis}={by}; give it a divisor"
-        f" of {size}"
-    )
+def _not_divisible(model: Model, name: str, axis: str, by: int) -> Iterator[str]:
+    size = getattr(model, name)
+    if size % by:
+        yield (
+            f"config.model.{name}={size} does not divide over {axis}={by}; give it a divisor of"
+            f" {size}"
+        )

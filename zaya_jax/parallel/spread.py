@@ -1,9 +1,9 @@
 """The spread of a model's work over a mesh: sizes and switches, from which `devices` makes a
 layer's placement.
 
-A `Spread` is static: with `ALONE` the program has no collective. The loss of a spread program is
-the sum over devices, each token counted by one device; gradients of a replicated weight are partial
-sums.
+A `Spread` is static: with `NO_SPREAD` the program has no collective. The loss of a sharded program
+is the sum over devices, each token counted by one device; gradients of a replicated weight are
+partial sums.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jax
 from zaya_jax import config
 
 AXES = ("data", "expert", "context", "tensor")
+TENSOR = "tensor"
 FSDP_DIM = "embed"  # the logical axis of matrices that fsdp spreads over data
 
 
@@ -56,22 +57,24 @@ class Spread:
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
     @property
-    def heads(self) -> int:
+    def head_shards(self) -> int:
         """The number of devices that share attention's heads and the experts' width."""
         return 1 if self.tsp else self.tensor
 
 
-ALONE = Spread()
+NO_SPREAD = Spread()
 
 
 def spread_of(sizes: config.Mesh, shape: Mapping[str, int]) -> Spread:
     """The spread that a config's mesh group asks for, on a mesh of this shape."""
     axes = {axis: shape[axis] for axis in AXES}
+    tsp = sizes.tsp and axes[TENSOR] > 1
+    cut = axes["context"] > 1 or tsp  # whether devices share a sequence
     return Spread(
         **axes,
         fsdp=sizes.fsdp and axes["data"] > 1,
-        tsp=sizes.tsp and axes["tensor"] > 1,
-        ring=sizes.ring and axes["context"] > 1,
+        tsp=tsp,
+        ring=sizes.ring and cut,
         across=sizes.across and axes["context"] > 1,
     )
 
@@ -91,9 +94,10 @@ def gather_over_data(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
 
 
 def share_of_tokens(x: jax.Array, spread: Spread) -> jax.Array:
-    """This device's part of rows that all devices of the tensor axis hold: each row counts for the
-    loss once."""
-    if spread.heads == 1:
+    """This device's part of rows that all devices of the tensor axis hold, so that each row counts
+    once in the loss."""
+    if spread.head_shards == 1:
         return x
-    size = x.shape[0] // spread.heads
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, 0)
+    size, rest = divmod(x.shape[0], spread.head_shards)
+    assert rest == 0  # `sharding.check` guarantees it
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * size, size, 0)

@@ -8,10 +8,11 @@ B H bytes), the outputs and the weights weighed by it (4 B H C and 4 B H). This 
 the number of devices or the length; the compiler makes one message of the last two, so a layer
 waits for two. Rings for comparison are in benchmarks/rivals.py.
 
-All runs inside `jax.shard_map`. Letters: T columns of the whole cache, K key-value heads.
+Everything here runs inside `jax.shard_map`. Letters: T columns of the whole cache, K key-value heads.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,40 +21,33 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.attention import MASKED, attention
-from zaya_jax.model.cache import WHOLE, Cache, Held
-from zaya_jax.model.placement import ALONE, Devices
+from zaya_jax.model.cache import WHOLE_CACHE, CacheLayout, LayerSlice
+from zaya_jax.model.placement import ONE_DEVICE, Devices
 
 # Attention to some keys: its output, its log-sum-exp.
 Attended = tuple[Float[Array, "B H C"], Float[Array, "B H"]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts(Cache):
-    """A cache's keys and values in parts over the `devices` of `axis`."""
+class SplitCache(CacheLayout):
+    """A cache's keys and values in parts over the devices of `axis`."""
 
-    devices: int
+    parts: int
     axis: str = "context"
 
-    @property
-    def parts(self) -> int:  # type: ignore[override]
-        return self.devices
+    def local_length(self, length: int) -> int:
+        return -(-length // self.parts)
 
-    def columns(self, length: int) -> int:
-        return -(-length // self.devices)
-
-    def write(self, held: Held, new: Float[Array, "B S K C"], index: jax.Array) -> Held:
+    def write(self, entry: LayerSlice, new: Float[Array, "B S K C"], column: Any) -> LayerSlice:
         """A prompt's columns begin on the first device; a new column is on the device of its
-        index."""
-        rows = jnp.arange(len(new))
+        number."""
         if new.shape[1] > 1:
-            return held.write(own_columns(new, self.axis), 0, index // self.devices)
-        index = jnp.broadcast_to(index, len(new))
-        place = index // self.devices
-        here = index % self.devices == lax.axis_index(self.axis)
-        old = held.stack[held.layer, rows, place]
-        return held.write_rows(
-            jnp.where(here[:, None, None], new[:, 0].astype(old.dtype), old), place
-        )
+            return entry.write(own_columns(new, self.axis), 0, column // self.parts)
+        rows, column = jnp.arange(len(new)), jnp.broadcast_to(column, len(new))
+        mine = column % self.parts == lax.axis_index(self.axis)
+        old = entry.stack[entry.layer, rows, column // self.parts]
+        new = jnp.where(mine[:, None, None], new[:, 0].astype(old.dtype), old)
+        return entry.write_rows(new, column // self.parts)
 
     def read(self, q, k, v, valid, scale) -> jax.Array:
         """Keys and values are this device's; `valid` covers all columns."""
@@ -67,7 +61,7 @@ class Parts(Cache):
         place b from residue s of start + b N + s, and the key of place j on device r, the distance
         is (b + start / N - j) N + s - r.
         """
-        devices, me, length = self.devices, lax.axis_index(self.axis), q.shape[1]
+        devices, me, length = self.parts, lax.axis_index(self.axis), q.shape[1]
         q = jnp.pad(q, ((0, 0), (0, -length % devices), (0, 0), (0, 0)))
         q = q.reshape(len(q), -1, devices, *q.shape[2:])
 
@@ -91,22 +85,24 @@ class Parts(Cache):
 
 
 @dataclasses.dataclass(frozen=True)
-class InParts(Devices):
+class DecodeDevices(Devices):
     """A mesh whose context axis splits a cache's keys and values; everything else is on every
     device."""
 
     mesh: Mesh
     alone = False
 
-    def cache(self) -> Cache:
+    def cache_layout(self) -> CacheLayout:
         devices = self.mesh.shape["context"]
-        return Parts(devices) if devices > 1 else WHOLE
+        return SplitCache(devices) if devices > 1 else WHOLE_CACHE
 
 
 def cache_over(mesh: Mesh | None) -> Devices:
-    """The devices to decode on with weights on a mesh: all of them if it has a context axis for the
-    cache."""
-    return InParts(mesh) if mesh is not None and mesh.shape.get("context", 1) > 1 else ALONE
+    """The devices to decode on with weights on a mesh: if it has a context axis for the cache, all
+    of them, each with a copy of the weights; otherwise one."""
+    if mesh is None or mesh.shape.get("context", 1) == 1:
+        return ONE_DEVICE
+    return DecodeDevices(mesh)
 
 
 def own_columns(x: Array, axis: str) -> Array:

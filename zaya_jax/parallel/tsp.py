@@ -51,10 +51,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import attention as blockwise
 from pallas_kernels.products import dot, einsum
 from pallas_kernels.rotary import rotate
-from zaya_jax.model.placement import Axes, Weights, Windows
+from zaya_jax.model.placement import LogicalAxes, Weights, Windows
 from zaya_jax.parallel import context
-
-AXIS = "tensor"
+from zaya_jax.parallel.spread import TENSOR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +69,10 @@ class Fetched(Weights):
     def fetched(self) -> bool:
         return True
 
-    def own(self, x: jax.Array, axes: Axes) -> jax.Array:
-        return _fetch(axes.index("heads"), jnp.dtype(self.dtype), x) if "heads" in axes else x
+    def localize(self, x: jax.Array, axes: LogicalAxes) -> jax.Array:
+        if "heads" not in axes:
+            return x
+        return _fetch(axes.index("heads"), jnp.dtype(self.dtype), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,23 +84,32 @@ class Travelling(Weights):
     def mlp(self, function, x, kernels, dtype) -> jax.Array:
         return ring_sum(function, x, kernels, dtype, self.parts)
 
-    def self_attention(self, function, x, kernels, channels, rope, here) -> tuple[jax.Array, None]:
-        rope = [(selected, here.joined(table)) for selected, table in rope]
+    def self_attention(
+        self, function, x, kernels, channels, rope, placement
+    ) -> tuple[jax.Array, None]:
+        rope = [(selected, placement.joined(table)) for selected, table in rope]
         y = travelling_attention(
-            here.joined(x), kernels, channels, rope, here.window, here.at, self.parts, here.windows
+            placement.joined(x),
+            kernels,
+            channels,
+            rope,
+            placement.window,
+            placement.chunks,
+            self.parts,
+            placement.windows,
         )
-        return here.rows(y), None
+        return placement.rows(y), None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fetch(dim, dtype, part):
-    gather = functools.partial(lax.all_gather, axis_name=AXIS, axis=dim, tiled=True)
+    gather = functools.partial(lax.all_gather, axis_name=TENSOR, axis=dim, tiled=True)
     return _as_bits(gather, part.astype(dtype)).astype(part.dtype)
 
 
 _fetch.defvjp(
     lambda dim, dtype, part: (_fetch(dim, dtype, part), None),
-    lambda dim, dtype, _, d: (lax.psum_scatter(d, AXIS, scatter_dimension=dim, tiled=True),),
+    lambda dim, dtype, _, d: (lax.psum_scatter(d, TENSOR, scatter_dimension=dim, tiled=True),),
 )
 
 
@@ -167,7 +177,7 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 def _pass_on(tree, parts):
     pairs = [(i, (i + 1) % parts) for i in range(parts)]
-    return jax.tree.map(lambda x: _as_bits(lambda bits: lax.ppermute(bits, AXIS, pairs), x), tree)
+    return jax.tree.map(lambda x: _as_bits(lambda bits: lax.ppermute(bits, TENSOR, pairs), x), tree)
 
 
 def _as_bits(move, x):
@@ -187,7 +197,7 @@ def _add(a, b):
     return jax.tree.map(jnp.add, a, b)
 
 
-class _Sizes(NamedTuple):
+class _RoundSizes(NamedTuple):
     """The static sizes of a round."""
 
     parts: int  # devices that share the weights
@@ -204,8 +214,8 @@ class _Sizes(NamedTuple):
         return (self.group + 2) * self.channels
 
 
-class _Where(NamedTuple):
-    """The arrays of a round that are not weights and have no gradient."""
+class _Masks(NamedTuple):
+    """Positions and masks: the arrays of a round that have no gradient."""
 
     rope: Any
     window: Int[Array, ""] | None
@@ -219,7 +229,7 @@ def travelling_attention(
     channels: int,
     rope: list[tuple[Any, jax.Array]],
     window: jax.Array | None,
-    place: context.Chunks,
+    chunks: context.Chunks,
     parts: int,
     windows: Windows = (None,),
 ) -> Float[Array, "B S/N D"]:
@@ -227,19 +237,19 @@ def travelling_attention(
     with its heads."""
     q, k, v, o = weights
     rounds = k.shape[1] // channels
-    sizes = _Sizes(
-        parts, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype, windows
+    sizes = _RoundSizes(
+        parts, chunks.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype, windows
     )
     by_round = (w.reshape(sizes.model, rounds, -1).transpose(1, 0, 2) for w in (q, k, v))
     columns = jnp.concatenate(list(by_round), axis=-1).reshape(rounds, -1)
     packed = jnp.concatenate([columns, o.reshape(rounds, -1)], axis=1)
     window = None if window is None else jnp.asarray(window, jnp.int32)
-    return _attention(sizes, x, packed, _Where(rope, window, place.starts, place.segments))
+    return _attention(sizes, x, packed, _Masks(rope, window, chunks.starts, chunks.segments))
 
 
 def _fetch_round(part, sizes):
     """All devices' columns [N, D, (G + 2) C] and rows [N G C, D] of a round."""
-    whole = _as_bits(lambda bits: lax.all_gather(bits, AXIS), part.astype(sizes.dtype))
+    whole = _as_bits(lambda bits: lax.all_gather(bits, TENSOR), part.astype(sizes.dtype))
     columns, rows = jnp.split(whole, (sizes.model * sizes.columns,), axis=1)
     return columns.reshape(sizes.parts, sizes.model, -1), rows.reshape(-1, sizes.model)
 
@@ -262,86 +272,87 @@ def _output(sizes, out, rows):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(sizes, x, packed, where):
-    return _attention_fwd(sizes, x, packed, where)[0]
+def _attention(sizes, x, packed, masks):
+    return _attention_fwd(sizes, x, packed, masks)[0]
 
 
-def _attention_fwd(sizes, x, packed, where):
+def _attention_fwd(sizes, x, packed, masks):
     scale = blockwise.softmax_scale(sizes.channels)
 
     def compute(weights, y):
         columns, rows = weights
-        q, kv = _project(sizes, where.rope, x, columns)
-        found = []
-        whole = context.gather(kv, sizes.axes)
-        for visits, arrays, masks in context.early_and_late(
-            whole, where, where.window, sizes.windows, q
+        q, kv = _project(sizes, masks.rope, x, columns)
+        outs, lses = [], []
+        kv = context.gather(kv, sizes.axes)
+        for half in context.early_and_late(
+            kv, masks.starts, masks.segments, masks.window, sizes.windows, q
         ):
-            with visits:
-                found.append(blockwise.attention(*arrays, *masks, scale=scale))
-        out, lse = (
-            checkpoint_name(jnp.concatenate(x, axis=1), blockwise.SAVED)
-            for x in zip(*found, strict=True)
-        )
+            with half.cost:
+                out, lse = blockwise.attention(*half.arrays, *half.masks, scale=scale)
+            outs.append(out)
+            lses.append(lse)
+        out = checkpoint_name(jnp.concatenate(outs, axis=1), blockwise.SAVED)
+        lse = checkpoint_name(jnp.concatenate(lses, axis=1), blockwise.SAVED)
         return y + _output(sizes, out, rows), (out, lse)
 
     def step(carry, following):
         weights, y = carry
         following = _fetch_round(following, sizes)
-        y, found = compute(weights, y)
-        return (following, y), found
+        y, kept = compute(weights, y)
+        return (following, y), kept
 
     first = _fetch_round(packed[0], sizes)
-    (weights, y), found = lax.scan(step, (first, jnp.zeros(x.shape, jnp.float32)), packed[1:])
+    (weights, y), kept = lax.scan(step, (first, jnp.zeros(x.shape, jnp.float32)), packed[1:])
     y, last = compute(weights, y)
-    return y, (x, packed, where, found, last)
+    return y, (x, packed, masks, kept, last)
 
 
 def _attention_bwd(sizes, saved, dy):
-    x, packed, where, found, last = saved
+    x, packed, masks, kept, last = saved
     scale = blockwise.softmax_scale(sizes.channels)
 
     def compute(weights, dx, out, lse):
         columns, rows = _wide(weights)
         d_out, d_rows = jax.vjp(functools.partial(_output, sizes), out, rows)[1](dy)
-        (q, kv), back = jax.vjp(functools.partial(_project, sizes, where.rope), x, columns)
-        whole, home = jax.vjp(lambda kv: context.gather(kv, sizes.axes), kv)
-        local = q, out, lse, d_out
-        found = []
-        for visits, arrays, masks in context.early_and_late(
-            whole, where, where.window, sizes.windows, *local
+        (q, kv), back = jax.vjp(functools.partial(_project, sizes, masks.rope), x, columns)
+        gathered, scatter = jax.vjp(lambda kv: context.gather(kv, sizes.axes), kv)
+        halves = []
+        for half in context.early_and_late(
+            gathered, masks.starts, masks.segments, masks.window, sizes.windows, q, out, lse, d_out
         ):
-            with visits:
-                found.append(
-                    blockwise.attention_gradients(arrays[:3], arrays[3:], *masks, scale=scale)
+            arrays = half.arrays
+            with half.cost:
+                halves.append(
+                    blockwise.attention_gradients(arrays[:3], arrays[3:], *half.masks, scale=scale)
                 )
-        early, late = found
-        # Late queries see all keys, early ones the first half: summed in float32, and sent home in
-        # the compute format.
-        unseen = [(0, 0), (0, late[1].shape[1] - early[1].shape[1]), (0, 0), (0, 0)]
-        d_kv = [
-            (b + jnp.pad(a, unseen)).astype(kv.dtype)
-            for a, b in zip(early[1:], late[1:], strict=True)
-        ]
-        (d_kv,) = home(jnp.concatenate(d_kv, axis=-1))
+        early, late = halves
+        d_kv = [_seen_by_both(a, b, kv.dtype) for a, b in zip(early[1:], late[1:], strict=True)]
+        (d_kv,) = scatter(jnp.concatenate(d_kv, axis=-1))
         d_q = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
         d_x, d_columns = back((d_q, d_kv))
         flat = [d.reshape(sizes.parts, -1) for d in (d_columns, d_rows)]
-        gradients = lax.psum_scatter(jnp.concatenate(flat, axis=1), AXIS)
+        gradients = lax.psum_scatter(jnp.concatenate(flat, axis=1), TENSOR)
         return dx + d_x.astype(jnp.float32), gradients
 
     def step(carry, inputs):
         weights, dx = carry
-        following, found = inputs
+        following, of_round = inputs
         following = _fetch_round(following, sizes)
-        dx, gradients = compute(weights, dx, *found)
+        dx, gradients = compute(weights, dx, *of_round)
         return (following, dx), gradients
 
     first = _fetch_round(packed[0], sizes)
     start = (first, jnp.zeros(x.shape, jnp.float32))
-    (weights, dx), gradients = lax.scan(step, start, (packed[1:], found))
+    (weights, dx), gradients = lax.scan(step, start, (packed[1:], kept))
     dx, last_gradients = compute(weights, dx, *last)
     return dx.astype(x.dtype), jnp.concatenate([gradients, last_gradients[None]]), None
+
+
+def _seen_by_both(early, late, dtype):
+    """The gradient of keys or values: late queries see all of them, early ones the first half.
+    Summed in float32, and sent home in the compute format."""
+    unseen = late.shape[1] - early.shape[1]
+    return (late + jnp.pad(early, [(0, 0), (0, unseen), (0, 0), (0, 0)])).astype(dtype)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

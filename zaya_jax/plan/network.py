@@ -62,7 +62,7 @@ def _links(
     cluster = cluster.of_devices(grid.num_devices)
     chosen = tuple(axis for axis in grid.names if axis in axes)
     others = tuple(axis for axis in grid.names if axis not in axes)
-    group = group or tuple(grid.groups(others, chosen)[0].tolist())
+    group = group or tuple(grid.device_groups(others, chosen)[0].tolist())
     if across:
         order = across_nodes(dict(sizes), cluster.node)
         group = tuple(order[place] for place in group)
@@ -83,7 +83,9 @@ def _early_gradient_sums(case: StepCase) -> Iterator[Flow]:
     for groups in ways[0].levels if ways else ():
         group = tuple(groups[0].tolist()) if len(groups) > 1 else ()
         wire = left * (1 - 1 / groups.shape[1])
-        yield Flow(PREFETCH, "reduce-scatter", wire, ways[0].bucket.shared, ways[0].layers, group)
+        yield Flow(
+            PREFETCH, "reduce-scatter", wire, ways[0].bucket.replica_axes, ways[0].layers, group
+        )
         left -= wire
 
 
@@ -95,11 +97,11 @@ def _exchange(case: StepCase) -> Iterator[Flow]:
     summed: dict[tuple[str, ...], float] = collections.defaultdict(float)
     for name in layout.methods:
         kinds = case.exchange_bytes(name)
-        axes = layout.bucket[name].shared
+        axes = layout.bucket_of[name].replica_axes
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
         if way := case.early_buckets.get(name):
-            yield Flow(GRADIENTS, "all-to-all", 4.0 * way.sent, axes, way.rounds)
+            yield Flow(GRADIENTS, "all-to-all", 4.0 * way.sent, axes, way.stages)
         else:
             scattered[axes] += kinds["reduce-scatter"] * cut
         yield Flow(UPDATES, "all-gather", kinds["all-gather"] * cut, axes, 1)
@@ -143,20 +145,18 @@ def _layers(case: StepCase) -> Iterator[Flow]:
             * m.hidden_size
         )
         yield Flow(BLOCKING, "neighbour", mb * layers * 4 * edge, s.sequence_axes, mb * layers * 4)
-    if s.heads > 1:
+    if s.head_shards > 1:
         passes = (4 + again) * mb * layers  # a sum after each block, forward and backward
         yield Flow(
             BLOCKING,
             "all-reduce",
-            passes * have["x2"] * 2 * (s.heads - 1) / s.heads,
+            passes * have["x2"] * 2 * (s.head_shards - 1) / s.head_shards,
             ("tensor",),
             passes,
         )
     if s.expert_axes and m.model_type == "zaya":
         group = math.prod(getattr(s, axis) for axis in s.expert_axes)
-        span = s.expert * s.context * s.tensor
-        slots = span <= dispatch.HOST_DEVICES
-        rows = dispatch.slot_rows(case.tokens, group) * group if slots else case.tokens
+        rows = dispatch.slot_rows(case.tokens, group) * group
         each = itemsize(case.config.precision.compute) * rows * m.hidden_size * (group - 1) / group
         passes = mb * layers * (6 if again else 4)
         yield Flow(BLOCKING, "all-to-all", passes * each, s.expert_axes, passes)
