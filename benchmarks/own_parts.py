@@ -24,14 +24,14 @@ class Sum(nnx.Module):
     def __call__(self, y, h, gate=None):
         return h + (y if gate is None else y * gate[..., None])
 
-    def and_read(self, y, h, norm, dtype, into, into_dtype) -> tuple:
+    def join_norm_project(self, y, h, norm, dtype, linear, linear_dtype) -> tuple:
         """The stream after it, its norm, and that norm's product with a kernel."""
         h = h + y
         x = norm(h)
         return (
             h,
             x.astype(dtype),
-            jnp.matmul(x.astype(into_dtype), into.kernel[...], precision="highest"),
+            jnp.matmul(x.astype(linear_dtype), linear.kernel[...], precision="highest"),
         )
 
 
@@ -46,8 +46,8 @@ class Unscaled(zj.Layer):
 class Alone(zj.Router):
     """No depth averaging: nothing comes from the router below."""
 
-    def __call__(self, seen, stream, balance):
-        return super().__call__(seen, jnp.zeros_like(stream), balance)
+    def __call__(self, projected, stream, balance):
+        return super().__call__(projected, jnp.zeros_like(stream), balance)
 
 
 def chosen(logits, balance) -> tuple[jax.Array, jax.Array]:
@@ -60,8 +60,8 @@ def chosen(logits, balance) -> tuple[jax.Array, jax.Array]:
 class NoSkip(zj.Router):
     """No class that skips."""
 
-    def __call__(self, seen, stream, balance):
-        _, _, logits, stream = super().__call__(seen, stream, balance)
+    def __call__(self, projected, stream, balance):
+        _, _, logits, stream = super().__call__(projected, stream, balance)
         logits = logits.at[:, -1].set(-jnp.inf)
         return *chosen(logits, balance.at[-1].set(-jnp.inf)), logits, stream
 
@@ -74,8 +74,8 @@ class Linear(zj.Router):
         super().__init__(rngs, model, precision)
         del self.eda, self.norm, self.fc1, self.fc2, self.out
 
-    def __call__(self, seen, stream, balance):
-        logits = seen + self.down.bias[...]
+    def __call__(self, projected, stream, balance):
+        logits = projected + self.down.bias[...]
         return *chosen(logits, balance), logits, stream
 
 
@@ -92,8 +92,8 @@ class Auxiliary(zj.Router):
     """Switch Transformer's loss: ALPHA E times the sum over experts of a share of tokens times a
     mean probability."""
 
-    def __call__(self, seen, stream, balance):
-        choice, gate, logits, stream = super().__call__(seen, stream, balance)
+    def __call__(self, projected, stream, balance):
+        choice, gate, logits, stream = super().__call__(projected, stream, balance)
         share = jnp.mean(jax.nn.one_hot(choice, logits.shape[-1]), axis=0)
         loss = ALPHA * (len(share) - 1) * jnp.sum(share * jnp.mean(jax.nn.softmax(logits), axis=0))
         return choice, carrying(gate, loss), logits, stream

@@ -158,15 +158,15 @@ def folded_layer() -> type:
     from zaya_jax.model.placement import Placement
     from zaya_jax.parallel import context
 
-    def block(fn, x, here):
-        gather = lambda x: context.gather(here.joined(x), here.at.axes)  # noqa: E731
+    def block(fn, x, placement):
+        gather = lambda x: context.gather(placement.joined(x), placement.chunks.axes)  # noqa: E731
         y = fn(gather(x.astype(jnp.bfloat16)))
         return jax.linear_transpose(gather, jax.ShapeDtypeStruct(x.shape, y.dtype))(y)[0]
 
     class FoldedLayer(dense.DenseLayer):
-        def __call__(self, h, stream, balance, rope, here):
-            whole = Placement(here.at.segments)
-            rope = [(None, context.gather(here.joined(rope[0][1]), here.at.axes))]
+        def __call__(self, h, router_state, balance, rope, placement):
+            whole = Placement(placement.chunks.segments)
+            rope = [(None, context.gather(placement.joined(rope[0][1]), placement.chunks.axes))]
             part = self.attention
 
             def heads(x):
@@ -179,9 +179,9 @@ def folded_layer() -> type:
                 weights = tuple(w.kernel[...] for w in (self.mlp.gate, self.mlp.up, self.mlp.down))
                 return dense.gated_mlp(x, weights).astype(x.dtype)
 
-            h = h + block(heads, self.attn_norm(h), here)
-            h = h + block(mlp, self.mlp_norm(h), here)
-            return h, stream, jnp.zeros(h.shape[0] * h.shape[1], jnp.int32), None, None
+            h = h + block(heads, self.attn_norm(h), placement)
+            h = h + block(mlp, self.mlp_norm(h), placement)
+            return h, router_state, jnp.zeros(h.shape[0] * h.shape[1], jnp.int32), None, None
 
     return FoldedLayer
 

@@ -124,7 +124,7 @@ def main() -> int:
     if tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer, so it cannot generate text")
 
-    def rows(prompts: list[list[int]], ends: list[int]) -> decode.Generation:
+    def rows(prompts: list[list[int]], ends: list[int]) -> decode.Continuation:
         return model.continued(
             prompts,
             args.num_tokens,
@@ -133,14 +133,14 @@ def main() -> int:
             ends=[tokenizer.eos_id, *ends],
         )
 
-    def say_cache(rows: decode.Generation, count: int) -> None:
+    def say_cache(rows: decode.Continuation, count: int) -> None:
         own, precision = model.config.model, model.config.precision
-        a_token, a_row, here = decode.cache_bytes(
-            own, precision, rows.rows, rows.columns, tree.cache_over(model.mesh)
+        per_token, per_row, here = decode.cache_bytes(
+            own, precision, rows.num_rows, rows.cache_length, tree.cache_over(model.mesh)
         )
         print(
-            f"cache: {a_token:,} bytes a token and {a_row:,} a row, {here / 2**20:,.1f} MiB on a"
-            f" device for {count} of up to {rows.columns:,} tokens",
+            f"cache: {per_token:,} bytes a token and {per_row:,} a row, {here / 2**20:,.1f} MiB on a"
+            f" device for {count} of up to {rows.cache_length:,} tokens",
             file=sys.stderr,
             flush=True,
         )

@@ -27,16 +27,16 @@ BUDGET = {
     "zaya_jax/evaluate": 430,
     "zaya_jax/guard": 660,
     "zaya_jax/hardware": 595,
-    "zaya_jax/model": 1_440,
-    "zaya_jax/optim": 1_370,
-    "zaya_jax/parallel": 1_060,
+    "zaya_jax/model": 1_520,
+    "zaya_jax/optim": 1_460,
+    "zaya_jax/parallel": 1_040,
     "zaya_jax/plan": 835,
     "zaya_jax/pytorch": 1_025,
     "zaya_jax/report": 1_210,
     "zaya_jax/text": 2_190,
     "zaya_jax/training": 1_680,
     "zaya_jax/*.py": 1_540,
-    "zaya_jax": 22_485,
+    "zaya_jax": 22_610,
     "pallas_kernels": 3_830,
     "experiments": 2_600,
     "benchmarks": 2_280,
@@ -336,7 +336,7 @@ def test_heavy_packages_are_imported_where_the_table_says():
 
 
 # Public classes of one name that still stood twice on 26 November 2026; none may be added.
-STAND_TWICE = {"Asked", "Guard", "Held", "Rows", "Rule", "State"}
+STAND_TWICE = {"Asked", "Guard"}
 
 
 def test_no_public_class_name_stands_twice():

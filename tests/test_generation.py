@@ -156,7 +156,7 @@ def test_rows_stop_each_by_itself(weights):
 
     def generate(stop=(), ends=()):
         decoder, ends = decode.Decoder(*weights, EXACT), [BYTES.eos_id, *ends]
-        rows = decode.Generation(
+        rows = decode.Continuation(
             decoder, prompts, 20, seeds=[1, 2, 3], sampling=Sampling(5.0), ends=ends
         )
         return generation.generate(rows, BYTES, prompts, stop)

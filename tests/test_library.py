@@ -298,8 +298,8 @@ class Unshared(zj.Layer):
         super().__init__(rngs, model, precision)
         self.share = zj.weight(rngs, (model.hidden_size,), ("embed",), "ones")
 
-    def __call__(self, h, stream, balance, rope, here):
-        new, *others = super().__call__(h, stream, balance, rope, here)
+    def __call__(self, h, router_state, balance, rope, placement):
+        new, *others = super().__call__(h, router_state, balance, rope, placement)
         return h + self.share[...] * (new - h), *others
 
 
@@ -393,7 +393,7 @@ def test_it_continues_whatever_it_is_given(model, ids):
     assert model.tokenizer.decode(new) == answers[0]
     for wrong in ([], {}, {"x": 1}, [{"x": 1}], ["a", [1]], [1, 264], [[]]):
         with pytest.raises(
-            zj.UserError, match=r"prompt=|a conversation is a list of turns|prompt 1 of 1 (has|is)"
+            zj.UserError, match=r"prompt=|a conversation is a list of turns|prompt 1 of 1"
         ):
             model.generate(wrong, 2)
 

@@ -12,7 +12,7 @@ from refusals import refusal
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, UserError, check, to_dict
-from zaya_jax.parallel.spread import ALONE
+from zaya_jax.parallel.spread import NO_SPREAD
 from zaya_jax.training import notes, recipe
 
 
@@ -239,7 +239,7 @@ def test_a_micro_batch_is_at_most_a_batch(phases):
     ]
     assert schedule.phase_config(given, plan.segments[0].phase).data.micro_batch == 8
     many = dataclasses.replace(given, eval=dataclasses.replace(given.eval, windows=100))
-    assert recipe.eval_rows(many, plan.segments[0].phase, ALONE) == 8
+    assert recipe.eval_rows(many, plan.segments[0].phase, NO_SPREAD) == 8
 
 
 def test_what_model_and_data_see():

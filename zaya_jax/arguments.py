@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint.run import claims
 from zaya_jax.config import Config, Precision, UserError, fields, shown
-from zaya_jax.model.layer import check_named
+from zaya_jax.model.layer import refuse_custom_parts
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
@@ -26,7 +26,7 @@ def config_of(given: AnyConfig) -> Config:
     """The checked config of anything that holds one; a name stands for a file in
     experiments/configs."""
     if isinstance(given, Config):
-        check_named(given.model)
+        refuse_custom_parts(given.model)
         given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
         given = given if isinstance(given, ConfigDict) else dict(given)

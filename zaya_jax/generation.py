@@ -22,7 +22,7 @@ LONGEST = 64  # tokens that are decoded together until their text is whole
 
 
 def stream(
-    rows: decode.Generation,
+    rows: decode.Continuation,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     stop: Sequence[str] = (),
@@ -43,7 +43,7 @@ def stream(
 
 
 def generate(
-    rows: decode.Generation,
+    rows: decode.Continuation,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     stop: Sequence[str] = (),
@@ -182,7 +182,7 @@ def _form(row: Any) -> Literal["text", "chat", "ids"]:
 
 
 def results(
-    generation: decode.Generation,
+    generation: decode.Continuation,
     prompt: ParsedPrompt,
     rows: Sequence[list[int]],
     tokenizer: Tokenizer | None,

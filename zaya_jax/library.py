@@ -32,7 +32,7 @@ from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, UserError, shown
 from zaya_jax.hardware import host, sizing
 from zaya_jax.model import decode, zaya
-from zaya_jax.model.layer import check_named, with_own
+from zaya_jax.model.layer import customized, refuse_custom_parts
 from zaya_jax.model.router import Router
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import tree
@@ -295,9 +295,9 @@ class LanguageModel:
 
     def continued(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
-    ) -> decode.Generation:
+    ) -> decode.Continuation:
         """Continues lists of ids of any lengths piece by piece; options are those of
-        `decode.Generation`.
+        `decode.Continuation`.
 
         A mesh with several devices on `context` holds the cache in parts over them. On another one,
         the weights are gathered on the first device.
@@ -305,7 +305,7 @@ class LanguageModel:
         >>> [len(new) for new in model.continued([[256, 97], [256]], 4).more()]
         [1, 1]
         """
-        return decode.Generation(self._decoder(), prompts, num_tokens, **options)
+        return decode.Continuation(self._decoder(), prompts, num_tokens, **options)
 
     def on_one_device(self) -> tuple[dict, jax.Array]:
         """(parameters, balancing biases) as they are, or gathered from a mesh on its first device.
@@ -324,7 +324,7 @@ class LanguageModel:
         >>> zj.load(model.save(folder / "saved")).loss(ids, ids) == model.loss(ids, ids)
         True
         """
-        check_named(self.config.model)
+        refuse_custom_parts(self.config.model)
         target = arguments.new_folder(directory)
         config = arguments.as_begun(
             self.config, target / "tokenizer" if self._origin.tokenizer_file_contents() else None
@@ -338,7 +338,7 @@ class LanguageModel:
         >>> model.to_hf(folder / "hf").name
         'hf'
         """
-        check_named(self.config.model)
+        refuse_custom_parts(self.config.model)
         return exchange.to_hf(self._as_any_model(), arguments.new_folder(directory), dtype)
 
     def _as_any_model(self) -> AnyModel:
@@ -457,7 +457,7 @@ def create(
     elif tokenizer:
         settings = tokenizers.with_model_ids(settings, tokenizer)
     settings = dataclasses.replace(
-        settings, model=with_own(settings.model, layer=layer, router=router)
+        settings, model=customized(settings.model, layer=layer, router=router)
     )
     settings, over = arguments.with_mesh(settings, mesh)
     kernels.choose_tiles(settings, jax.devices()[0])

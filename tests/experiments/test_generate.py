@@ -168,7 +168,10 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         (["--model={empty}"], "holds no model; give"),
         (["--model={run}@4"], "no checkpoint of step 4; it has 3, 5"),
         (["--model={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
-        (["--model={run}", "--num_tokens=64"], "more than the model's max_position_embeddings=64"),
+        (
+            ["--model={run}", "--num_tokens=64"],
+            "that exceeds the model's max_position_embeddings=64",
+        ),
         (["--model={run}", "--num_tokens=0"], "argument --num_tokens: '0' must be at least 1"),
         (
             ["--model={run}", "--temperature=nan"],

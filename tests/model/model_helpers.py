@@ -56,3 +56,8 @@ def weights(model, seed=0):
     params = [jnp.asarray(draw(path, shape), jnp.float32) for path, shape in leaves]
     bias = 0.05 * rng.standard_normal((model.num_hidden_layers, model.num_experts + 1), np.float32)
     return jax.tree.unflatten(treedef, params), jnp.asarray(bias)
+
+
+def cache_bytes(rows):
+    """The bytes of a continuation's cache on all devices together, copies included."""
+    return sum(part.data.nbytes for x in rows._cache.values() for part in x.addressable_shards)

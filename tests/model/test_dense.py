@@ -15,8 +15,8 @@ from zaya_jax import config
 from zaya_jax.config import Model, Rope, RopeKinds
 from zaya_jax.hardware.chips import model_flops
 from zaya_jax.model import decode, zaya
-from zaya_jax.model.placement import Rows
-from zaya_jax.parallel.tree import InParts
+from zaya_jax.model.placement import TokenRows
+from zaya_jax.parallel.tree import DecodeDevices
 
 
 def small(**changes):
@@ -41,7 +41,7 @@ def small(**changes):
 def run(model, params, bias, *rows):
     with jax.default_matmul_precision("highest"):
         apply = jax.jit(functools.partial(zaya.apply, model, precision=EXACT))
-        return apply(params, bias, Rows(*rows))
+        return apply(params, bias, TokenRows(*rows))
 
 
 def definition(model, params, ids):
@@ -110,7 +110,7 @@ def test_cached_decoding_is_the_whole_pass():
             (4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
         )
         in_parts = decode.generate(
-            decode.Decoder(model, params, bias, EXACT, InParts(mesh)), ids, 6
+            decode.Decoder(model, params, bias, EXACT, DecodeDevices(mesh)), ids, 6
         )
     assert in_parts == new
     new = jnp.asarray(new)

@@ -16,7 +16,7 @@ from zaya_jax.compiled import buffers, hlo
 from zaya_jax.config import LAYER_KINDS, Model, Precision
 from zaya_jax.hardware import targets
 from zaya_jax.model import decode, zaya
-from zaya_jax.model.placement import Rows
+from zaya_jax.model.placement import TokenRows
 from zaya_jax.model.sampling import Sampling
 
 FULL, SLIDING, LINEAR = LAYER_KINDS
@@ -32,14 +32,15 @@ def token(model, precision, rows, length):
     """The arguments of the program of further tokens, as shapes, and its cache."""
     shape = jax.ShapeDtypeStruct
     params, head = jax.eval_shape(
-        lambda p: zaya.rounded(model, p, precision), zaya.abstract(model, precision)
+        lambda p: zaya.cast_for_products(model, p, precision), zaya.abstract(model, precision)
     )
     balance = shape((model.num_hidden_layers, model.num_experts + 1), jnp.float32)
     each, one = shape((rows,), jnp.int32), shape((), jnp.int32)
-    drawing = like(Sampling().numbers()), shape((rows,), jnp.uint32), shape((4,), jnp.int32)
+    seeds, ends = shape((rows,), jnp.uint32), shape((4,), jnp.int32)
+    drawing = decode.Drawing(like(Sampling().arrays()), seeds, ends)
     cache = jax.eval_shape(lambda: decode._empty_cache(model, precision, rows, length))
-    going_on = (each, each, each, one)
-    return (params, balance, head, going_on, drawing, shape((rows,), bool), one), cache
+    carry = decode.Carry(each, each, each, one)
+    return (params, balance, head, carry, drawing, shape((rows,), bool), one), cache
 
 
 def piece(model, precision, rows, size):
@@ -47,11 +48,14 @@ def piece(model, precision, rows, size):
     (params, balance, *_), _ = token(model, precision, rows, size)
     shape = jax.ShapeDtypeStruct
     ids, hidden = shape((rows, size), jnp.int32), shape((rows, model.hidden_size), jnp.float32)
-    return params, balance, ids, shape((rows,), jnp.int32), hidden
+    counts, start = shape((rows,), jnp.int32), shape((), jnp.int32)
+    return params, balance, ids, None, counts, hidden, start
 
 
 def go_on(arguments, cache, model, precision):
-    return decode._go_on(arguments, cache, model, precision, decode.ALONE, Sampling().kind)
+    return decode._next_tokens(
+        arguments, cache, model, precision, decode.ONE_DEVICE, Sampling().variant
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,8 +104,8 @@ def test_no_program_has_a_copy_of_a_layers_experts(rows, size):
         .memory_analysis()
     )
     assert taken.temp_size_in_bytes < a_layer / 4
-    prompt = decode._piece.lower(
-        piece(model, EXACT, rows, size), None, size, model, EXACT, decode.ALONE
+    prompt = decode._prefill_piece.lower(
+        piece(model, EXACT, rows, size), None, size, model, EXACT, decode.ONE_DEVICE
     )
     assert prompt.compile().memory_analysis().temp_size_in_bytes < a_layer / 2
 
@@ -132,24 +136,31 @@ def test_rounding_once_changes_no_bit(kind):
     model = model_helpers.small(**(DENSE if kind == "dense" else {}))
     params, bias = model_helpers.weights(model)
     precision = Precision(compute="bfloat16")
-    once, head = zaya.rounded(model, params, precision)
+    once, head = zaya.cast_for_products(model, params, precision)
     names = {
         path[-2].key if path[-1].key in ("kernel", "bias") else path[-1].key
         for path, x in jax.tree.leaves_with_path(once)
         if x.dtype == jnp.bfloat16
     }
     assert names == set(
-        sum((zaya.ROUNDED[block] for block in zaya.ROUNDED if block in params["layers"]), ())
+        sum(
+            (
+                zaya.PRODUCT_WEIGHTS[block]
+                for block in zaya.PRODUCT_WEIGHTS
+                if block in params["layers"]
+            ),
+            (),
+        )
     )
     ids = np.arange(10, dtype=np.int32)[None]
     run = jax.jit(
         lambda params, head: (
-            out := zaya.apply(model, params, bias, Rows(ids), precision=precision).hidden,
+            out := zaya.apply(model, params, bias, TokenRows(ids), precision=precision).hidden,
             zaya.logits(model, head, out, precision),
         )
     )
     for a, b in zip(run(once, head), run(params, params), strict=True):
         np.testing.assert_array_equal(a, b)
-    same, head = zaya.rounded(model, params, EXACT)
+    same, head = zaya.cast_for_products(model, params, EXACT)
     assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(params), strict=True))
     assert head["embed"]["embedding"] is params["embed"]["embedding"]

@@ -13,7 +13,7 @@ from rows import slow
 from zaya_jax import config
 from zaya_jax.hardware import chips
 from zaya_jax.model import zaya
-from zaya_jax.model.placement import Rows
+from zaya_jax.model.placement import TokenRows
 
 EXACT = model_helpers.EXACT
 FULL, SLIDING, LINEAR = config.LAYER_KINDS
@@ -38,10 +38,10 @@ def test_traces_are_those_of_each_layer_in_turn():
     params, bias = model_helpers.weights(model)
     ids = np.arange(6)[None]
     run = jax.jit(functools.partial(zaya.apply, precision=EXACT, trace=True), static_argnums=0)
-    out = run(model, params, bias, Rows(ids))
+    out = run(model, params, bias, TokenRows(ids))
     assert out.counts.shape == (4, 4)
     below = params | {"layers": jax.tree.map(lambda x: x[:3], params["layers"])}
-    part = run(mixed(*model.kinds[:3]), below, bias[:3], Rows(ids))
+    part = run(mixed(*model.kinds[:3]), below, bias[:3], TokenRows(ids))
     np.testing.assert_allclose(part.hidden_states, out.hidden_states[:3], atol=1e-5)
     np.testing.assert_array_equal(part.counts, out.counts[:3])
 
@@ -50,7 +50,9 @@ def test_a_stretch_is_traced_whatever_the_number_of_layers():
     def loops(repeats):
         model = mixed(*(LINEAR, FULL) * repeats)
         args = zaya.abstract(model), jnp.zeros((2 * repeats, 4)), jnp.zeros((1, 8), jnp.int32)
-        apply = jax.jit(lambda p, b, i: zaya.apply(model, p, b, Rows(i), precision=EXACT).hidden)
+        apply = jax.jit(
+            lambda p, b, i: zaya.apply(model, p, b, TokenRows(i), precision=EXACT).hidden
+        )
         return apply.lower(*args).compile().as_text().count(" while(")
 
     assert loops(2) == loops(5)
@@ -72,7 +74,7 @@ def test_no_second_copy_of_the_weights_is_kept(remat):
 
     def total(params, bias):
         return zaya.apply(
-            model, params, bias, Rows(jnp.zeros((1, 8), jnp.int32)), remat=remat
+            model, params, bias, TokenRows(jnp.zeros((1, 8), jnp.int32)), remat=remat
         ).hidden.sum()
 
     taken = jax.jit(jax.grad(total)).lower(like, bias).compile().memory_analysis()

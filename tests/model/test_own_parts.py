@@ -13,7 +13,7 @@ from rows import slow
 import zaya_jax as zj
 from benchmarks import ablations, own_parts
 from zaya_jax.model import zaya
-from zaya_jax.model.layer import Experts, with_own
+from zaya_jax.model.layer import Experts, customized
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, head_dim=4, moe_intermediate_size=8)
 WIDTH, TOKENS = 24, 40
@@ -104,11 +104,11 @@ def test_every_variant_takes_a_step(name, monkeypatch):
 class NormedExperts(Experts):
     """Their matrices have a mean square of 1/4, whatever the weights are."""
 
-    def __call__(self, x, choice, gate, here):
+    def __call__(self, x, choice, gate, placement):
         graph, weights = nnx.split(self)
         half = lambda w: w / (2 * jnp.sqrt(jnp.mean(w**2, axis=(1, 2), keepdims=True)))  # noqa: E731
         return Experts.__call__(
-            nnx.merge(graph, jax.tree.map(half, weights)), x, choice, gate, here
+            nnx.merge(graph, jax.tree.map(half, weights)), x, choice, gate, placement
         )
 
 
@@ -121,9 +121,9 @@ class Normed(zj.Layer):
 class AroundExperts(zj.Layer):
     """The usual class of experts, called with other weights than its own."""
 
-    def __call__(self, h, stream, balance, rope, here):
+    def __call__(self, h, router_state, balance, rope, placement):
         self.experts.down[...] = self.experts.down[...] * 3
-        return super().__call__(h, stream, balance, rope, here)
+        return super().__call__(h, router_state, balance, rope, placement)
 
 
 class MlpAlone(zj.Layer):
@@ -137,15 +137,15 @@ class MlpAlone(zj.Layer):
             shape = (model.hidden_size,) * 2
             setattr(self.mlp, name, zj.weight(rngs, shape, ("embed", "embed"), 0.2))
 
-    def __call__(self, h, stream, balance, rope, here):
-        x, h = self.attn_norm.read(h, self.dtype)
-        y, cache = self.cca(x, rope, here)
+    def __call__(self, h, router_state, balance, rope, placement):
+        x, h = self.attn_norm.norm_and_stream(h, self.dtype)
+        y, cache = self.cca(x, rope, placement)
         h = self.attn_join(y, h)
         x = self.moe_norm(h).astype(jnp.float32)
         up = jax.nn.silu(x @ self.mlp.gate[...]) * (x @ self.mlp.up[...])
         h = self.moe_join(up @ self.mlp.down[...], h, jnp.ones(h.shape[:-1]))
-        choice = jnp.zeros(stream.shape[:1], jnp.int32)
-        return h, stream, choice, jnp.zeros((len(choice), len(balance))), cache
+        choice = jnp.zeros(router_state.shape[:1], jnp.int32)
+        return h, router_state, choice, jnp.zeros((len(choice), len(balance))), cache
 
 
 def small(name):
@@ -179,7 +179,9 @@ def test_decoding_gives_the_likeliest_of_the_logits(name):
 
 
 def test_weights_of_an_own_layer_are_not_rounded_before_decoding(config):
-    model = with_own(config.model, layer=MlpAlone)
+    model = customized(config.model, layer=MlpAlone)
     precision = dataclasses.replace(config.precision, compute="bfloat16")
-    found, _ = jax.eval_shape(lambda p: zaya.rounded(model, p, precision), zaya.abstract(model))
+    found, _ = jax.eval_shape(
+        lambda p: zaya.cast_for_products(model, p, precision), zaya.abstract(model)
+    )
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}

@@ -12,14 +12,14 @@ from rows import slow
 
 from zaya_jax.config import LAYER_KINDS
 from zaya_jax.model import zaya
-from zaya_jax.model.placement import Rows
+from zaya_jax.model.placement import TokenRows
 
 LENGTHS = (7, 1, 12, 2, 5)  # some shorter than the convolutions reach
 TOTAL = sum(LENGTHS) + 3  # and padding
 
 
 def logits(model, params, bias, ids, *rows):
-    out = zaya.apply(model, params, bias, Rows(ids, *rows), precision=model_helpers.EXACT)
+    out = zaya.apply(model, params, bias, TokenRows(ids, *rows), precision=model_helpers.EXACT)
     return zaya.logits(model, params, out.hidden, model_helpers.EXACT), out.counts
 
 

@@ -16,9 +16,9 @@ from zaya_jax.config import LAYER_KINDS, Model, UserError
 from zaya_jax.model import decode, sampling, zaya
 from zaya_jax.model.cca import empty_cache
 from zaya_jax.model.decode import Decoder
-from zaya_jax.model.placement import Cached, Rows
+from zaya_jax.model.placement import CacheInput, TokenRows
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.parallel.tree import InParts
+from zaya_jax.parallel.tree import DecodeDevices
 
 FULL, SLIDING, LINEAR = LAYER_KINDS
 EXACT = model_helpers.EXACT
@@ -42,7 +42,7 @@ def whole(weights):
 
     @jax.jit
     def run(ids):
-        hidden = zaya.apply(model, params, bias, Rows(ids), precision=EXACT).hidden
+        hidden = zaya.apply(model, params, bias, TokenRows(ids), precision=EXACT).hidden
         return hidden[0], zaya.logits(model, params, hidden, EXACT)[0]
 
     def padded(row):
@@ -59,23 +59,25 @@ def whole(weights):
         *(slow(options) for options in (Sampling(0.8), Sampling())),
     ],
 )
-def test_a_row_is_what_it_is_alone(weights, options):
+def test_a_row_is_what_it_is_alone(weights, options, monkeypatch):
+    monkeypatch.setattr(decode, "PIECE", 16)
     seeds = [7, 8, 9, 10]
     run = functools.partial(
         decode.generate, Decoder(*weights, EXACT), num_tokens=9, sampling=options
     )
-    together = run(prompts=PROMPTS, seeds=seeds, piece=16)
+    together = run(prompts=PROMPTS, seeds=seeds)
     assert run(prompts=PROMPTS[::-1], seeds=seeds[::-1]) == together[::-1]
     assert run(prompts=PROMPTS[1:2], seeds=seeds[1]) == together[1:2]
     assert len({tuple(row) for row in together}) == 4
 
 
 @pytest.mark.slow  # the test above has rows in pieces
-@pytest.mark.parametrize("piece", [16, 7, None])
-def test_pieces_leave_what_one_pass_does(weights, whole, piece):
+@pytest.mark.parametrize("piece", [16, 7, decode.PIECE])
+def test_pieces_leave_what_one_pass_does(weights, whole, piece, monkeypatch):
     """Convolutions, delayed values, states and windows go over a piece's border; rows end in each
     of the pieces."""
-    rows = decode.Generation(Decoder(*weights, EXACT), PROMPTS, 9, piece=piece)
+    monkeypatch.setattr(decode, "PIECE", piece)
+    rows = decode.Continuation(Decoder(*weights, EXACT), PROMPTS, 9)
     for row, prompt in enumerate(PROMPTS):
         np.testing.assert_allclose(rows._hidden[row], whole(prompt)[0][len(prompt) - 1], atol=2e-5)
     first, rest = rows.more(), rows.more()
@@ -91,12 +93,12 @@ def test_a_row_ends_and_the_others_go_on(weights):
     ended = decode.generate(Decoder(*weights, EXACT), PROMPTS, 20, ends=[end])
     for row, until in zip(free, ended, strict=True):
         assert until == (row[: row.index(end)] if end in row else row)
-    rows = decode.Generation(Decoder(*weights, EXACT), PROMPTS, 20, ends=[free[0][0]])
+    rows = decode.Continuation(Decoder(*weights, EXACT), PROMPTS, 20, ends=[free[0][0]])
     assert rows.more()[0] == [] and not rows.ended  # it ends at once
     for row in (1, 2, 3):
         rows.end(row)
     assert rows.ended
-    rows = decode.Generation(Decoder(*weights, EXACT), PROMPTS, 20)
+    rows = decode.Continuation(Decoder(*weights, EXACT), PROMPTS, 20)
     rows.more()
     rows.end(2)
     new = rows.more()
@@ -115,10 +117,11 @@ def test_a_long_prompt_takes_the_cache_and_a_piece():
     shape = jax.ShapeDtypeStruct
     params, bias = zaya.abstract(model), shape((2, 4), jnp.float32)
     ids, hidden = shape((1, piece), jnp.int32), shape((1, 16), jnp.float32)
-    arguments = params, bias, ids, shape((1,), jnp.int32), hidden, shape((), jnp.int32)
+    counts, start = shape((1,), jnp.int32), shape((), jnp.int32)
+    arguments = params, bias, ids, None, counts, hidden, start
     cache = jax.eval_shape(lambda: decode._empty_cache(model, EXACT, 1, length))
     taken = (
-        decode._piece.lower(arguments, cache, length, model, EXACT, decode.ALONE)
+        decode._prefill_piece.lower(arguments, cache, length, model, EXACT, decode.ONE_DEVICE)
         .compile()
         .memory_analysis()
     )
@@ -136,40 +139,46 @@ def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
     mesh = jax.make_mesh(
         (devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
     )
-    where = InParts(mesh)
+    where = DecodeDevices(mesh)
     sizes = decode.cache_bytes(model, EXACT, 3, 40, where)
-    held = decode._empty_cache(model, EXACT, 3, where.cache().columns(40))
+    held = decode._empty_cache(model, EXACT, 3, where.cache_layout().local_length(40))
     assert sizes.total == sum(x.nbytes for x in held.values())
-    assert sizes.total == 3 * (sizes.a_row + sizes.a_token * where.cache().columns(40))
+    assert sizes.total == 3 * (
+        sizes.per_row + sizes.per_token * where.cache_layout().local_length(40)
+    )
     # K and V, float32, 2 heads of 8, layers
-    assert sizes.a_token == 2 * 4 * 2 * 8 * (1 if LINEAR in kinds else 2)
+    assert sizes.per_token == 2 * 4 * 2 * 8 * (1 if LINEAR in kinds else 2)
 
 
 def test_the_cache_of_the_published_model():
     """40 layers of 2 heads of 128 in bfloat16: an eighth of what full attention with 8 heads of 256
     would keep."""
     sizes = decode.cache_bytes(Model(), model_helpers.Precision(), 1, 131_072)
-    assert sizes.a_token == 40 * 2 * 2 * 128 * 2 == 40_960
-    assert sizes.a_row == 40 * (2 * 10 * 128 + 128) * 2
+    assert sizes.per_token == 40 * 2 * 2 * 128 * 2 == 40_960
+    assert sizes.per_row == 40 * (2 * 10 * 128 + 128) * 2
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"prompts": [[1], []]}, "prompt 2 of 2 is empty"),
-        ({"prompts": [[1, 32]]}, "prompt 1 of 1 has token 32; the vocabulary has ids from 0 to 31"),
+        ({"prompts": [[1, 32]]}, "prompt 1 of 1: token 32 must be an integer from 0 to 31"),
         (
             {"prompts": [[1] * 60]},
-            "has 60 tokens, with num_tokens=5 more than the model's max_position_embeddings=64",
+            "has 60 tokens; with num_tokens=5 that exceeds the model's max_position_embeddings=64",
         ),
-        ({"num_tokens": -1}, "num_tokens=-1 must be a whole number of at least 0"),
+        ({"num_tokens": -1}, "num_tokens=-1 must be an integer from 0 to 64"),
+        ({"num_tokens": 2.5}, "num_tokens=2.5 must be an integer"),
+        ({"prompts": [["a"]]}, "prompt 1 of 1: token 'a' must be an integer"),
+        ({"ends": ["a"]}, "ends: 'a' must be an integer from 0 to 2147483647"),
+        ({"seeds": None}, "seed None must be an integer from 0 to 4294967295"),
         ({"seeds": [1, 2]}, "seeds has 2 numbers for 1 prompts"),
         ({"mask": np.ones((1, 2), int)}, "mask has shape (1, 2)"),
         (
             {"prompts": [[1, 2]], "mask": [[1, 0]]},
-            "zeros for the padding at the left, then ones to the end",
+            "zeros for the padding at the left of each row, then at least one 1",
         ),
-        ({"prompts": [[1, 2, 3]], "mask": [[1, 0, 1]]}, "mask must have in each row zeros"),
+        ({"prompts": [[1, 2, 3]], "mask": [[1, 0, 1]]}, "mask must have zeros"),
     ],
 )
 def test_bad_input_is_one_line(weights, given, says):
@@ -219,7 +228,7 @@ def test_what_may_be_drawn(options):
     logits[5] = np.repeat(logits[5, :10], 10)  # equally likely ones stay or go together
     logits -= logits.max(-1, keepdims=True)
     found = np.asarray(
-        sampling.kept(jnp.asarray(logits / np.float32(options.temperature)), options.numbers())
+        sampling.allowed(jnp.asarray(logits / np.float32(options.temperature)), options.arrays())
     )
     np.testing.assert_array_equal(found, [kept(row, options) for row in logits])
 
@@ -231,7 +240,7 @@ def test_what_is_drawn_has_the_probabilities():
     options = Sampling(1.0, top_k=2)
     pick = jax.jit(sampling.pick, static_argnums=1)
     token = pick(
-        logits, options.kind, options.numbers(), np.arange(rows, dtype=np.uint32), np.int32(4)
+        logits, options.variant, options.arrays(), np.arange(rows, dtype=np.uint32), np.int32(4)
     )
     share = np.bincount(np.asarray(token), minlength=3) / rows
     np.testing.assert_allclose(share, [2 / 3, 1 / 3, 0], atol=0.015)
@@ -257,18 +266,18 @@ def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt, kinds):
     positions = np.maximum(np.cumsum(mask, 1) - 1, 0)
     run = functools.partial(zaya.apply, model, params, bias, precision=EXACT)
     with jax.default_matmul_precision("highest"):
-        whole = jax.jit(run)(Rows(ids, positions=positions, mask=mask)).hidden
+        whole = jax.jit(run)(TokenRows(ids, positions=positions, mask=mask)).hidden
         cache = empty_cache(model, EXACT, 2, length)
         first = jax.jit(run)(
-            Rows(ids[:, :prompt], positions=positions[:, :prompt], mask=mask[:, :prompt]),
-            cached=Cached(cache, jnp.int32(0)),
+            TokenRows(ids[:, :prompt], positions=positions[:, :prompt], mask=mask[:, :prompt]),
+            cached=CacheInput(cache, jnp.int32(0)),
         )
         step, cache, hidden = jax.jit(run), first.cache, [first.hidden]
         for i in range(prompt, length):
             valid = (np.arange(length) <= i) & (mask > 0)
             out = step(
-                Rows(ids[:, i : i + 1], positions=positions[:, i : i + 1]),
-                cached=Cached(cache, jnp.int32(i), valid=valid),
+                TokenRows(ids[:, i : i + 1], positions=positions[:, i : i + 1]),
+                cached=CacheInput(cache, jnp.int32(i), valid=valid),
             )
             cache = out.cache
             hidden.append(out.hidden)
@@ -285,7 +294,7 @@ def test_the_stream_is_what_generate_gives(temperature):
     decoder = decode.Decoder(model, params, bias, EXACT)
     at_once, rows, pieces = (
         decode.generate(decoder, ids, 20, **options),
-        decode.Generation(decoder, ids, 20, **options),
+        decode.Continuation(decoder, ids, 20, **options),
         [],
     )
     while not rows.ended:

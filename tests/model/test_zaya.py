@@ -13,8 +13,8 @@ from rows import slow
 from pallas_kernels import chip
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import zaya
-from zaya_jax.model.placement import Rows
-from zaya_jax.model.stack import side_by_side
+from zaya_jax.model.placement import TokenRows
+from zaya_jax.model.stack import pack_vectors
 
 IDS = np.arange(10, dtype=np.int32)[None]
 
@@ -65,13 +65,15 @@ def test_a_layers_vectors_are_one_input_of_the_scan():
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
     whole = nnx.split(zaya.Zaya(nnx.Rngs(0), model, Precision()).layers)[1]
-    given, of_layer = side_by_side(whole, True)
+    given, of_layer = pack_vectors(whole, True)
     assert given[0].ndim == 2 and all(x.ndim > 2 for x in jax.tree.leaves(given[1]))
     for i in range(model.num_hidden_layers):
         own, alone = (jax.tree.map(lambda x, i=i: x[i], tree) for tree in (given, whole))
         jax.tree.map(np.testing.assert_array_equal, of_layer(own), alone)
     with chip.making(chip.Chip("cpu", "NVIDIA H200", ())):
-        program = jax.make_jaxpr(lambda p: zaya.apply(model, p, bias, Rows(IDS)).hidden)(params)
+        program = jax.make_jaxpr(lambda p: zaya.apply(model, p, bias, TokenRows(IDS)).hidden)(
+            params
+        )
     assert given[0].shape in [x.aval.shape for e in program.eqns for x in e.invars]
 
 
@@ -82,7 +84,7 @@ def gradients(remat, kinds=("hybrid", "hybrid_sliding")):
     ids = np.arange(10)[None]
 
     def objective(p):
-        out = zaya.apply(model, p, bias, Rows(ids), precision=model_helpers.EXACT, remat=remat)
+        out = zaya.apply(model, p, bias, TokenRows(ids), precision=model_helpers.EXACT, remat=remat)
         return jnp.sum(out.hidden**2)
 
     return jax.jit(jax.grad(objective))(params)
@@ -116,7 +118,7 @@ def test_elementwise_recomputes_no_product_of_weights():
                 model,
                 p,
                 bias,
-                Rows(np.arange(10)[None]),
+                TokenRows(np.arange(10)[None]),
                 precision=model_helpers.EXACT,
                 remat=remat,
             )
@@ -140,7 +142,9 @@ def test_the_whole_model_at_32k_tokens_has_no_square_array():
 
     def loss(params, bias, ids):
         return jnp.sum(
-            zaya.apply(model, params, bias, Rows(ids), precision=Precision(), remat="layer").hidden
+            zaya.apply(
+                model, params, bias, TokenRows(ids), precision=Precision(), remat="layer"
+            ).hidden
         )
 
     bias = jax.ShapeDtypeStruct((3, model.num_experts + 1), jnp.float32)
@@ -157,7 +161,7 @@ def test_layers_written_out_are_the_scan(monkeypatch):
     ids = np.arange(20).reshape(2, 10)
 
     def loss(params):
-        out = zaya.apply(model, params, bias, Rows(ids), precision=model_helpers.EXACT)
+        out = zaya.apply(model, params, bias, TokenRows(ids), precision=model_helpers.EXACT)
         return jnp.sum(out.hidden**2), out.counts
 
     def run():

@@ -32,7 +32,7 @@ def test_a_token_takes_the_bytes_of_active_weights_of_reached_experts_and_of_the
     counts = zaya.param_counts(case.model)
     experts = 3 * case.model.hidden_size * case.model.moe_intermediate_size * 40
     reached = counts["active"] + (serving.experts_reached(16, rows) - 1) * experts
-    cache = decode.cache_bytes(case.model, case.config.precision, 1, 1).a_token * rows * 4096
+    cache = decode.cache_bytes(case.model, case.config.precision, 1, 1).per_token * rows * 4096
     expected = (2 * reached + cache) / HBM
     found = serving.seconds(case, FREE, rows, 1, seen=4096)
     # Above are the router's float32 and the tokens' own arrays, which are small.
@@ -60,5 +60,5 @@ def test_a_long_prompt_takes_the_flops_of_the_training_step_s_forward_pass(case)
 
 def test_a_window_of_texts_reads_what_it_has_seen(case):
     near, far = (serving.seconds(case, FREE, 64, 1, seen=n) for n in (4096, 32_768))
-    cache = decode.cache_bytes(case.model, case.config.precision, 1, 1).a_token * 64 * 28_672
+    cache = decode.cache_bytes(case.model, case.config.precision, 1, 1).per_token * 64 * 28_672
     assert far - near == pytest.approx(cache / HBM, rel=0.05)

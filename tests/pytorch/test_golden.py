@@ -20,7 +20,7 @@ import zaya_jax as zj
 from pallas_kernels import chip, tiles
 from zaya_jax import functions
 from zaya_jax.model import decode, zaya
-from zaya_jax.model.placement import Rows
+from zaya_jax.model.placement import TokenRows
 from zaya_jax.pytorch import named
 
 CPU = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
@@ -124,7 +124,7 @@ def test_the_loss_and_every_gradient(golden_case, loaded, expected, run_as_kerne
 def _padded(config, params, balance, ids, mask):
     with jax.default_matmul_precision("highest"):
         out = zaya.apply(
-            config.model, params, balance, Rows(ids, mask=mask), precision=config.precision
+            config.model, params, balance, TokenRows(ids, mask=mask), precision=config.precision
         )
         return zaya.logits(config.model, params, out.hidden, config.precision)
 

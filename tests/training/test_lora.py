@@ -189,7 +189,7 @@ def test_a_mesh_trains_as_one_device(folder, tmp_path, mesh):
         ({"run__init_from": ""}, "config.run.lora=4 is given without config.run.init_from"),
         (
             {"mesh__tensor": 2},
-            "config.mesh.tensor=2 with config.run.lora=4: low-rank updates are of whole matrices",
+            "config.mesh.tensor=2 with config.run.lora=4: LoRA does not support tensor parallelism",
         ),
     ],
 )

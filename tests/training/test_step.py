@@ -13,7 +13,7 @@ import pytest
 from zaya_jax import config
 from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
-from zaya_jax.model.layer import Layer, with_own
+from zaya_jax.model.layer import Layer, customized
 from zaya_jax.model.weights import TokenSum
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states
@@ -60,16 +60,17 @@ def batch(rng):
 class Noted(Layer):
     """With a figure of its own."""
 
-    def __call__(self, h, stream, balance, rope, here):
-        out = super().__call__(h, stream, balance, rope, here)
-        self.square = TokenSum(jnp.sum(jnp.mean(jnp.square(out[0]), axis=-1) * (here.segments > 0)))
+    def __call__(self, h, router_state, balance, rope, placement):
+        out = super().__call__(h, router_state, balance, rope, placement)
+        real = placement.segments > 0
+        self.square = TokenSum(jnp.sum(jnp.mean(jnp.square(out.h), axis=-1) * real))
         return out
 
 
 @functools.cache
 def program(num_devices):
     setup = states.set_up(SETTINGS, make_mesh(SETTINGS.mesh, jax.devices()[:num_devices]))
-    noted = dataclasses.replace(SETTINGS, model=with_own(SETTINGS.model, layer=Noted))
+    noted = dataclasses.replace(SETTINGS, model=customized(SETTINGS.model, layer=Noted))
     return setup, steps.make_train_step(noted, setup)
 
 
@@ -166,7 +167,7 @@ def test_no_weight_crosses_devices_inside_the_accumulation(compiled):
     assert all(abs(a - b) < 256 for (_, a), (_, b) in zip(found[1], found[2], strict=True)), found
     # One reduce-scatter and one all-gather a bucket that is not small, and the small ones together
     # in one sum each way.
-    travel = [b for b in optimizer.layout.matrices.values() if not b.together]
+    travel = [b for b in optimizer.layout.matrices.values() if not b.summed_whole]
     for kind in ("reduce-scatter", "all-gather"):
         assert sum(k == kind for k, _ in found[1]) == len(travel) + 1
 
@@ -180,7 +181,7 @@ def test_a_figure_of_a_layer_is_its_mean_over_the_tokens():
         SETTINGS.model,
         params,
         bias,
-        zaya.Rows(rows["tokens"], rows["segment_ids"], rows["positions"]),
+        zaya.TokenRows(rows["tokens"], rows["segment_ids"], rows["positions"]),
         precision=SETTINGS.precision,
         trace=True,
     )

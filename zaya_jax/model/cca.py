@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.cca_mix import mix
 from pallas_kernels.products import dot, whole
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.placement import Before, Placement
+from zaya_jax.model.placement import Placement, PrecedingTokens
 from zaya_jax.model.weights import Linear, weight
 
 
@@ -37,63 +37,60 @@ class Conv(nnx.Module):
 
 
 class CCA(nnx.Module):
-    """Attention on x [B, S, D] in the compressed space; see SPEC §1 for the six steps."""
+    """Attention on x [B, S, D] in the compressed space; docs/explain/cca.md has the steps."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
-        d, h, k, c = (
-            model.hidden_size,
-            model.num_attention_heads,
-            model.num_key_value_heads,
-            model.head_dim,
-        )
+        d, c = model.hidden_size, model.head_dim
+        h, k = model.num_attention_heads, model.num_key_value_heads
         std, bias = model.initializer_range, model.attention_bias
         self.q = Linear(rngs, d, h * c, ("embed", "heads"), std, bias)
         self.k = Linear(rngs, d, k * c, ("embed", "kv_heads"), std, bias)
         self.v_now = Linear(rngs, d, k * c // 2, ("embed", "values"), std, bias)
         self.v_prev = Linear(rngs, d, k * c // 2, ("embed", "values"), std, bias)
-        self.conv_depthwise = Conv(
-            rngs, (model.cca_time0, (h + k) * c), (None, "packed"), (h + k) * c, std
-        )
-        self.conv_grouped = Conv(
-            rngs, (model.cca_time1, h + k, c, c), (None, "packed", None, None), (h + k) * c, std
-        )
+        packed = (h + k) * c
+        depthwise, grouped = (model.cca_time0, packed), (model.cca_time1, h + k, c, c)
+        self.conv_depthwise = Conv(rngs, depthwise, (None, "packed"), packed, std)
+        self.conv_grouped = Conv(rngs, grouped, (None, "packed", None, None), packed, std)
         self.temperature = weight(rngs, (k,), ("kv_heads",), "ones")
         self.o = Linear(rngs, h * c, d, ("heads", "embed"), std, bias)
         self.channels = c
         self.dtype = jnp.dtype(precision.compute)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rope: list[tuple[Any, jax.Array]], here: Placement
+        self, x: Float[Array, "B S D"], rope: list[tuple[Any, jax.Array]], placement: Placement
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and with a cache the layer's new one.
 
         `rope` is a list of (selected, table), empty for no rotation. Left padding is zeroed, as the
         public port does: its columns then hold the projections' biases.
         """
-        if here.mask is not None:
-            x = x * here.mask[..., None].astype(x.dtype)
+        if placement.mask is not None:
+            x = x * placement.mask[..., None].astype(x.dtype)
         x = x.astype(self.dtype)
-        project = functools.partial(self._project, self._side_by_side(here))
+        project = functools.partial(self._project, self._joined_kernels(placement))
         columns = project(x)
-        nothing = self._value_of_nothing(len(x), here)
-        before = here.before(x, lambda x: self._split(project(x), here), self._history(), nothing)
-        packed = self._split(columns, here)[0]
-        mean_q = here.weights.mean_queries(packed, self.channels)
-        q, k, values = self._mix(columns, before, rope, here.segments, mean_q)
-        now, late = here.weights.split_values(values)
-        v = self._values(now, late, before, nothing, here)
-        out, kept = here.attend(q, k, v, columns=packed, value=late)
-        y = here.weights.sum(
-            dot(out.reshape(*x.shape[:2], -1), self.o.kernel[...], self.dtype), self.dtype
+        initial_value = self._initial_value(len(x), placement)
+        before = placement.before(
+            x, lambda x: self._split(project(x), placement), self._history(), initial_value
         )
-        return y + self.o.bias[...].astype(y.dtype) if hasattr(self.o, "bias") else y, kept
+        packed = self._split(columns, placement)[0]
+        mean_q = placement.weights.mean_queries(packed, self.channels)
+        q, k, values = self._mix(columns, before, rope, placement.segments, mean_q)
+        current, later = placement.weights.split_values(values)
+        v = self._values(current, later, before, initial_value, placement)
+        out, entries = placement.attend(q, k, v, history=packed, value=later)
+        y = dot(out.reshape(*x.shape[:2], -1), self.o.kernel[...], self.dtype)
+        y = placement.weights.sum(y, self.dtype)
+        if hasattr(self.o, "bias"):
+            y = y + self.o.bias[...].astype(y.dtype)
+        return y, entries
 
-    def _side_by_side(self, here: Placement):
+    def _joined_kernels(self, placement: Placement):
         """The kernels of q, k and both halves of v, and their biases as one (or None)."""
 
         def parts(q, k, v_now, v_prev):
             axes = (None,) * (q.ndim - 1) + ("kv_heads",)
-            return q, k, here.weights.own(jnp.concatenate([v_now, v_prev], axis=-1), axes)
+            return q, k, placement.weights.localize(jnp.concatenate([v_now, v_prev], axis=-1), axes)
 
         all_four = (self.q, self.k, self.v_now, self.v_prev)
         biases = None
@@ -113,12 +110,13 @@ class CCA(nnx.Module):
         y = jnp.concatenate([dot(x, kernel, self.dtype) for kernel in kernels], axis=-1)
         return y if bias is None else y + bias.astype(y.dtype)
 
-    def _split(self, columns, here):
-        """Queries and keys side by side; the two halves of the values."""
+    def _split(self, columns, placement):
+        """Queries and keys side by side, the current half of the values, and the one that the next
+        token gets."""
         packed, values = jnp.split(columns, (self.conv_depthwise.kernel.shape[-1],), axis=-1)
-        return packed, *here.weights.split_values(values)
+        return packed, *placement.weights.split_values(values)
 
-    def _mix(self, columns, before: Before, rope, segments, mean_q):
+    def _mix(self, columns, before: PrecedingTokens, rope, segments, mean_q):
         """Queries, keys, and the columns of the values.
 
         Only the first one's bias comes between them, so both biases are added once, at the end.
@@ -137,29 +135,33 @@ class CCA(nnx.Module):
         passed_on = jnp.einsum("gc,tgcd->gd", first_bias, w1, precision=whole(w1.dtype))
         bias, temperature = passed_on + last_bias, self.temperature[...]
         return mix(
-            columns, before.columns, w0, w1, bias, temperature, rope, segments, mean_q, self.dtype
+            columns, before.history, w0, w1, bias, temperature, rope, segments, mean_q, self.dtype
         )
 
-    def _values(self, now, late, before: Before, nothing, here: Placement):
+    def _values(self, current, later, before: PrecedingTokens, initial_value, placement: Placement):
         """Half of each token's own value and half of the one before it, [B, S, K, C]."""
-        delayed = jnp.concatenate([before.value.astype(late.dtype), late[:, :-1]], axis=1)
-        if here.segments is not None:
-            fresh = here.segments != _with_earlier(here.segments, before.segments, 1)[:, :-1]
-            delayed = jnp.where(fresh[..., None], nothing[:1], delayed)
-        v = here.weights.join_values(now, delayed)
+        delayed = jnp.concatenate([before.value.astype(later.dtype), later[:, :-1]], axis=1)
+        if placement.segments is not None:
+            fresh = (
+                placement.segments != _with_earlier(placement.segments, before.segments, 1)[:, :-1]
+            )
+            delayed = jnp.where(fresh[..., None], initial_value[:1], delayed)
+        v = placement.weights.join_values(current, delayed)
         return v.reshape(*v.shape[:2], self.temperature.size, self.channels)
 
     def _history(self):
-        """How many packed columns the convolutions look back."""
+        """How many tokens the convolutions look back."""
         return self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
 
-    def _value_of_nothing(self, batch, here: Placement):
+    def _initial_value(self, batch, placement: Placement):
         """The delayed value after a zero input: the projection's bias, if it has one."""
         value = jnp.zeros((self.temperature.size * self.channels,), self.dtype)
         if hasattr(self.v_prev, "bias"):
             biases = (self.v_now.bias[...], self.v_prev.bias[...])
-            value = here.weights.own(jnp.concatenate(biases), ("kv_heads",)).astype(self.dtype)
-        delayed = here.weights.split_values(value)[1]
+            value = placement.weights.localize(jnp.concatenate(biases), ("kv_heads",)).astype(
+                self.dtype
+            )
+        delayed = placement.weights.split_values(value)[1]
         return jnp.broadcast_to(delayed, (batch, 1, delayed.size))
 
 
@@ -171,7 +173,7 @@ def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> 
     dtype = jnp.dtype(precision.compute)
     linear = model.kinds.count("hybrid_linear")
     cache = {
-        "columns": jnp.zeros((layers, batch, history, (model.num_attention_heads + k) * c), dtype),
+        "history": jnp.zeros((layers, batch, history, (model.num_attention_heads + k) * c), dtype),
         "value": jnp.zeros((layers, batch, k * c // 2), dtype),
     }
     if linear < layers:

@@ -1,5 +1,5 @@
 """The layer of a dense model: causal attention without convolutions and one gated MLP, each on a
-norm of the stream.
+norm of the residual stream.
 
 It takes the place of ZAYA's layer (`zaya.LAYERS`), so embedding, head, training and decoding are
 the same; parallel schemes are compared on it because their papers use such models. There are no
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.products import dot
 from pallas_kernels.rotary import rotate
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.placement import Placement
+from zaya_jax.model.placement import LayerOutput, Placement
 from zaya_jax.model.weights import Linear, RMSNorm
 
 
@@ -37,12 +37,12 @@ class SelfAttention(nnx.Module):
         self.channels, self.dtype = c, jnp.dtype(precision.compute)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rope: list[tuple[Any, jax.Array]], here: Placement
+        self, x: Float[Array, "B S D"], rope: list[tuple[Any, jax.Array]], placement: Placement
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and with a cache the layer's new one."""
         kernels = tuple(part.kernel[...] for part in (self.q, self.k, self.v, self.o))
-        return here.weights.self_attention(
-            self_attention, x.astype(self.dtype), kernels, self.channels, rope, here
+        return placement.weights.self_attention(
+            self_attention, x.astype(self.dtype), kernels, self.channels, rope, placement
         )
 
 
@@ -51,15 +51,15 @@ def self_attention(
     kernels: tuple[jax.Array, ...],
     channels: int,
     rope: list[tuple[Any, jax.Array]],
-    here: Placement,
+    placement: Placement,
 ) -> tuple[Float[Array, "B S D"], dict | None]:
     """The output of the heads with these kernels of q, k, v and o, and with a cache the layer's new
     one."""
     *by_head, o = kernels
     q, k, v = (dot(x, w, x.dtype).reshape(*x.shape[:2], -1, channels) for w in by_head)
     q, k = (rotate(rope, y).astype(y.dtype) for y in (q, k))
-    out, kept = here.attend(q, k, v)
-    return dot(out.reshape(*x.shape[:2], -1), o, x.dtype), kept
+    out, entries = placement.attend(q, k, v)
+    return dot(out.reshape(*x.shape[:2], -1), o, x.dtype), entries
 
 
 class GatedMLP(nnx.Module):
@@ -73,9 +73,9 @@ class GatedMLP(nnx.Module):
         self.down = Linear(rngs, f, d, ("width", "embed"), std, bias=False)
         self.dtype = jnp.dtype(precision.compute)
 
-    def __call__(self, x: Float[Array, "B S D"], here: Placement) -> Float[Array, "B S D"]:
+    def __call__(self, x: Float[Array, "B S D"], placement: Placement) -> Float[Array, "B S D"]:
         kernels = tuple(part.kernel[...] for part in (self.gate, self.up, self.down))
-        return here.weights.mlp(gated_mlp, x.astype(self.dtype), kernels, self.dtype)
+        return placement.weights.mlp(gated_mlp, x.astype(self.dtype), kernels, self.dtype)
 
 
 def gated_mlp(x: Float[Array, "B S D"], weights: tuple[jax.Array, ...]) -> Float[Array, "B S D"]:
@@ -91,7 +91,7 @@ def _gated(gate, up):
 
 
 class DenseLayer(nnx.Module):
-    """Attention, then the MLP; each reads a norm of the stream and is added to it."""
+    """Attention, then the MLP; each reads a norm of the residual stream and is added to it."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
         self.attn_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
@@ -99,15 +99,16 @@ class DenseLayer(nnx.Module):
         self.mlp_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
         self.mlp = GatedMLP(rngs, model, precision)
 
-    def __call__(self, h, stream, balance, rope, here: Placement):
+    def __call__(self, h, router_state, balance, rope, placement: Placement) -> LayerOutput:
+        """As `layer.Layer`; the MLP counts as one expert for all tokens."""
         del balance
         with jax.named_scope("attention"):
-            y, cache = self.attention(self.attn_norm(h), rope, here)
+            y, cache = self.attention(self.attn_norm(h), rope, placement)
             h = h + y
         with jax.named_scope("mlp"):
-            h = h + self.mlp(self.mlp_norm(h), here)
+            h = h + self.mlp(self.mlp_norm(h), placement)
         choice = jnp.zeros(h.shape[0] * h.shape[1], jnp.int32)
-        return h, stream, choice, None, cache
+        return LayerOutput(h, router_state, choice, None, cache)
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:

@@ -19,30 +19,13 @@ from pallas_kernels.grouped_mlp.tokens import of_own_expert, sort_by_expert, thr
 def expert_mlp(
     x: Float[Array, "N D"],
     choice: Int[Array, "N"],
-    gate: Float[Array, "N"] | None,
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
     *,
     dtype,
 ) -> Float[Array, "N D"]:
-    """gate * SwiGLU of each token's chosen expert; zero for tokens of the skip class.
-
-    In float32, or in `dtype` if the kernels' own last step has rounded it. Without a gate it comes
-    in `dtype`: its caller multiplies it by another factor and does both at once.
-    """
-    if gate is None or routes():
-        return of_own_expert(x.astype(dtype), choice, gate_up, down, gate)
-    return gated(
-        of_own_expert(x.astype(dtype), choice, gate_up, down), choice, gate, gate_up.shape[0]
-    )
-
-
-@functools.partial(jax.checkpoint, static_argnums=3)  # y is kept as it comes, not in float32
-def gated(
-    y: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], num_experts: int
-) -> Float[Array, "N D"]:
-    """gate * y, float32; zero for tokens of the skip class."""
-    return y.astype(jnp.float32) * masked(gate, choice, num_experts)[:, None]
+    """SwiGLU of each token's chosen expert in `dtype`; zero for tokens of the skip class."""
+    return of_own_expert(x.astype(dtype), choice, gate_up, down)
 
 
 def masked(gate: Float[Array, "N"], choice: Int[Array, "N"], num_experts: int) -> Float[Array, "N"]:
@@ -58,46 +41,34 @@ def read_and_written_in_place(
     shares: tuple[Callable, Callable] | None,
 ) -> Callable[[jax.Array], Callable]:
     """A function of a layer's number: an `expert_mlp` with that layer's weights and places for
-    their gradients.
+    their gradients; it ignores the weights of its arguments.
 
     Otherwise a layer's weights are copied out of their stack for each pass, and their gradients
     into it. Gradients are float32, added to the present values if `add`; with `shares`, their
     function of a layer's gradient is written.
     """
 
-    def of_layer(layer):
-        def mlp(x, choice, gate, own_gate_up, own_down, *, dtype):
-            order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
-            sizes = counts[: gate_up.shape[1]]
-            return stacked_mlp(
-                x.astype(dtype), order, sizes, gate, gate_up, down, layer, gradients, add, shares
-            )
+    def of_layer(layer, x, choice, _gate_up, _down, *, dtype):
+        order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
+        sizes, x = counts[: gate_up.shape[1]], x.astype(dtype)
+        return stacked_mlp(x, order, sizes, None, gate_up, down, layer, gradients, add, shares)
 
-        return mlp
-
-    return of_layer
+    return lambda layer: functools.partial(of_layer, layer)
 
 
 def read_in_place(
     gate_up: Float[Array, "L E D 2 F"], down: Float[Array, "L E F D"]
 ) -> Callable[[jax.Array], Callable]:
-    """The same without a gate and gradients, for decoding: only experts that a token chose are
-    read."""
+    """As `read_and_written_in_place` without gradients, for decoding: only experts that a token
+    chose are read."""
 
-    def of_layer(layer):
-        def mlp(x, choice, gate, own_gate_up, own_down, *, dtype):
-            assert gate is None
-            x, num_experts = x.astype(dtype), gate_up.shape[1]
-            if routes():
-                order, _, counts = sort_by_expert(choice, num_experts + 1)
-                return layer_mlp(x, counts[:num_experts], gate_up, down, layer, order)
-            return through_groups(
-                x,
-                choice,
-                num_experts,
-                lambda rows, sizes: layer_mlp(rows, sizes, gate_up, down, layer),
-            )
+    def of_layer(layer, x, choice, _gate_up, _down, *, dtype):
+        x, num_experts = x.astype(dtype), gate_up.shape[1]
+        if routes():
+            order, _, counts = sort_by_expert(choice, num_experts + 1)
+            return layer_mlp(x, counts[:num_experts], gate_up, down, layer, order)
+        return through_groups(
+            x, choice, num_experts, lambda rows, sizes: layer_mlp(rows, sizes, gate_up, down, layer)
+        )
 
-        return mlp
-
-    return of_layer
+    return lambda layer: functools.partial(of_layer, layer)

@@ -1,7 +1,8 @@
 """ZAYA's layer: attention in a compressed space (`cca`), then experts that a router chooses
 (`router`, `experts`).
 
-It is written as if all tokens and weights were local; `placement` says where they come from.
+It is written as if all tokens and weights were local; `placement` says where they come from. A
+layer of your own is a subclass of `Layer`, or any module with its constructor and its `__call__`.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from zaya_jax.config import Model, Precision, UserError, shown
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import masked
-from zaya_jax.model.placement import Placement
+from zaya_jax.model.placement import LayerOutput, Placement
 from zaya_jax.model.router import Router
 from zaya_jax.model.weights import PAIR, Join, RMSNorm, weight
 
@@ -39,72 +40,90 @@ class Experts(nnx.Module):
         x: Float[Array, "N D"],
         choice: Int[Array, "N"],
         gate: Float[Array, "N"],
-        here: Placement,
+        placement: Placement,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
-        """The experts' outputs, and the gates, not yet multiplied with them."""
-        experts = here.weights.expert_mlp
-        y = experts(x, choice, None, self.gate_up[...], self.down[...], dtype=self.dtype)
-        y = here.weights.sum(y, self.dtype)
+        """The experts' outputs and their factors, the gates (zero for skipped tokens); the join
+        multiplies them."""
+        experts = placement.weights.expert_mlp
+        y = experts(x, choice, self.gate_up[...], self.down[...], dtype=self.dtype)
+        y = placement.weights.sum(y, self.dtype)
         self.outputs = nnx.Intermediate(y)  # for a trace; otherwise nothing reads it
         return y, masked(gate, choice, self.num_experts)
 
 
 class Layer(nnx.Module):
-    """Attention, then experts; each reads a norm of the stream and joins it through its own
-    scaling."""
+    """Attention, then experts; each reads a norm of the residual stream and joins it through its
+    own scaling."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
         self.attn_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
         self.cca = CCA(rngs, model, precision)
         self.attn_join = Join(rngs, model.hidden_size)
         self.moe_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
-        self.router = (model.router if isinstance(model, Own) else Router)(rngs, model, precision)
+        router = model.router if isinstance(model, CustomModel) else Router
+        self.router = router(rngs, model, precision)
         self.experts = Experts(rngs, model, precision)
         self.moe_join = Join(rngs, model.hidden_size)
         self.dtype = jnp.dtype(precision.compute)
 
-    def __call__(self, h, stream, balance, rope, here: Placement):
+    def __call__(
+        self,
+        h: Float[Array, "B S D"],
+        router_state: Float[Array, "N R"],
+        balance: Float[Array, "E1"],
+        rope: list[tuple[Any, jax.Array]],
+        placement: Placement,
+    ) -> LayerOutput:
+        """The layer of a pass, for B rows of S tokens (N = B S) as a device has them.
+
+        `h` is the residual stream, `router_state` what the router of the layer below returned
+        (zeros at the bottom), `balance` this layer's balancing biases of E experts and of none.
+        `rope` are the rotary tables (selected, table), which attention takes as they are.
+        """
         with jax.named_scope("cca"):
-            x, h = self.attn_norm.read(h, self.dtype)
-            y, cache = self.cca(x, rope, here)
+            x, h = self.attn_norm.norm_and_stream(h, self.dtype)
+            y, cache = self.cca(x, rope, placement)
         with jax.named_scope("router"):
             router = self.router
-            h, x, seen = self.attn_join.and_read(
+            h, x, projected = self.attn_join.join_norm_project(
                 y, h, self.moe_norm, self.dtype, router.down, router.dtype
             )
-            choice, gate, logits, stream = router(seen.reshape(stream.shape), stream, balance)
+            choice, gate, logits, router_state = router(
+                projected.reshape(router_state.shape), router_state, balance
+            )
         with jax.named_scope("experts"):
-            y, gate = self.experts(x.reshape(-1, x.shape[-1]), choice, gate, here)
+            y, gate = self.experts(x.reshape(-1, x.shape[-1]), choice, gate, placement)
             h = self.moe_join(y.reshape(h.shape), h, gate.reshape(h.shape[:-1]))
-        return h, stream, choice, logits, cache
+        return LayerOutput(h, router_state, choice, logits, cache)
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(Model):
+class CustomModel(Model):
     """An architecture with a layer or a router of the caller's, which no config can name."""
 
     layer: type[nnx.Module] = Layer
     router: type[Router] = Router
 
 
-def with_own(model: Model, **parts: type | None) -> Model:
+def customized(model: Model, **parts: type | None) -> Model:
     """The model with a layer or router of the caller's; None is the usual one."""
-    own: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    for name, part in own.items():
+    custom: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    for name, part in custom.items():
         base = {"router": Router, "layer": nnx.Module}[name]
         if not (isinstance(part, type) and issubclass(part, base)) or model.model_type != "zaya":
             raise UserError(
-                f"{name}={shown(part)} must be a subclass of {base.__name__}, and the model a zaya"
+                f"{name}={shown(part)} must be a subclass of {base.__name__}, and model_type must be"
+                " 'zaya'"
             )
     keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    return Own(**keys, **own) if own else model
+    return CustomModel(**keys, **custom) if custom else model
 
 
-def check_named(model: Model) -> None:
+def refuse_custom_parts(model: Model) -> None:
     """UserError where a model has parts that no config can name."""
-    if isinstance(model, Own):
+    if isinstance(model, CustomModel):
         raise UserError(
-            "the model has a layer or router of your own, which no config can name: keep params and"
-            " balance as arrays (numpy.savez, Orbax), and make the model again by zj.create from"
-            " its keys with the same class"
+            "the model has a layer or router of your own, which a config cannot name; save params"
+            " and balance as arrays (numpy.savez, Orbax), and make the model again by zj.create"
+            " with the same keys and class"
         )

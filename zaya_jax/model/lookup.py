@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.loops import turning
 
-COMMONEST = 0.05  # the share of a text's most frequent word
+MAX_WORD_SHARE = 0.05  # of a text's most frequent word
 
 
 @jax.custom_vjp
@@ -52,14 +52,14 @@ def sum_by_index(x: Float[Array, "N D"], index: Int[Array, "N"], num: int) -> Fl
     index, x = index[order], x[order]
     place = jnp.arange(index.size, dtype=jnp.int32)
     begins = jnp.concatenate([jnp.ones(1, bool), index[1:] != index[:-1]])
-    number = place - lax.cummax(jnp.where(begins, place, 0))  # within its run
-    longest = number.max() + 1
+    rank = place - lax.cummax(jnp.where(begins, place, 0))  # within its run
+    longest = rank.max() + 1
 
     def add(carry):
         reach, x = carry
-        return 2 * reach, x + jnp.where((number >= reach)[:, None], jnp.roll(x, reach, axis=0), 0)
+        return 2 * reach, x + jnp.where((rank >= reach)[:, None], jnp.roll(x, reach, axis=0), 0)
 
-    with turning(math.ceil(math.log2(max(COMMONEST * index.size, 1)))):
+    with turning(math.ceil(math.log2(max(MAX_WORD_SHARE * index.size, 1)))):
         _, x = lax.while_loop(lambda carry: carry[0] < longest, add, (jnp.int32(1), x))
     ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
     # A run's last row is written; the others go to distinct places after the table, where they are

@@ -30,18 +30,18 @@ def targets(model: Model) -> dict[str, tuple[str | None, ...]]:
     axes = jax.tree_util.tree_flatten_with_path(
         zaya.param_axes(model), is_leaf=lambda x: isinstance(x, tuple)
     )[0]
-    found = {trees.name_of(path, "/"): names for path, names in axes}
+    by_path = {trees.name_of(path, "/"): names for path, names in axes}
     return {
         path: tuple(name for name in names if name != PAIR)
-        for path, names in found.items()
-        if _is_rounded(path) and not path.endswith("/bias")
+        for path, names in by_path.items()
+        if _is_product_weight(path) and not path.endswith("/bias")
     }
 
 
-def _is_rounded(path: str) -> bool:
-    """Whether products alone read a weight, rounded to their format."""
-    _, block, name, *_ = (*path.split("/"), "", "")
-    return name in zaya.ROUNDED.get(block, ())
+def _is_product_weight(path: str) -> bool:
+    """Whether only products read a weight, rounded to their format."""
+    parts = path.split("/")  # "layers", the block, the weight
+    return len(parts) > 2 and parts[2] in zaya.PRODUCT_WEIGHTS.get(parts[1], ())
 
 
 def param_axes(model: Model) -> dict:
@@ -66,24 +66,24 @@ def abstract(model: Model, rank: int) -> dict:
 
 def init(model: Model, rank: int, key: jax.Array) -> dict:
     """Fresh adapters, which change nothing yet; a function of the key alone."""
-    found = {}
+    adapters = {}
     for i, (path, x) in enumerate(trees.flat(abstract(model, rank), "/").items()):
         random = jax.random.normal(jax.random.fold_in(key, i), x.shape) * x.shape[-2] ** -0.5
-        found[path] = random if path.endswith("/a") else jnp.zeros(x.shape)
-    return trees.nested(found, "/")
+        adapters[path] = random if path.endswith("/a") else jnp.zeros(x.shape)
+    return trees.nested(adapters, "/")
 
 
-def frozen(model: Model, precision: Precision) -> dict:
+def abstract_base(model: Model, precision: Precision) -> dict:
     """The weights under the adapters as ShapeDtypeStructs: one copy of each, in the products'
-    format where those alone read it, and the embedding too."""
+    format where only those read it, and the embedding too."""
 
-    def one(path, x):
-        name = trees.name_of(path, "/")
-        return jax.ShapeDtypeStruct(x.shape, precision.compute if is_narrow(name) else x.dtype)
+    def as_kept(path, x):
+        narrow = is_narrow(trees.name_of(path, "/"))
+        return jax.ShapeDtypeStruct(x.shape, precision.compute if narrow else x.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, zaya.abstract(model, precision))
+    return jax.tree_util.tree_map_with_path(as_kept, zaya.abstract(model, precision))
 
 
 def is_narrow(path: str) -> bool:
     """Whether a frozen weight is kept in the products' format."""
-    return path == "embed/embedding" or _is_rounded(path)
+    return path == "embed/embedding" or _is_product_weight(path)

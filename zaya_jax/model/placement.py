@@ -1,28 +1,30 @@
-"""The places of a layer's tokens and weights: everything that a layer knows about devices.
+"""Where a layer's tokens and weights are: the only thing that a layer knows about devices and
+caches.
 
-A layer is written once, as if all tokens and weights were local. It gets `here: Placement`, which
-has the rows before its tokens and lets them attend, and `here.weights`, which makes its weights
-local and sums partial results. The classes here are those of one device; `zaya_jax.parallel`
-derives the others from them and imports this package, never the reverse.
+A layer is written once, as if all tokens and weights were local. It is handed a `Placement`, which
+has the tokens before its own and lets them attend; `placement.weights` makes its weights local and
+sums partial results. The classes here are those of one device; `zaya_jax.parallel` derives the
+others from them and imports this package, never the reverse.
 
-    tokens      Placement                      rows of whole sequences
-                Prompt, Piece, Token           the same into a cache, some more of them, and one more token
-                parallel.context.Cut           chunks of sequences split over devices (gathered, ring, LASP-2)
-    weights     Weights                        all of a layer, whole
-                parallel.heads.Heads           tensor: the columns of some heads and of part of the width
-                parallel.tsp.Fetched           ZAYA with TSP: a part each, fetched before the layer
-                parallel.tsp.Travelling        a dense model with TSP: a part each, used as it passes by
-    cache       cache.Cache                    whole
-                parallel.tree.Parts            columns split over devices
-    devices     Devices                        one: the first of each
-                parallel.devices.Over          a training mesh
-                parallel.tree.InParts          decoding with the cache in parts
+    tokens      Placement                                rows of whole sequences
+                Prefill, PrefillPiece, DecodeStep        the same into a cache, some more of them, and one more token
+                parallel.context.ZigzagChunks            chunks of sequences split over devices (gathered, ring, LASP-2)
+    weights     Weights                                  all of a layer, whole
+                parallel.heads.Heads                     tensor: the columns of some heads and of part of the width
+                parallel.tsp.Fetched                     ZAYA with TSP: a part each, fetched before the layer
+                parallel.tsp.Travelling                  a dense model with TSP: a part each, used as it passes by
+    cache       cache.CacheLayout                        keys and values on one device
+                parallel.tree.SplitCache                 their columns dealt out to devices
+    devices     Devices                                  one: the first of each
+                parallel.devices.MeshDevices             a training mesh
+                parallel.tree.DecodeDevices              decoding with a split cache
 
 Any class of `Weights` may get two functions: `gather`, with which fsdp makes weights whole, and
 `expert_mlp`, for experts on other devices.
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -42,17 +44,17 @@ from pallas_kernels.linear_attention import (
 )
 from pallas_kernels.loops import visiting
 from zaya_jax.config import Model
-from zaya_jax.model.cache import WHOLE, Cache
+from zaya_jax.model.cache import WHOLE_CACHE, CacheLayout, LayerSlice
 from zaya_jax.model.experts import expert_mlp
 from zaya_jax.model.weights import PAIR
 
-Axes = tuple[str | None, ...]
-Kept = dict[str, Any] | None  # with a cache, the layer's entries
-NO_ADAPTERS: Mapping[str, jax.Array] = types.MappingProxyType({})
+LogicalAxes = tuple[str | None, ...]  # the meaning of each dim of a weight
+CacheEntries = dict[str, LayerSlice]  # a layer's, by name
+NOTHING: Mapping = types.MappingProxyType({})
 Windows = tuple[int | None, ...]  # one for each softmax layer, bottom first
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """The tokens of a pass. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is
     for left padding."""
 
@@ -62,29 +64,40 @@ class Rows(NamedTuple):
     mask: Int[Array, "B S"] | None = None
 
 
-class Cached(NamedTuple):
-    """A cache that the tokens of a pass are written to, at column `index`.
+class CacheInput(NamedTuple):
+    """A cache that the tokens of a pass are written to, from `column` on.
 
     They are a prompt into an empty cache; or a piece of one, if `counts` gives the number of real
-    tokens in each row, which come first; or a single new token of each row, possibly at a separate
-    index for each, if `valid` says which columns the token sees.
+    tokens in each row, which come first (`first`: of its first piece); or a single new token of
+    each row, possibly in a separate column for each, if `valid` says which columns the token sees.
     """
 
     arrays: dict
-    index: Any  # an array, or a number
+    column: jax.Array | int
     valid: Bool[Array, "B T"] | None = None
     counts: Int[Array, "B"] | None = None
+    first: bool = False
+
+
+class LayerOutput(NamedTuple):
+    """What a layer returns; one of your own may return a plain tuple of these."""
+
+    h: Float[Array, "B S D"]  # the residual stream after the layer
+    router_state: Float[Array, "N R"]  # the router's own stream, handed to the layer above
+    choice: Int[Array, "N"]  # each token's expert; the number of experts for none
+    logits: Float[Array, "N E1"] | None  # the router's, for a trace
+    cache: CacheEntries | None  # the layer's new entries, as `Placement.attend` gave them
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """All weights of a layer are local and whole."""
+    """How a layer gets at its weights, and sums products of parts of them; here all are local and
+    whole."""
 
-    gather: Callable[[jax.Array, Axes], jax.Array] | None = None
+    gather: Callable[[jax.Array, LogicalAxes], jax.Array] | None = None
     expert_mlp: Callable[..., jax.Array] = expert_mlp
-    adapters: Mapping[str, jax.Array] = (
-        NO_ADAPTERS  # of this layer, "cca/q/kernel/a" and "../b" (`lora`)
-    )
+    # of this layer, "cca/q/kernel/a" and "../b" (`lora`)
+    adapters: Mapping[str, jax.Array] = NOTHING
 
     @property
     def fetched(self) -> bool:
@@ -92,27 +105,30 @@ class Weights:
         not keep them."""
         return self.gather is not None
 
-    def local(self, weights: Any) -> Any:
-        """A layer's weights, an nnx state, as the layer computes with them."""
+    def local(self, weights: nnx.State) -> nnx.State:
+        """A layer's weights as the layer computes with them."""
+        local = []
+        for path, weight in nnx.to_flat_state(weights):
+            axes = weight.get_metadata()["axes"]
+            x = self._whole(weight[...], axes)
+            x = self._with_adapter(x, "/".join(map(str, path)), axes)
+            local.append((path, weight.replace(self.localize(x, axes))))
+        return nnx.from_flat_state(local)
 
-        def one(path, w):
-            axes, name = w.get_metadata()["axes"], "/".join(map(str, path))
-            x = self._whole(w[...], axes)
-            if f"{name}/a" in self.adapters:
-                *stack, rows, columns = (axis for axis in axes if axis != PAIR)
-                a = self._whole(self.adapters[f"{name}/a"], (*stack, rows, None))
-                b = self._whole(self.adapters[f"{name}/b"], (*stack, None, columns))
-                update = jnp.matmul(a, b, precision="highest").reshape(x.shape)
-                x = (x + update).astype(x.dtype)
-            return w.replace(self.own(x, axes))
+    def _with_adapter(self, x: jax.Array, name: str, axes: LogicalAxes) -> jax.Array:
+        if f"{name}/a" not in self.adapters:
+            return x
+        *stack, rows, columns = (axis for axis in axes if axis != PAIR)
+        a = self._whole(self.adapters[f"{name}/a"], (*stack, rows, None))
+        b = self._whole(self.adapters[f"{name}/b"], (*stack, None, columns))
+        update = jnp.matmul(a, b, precision="highest").reshape(x.shape)
+        return (x + update).astype(x.dtype)
 
-        return nnx.from_flat_state([(path, one(path, w)) for path, w in nnx.to_flat_state(weights)])
-
-    def _whole(self, x: jax.Array, axes: Axes) -> jax.Array:
+    def _whole(self, x: jax.Array, axes: LogicalAxes) -> jax.Array:
         return x if self.gather is None else self.gather(x, axes)
 
-    def own(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """This device's part of an array whose dims have these logical axes."""
+    def localize(self, x: jax.Array, axes: LogicalAxes) -> jax.Array:
+        """What this device computes with, of an array whose dims have these logical axes."""
         return x
 
     def sum(self, y: jax.Array, dtype: Any) -> jax.Array:
@@ -123,9 +139,9 @@ class Weights:
         """Columns of the current and of the delayed half of the values; see `join_values`."""
         return jnp.split(values, 2, axis=-1)
 
-    def join_values(self, now: jax.Array, delayed: jax.Array) -> jax.Array:
+    def join_values(self, current: jax.Array, delayed: jax.Array) -> jax.Array:
         """The values of this device's heads."""
-        return jnp.concatenate([now, delayed], axis=-1)
+        return jnp.concatenate([current, delayed], axis=-1)
 
     def mean_queries(
         self, packed: Float[Array, "B S P"], channels: int
@@ -146,18 +162,18 @@ class Weights:
         kernels: tuple[jax.Array, ...],
         channels: int,
         rope: list,
-        here: Any,
-    ) -> tuple[jax.Array, Kept]:
-        """function(x, kernels of q, k, v and o, channels, rope, here), summed over the parts of the
-        heads."""
-        y, kept = function(x, kernels, channels, rope, here)
-        return self.sum(y, y.dtype), kept
+        placement: Any,
+    ) -> tuple[jax.Array, CacheEntries | None]:
+        """function(x, kernels of q, k, v and o, channels, rope, placement), summed over the parts
+        of the heads."""
+        y, entries = function(x, kernels, channels, rope, placement)
+        return self.sum(y, y.dtype), entries
 
 
-class Before(NamedTuple):
+class PrecedingTokens(NamedTuple):
     """The tokens before the first one of each row."""
 
-    columns: Float[Array, "B T P"] | None  # packed; None means zeros
+    history: Float[Array, "B T P"] | None  # packed queries and keys; None means zeros
     value: Float[Array, "B 1 V"]  # to be delayed
     segments: Int[Array, "B T"] | None  # their documents; None means documents other than the row's
 
@@ -176,9 +192,11 @@ class Placement:
     linear: bool = False  # linear attention instead of softmax
     # of all softmax layers, whose loops share one program: for its cost account
     windows: Windows = (None,)
-    cache: Any = None  # the cache of decoding, if any
+    cache: Any = None  # in decoding the layer's CacheEntries
 
-    def of_layer(self, window: jax.Array | None, linear: bool, cache: Kept) -> "Placement":
+    def of_layer(
+        self, window: jax.Array | None, linear: bool, cache: CacheEntries | None
+    ) -> "Placement":
         """The same for one layer: its window, its kind, and its cache, if any."""
         return dataclasses.replace(self, window=window, linear=linear, cache=cache)
 
@@ -204,17 +222,19 @@ class Placement:
         x: Float[Array, "B S D"],
         project: Callable,
         history: int,
-        nothing: Float[Array, "B 1 V"],
-    ) -> Before:
-        """The past of the rows of x: `history` packed columns, and the value to be delayed.
+        initial_value: Float[Array, "B 1 V"],
+    ) -> PrecedingTokens:
+        """The past of the rows of x: `history` tokens' packed queries and keys, and the value to be
+        delayed.
 
-        `project` gives packed columns and values of inputs, `nothing` is the value after no token.
+        `project` gives packed columns and both halves of the values of inputs; `initial_value` is
+        the value after no token.
         """
-        return Before(None, nothing, None)
+        return PrecedingTokens(None, initial_value, None)
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, **last: jax.Array
-    ) -> tuple[jax.Array, Kept]:
+    ) -> tuple[jax.Array, CacheEntries | None]:
         """The tokens' attention, and with a cache the layer's new one, with the last tokens of
         `last` by name."""
         return self._linear(q, k, v) if self.linear else self._softmax(q, k, v)
@@ -228,109 +248,111 @@ class Placement:
         return linear_attention(q, k, v, self.visible), None
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt(Placement):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill(Placement):
     """Whole sequences that start an empty cache, so they attend only to themselves."""
 
-    index: Any = None  # the column to write at
-    store: Cache = WHOLE
+    column: Any  # to write at
+    cache_layout: CacheLayout = WHOLE_CACHE
 
     def of_layer(self, window, linear, cache) -> Placement:
-        cache = {name: x if name in ("k", "v") else x.read_at_once() for name, x in cache.items()}
-        return super().of_layer(window, linear, cache)
+        # What the layer replaces is read before it is written; keys and values are added to.
+        entries = {
+            name: entry if name in ("k", "v") else entry.read_at_once()
+            for name, entry in cache.items()
+        }
+        return super().of_layer(window, linear, entries)
 
-    def before(self, x, project, history, nothing) -> Before:
-        return Before(self.cache["columns"].read(), nothing, None)
+    def before(self, x, project, history, initial_value) -> PrecedingTokens:
+        return PrecedingTokens(self.cache["history"].read(), initial_value, None)
 
-    def attend(self, q, k, v, **last) -> tuple[jax.Array, Kept]:
-        out, kept = super().attend(q, k, v)
+    def attend(self, q, k, v, **last) -> tuple[jax.Array, CacheEntries]:
+        out, entries = super().attend(q, k, v)
+        assert entries is not None
         for name, x in last.items():
-            held = self.cache[name]
-            kept = (kept or {}) | {name: held.write(self._last(held.read(), x))}
-        return out, kept
+            entry = self.cache[name]
+            entries[name] = entry.write(self._last(entry.read(), x))
+        return out, entries
 
-    def _last(self, held, new):
-        """The held entries, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S,
-        ..]."""
-        if held.ndim < new.ndim:
-            return new[:, -1].astype(held.dtype)
-        both = jnp.concatenate([held, new.astype(held.dtype)], axis=1)
-        return both[:, both.shape[1] - held.shape[1] :]
+    def _last(self, old, new):
+        """The last of the old tokens [B, T, ..], or the last old one [B, ..], and the new tokens
+        [B, S, ..], in the shape of the old ones."""
+        if old.ndim < new.ndim:
+            return new[:, -1].astype(old.dtype)
+        both = jnp.concatenate([old, new.astype(old.dtype)], axis=1)
+        return both[:, both.shape[1] - old.shape[1] :]
 
     def _softmax(self, q, k, v):
-        kept = self._extended(k, v)
-        return super()._softmax(q, k, v)[0], kept
+        entries = self._extended(k, v)
+        return super()._softmax(q, k, v)[0], entries
 
     def _linear(self, q, k, v):
         state = self.cache["state"].write(prompt_state(k, v, self.visible))
         return super()._linear(q, k, v)[0], {"state": state}
 
-    def _extended(self, k, v):
-        assert self.index is not None, "a cache comes with the column to write at"
-        new = {"k": k, "v": v}
-        return {name: self.store.write(self.cache[name], x, self.index) for name, x in new.items()}
+    def _extended(self, k, v) -> CacheEntries:
+        write = self.cache_layout.write
+        return {name: write(self.cache[name], x, self.column) for name, x in (("k", k), ("v", v))}
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece(Prompt):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillPiece(Prefill):
     """The next piece of sequences that come piece by piece; all sequences begin in column 0.
 
-    `index` is the piece's first column, 0 itself for the first piece. The first `counts` tokens of
-    a row are real; the rest is padding that no real token sees and that leaves only columns of K
-    and V, which the row's next tokens overwrite.
+    `column` is the piece's first. The first `counts` tokens of a row are real; the rest is
+    padding that no real token sees and that leaves only columns of K and V, which the row's next
+    tokens overwrite.
     """
 
-    counts: Any = None  # [B]
+    counts: Int[Array, "B"]
+    first: bool
 
-    @property
-    def _first(self) -> bool:
-        return isinstance(self.index, int)
+    def before(self, x, project, history, initial_value) -> PrecedingTokens:
+        value = initial_value if self.first else self.cache["value"].read()[:, None]
+        return PrecedingTokens(self.cache["history"].read(), value, None)
 
-    def before(self, x, project, history, nothing) -> Before:
-        value = nothing if self._first else self.cache["value"].read()[:, None]
-        return Before(self.cache["columns"].read(), value, None)
-
-    def _last(self, held, new):
-        alone = held.ndim < new.ndim
-        both = jnp.concatenate([held[:, None] if alone else held, new.astype(held.dtype)], axis=1)
+    def _last(self, old, new):
+        single = old.ndim < new.ndim
+        both = jnp.concatenate([old[:, None] if single else old, new.astype(old.dtype)], axis=1)
         length = both.shape[1] - new.shape[1]
-        kept = jax.vmap(lambda x, count: jax.lax.dynamic_slice_in_dim(x, count, length))(
-            both, self.counts
-        )
-        return kept[:, 0] if alone else kept
+        take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=length)
+        last = jax.vmap(take)(both, self.counts)
+        return last[:, 0] if single else last
 
     def _softmax(self, q, k, v):
-        if self._first:
+        if self.first:
             return super()._softmax(q, k, v)
-        kept, scale = self._extended(k, v), softmax_scale(q.shape[-1])
-        k, v = kept["k"].read(), kept["v"].read()
-        return self.store.read_piece(q, k, v, self.window, self.index, scale), kept
+        entries, scale = self._extended(k, v), softmax_scale(q.shape[-1])
+        k, v = entries["k"].read(), entries["v"].read()
+        return self.cache_layout.read_piece(q, k, v, self.window, self.column, scale), entries
 
     def _linear(self, q, k, v):
-        held = self.cache["state"]
-        out, state = goes_on_linear_attention(q, k, v, held.read(), self.counts)
-        return out, {"state": held.write(state)}
+        entry = self.cache["state"]
+        out, state = goes_on_linear_attention(q, k, v, entry.read(), self.counts)
+        return out, {"state": entry.write(state)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Token(Prompt):
-    """One new token a row, written at `index` (one for each row, or for all), after the `valid`
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeStep(Prefill):
+    """One new token a row, written at `column` (one for each row, or for all), after the `valid`
     columns."""
 
-    valid: Any = None  # [B, T]
+    valid: Bool[Array, "B T"]
 
-    def before(self, x, project, history, nothing) -> Before:
-        return Before(self.cache["columns"].read(), self.cache["value"].read()[:, None], None)
+    def before(self, x, project, history, initial_value) -> PrecedingTokens:
+        value = self.cache["value"].read()[:, None]
+        return PrecedingTokens(self.cache["history"].read(), value, None)
 
     def _softmax(self, q, k, v):
-        kept, scale = self._extended(k, v), softmax_scale(q.shape[-1])
-        valid = in_window(self.valid, self.index, self.window)
-        return self.store.read(q, kept["k"].read(), kept["v"].read(), valid, scale), kept
+        entries, scale = self._extended(k, v), softmax_scale(q.shape[-1])
+        valid = in_window(self.valid, self.column, self.window)
+        k, v = entries["k"].read(), entries["v"].read()
+        return self.cache_layout.read(q, k, v, valid, scale), entries
 
     def _linear(self, q, k, v):
-        held = self.cache["state"]
-        out, state = decode_linear_attention(q, k, v, held.read())
-        return out, {"state": held.write(state)}
+        entry = self.cache["state"]
+        out, state = decode_linear_attention(q, k, v, entry.read())
+        return out, {"state": entry.write(state)}
 
 
 class Devices:
@@ -339,12 +361,12 @@ class Devices:
     alone = True  # no collective in any program
     mesh: Mesh | None = None  # the mesh of decoding
 
-    def cache(self) -> Cache:
-        """The layout of a layer's keys and values."""
-        return WHOLE
+    def cache_layout(self) -> CacheLayout:
+        """Where a layer's keys and values are."""
+        return WHOLE_CACHE
 
     def weights(self, model: Model, dtype: Any) -> Weights:
-        """The layout of a layer's weights, for products in `dtype`."""
+        """How a layer gets at its weights, for products in `dtype`."""
         return Weights()
 
     def sequences(
@@ -354,25 +376,36 @@ class Devices:
         mask: Int[Array, "B S"] | None,
         weights: Weights,
     ) -> Placement:
-        """The layout of sequences with `length` tokens on a device; with a cache they are whole."""
+        """The placement of sequences with `length` tokens on a device; with a cache they are
+        whole."""
         return Placement(segments, mask, weights)
 
-    def place(self, model: Model, dtype: Any, rows: Rows, cached: Cached | None) -> Placement:
+    def placement(
+        self, model: Model, dtype: Any, rows: TokenRows, cached: CacheInput | None
+    ) -> Placement:
         """The placement of one pass through the model."""
-        weights, segments, mask = self.weights(model, dtype), rows.segments, rows.mask
+        common = rows.segments, rows.mask, self.weights(model, dtype)
+        layout = self.cache_layout()
+        placement: Placement
         if cached is None:
-            here = self.sequences(rows.tokens.shape[1], segments, mask, weights)
-            kinds = [kind for kind in model.kinds if kind != "hybrid_linear"]
-            windows = tuple(
-                model.sliding_window if kind == "hybrid_sliding" else None for kind in kinds
+            placement = self.sequences(rows.tokens.shape[1], *common)
+        elif cached.counts is not None:
+            placement = PrefillPiece(
+                *common,
+                column=cached.column,
+                cache_layout=layout,
+                counts=cached.counts,
+                first=cached.first,
             )
-            return dataclasses.replace(here, windows=windows or (None,))
-        at: dict[str, Any] = {"index": cached.index, "store": self.cache()}
-        if cached.counts is not None:
-            return Piece(segments, mask, weights, **at, counts=cached.counts)
-        if cached.valid is not None:
-            return Token(segments, mask, weights, **at, valid=cached.valid)
-        return Prompt(segments, mask, weights, **at)
+        elif cached.valid is not None:
+            placement = DecodeStep(
+                *common, column=cached.column, cache_layout=layout, valid=cached.valid
+            )
+        else:
+            placement = Prefill(*common, column=cached.column, cache_layout=layout)
+        widths = {"hybrid": None, "hybrid_sliding": model.sliding_window}
+        windows = tuple(widths[kind] for kind in model.kinds if kind in widths)
+        return dataclasses.replace(placement, windows=windows or (None,))
 
 
-ALONE = Devices()
+ONE_DEVICE = Devices()

@@ -28,18 +28,21 @@ class Router(nnx.Module):
         self.dtype = jnp.dtype(precision.router)
 
     def __call__(
-        self, seen: Float[Array, "N R"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]
+        self,
+        projected: Float[Array, "N R"],
+        stream: Float[Array, "N R"],
+        balance: Float[Array, "E1"],
     ):
         """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above).
 
-        `seen` is the product of the layer's norm with `down`; the code that norms the residual
-        stream computes both.
+        `projected` is the product of the layer's norm with `down`: the kernel that norms the
+        residual stream computes both.
         """
-        kind = (self.dtype, jnp.float32, whole(self.dtype))
-        stream = seen + self.down.bias[...] + self.eda[...] * stream
-        z = _gelu(self.fc1(self.norm(stream), *kind))
-        z = _gelu(self.fc2(z, *kind))
-        logits = self.out(z, *kind)
+        formats = (self.dtype, jnp.float32, whole(self.dtype))
+        stream = projected + self.down.bias[...] + self.eda[...] * stream
+        z = _gelu(self.fc1(self.norm(stream), *formats))
+        z = _gelu(self.fc2(z, *formats))
+        logits = self.out(z, *formats)
         p = jax.nn.softmax(logits, axis=-1)
         choice = jnp.argmax(jax.lax.stop_gradient(p) + balance, axis=-1).astype(jnp.int32)
         # A product with a one-hot row instead of a gather: its gradient is no scatter.

@@ -57,17 +57,18 @@ class Sampling:
             )
 
     @property
-    def kind(self) -> str:
-        """The kind of program: "greedy", "plain", or "cut" if tokens may be excluded."""
+    def variant(self) -> str:
+        """The variant of the program: "greedy", "plain", or "truncated" if tokens may be excluded."""
         if self.temperature == 0:
             return "greedy"
-        return "cut" if self.top_k or self.top_p < 1 or self.min_p else "plain"
+        excludes = self.top_k or self.top_p < 1 or self.min_p
+        return "truncated" if excludes else "plain"
 
-    def numbers(self) -> "Numbers":
+    def arrays(self) -> "SamplingArrays":
         """The options as arguments of a program, so that other values use the same program."""
         top_k = min(self.top_k or 2**31 - 1, 2**31 - 1)
         temperature = min(max(self.temperature, 1e-30), 1e38)  # as far as float32 goes
-        return Numbers(
+        return SamplingArrays(
             jnp.float32(temperature),
             jnp.float32(self.top_p),
             jnp.float32(self.min_p),
@@ -75,7 +76,7 @@ class Sampling:
         )
 
 
-class Numbers(NamedTuple):
+class SamplingArrays(NamedTuple):
     """A Sampling as arrays."""
 
     temperature: Float[Array, ""]
@@ -86,36 +87,39 @@ class Numbers(NamedTuple):
 
 def pick(
     logits: Float[Array, "B V"],
-    kind: str,
-    numbers: Numbers,
+    variant: str,
+    options: SamplingArrays,
     seeds: UInt32[Array, "B"],
     count: Int[Array, ""],
 ) -> Int[Array, "B"]:
     """Each row's next token, its `count`-th new one."""
-    if kind == "greedy":
+    if variant == "greedy":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # so that a temperature near 0 cannot make infinities
     logits = logits - logits.max(-1, keepdims=True)
-    logits = logits / numbers.temperature
-    if kind == "cut":
-        logits = jnp.where(kept(logits, numbers), logits, -jnp.inf)
+    logits = logits / options.temperature
+    if variant == "truncated":
+        logits = jnp.where(allowed(logits, options), logits, -jnp.inf)
 
-    def one(seed, logits):
+    def draw(seed, logits):
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), count), logits)
 
-    return jax.vmap(one)(seeds, logits).astype(jnp.int32)
+    return jax.vmap(draw)(seeds, logits).astype(jnp.int32)
 
 
-def kept(logits: Float[Array, "B V"], numbers: Numbers) -> Array:
+def allowed(logits: Float[Array, "B V"], options: SamplingArrays) -> Array:
     """The tokens that may be drawn, bool [B, V]; the greatest logit of each row is 0."""
     weights = jnp.exp(logits)
-    at_least = lambda least: weights >= least[:, None]  # noqa: E731
-    least = _greatest(lambda t: at_least(t).sum(-1) >= numbers.top_k, len(weights))
+
+    def at_least(limit):
+        return weights >= limit[:, None]
+
+    least = _greatest(lambda t: at_least(t).sum(-1) >= options.top_k, len(weights))
     weights = jnp.where(at_least(least), weights, 0)
-    enough = jnp.minimum(numbers.top_p, 1) * weights.sum(-1)
+    enough = options.top_p * weights.sum(-1)
     of_p = _greatest(lambda t: jnp.where(at_least(t), weights, 0).sum(-1) >= enough, len(weights))
-    least = jnp.maximum(least, jnp.where(numbers.top_p < 1, of_p, 0))
-    return jnp.exp(logits) >= jnp.maximum(least, numbers.min_p)[:, None]
+    least = jnp.maximum(least, jnp.where(options.top_p < 1, of_p, 0))
+    return jnp.exp(logits) >= jnp.maximum(least, options.min_p)[:, None]
 
 
 def _greatest(holds: Callable, rows: int) -> Float[Array, "B"]:

@@ -58,7 +58,9 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, dtype, out_dtype=None, precision=None) -> jax.Array:
         out_dtype = out_dtype or dtype
         y = dot(x, self.kernel[...], dtype, out_dtype, precision)
-        return y + self.bias[...].astype(out_dtype) if hasattr(self, "bias") else y
+        if hasattr(self, "bias"):
+            y = y + self.bias[...].astype(out_dtype)
+        return y
 
 
 class RMSNorm(nnx.Module):
@@ -71,7 +73,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.scale[...], self.eps)
 
-    def read(self, h: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    def norm_and_stream(self, h: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
         """The norm of the residual stream in `dtype`, and the stream, for the join."""
         return read(h, self.scale[...], self.eps, dtype)
 
@@ -80,7 +82,7 @@ class Join(nnx.Module):
     """How a block's output y joins the residual stream h, in float32: (y + b_y) a_y + (h + b_h)
     a_h.
 
-    So the released code computes it, and so do the ports; the paper is said to write a x + b.
+    This follows the released code and its ports; the paper writes a x + b.
 
     A gate that comes with y multiplies y's rows.
     """
@@ -97,21 +99,21 @@ class Join(nnx.Module):
         h: Float[Array, "B S D"],
         gate: Float[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        return join(y, h, self._how(), gate)
+        return join(y, h, self._scales(), gate)
 
-    def and_read(
+    def join_norm_project(
         self,
         y: Float[Array, "B S D"],
         h: Float[Array, "B S D"],
         norm: RMSNorm,
         dtype,
-        into: Linear,
-        into_dtype,
+        linear: Linear,
+        linear_dtype,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], Float[Array, "B S R"]]:
-        """The stream after it, its norm in `dtype`, and that norm's product with a kernel in
-        another `dtype`."""
-        kernel, scale = into.kernel[...], norm.scale[...]
-        return join_and_read(y, h, self._how(), scale, kernel, norm.eps, dtype, into_dtype)
+        """The residual stream after the join, its norm in `dtype`, and that norm's product with
+        the kernel of `linear`, in another `dtype`; one pass over the stream does all three."""
+        kernel, scale = linear.kernel[...], norm.scale[...]
+        return join_and_read(y, h, self._scales(), scale, kernel, norm.eps, dtype, linear_dtype)
 
-    def _how(self):
+    def _scales(self):
         return Joining(self.y_scale[...], self.y_bias[...], self.h_scale[...], self.h_bias[...])

@@ -2,14 +2,19 @@
 
 `Zaya` (Flax NNX) declares the weights and the arithmetic; layers are stacked on a leading axis and
 scanned, so one layer is traced for any number of them. Full and sliding attention differ only in
-data; if some layers have linear attention, a repeating stretch of layers is traced
-(zaya_jax/model/stack.py). Outside this package parameters are nested dicts of arrays: `init` or
-`abstract` make them, `apply` runs the model on them. Balancing biases [L, E + 1] are state, not
-parameters, and always come as an argument.
+data; if some layers have linear attention, a period of layers is traced (zaya_jax/model/stack.py).
+Outside this package parameters are nested dicts of arrays: `init` or `abstract` make them, `apply`
+runs the model on them. Balancing biases [L, E + 1] are state, not parameters, and always come as an
+argument.
+
+    apply → Zaya → Embed → scan_layers (`stack`) of layers → final norm → Output.hidden → logits
+                           each layer: CCA (`cca`) → Router (`router`) → Experts (`layer`, `experts`)
+                           with a Placement (`placement`) and its weights by the hooks (`scan_hooks`)
 """
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +29,20 @@ from pallas_kernels.products import GIVEN, times_rows
 from pallas_kernels.residual_norm import rms_norm
 from pallas_kernels.rotary import rope_table
 from zaya_jax import trees
-from zaya_jax.config import Model, Precision
+from zaya_jax.config import Model, Precision, UserError
 from zaya_jax.model.dense import DenseLayer
-from zaya_jax.model.layer import Layer, Own
+from zaya_jax.model.layer import CustomModel, Layer
 from zaya_jax.model.lookup import lookup
-from zaya_jax.model.placement import ALONE, Cached, Devices, Rows
-from zaya_jax.model.stack import linear_pattern, scan_layers, side_by_side
-from zaya_jax.model.stored import SCANNED, Stored
+from zaya_jax.model.placement import (
+    ONE_DEVICE,
+    CacheInput,
+    Devices,
+    LayerOutput,
+    Placement,
+    TokenRows,
+)
+from zaya_jax.model.scan_hooks import PLAIN, HookInputs, ScanHooks
+from zaya_jax.model.stack import linear_pattern, pack_vectors, scan_layers
 from zaya_jax.model.weights import RMSNorm, TokenSum, weight
 
 SKIP_BIAS = -1.0  # the constant balancing bias of the skip class
@@ -43,7 +55,7 @@ class Output:
     tokens."""
 
     hidden: Float[Array, "B S D"]
-    counts: Float[Array, "L E1"]  # real tokens of each class
+    counts: Float[Array, "L E1"]  # real tokens of each class (of a prompt's piece, padding too)
     sums: dict[str, Float[Array, "L"]]  # the layers' `TokenSum`s, by path
     cache: dict | None = None
     # the residual stream after each layer (trace=True)
@@ -53,7 +65,7 @@ class Output:
 
 
 LAYERS = {"zaya": Layer, "dense": DenseLayer}  # by model_type
-ROUNDED = {  # the weights of a layer that are read only in `precision.compute`
+PRODUCT_WEIGHTS = {  # the weights of a layer that are read only in `precision.compute`
     "cca": ("q", "k", "v_now", "v_prev", "o"),
     "experts": ("gate_up", "down"),
     "attention": ("q", "k", "v", "o"),
@@ -84,6 +96,16 @@ class Head(nnx.Module):
         self.bias = weight(rngs, (model.vocab_size,), ("vocab",), "zeros")
 
 
+class LayerInputs(NamedTuple):
+    """What the scan hands to each layer; all stacked over layers."""
+
+    weights: Any  # packed
+    balance: Float[Array, "L E1"]
+    kind: Int[Array, "L"]
+    window: Int[Array, "L"] | None
+    hooks: HookInputs
+
+
 class Zaya(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         self.embed = Embed(rngs, model)
@@ -95,68 +117,101 @@ class Zaya(nnx.Module):
             self.head = Head(rngs, model)
         self.model, self.precision = model, precision
 
-    def __call__(self, rows: Rows, balance, *, cached, remat, trace, devices, stored) -> Output:
-        model, (tokens, _, positions, _) = self.model, rows
-        batch, seq = tokens.shape
-        here = devices.place(model, self.precision.compute, rows, cached)
-        tokens = here.rows(tokens)
-        positions = here.positions(*tokens.shape) if positions is None else here.rows(positions)
+    def __call__(
+        self,
+        rows: TokenRows,
+        balance: Float[Array, "L E1"],
+        *,
+        cached: CacheInput | None,
+        remat: str,
+        trace: bool,
+        devices: Devices,
+        hooks: ScanHooks,
+    ) -> Output:
+        model = self.model
+        placement = devices.placement(model, self.precision.compute, rows, cached)
+        tokens = placement.rows(rows.tokens)
+        if rows.positions is None:
+            positions = placement.positions(*tokens.shape)
+        else:
+            positions = placement.rows(rows.positions)
         h = self.embed(tokens, model.pad_token_id)
-        stream = jnp.zeros((batch * seq, _stream_width(model)), jnp.float32)
+        router_state = jnp.zeros((rows.tokens.size, _router_width(model)), jnp.float32)
         kinds, tables, windows = _layer_kinds(model, positions)
-        real = here.segments > 0 if here.segments is not None else here.mask
-        real = (jnp.ones_like(tokens) if real is None else real).reshape(-1).astype(jnp.float32)
+        real = _real_tokens(placement, tokens)
         layer_def, layer_weights = nnx.split(self.layers)
-        layer_weights, own_weights = side_by_side(layer_weights, chip.current().maker != "cpu")
+        layer_weights, unpack = pack_vectors(layer_weights, chip.current().maker != "cpu")
 
-        def body(linear, carry, per_layer, cache_l):
-            h, stream = carry
-            weights, balance_l, kind, window, given = per_layer
-            weights, lie = stored.of_layer(given, own_weights(weights), here.weights)
-            layer = nnx.merge(layer_def, lie.local(weights))
-            rope = [] if linear else _rope_of(kind, tables)
-            at = dataclasses.replace(here.of_layer(window, linear, cache_l), weights=lie)
-            h, stream, choice, logits, cache_l = layer(h, stream, balance_l, rope, at)
+        def step(linear: bool, carry, inputs: LayerInputs, cache):
+            h, router_state = carry
+            weights, access = hooks.for_layer(
+                inputs.hooks, unpack(inputs.weights), placement.weights
+            )
+            layer = nnx.merge(layer_def, access.local(weights))
+            rope = [] if linear else _rope_of(inputs.kind, tables)
+            of_layer = placement.of_layer(inputs.window, linear, cache)
+            of_layer = dataclasses.replace(of_layer, weights=access)
+            out = LayerOutput(*layer(h, router_state, inputs.balance, rope, of_layer))
             classes = jnp.arange(model.num_experts + 1)
-            counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
+            counts = jnp.sum((out.choice[:, None] == classes) * real[:, None], axis=0)
             sums = trees.flat(nnx.to_pure_dict(nnx.pop(layer, TokenSum)), "/")
-            kept = nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)).get("experts", {})
-            traced = (h, logits, kept.get("outputs")) if trace else None
-            return (h, stream), (counts, sums, traced), cache_l
+            experts = nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)).get("experts", {})
+            traced = (out.h, out.logits, experts.get("outputs")) if trace else None
+            return (out.h, out.router_state), (counts, sums, traced), out.cache
 
-        # ZAYA's layers fetch weights that other devices keep; they are fetched again in the
-        # backward pass, not stored, and those with adapters are made again: kept, they would be a
-        # second copy of all.
-        again = "elementwise" if stored.adapters else "fsdp" if here.weights.fetched else "none"
-        policy = again if remat == "none" else remat
+        policy = _remat_policy(remat, hooks, placement)
         pattern = linear_pattern(model)
-        remat_layer = None if policy == "none" else functools.partial(_remat, policy=policy)
+        inputs = LayerInputs(
+            layer_weights, balance, kinds, windows, hooks.scan_inputs(model.num_hidden_layers)
+        )
+        may_unroll = policy == "none" and cached is None and devices.alone
         (h, _), (counts, sums, traced), cache = scan_layers(
-            [functools.partial(body, linear) for linear in pattern],
-            remat_layer,
+            [functools.partial(step, linear) for linear in pattern],
+            None if policy == "none" else functools.partial(_remat, policy=policy),
             pattern,
-            (h, stream),
-            (layer_weights, balance, kinds, windows, stored.by_layer(model.num_hidden_layers)),
+            (h, router_state),
+            inputs,
             None if cached is None else cached.arrays,
-            unroll=policy == "none"
-            and cached is None
-            and devices.alone
-            and chip.current().unrolls(model.num_hidden_layers, h.size),
+            unroll=may_unroll and chip.current().unrolls(model.num_hidden_layers, h.size),
         )
         with jax.named_scope("head"):
-            h = here.joined(self.final_norm(h))
+            h = placement.joined(self.final_norm(h))
         return Output(h, counts, sums, cache, *(traced if trace else ()))
+
+
+def _real_tokens(placement: Placement, tokens: Int[Array, "B S"]) -> Float[Array, "N"]:
+    """1 for real tokens, 0 for padding."""
+    if placement.segments is not None:
+        real = placement.segments > 0
+    elif placement.mask is not None:
+        real = placement.mask
+    else:
+        real = jnp.ones_like(tokens)
+    return real.reshape(-1).astype(jnp.float32)
+
+
+def _remat_policy(remat: str, hooks: ScanHooks, placement: Placement) -> str:
+    """The policy of `_remat`: the one that is asked for, or what the layers' weights need."""
+    if remat != "none":
+        return remat
+    # Weights with adapters are made again: kept, they would be a second copy of all.
+    if hooks.adapters:
+        return "elementwise"
+    # Weights that other devices keep are fetched again.
+    return "fsdp" if placement.weights.fetched else "none"
 
 
 def layer_class(model: Model) -> type:
     """The class of the model's layers."""
-    return model.layer if isinstance(model, Own) else LAYERS[model.model_type]
+    return model.layer if isinstance(model, CustomModel) else LAYERS[model.model_type]
 
 
 def layer_of(model: Model, params: dict, number: int, precision: Precision) -> nnx.Module:
     """One layer as a module, with its weights out of the stacked ones."""
-    # JAX would give the last layer for one that is not there
-    number = range(model.num_hidden_layers)[number]
+    layers = range(model.num_hidden_layers)
+    if not -len(layers) <= number < len(layers):  # JAX would give the last one
+        raise UserError(f"there is no layer {number}; the model has layers 0 to {layers[-1]}")
+    number = layers[number]
     graph, state = nnx.split(
         nnx.eval_shape(lambda: layer_class(model)(nnx.Rngs(0), model, precision))
     )
@@ -164,8 +219,8 @@ def layer_of(model: Model, params: dict, number: int, precision: Precision) -> n
     return nnx.merge(graph, state)
 
 
-def _stream_width(model: Model) -> int:
-    """The router's own stream; dense layers have no such stream."""
+def _router_width(model: Model) -> int:
+    """The width of the router's own stream; dense layers have none."""
     return model.router_hidden_size if model.model_type == "zaya" else 0
 
 
@@ -250,35 +305,35 @@ def apply(
     model: Model,
     params: dict,
     balance: Float[Array, "L E1"],
-    rows: Rows,
+    rows: TokenRows,
     *,
     precision: Precision = Precision(),
-    cached: Cached | None = None,
+    cached: CacheInput | None = None,
     remat: str = "none",
     trace: bool = False,
-    devices: Devices = ALONE,
-    stored: Stored = SCANNED,
+    devices: Devices = ONE_DEVICE,
+    hooks: ScanHooks = PLAIN,
 ) -> Output:
     """Runs the model on rows of tokens, which may continue a cache.
 
-    If `devices` is not ALONE this runs inside `shard_map`, on a device's part of weights and
-    tokens, or, with a cache, of the cache's columns. `stored` says where weights of layers are read
+    If `devices` is not ONE_DEVICE this runs inside `shard_map`, on a device's part of weights and
+    tokens, or, with a cache, of the cache's columns. `hooks` say where weights of layers are read
     and where their gradients go.
     """
     graph, state = _abstract(model, precision)
     state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(
-        rows, balance, cached=cached, remat=remat, trace=trace, devices=devices, stored=stored
+        rows, balance, cached=cached, remat=remat, trace=trace, devices=devices, hooks=hooks
     )
 
 
-def rounded(model: Model, params: dict, precision: Precision) -> tuple[dict, dict]:
-    """Parameters for many passes, and those for `logits`, with weights that products read rounded
-    to their format.
+def cast_for_products(model: Model, params: dict, precision: Precision) -> tuple[dict, dict]:
+    """(parameters for many passes, those for `logits`), with the weights that only products read in
+    the products' format.
 
-    Results do not change: each pass would round these weights itself. The others are the same
-    arrays, and so are all weights of a layer of the caller's, who may read them in another format.
+    Results do not change: each pass would round these weights itself. All others are the same
+    arrays. So are all weights of a custom layer, which may read them in another format.
     """
     dtype = jnp.dtype(precision.compute)
 
@@ -287,16 +342,18 @@ def rounded(model: Model, params: dict, precision: Precision) -> tuple[dict, dic
 
     layers = dict(params["layers"])
     if layer_class(model) in LAYERS.values():
-        for block in ROUNDED.keys() & layers.keys():
-            once = {name: jax.tree.map(cast, layers[block][name]) for name in ROUNDED[block]}
-            layers[block] = layers[block] | once
+        for block in PRODUCT_WEIGHTS.keys() & layers.keys():
+            names = PRODUCT_WEIGHTS[block]
+            layers[block] = layers[block] | {
+                name: jax.tree.map(cast, layers[block][name]) for name in names
+            }
     head = {name: params[name] for name in ("head",) if name in params}
     return params | {"layers": layers}, head | {
         "embed": {"embedding": cast(params["embed"]["embedding"])}
     }
 
 
-def lens(
+def logit_lens(
     model: Model, params: dict, hidden: Float[Array, "*B D"], precision: Precision
 ) -> Float[Array, "*B V"]:
     """The head on a residual stream of any layer, through the last norm."""
@@ -339,7 +396,7 @@ def param_counts(model: Model) -> dict[str, int]:
     one token."""
     tree = abstract(model)
     # layer 0's EDA
-    unused = _stream_width(model) if "eda" in tree["layers"].get("router", ()) else 0
+    unused = _router_width(model) if "eda" in tree["layers"].get("router", ()) else 0
     total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - unused
     embedding = model.vocab_size * model.hidden_size
     expert = 3 * model.hidden_size * model.moe_intermediate_size

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from zaya_jax.model import decode
-from zaya_jax.parallel.spread import ALONE
+from zaya_jax.parallel.spread import NO_SPREAD
 from zaya_jax.plan import step_time, work
 from zaya_jax.plan.case import StepCase, itemsize
 from zaya_jax.plan.rates import Rates
@@ -30,7 +30,7 @@ def seconds(case: StepCase, rates: Rates, rows: int, new: int, seen: int = 0) ->
         config=dataclasses.replace(
             case.config, data=dataclasses.replace(case.config.data, seq_len=new)
         ),
-        spread=ALONE,
+        spread=NO_SPREAD,
         sequences=rows,
         micro_batches=1,
     )
@@ -60,7 +60,7 @@ def _layers(alone: StepCase, rows: int, seen: int) -> Iterator[ScopeWork]:
         if name == "softmax":
             flops += 4.0 * alone.tokens * seen * m.num_attention_heads * m.head_dim
             cache = (
-                rows * seen * decode.cache_bytes(m, alone.config.precision, 1, 1).a_token / layers
+                rows * seen * decode.cache_bytes(m, alone.config.precision, 1, 1).per_token / layers
             )
         yield ScopeWork(
             scope,

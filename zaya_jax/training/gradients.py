@@ -13,8 +13,8 @@ Weights are of three kinds, by where their gradients are stored:
               rounded once for the whole step: in a kernel's inner loop that would happen for each tile.
 
 A gradient leaves through a slot: an argument of the loss, zeros in the shape of a device's share.
-In the backward pass the layer returns its reduced gradient as the slot's gradient (`model.stored`),
-and none for the weight itself.
+In the backward pass the layer returns its reduced gradient as the slot's gradient
+(`model.scan_hooks`), and none for the weight itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_mlp import unwritten
 from zaya_jax import trees
 from zaya_jax.model.experts import read_and_written_in_place
-from zaya_jax.model.stored import NONE, Stored
+from zaya_jax.model.placement import NOTHING
+from zaya_jax.model.scan_hooks import ScanHooks
 from zaya_jax.optim.zero.by_layer import ByLayer
 
 
@@ -36,7 +37,7 @@ class Unreduced(NamedTuple):
     shape: tuple[int, ...]
 
     @staticmethod
-    def share(gradient: jax.Array) -> jax.Array:
+    def share_of_layer(gradient: jax.Array) -> jax.Array:
         """All of one layer's gradient."""
         return gradient
 
@@ -52,11 +53,11 @@ def gradients(
     batch: dict,
     ways: Ways,
     in_place: bool,
-    copies: Mapping[str, Any] = NONE,
+    copies: Mapping[str, Any] = NOTHING,
 ) -> tuple[dict, Any]:
     """(gradients, the loss function's other results), both summed over the micro-batches.
 
-    loss_of(params, micro-batch, stored) → (loss, other results). Gradients lie like the parameters,
+    loss_of(params, micro-batch, hooks) → (loss, other results). Gradients lie like the parameters,
     or as shares. `in_place`: kernels read the experts, and write their gradients, in the stacks of
     all layers. `copies` are the number formats of copies that products make anyway, by path.
     """
@@ -77,12 +78,12 @@ def gradients(
             stacks = read_and_written_in_place(
                 gate_up, down, _pair(places), not single, _pair(shares)
             )
-        stored = Stored(
+        hooks = ScanHooks(
             stacks,
             {path.removeprefix(LAYERS): slot for path, slot in slots.items()},
-            {path.removeprefix(LAYERS): ways[path].share for path in slots},
+            {path.removeprefix(LAYERS): ways[path].share_of_layer for path in slots},
         )
-        return loss_of(trees.nested(plain | leaving | experts, "/"), micro, stored)
+        return loss_of(trees.nested(plain | leaving | experts, "/"), micro, hooks)
 
     if single:
         micro = jax.tree.map(lambda x: x[0], batch)
@@ -116,7 +117,7 @@ def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], d
     shares of a layer's."""
     if experts and experts.keys() <= ways.keys():
         places = {path: jax.new_ref(jnp.zeros(ways[path].shape)) for path in sorted(experts)}
-        return places, {path: ways[path].share for path in experts}
+        return places, {path: ways[path].share_of_layer for path in experts}
     return (
         jax.tree.map(lambda w: jax.new_ref(jnp.zeros(w.shape) if add else unwritten(w)), experts),
         {},

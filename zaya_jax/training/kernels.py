@@ -13,7 +13,7 @@ from pallas_kernels import chip, table
 from zaya_jax import schedule
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
-from zaya_jax.parallel.spread import ALONE, Spread
+from zaya_jax.parallel.spread import NO_SPREAD, Spread
 from zaya_jax.training import recipe
 
 Tiles = dict[str, Any]  # {"kernels": {name: tile}, "summary": a line that says so}
@@ -78,7 +78,7 @@ def tuning_request(config: Config, devices: int) -> dict[str, Any]:
     try:
         phase_config, spread, sequences, micro_batches = recipe.portion(config, longest, devices)
     except UserError:
-        phase_config, spread = schedule.phase_config(config, longest.phase), ALONE
+        phase_config, spread = schedule.phase_config(config, longest.phase), NO_SPREAD
         sequences = micro_batches = 1
     whole = min(phase_config.data.seq_len, MOST_TOKENS)
     rows = max(sequences // micro_batches // (spread.data * spread.expert), 1)
@@ -117,9 +117,9 @@ def _sizes_on_device(config: Config, spread: Spread) -> dict[str, Any]:
     width = m.intermediate_size or m.moe_intermediate_size
     rounded = config.precision.weights == "compute"
     return {
-        "num_attention_heads": max(m.num_attention_heads // spread.heads, 1),
-        "num_key_value_heads": max(m.num_key_value_heads // spread.heads, 1),
-        "moe_intermediate_size": max(width // spread.heads, 1),
+        "num_attention_heads": max(m.num_attention_heads // spread.head_shards, 1),
+        "num_key_value_heads": max(m.num_key_value_heads // spread.head_shards, 1),
+        "moe_intermediate_size": max(width // spread.head_shards, 1),
         "num_experts": experts,
         "expert_weights": config.precision.compute if rounded else "float32",
         "head_dim": m.head_dim,

@@ -57,7 +57,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: Ar
         (continued,) = prompt.texts  # with which the result begins
         if room > 0:
             decoder = decode.Decoder(model, params, bias, config.precision, kernels=config.kernels)
-            rows = decode.Generation(
+            rows = decode.Continuation(
                 decoder,
                 prompt.ids,
                 min(config.log.sample_tokens, room),

@@ -23,35 +23,36 @@ from pallas_kernels.grouped_mlp import routes
 from zaya_jax import trees
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
-from zaya_jax.model.placement import Rows
-from zaya_jax.model.stored import SCANNED
+from zaya_jax.model.placement import TokenRows
+from zaya_jax.model.scan_hooks import PLAIN
 from zaya_jax.optim import balance
 from zaya_jax.parallel.context import zigzag
-from zaya_jax.parallel.devices import Over
+from zaya_jax.parallel.devices import MeshDevices
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
-from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens
+from zaya_jax.parallel.spread import AXES, NO_SPREAD, Spread, gather_over_data, share_of_tokens
 from zaya_jax.training.gradients import gradients
 from zaya_jax.training.state import REPLICATED, Setup
 
 
-def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
-    """loss(params, bias, micro-batch, total, stored, frozen) → (loss, (its parts, sums over tokens)).
+def make_loss(config: Config, model: Model, spread: Spread = NO_SPREAD) -> Callable:
+    """loss(params, bias, micro-batch, total, hooks, frozen) → (loss, (its parts, sums over tokens)).
 
     The parts are the cross entropy `loss` and `z`, the mean of log² Z; like the loss itself, which
     adds them, they are divided by `total`, the number of real targets. The sums have a row for each
     layer: `counts`, its tokens of each class, and what its modules declare (`TokenSum`). On a mesh
-    each device returns its share of all of them. `stored` says where layers find weights and where
-    gradients go (`model.stored`). With `frozen` weights, params are their adapters (`model.lora`).
+    each device returns its share of all of them. `hooks` say where layers find weights and where
+    gradients go (`model.scan_hooks`). With `frozen` weights, params are their adapters
+    (`model.lora`).
     """
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
 
-    def loss_fn(params, bias, batch, total, stored=SCANNED, frozen=None):
+    def loss_fn(params, bias, batch, total, hooks=PLAIN, frozen=None):
         if frozen:
-            stored = dataclasses.replace(stored, adapters=trees.flat(params["layers"], "/"))
+            hooks = dataclasses.replace(hooks, adapters=trees.flat(params["layers"], "/"))
             params = frozen
         params = whole_outside(params, axes) if spread.fsdp else params
-        rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
+        rows = TokenRows(batch["tokens"], batch["segment_ids"], batch["positions"])
         out = zaya.apply(
             model,
             params,
@@ -59,8 +60,8 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
             rows,
             precision=config.precision,
             remat=config.remat,
-            devices=Over(spread),
-            stored=stored,
+            devices=MeshDevices(spread),
+            hooks=hooks,
         )
         with jax.named_scope("head"):
             loss, z = cross_entropy(
@@ -105,11 +106,11 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
         in_place = routes() and model.model_type == "zaya" and not elsewhere
         total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
 
-        def loss_of(params, micro, stored):
-            return loss_fn(params, bias, micro, total, stored, frozen)
+        def loss_of(params, micro, hooks):
+            return loss_fn(params, bias, micro, total, hooks, frozen)
 
         ways = {} if frozen else optimizer.layout.by_layer
-        formats = optimizer.layout.formats
+        formats = optimizer.layout.copy_dtypes
         grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place, formats)
         grads = hook(grads) if hook else grads
 
@@ -180,7 +181,7 @@ def on_mesh(
 
 
 def put_batch(
-    mesh: Mesh, batch: dict, micro_batches: int, spread: Spread = ALONE
+    mesh: Mesh, batch: dict, micro_batches: int, spread: Spread = NO_SPREAD
 ) -> dict[str, jax.Array]:
     """A process's rows of a global batch (`mesh.rows_of_process`) as global arrays [micro-batches,
     sequences, S].
