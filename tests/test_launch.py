@@ -200,9 +200,9 @@ def test_parts_and_the_last_job_under_kubernetes_are_one_preparation(monkeypatch
     found = []
     for index in range(spec["completions"]):
         given = [word.replace(f"$({variable['name']})", str(index)) for word in of_part]
-        found.append(prepare_data.parse_part(parsed(monkeypatch, given).part))
+        found.append(parsed(monkeypatch, given).part)
     assert found == [(index, spec["completions"]) for index in range(spec["completions"])]
-    a, b = vars(parsed(monkeypatch, of_part)), vars(parsed(monkeypatch, of_last))
+    a, b = vars(parsed(monkeypatch, given)), vars(parsed(monkeypatch, of_last))
     assert {name for name in a if a[name] != b[name]} == {"part", "processes"} and b["part"] is None
     limit = parts["template"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"][
         "cpu"

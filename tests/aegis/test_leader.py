@@ -107,7 +107,7 @@ def test_the_last_save_before_an_exit_counts(leader, tmp_path, monkeypatch):
         return steps.copy()
 
     steps: list[int] = []
-    monkeypatch.setattr(leader_module.writing, "steps_in", slow)
+    monkeypatch.setattr(leader_module.folders, "steps_in", slow)
     assert looked.wait(5)  # the thread is in the folder, which has no step yet
     steps.append(10)
     go_on.set()

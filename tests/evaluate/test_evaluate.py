@@ -17,7 +17,8 @@ from zaya_jax.cluster import multihost
 
 @pytest.fixture
 def call(called, monkeypatch):
-    monkeypatch.setattr(multihost, "together", lambda program: program())  # which takes the signals
+    # It takes the signals.
+    monkeypatch.setattr(multihost, "run_distributed", lambda program: program())
     return functools.partial(called, evaluate)
 
 

@@ -159,7 +159,7 @@ GENERATE = ["--model=run", "--num_tokens=3", "--prompt=ab"]
     ("options", "file", "length", "says"),
     [
         *(
-            (INSPECT, f"run/{SHAPE}", length, "step 0 of run is damaged: state/params")
+            (INSPECT, f"run/{SHAPE}", length, "run/checkpoints/0 is damaged: ")
             for length in (math.nan, "x", -1)
         ),
         *(
