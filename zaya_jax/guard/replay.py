@@ -145,7 +145,7 @@ class HashInsteadOfReduce:
         self.shape = (layers, WORDS)
 
     @staticmethod
-    def share(gradient: jax.Array) -> jax.Array:
+    def share_of_layer(gradient: jax.Array) -> jax.Array:
         """The hash of one layer's gradient."""
         return hashed(gradient)
 
