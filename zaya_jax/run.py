@@ -76,9 +76,10 @@ def train(
             # From here on a first signal saves and then stops. Made once: a signal that came before
             # the run went back still counts.
             stop = stop or multihost.StopSignal()
+            # Last, and for so long at most: a reader may wait for a disk that hangs.
+            at_end.callback(leaving.within, leaving.PATIENCE, loop.stream.close)
             at_end.push(loop.on_exit)
             at_end.callback(loop.profile.stop)
-            at_end.callback(loop.stream.close)
             code = loop.run(stop)
             loop.trackers.end(cli.PREEMPTED if code is None else code)
     return code
@@ -337,10 +338,7 @@ class Loop:
         last = number == self.planned.end or stopping
         timer_due = self.timer.after(number)  # once per step: processes agree on a later step
         due_save = timer_due or number % self.config.checkpoint.every_steps == 0
-        due_eval = number % self.config.eval.every == 0 or number == self.planned.recipe.last_step
-        due_eval = due_eval and (number == self.planned.end or not stopping)
-        with self.pace.outside_a_step():  # a phase's held-out text is read when it is first due
-            due_eval = due_eval and bool(self.evaluation.batches(now.phase))
+        due_eval = (number == self.planned.end or not stopping) and self.evaluation_is_due(now)
         observers = [x for x in self.observers if number % x.every == 0]
         if not (due_eval or due_save or observers or last):
             return
@@ -363,6 +361,14 @@ class Loop:
             self.last_saved_figures = judged | measured | self.guard.checkpoint_figures()
             ends = bool(last or self.ended)
             self.save(number, now.tokens_after, self.last_saved_figures, ends)
+
+    def evaluation_is_due(self, now: Step) -> bool:
+        """Whether this step has an evaluation, with held-out text that could be read."""
+        last = now.number == self.planned.recipe.last_step
+        if not (last or now.number % self.config.eval.every == 0):
+            return False
+        with self.pace.outside_a_step():  # a phase's held-out text is read when it is first due
+            return bool(self.evaluation.batches(now.phase))
 
     def observe(self, observers: Sequence[Observer], number: int, figures: dict) -> dict:
         """Calls the observers and returns their figures, which never affect rollbacks or exit
@@ -481,11 +487,9 @@ class Loop:
 
     def stopped(self, number: int) -> int:
         """A signal came, and the step is saved."""
-        due_eval = number % self.config.eval.every == 0 and number < self.planned.end
-        if due_eval and self.evaluation.batches(self.plan.step(number).phase):
+        left_out = ""
+        if number < self.planned.end and self.evaluation_is_due(self.plan.step(number)):
             left_out = ", without its evaluation"
-        else:
-            left_out = ""
         line = (
             f"stopped by {self.stop.asked} after step {number}; saved{left_out}. The same command"
             " continues."

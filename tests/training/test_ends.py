@@ -21,6 +21,7 @@ from zaya_jax.checkpoint import folders, source
 from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.checkpoint.run import store
 from zaya_jax.cluster import leaving
+from zaya_jax.data import pipeline
 from zaya_jax.training import figures
 from zaya_jax.training import step as steps
 from zaya_jax.training.observers import EndRun
@@ -122,12 +123,21 @@ def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run
     assert last_step(tmp_path / "run") == 10
 
 
-def test_a_disk_that_hangs_holds_up_no_error(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "name"), [(figures.Writer, "_write_lines"), (pipeline.Stream, "close")]
+)
+def test_a_disk_that_hangs_holds_up_no_error(run, tmp_path, monkeypatch, place, name):
     monkeypatch.setattr(leaving, "PATIENCE", 0.2)
-    monkeypatch.setattr(figures.Writer, "_write_lines", lambda self: time.sleep(20))
+    whole, gone = getattr(place, name), []
+    monkeypatch.setattr(place, name, lambda self: time.sleep(20) if gone else whole(self))
+
+    def unmount():
+        gone.append(True)
+        raise config.StorageError("no shelf")
+
     begun = time.monotonic()
     with pytest.raises(config.StorageError):
-        run(3, raising(config.StorageError("no shelf")))
+        run(3, unmount)
     assert time.monotonic() - begun < 15
 
 
