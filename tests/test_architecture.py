@@ -40,7 +40,7 @@ BUDGET = {
     "pallas_kernels": 3_830,
     "experiments": 2_600,
     "benchmarks": 2_280,
-    "tools": 1_550,
+    "tools": 1_680,
     "tests": 17_730,
 }
 
