@@ -2,7 +2,7 @@
 
     python -m experiments.pretrain --config=experiments/configs/zaya1_base.py --describe
     sbatch --nodes=128 launch/slurm.sbatch --config=experiments/configs/zaya1_base.py --workdir=SHARED_FOLDER \
-        --config.data.path=ROOT [--config.data.workers=8]
+        --config.data.path=ROOT
 
 ROOT holds the prepared directories that the mixtures name: web, code, math, reasoning (long
 traces), chat, and the tokenizer. Traces are trimmed to a phase's context: midtraining has

@@ -1,5 +1,5 @@
-"""Streams over prepared shards: the same batches from any number of processes and workers, resumed
-anywhere, nothing lost and nothing repeated, whatever the sizes.
+"""Streams over prepared shards: the same batches from any number of processes, resumed anywhere,
+nothing lost and nothing repeated, whatever the sizes.
 """
 
 import collections
@@ -8,7 +8,6 @@ import dataclasses
 import json
 import shutil
 import tracemalloc
-from unittest import mock
 
 import google_crc32c
 import numpy as np
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import UserError
 from zaya_jax.data import layout, order, pipeline, prepared_store, windows
 from zaya_jax.text import prepare, shard_format, tokenizers
 
@@ -36,7 +35,7 @@ def joined(config, count, steps, state=None, rounds=order.MIN_ROUNDS):
     """The global batches of `steps` steps, put together from `count` processes, and the state after
     them."""
     batches = [pipeline.Batches(config, TOK, (i, count), rounds) for i in range(count)]
-    streams = [pipeline.Stream(b, config.data.workers) for b in batches]
+    streams = [pipeline.Stream(b) for b in batches]
     if state is not None:
         for stream in streams:
             stream.set_state(state)
@@ -356,27 +355,9 @@ def names(batch):
         )
 
 
-@pytest.mark.parametrize("workers", [3, pytest.param(1, marks=SLOW), pytest.param(5, marks=SLOW)])
-def test_workers_change_nothing_but_speed(make_config, directories, workers):
-    """The same batches, and each bundle read by one of them, also where they share the rows
-    unevenly."""
-    plain = pipeline.train_stream(make_config(path=directories[0]), TOK)
-    expected = [next(plain) for _ in range(40)]
-    plain.close()
-    shared = pipeline.train_stream(make_config(path=directories[0], workers=workers), TOK)
-    assert_same([next(shared) for _ in range(25)], expected[:25])
-    state = shared.get_state()
-    shared.close()
-    shared.set_state(state)
-    assert_same([next(shared) for _ in range(15)], expected[25:])
-    assert shared.counters().records >= 1
-    shared.close()
-
-
 @pytest.mark.parametrize("packing", [pytest.param("concat", marks=SLOW), "best_fit"])
 def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packing):
-    """Shares that are no whole number of rows: over parts and processes each block stays in few
-    hands."""
+    """Shares that are no whole number of rows: over processes each block stays in few hands."""
     sources = [
         str(prepare_text(name, 1500, seed=k, bundle_bytes=1024)) for k, name in enumerate("ab")
     ]
@@ -386,7 +367,7 @@ def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packi
     for parts in (1, 4):
         records = 0
         for index in range(parts):
-            batches = pipeline.Batches(config, TOK, rounds=1).for_worker(index, parts)
+            batches = pipeline.Batches(config, TOK, (index, parts), rounds=1)
             for store in batches.prepared_stores:
                 store.cache.limit = 0
             for step in range(250):
@@ -394,22 +375,6 @@ def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packi
             records += batches.counters().records
         counts.append(records)
     assert counts[1] < 1.6 * counts[0]
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_a_worker_that_dies_is_named_and_leaves_nothing(make_config, directories, half):
-    stream = pipeline.train_stream(make_config(path=directories[0], workers=2), TOK)
-    next(stream)
-    others = stream._workers._processes
-    others[1].kill()
-    if half:  # in the middle of a batch, which pipes say so
-        others[1].wait()
-        stream._workers._pipes[1] = mock.Mock(
-            recv=mock.Mock(side_effect=OSError("got end of file"))
-        )
-    with pytest.raises(StorageError, match="data worker 1 ended with code -9"):
-        collections.deque(stream, maxlen=0)
-    assert all(p.poll() is not None for p in others)
 
 
 def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):

@@ -138,7 +138,7 @@ def test_stopped_anywhere_it_is_the_same_run(tmp_path):
 @pytest.mark.slow
 def test_two_processes_go_through_all_borders(tmp_path, unbroken):
     """Both start again at each border, on meshes that lie on them in four ways."""
-    options = [f"--config.{key}={value}" for key, value in {**QUICK, "data.workers": 1}.items()]
+    options = [f"--config.{key}={value}" for key, value in QUICK.items()]
     program = [
         "-m",
         "experiments.pretrain",

@@ -136,15 +136,7 @@ def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way):
     ("keys", "note"),
     [
         ({"data.micro_batch": 4}, "data.micro_batch (0 before, 4 now): sums have another order"),
-        (
-            {
-                "data.on_corrupt": "skip",
-                "eval.every": 3,
-                "data.workers": 1,
-                "checkpoint.max_failures": 9,
-            },
-            "",
-        ),
+        ({"data.on_corrupt": "skip", "eval.every": 3, "checkpoint.max_failures": 9}, ""),
     ],
 )
 def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, monkeypatch, keys, note):

@@ -133,9 +133,6 @@ class Data:
     on_corrupt: str = choice(
         "stop", ("stop", "skip"), "at a damaged record: stop, or replace it by padding"
     )
-    workers: int = ranged(
-        0, 0, 1024, "processes that prepare batches; 0: a thread, fastest on few cores"
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@
                `order.RowOrder`                 a number in the run → a row's number
                `mix.Mixture`                    a step → the source of each row
     batches    `pipeline.Batches`               a step → arrays [rows of this process, S]
-               `pipeline.Stream`                steps in turn → batches, computed ahead (`workers`)
+               `pipeline.Stream`                steps in turn → batches, computed ahead by Grain
 
 A run's steps are divided four times: a *phase* of the schedule has *segments* of one batch size
 (`schedule`), each of which is a *stretch* here (`mix`); an *era* is consecutive stretches of one
@@ -32,7 +32,7 @@ def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
     Map, slice, prefetch and checkpoint it as any other. An iterator's state is one integer, with
     which any number of processes goes on. There are 2**48 elements, epoch after epoch.
     """
-    import grain  # here: data workers import this package, and must not pay for Grain
+    import grain  # here: it takes a second, and most of this package does without
 
     from zaya_jax import config as config_lib
     from zaya_jax.config import Config, UserError

@@ -12,7 +12,6 @@ stay as planned, with their phase, batch size and mixture. An era that starts in
 the gap's rows.
 """
 
-import copy
 import dataclasses
 import hashlib
 import itertools
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import layout, mix, order, pack, shuffle, workers
+from zaya_jax.data import layout, mix, order, pack, shuffle
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.prepared_store import Counters, PreparedStore
 from zaya_jax.data.stores import (
@@ -98,7 +97,7 @@ class SourceRows:
         one slot, and an epoch's come before the next one's.
 
         A source contributes a fractional number of rows per step, so in the order in which they
-        come a block would drift across the slots, and several workers would each read every block.
+        come a block would drift across the slots, and several processes would each read every block.
         """
         if self.order.block_rows == 1:
             return numbers
@@ -161,7 +160,6 @@ class Batches:
             self._tokenizer_hash += chat_template.fingerprint(tokenizer)
         # A fork's rows come in another order than its parent's.
         self._fork = (config.run.fork_step,) if config.run.fork_step else ()
-        self._worker = 0, 1  # (index, count): a worker has a part of the process's rows
         check_tokenizer(config, tokenizer)
         paths, parts = mix.plan_sources(config)
         self._stores = [open_store(config, path, tokenizer) for path in paths]
@@ -227,21 +225,13 @@ class Batches:
                 facts.append([stretch.first_step, stretch.batch, weights])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
-    def for_worker(self, index: int, count: int) -> "Batches":
-        """The same batches, but element t has only the index-th of `count` parts of this process's
-        rows."""
-        clone = copy.copy(self)
-        clone._worker = index, count
-        return clone
-
     def __len__(self) -> int:
         return 1 << 48  # epochs without end
 
     def __getitem__(self, step: int) -> Batch:
         era = self._era_of(step)
         _, stretch = era.mixture.stretch_of(step)
-        index, count = self._worker
-        slots = np.array_split(np.array(local_rows(stretch.batch, self.process)), count)[index]
+        slots = np.array(local_rows(stretch.batch, self.process))
         rows = pack.BatchBuilder(len(slots), era.seq_len, self.pad_id)
         batch_sources = era.mixture.sources(step)  # of all slots, and of ours
         our_sources = batch_sources[slots]
@@ -277,7 +267,7 @@ class Batches:
         )
         batch_rows = era.mixture.batch_row_counts(k)
         source = SourceRows(store, era.seq_len, era.packing, batch_rows, key, self._rounds)
-        source.reserve_cache(1 / (self.process[1] * self._worker[1]))
+        source.reserve_cache(1 / self.process[1])
         return source
 
     def counters(self) -> Counters:
@@ -302,19 +292,15 @@ class Stream(Iterator[Any]):
     """An endless iterator over batches with an exact, small state: that of the last batch given
     out.
 
-    Grain computes batches ahead, or our workers do; after `send_with` they are on the devices
-    before the step asks.
+    Grain computes batches ahead; after `send_with` they are on the devices before the step asks.
     """
 
-    def __init__(self, batches: Batches, num_workers: int = 0) -> None:
+    def __init__(self, batches: Batches) -> None:
         self.batches = batches
         self.damaged = set[str]()  # pieces of held-out data, which evaluation adds
-        self._num_workers = num_workers
         self._step = 0
         self._put: Callable[[Batch, int], Any] | None = None
         self._iterator: Any = None
-        self._workers: workers.Workers | None = None
-        self._ended_workers = Counters()
         self._waited, self._since, self._efficiency = 0.0, time.perf_counter(), list[float]()
 
     def send_with(self, put: Callable[[Batch, int], Any]) -> None:
@@ -342,8 +328,8 @@ class Stream(Iterator[Any]):
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """The state for `set_state` to go on after the last batch given, on any number of processes
-        and workers."""
+        """The state for `set_state` to go on after the last batch given, on any number of
+        processes."""
         state = {
             "step": self._step,
             "order": order.VERSION,
@@ -395,17 +381,12 @@ class Stream(Iterator[Any]):
             )
         return ""
 
-    def counters(self) -> Counters:
-        """Counts of reading so far, in this process and its workers."""
-        running = self._workers.counters() if self._workers else Counters()
-        return self.batches.counters() + self._ended_workers + running
-
     def metrics(self) -> dict[str, float]:
         """Reading's counters, with the damage in held-out data; since the last call, the share of
         time that the step waited here, and the share of positions that had a token in the batches
         given out.
         """
-        counters, now = self.counters(), time.perf_counter()
+        counters, now = self.batches.counters(), time.perf_counter()
         figures: dict[str, float] = {
             "data/retries": counters.retries,
             "data/corrupt": len(counters.corrupt | self.damaged),
@@ -418,34 +399,24 @@ class Stream(Iterator[Any]):
 
     def close(self) -> None:
         """Stop reading ahead; the stream can go on afterwards."""
-        # first the iterator, whose threads would wait for a worker that has ended
         if self._iterator is not None:
             self._iterator.close()
-        if self._workers:
-            self._ended_workers += self._workers.counters()
-            self._workers.close()
-        self._iterator = self._workers = None
+        self._iterator = None
 
     def _start(self) -> Any:
         """Grain's iterator over (batch, share of its positions that have a token), from the step
         on."""
-        # brings jax and orbax, 1.3 s of a core, which a data worker must not pay to read its part
+        # Imported here: it brings jax and orbax, 1.3 s of a core.
         import grain
 
         first, put = self._step, self._put
-        batches: Any = self.batches
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH_BATCHES)
-        if self._num_workers:  # they are ahead themselves
-            batches = self._workers = workers.Workers(
-                self.batches, self._num_workers, first, PREFETCH_BATCHES
-            )
-            ahead = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
         def finish(index: int, batch: Batch) -> tuple[Any, float]:
             efficiency = float((batch["segment_ids"] > 0).mean())
             return put(batch, first + index + 1) if put else batch, efficiency
 
-        dataset = grain.MapDataset.source(batches)[first:].to_iter_dataset(ahead)
+        dataset = grain.MapDataset.source(self.batches)[first:].to_iter_dataset(ahead)
         dataset = dataset.map_with_index(finish)
         if put:
             dataset = grain.experimental.ThreadPrefetchIterDataset(
@@ -461,4 +432,4 @@ def forked(state: dict[str, Any]) -> dict[str, Any]:
 
 def train_stream(config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1)) -> Stream:
     """The training batches of a config, of each the rows of process (index, count)."""
-    return Stream(Batches(config, tokenizer, process), config.data.workers)
+    return Stream(Batches(config, tokenizer, process))

@@ -139,9 +139,6 @@ class PreparedStore:
         self.bundle_tables: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(CACHED_BUNDLE_TABLES)
         self._lengths: Lru[int, np.ndarray] = Lru(CACHED_LENGTHS)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"counters": Counters()}  # a worker counts its own reads
-
     def require_tokenizer(self, tokenizer: tokenizers.Tokenizer, described_as: str) -> None:
         """UserError where this was prepared with another tokenizer, or holds chats in another
         template than this one's."""

@@ -46,7 +46,6 @@ MAY_CHANGE = (
     "eval",
     "checkpoint",
     "guard",
-    "data.workers",
     "data.on_corrupt",
     "phases.eval_seq_len",
     "phases.name",
