@@ -59,7 +59,6 @@ HEAVY = {
     "jinja2": ["zaya_jax.text.chat_template"],
     "lm_eval": ["zaya_jax.evaluate.harness"],
     "pyarrow": ["zaya_jax.text.inputs"],
-    "ray": ["zaya_jax.text.prepare_task"],
     "safetensors": ["zaya_jax.pytorch.tensor_files"],
     "tensorboardX": ["zaya_jax.training.trackers"],
     "tokenizers": ["zaya_jax.text.tokenizers"],

@@ -8,7 +8,7 @@
 Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and
 contents), text and JSONL also as .gz or .zst. Killed at any moment and started again with the same
 command, it continues. Many machines share the work by --part=0/N to --part=N-1/N, and then the
-command without --part, or by --engine=ray. See docs/data.md.
+command without --part. See docs/data.md.
 """
 
 import argparse
@@ -69,10 +69,6 @@ def parse() -> argparse.Namespace:
     add(
         "--part_mib", type=cli.number(int, 1, 2**20), default=256, metavar="N",
         help="input per task, about the size of a shard (default: 256)",
-    )
-    add(
-        "--engine", choices=("processes", "ray"), default="processes",
-        help="run tasks in processes of this machine (the default) or on its Ray cluster",
     )
     add(
         "--part", type=parse_part, metavar="I/N",

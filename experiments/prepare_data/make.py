@@ -40,7 +40,7 @@ def run_preparation(args: argparse.Namespace) -> int:
             bar.update(progress.done - bar.n)
 
         manifest, was_complete = prepare.prepare(
-            options, args.out, args.processes or 0, show, args.engine, args.part
+            options, args.out, args.processes or 0, show, args.part
         )
     if was_complete:
         print(f"{inputs.shown(args.out)} is complete already: nothing to do")

@@ -63,8 +63,8 @@ def options_for(source, **changed):
     )
 
 
-def part(options, out, index, count, engine="processes"):
-    return prepare.prepare(options, str(out), 1, lambda _: None, engine, (index, count))[1]
+def part(options, out, index, count):
+    return prepare.prepare(options, str(out), 1, lambda _: None, (index, count))[1]
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ processes that do the same write the same.
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
@@ -58,7 +57,6 @@ def prepare(
     out: str,
     processes: int,
     on_progress: OnProgress,
-    engine: str = "processes",
     part: tuple[int, int] | None = None,
 ) -> tuple[dict[str, Any] | None, bool]:
     """(manifest, whether it was there already) of the prepared directory `out`, made or continued.
@@ -67,8 +65,6 @@ def prepare(
     or this one; the manifest is then made by a call without one, which does what they left.
     `on_progress` is called after each task.
     """
-    if engine == "ray" and importlib.util.find_spec("ray") is None:
-        raise UserError("--engine=ray needs Ray, which is not installed: pip install ray")
     directory = _directory(out)
     # The saved plan first: it has the commits of data sets of the hub.
     planned = [path for path, *_ in _saved_plan(directory).get("files", ())]
@@ -77,13 +73,13 @@ def prepare(
         return _complete(directory, options, plan), True
     try:
         with _explaining_failures(out):
-            manifest = _continue(options, directory, plan, processes, on_progress, engine, part)
+            manifest = _continue(options, directory, plan, processes, on_progress, part)
         return manifest, False
     except StorageError:
         # Another process may have finished just now, and removed `.work/`.
         if not os.path.exists(directory / shard_format.MANIFEST):
             raise
-        return prepare(options, out, processes, on_progress, engine, part)
+        return prepare(options, out, processes, on_progress, part)
 
 
 def _complete(directory: pathlib.Path, options: Options, plan: Plan) -> dict[str, Any]:
@@ -106,7 +102,6 @@ def _continue(
     plan: Plan,
     processes: int,
     on_progress: OnProgress,
-    engine: str,
     part: tuple[int, int] | None,
 ) -> dict[str, Any] | None:
     """Do the tasks that are left; the manifest, but for a part."""
@@ -125,9 +120,8 @@ def _continue(
         tasks=len(ours) - len(unfinished),
         total_tasks=len(ours),
     )
-    run = prepare_task.run_on_ray if engine == "ray" else prepare_task.run_processes
     if unfinished:
-        for task, tokens in run(job, unfinished, processes):
+        for task, tokens in prepare_task.run_processes(job, unfinished, processes):
             progress.done += task.cost
             progress.tokens += tokens
             progress.tasks += 1

@@ -2,8 +2,7 @@
 
 A task is done when its record in `.work/` exists and its shards are there. The record comes last,
 so an unfinished shard never counts. Files in progress have unique names: two processes that run one
-task write the same bytes twice. Tasks run in processes of this machine or on a Ray cluster, and
-both give the same files.
+task write the same bytes twice. Tasks run in processes of this machine.
 """
 
 import collections
@@ -20,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from zaya_jax.config import UserError, first_line
+from zaya_jax.config import UserError
 from zaya_jax.text import chat, chat_template, inputs, shard_format, text_files, tokenizers
 from zaya_jax.text.inputs import InputRange
 from zaya_jax.text.shard_format import ShardWriter
@@ -32,8 +31,6 @@ File = tuple[str, int, int]  # path, bytes, time of change in ns
 WORK = ".work"
 EXAMPLES = 20  # of left-out input, named in the manifest
 RECORD_READERS = 16  # at a time: each record is a wait on a network file system
-# of a task whose Ray worker or node died; limited, because a task may kill its worker every time
-RETRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +315,8 @@ def run_processes(job: Job, tasks: list[Task], max_running: int) -> Iterator[tup
 def _start_worker(stop: Any, parent: int) -> None:
     """In a worker: leave Ctrl-C to the parent, and end when the parent has ended or says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _use_one_thread()
+    # Before its first use: the tokenizers library has threads, and processes share the cores.
+    os.environ["RAYON_NUM_THREADS"] = "1"
 
     def watch() -> None:
         while os.getppid() == parent and not stop.wait(0.2):
@@ -326,53 +324,3 @@ def _start_worker(stop: Any, parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _use_one_thread() -> None:
-    """Before its first use: the tokenizers library has threads, and processes share the cores."""
-    os.environ["RAYON_NUM_THREADS"] = "1"
-
-
-def run_on_ray(job: Job, tasks: list[Task], max_running: int) -> Iterator[tuple[Task, int]]:
-    """As `run_processes`, on the Ray cluster of RAY_ADDRESS, or that this machine belongs to: one
-    core a task."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
-    address = os.environ.get("RAY_ADDRESS") or "auto"
-    try:
-        ray.init(
-            address=address, log_to_driver=False, logging_level="error", ignore_reinit_error=True
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"no Ray cluster at RAY_ADDRESS={address}: {first_line(error)}") from None
-    remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work)
-    shared_job = ray.put(job)
-    waiting = collections.deque(tasks)
-    running: dict[Any, Task] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < (max_running or len(tasks)):
-                task = waiting.popleft()
-                running[remote.remote(task, shared_job, os.getcwd())] = task
-            (finished,), _ = ray.wait(list(running))
-            yield running.pop(finished), ray.get(finished)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    except ray.exceptions.RayError as error:
-        raise UserError(
-            f"Ray gave a task up after {RETRIES} retries ({type(error).__name__}: out of memory, or"
-            " nodes lost?); run the same command again, perhaps with fewer --processes"
-        ) from None
-    finally:  # after a failure the other tasks must not go on writing
-        for ref in running:
-            ray.cancel(ref, force=True)
-        if running:
-            ray.wait(list(running), num_returns=len(running), timeout=30)
-
-
-def _ray_work(task: Task, job: Job, folder: str) -> int:
-    """Run a task in a Ray worker, with paths relative to this folder; its number of tokens."""
-    os.chdir(folder)
-    _use_one_thread()
-    return run_task(task, job)
