@@ -5,7 +5,7 @@
 
 For each phase it compiles `pretrain`'s own step and reports memory by kind, HBM traffic and kernel
 launches by scope, FLOPs and their useful share, collectives, and a lower bound on the time. If the
-step does not fit, it searches for changes that make it fit. It writes compile.md, compile.json and
+step does not fit, experiments.plan --search ranks what does. It writes compile.md, compile.json and
 compile.html. GPUs need their compilers: run make setup-targets once.
 
 A batch ramp's smaller steps are not compiled. --at_once=N processes N sequences at once on each row

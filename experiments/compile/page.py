@@ -14,9 +14,7 @@ from zaya_jax import cli, schedule
 from zaya_jax.compiled import measure
 from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import clusters, host, sizing, targets
-from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.spread import spread_of
 from zaya_jax.report.document import Page, Section, Table, Tile, write_results
 from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
@@ -84,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
             **measure.measure(here, mesh, sequences, micro_batches, cluster, capacity),
         }
         print(f"{name}: {headline(row)} ({time.perf_counter() - begun:.0f} s)", flush=True)
-        if capacity and row["memory"]["peak"] > capacity:
-            row["fits_with"] = _what_fits(here, mesh, sequences, micro_batches, cluster, capacity)
         seen[key] = row
         found.append(row)
 
@@ -135,66 +131,6 @@ def _program(
     return here, mesh, sequences, micro_batches
 
 
-def _what_fits(
-    here: Config, mesh: Any, sequences: int, micro_batches: int, cluster: Any, capacity: int
-) -> dict[str, Any] | None:
-    """Changes, one after another on top of each other, until the step fits: their names, and the
-    costs of that step."""
-    devices, changes = list(mesh.devices.flat), []
-    rows = mesh.shape["data"] * mesh.shape["expert"]
-
-    def tried(change: str) -> dict[str, Any] | None:
-        changes.append(change)
-        row = measure.measure(here, mesh, sequences, micro_batches, cluster, capacity)
-        fits = row["memory"]["peak"] <= capacity
-        print(f"  with {', '.join(changes)}: {headline(row)}{', fits' if fits else ''}", flush=True)
-        return {"changes": changes, **row} if fits else None
-
-    rounds = here.model.model_type == "zaya" and here.precision.weights == "compute"
-    if mesh.size == 1 and rounds:
-        here = dataclasses.replace(
-            here, precision=dataclasses.replace(here.precision, weights="float32")
-        )
-        if row := tried("precision.weights=float32"):
-            return row
-    if here.remat in ("none", "elementwise"):
-        here = dataclasses.replace(here, remat="attention")
-        if row := tried("remat=attention"):
-            return row
-    while sequences // micro_batches > rows:  # a micro-batch of half as many sequences
-        at_once = sequences // micro_batches // rows
-        smaller = max(n for n in range(1, at_once) if at_once % n == 0)
-        micro_batches = sequences // (smaller * rows)
-        if row := tried(f"{smaller} sequences at once"):
-            return row
-    if here.remat != "layer":
-        here = dataclasses.replace(here, remat="layer")
-        if row := tried("remat=layer"):
-            return row
-    if here.precision.momentum == "float32" and here.optim.name == "muon":
-        here = dataclasses.replace(
-            here, precision=dataclasses.replace(here.precision, momentum="bfloat16")
-        )
-        if row := tried("precision.momentum=bfloat16"):
-            return row
-    if mesh.shape["data"] > 1 and not here.mesh.fsdp:
-        here = dataclasses.replace(here, mesh=dataclasses.replace(here.mesh, fsdp=True))
-        if row := tried("mesh.fsdp=True"):
-            return row
-    for context in (2, 4, 8):
-        sizes = dataclasses.replace(here.mesh, data=-1, context=here.mesh.context * context)
-        try:
-            wider = make_mesh(sizes, devices)
-            sharding.check(here, spread_of(sizes, wider.shape))
-        except UserError:
-            break
-        before, here, mesh = mesh, dataclasses.replace(here, mesh=sizes), wider
-        sequences = max(sequences * wider.shape["data"] // before.shape["data"], 1)
-        if row := tried(f"mesh.context={sizes.context}"):
-            return row
-    return None
-
-
 def document(result: dict[str, Any]) -> Page:
     """A section a phase."""
     title = f"{result['config']} compiled for {result['devices']:,} {result['target']}"
@@ -238,18 +174,13 @@ def _phase(row: dict[str, Any]) -> Section:
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    memory, fits = row["memory"], row.get("fits_with")
+    memory = row["memory"]
     if not memory["capacity"]:
         return byte_size(memory["peak"])
     used = f"{byte_size(memory['peak'])} of {byte_size(memory['capacity'])}"
     if memory["peak"] <= memory["capacity"]:
         return f"fits, {used}"
-    if not fits:
-        return f"does NOT fit, {used}; nor did any change tried"
-    return (
-        f"does NOT fit, {used}; with {', '.join(fits['changes'])} it takes"
-        f" {byte_size(fits['memory']['peak'])}"
-    )
+    return f"does NOT fit, {used}; `experiments.plan --search` ranks what does"
 
 
 def _tables(row: dict[str, Any]) -> Iterable[Table]:
