@@ -1,20 +1,14 @@
-"""The cost of saving and loading: the step's wait, several processes on a slow store, and reading
-once or everywhere.
+"""The cost of saving and loading: the step's wait, a whole model, the page cache.
 
-    python benchmarks/bench_checkpoint.py stall     [--gb=2] [--folder=DIR]     one process
-    python benchmarks/bench_checkpoint.py processes [--gb=2] [--count=8] [--rate=50]
-    python benchmarks/bench_checkpoint.py load      [--gb=2] [--count=4]
-    python benchmarks/bench_checkpoint.py model     [--model=1M|100M|1B] [--folder=DIR]
-    python benchmarks/bench_checkpoint.py cache     [--model=1M|100M|1B] [--folder=DIR]
+    python benchmarks/bench_checkpoint.py stall [--gb=2] [--folder=DIR]     one process
+    python benchmarks/bench_checkpoint.py model [--model=1M|100M|1B] [--folder=DIR]
+    python benchmarks/bench_checkpoint.py cache [--model=1M|100M|1B] [--folder=DIR]
 
 `stall` compares with one copy of the state into memory that was touched before, with saving while
-the step waits, and with Orbax's own asynchronous save. `processes` gives each process a store of
-RATE MB/s and compares with gathering everything in process 0, which writes. `load` reads a state
-that all devices hold: each process its part, handed on between devices, against each process all of
-it. `model` saves and loads the state of a whole model on one device, as the training does, each in
-a process of its own: seconds, files and peak memory. `cache` loads it in new processes from a warm
-page cache, as after a crash, and from a cold one, as on another node. Prints Markdown; timings in
-one run, in turns.
+the step waits, and with Orbax's own asynchronous save. `model` saves and loads the state of a whole
+model on one device, as the training does, each in a process of its own: seconds, files and peak
+memory. `cache` loads it in new processes from a warm page cache, as after a crash, and from a cold
+one, as on another node. Prints Markdown; timings in one run, in turns.
 """
 
 import argparse
@@ -22,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,10 +33,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from experiments.characterize.measure import forget, io_counts
-from zaya_jax import config, trees
+from zaya_jax import config
 from zaya_jax.checkpoint import boxes, layout, writing
 from zaya_jax.checkpoint.run import store
-from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
@@ -90,11 +82,10 @@ MODELS = {
 ARRAYS = 24  # of one size, as a model's stacked matrices
 
 
-def make_state(gb: float, mesh: jax.sharding.Mesh, whole: bool = False) -> dict:
-    """ARRAYS float32 arrays [layers, rows, 1024] of so many GB together, cut over the mesh or on
-    all devices."""
+def make_state(gb: float, mesh: jax.sharding.Mesh) -> dict:
+    """ARRAYS float32 arrays [layers, rows, 1024] of so many GB together, cut over the mesh."""
     rows = int(gb * 1e9 / ARRAYS / 16 / 1024 / 4) // 64 * 64
-    put = NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec("data"))
+    put = NamedSharding(mesh, PartitionSpec("data"))
     make = jax.jit(
         lambda i: jax.random.normal(jax.random.key(i), (16, rows, 1024)), out_shardings=put
     )
@@ -183,111 +174,6 @@ def stall(args: argparse.Namespace) -> None:
         f"\nwait / copy = {hold / copy_time:.2f}; synchronous / wait ="
         f" {statistics.median(syncs) / hold:.1f}"
     )
-
-
-def processes(args: argparse.Namespace) -> None:
-    """One of several processes: its own store against gathering in process 0."""
-    write, bucket = writing.write_file, [0.0]
-
-    def throttled(path: Path, buffers: list) -> None:
-        write(path, buffers)
-        begin = max(time.monotonic(), bucket[0])
-        bucket[0] = begin + sum(memoryview(b).nbytes for b in buffers) / (args.rate * 1e6)
-        time.sleep(max(bucket[0] - time.monotonic(), 0))
-
-    writing.write_file = throttled
-    state = jax.block_until_ready(make_state(args.gb, mesh_of_all()))
-    size = sum(x.nbytes for x in jax.tree.leaves(state))
-    copied = copier(state)
-    folder = Path(args.folder)
-    ours, gathers = [], []
-    checkpoints = store.Store(folder / "run", Checkpoint(keep=1), print)
-    checkpoints.find_newest()
-    for step in (1, 2, 3):
-        multihost.barrier("ours")
-        begun = time.perf_counter()
-        save_tree(checkpoints, step, copied(state), {"step": step, "tokens": step})
-        checkpoints.wait()
-        ours.append(time.perf_counter() - begun)
-        multihost.barrier("gather")
-        begun = time.perf_counter()
-        gather_and_write(state, folder / "gathered")
-        multihost.barrier("gathered")
-        gathers.append(time.perf_counter() - begun)
-    if multihost.is_writer():
-        a, b = statistics.median(ours), statistics.median(gathers)
-        print(
-            f"\n{size / 1e9:.2f} GB on {jax.process_count()} processes, {args.rate:g} MB/s of store"
-            " each\n"
-        )
-        print("| | seconds |\n|---|---|")
-        print(
-            f"| each process writes its own | {a:.2f} |\n| gather in process 0, which writes |"
-            f" {b:.2f} |"
-        )
-        print(f"\n{b / a:.2f} times faster")
-
-
-def gather_and_write(state: dict, folder: Path) -> None:
-    """The naive way: every array to process 0, which writes it, one after the other."""
-    everywhere = NamedSharding(mesh_of_all(), PartitionSpec())
-    whole = jax.jit(lambda x: x, out_shardings=everywhere)
-    if multihost.is_writer():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    for name, x in trees.flat(state).items():
-        gathered = whole(x)
-        if multihost.is_writer():
-            raw = np.asarray(gathered.addressable_data(0)).reshape(-1).view(np.uint8)
-            chunks = [
-                raw[i : i + layout.CHUNK_BYTES] for i in range(0, len(raw), layout.CHUNK_BYTES)
-            ]
-            for i, chunk in enumerate(chunks):
-                writing.write_file(folder / f"{name}.{i}", [chunk])
-
-
-def load(args: argparse.Namespace) -> None:
-    """One of several processes: a state that all devices hold, read once or by everybody."""
-    mesh = mesh_of_all()
-    state = make_state(args.gb, mesh, whole=True)
-    size = sum(x.nbytes for x in jax.tree.leaves(state))
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-    copy = copier(state)(state)
-    once = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), copy)
-    checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(), print)
-    checkpoints.find_newest()
-    save_tree(checkpoints, 1, copy, {"step": 1, "tokens": 1})
-    checkpoints.wait()
-    del state, copy
-    hand_on = jax.jit(
-        lambda x: x, out_shardings=jax.tree.map(lambda x: x.sharding, like), donate_argnums=0
-    )
-    times: dict[str, list[float]] = {
-        "each byte read by all": [],
-        "each byte read once, handed on": [],
-    }
-    for _ in range(3):
-        for name, wanted, place in (
-            ("each byte read by all", like, lambda x: x),
-            ("each byte read once, handed on", once, hand_on),
-        ):
-            multihost.barrier(name)
-            seconds, found = timed(
-                lambda w=wanted, p=place: checkpoints.restore(1, w, boxes.of_tree(w), p)
-            )
-            del found
-            multihost.barrier(f"{name} done")
-            times[name].append(seconds)
-    if multihost.is_writer():
-        print(
-            f"\n{size / 1e9:.2f} GB, held by all of {jax.process_count()} processes; from the page"
-            " cache\n"
-        )
-        print("| | seconds |\n|---|---|")
-        for name, seconds in times.items():
-            print(f"| {name} | {statistics.median(seconds):.2f} |")
 
 
 def save_tree(checkpoints: store.Store, step: int, tree: dict, meta: dict) -> None:
@@ -429,39 +315,15 @@ def child(args: argparse.Namespace, folder: str, part: str, **variables: str) ->
     return json.loads(done.stdout)
 
 
-def start(args: argparse.Namespace) -> int:
-    """Starts the processes of one measurement, and ends with them."""
-    folder = tempfile.mkdtemp(dir=args.folder)
-    with socket.create_server(("localhost", 0)) as server:
-        address = f"localhost:{server.getsockname()[1]}"
-    environ = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "BENCH_WORKER": "1",
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(args.count),
-    }
-    command = [sys.executable, __file__, *sys.argv[1:], f"--folder={folder}"]
-    try:
-        started = [
-            subprocess.Popen(command, env=environ | {"JAX_PROCESS_ID": str(index)})
-            for index in range(args.count)
-        ]
-        return max(process.wait() for process in started)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("stall", "processes", "load", "model", "cache"))
+    parser.add_argument("what", choices=("stall", "model", "cache"))
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--model", choices=MODELS, default="100M")
     parser.add_argument("--saves", type=int, default=6)
-    parser.add_argument("--count", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=50.0, help="MB/s of each process's store")
     parser.add_argument(
         "--folder", default=None, help="where to write; by default the system's temporary folder"
     )
@@ -470,27 +332,14 @@ def main() -> int:
         host.keep_memory()
         stall(args)
         return 0
-    if args.what == "model" and "BENCH_WORKER" in os.environ:
+    if "BENCH_WORKER" in os.environ:
         host.keep_memory()
         found = {"model_save": model_save, "model_load": model_load}[os.environ["BENCH_WORKER"]](
             args
         )
         print(json.dumps(found))
         return 0
-    if args.what in ("model", "cache"):
-        return model(args) if args.what == "model" else cache(args)
-    if "BENCH_WORKER" not in os.environ:
-        return start(args)
-    jax.distributed.initialize(
-        os.environ["JAX_COORDINATOR_ADDRESS"],
-        int(os.environ["JAX_NUM_PROCESSES"]),
-        int(os.environ["JAX_PROCESS_ID"]),
-        cluster_detection_method="deactivate",
-    )
-    {"processes": processes, "load": load}[args.what](args)
-    multihost.barrier("end")
-    jax.distributed.shutdown()
-    return 0
+    return model(args) if args.what == "model" else cache(args)
 
 
 if __name__ == "__main__":
