@@ -23,7 +23,7 @@ BUDGET = {
     "zaya_jax/cluster": 1_130,
     "zaya_jax/compiled": 600,
     "zaya_jax/config": 610,
-    "zaya_jax/data": 1_340,
+    "zaya_jax/data": 1_245,
     "zaya_jax/evaluate": 430,
     "zaya_jax/guard": 660,
     "zaya_jax/hardware": 595,
@@ -36,12 +36,12 @@ BUDGET = {
     "zaya_jax/text": 2_190,
     "zaya_jax/training": 1_680,
     "zaya_jax/*.py": 1_540,
-    "zaya_jax": 22_610,
+    "zaya_jax": 22_460,
     "pallas_kernels": 3_830,
-    "experiments": 2_600,
-    "benchmarks": 2_280,
+    "experiments": 2_580,
+    "benchmarks": 2_215,
     "tools": 1_680,
-    "tests": 17_730,
+    "tests": 17_690,
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
