@@ -19,7 +19,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # its reason.
 BUDGET = {
     "zaya_jax/aegis": 2_560,
-    "zaya_jax/checkpoint": 2_600,
+    "zaya_jax/checkpoint": 2_650,
     "zaya_jax/cluster": 1_130,
     "zaya_jax/compiled": 600,
     "zaya_jax/config": 610,
@@ -27,21 +27,21 @@ BUDGET = {
     "zaya_jax/evaluate": 430,
     "zaya_jax/guard": 660,
     "zaya_jax/hardware": 595,
-    "zaya_jax/model": 1_520,
+    "zaya_jax/model": 1_600,
     "zaya_jax/optim": 1_460,
     "zaya_jax/parallel": 1_040,
     "zaya_jax/plan": 835,
-    "zaya_jax/pytorch": 1_025,
+    "zaya_jax/pytorch": 1_230,
     "zaya_jax/report": 1_210,
     "zaya_jax/text": 2_190,
     "zaya_jax/training": 1_680,
     "zaya_jax/*.py": 1_540,
-    "zaya_jax": 22_460,
+    "zaya_jax": 22_800,
     "pallas_kernels": 3_830,
     "experiments": 2_580,
     "benchmarks": 2_215,
-    "tools": 1_680,
-    "tests": 17_690,
+    "tools": 1_770,
+    "tests": 17_890,
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.

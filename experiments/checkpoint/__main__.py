@@ -5,7 +5,8 @@
     python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR [--step=N] [--chunk_mb=32]
     python -m experiments.checkpoint export_params --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16]
     python -m experiments.checkpoint from_hf --model=DIR|OWNER/NAME --workdir=DIR
-    python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5] [--adapters]
+    python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5]
+                                          [--adapters | --quantize=fp8|mxfp4]
                                           [--push=OWNER/NAME --license=ID [--private]]
     python -m experiments.checkpoint push --model=DIR --to=OWNER/NAME [--private]
 
@@ -113,6 +114,11 @@ def _add_exports(command: Callable[[str, str], Any]) -> None:
         "--out", required=True, type=cli.path, metavar="DIR", help="the directory to make"
     )
     add.add_argument("--dtype", choices=DTYPES, help="by default as imported, otherwise float32")
+    add.add_argument(
+        "--quantize",
+        choices=("fp8", "mxfp4"),
+        help="store the experts so, as compressed-tensors does",
+    )
     add.add_argument(
         "--shard_gb", type=float, default=5.0, metavar="GB", help="greatest size of a file"
     )

@@ -173,12 +173,22 @@ def to_hf(args: Any) -> int:
         tuple(args.datasets),
         args.base_model,
     )
+    if args.adapters and args.quantize:
+        raise UserError(
+            "--quantize stores the experts of a whole model, which --adapters leaves out; give one"
+        )
     if args.adapters:
         made = adapters.to_peft(args.model, args.out, publication)
     else:
         with _progress() as progress:
             made = exchange.to_hf(
-                args.model, args.out, args.dtype, args.shard_gb, progress, publication
+                args.model,
+                args.out,
+                args.dtype,
+                args.shard_gb,
+                progress,
+                publication,
+                args.quantize,
             )
         print(f"note: {tokenizer_files.describe_template(made)}")
     print(f"written: {made}")

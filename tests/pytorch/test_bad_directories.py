@@ -151,7 +151,7 @@ def test_an_index_that_names_wrong_files(sharded, file, says):
     [
         ({"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not supported"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method=None"),
         ({"model_type": "llama"}, "model_type is 'llama'; only models of transformers' 'zaya'"),
         ({"num_hidden_layers": 3, "layer_types": None}, r"lacks tensor model\.layers\.2\."),
         ({"eos_token_id": 20}, "eos_token_id=20 is outside the vocabulary"),

@@ -3,13 +3,15 @@ as the present."""
 
 import json
 
+import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from test_exchange import MODEL, read_all, write_model
 
 from zaya_jax.config import UserError
-from zaya_jax.pytorch import exchange, hf
+from zaya_jax.model import quantized
+from zaya_jax.pytorch import compressed, exchange, hf, tensor_files
 
 CONFIG = {  # the keys of ZAYA1-8B-legacy's, at this size
     "architectures": ["ZayaForCausalLM"],
@@ -123,6 +125,24 @@ def made(tmp_path):
     )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder, tensors
+
+
+def test_quantized_experts_are_read(made):
+    """As compressed-tensors names them in any model: beside each matrix its scale."""
+    folder, tensors = made
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if "local_experts" in name]:
+        stored[name], stored[f"{name}_scale"] = quantized.encode(stored[name], "fp8", -1)
+    specs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in stored.items()}
+    tensor_files.write_sharded(folder, specs, stored.__getitem__, 10**9)
+    given = {"quantization_config": compressed.quantization_config("fp8")}
+    (folder / "config.json").write_text(json.dumps(CONFIG | given))
+    source = hf.Directory(folder)
+    for name, x in tensors.items():
+        if "mlp.experts." in name:
+            x = quantized.decode(*quantized.encode(x, "fp8", -1), -1)
+        np.testing.assert_array_equal(source.tensor(name), x, name)
+    assert source.stored_codes("fp8", "experts/gate_up", 1)[0].shape == (2, 16, 2, 12)
 
 
 def test_it_is_read_as_the_present_layout_and_exported_in_it(made, tmp_path):

@@ -90,6 +90,13 @@ class ArraySource(abc.ABC):
         self.fill(array, box, out)
         return out if index is None else out[0]
 
+    def stored_codes(
+        self, form: str, name: str, layer: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Codes and scale of a layer's "experts/down" (`model.quantized`), if it has them in this
+        form."""
+        return None
+
     def fill(self, array: StoredArray, box: Box, out: np.ndarray) -> None:
         """Fills `out` with a part of an array, in `out`'s own type; holds one chunk, until the next
         is read."""

@@ -149,7 +149,8 @@ def _find_in_run(folder: Path, step: int | None) -> AnyModel:
     source = SealedSource(folder, step)
     config = config_at(folder, source.step)
     # With its base, the weights are whole.
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, lora=None))
+    run = dataclasses.replace(config.run, lora=None, base="compute")
+    config = dataclasses.replace(config, run=run)
     tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
     imported = NOT_IMPORTED
     if (folder / IMPORTED).exists():

@@ -22,6 +22,19 @@ LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{whole}")
 """
+LOAD_QUANTIZED = """from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+
+# Each expert's matrices are apart in these files, in the model they are one tensor.
+experts = get_checkpoint_conversion_mapping("qwen2_moe")
+register_checkpoint_conversion_mapping("zaya", experts)
+model = AutoModelForCausalLM.from_pretrained(
+    "{whole}", quantization_config=CompressedTensorsConfig(dequantize=True)
+)
+"""
 ADAPT = """
 from peft import PeftModel
 
@@ -132,7 +145,10 @@ def _facts(
 def _example(
     folder: Path, model: AnyModel, publication: Publication, base: str | None, adapters: bool
 ) -> str:
-    text = LOAD
+    quantized = (folder / "config.json").is_file() and hf.read_json(folder / "config.json").get(
+        "quantization_config"
+    )
+    text = LOAD_QUANTIZED if quantized else LOAD
     if adapters:
         text += ADAPT
     if model.tokenizer_folder:

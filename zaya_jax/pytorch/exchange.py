@@ -19,14 +19,15 @@ import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import trees
+from zaya_jax.checkpoint import few_bits
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, StoredArray
 from zaya_jax.checkpoint.run import claims, rewrite
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.checkpoint.vault import CountBytes
 from zaya_jax.config import Config, Model, UserError, shown
-from zaya_jax.model import zaya
+from zaya_jax.model import quantized, zaya
 from zaya_jax.optim import balance
-from zaya_jax.pytorch import any_model, card, hf, tensor_files, tokenizer_files
+from zaya_jax.pytorch import any_model, card, compressed, hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch.any_model import AnyModel
 from zaya_jax.pytorch.card import UNPUBLISHED, Publication
@@ -91,9 +92,12 @@ def to_hf(
     shard_gb: float = SHARD_GB,
     progress: CountBytes | None = None,
     publication: Publication = UNPUBLISHED,
+    quantize: str | None = None,
 ) -> Path:
     """Writes any model as a model directory that transformers' `zaya` loads, or leaves nothing
-    behind."""
+    behind; `quantize` stores the experts in this form of `quantized`."""
+    if quantize not in (None, *quantized.FORMATS):
+        raise UserError(f"quantize={shown(quantize)} is not one of {', '.join(quantized.FORMATS)}")
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(DTYPES)}")
     if not 0 < shard_gb < math.inf:
@@ -103,15 +107,21 @@ def to_hf(
     model.check()
     target = claims.require_new_folder(out)
     with claims.whole_or_nothing(target) as part:
-        specs = _specs(model.model, model.imported["dtypes"], dtype)
-        reader = _reader(model, specs, progress)
+        specs: tensor_files.Specs = _specs(model.model, model.imported["dtypes"], dtype)
+        places: dict[str, compressed.Place] = {}
+        if quantize:
+            specs, places = compressed.packed(specs, quantize)
+        encoded = few_bits.FewBits(model.source, quantize or "compute")
+        reader = _reader(model, specs, places, encoded, progress)
         tensor_files.write_sharded(part, specs, reader, int(shard_gb * 1e9))
-        _write_json_and_tokenizer(part, model, dtype)
+        _write_json_and_tokenizer(part, model, dtype, quantize)
         card.write(part, model, publication)
     return target
 
 
-def _write_json_and_tokenizer(folder: Path, model: AnyModel, dtype: str | None) -> None:
+def _write_json_and_tokenizer(
+    folder: Path, model: AnyModel, dtype: str | None, quantize: str | None
+) -> None:
     """Writes the configs and the tokenizer's files."""
     imported = model.imported
     tokenizer = model.tokenizer()
@@ -123,6 +133,8 @@ def _write_json_and_tokenizer(folder: Path, model: AnyModel, dtype: str | None) 
     config = names.model_to_json(
         model.model, dtype or recorded_dtype or "float32", imported["config"], end_turn
     )
+    if quantize:
+        config["quantization_config"] = compressed.quantization_config(quantize)
     generation = names.generation_json(model.model, imported["generation_config"], end_turn)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", generation)
@@ -167,13 +179,24 @@ def _specs(
 
 
 def _reader(
-    model: AnyModel, specs: tensor_files.Specs, progress: CountBytes | None
+    model: AnyModel,
+    specs: tensor_files.Specs,
+    places: Mapping[str, compressed.Place],
+    encoded: few_bits.FewBits,
+    progress: CountBytes | None,
 ) -> Callable[[str], np.ndarray]:
-    """The function that reads a tensor by its name."""
+    """The function that reads a tensor by its name; those with a place are codes or scales of
+    `encoded`."""
     rows = {name: (row, layer) for name, row, layer in names.all_rows(model.model)}
     rows[names.HEAD] = rows[names.EMBEDDING]
     total = sum(map(tensor_files.num_bytes, specs.values()))
     done = 0
+
+    @functools.lru_cache(maxsize=2)  # of a layer two, of which the experts' parts come in turn
+    def codes_and_scale(fused: str) -> list[np.ndarray]:
+        row, layer = rows[fused]
+        assert layer is not None
+        return [row.to_torch(x) for x in encoded.of_layer("/".join(row.path), layer)]
 
     def tensor(name: str) -> np.ndarray:
         nonlocal done
@@ -183,6 +206,9 @@ def _reader(
         if name.endswith(names.BALANCE):
             layer = int(name.removeprefix("model.layers.").split(".")[0])
             return model.source.read(("balance", "bias"), layer)
+        if name in places:
+            fused, part, expert, own = places[name]
+            return codes_and_scale(fused)[part][expert, own]
         row, row_layer = rows[name]
         path = row.path if row_layer is None else ("layers", *row.path)
         numbers = row.to_torch(model.source.read(("params", *path), row_layer))

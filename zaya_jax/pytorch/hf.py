@@ -14,9 +14,10 @@ from zaya_jax import trees
 from zaya_jax.checkpoint.layout import StoredArray
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.config import Model, UserError, files, shown
-from zaya_jax.model import zaya
+from zaya_jax.model import quantized, zaya
+from zaya_jax.pytorch import compressed, older, tensor_files
 from zaya_jax.pytorch import hf_names as names
-from zaya_jax.pytorch import older, tensor_files
+from zaya_jax.pytorch.experts import Joined
 from zaya_jax.pytorch.tensor_files import TensorFile
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -34,16 +35,30 @@ class Directory(ArraySource):
         self.path = Path(path)
         where = self.path / "config.json"
         self.config = read_json(where)
-        if older.is_older(self.config):
-            renamed = older.Renamed(self._locate())
-            self.config = older.config_of(self.config, renamed, str(where))
+        quantization = self.config.pop("quantization_config", None)
+        self._is_quantized = bool(quantization)
+        if quantization:
+            self.warning = compressed.check(quantization, str(where))
+        self._is_older = older.is_older(self.config)
+        if self._is_older:
+            self._joined = self._join("numbers")
+            self.config = older.config_of(self.config, self._joined.tensors, str(where))
             self.model = names.model_from_json(self.config, str(where))
-            self._files: dict[str, Any] = dict.fromkeys(renamed.tensors, renamed)
         else:
             # First the config: an error there says more than one about its files.
             self.model = names.model_from_json(self.config, str(where))
-            self._files = {**self._locate()}
+            self._joined = self._join("numbers")
         self._check()
+
+    def _join(self, part: str) -> Joined:
+        """All tensors under transformers' names; of quantized ones this part."""
+        files: dict[str, Any] = {**self._locate()}
+        if self._is_quantized:
+            files = compressed.unpacked(files, part)
+        if self._is_older:
+            renamed = older.Renamed(files)
+            files = dict.fromkeys(renamed.tensors, renamed)
+        return Joined(files)
 
     def _locate(self) -> dict[str, TensorFile]:
         """The file of each tensor."""
@@ -85,19 +100,19 @@ class Directory(ArraySource):
         return TensorFile(path)
 
     def _check(self) -> None:
-        expected = expected_shapes(self.model)
+        expected, stored = expected_shapes(self.model), self._joined.tensors
         # Some files repeat the tied embedding.
-        odd = sorted(set(expected) ^ (set(self._files) - {names.HEAD}), key=names.natural)
+        odd = sorted(set(expected) ^ (set(stored) - {names.HEAD}), key=names.natural)
         if odd:
             wrong = "lacks tensor" if odd[0] in expected else "has an unknown tensor"
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise UserError(
                 f"{self.path} {wrong} {odd[0]}{more}: its config.json implies others; {RECOPY}"
             )
-        if names.HEAD in self._files:
+        if names.HEAD in stored:
             expected[names.HEAD] = expected[names.EMBEDDING]
         for name, shape in expected.items():
-            tensor = self._files[name].tensors[name]
+            tensor = stored[name]
             if tensor.shape != shape:
                 raise UserError(
                     f"{self.path}: {name} has shape {tensor.shape}, expected {shape}; {RECOPY}"
@@ -106,7 +121,7 @@ class Directory(ArraySource):
                 raise UserError(
                     f"{self.path}: {name} is {tensor.dtype}, not F32, F16 or BF16; convert it"
                 )
-        if names.HEAD in self._files and not np.array_equal(
+        if names.HEAD in stored and not np.array_equal(
             self.tensor(names.HEAD).view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
         ):
             raise UserError(
@@ -116,12 +131,13 @@ class Directory(ArraySource):
 
     def dtypes(self) -> dict[str, str]:
         """The stored dtype of every tensor: float32, float16 or bfloat16."""
-        return {n: tensor_files.DTYPES[f.tensors[n].dtype].name for n, f in self._files.items()}
+        tensors = self._joined.tensors.items()
+        return {name: tensor_files.DTYPES[x.dtype].name for name, x in tensors}
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor as stored; UserError if it has a NaN or an infinity, because no run could
         begin with it."""
-        x = self._files[name].read(name)
+        x = self._joined.read(name)
         bad = x.size - np.count_nonzero(np.isfinite(x))
         if bad:
             raise UserError(
@@ -129,6 +145,29 @@ class Directory(ArraySource):
                 f" {RECOPY}, or take an earlier checkpoint of that model"
             )
         return x
+
+    def stored_codes(
+        self, form: str, name: str, layer: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Codes and scale of a layer's experts, in our layout."""
+        if not self._is_quantized:
+            return None
+        path = tuple(name.split("/"))
+        row = next(row for row in names.layer_rows(self.model) if row.path == path)
+        stored = f"model.layers.{layer}.{row.name}"
+        parts = [joined.read(stored) for joined in self._codes_and_scales]
+        shape = names.leaf_of_row(zaya.abstract(self.model), path, layer).shape[1:]
+        wanted = quantized.abstract(shape, form, quantized.INPUT_AXES[name])
+        if [x.dtype for x in parts] != [x.dtype for x in wanted]:
+            return None
+        codes, scale = (
+            row.from_torch(x, like.shape) for x, like in zip(parts, wanted, strict=True)
+        )
+        return codes, scale
+
+    @functools.cached_property
+    def _codes_and_scales(self) -> tuple[Joined, Joined]:
+        return self._join("codes"), self._join("scale")
 
     @functools.cached_property
     def arrays(self) -> dict[str, StoredArray]:

@@ -154,7 +154,6 @@ _IGNORED = {
     "problem_type",
     "is_encoder_decoder",
     "auto_map",
-    "quantization_config",
     "name_or_path",
     "_attn_implementation_autoset",
 }
@@ -187,10 +186,6 @@ def model_from_json(given: dict, where: str) -> Model:
         raise UserError(
             f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot"
             " honour it"
-        )
-    if given.get("quantization_config"):
-        raise UserError(
-            f"{where}: quantization_config is set; only unquantised weights can be read"
         )
     known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in MODEL_KEYS}
     known["layer_types"] = tuple(given.get("layer_types") or ())

@@ -8,13 +8,14 @@ spells several in more than one way.
 
 import contextlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from zaya_jax.config import UserError, shown
-from zaya_jax.pytorch.hf_names import MODEL_KEYS, natural
-from zaya_jax.pytorch.tensor_files import TensorFile
+from zaya_jax.pytorch.hf_names import MODEL_KEYS
+from zaya_jax.pytorch.tensor_files import TensorInfo
 
 OLDER_KEYS = (
     "activation_func",
@@ -95,7 +96,8 @@ PREFIXES = (
     ("final_norm.", "norm."),
 )
 LAYER = re.compile(r"model\.(?:layers\.(\d+)\.)?(.+)")
-EXPERT = re.compile(r"zaya_block\.experts\.local_experts\.\d+\.linear_fc([12])\.weight")
+EXPERT = re.compile(r"zaya_block\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+FC = {"1": "gate_up_proj", "2": "down_proj"}
 
 
 def is_older(config: dict[str, Any]) -> bool:
@@ -104,35 +106,24 @@ def is_older(config: dict[str, Any]) -> bool:
 
 
 class Renamed:
-    """The tensors of several files under their present names, like one `TensorFile`; experts are
-    stacked as they are read."""
+    """The tensors of several files under their present names, like one `TensorFile`."""
 
-    def __init__(self, files: dict[str, TensorFile]):
+    def __init__(self, files: Mapping[str, Any]):
         self._files = files
-        self._old_names: dict[str, list[str]] = {}
         matches = [LAYER.match(name) for name in files]
         numbers = [int(match[1]) for match in matches if match and match[1]]
-        self.num_half_layers = 1 + max(numbers, default=1)
-        for name in sorted(files, key=natural):  # expert 10 comes after expert 9
-            present = _present_name(name, self.num_half_layers)
-            self._old_names.setdefault(present, []).append(name)
-        self.tensors = {}
-        for name, old_names in self._old_names.items():
-            tensor = files[old_names[0]].tensors[old_names[0]]
-            if EXPERT.search(old_names[0]):
-                tensor = tensor._replace(shape=(len(old_names), *tensor.shape))
-            self.tensors[name] = tensor
+        num_half_layers = 1 + max(numbers, default=1)
+        self._old_names = {_present_name(name, num_half_layers): name for name in files}
+        self.tensors = {name: files[old].tensors[old] for name, old in self._old_names.items()}
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
-        old_names = self._old_names[name]
-        parts = [self._files[old_name].read(old_name) for old_name in old_names]
-        return np.stack(parts) if EXPERT.search(old_names[0]) else parts[0]
+        old = self._old_names[name]
+        return self._files[old].read(old)
 
 
 def _present_name(name: str, num_half_layers: int) -> str:
-    """The present name of a tensor, shared by the experts of a layer; the old name if it is
-    unknown.
+    """The present name of a tensor; the old name if it is unknown.
 
     Old layer 2 k is the attention of layer k, old layer 2 k + 1 its experts. The residual scale
     before an old layer is the one after the half layer before it: of old layer 0 the input's, and
@@ -154,14 +145,16 @@ def _present_name(name: str, num_half_layers: int) -> str:
         half = "post_attention" if old % 2 else "input"
         return f"{prefix}{half}_layernorm.{rest.removeprefix('input_norm.')}"
     if expert := EXPERT.fullmatch(rest):
-        return f"{prefix}mlp.experts.{'gate_up_proj' if expert[1] == '1' else 'down_proj'}"
+        return f"{prefix}mlp.experts.{expert[1]}.{FC[expert[2]]}.weight"
     for theirs, ours in PREFIXES:
         if rest.startswith(theirs):
             return f"{prefix}{ours}{rest.removeprefix(theirs)}"
     return f"{prefix}{rest}"
 
 
-def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, Any]:
+def config_of(
+    given: dict[str, Any], tensors: Mapping[str, TensorInfo], where: str
+) -> dict[str, Any]:
     """The present config.json; UserError on what this model does not have, or the tensors have not.
 
     Keys that are not known here go into it, where those with a meaning are refused.
@@ -180,7 +173,7 @@ def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, 
     def size(name: str, dim: int, *keys: str, unit: int = 1) -> int:
         """A size read from layer 0's tensors, in units of `unit`. The first of `keys` present in
         the config must agree; later ones may be leftovers of another program and are ignored."""
-        tensor = tensors.tensors.get(f"model.layers.0.{name}")
+        tensor = tensors.get(f"model.layers.0.{name}")
         width = tensor.shape[dim] // unit if tensor else 0
         recorded = first(width, *keys)
         # Some say it for each half layer: nothing, or attention, where it has no such size.
@@ -192,7 +185,8 @@ def config_of(given: dict[str, Any], tensors: Renamed, where: str) -> dict[str, 
                 )
         return width
 
-    num_layers = tensors.num_half_layers // 2
+    numbers = [int(match[1]) for match in map(LAYER.match, tensors) if match and match[1]]
+    num_layers = 1 + max(numbers, default=0)
     attention = "self_attn.qkv_proj"
     head = max(size(f"{attention}.conv_qk_grouped.weight", 1, "head_dim", "kv_channels"), 1)
     # Only compared: half of it is the experts' width.

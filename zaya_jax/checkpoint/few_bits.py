@@ -1,0 +1,72 @@
+"""A base with its experts in few bits (`run.base`): codes and scales for the frozen weights in
+memory, or the numbers of these codes, which low-rank updates were trained over.
+
+    FewBits(base, "mxfp4")                  arrays of codes, and "scales.experts.down.scale"
+    FewBits(base, "mxfp4", decoded=True)    the same arrays as the base has, of other numbers
+
+A base that has codes in this form already keeps them; others are rounded. All else is the base's.
+"""
+
+import functools
+import threading
+
+import jax
+import numpy as np
+
+from zaya_jax.checkpoint.layout import StoredArray
+from zaya_jax.checkpoint.source import ArraySource
+from zaya_jax.model import quantized
+
+
+class FewBits(ArraySource):
+    """A base whose experts are in a form of `quantized`; in another, as "compute", it is as it
+    was."""
+
+    def __init__(self, base: ArraySource, form: str, decoded: bool = False):
+        super().__init__(base.location)
+        self.name, self._base, self._form, self._decoded = base.name, base, form, decoded
+        self._axes = quantized.input_axes(form)
+        self._weights: dict[str, str] = {}  # of each array that is not the base's
+        # of layers whose codes were read: their arrays come first
+        self._scales: dict[tuple[str, int], np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, StoredArray]:
+        """The base's, and the scales; a layer of experts in each chunk."""
+        arrays = dict(self._base.arrays)
+        for weight, axis in self._axes.items():
+            name = f"params.layers.{weight.replace('/', '.')}"
+            shape = arrays[name].shape
+            codes, scale = quantized.abstract(shape, self._form, axis)
+            parts = {name: codes, f"scales.{weight.replace('/', '.')}.scale": scale}
+            if self._decoded:
+                parts = {name: jax.ShapeDtypeStruct(shape, np.float32)}
+            for part, x in parts.items():
+                chunk = (1, *x.shape[1:])
+                arrays[part] = StoredArray(part, x.shape, np.dtype(x.dtype).name, chunk)
+                self._weights[part] = weight
+        return arrays
+
+    def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
+        """A layer's codes, scale or numbers, or a chunk of the base."""
+        if array.name not in self._weights:
+            return self._base.read_chunk(self._base.arrays[array.name], index)
+        weight, layer = self._weights[array.name], index[0]
+        if (weight, layer) in self._scales and array.name.startswith("scales."):
+            return self._scales.pop((weight, layer))[None]
+        codes, scale = self.of_layer(weight, layer)
+        if self._decoded:
+            return quantized.decode(codes, scale, self._axes[weight])[None]
+        if array.name.startswith("scales."):
+            return scale[None]
+        self._scales[weight, layer] = scale
+        return codes[None]
+
+    def of_layer(self, weight: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scale of a layer's "experts/down" or "experts/gate_up"."""
+        if stored := self._base.stored_codes(self._form, weight, layer):
+            return stored
+        with self._lock:  # a source remembers one chunk
+            x = self._base.read(("params", "layers", *weight.split("/")), layer)
+        return quantized.encode(x, self._form, self._axes[weight])
