@@ -4,11 +4,12 @@
         --config.data.path=chats.jsonl [--config.run.num_steps=200]
 
 RUN is a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub.
-With RUN,lora=16 its weights stay as they are, and low-rank updates of them are trained. Model,
-tokenizer and precision are those of the weights; so is the context, up to 4,096 tokens. The chats
-are JSONL, Parquet, a folder or glob of them, or a directory that prepare_data made of them with
---context (docs/data.md says which forms). Only answers are learnt; chats are fitted to the context
-without cutting questions or answers, and packed whole into rows.
+With RUN,lora=16 its weights stay as they are, and low-rank updates of them are trained, with
+RUN,lora=16,base=mxfp4 (or fp8) over experts in few bits. Model, tokenizer and precision are those
+of the weights; so is the context, up to 4,096 tokens. The chats are JSONL, Parquet, a folder or
+glob of them, or a directory that prepare_data made of them with --context (docs/data.md says which
+forms). Only answers are learnt; chats are fitted to the context without cutting questions or
+answers, and packed whole into rows.
 
 Hardware: as for pretraining. Expected: a held-out loss of the answers before the first step and at
 every 50th; docs/finetuning.md has a run on a laptop. An epoch is about (tokens of the chats) /
@@ -36,6 +37,7 @@ def get_config(weights: str = "") -> ConfigDict:
     """The whole config of a run that fine-tunes these weights, or with MODEL,lora=RANK low-rank
     updates of them."""
     weights, lora, rank = weights.partition(",lora=")
+    rank, _, base = rank.partition(",base=")
     found = _find(weights)
     before, step = found.config, found.step
     model = dataclasses.replace(  # ids of begin, end and padding: the tokenizer's
@@ -59,6 +61,7 @@ def get_config(weights: str = "") -> ConfigDict:
                 f"finetune.py:{weights},lora={rank}: the rank is a whole number from 1, such as 16"
             )
         c.run.lora = int(rank)
+        c.run.base = base or "compute"
         c.balance.enabled = False  # so that the updates are all that the run changes
 
     c.data.path = "chats.jsonl"

@@ -80,9 +80,11 @@ def test_the_export_is_the_run(folder, tmp_path):
     of_run, base = (partial.read(folder / name, "params.*")["params"] for name in ("run", "base"))
     rows = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:], "segment_ids": None, "positions": None}
     rows |= {"loss_mask": np.ones(rows["targets"].shape, np.float32)}
-    adapted = jax.jit(lambda params, base: loss(params, model.balance, rows, 46.0, frozen=base)[0])(
-        of_run, base
-    )
+    adapted = jax.jit(
+        lambda params, base: loss(
+            params, model.balance, rows, 46.0, frozen={"params": base, "scales": {}}
+        )[0]
+    )(of_run, base)
     assert adapted == jax.jit(lambda params: loss(params, model.balance, rows, 46.0)[0])(
         model.params
     )

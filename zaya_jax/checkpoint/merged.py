@@ -5,7 +5,8 @@ names its base.
                                             each base + A B in float32
 
 The base weights are used at full precision, as PEFT does; the run itself trained over them rounded
-to its compute dtype.
+to its compute dtype. Experts that a run kept in few bits (`run.base`) are the numbers of their codes:
+the updates were trained to sit on those.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.checkpoint import layout
+from zaya_jax.checkpoint import few_bits, layout
 from zaya_jax.checkpoint.layout import StoredArray
 from zaya_jax.checkpoint.seal import crc32c
 from zaya_jax.checkpoint.source import ArraySource
@@ -69,6 +70,8 @@ class MergedSource(ArraySource):
         self.run = adapters.run
         self.warning = base.warning
         self.base = base
+        form = adapters.meta()["base"].get("form", "compute")
+        self._numbers = few_bits.FewBits(base, form, decoded=True)
         self._adapters = adapters
         self._lock = threading.Lock()
         self._is_compared = False
@@ -110,7 +113,7 @@ class MergedSource(ArraySource):
         """The base's parameters and the run's balancing biases."""
         arrays = {
             name: StoredArray(name, x.shape, "float32", x.chunk)
-            for name, x in self.base.arrays.items()
+            for name, x in self._numbers.arrays.items()
             if name.startswith("params.")
         }
         return arrays | {
@@ -122,7 +125,7 @@ class MergedSource(ArraySource):
         if array.name.startswith("balance."):
             return self._adapters.read_chunk(array, index)
         self._require_same_base()
-        base_chunk = self.base.read_chunk(self.base.arrays[array.name], index)
+        base_chunk = self._numbers.read_chunk(self._numbers.arrays[array.name], index)
         chunk = base_chunk.astype(np.float32)
         if f"{array.name}.a" in self.factors:
             box = array.chunk_box(index)

@@ -11,6 +11,11 @@ def check_config(c: Config) -> None:
     """UserError if two keys contradict each other."""
     check_model(c.model)
     _check_run(c.run)
+    if c.run.base != "compute" and c.model.model_type == "dense":
+        raise UserError(
+            f"config.run.base={c.run.base} is for experts, which a dense model does not have; leave"
+            " it out"
+        )
     _check_kernels(c.kernels)
     _check_rates(c.schedule)
     if c.log.profile and not re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,3})?", c.log.profile):
@@ -73,6 +78,11 @@ def _check_run(r: Run) -> None:
             f"config.run.lora={r.lora} is given without config.run.init_from: low-rank updates are"
             " of weights that are there; name a model, or give"
             " --config=experiments/configs/finetune.py:MODEL,lora=RANK"
+        )
+    if r.base != "compute" and r.lora is None:
+        raise UserError(
+            f"config.run.base={r.base} is given without config.run.lora: only frozen weights are"
+            " kept in few bits; give a rank, such as --config.run.lora=16"
         )
 
 

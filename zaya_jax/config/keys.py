@@ -264,6 +264,9 @@ class Run:
     lora: int | None = ranged(
         None, 1, 2**14, "train updates of this rank over init_from's weights; None: all weights"
     )
+    base: str = choice(
+        "compute", ("compute", "fp8", "mxfp4"), "under lora: the frozen experts in memory"
+    )
     fork: str = text(
         "", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md"
     )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from zaya_jax import trees
 from zaya_jax.config import Model, Precision
-from zaya_jax.model import zaya
+from zaya_jax.model import quantized, zaya
 from zaya_jax.model.weights import PAIR
 
 RANK = "rank"  # the logical axis between the factors
@@ -73,15 +73,32 @@ def init(model: Model, rank: int, key: jax.Array) -> dict:
     return trees.nested(adapters, "/")
 
 
-def abstract_base(model: Model, precision: Precision) -> dict:
+def abstract_base(model: Model, precision: Precision, form: str) -> dict:
     """The weights under the adapters as ShapeDtypeStructs: one copy of each, in the products'
-    format where only those read it, and the embedding too."""
+    format where only those read it, and the embedding too.
 
-    def as_kept(path, x):
-        narrow = is_narrow(trees.name_of(path, "/"))
-        return jax.ShapeDtypeStruct(x.shape, precision.compute if narrow else x.dtype)
+    {"params", "scales"}: with a `form` of `quantized`, the experts' params are codes, and the
+    scales of a layer's are at "experts/down/scale".
+    """
+    params, scales = {}, {}
+    for path, x in trees.flat(zaya.abstract(model, precision), "/").items():
+        dtype = precision.compute if is_narrow(path) else x.dtype
+        params[path] = jax.ShapeDtypeStruct(x.shape, dtype)
+    for name, axis in quantized.input_axes(form).items():
+        path = f"layers/{name}"
+        codes, scale = quantized.abstract(params[path].shape, form, axis)
+        params[path], scales[f"{name}/scale"] = codes, scale
+    return {"params": trees.nested(params, "/"), "scales": trees.nested(scales, "/")}
 
-    return jax.tree_util.tree_map_with_path(as_kept, zaya.abstract(model, precision))
+
+def base_axes(model: Model, precision: Precision, form: str) -> dict:
+    """The logical axes of the weights under the adapters."""
+    params, scales = zaya.param_axes(model, precision), {}
+    for name in quantized.input_axes(form):
+        block, weight = name.split("/")
+        axes = quantized.scale_axes(name, params["layers"][block][weight])
+        scales[f"{name}/scale"] = axes
+    return {"params": params, "scales": trees.nested(scales, "/")}
 
 
 def is_narrow(path: str) -> bool:

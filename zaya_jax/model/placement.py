@@ -44,6 +44,7 @@ from pallas_kernels.linear_attention import (
 )
 from pallas_kernels.loops import visiting
 from zaya_jax.config import Model
+from zaya_jax.model import quantized
 from zaya_jax.model.cache import WHOLE_CACHE, CacheLayout, LayerSlice
 from zaya_jax.model.experts import expert_mlp
 from zaya_jax.model.weights import PAIR
@@ -96,8 +97,8 @@ class Weights:
 
     gather: Callable[[jax.Array, LogicalAxes], jax.Array] | None = None
     expert_mlp: Callable[..., jax.Array] = expert_mlp
-    # of this layer, "cca/q/kernel/a" and "../b" (`lora`)
-    adapters: Mapping[str, jax.Array] = NOTHING
+    # of this layer, "cca/q/kernel/a" and "../b" (`lora`), "experts/down/scale" (`quantized`)
+    beside: Mapping[str, jax.Array] = NOTHING
 
     @property
     def fetched(self) -> bool:
@@ -109,18 +110,25 @@ class Weights:
         """A layer's weights as the layer computes with them."""
         local = []
         for path, weight in nnx.to_flat_state(weights):
-            axes = weight.get_metadata()["axes"]
+            axes, name = weight.get_metadata()["axes"], "/".join(map(str, path))
             x = self._whole(weight[...], axes)
-            x = self._with_adapter(x, "/".join(map(str, path)), axes)
+            x = self._decoded(x, name, axes)
+            x = self._with_adapter(x, name, axes)
             local.append((path, weight.replace(self.localize(x, axes))))
         return nnx.from_flat_state(local)
 
+    def _decoded(self, x: jax.Array, name: str, axes: LogicalAxes) -> jax.Array:
+        if f"{name}/scale" not in self.beside:
+            return x
+        scale = self._whole(self.beside[f"{name}/scale"], quantized.scale_axes(name, axes))
+        return quantized.decode(x, scale, quantized.INPUT_AXES[name], jnp)
+
     def _with_adapter(self, x: jax.Array, name: str, axes: LogicalAxes) -> jax.Array:
-        if f"{name}/a" not in self.adapters:
+        if f"{name}/a" not in self.beside:
             return x
         *stack, rows, columns = (axis for axis in axes if axis != PAIR)
-        a = self._whole(self.adapters[f"{name}/a"], (*stack, rows, None))
-        b = self._whole(self.adapters[f"{name}/b"], (*stack, None, columns))
+        a = self._whole(self.beside[f"{name}/a"], (*stack, rows, None))
+        b = self._whole(self.beside[f"{name}/b"], (*stack, None, columns))
         update = jnp.matmul(a, b, precision="highest").reshape(x.shape)
         return (x + update).astype(x.dtype)
 

@@ -4,7 +4,8 @@ A scan copies each layer's weights out of the stack of all layers, and builds a 
 gradients. `ScanHooks` avoid either where it is too expensive; the model uses only their interface:
 
     experts   kernels read a layer's experts inside the stack of all layers, and may write gradients into such a stack
-    adapters  a layer's matrices are changed by products of small ones (`lora`), which are scanned beside them
+    beside    a layer's matrices are changed by products of small ones (`lora`), or are codes with a scale
+              (`quantized`); these are scanned beside them
     slots     a weight's gradient is reduced as it leaves its layer, inside the scan: its whole stack never exists
 """
 
@@ -25,7 +26,7 @@ class HookInputs(NamedTuple):
 
     number: jax.Array | None  # the layer's, for `experts`
     slots: dict[str, jax.Array]
-    adapters: dict[str, jax.Array]
+    beside: dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +36,18 @@ class ScanHooks:
     `experts` gives, for a layer's number, the `expert_mlp` that uses that layer's weights and
     ignores its arguments'. `slots` are zeros by the weight's path in a layer, stacked over layers:
     `shares` of a layer's gradient is the slot's gradient, and the weight has no gradient.
-    `adapters` are pairs by path, "cca/q/kernel/a" and "../b".
+    `beside` are arrays by path: "cca/q/kernel/a" and "../b", "experts/down/scale".
     """
 
     experts: Callable[[jax.Array], Callable] | None = None
     slots: Mapping[str, jax.Array] = NOTHING
     shares: Mapping[str, Callable] = NOTHING
-    adapters: Mapping[str, jax.Array] = NOTHING
+    beside: Mapping[str, jax.Array] = NOTHING
 
     def scan_inputs(self, num_layers: int) -> HookInputs:
         """The further inputs of the scan, stacked over layers."""
         numbers = None if self.experts is None else jnp.arange(num_layers)
-        return HookInputs(numbers, dict(self.slots), dict(self.adapters))
+        return HookInputs(numbers, dict(self.slots), dict(self.beside))
 
     def for_layer(
         self, inputs: HookInputs, weights: nnx.State, access: Weights
@@ -54,8 +55,8 @@ class ScanHooks:
         """A layer's weights, and how the layer gets at them."""
         if self.experts is not None and inputs.number is not None:
             access = dataclasses.replace(access, expert_mlp=self.experts(inputs.number))
-        if inputs.adapters:
-            access = dataclasses.replace(access, adapters=inputs.adapters)
+        if inputs.beside:
+            access = dataclasses.replace(access, beside=inputs.beside)
         if not inputs.slots:
             return weights, access
         flat = dict(nnx.to_flat_state(weights))

@@ -194,8 +194,8 @@ def _remat_policy(remat: str, hooks: ScanHooks, placement: Placement) -> str:
     """The policy of `_remat`: the one that is asked for, or what the layers' weights need."""
     if remat != "none":
         return remat
-    # Weights with adapters are made again: kept, they would be a second copy of all.
-    if hooks.adapters:
+    # Weights that others change are made again: kept, they would be a second copy of all.
+    if hooks.beside:
         return "elementwise"
     # Weights that other devices keep are fetched again.
     return "fsdp" if placement.weights.fetched else "none"

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 
 from zaya_jax import trees
-from zaya_jax.checkpoint import merged, partial
+from zaya_jax.checkpoint import few_bits, merged, partial
 from zaya_jax.checkpoint.run.store import Store
 from zaya_jax.checkpoint.source import ArraySource, SealedSource, model_differences
 from zaya_jax.cluster import multihost
@@ -175,7 +175,7 @@ def first_state(
     base = open_weights(meta["base"]["name"] if meta else run.init_from)
     if not meta:
         _say_what_differs(base, planned)
-    return state, put_frozen_under(state, planned.state, base, meta)
+    return state, put_frozen_under(state, planned, base, meta)
 
 
 def _say_what_differs(source: ArraySource, planned: PlannedStart) -> None:
@@ -189,33 +189,37 @@ def _initial_state(planned: PlannedStart) -> Any:
 
 
 def put_frozen_under(
-    state: dict[str, Any], abstract: Any, base: ArraySource, meta: dict[str, Any]
+    state: dict[str, Any], planned: PlannedStart, base: ArraySource, meta: dict[str, Any]
 ) -> dict[str, Any]:
     """Adds the frozen weights to a state, and before its first step the base's balancing biases.
 
-    `abstract` is the whole state (`state.abstract`), `meta` that of the checkpoint that the state
-    comes from, or empty. Returns the part of the metadata that names the base.
+    `meta` is that of the checkpoint that the state comes from, or empty. Returns the part of the
+    metadata that names the base.
     """
-    wanted = {"params": abstract["frozen"], "balance": {"bias": abstract["balance"].bias}}
+    abstract, config = planned.state, planned.recipe.config
+    balance = {"bias": abstract["balance"].bias}
     with fields.naming("config.run.init_from"):
-        partial.require_fit(base, trees.flat(wanted))
+        weights = {"params": zaya.abstract(config.model), "balance": balance}
+        partial.require_fit(base, trees.flat(weights))
     mark = multihost.broadcast_from_zero(
         "mark", lambda: merged.require_same_base(base, meta, "this run")
     )
-    weights = base.restore(wanted)
-    state["frozen"] = weights["params"]
+    source = few_bits.FewBits(base, config.run.base)
+    weights = source.restore({**abstract["frozen"], "balance": balance})
+    state["frozen"] = {name: weights[name] for name in abstract["frozen"]}
     if not meta:
         state["balance"] = state["balance"]._replace(bias=weights["balance"]["bias"])
+    kept = "" if config.run.base == "compute" else f", experts in {config.run.base}"
     say(
         f"training {_size(abstract['params']):,} parameters of low-rank updates on top of"
-        f" {base.name}{base.warning} ({_size(abstract['frozen']):,} frozen)"
+        f" {base.name}{base.warning} ({_size(zaya.abstract(config.model)):,} frozen{kept})"
     )
     name = str(base.location)
     if "://" not in name:
         name = str(Path(base.location).absolute())  # means the same from any folder
     if base.workdir:
         name += f"@{base.step}"
-    return {"base": {"name": name, "mark": mark}}
+    return {"base": {"name": name, "mark": mark, "form": config.run.base}}
 
 
 def _size(tree: Any) -> int:

@@ -56,7 +56,8 @@ def set_up(config: Config, mesh: Mesh, spread: Spread | None = None) -> Setup:
     if config.run.lora:
         params = lora.abstract(config.model, config.run.lora)
         adapters = sharding.specs_of(lora.param_axes(config.model), spread)
-        specs = {"params": adapters, "frozen": specs["params"]}
+        base = lora.base_axes(config.model, precision, config.run.base)
+        specs = {"params": adapters, "frozen": sharding.specs_of(base, spread)}
     else:
         params = zaya.abstract(config.model, precision)
     # their products may have another format than `compute`
@@ -107,7 +108,7 @@ def abstract(config: Config, setup: Setup) -> dict[str, Any]:
     """The state as ShapeDtypeStructs with their shardings: nothing is allocated."""
     shapes = jax.eval_shape(functools.partial(_initial_state, config, setup))
     if config.run.lora:
-        shapes["frozen"] = lora.abstract_base(config.model, config.precision)
+        shapes["frozen"] = lora.abstract_base(config.model, config.precision, config.run.base)
 
     def with_sharding(sharding, part):
         return jax.tree.map(

@@ -49,8 +49,9 @@ def make_loss(config: Config, model: Model, spread: Spread = NO_SPREAD) -> Calla
 
     def loss_fn(params, bias, batch, total, hooks=PLAIN, frozen=None):
         if frozen:
-            hooks = dataclasses.replace(hooks, adapters=trees.flat(params["layers"], "/"))
-            params = frozen
+            beside = trees.flat(params["layers"], "/") | trees.flat(frozen["scales"], "/")
+            hooks = dataclasses.replace(hooks, beside=beside)
+            params = frozen["params"]
         params = whole_outside(params, axes) if spread.fsdp else params
         rows = TokenRows(batch["tokens"], batch["segment_ids"], batch["positions"])
         out = zaya.apply(

@@ -256,7 +256,7 @@ def changed_keys(old: dict, new: dict) -> list[tuple[str, Any, Any]]:
 def _is_of_weights(key: str) -> bool:
     """Whether weights that were imported and not yet trained depend on a key."""
     model = key.startswith("model.") and not key.endswith("_token_id")
-    return model or key in ("run.fork", "run.lora")
+    return model or key in ("run.fork", "run.lora", "run.base")
 
 
 def _matches_any(key: str, names: tuple[str, ...]) -> bool:
