@@ -24,7 +24,7 @@ BUDGET = {
     "zaya_jax/compiled": 600,
     "zaya_jax/config": 610,
     "zaya_jax/data": 1_245,
-    "zaya_jax/evaluate": 430,
+    "zaya_jax/evaluate": 530,
     "zaya_jax/guard": 660,
     "zaya_jax/hardware": 595,
     "zaya_jax/model": 1_600,

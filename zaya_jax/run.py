@@ -13,7 +13,7 @@ After going back, the run starts over from an earlier checkpoint, or without one
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +206,18 @@ class Loop:
         # First of all: an agent that watches this process counts its silence from here.
         self.pace = Pace(jax.devices()[0])
         self.evaluation = Evaluation(self.planned, self.pace)
+        self.tasks = self._load_tasks()
         self._first_state()
         self._say_how_it_starts()
         self._first_figures(tracker)
+
+    def _load_tasks(self) -> Any:
+        """lm-eval's tasks of `eval.tasks`, a `TaskScores`; None without any."""
+        if not self.config.eval.tasks:
+            return None
+        from zaya_jax.evaluate.during_training import TaskScores  # imports the library's functions
+
+        return TaskScores(self.planned, self.pace)
 
     def _first_state(self) -> None:
         """Records the start, then makes the state; from here on the stream sends batches."""
@@ -312,7 +321,9 @@ class Loop:
         if self.opened.parent:  # from here on it is a run of its own
             self.save(self.planned.reached, meta["tokens"], meta["metrics"], last=False)
         elif self.opened.kind in ("imported", "initial weights"):
-            self.evaluation.before_training(self.state, self.figures.writer)
+            now = self.plan.step(1)
+            scores = self.tasks.scores(self.state, now) if self.tasks else {}
+            self.evaluation.before_training(self.state, self.figures.writer, scores)
 
     def train_step(self, now: Step) -> Any:
         """Fetches a batch, dispatches the step, then reads the figures of the step before.
@@ -338,9 +349,11 @@ class Loop:
         last = number == self.planned.end or stopping
         timer_due = self.timer.after(number)  # once per step: processes agree on a later step
         due_save = timer_due or number % self.config.checkpoint.every_steps == 0
-        due_eval = (number == self.planned.end or not stopping) and self.evaluation_is_due(now)
+        evaluations = []
+        if number == self.planned.end or not stopping:
+            evaluations = self.evaluations_due(now)
         observers = [x for x in self.observers if number % x.every == 0]
-        if not (due_eval or due_save or observers or last):
+        if not (evaluations or due_save or observers or last):
             return
         self.pace.mark("wait")
         jax.block_until_ready(self.state)
@@ -350,8 +363,8 @@ class Loop:
         try:
             measured = multihost.reduce_figures(self.stream.metrics(), pipeline.OVER_PROCESSES)
             with self.pace.outside_a_step():
-                if due_eval:
-                    measured |= self.evaluation.losses(self.state, now)
+                for evaluate in evaluations:
+                    measured |= evaluate(self.state, now)
                 observed = self.observe(observers, number, figures | measured)
         finally:  # the step's own figures are written whatever fails
             self.figures.record(now, observed | figures | measured)
@@ -362,13 +375,17 @@ class Loop:
             ends = bool(last or self.ended)
             self.save(number, now.tokens_after, self.last_saved_figures, ends)
 
-    def evaluation_is_due(self, now: Step) -> bool:
-        """Whether this step has an evaluation, with held-out text that could be read."""
+    def evaluations_due(self, now: Step) -> list:
+        """The evaluations of this step: of held-out text that could be read, and of tasks."""
         last = now.number == self.planned.recipe.last_step
-        if not (last or now.number % self.config.eval.every == 0):
-            return False
-        with self.pace.outside_a_step():  # a phase's held-out text is read when it is first due
-            return bool(self.evaluation.batches(now.phase))
+        due: list[Callable[[Any, Step], dict[str, float]]] = []
+        if last or now.number % self.config.eval.every == 0:
+            with self.pace.outside_a_step():  # a phase's held-out text is read when it is first due
+                if self.evaluation.batches(now.phase):
+                    due.append(self.evaluation.losses)
+        if self.tasks and (last or now.number % self.config.eval.tasks_every == 0):
+            due.append(self.tasks.scores)
+        return due
 
     def observe(self, observers: Sequence[Observer], number: int, figures: dict) -> dict:
         """Calls the observers and returns their figures, which never affect rollbacks or exit
@@ -488,7 +505,7 @@ class Loop:
     def stopped(self, number: int) -> int:
         """A signal came, and the step is saved."""
         left_out = ""
-        if number < self.planned.end and self.evaluation_is_due(self.plan.step(number)):
+        if number < self.planned.end and self.evaluations_due(self.plan.step(number)):
             left_out = ", without its evaluation"
         line = (
             f"stopped by {self.stop.asked} after step {number}; saved{left_out}. The same command"

@@ -137,6 +137,9 @@ def _ends(runs: Sequence[ComparedRun], near: Near) -> Table:
         figure("model FLOPs utilisation, mean", "mfu", lambda series: percent(series.mean())),
         figure("losses not finite", "loss", lambda series: f"{len(series.bad_steps) or '–'}"),
     ]
+    tasks = {key for run in runs for key in run.series if key.startswith("eval/")}
+    for key in sorted(key for key in tasks if key.count("/") > 1):  # of lm-eval
+        rows.append(figure(f"{curves.title(key)}, last", key, lambda series: known(series.last)))
     head = ["", *(Markup(_curve(run).swatch + escape(run.name)) for run in runs)]
     return Table(
         "How they ended", head, [row for row in rows if any(cell != "–" for cell in row[1:])]

@@ -276,7 +276,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """The loss on held-out text."""
+    """The loss on held-out text, and the scores of tasks."""
 
     every: int = ranged(100, 1, MOST, "steps between evaluations; the last step has one always")
     windows: int = ranged(
@@ -285,6 +285,14 @@ class Eval:
     named: tuple[str, ...] = text(
         (), "source", 'more text, not trained on: "name=path", logged as eval/name'
     )
+    tasks: tuple[str, ...] = text(
+        (), "name", "lm-eval's tasks, logged as eval/TASK/METRIC; docs/evaluation.md"
+    )
+    tasks_every: int = ranged(
+        1000, 1, MOST, "steps between two runs of the tasks; the last step has one always"
+    )
+    tasks_limit: int = ranged(0, 0, MOST, "documents of each task, the first ones; 0: all")
+    tasks_path: str = text("", "path", "a folder with tasks of your own")
 
 
 @dataclasses.dataclass(frozen=True)

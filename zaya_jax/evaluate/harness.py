@@ -16,17 +16,16 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from tqdm import tqdm
 
 from zaya_jax import generation
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields, first_line, shown
-from zaya_jax.evaluate.scorer import TOKENS, Scorer, TokenRow
-from zaya_jax.library import LanguageModel
+from zaya_jax.evaluate.scorer import TOKENS, ScoredModel, Scorer, TokenRow
 from zaya_jax.model.sampling import Sampling
+from zaya_jax.progress import Progress
 from zaya_jax.text import chat, chat_template
 from zaya_jax.text.tokenizers import Tokenizer
 
@@ -38,11 +37,11 @@ BOOTSTRAPS = 1000
 WITHOUT_EFFECT = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, False)}
 
 
-def require() -> None:
+def require(option: str = "--tasks") -> None:
     """UserError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            "--tasks needs lm-eval-harness: pip install lm-eval, or make setup EXTRAS=eval"
+            f"{option} needs lm-eval-harness: pip install lm-eval, or make setup EXTRAS=eval"
         )
 
 
@@ -79,7 +78,7 @@ def parse_generation_options(generation_kwargs: dict[str, Any]) -> GenerationOpt
 
 
 def make_lm(
-    model: LanguageModel,
+    model: ScoredModel,
     add_bos_token: bool | None = None,
     tokens: int = TOKENS,
     seed: int = 0,
@@ -112,7 +111,7 @@ class _Answers:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: ScoredModel,
         tokenizer: Tokenizer,
         add_bos: bool | None,
         tokens: int,
@@ -180,7 +179,7 @@ class _Answers:
                     f" of {self.max_length}"
                 )
             rows.append(TokenRow(ids, len(ids) - len(continuation)))
-        with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
+        with _progress(len(rows), "log-likelihoods", disable_tqdm) as bar:
             scores = Scorer(self._model, self._tokens)(
                 rows, lambda numbers: bar.update(len(numbers))
             )
@@ -222,7 +221,7 @@ class _Answers:
             batch for numbers in groups.values() for batch in self._batches(requests, numbers)
         ]
         ours: dict[int, str] = {}
-        with tqdm(total=len(requests), desc="generations", disable=disable_tqdm) as bar:
+        with _progress(len(requests), "generations", disable_tqdm) as bar:
             for turn, (prompts, options) in enumerate(batches):
                 if turn % jax.process_count() == jax.process_index():
                     ours |= zip(prompts, self._generate(prompts, options), strict=True)
@@ -274,25 +273,30 @@ class _Answers:
         return [postprocess_generated_text(text, options.stops, None) for text in texts]
 
 
-def run(
-    model: LanguageModel,
-    tasks: Sequence[str],
-    *,
-    include_path: str | None = None,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    add_bos_token: bool | None = None,
-    tokens: int = TOKENS,
-    seed: int = 0,
-    **chat_options: Any,
-) -> dict[str, Any]:
-    """The results of lm-eval's simple_evaluate, with the samples of each task.
+def _progress(total: int, what: str, disable: bool) -> Progress:
+    """Process 0 shows how far it is."""
+    return Progress(
+        total=total, desc=what, leave=False, disable=disable or not multihost.is_writer()
+    )
 
-    `chat_options` are its apply_chat_template, system_instruction, fewshot_as_multiturn and
-    gen_kwargs.
-    """
-    require()
-    import lm_eval
+
+class LoadedTasks(NamedTuple):
+    """Tasks with their data, in lm-eval's own objects."""
+
+    manager: Any  # a TaskManager
+    tasks: list[Any]  # Task or Group, one for each name or several for a tag
+    generating: list[str]  # the names of those that ask for text
+
+
+def load_tasks(
+    tasks: Sequence[str],
+    include_path: str | None = None,
+    option: str = "--tasks",
+    folder_option: str = "--include_path=DIR",
+) -> LoadedTasks:
+    """Reads tasks and their data; UserError for one that cannot be run. `option` and
+    `folder_option` are what the caller calls them."""
+    require(option)
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=include_path)
@@ -300,29 +304,61 @@ def run(
     for task in tasks:
         if task not in manager.all_tasks and not task.endswith((".yaml", ".yml")):
             raise UserError(
-                f"--tasks={task} is not one of lm-eval's {len(manager.all_tasks):,} tasks{where}"
+                f"{option}={task} is not one of lm-eval's {len(manager.all_tasks):,} tasks{where}"
                 f"{fields.nearest(task, manager.all_tasks)}; `lm-eval ls tasks` lists them, "
-                "--include_path=DIR adds a folder of them"
+                f"{folder_option} adds a folder of them"
             )
+    loaded = LoadedTasks(manager, [], [])
     try:
-        manager.load(list(tasks))  # simple_evaluate does it again, from the cache on the disk
+        for name in tasks:
+            found = manager.load([name])
+            for task in found["tasks"].values():
+                if task.OUTPUT_TYPE == "generate_until":
+                    loaded.generating.append(task.task_name)
+            group = found["groups"].get(name)
+            loaded.tasks.extend([group] if group else found["tasks"].values())
+        manager.load(loaded.tasks)  # finds a task that is there twice
     except Exception as error:  # YAML, data sets and the network fail in many ways
         raise UserError(
-            f"--tasks={','.join(tasks)} cannot be loaded: {first_line(error)}"
+            f"{option}={','.join(tasks)} cannot be loaded: {first_line(error)}"
         ) from None
-    lm = make_lm(model, add_bos_token, tokens, seed, bool(chat_options.get("apply_chat_template")))
+    return loaded
+
+
+def run(
+    model: ScoredModel,
+    tasks: Sequence[str] | LoadedTasks,
+    *,
+    include_path: str | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    add_bos_token: bool | None = None,
+    tokens: int = TOKENS,
+    seed: int = 0,
+    bootstraps: int = BOOTSTRAPS,
+    **options: Any,
+) -> dict[str, Any]:
+    """The results of lm-eval's simple_evaluate, with the samples of each task.
+
+    Without `bootstraps` no standard errors are drawn. `options` are lm-eval's
+    apply_chat_template, system_instruction, fewshot_as_multiturn, gen_kwargs and log_samples.
+    """
+    loaded = tasks if isinstance(tasks, LoadedTasks) else load_tasks(tasks, include_path)
+    import lm_eval
+
+    lm = make_lm(model, add_bos_token, tokens, seed, bool(options.get("apply_chat_template")))
     return lm_eval.simple_evaluate(
         lm,
-        tasks=list(tasks),
+        tasks=loaded.tasks,
         limit=limit,
         num_fewshot=num_fewshot,
-        task_manager=manager,
+        task_manager=loaded.manager,
         random_seed=seed,
         numpy_random_seed=seed,
         torch_random_seed=None,
         fewshot_random_seed=FEWSHOT_SEED,
-        bootstrap_iters=BOOTSTRAPS,
-        **chat_options,
+        bootstrap_iters=bootstraps,
+        **options,
     )
 
 

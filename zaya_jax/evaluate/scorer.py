@@ -5,23 +5,27 @@
 
 Rows of similar length go together, so there is little padding and few programs are compiled:
 lengths are rounded up to powers of two and the midpoints between, rows of a batch to powers of two,
-within `tokens` a batch. Each of several processes has the whole model on its own devices; they
-share the batches, and all get all results.
+within `tokens` a batch. If each of several processes has the whole model on its own devices, they
+share the batches; if the model lies over all their devices, they compute each batch together. All
+get all results.
 """
 
 import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from zaya_jax.functions import IGNORED, power_of_two, rounded
-from zaya_jax.library import LanguageModel
 
 TOKENS = 8192  # in a batch
 SHORTEST = 16  # shorter rows are padded to it
+
+# A `library.LanguageModel`, or the state of a run as `during_training.StateModel` has it.
+type ScoredModel = Any
 
 # For each scored token: its log-probability in nats, and whether it is the likeliest.
 Scores = tuple[np.ndarray, np.ndarray]
@@ -39,8 +43,11 @@ class Scorer:
     """See the module. Results are in the order of the rows and, up to rounding, independent of
     other rows."""
 
-    def __init__(self, model: LanguageModel, tokens: int = TOKENS):
+    def __init__(self, model: ScoredModel, tokens: int = TOKENS):
         self.model, self._tokens = model, tokens
+        together = model.mesh is not None and model.mesh.is_multi_process
+        self._process = 0 if together else jax.process_index()
+        self._processes = 1 if together else jax.process_count()
 
     def __call__(
         self,
@@ -53,9 +60,8 @@ class Scorer:
         begins = np.cumsum([0, *(len(row.ids) - row.first for row in rows)])
         log_probs, likeliest = np.zeros(begins[-1], np.float32), np.zeros(begins[-1], bool)
         longest = self.model.config.model.max_position_embeddings
-        process, processes = jax.process_index(), jax.process_count()
         for turn, (numbers, length) in enumerate(batches(lengths, self._tokens, longest)):
-            if turn % processes == process:
+            if turn % self._processes == self._process:
                 scores = self._score([rows[number] for number in numbers], length)
                 for i, number in enumerate(numbers):
                     scored = slice(rows[number].first - 1, lengths[number])
@@ -63,7 +69,7 @@ class Scorer:
                     log_probs[target] = scores[0][i, scored]
                     likeliest[target] = scores[1][i, scored]
             on_batch(numbers)
-        if processes > 1:
+        if self._processes > 1:
             log_probs, likeliest = sum_over_processes(log_probs), sum_over_processes(likeliest)
         return [(log_probs[i:j], likeliest[i:j]) for i, j in itertools.pairwise(begins)]
 

@@ -73,6 +73,16 @@ def init(model: Model, rank: int, key: jax.Array) -> dict:
     return trees.nested(adapters, "/")
 
 
+def merged(base: dict, adapters: dict) -> dict:
+    """The weights that layers compute with (`placement.Weights.local`), as a tree like the base."""
+    weights, factors = trees.flat(base, "/"), trees.flat(adapters, "/")
+    for path in {name.rpartition("/")[0] for name in factors}:
+        x = weights[path]
+        update = jnp.matmul(factors[f"{path}/a"], factors[f"{path}/b"], precision="highest")
+        weights[path] = (x + update.reshape(x.shape)).astype(x.dtype)
+    return trees.nested(weights, "/")
+
+
 def abstract_base(model: Model, precision: Precision, form: str) -> dict:
     """The weights under the adapters as ShapeDtypeStructs: one copy of each, in the products'
     format where only those read it, and the embedding too.

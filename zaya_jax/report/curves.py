@@ -139,6 +139,8 @@ def other_section(run: Workdir) -> Section:
 def title(key: str) -> str:
     """A metric's plain name, where it has one; of `prefix/name` the prefix's."""
     prefix, slash, name = key.partition("/")
+    if prefix == "eval" and "/" in name:  # of lm-eval
+        return f"Task {name.replace('/', ', ', 1)}"
     return TITLES.get(
         key, f"{TITLES[prefix]}: {name.replace('_', ' ')}" if slash and prefix in TITLES else key
     )

@@ -50,15 +50,17 @@ class Evaluation:
                 )
         return losses
 
-    def before_training(self, state: Any, writer: Writer) -> None:
-        """Records the loss of weights that come from elsewhere, before the first step."""
-        now = self._planned.recipe.plan.step(1)
+    def before_training(self, state: Any, writer: Writer, scores: dict[str, float]) -> None:
+        """Records the loss of weights that come from elsewhere, and their tasks' scores, before
+        the first step."""
+        now, losses = self._planned.recipe.plan.step(1), {}
         if self.batches(now.phase):
             losses = self.losses(state, now)
-            writer.write(0, losses)
             # nan: nothing is held out, all windows are named ones
             held_out = losses.get("eval/loss", np.nan)
             logs.say(f"step 0 | held-out {held_out:.4f}, with the weights as they came")
+        if losses or scores:
+            writer.write(0, losses | scores)
 
     def _make_program(self, phase_index: int) -> Any:
         config = self._planned.recipe.phases[phase_index].config

@@ -1,0 +1,165 @@
+"""lm-eval's tasks while a run trains: their scores at their steps, which change nothing else.
+
+The loop is tested with a stand-in for the harness, which asks the model as a task does; with lm-eval
+installed one test runs a task of its own.
+"""
+
+import os
+import shutil
+import signal
+import types
+from pathlib import Path
+
+import jax
+import pytest
+import tiny_runs
+from test_ends import run
+
+import zaya_jax as zj
+from zaya_jax import cli
+from zaya_jax.config import UserError
+from zaya_jax.evaluate import harness
+from zaya_jax.evaluate.during_training import StateModel
+from zaya_jax.evaluate.scorer import Scorer, TokenRow
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.run import train
+from zaya_jax.training import state as states
+from zaya_jax.training.pace import Pace
+
+__all__ = ["run"]
+ROOT = Path(__file__).resolve().parent.parent.parent
+ROWS = [TokenRow([256, *b"def f(x):"]), TokenRow([256, *b"import json, os"], 8)]
+KEYS = dict(
+    eval__tasks=("mine",), eval__tasks_every=4, run__num_steps=6, model__max_position_embeddings=64
+)
+
+
+def answered(model):
+    """The likelihoods of the rows' ends, as a sum."""
+    return float(sum(log_probs.sum() for log_probs, _ in Scorer(model)(ROWS)))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the stand-in was asked, and what it does then."""
+    calls = types.SimpleNamespace(sources=[], then=lambda: None)
+
+    def score(model, loaded, **options):
+        assert loaded.tasks == ("mine",)
+        calls.sources.append(model.source)
+        calls.then()
+        return {"results": {"mine": {"sum,none": answered(model), "em,strict": 0.5}}}
+
+    monkeypatch.setattr(harness, "run", score)
+    monkeypatch.setattr(
+        harness, "load_tasks", lambda tasks, *_: harness.LoadedTasks(None, tasks, [])
+    )
+    return calls
+
+
+def scores(workdir):
+    """{step: a task's score}."""
+    lines = tiny_runs.lines(workdir)
+    return {line["step"]: line["eval/mine/sum"] for line in lines if "eval/mine/sum" in line}
+
+
+def test_scores_are_of_the_state_and_change_no_bit(run, asked, tmp_path, caplog):
+    assert run(99, None, **KEYS) == cli.DONE
+    found = scores(tmp_path / "run")
+    assert list(found) == [4, 6] and asked.sources == ["step 4", "step 6"]
+    for step, score in found.items():
+        model = zj.load(f"{tmp_path / 'run'}@{step}")
+        assert answered(model) == pytest.approx(score, abs=1e-4), step
+    assert f"step 6 | tasks: mine/sum {found[6]:.4f}, mine/em/strict 0.5000" in caplog.text
+    assert "Task mine, sum" in (tmp_path / "run" / "report.html").read_text()
+
+    shutil.move(tmp_path / "run", tmp_path / "with")
+    assert run(99, None, **KEYS | {"eval__tasks": ()}) == cli.DONE
+    assert scores(tmp_path / "run") == {} and len(asked.sources) == 2
+    tiny_runs.same_state(tmp_path / "run", tmp_path / "with")
+    losses = [[line["loss"] for line in tiny_runs.lines(tmp_path / x)] for x in ("run", "with")]
+    assert losses[0] == losses[1]
+
+
+def test_a_signal_while_tasks_are_scored_stops_after_the_next_step(run, asked, tmp_path):
+    asked.then = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    assert run(99, None, **KEYS) == cli.PREEMPTED
+    assert tiny_runs.lines(tmp_path / "run")[-1]["step"] == 5
+    asked.then = lambda: None
+    assert run(99, None, reached=5, **KEYS) == cli.DONE
+    assert asked.sources == ["step 4", "step 6"] and list(scores(tmp_path / "run")) == [4, 6]
+
+
+def test_a_run_that_stops_where_tasks_are_due_leaves_them_out(run, asked, tmp_path, caplog):
+    stop = lambda: asked.sources or os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    assert run(4, stop, **KEYS) == cli.PREEMPTED
+    assert asked.sources == [] and "saved, without its evaluation" in caplog.text
+
+
+def test_a_mesh_gives_the_scores_of_one_device():
+    """The mesh has bfloat16 copies of the experts, in parts."""
+    settings = tiny_runs.settings(
+        mesh__expert=2, mesh__context=2, mesh__fsdp=True, precision__compute="bfloat16"
+    )
+    setup = states.set_up(settings, make_mesh(settings.mesh, tiny_runs.ALL_DEVICES, "mesh"))
+    state, now = states.init(settings, setup), types.SimpleNamespace(number=0)
+    layers = state["params"]["layers"]
+    layers["experts"] = jax.tree.map(lambda x: x.astype("bfloat16"), layers["experts"])
+    planned = types.SimpleNamespace(setup=setup, tokenizer=None)
+    over = StateModel(planned, settings, state, now, Pace(tiny_runs.ALL_DEVICES[0]))
+    one = zj.create(settings, settings.run.seed)
+    assert answered(over) == pytest.approx(answered(one), abs=0.05)
+    assert not layers["cca"]["q"]["kernel"].sharding.is_fully_replicated
+
+
+def test_low_rank_updates_are_added_to_the_weights_and_step_0_is_scored(run, asked, tmp_path):
+    assert run(99, None, **KEYS | {"run__num_steps": 2}) == cli.DONE
+    base = shutil.move(tmp_path / "run", tmp_path / "base")
+    keys = KEYS | dict(run__init_from=str(base), run__lora=2, optim__lr=0.1, balance__enabled=False)
+    assert run(99, None, **keys) == cli.DONE
+    found = scores(tmp_path / "run")
+    assert list(found) == [0, 4, 6]
+    for place, step in ((base, 0), (tmp_path / "run", 6)):
+        assert answered(zj.load(place)) == pytest.approx(found[step], abs=1e-3)
+    assert abs(found[6] - found[0]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [(False, "needs lm-eval-harness: pip"), (True, "did you mean zaya_choice")],
+)
+def test_tasks_that_cannot_be_run_are_refused_before_anything_is_written(
+    installed, message, tmp_path, monkeypatch
+):
+    if installed:
+        pytest.importorskip("lm_eval")
+    else:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    settings = tiny_runs.settings(
+        data__path=str(tiny_runs.write_corpus(tmp_path / "corpus")),
+        eval__tasks=("zaya_choise",),
+        eval__tasks_path=str(ROOT / "tests" / "evaluate" / "tasks"),
+    )
+    with pytest.raises(UserError, match=rf"config\.eval\.tasks.*{message}"):
+        train(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_lm_eval_s_scores_are_those_of_the_program(run, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    place, tasks = str(ROOT / "tests" / "evaluate" / "tasks"), ("zaya_choice", "zaya_go_on")
+    keys = KEYS | dict(eval__tasks=tasks, eval__tasks_path=place, eval__tasks_limit=3)
+    assert run(99, None, **keys) == cli.DONE
+    lines = {line["step"]: line for line in tiny_runs.lines(tmp_path / "run")}
+    for step in (4, 6):
+        found = {name: x for name, x in lines[step].items() if name.count("/") > 1}
+        model = zj.load(f"{tmp_path / 'run'}@{step}")
+        again = harness.figures(harness.run(model, tasks, include_path=place, limit=3))
+        assert found == {
+            f"eval/{task}/{name}": pytest.approx(value)
+            for task, table in again.items()
+            for name, (value, _) in table.items()
+        }
+        assert len(found) == 3

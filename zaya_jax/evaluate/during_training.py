@@ -1,0 +1,132 @@
+"""Runs lm-eval's tasks while a run trains (`eval.tasks`), on the run's mesh and with its own state.
+
+    tasks = TaskScores(planned, pace)     UserError without lm-eval, or for a task that cannot be run
+    tasks.scores(state, now)              {"eval/arc_easy/acc": 0.31, ..}, the same in all processes
+
+All processes do the same: each reads the tasks, and they compute each batch together. The weights
+are those of the state, so no copy is made; adapters (`run.lora`) are added to the frozen weights.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from pallas_kernels import chip
+from zaya_jax import functions
+from zaya_jax.cluster import multihost
+from zaya_jax.config import Config, UserError
+from zaya_jax.evaluate import harness
+from zaya_jax.model import decode, lora
+from zaya_jax.schedule import Step
+from zaya_jax.training import logs, recipe
+from zaya_jax.training.pace import Pace
+from zaya_jax.training.start import PlannedStart
+
+
+class StateModel:
+    """A run's state after a step, as `evaluate` asks a model."""
+
+    def __init__(self, planned: PlannedStart, config: Config, state: Any, now: Step, pace: Pace):
+        self.config, self.tokenizer, self.mesh = config, planned.tokenizer, planned.setup.mesh
+        self.source = f"step {now.number}"
+        self._params, self._balance = state["params"], state["balance"].bias
+        if frozen := state.get("frozen"):
+            at = functions.shardings(config, self.mesh)["params"]
+            self._params = jax.jit(lora.merged, out_shardings=at)(frozen["params"], self._params)
+        self._number, self._pace = now.number, pace
+
+    def scores(self, ids: Any, labels: Any, *, segments: Any) -> tuple[np.ndarray, np.ndarray]:
+        """See `library.LanguageModel.scores`; all processes call it with the same rows."""
+        self._pace.begin("evaluate", self._number, ("tasks", ids.shape))
+        with chip.making(chip.made_for(self.mesh)):
+            found = _score_program(self.mesh)(
+                functions.essence(self.config, self.mesh),
+                self._params,
+                self._balance,
+                ids,
+                labels,
+                segments=segments,
+                mesh=self.mesh,
+            )
+        self._pace.at("evaluate", self._number, "wait")
+        log_probs, likeliest = map(np.asarray, found)
+        return log_probs, likeliest
+
+    def continued(self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> Any:
+        """See `library.LanguageModel.continued`; on one device, in a single process."""
+        self._pace.begin("evaluate", self._number, ("tasks", "generation"))
+        return decode.Continuation(self._decoder, prompts, num_tokens, **options)
+
+    @functools.cached_property
+    def _decoder(self) -> decode.Decoder:
+        config, first = self.config, self.mesh.devices.flat[0]
+        params, balance = jax.device_put((self._params, self._balance), first)
+        return decode.Decoder(
+            config.model, params, balance, config.precision, kernels=config.kernels
+        )
+
+
+@functools.cache
+def _score_program(mesh: Any) -> Any:
+    """`functions.scores`, with results that each process has whole."""
+    everywhere = NamedSharding(mesh, functions.REPLICATED)
+    return jax.jit(
+        functions.scores, static_argnames=("config", "mesh"), out_shardings=(everywhere, everywhere)
+    )
+
+
+class TaskScores:
+    """The tasks of one start, loaded."""
+
+    def __init__(self, planned: PlannedStart, pace: Pace):
+        self._planned, self._pace = planned, pace
+        self._keys = planned.recipe.config.eval
+        base = planned.recipe.config.run.base
+        if base != "compute":
+            raise UserError(
+                f"config.eval.tasks with config.run.base={base} would decode all weights at once;"
+                " leave eval.tasks out, and run them on checkpoints by `python -m"
+                " experiments.evaluate --tasks`"
+            )
+        self._loaded = harness.load_tasks(
+            self._keys.tasks,
+            self._keys.tasks_path or None,
+            "config.eval.tasks",
+            "config.eval.tasks_path",
+        )
+        if self._loaded.generating and jax.process_count() > 1:
+            raise UserError(
+                f"config.eval.tasks={','.join(self._loaded.generating)} generates text, which several processes"
+                " cannot do while they train; leave it out, and run it on checkpoints by"
+                " `python -m experiments.evaluate --tasks`"
+            )
+
+    def scores(self, state: Any, now: Step) -> dict[str, float]:
+        """Each task's metrics, by the names that they have in metrics.jsonl."""
+        planned, phase = self._planned, now.phase
+        config = planned.recipe.phases[now.phase_index].config
+        # as many tokens at once as in a batch of held-out text
+        rows = recipe.eval_rows(planned.recipe.config, phase, planned.setup.spread)
+        results = harness.run(
+            StateModel(planned, config, state, now, self._pace),
+            self._loaded,
+            limit=self._keys.tasks_limit or None,
+            tokens=rows * phase.eval_seq_len,
+            seed=planned.recipe.config.run.seed,
+            bootstraps=0,
+            log_samples=False,
+        )
+        found = {}
+        for task, table in harness.figures(results or {}).items():
+            for label, (value, _) in table.items():
+                metric = label.replace(" (", "/").removesuffix(")")  # "acc (strict)": a filter's
+                found[f"eval/{task}/{metric}"] = value
+        # lm-eval may give them to process 0 alone (LOCAL_RANK).
+        found = multihost.broadcast_from_zero("scores of tasks", lambda: found)
+        shown = ", ".join(f"{name.removeprefix('eval/')} {x:.4f}" for name, x in found.items())
+        logs.say(f"step {now.number} | tasks: {shown}")
+        return found
