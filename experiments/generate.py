@@ -32,6 +32,7 @@ def parser() -> cli.Parser:
     found = cli.Parser(prog="python -m experiments.generate", description=__doc__)
     add, share = found.add_argument, cli.number(float, 0, 1)
     add("--model", required=True, metavar="MODEL", help=f"the model: {fields.MODEL_FORMS}")
+    found.add_own_parts()
     given = found.add_mutually_exclusive_group()
     given.add_argument(
         "--prompt",
@@ -119,7 +120,7 @@ def main() -> int:
     if "" in args.stop:
         raise UserError("--stop= is empty; give a text or omit it")
     host.keep_compiled()
-    model = library.load(args.model, mesh=args.mesh)
+    model = library.load(args.model, mesh=args.mesh, **cli.own_parts(args))
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer, so it cannot generate text")

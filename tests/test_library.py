@@ -316,7 +316,12 @@ def test_a_layer_of_one_s_own_is_in_every_pass(settings, model, ids, folder):
     own.params["layers"]["share"] = shared.at[1].set(0.5)
     found = own.generate(ids, 3)
     assert (found[:, 7] == own.logits(ids)[:, -1].argmax(-1)).all() and found.shape == (2, 10)
-    refused(functools.partial(own.save, folder / "own"), "router of your own", "numpy.savez")
+    saved = own.save(folder / "own")
+    refused(functools.partial(zj.load, saved), "a layer of its own, test_library:Unshared")
+    np.testing.assert_array_equal(zj.load(saved, layer=Unshared).logits(ids), own.logits(ids))
+    typed = type("Typed", (Unshared,), {"__module__": "builtins"})  # as at a prompt
+    unsaved = zj.create(settings, layer=typed)
+    refused(functools.partial(unsaved.save, folder / "typed"), "is written in no file")
     refused(functools.partial(zj.create, settings, layer=dict), "layer=", "subclass of Module")
     refused(functools.partial(zj.create, settings, router=dict), "router=", "subclass of Router")
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint.run import claims
 from zaya_jax.config import Config, Precision, UserError, fields, shown
-from zaya_jax.model.layer import refuse_custom_parts
+from zaya_jax.model.own_parts import as_named
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
@@ -26,7 +26,6 @@ def config_of(given: AnyConfig) -> Config:
     """The checked config of anything that holds one; a name stands for a file in
     experiments/configs."""
     if isinstance(given, Config):
-        refuse_custom_parts(given.model)
         given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
         given = given if isinstance(given, ConfigDict) else dict(given)
@@ -35,14 +34,14 @@ def config_of(given: AnyConfig) -> Config:
             model = config_lib.check_model(dict(given["model"]))
             rows = min(config_lib.Data.seq_len, model.max_position_embeddings)
             given = {"model": config_lib.to_dict(model), "data": {"seq_len": rows}}
-        return config_lib.check(given)
+        return as_named(config_lib.check(given))
     name, colon, argument = str(given).partition(":")
     if name.isidentifier() and not Path(name).exists():
         names = sorted(path.stem for path in config_lib.SHIPPED.glob("[a-z]*.py"))
         if name not in names:
             raise UserError(f"config={shown(name)} is not a file or one of {', '.join(names)}")
-        return config_lib.read_config(f"experiments/configs/{name}.py{colon}{argument}")
-    return config_lib.read_config(str(given))
+        given = f"experiments/configs/{name}.py{colon}{argument}"
+    return as_named(config_lib.read_config(str(given)))
 
 
 def with_mesh(config: Config, mesh: Mapping[str, Any] | None) -> tuple[Config, Mesh | None]:
@@ -68,7 +67,8 @@ def as_begun(config: Config, tokenizer: Path | None) -> Config:
         data = dataclasses.replace(data, tokenizer=str(tokenizer))
     plain = dataclasses.replace(config.schedule, phases=())
     begun = dataclasses.replace(config, run=run, data=data, schedule=plain, mesh=config_lib.Mesh())
-    return config_lib.check(config_lib.to_dict(begun))
+    config_lib.check(config_lib.to_dict(begun))
+    return begun
 
 
 def with_dtype(config: Config, dtype: str | None) -> Config:

@@ -100,13 +100,30 @@ class Parser(argparse.ArgumentParser):
             for change in changes:
                 _change(config, change)
             found.config = config_lib.check(config)
+            if found.config.model.layer or found.config.model.router:
+                from zaya_jax.model.own_parts import as_named  # brings JAX, 1 s
+
+                found.config = as_named(found.config)
             if found.config.hardware.figures:
                 sizing.set_for_platform(found.config.hardware.figures)
         return found
 
+    def add_own_parts(self) -> None:
+        """--layer, --router and --changed_source, which `own_parts` gives to `library.load`."""
+        for part in ("layer", "router"):
+            help = f"the {part} of your own that the run was trained with"
+            self.add_argument(f"--{part}", metavar="MODULE:CLASS", help=help)
+        help = "load it although the file of the --layer or --router has changed since"
+        self.add_argument("--changed_source", action="store_true", help=help)
+
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage and another prefix."""
         raise UserError(f"{message} (--help lists the options)")
+
+
+def own_parts(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options of `add_own_parts` say."""
+    return {name: getattr(args, name) for name in ("layer", "router", "changed_source")}
 
 
 def _change(config: ConfigDict, change: str) -> None:

@@ -215,15 +215,11 @@ def optimizer(config: Config, rows: Mapping[str, str] | None = None) -> chain.Op
     >>> zj.optimizer(model.config, {"layers/router/mine/.*": "muon"}).init().figures["grad_norm"]
     Array(0., dtype=float32)
     """
-    own = [
-        chain.WeightRule(name, "own", method, decay=method == "muon")
-        for name, method in (rows or {}).items()
-    ]
+    own = tuple(f"{pattern}={method}" for pattern, method in (rows or {}).items())
     return chain.build(
-        config.optim,
+        dataclasses.replace(config.optim, rows=config.optim.rows + own),
         config.precision,
         zaya.abstract(config.model, config.precision),
-        table=(*chain.TABLE, *own),
         skip_update=config.run.skip_update,
         spike_deviations=config.run.spike_deviations,
     )

@@ -32,7 +32,7 @@ from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, UserError, shown
 from zaya_jax.hardware import host, sizing
 from zaya_jax.model import decode, zaya
-from zaya_jax.model.layer import customized, refuse_custom_parts
+from zaya_jax.model.own_parts import BASES, customized, own_class, require_same_source
 from zaya_jax.model.router import Router
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import tree
@@ -324,7 +324,6 @@ class LanguageModel:
         >>> zj.load(model.save(folder / "saved")).loss(ids, ids) == model.loss(ids, ids)
         True
         """
-        refuse_custom_parts(self.config.model)
         target = arguments.new_folder(directory)
         config = arguments.as_begun(
             self.config, target / "tokenizer" if self._origin.tokenizer_file_contents() else None
@@ -338,7 +337,6 @@ class LanguageModel:
         >>> model.to_hf(folder / "hf").name
         'hf'
         """
-        refuse_custom_parts(self.config.model)
         return exchange.to_hf(self._as_any_model(), arguments.new_folder(directory), dtype)
 
     def _as_any_model(self) -> AnyModel:
@@ -435,14 +433,14 @@ def create(
     seed: int = 0,
     *,
     mesh: Mapping[str, Any] | None = None,
-    layer: type[nnx.Module] | None = None,
-    router: type[Router] | None = None,
+    layer: type[nnx.Module] | str | None = None,
+    router: type[Router] | str | None = None,
 ) -> LanguageModel:
     """A model with fresh weights, the same as a run of this config and seed begins with.
 
     `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of
     experiments/configs. `layer` and `router`: subclasses of `zj.Layer` and `zj.Router` in the place
-    of these (docs/howto/own_layer.md).
+    of these, or their names, "MODULE:CLASS" (docs/howto/own_layer.md).
 
     >>> zj.create(model.config, seed=1).logits(ids).shape
     (2, 7, 264)
@@ -473,6 +471,9 @@ def load(
     mesh: Mapping[str, Any] | None = None,
     dtype: str | None = None,
     config: AnyConfig | None = None,
+    layer: type[nnx.Module] | str | None = None,
+    router: type[Router] | str | None = None,
+    changed_source: bool = False,
 ) -> LanguageModel:
     """The model of any name: a run's folder, FOLDER@STEP, a directory of transformers, or
     OWNER/NAME on the hub.
@@ -480,7 +481,8 @@ def load(
     `mesh`: sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices
     multiply in `dtype`; by default as the run did, and in float32 where the model was imported.
     Each of several processes gets the whole model, on its own devices. A state that Orbax saved has
-    no config: give it, as for `create`.
+    no config: give it, as for `create`. A run with a layer or router of your own needs these, as
+    `create` takes them; with `changed_source` their file may have changed since.
 
     >>> zj.load(run).tokenizer.kind
     'bytes'
@@ -490,6 +492,9 @@ def load(
     host.keep_compiled()
     settings = None if config is None else arguments.config_of(config)
     model = any_model.find(place, settings)
+    own = customized(model.config.model, layer=layer, router=router)
+    require_same_source(own, model.source.meta(), model.name, changed_source)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, model=own))
     if model.source.warning:
         print(f"note: {model.name}{model.source.warning}")
     if dtype is None and isinstance(model.source, hf.Directory):  # it is being imported now
@@ -534,6 +539,8 @@ def train(
         raise TrainingStopped(code, folder)
     plan = schedule.make_plan(settings)
     phase = plan.step(min(plan.last_step, settings.run.num_steps)).phase
-    if jax.device_count() == 1:
-        return load(folder)
-    return load(folder, mesh=dataclasses.asdict(schedule.phase_config(settings, phase).mesh))
+    mesh = None
+    if jax.device_count() > 1:
+        mesh = dataclasses.asdict(schedule.phase_config(settings, phase).mesh)
+    own: dict[str, Any] = {part: own_class(settings.model, part) for part in BASES}
+    return load(folder, mesh=mesh, **own)

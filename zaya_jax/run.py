@@ -32,6 +32,7 @@ from zaya_jax.guard import decisions, first_step
 from zaya_jax.guard.guard import Guard
 from zaya_jax.guard.replay import Replay
 from zaya_jax.hardware import host
+from zaya_jax.model import own_parts
 from zaya_jax.pytorch.any_model import open_weights, with_base
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
@@ -148,6 +149,11 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
         kind, reached, meta = "forked", config.run.fork_step, parent.meta
     elif config.run.init_from:
         kind = "initial weights"
+    if newest is not None:
+        changed = config.run.changed_source
+        own_parts.require_same_source(
+            config.model, read_meta(folder, newest), f"{folder}@{newest}", changed
+        )
     planned = start.plan_start(reached, recipe, tokenizer)
     if parent:
         planned.notes.append(parent.note(recipe.plan))
@@ -416,6 +422,7 @@ class Loop:
             "metrics": figures,
             "lineage": self.opened.meta.get("lineage", []),
             "unsound": self.figures.unsound,
+            "own_parts": own_parts.sources(self.config.model),
             **self.base_fields,
             **self.guard.checkpoint_fields(),
             **kernels.checkpoint_fields(self.opened.tiles),

@@ -40,8 +40,10 @@ def get_config(weights: str = "") -> ConfigDict:
     rank, _, base = rank.partition(",base=")
     found = _find(weights)
     before, step = found.config, found.step
-    model = dataclasses.replace(  # ids of begin, end and padding: the tokenizer's
-        found.model, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    # Ids of begin, end and padding are the tokenizer's. A layer that a record names is imported
+    # only where you name it too: --config.model.layer.
+    model = dataclasses.replace(
+        found.model, bos_token_id=None, eos_token_id=None, pad_token_id=None, layer="", router=""
     )
     c = config.editable(
         config.Config(

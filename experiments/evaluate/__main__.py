@@ -20,6 +20,7 @@ def parser() -> cli.Parser:
     found = cli.Parser(prog="python -m experiments.evaluate", description=__doc__)
     add, whole = found.add_argument, cli.number(int, 1, 2**31 - 1)
     add("--model", required=True, metavar="MODEL", help=f"the model: {fields.MODEL_FORMS}")
+    found.add_own_parts()
     add("--out", required=True, metavar="DIR", help="the folder for the results")
     add("--data", action="append", metavar="PATH", help="text to score; may be repeated")
     add("--tasks", metavar="NAMES", help="lm-eval-harness tasks, separated by commas")

@@ -70,7 +70,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     host.keep_compiled()
     began = time.perf_counter()
     shared = shared_file(args.data or [])  # before anything is loaded
-    model = library.load(args.model, mesh=args.mesh, dtype=args.dtype)
+    model = library.load(args.model, mesh=args.mesh, dtype=args.dtype, **cli.own_parts(args))
     if model.tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer; put its tokenizer.json there")
     longest = model.config.model.max_position_embeddings

@@ -13,7 +13,8 @@ from rows import slow
 import zaya_jax as zj
 from benchmarks import ablations, own_parts
 from zaya_jax.model import zaya
-from zaya_jax.model.layer import Experts, customized
+from zaya_jax.model.layer import Experts
+from zaya_jax.model.own_parts import customized
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, head_dim=4, moe_intermediate_size=8)
 WIDTH, TOKENS = 24, 40

@@ -13,7 +13,8 @@ import pytest
 from zaya_jax import config
 from zaya_jax.compiled import hlo
 from zaya_jax.model import zaya
-from zaya_jax.model.layer import Layer, customized
+from zaya_jax.model.layer import Layer
+from zaya_jax.model.own_parts import customized
 from zaya_jax.model.weights import TokenSum
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states

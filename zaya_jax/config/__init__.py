@@ -104,8 +104,13 @@ def check_model(given: dict, prefix: str = "config.model.") -> Model:
 
 
 def to_dict(config: Any) -> dict:
-    """The config as JSON-able nested dicts; `check` reads it back to an equal Config."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    """The config as JSON-able nested dicts; `check` reads it back to an equal Config, with layers
+    of the user's own by their names alone."""
+
+    def without_classes(items: list[tuple[str, Any]]) -> dict:
+        return {key: value for key, value in items if not key.endswith("_class")}
+
+    return json.loads(json.dumps(dataclasses.asdict(config, dict_factory=without_classes)))
 
 
 def all_keys() -> list[str]:

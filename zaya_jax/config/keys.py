@@ -92,6 +92,8 @@ class Model:
     attention_dropout: float = ranged(0.0, 0, 0, "ZAYA has none")
     initializer_range: float = ranged(0.02, 0, 100, "standard deviation of fresh matrices")
     pad_token_id: int | None = ranged(None, 0, 2**26, "the id of padding; None: the tokenizer's")
+    layer: str = text("", "name", "a layer of your own, MODULE:CLASS; docs/howto/own_layer.md")
+    router: str = text("", "name", "a router of your own, MODULE:CLASS")
     bos_token_id: int | None = ranged(
         None, 0, 2**26, "the id that begins a document; None: the tokenizer's"
     )
@@ -159,6 +161,9 @@ class Optim:
     )
     newton_schulz: str = choice("keller_jordan", ITERATIONS, "the coefficients of Muon's iteration")
     newton_schulz_steps: int = ranged(5, 1, 99, "rounds of Muon's iteration")
+    rows: tuple[str, ...] = text(
+        (), "source", 'for weights of your own layers: "PATH=muon" or "PATH=adamw"'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +274,9 @@ class Run:
     )
     fork: str = text(
         "", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md"
+    )
+    changed_source: bool = switch(
+        False, "go on although the file of model.layer or model.router has changed"
     )
     fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")
     fork_tokens: int = ranged(0, 0, TOKENS, "tokens that had been seen there; filled in")

@@ -2,10 +2,10 @@
 (`router`, `experts`).
 
 It is written as if all tokens and weights were local; `placement` says where they come from. A
-layer of your own is a subclass of `Layer`, or any module with its constructor and its `__call__`.
+layer of your own (`own_parts`) is a subclass of `Layer`, or any module with its constructor and its
+`__call__`.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.config import Model, Precision, UserError, shown
+from zaya_jax.config import Model, Precision
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import masked
+from zaya_jax.model.own_parts import own_class
 from zaya_jax.model.placement import LayerOutput, Placement
 from zaya_jax.model.router import Router
 from zaya_jax.model.weights import PAIR, Join, RMSNorm, weight
@@ -60,7 +61,7 @@ class Layer(nnx.Module):
         self.cca = CCA(rngs, model, precision)
         self.attn_join = Join(rngs, model.hidden_size)
         self.moe_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
-        router = model.router if isinstance(model, CustomModel) else Router
+        router = own_class(model, "router") or Router
         self.router = router(rngs, model, precision)
         self.experts = Experts(rngs, model, precision)
         self.moe_join = Join(rngs, model.hidden_size)
@@ -95,35 +96,3 @@ class Layer(nnx.Module):
             y, gate = self.experts(x.reshape(-1, x.shape[-1]), choice, gate, placement)
             h = self.moe_join(y.reshape(h.shape), h, gate.reshape(h.shape[:-1]))
         return LayerOutput(h, router_state, choice, logits, cache)
-
-
-@dataclasses.dataclass(frozen=True)
-class CustomModel(Model):
-    """An architecture with a layer or a router of the caller's, which no config can name."""
-
-    layer: type[nnx.Module] = Layer
-    router: type[Router] = Router
-
-
-def customized(model: Model, **parts: type | None) -> Model:
-    """The model with a layer or router of the caller's; None is the usual one."""
-    custom: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    for name, part in custom.items():
-        base = {"router": Router, "layer": nnx.Module}[name]
-        if not (isinstance(part, type) and issubclass(part, base)) or model.model_type != "zaya":
-            raise UserError(
-                f"{name}={shown(part)} must be a subclass of {base.__name__}, and model_type must be"
-                " 'zaya'"
-            )
-    keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    return CustomModel(**keys, **custom) if custom else model
-
-
-def refuse_custom_parts(model: Model) -> None:
-    """UserError where a model has parts that no config can name."""
-    if isinstance(model, CustomModel):
-        raise UserError(
-            "the model has a layer or router of your own, which a config cannot name; save params"
-            " and balance as arrays (numpy.savez, Orbax), and make the model again by zj.create"
-            " with the same keys and class"
-        )

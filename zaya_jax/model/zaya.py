@@ -31,8 +31,9 @@ from pallas_kernels.rotary import rope_table
 from zaya_jax import trees
 from zaya_jax.config import Model, Precision, UserError
 from zaya_jax.model.dense import DenseLayer
-from zaya_jax.model.layer import CustomModel, Layer
+from zaya_jax.model.layer import Layer
 from zaya_jax.model.lookup import lookup
+from zaya_jax.model.own_parts import own_class
 from zaya_jax.model.placement import (
     ONE_DEVICE,
     CacheInput,
@@ -203,7 +204,7 @@ def _remat_policy(remat: str, hooks: ScanHooks, placement: Placement) -> str:
 
 def layer_class(model: Model) -> type:
     """The class of the model's layers."""
-    return model.layer if isinstance(model, CustomModel) else LAYERS[model.model_type]
+    return own_class(model, "layer") or LAYERS[model.model_type]
 
 
 def layer_of(model: Model, params: dict, number: int, precision: Precision) -> nnx.Module:

@@ -258,7 +258,7 @@ def match_rules(
         if not rules:
             raise UserError(
                 f"no rule of TABLE in zaya_jax/optim/chain.py matches {weight}; add one that says"
-                " how it is trained"
+                f" how it is trained, or for a layer of your own config.optim.rows='{path}=adamw'"
             )
         if len(rules) > 1:
             patterns = " and ".join(repr(rule.pattern) for rule in rules)
@@ -273,6 +273,14 @@ def match_rules(
             )
         matches[path] = rules[0]
     return matches
+
+
+def _row_of_ones_own(row: str) -> WeightRule:
+    """The rule of an entry of `optim.rows`."""
+    pattern, _, method = row.rpartition("=")
+    if method not in ("muon", "adamw"):
+        raise UserError(f"config.optim.rows has {row!r}; it must be PATH=muon or PATH=adamw")
+    return WeightRule(pattern, "own", method, decay=method == "muon")
 
 
 def build(
@@ -300,7 +308,8 @@ def build(
     leaves = jax.tree_util.tree_leaves_with_path(params)
     treedef: Any = jax.tree.structure(params)
     shapes = {trees.name_of(path, SLASH): tuple(leaf.shape) for path, leaf in leaves}
-    rules = match_rules(shapes, table)
+    own = map(_row_of_ones_own, optim.rows)
+    rules = match_rules(shapes, (*table, *own))
     if optim.name == "adamw":
         rules = {path: rule._replace(method="adamw") for path, rule in rules.items()}
     flat_specs = [PartitionSpec()] * len(shapes)

@@ -25,7 +25,7 @@ from zaya_jax.checkpoint.run import claims, rewrite
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.checkpoint.vault import CountBytes
 from zaya_jax.config import Config, Model, UserError, shown
-from zaya_jax.model import quantized, zaya
+from zaya_jax.model import own_parts, quantized, zaya
 from zaya_jax.optim import balance
 from zaya_jax.pytorch import any_model, card, compressed, hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
@@ -70,6 +70,7 @@ def write_workdir(
             "config": config_lib.to_dict(config),
             "tokenizer": tokenizer.sha256 if tokenizer else None,
             "version": __version__,
+            "own_parts": own_parts.sources(config.model),
         }
         biases = jax.eval_shape(
             lambda: balance.init(config.model.num_hidden_layers, config.model.num_experts)

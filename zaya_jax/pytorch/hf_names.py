@@ -134,7 +134,11 @@ def leaf_of_row(tree: dict, path: tuple[str, ...], layer: int | None) -> Any:
 
 
 # Keys of transformers' ZayaConfig that our Model has too.
-MODEL_KEYS = {field.name for field in dataclasses.fields(Model)} - {"intermediate_size"}
+MODEL_KEYS = {field.name for field in dataclasses.fields(Model)} - {
+    "intermediate_size",
+    "layer",
+    "router",
+}
 # Keys that this project only carries over.
 _IGNORED = {
     "architectures",
@@ -205,6 +209,11 @@ def check_zaya(model: Model, where: object) -> None:
             f"{where} holds a model of model_type={model.model_type!r}; only 'zaya' has a form "
             "that transformers' `zaya` loads"
         )
+    if own := model.layer or model.router:
+        raise UserError(
+            f"{where}: {own} is of your own, and transformers' `zaya` has no form for it; read the"
+            " run as it is, by zj.load"
+        )
     if "hybrid_linear" in model.kinds:
         raise UserError(
             f"{where}: layer {model.kinds.index('hybrid_linear')} is hybrid_linear, which PyTorch's"
@@ -235,7 +244,7 @@ def model_to_json(
     """
     ours = to_dict(model)
     ours["layer_types"] = list(model.kinds)
-    del ours["intermediate_size"]  # of dense models, which transformers' `zaya` does not have
+    ours = {key: value for key, value in ours.items() if key in MODEL_KEYS}
     fixed = {
         "architectures": ["ZayaForCausalLM"],
         "model_type": "zaya",

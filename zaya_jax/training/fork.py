@@ -24,12 +24,19 @@ from zaya_jax.checkpoint.source import SealedSource, misfit
 from zaya_jax.checkpoint.vault import my_files
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
+from zaya_jax.model import own_parts
 from zaya_jax.schedule import Plan
 from zaya_jax.text.tokenizers import Tokenizer
 from zaya_jax.training.workdir import changed_keys, flat
 
 # Keys that a fork does not share with its parent.
-NOT_INHERITED = ("run.fork", "run.fork_step", "run.fork_tokens", "run.init_from")
+NOT_INHERITED = (
+    "run.changed_source",
+    "run.fork",
+    "run.fork_step",
+    "run.fork_tokens",
+    "run.init_from",
+)
 
 
 def resolve(config: Config, workdir: Path) -> list | None:
@@ -75,6 +82,7 @@ class Parent:
                 f" run.fork={self._name}, so its ids mean other text; give that run's, which is in"
                 " its folder as tokenizer/"
             )
+        own_parts.require_same_source(config.model, meta, self._name, config.run.changed_source)
         self._source.check(files=my_files(self._source.files))
         self._config = config_lib.check(meta["config"])
         before, after = config_lib.to_dict(self._config), config_lib.to_dict(config)

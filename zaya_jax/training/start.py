@@ -27,7 +27,7 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
 from zaya_jax.hardware import sizing
-from zaya_jax.model import zaya
+from zaya_jax.model import own_parts, zaya
 from zaya_jax.text import tokenizers
 from zaya_jax.training import fork
 from zaya_jax.training import recipe as recipe_lib
@@ -65,6 +65,12 @@ def load_recipe(config: Config, folder: Path) -> tuple[Recipe, tokenizers.Tokeni
         raise UserError(
             f"config.hardware.figures={config.hardware.figures} is another file here than in"
             " process 0, and the processes' programs would differ; give one that all share"
+        )
+    sources = own_parts.sources(config.model)
+    if sources != multihost.broadcast_from_zero("sources of own layers", lambda: sources):
+        raise UserError(
+            f"config.model.layer={config.model.layer!r} and router={config.model.router!r} are of"
+            " other files here than in process 0; give all processes the same"
         )
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = tokenizers.with_model_ids(config, tokenizer)
@@ -152,6 +158,12 @@ def first_state(
     `open_weights` opens a model by its name (`pytorch.any_model`, which imports this package).
     """
     run = planned.recipe.config.run
+
+    def open_same(name: str) -> ArraySource:
+        source, model = open_weights(name), planned.recipe.config.model
+        own_parts.require_same_source(model, source.meta(), name, run.changed_source)
+        return source
+
     if kind == "resumed":
         state = store.restore(
             planned.reached, snapshots.abstract, snapshots.locations, snapshots.to_state
@@ -159,7 +171,7 @@ def first_state(
     elif parent:  # forked
         state = snapshots.to_state(parent.load(snapshots.abstract, snapshots.locations))
     elif kind == "initial weights" and not run.lora:
-        source = open_weights(run.init_from)
+        source = open_same(run.init_from)
         with fields.naming("config.run.init_from"):  # before anything is compiled
             partial.require_fit(source, snapshots.locations.weights().arrays)
         state = snapshots.with_weights_of(_initial_state(planned), source.restore)
@@ -172,7 +184,7 @@ def first_state(
         state = _initial_state(planned)
     if not run.lora:
         return state, {}
-    base = open_weights(meta["base"]["name"] if meta else run.init_from)
+    base = open_same(meta["base"]["name"] if meta else run.init_from)
     if not meta:
         _say_what_differs(base, planned)
     return state, put_frozen_under(state, planned, base, meta)

@@ -23,7 +23,7 @@ from pallas_kernels import chip
 from zaya_jax.config import Config
 from zaya_jax.hardware import host, sizing
 from zaya_jax.model import lora, zaya
-from zaya_jax.model.layer import CustomModel
+from zaya_jax.model.own_parts import CustomModel
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import sharding

@@ -42,6 +42,7 @@ LINEAGE = "lineage.json"
 MAY_CHANGE = (
     "name",
     "run.num_steps",
+    "run.changed_source",
     "log",
     "eval",
     "checkpoint",

@@ -1,0 +1,154 @@
+"""A layer and a router of one's own in the training program: by name, with a hash of their file, and
+imported only where the user names them."""
+
+import importlib
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import tiny_runs
+from refusals import refusal
+
+import zaya_jax as zj
+from experiments import generate
+from experiments.configs import finetune
+from zaya_jax import cli, config
+from zaya_jax.checkpoint.source import read_meta
+from zaya_jax.model.own_parts import as_named
+from zaya_jax.pytorch import exchange
+
+SOURCE = """
+import zaya_jax as zj
+
+
+class Half(zj.Layer):
+    def __init__(self, rngs, model, precision):
+        super().__init__(rngs, model, precision)
+        self.share = zj.weight(rngs, (model.hidden_size,), ("embed",), "ones")
+
+    def __call__(self, h, router_state, balance, rope, placement):
+        out = super().__call__(h, router_state, balance, rope, placement)
+        return out._replace(h=h + self.share[...] * (out.h - h) / 2)
+
+
+class Alone(zj.Router):
+    def __call__(self, projected, stream, balance):
+        return super().__call__(projected, 0 * stream, balance)
+"""
+LAYER, ROUTER = "own_half:Half", "own_half:Alone"
+KEYS = {
+    "model__layer": LAYER,
+    "model__router": ROUTER,
+    "optim__rows": ("layers/share=adamw",),
+    "run__num_steps": 2,
+    "model__max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder of modules, a run on one of them, and its text."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_half.py").write_text(SOURCE)
+    tiny_runs.write_corpus(folder / "corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        assert train(folder, folder / "run") == cli.DONE
+        yield folder
+        forget()
+
+
+def forget():
+    """The next import reads the file, as another process does."""
+    sys.modules.pop("own_half", None)
+    importlib.invalidate_caches()
+
+
+def train(folder, workdir, **keys):
+    """A start as the program makes it of a config."""
+    given = tiny_runs.settings(data__path=str(folder / "corpus"), **KEYS | keys)
+    return tiny_runs.start(as_named(given), workdir)
+
+
+@pytest.fixture
+def changed(place):
+    """The same module with another line, for a test's time."""
+    (place / "own_half.py").write_text(SOURCE + "\n# another line\n")
+    forget()
+    yield
+    (place / "own_half.py").write_text(SOURCE)
+    forget()
+
+
+def test_a_run_trains_its_layer_and_records_names_and_hashes(place):
+    meta = read_meta(place / "run", 2)
+    assert (
+        meta["config"]["model"]["layer"] == LAYER and "layer_class" not in meta["config"]["model"]
+    )
+    name, mark = meta["own_parts"]["layer"].split()
+    assert name == LAYER and len(mark) == 16
+    model = zj.load(place / "run", layer=LAYER, router=ROUTER)
+    share = np.asarray(model.params["layers"]["share"])
+    assert share.shape == (2, 16) and (share != 1).any()
+    assert (
+        type(model.layer(0)).__name__ == "Half" and type(model.layer(0).router).__name__ == "Alone"
+    )
+    ids = np.arange(20).reshape(2, 10)
+    saved = zj.load(model.save(place / "saved"), layer=LAYER, router=ROUTER)
+    np.testing.assert_array_equal(saved.logits(ids), model.logits(ids))
+    shutil.rmtree(place / "saved")
+    without = refusal(train, place, place / "other", optim__rows=())
+    assert "config.optim.rows='layers/share=adamw'" in without and not (place / "other").exists()
+
+
+def test_nothing_is_imported_that_the_user_has_not_named(place, called, capsys):
+    forget()
+    line = refusal(zj.load, place / "run")
+    assert f"a layer of its own, {LAYER}, which is imported only where you name it" in line
+    code, _, err = called(generate, f"--model={place / 'run'}")
+    assert code == cli.BAD_INPUT and f"--layer={LAYER}" in err
+    assert "transformers' `zaya` has no form" in refusal(
+        exchange.to_hf, place / "run", place / "exported"
+    )
+    tuned = finetune.get_config(str(place / "run"))
+    assert tuned.model.layer == tuned.model.router == ""
+    assert "own_half" not in sys.modules
+    options = ["--num_tokens=2", f"--layer={LAYER}", f"--router={ROUTER}"]
+    assert called(generate, f"--model={place / 'run'}", *options)[0] == cli.DONE
+    assert "own_half" in sys.modules
+
+
+def test_weights_of_another_layer_are_refused(place):
+    keys = dict(
+        model__layer="", model__router="", optim__rows=(), run__init_from=str(place / "run")
+    )
+    line = refusal(train, place, place / "plain", **keys)
+    assert f"was trained with the layer {LAYER} " in line and "here it is the usual one" in line
+    assert not (place / "plain").exists()
+
+
+def test_another_source_is_refused_unless_it_is_allowed(place, changed):
+    line = refusal(train, place, place / "run", run__num_steps=3)
+    assert f"was trained with the layer {LAYER} " in line and "config.run.changed_source" in line
+    assert "--changed_source" in refusal(zj.load, place / "run", layer=LAYER, router=ROUTER)
+    model = zj.load(place / "run", layer=LAYER, router=ROUTER, changed_source=True)
+    assert model.params["layers"]["share"].shape == (2, 16)
+    shutil.copytree(place / "run", place / "on")
+    keys = dict(run__num_steps=3, run__changed_source=True)
+    assert train(place, place / "on", **keys) == cli.DONE
+    marks = [read_meta(place / "on", step)["own_parts"]["layer"] for step in (2, 3)]
+    assert marks[0] != marks[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_half", r"cannot be imported \(AttributeError"),
+        ("no_such_module:Half", r"cannot be imported \(ModuleNotFoundError.*PYTHONPATH"),
+        ("os:path", r"layer='os:path' must be a subclass of Module"),
+    ],
+)
+def test_a_name_that_is_no_layer_is_one_line(place, name, message):
+    with pytest.raises(config.UserError, match=message):
+        as_named(tiny_runs.settings(model__layer=name))
