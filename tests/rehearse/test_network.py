@@ -11,28 +11,29 @@ import pytest
 
 from tools import network
 
-# Node 1 sends 1.5 MB to node 0, which prints the seconds between the first byte and the last.
+# Node 1 sends 1.5 MB to node 0 and prints how long connecting took; node 0 how long receiving did.
 SEND = """
 import os, socket, time
+begun = time.monotonic()
 if os.environ["JAX_PROCESS_ID"] == "0":
     with socket.create_server((socket.gethostname(), 1)) as server:
         connection, _ = server.accept()
-        connection.recv(1)
-        begun = time.monotonic()
-        while connection.recv(1 << 16):
-            pass
-        print(time.monotonic() - begun)
+    connection.recv(1)
+    begun = time.monotonic()
+    while connection.recv(1 << 16):
+        pass
+    print("received", time.monotonic() - begun)
 else:
-    while True:
+    connection = None
+    while not connection:
+        begun = time.monotonic()
         try:
             connection = socket.create_connection(("10.0.0.1", 1))
-            break
         except ConnectionRefusedError:
             time.sleep(0.05)
+    print("connected", time.monotonic() - begun)
     connection.sendall(bytes(1_500_000))
 """
-
-
 WAIT = "import os, time; print(os.readlink('/proc/self/ns/net'), flush=True); time.sleep(100)"
 
 
@@ -57,12 +58,16 @@ def namespaces() -> set[str]:
     return found
 
 
-def test_a_link_has_its_rate():
-    """1.5 MB take a second over 12 Mbit/s; without a limit they take a thousandth."""
-    with start("--nodes=2", "--rate=12", python=SEND) as sending:
+@pytest.mark.parametrize("delay", [0, 50])
+def test_a_link_has_its_rate_and_delay(delay):
+    """1.5 MB take a second over 12 Mbit/s, and a thousandth of one without a limit."""
+    with start("--nodes=2", "--rate=12", f"--delay={delay}", python=SEND) as sending:
         skip_if_forbidden(sending)
         assert sending.returncode == 0, sending.stderr.read()
-        assert 0.7 < float(sending.stdout.read()) < 20
+        lines = [line.split() for line in sending.stdout.read().splitlines()]
+    seconds = {what: float(took) for what, took in lines}
+    assert 0.7 < seconds["received"] < 20
+    assert 2 * delay / 1000 <= seconds["connected"] < 20  # there and back
 
 
 def test_nothing_is_left_of_a_network_that_is_killed():
