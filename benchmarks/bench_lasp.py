@@ -23,6 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import rivals
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import softmax_scale
@@ -41,7 +42,8 @@ def softmax(ring: bool) -> Callable:
     """Softmax attention over the context axis."""
 
     def run(q, k, v):
-        at = context.chunks_of(Spread(context=DEVICES, ring=ring), q.shape[1], None)
+        spread = Spread(context=lax.axis_size("context"), ring=ring)
+        at = context.chunks_of(spread, q.shape[1], None)
         rows = (at.split(x) for x in (q, k, v))
         return at.join(
             context.attention_over_chunks(*rows, None, at, scale=softmax_scale(CHANNELS))
@@ -58,9 +60,9 @@ SCHEMES = {
 }
 
 
-def compile_for(run: Callable, length: int) -> Any:
-    """Forward and backward of one call, compiled for shapes."""
-    mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
+def program_of(run: Callable, length: int) -> tuple[Callable, tuple]:
+    """Forward and backward of one call on all devices, and its arguments as shapes."""
+    mesh = jax.make_mesh((jax.device_count(),), ("context",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(run, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False)
 
     def both(q, k, v, d_out):
@@ -73,7 +75,13 @@ def compile_for(run: Callable, length: int) -> Any:
         )
 
     q, k = shape(HEADS), shape(KV)
-    return jax.jit(both).lower(q, k, k, q).compile()
+    return both, (q, k, k, q)
+
+
+def compile_for(run: Callable, length: int) -> Any:
+    """The same, compiled."""
+    both, args = program_of(run, length)
+    return jax.jit(both).lower(*args).compile()
 
 
 def row(name: str, length: int) -> str:

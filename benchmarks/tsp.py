@@ -18,6 +18,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 SCHEMES = {
     "tp": dict(tensor=8),
@@ -45,18 +47,13 @@ def devices_of(target: str) -> list:
     return targets.devices(target, 8)
 
 
-def compile_step(scheme: str, tokens: int, target: str) -> dict:
-    """Bytes of the step's arguments, temporaries and traffic, on one device."""
-    import dataclasses
-
+def step_of(settings: Any, scheme: str, tokens: int, devices: list) -> tuple[Callable, list]:
+    """The step of a config under a scheme, and its arguments as shapes."""
     import jax
     import jax.numpy as jnp
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from experiments.configs import dense_7b
-    from zaya_jax import config
-    from zaya_jax.compiled import hlo
     from zaya_jax.model import zaya
     from zaya_jax.parallel import sharding
     from zaya_jax.parallel.mesh import batch_spec, make_mesh
@@ -65,10 +62,7 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
 
     if scheme == "tp+sp folded":
         zaya.LAYERS["dense"] = folded_layer()
-    settings = config.check(dense_7b.get_config())
-    sizes = config.Mesh(data=1, **SCHEMES[scheme])
-    settings = dataclasses.replace(settings, mesh=sizes, remat=REMAT.get(scheme, "layer"))
-    mesh = make_mesh(settings.mesh, devices_of(target))
+    mesh = make_mesh(settings.mesh, devices)
     spread = spread_of(settings.mesh, mesh.shape)
     sharding.check(settings, spread)
     specs = sharding.param_specs(settings.model, settings.precision, spread)
@@ -121,6 +115,23 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=in_specs, out_specs=in_specs[:2], check_vma=False
     )
+    return mapped, args
+
+
+def compile_step(scheme: str, tokens: int, target: str) -> dict:
+    """Bytes of the step's arguments, temporaries and traffic, on one device."""
+    import dataclasses
+
+    import jax
+
+    from experiments.configs import dense_7b
+    from zaya_jax import config
+    from zaya_jax.compiled import hlo
+
+    settings = config.check(dense_7b.get_config())
+    sizes = config.Mesh(data=1, **SCHEMES[scheme])
+    settings = dataclasses.replace(settings, mesh=sizes, remat=REMAT.get(scheme, "layer"))
+    mapped, args = step_of(settings, scheme, tokens, devices_of(target))
     begun = time.perf_counter()
     compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*args).compile()
     memory = compiled.memory_analysis()

@@ -39,7 +39,7 @@ BUDGET = {
     "zaya_jax": 22_990,
     "pallas_kernels": 3_830,
     "experiments": 2_580,
-    "benchmarks": 2_215,
+    "benchmarks": 2_385,
     "tools": 1_770,
     "tests": 18_080,
 }
