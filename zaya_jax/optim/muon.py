@@ -41,7 +41,7 @@ COEFFICIENTS: dict[str, Polynomials] = {
     # earlier ones map singular values from [0.001, 1]. It takes this interval no wider than a ratio
     # of 1 / 0.0240733; otherwise the first steps would nearly remove the middle singular values
     # to raise the small ones. Arguments are divided by 1.01, so that a singular value that rounding
-    # has put above 1 stays where the polynomial is tame. A test derives these numbers.
+    # has put above 1 stays where the polynomial is tame.
     "polar_express": (
         (8.205160210537189, -22.901933374246504, 16.46072352487413),
         (4.066395061712614, -2.861153886509466, 0.518399479160231),
