@@ -31,7 +31,7 @@ from matplotlib import pyplot as plt
 
 import zaya_jax as zj
 from benchmarks import bench_step
-from benchmarks.ablations import text, windows
+from tools.rehearse import corpus
 from zaya_jax.config import Balance, Config, Data, Optim, Precision, Run
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
@@ -111,6 +111,19 @@ for ids in load_file(ids_file)["ids"]:
     print(len(losses), losses[-1], file=sys.stderr, flush=True)
 print(json.dumps({"losses": losses, "seconds": time.perf_counter() - begun, "torch": torch.__version__}))
 """
+
+
+@functools.cache
+def text(held_out: bool) -> np.ndarray:
+    """The bytes of every twentieth source file, or of the others."""
+    files = [source.encode() for i, source in enumerate(corpus.code()) if (i % 20 == 0) == held_out]
+    return np.frombuffer(b"".join(files), np.uint8)
+
+
+def windows(data: np.ndarray, generator: np.random.Generator, *shape: int) -> np.ndarray:
+    """Stretches of tokens from random places."""
+    starts = generator.integers(0, len(data) - shape[-1], (*shape[:-1], 1))
+    return data[starts + np.arange(shape[-1])].astype(np.int32)
 
 
 def settings_for(case: str | Path, name: str = "adamw", lr: float = LR) -> Config:

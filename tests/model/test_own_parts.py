@@ -1,5 +1,4 @@
-"""The parts of benchmarks.ablations: each lacks what it says, and a run of every variant takes a
-step."""
+"""Layers and routers of one's own: they generate what their logits say."""
 
 import dataclasses
 
@@ -11,95 +10,22 @@ from flax import nnx
 from rows import slow
 
 import zaya_jax as zj
-from benchmarks import ablations, own_parts
 from zaya_jax.model import zaya
 from zaya_jax.model.layer import Experts
 from zaya_jax.model.own_parts import customized
 
-SMALL = dict(hidden_size=16, num_hidden_layers=2, head_dim=4, moe_intermediate_size=8)
-WIDTH, TOKENS = 24, 40
-
-
-@pytest.fixture(scope="module")
-def config():
-    full = ablations.settings("zaya")
-    return dataclasses.replace(full, model=dataclasses.replace(full.model, **SMALL))
-
-
-@pytest.fixture
-def asked():
-    """(product of the norm, stream from below, balancing biases) for a router."""
-    keys = jax.random.split(jax.random.key(1), 3)
-    return tuple(
-        jax.random.normal(key, shape)
-        for key, shape in zip(keys, [(TOKENS, WIDTH)] * 2 + [(9,)], strict=True)
-    )
-
-
-def router(config, kind):
-    """One with weights large enough that no two classes are near each other; the same for every
-    kind with an MLP."""
-    made = kind(nnx.Rngs(0), config.model, config.precision)
-    graph, weights = nnx.split(made)
-    return nnx.merge(graph, jax.tree.map(lambda x: 20 * x, weights))
-
-
-def test_a_router_alone_does_not_hear_the_one_below(config, asked):
-    seen, stream, balance = asked
-    alone, usual = router(config, own_parts.Alone), router(config, zj.Router)
-    found, expected = alone(*asked), usual(seen, 0 * stream, balance)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert np.abs(found[2] - usual(*asked)[2]).max() > 0.1
-
-
-def test_without_a_skip_class_the_gate_is_of_the_experts_alone(config, asked):
-    # ZAYA's would skip every token
-    seen, stream, balance = (asked[0], asked[1], asked[2].at[-1].set(100.0))
-    choice, gate, _, _ = router(config, own_parts.NoSkip)(seen, stream, balance)
-    usual = router(config, zj.Router)(seen, stream, balance)
-    assert (np.asarray(usual[0]) == 8).all()
-    p = jax.nn.softmax(usual[2][:, :8])
-    np.testing.assert_array_equal(choice, jnp.argmax(p + balance[:8], axis=-1))
-    np.testing.assert_allclose(gate, p[np.arange(TOKENS), choice], rtol=1e-5)
-
-
-def test_the_auxiliary_loss_has_its_gradient_and_leaves_the_gate(config, asked):
-    seen, stream, balance = asked
-    usual, auxiliary = router(config, zj.Router), router(config, own_parts.Auxiliary)
-    np.testing.assert_array_equal(auxiliary(*asked)[1], usual(*asked)[1])
-
-    def written_out(seen):
-        choice, gate, logits, _ = usual(seen, stream, balance)
-        p, share = jax.nn.softmax(logits), np.bincount(choice, minlength=9) / TOKENS
-        return jnp.sum(gate**2) + 0.01 * 8 * jnp.sum(share * p.mean(0))
-
-    found = jax.grad(lambda seen: jnp.sum(auxiliary(seen, stream, balance)[1] ** 2))(seen)
-    np.testing.assert_allclose(found, jax.grad(written_out)(seen), rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_a_plain_sum_is_what_residual_scaling_begins_with(config):
-    ids = np.random.default_rng(0).integers(0, 256, (2, 16))
-    usual, plain = zj.create(config, 0), zj.create(config, 0, layer=own_parts.Unscaled)
-    assert usual.params["layers"].keys() - plain.params["layers"].keys() == {
-        "attn_join",
-        "moe_join",
-    }
-    layers = {name: usual.params["layers"][name] for name in plain.params["layers"]}
-    plain.params = usual.params | {"layers": layers}
-    assert plain.loss(ids, ids) == pytest.approx(usual.loss(ids, ids), abs=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ablations.VARIANTS)
-def test_every_variant_takes_a_step(name, monkeypatch):
-    full = ablations.settings(name)
-    small = dataclasses.replace(full, model=dataclasses.replace(full.model, **SMALL))
-    monkeypatch.setattr(ablations, "settings", lambda name: small)
-    monkeypatch.setattr(ablations, "BATCH", 2)
-    monkeypatch.setattr(ablations, "LENGTH", 16)
-    found = ablations.run(name, ablations.RATE, seed=0, last=1)
-    assert abs(found["loss"] - np.log(264)) < 1 and abs(found["held_out"] - np.log(264)) < 1
+SMALL = {
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_experts": 8,
+    "moe_intermediate_size": 8,
+    "router_hidden_size": 9,
+}
+CONFIG = zj.config.check({"model": SMALL, "precision": {"compute": "float32"}})
 
 
 class NormedExperts(Experts):
@@ -149,23 +75,30 @@ class MlpAlone(zj.Layer):
         return h, router_state, choice, jnp.zeros((len(choice), len(balance))), cache
 
 
-def small(name):
-    full = ablations.settings(name)
-    return dataclasses.replace(full, model=dataclasses.replace(full.model, **SMALL))
+class LinearRouter(zj.Router):
+    """One product of the norm; the config's router width is the number of classes."""
 
+    def __init__(self, rngs, model, precision):
+        super().__init__(rngs, model, precision)
+        del self.eda, self.norm, self.fc1, self.fc2, self.out
 
-OWN_LAYERS = {"normed": Normed, "around": AroundExperts, "mlp": MlpAlone}
-DECODED = [*OWN_LAYERS, "gqa_cache", "no_scaling", "no_skip", "linear", "no_eda", "auxiliary"]
+    def __call__(self, projected, stream, balance):
+        p = jax.nn.softmax(projected + self.down.bias[...])
+        choice = jnp.argmax(p + balance, axis=-1).astype(jnp.int32)
+        return choice, jnp.take_along_axis(p, choice[:, None], axis=-1)[:, 0], projected, stream
 
 
 @pytest.mark.parametrize(
-    "name", ["normed", "mlp", *(slow(name) for name in DECODED if name not in ("normed", "mlp"))]
+    "own",
+    [
+        {"layer": Normed},
+        {"layer": MlpAlone},
+        {"router": LinearRouter},
+        slow({"layer": AroundExperts}),
+    ],
 )
-def test_decoding_gives_the_likeliest_of_the_logits(name):
-    variant = ablations.VARIANTS.get(name)
-    layer = variant.layer if variant else OWN_LAYERS[name]
-    settings = small(name) if variant else small("zaya")
-    model = zj.create(settings, 0, layer=layer, router=variant and variant.router)
+def test_decoding_gives_the_likeliest_of_the_logits(own):
+    model = zj.create(CONFIG, 0, **own)
     draw = np.random.default_rng(0)
     model.params = jax.tree.map(
         lambda x: x + 0.3 * draw.standard_normal(x.shape, np.float32), model.params
@@ -179,9 +112,9 @@ def test_decoding_gives_the_likeliest_of_the_logits(name):
     assert len(set(found[:, 5:].ravel().tolist())) > 2
 
 
-def test_weights_of_an_own_layer_are_not_rounded_before_decoding(config):
-    model = customized(config.model, layer=MlpAlone)
-    precision = dataclasses.replace(config.precision, compute="bfloat16")
+def test_weights_of_an_own_layer_are_not_rounded_before_decoding():
+    model = customized(CONFIG.model, layer=MlpAlone)
+    precision = dataclasses.replace(CONFIG.precision, compute="bfloat16")
     found, _ = jax.eval_shape(
         lambda p: zaya.cast_for_products(model, p, precision), zaya.abstract(model)
     )
