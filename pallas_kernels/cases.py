@@ -313,17 +313,17 @@ STACK = 2  # layers; the last one's weights are used
 
 
 def stacked(size: Size) -> tuple[RandomInput, ...]:
-    """Tokens, their experts, their gates, and both weights in stacks of layers, in the format of
-    the step's copies."""
+    """Tokens, their experts, and both weights in stacks of layers, in the format of the step's
+    copies."""
     x, choice, *weights = _tokens(size)
     dtype = jnp.dtype(getattr(size.model, "expert_weights", "bfloat16"))
     stacks = (normal(STACK, *w.shape, dtype=dtype, scale=0.02) for w in weights)
-    return x, choice, normal(size.tokens, dtype=jnp.float32), *stacks
+    return x, choice, *stacks
 
 
 def sums(size: Size) -> tuple[RandomInput, ...]:
     """The stacks of gradients, to which a micro-batch adds its own."""
-    stacks = stacked(size)[3:]
+    stacks = stacked(size)[2:]
     return tuple(
         RandomInput(w.shape, jnp.float32, lambda rng, shape: np.zeros(shape)) for w in stacks
     )
@@ -332,29 +332,27 @@ def sums(size: Size) -> tuple[RandomInput, ...]:
 def mlp_in_stacks(
     x: jax.Array,
     choice: jax.Array,
-    gate: jax.Array,
     weights: Sequence[jax.Array],
     sums: Sequence[jax.Array],
     cotangent: Callable[[jax.Array], jax.Array],
-) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The result, the gradients of tokens and gates, and the sums with the weights' gradients."""
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """The result, the gradient of the tokens, and the sums with the weights' gradients."""
     experts = weights[0].shape[1]
     if routes():
         order, _, counts = sort_by_expert(choice, experts + 1)
         refs = tuple(map(jax.new_ref, sums))
 
-        def in_place(x: jax.Array, gate: jax.Array) -> jax.Array:
+        def in_place(x: jax.Array) -> jax.Array:
             layer = jnp.int32(STACK - 1)
-            return stacked_mlp(x, order, counts[:experts], gate, *weights, layer, refs, True)
+            return stacked_mlp(x, order, counts[:experts], *weights, layer, refs, True)
 
-        out, pull = jax.vjp(in_place, x, gate)
-        gradients = pull(cotangent(out))
-        return out, gradients, tuple(map(jax.freeze, refs))
+        out, pull = jax.vjp(in_place, x)
+        (d_x,) = pull(cotangent(out))
+        return out, d_x, tuple(map(jax.freeze, refs))
 
-    def plain(x: jax.Array, gate: jax.Array, *own: jax.Array) -> jax.Array:
-        return (of_own_expert(x, choice, *own) * gate[:, None]).astype(x.dtype)
-
-    out, pull = jax.vjp(plain, x, gate, *(w[-1] for w in weights))
-    d_x, d_gate, *of_weights = pull(cotangent(out))
+    out, pull = jax.vjp(
+        lambda x, *own: of_own_expert(x, choice, *own), x, *(w[-1] for w in weights)
+    )
+    d_x, *of_weights = pull(cotangent(out))
     added = (s.at[-1].add(d) for s, d in zip(sums, of_weights, strict=True))
-    return out, (d_x, d_gate), tuple(added)
+    return out, d_x, tuple(added)

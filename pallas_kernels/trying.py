@@ -101,10 +101,10 @@ def _case(case: cases.OperatorCase, size: Size, timed: bool) -> TriedCall:
 
 def _in_stacks(dtype: Any) -> Callable:
     def run(arguments, sums):
-        x, choice, gate, *weights = arguments
-        found = cases.mlp_in_stacks(x.astype(dtype), choice, gate, weights, sums, _cotangent)
-        out, gradients, added = found
-        return (out, gradients), added
+        x, choice, *weights = arguments
+        found = cases.mlp_in_stacks(x.astype(dtype), choice, weights, sums, _cotangent)
+        out, gradient, added = found
+        return (out, gradient), added
 
     return run
 

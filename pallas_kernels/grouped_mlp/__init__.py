@@ -13,8 +13,8 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 with weights in their own number format; products run in that of the rows, which `out` and `hidden`
 have too. There gate_up is a matrix [D, 2 F] of each expert, the same numbers in the same order as
 [D, 2, F] (`_matrices`): the operators here take either form, and give gradients in that of the
-weights. One that `routes` also reads rows in place and writes their results, times a gate, to the
-same places: `routed_mlp`, and `layer_mlp` in the place of `of_layer`.
+weights. One that `routes` also reads rows in place and writes their results to the same
+places: `routed_mlp`, and `layer_mlp` in the place of `of_layer`.
 """
 
 import functools
@@ -83,30 +83,29 @@ def routed_mlp(
     x: Float[Array, "N D"],
     order: Int[Array, "N"],
     sizes: Int[Array, "E"],
-    gate: Float[Array, "N"] | None,
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "N D"]:
-    """gate * `grouped_mlp` of the rows x[order], each put back in its place; only for
+    """`grouped_mlp` of the rows x[order], each put back in its place; only for
     implementations that `routes`."""
     matrices = _matrices(gate_up, down)
-    return triton.routed_forward(x, order, sizes, gate, matrices, down, keep=False)[0]
+    return triton.routed_forward(x, order, sizes, matrices, down, keep=False)[0]
 
 
-def _routed_mlp_fwd(x, order, sizes, gate, gate_up, down):
+def _routed_mlp_fwd(x, order, sizes, gate_up, down):
     matrices = _matrices(gate_up, down)
-    out, hidden = triton.routed_forward(x, order, sizes, gate, matrices, down)
+    out, hidden = triton.routed_forward(x, order, sizes, matrices, down)
     out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
-    return out, (x, order, sizes, gate, gate_up, down, hidden)
+    return out, (x, order, sizes, gate_up, down, hidden)
 
 
 def _routed_mlp_bwd(saved, d_out):
-    x, order, sizes, gate, gate_up, down, hidden = saved
+    x, order, sizes, gate_up, down, hidden = saved
     matrices = _matrices(gate_up, down)
-    d_x, d_gate, *d_weights = triton.routed_backward(
-        x, order, sizes, gate, matrices, down, hidden, d_out.astype(x.dtype)
+    d_x, *d_weights = triton.routed_backward(
+        x, order, sizes, matrices, down, hidden, d_out.astype(x.dtype)
     )
-    return d_x, None, None, d_gate, *_like(d_weights, gate_up, down)
+    return d_x, None, None, *_like(d_weights, gate_up, down)
 
 
 routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)
@@ -127,7 +126,7 @@ def layer_mlp(
     """
     matrices = _matrices(gate_up, down)
     if routes():
-        return triton.routed_forward(rows, order, sizes, None, matrices, down, layer, keep=False)[0]
+        return triton.routed_forward(rows, order, sizes, matrices, down, layer, keep=False)[0]
     assert order is None
     return chip.choose(IMPLEMENTATIONS).of_layer(rows, sizes, matrices, down, layer)
 
@@ -137,12 +136,11 @@ def unwritten(weights: Float[Array, "L E *D"]) -> jax.Array:
     return tiles.empty(weights.shape, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def stacked_mlp(
     x: Float[Array, "N D"],
     order: Int[Array, "N"],
     sizes: Int[Array, "E"],
-    gate: Float[Array, "N"],
     gate_up: Float[Array, "L E D 2 F"],
     down: Float[Array, "L E F D"],
     layer: Int[Array, ""],
@@ -158,24 +156,23 @@ def stacked_mlp(
     `shares` it writes their results.
     """
     matrices = _matrices(gate_up, down)
-    return triton.routed_forward(x, order, sizes, gate, matrices, down, layer, keep=False)[0]
+    return triton.routed_forward(x, order, sizes, matrices, down, layer, keep=False)[0]
 
 
-def _stacked_mlp_fwd(x, order, sizes, gate, gate_up, down, layer, sums, add, shares):
+def _stacked_mlp_fwd(x, order, sizes, gate_up, down, layer, sums, add, shares):
     matrices = _matrices(gate_up, down)
-    out, hidden = triton.routed_forward(x, order, sizes, gate, matrices, down, layer)
+    out, hidden = triton.routed_forward(x, order, sizes, matrices, down, layer)
     out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
-    return out, (x, order, sizes, gate, gate_up, down, hidden, layer, sums)
+    return out, (x, order, sizes, gate_up, down, hidden, layer, sums)
 
 
 def _stacked_mlp_bwd(add, shares, saved, d_out):
-    x, order, sizes, gate, gate_up, down, hidden, layer, sums = saved
+    x, order, sizes, gate_up, down, hidden, layer, sums = saved
     backward = functools.partial(
         triton.routed_backward,
         x,
         order,
         sizes,
-        gate,
         _matrices(gate_up, down),
         down,
         hidden,
@@ -183,15 +180,15 @@ def _stacked_mlp_bwd(add, shares, saved, d_out):
         layer,
     )
     if shares:
-        d_x, d_gate, *given = backward()
+        d_x, *given = backward()
         for ref, share, d in zip(sums, shares, given, strict=True):
             ref[layer] = share(d)
-        return d_x, None, None, d_gate, None, None, None, None
+        return d_x, None, None, None, None, None, None
     of_gate_up, of_down = (ref[...] for ref in sums)
-    d_x, d_gate, *held = backward(([_matrices(of_gate_up, down), of_down], add))
+    d_x, *held = backward(([_matrices(of_gate_up, down), of_down], add))
     for ref, new in zip(sums, held, strict=True):
         ref[...] = new.reshape(ref.shape)
-    return d_x, None, None, d_gate, None, None, None, None
+    return d_x, None, None, None, None, None, None
 
 
 stacked_mlp.defvjp(_stacked_mlp_fwd, _stacked_mlp_bwd)

@@ -45,17 +45,12 @@ def of_own_expert(
     choice: Int[Array, "N"],
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
-    gate: Float[Array, "N"] | None = None,
 ) -> Float[Array, "N D"]:
     """The gated MLP of each token's chosen expert, in x's number format; zero for the class after
-    the last.
-
-    `gate` scales the result, if the kernels can do that in passing.
-    """
+    the last."""
     if routes():
         order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
-        return routed_mlp(x, order, counts[: gate_up.shape[0]], gate, gate_up, down)
-    assert gate is None
+        return routed_mlp(x, order, counts[: gate_up.shape[0]], gate_up, down)
     return through_groups(
         x, choice, gate_up.shape[0], lambda rows, sizes: grouped_mlp(rows, sizes, gate_up, down)
     )

@@ -48,20 +48,15 @@ from pallas_kernels.tiles import ProductTile as Tile
 
 def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.grouped_mlp`."""
-    return routed_forward(rows, None, sizes, None, gate_up, down)
+    return routed_forward(rows, None, sizes, gate_up, down)
 
 
 def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.grouped_mlp`."""
-    d_rows, _, d_gate_up, d_down = routed_backward(
-        rows, None, sizes, None, gate_up, down, hidden, d_out
-    )
-    return d_rows, d_gate_up, d_down
+    return routed_backward(rows, None, sizes, gate_up, down, hidden, d_out)
 
 
-def routed_forward(
-    x, order, sizes, gate, gate_up, down, layer=None, keep=True
-) -> tuple[jax.Array, Any]:
+def routed_forward(x, order, sizes, gate_up, down, layer=None, keep=True) -> tuple[jax.Array, Any]:
     """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F], or None unless
     `keep`.
 
@@ -74,29 +69,25 @@ def routed_forward(
     *hidden, activation = _by_rows(
         _gate_and_up, "gate_up", route, (x, gate_up), made, width, dim, products=2
     )
-    route = route._replace(gate=gate)
     (out,) = _by_rows(_down, "down", route, (activation, down), [like(x.shape)], dim, width)
     return out, hidden[0] if keep else None
 
 
 def routed_backward(
-    x, order, sizes, gate, gate_up, down, hidden, d_out, layer=None, into=None
-) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
-    """Gradients of x, of the gate (float32; None without one), and of both weights in float32.
+    x, order, sizes, gate_up, down, hidden, d_out, layer=None, into=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of x, and of both weights in float32.
 
     With a `layer` and `into` = (stacks of gradients, whether to add), stacks are given with the
     layer's own in its place, or added there; without `into` the layer's alone.
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
-    route = _Route(order, sizes, layer, gate)
-    tile = _tile("d_hidden", num, width, dim, dtype=x.dtype)
-    parts = jax.ShapeDtypeStruct((-(-width // tile.columns), num), jnp.float32)
-    made = [like(hidden.shape), like((num, width)), parts]
-    d_hidden, activation, d_gate = _by_rows(
+    route = _Route(order, sizes, layer)
+    made = [like(hidden.shape), like((num, width))]
+    d_hidden, activation = _by_rows(
         _d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim
     )
-    route = route._replace(gate=None)
     (d_x,) = _by_rows(_d_x, "d_x", route, (d_hidden, gate_up), [like(x.shape)], dim, 2 * width)
     sums, add = into or ((None, None), False)
     over_rows = functools.partial(
@@ -104,7 +95,7 @@ def routed_backward(
     )
     d_gate_up = over_rows(x, d_hidden, sums[0], order_of_x=True, kernel="d_gate_up")
     d_down = over_rows(activation, d_out, sums[1], order_of_x=False, kernel="d_down")
-    return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down
+    return d_x, d_gate_up, d_down
 
 
 def _tile(kernel: str, *whole: int, dtype) -> Tile:
@@ -169,29 +160,23 @@ class _Route(NamedTuple):
     order: jax.Array | None
     sizes: jax.Array
     layer: jax.Array | None
-    gate: jax.Array | None = None
 
 
 def _by_rows(body, kind, route, arrays, outs, columns, depth, products=1) -> list[jax.Array]:
     """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and
     perhaps one more."""
-    order, sizes, layer, gate = route
+    order, sizes, layer = route
     x, w, more = (*arrays, None)[:3]
     num = x.shape[0]
     tile = _tile(kind, num, columns, depth, dtype=x.dtype)
-    given = {
-        "layer": None if layer is None else layer.reshape(1),
-        "order": order,
-        "gate": gate,
-        "more": more,
-    }
+    given = {"layer": None if layer is None else layer.reshape(1), "order": order, "more": more}
     there = {name: a for name, a in given.items() if a is not None}
 
     def kernel(sizes_ref, x_ref, w_ref, *refs):
         of = dict.fromkeys(given) | dict(zip(there, refs, strict=False))
         own = _own_rows(sizes_ref, of["layer"], of["order"], num, tile.rows, tiles.program_id(1))
         inputs = (x_ref, w_ref) if more is None else (x_ref, w_ref, of["more"])
-        body(own, of["gate"], tile, *inputs, *refs[len(there) :])
+        body(own, tile, *inputs, *refs[len(there) :])
 
     grid = -(-columns // tile.columns), -(-num // tile.rows) + sizes.shape[0] + 1
     operands = (sizes, x, w, *there.values())
@@ -229,7 +214,7 @@ def _columns(tile: Tile, length: int):
     return tiles.within(tiles.program_id(0) * tile.columns, tile.columns, length)
 
 
-def _gate_and_up(own, _, tile, x_ref, w_ref, *refs):
+def _gate_and_up(own, tile, x_ref, w_ref, *refs):
     (dim, both), dtype = w_ref.shape[-2:], x_ref.dtype
     width = both // 2
     columns, there = _columns(tile, width)
@@ -255,7 +240,7 @@ def _gate_and_up(own, _, tile, x_ref, w_ref, *refs):
         tiles.put(ref, value, rows=own.to(own.rows), columns=side, own=(own.inside, there))
 
 
-def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
+def _down(own, tile, x_ref, w_ref, out_ref):
     (width, dim), dtype = w_ref.shape[-2:], x_ref.dtype
     columns, there = _columns(tile, dim)
 
@@ -271,14 +256,10 @@ def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
         ]
 
     (out,) = _sums(own, tile, width, 1, terms)
-    if gate_ref is not None:
-        out *= tiles.load(gate_ref.at[own.tokens])[:, None]
     tiles.put(out_ref, out, rows=own.to(own.tokens), columns=columns, own=(own.inside, there))
 
 
-def _d_hidden(
-    own, gate_ref, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref, d_gate_ref
-):
+def _d_hidden(own, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref):
     (width, dim), dtype = w_ref.shape[-2:], hidden_ref.dtype
     columns, there = _columns(tile, width)
 
@@ -295,14 +276,6 @@ def _d_hidden(
         for side in (columns, columns + width)
     )
     activation, d_silu, silu = _swiglu(gate, up)
-    if gate_ref is not None:
-        scale = tiles.load(gate_ref.at[own.tokens])[:, None]
-        d_gate = jnp.sum(jnp.where(own.live, d * activation, 0), axis=1)
-        place = d_gate_ref.at[
-            jnp.broadcast_to(tiles.program_id(0), own.tokens.shape), own.to(own.tokens)
-        ]
-        tiles.store(place, d_gate, mask=own.inside)
-        d, activation = d * scale, activation * scale
     for ref, value, side in (
         (d_hidden_ref, d * up.astype(jnp.float32) * d_silu, columns),
         (d_hidden_ref, d * silu, columns + width),
@@ -311,7 +284,7 @@ def _d_hidden(
         tiles.put(ref, value, rows=own.to(own.rows), columns=side, own=(own.inside, there))
 
 
-def _d_x(own, _, tile, d_ref, w_ref, d_x_ref):
+def _d_x(own, tile, d_ref, w_ref, d_x_ref):
     (dim, depth), dtype = w_ref.shape[-2:], d_ref.dtype
     columns, there = _columns(tile, dim)
 

@@ -67,7 +67,6 @@ CASES = st.fixed_dictionaries(
         "more": st.integers(0, 40),
         "dim": st.integers(1, 70),
         "width": st.integers(1, 70),
-        "gated": st.booleans(),
         "seed": st.integers(0, 99),
         "dtype": st.sampled_from(["float32", "bfloat16"]),
         "kind": st.sampled_from(["gfx942", "NVIDIA H200"]),
@@ -85,42 +84,38 @@ def test_tokens_where_they_lie_in_any_shape(case):
 @pytest.mark.usefixtures("tiles_of_16")
 @pytest.mark.parametrize(("dim", "width"), [slow(48, 96), (47, 95), slow(49, 97)])
 def test_sides_of_whole_tiles_and_one_more_and_less(dim, width):
-    of = {"gated": True, "dtype": "float32", "kind": "gfx942", "seed": 0}
+    of = {"dtype": "float32", "kind": "gfx942", "seed": 0}
     assert_routed_equals_the_reference([48, 47, 49], 0, dim=dim, width=width, **of)
 
 
-@pytest.mark.parametrize(
-    ("gated", "dtype"),
-    [(True, "bfloat16"), (False, "float32"), slow(True, "float32"), slow(False, "bfloat16")],
-)
-def test_tokens_where_they_lie(gated, dtype):
-    of = {"dim": 130, "width": 40, "kind": "NVIDIA H200" if gated else "gfx942"}
-    assert_routed_equals_the_reference([0, 70, 300, 0], 9, gated=gated, dtype=dtype, seed=0, **of)
+@pytest.mark.parametrize(("kind", "dtype"), [("NVIDIA H200", "bfloat16"), ("gfx942", "float32")])
+def test_tokens_where_they_lie(kind, dtype):
+    of = {"dim": 130, "width": 40, "kind": kind}
+    assert_routed_equals_the_reference([0, 70, 300, 0], 9, dtype=dtype, seed=0, **of)
 
 
-def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, kind, seed):
+def assert_routed_equals_the_reference(sizes, more, dim, width, dtype, kind, seed):
     """With tokens in any order, some without an expert, whose numbers in hidden are not finite."""
     num = max(sum(sizes) + more, 1)
-    keys = jax.random.split(jax.random.key(seed), 6)
+    keys = jax.random.split(jax.random.key(seed), 5)
     x, d_out = (jax.random.normal(key, (num, dim)).astype(dtype) for key in keys[:2])
     gate_up = jax.random.normal(keys[2], (len(sizes), dim, 2 * width)) / dim**0.5
     down = jax.random.normal(keys[3], (len(sizes), width, dim)) / width**0.5
     order = jax.random.permutation(keys[4], num).astype(jnp.int32)
-    gate = jax.random.uniform(keys[5], (num,)) if gated else None
     sizes = jnp.asarray(sizes, jnp.int32)
 
-    def plain(x, gate, *weights):
+    def plain(x, *weights):
         y = reference.grouped_mlp(x.astype(jnp.float32)[order], sizes, *weights)
-        return y[jnp.argsort(order)] * (1 if gate is None else gate[:, None])
+        return y[jnp.argsort(order)]
 
     with chip.making(chip.Chip("cpu", kind)), jax.default_matmul_precision("highest"):
-        mlp = lambda x, gate, *weights: routed_mlp(x, order, sizes, gate, *weights)  # noqa: E731
+        mlp = lambda x, *weights: routed_mlp(x, order, sizes, *weights)  # noqa: E731
         ours, theirs = (
             jax.jit(
                 lambda *args, f=f: (lambda y, pull: (y, *pull(d_out.astype(y.dtype))))(
                     *jax.vjp(f, *args)
                 )
-            )(x, gate, gate_up, down)
+            )(x, gate_up, down)
             for f in (mlp, plain)
         )
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -131,10 +126,9 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, ki
 
 
 @pytest.mark.parametrize(
-    ("add", "shares", "gated"),
-    [slow(False, None, True), (True, None, False), (False, (jnp.negative, jnp.negative), True)],
+    ("add", "shares"), [slow(False, None), (True, None), (False, (jnp.negative, jnp.negative))]
 )
-def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
+def test_a_layers_gradients_are_written_in_its_place(add, shares):
     """In a loop over checkpointed layers, whose gradients' stack is not yet filled, or whose sums
     are added to; or whose gradients are converted."""
     layers, num, sizes = 3, 40, jnp.asarray([11, 0, 20, 5], jnp.int32)
@@ -145,32 +139,30 @@ def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
         jax.random.normal(keys[2], (layers, E, F, D)) / 3,
     )
     order = jnp.arange(num)[::-1]
-    gates = jax.random.uniform(keys[0], (layers, num)) if gated else None
 
-    def run(x, gates, weights, mlp):
+    def run(x, weights, mlp):
         body = jax.checkpoint(lambda h, of: (jnp.tanh(h + mlp(h, *of)), None))
-        return (jax.lax.scan(body, x, (jnp.arange(layers), gates, *weights))[0] ** 2).sum()
+        return (jax.lax.scan(body, x, (jnp.arange(layers), *weights))[0] ** 2).sum()
 
-    def in_place(x, gates, weights):
+    def in_place(x, weights):
         refs = tuple(
             jax.new_ref(jnp.ones_like(w) if add else jnp.full_like(w, jnp.nan)) for w in weights
         )
-        mlp = lambda h, layer, gate, *_: stacked_mlp(  # noqa: E731
-            h, order, sizes, gate, *weights, layer, refs, add, shares
+        mlp = lambda h, layer, *_: stacked_mlp(  # noqa: E731
+            h, order, sizes, *weights, layer, refs, add, shares
         )
-        d_x, d_gates = jax.grad(lambda x, gates: run(x, gates, weights, mlp), (0, 1))(x, gates)
+        d_x = jax.grad(lambda x: run(x, weights, mlp))(x)
         sums = tuple(jax.freeze(ref) for ref in refs)
-        return d_x, d_gates, tuple(map(jnp.negative, sums)) if shares else sums
+        return d_x, tuple(map(jnp.negative, sums)) if shares else sums
 
-    def plain(h, layer, gate, *w):
-        y = reference.grouped_mlp(h[order], sizes, *w)[order]
-        return y if gate is None else y * gate[:, None]
+    def plain(h, layer, *w):
+        return reference.grouped_mlp(h[order], sizes, *w)[order]
 
     with chip.making(chip.Chip("cpu", "gfx942")), jax.default_matmul_precision("highest"):
-        ours = jax.jit(in_place)(x, gates, weights)
+        ours = jax.jit(in_place)(x, weights)
     with jax.default_matmul_precision("highest"):
-        theirs = jax.jit(jax.grad(lambda *of: run(*of, plain), (0, 1, 2)))(x, gates, weights)
-    theirs = *theirs[:2], [w + add for w in theirs[2]]
+        theirs = jax.jit(jax.grad(lambda *of: run(*of, plain), (0, 1)))(x, weights)
+    theirs = theirs[0], [w + add for w in theirs[1]]
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
 
@@ -182,7 +174,7 @@ def test_gradients_of_float32_weights_keep_their_bits():
     weights = jax.random.normal(keys[1], (2, 32, 48)), jax.random.normal(keys[2], (2, 24, 32))
     order, sizes = jnp.arange(64), jnp.asarray([40, 24], jnp.int32)
     with chip.making(chip.Chip("cpu", "gfx942")):
-        of = lambda *w: routed_mlp(x, order, sizes, None, *w).astype(jnp.float32).sum()  # noqa: E731
+        of = lambda *w: routed_mlp(x, order, sizes, *w).astype(jnp.float32).sum()  # noqa: E731
         found = jax.jit(jax.grad(of, (0, 1)))(*weights)
     for gradient in found:
         assert gradient.dtype == jnp.float32

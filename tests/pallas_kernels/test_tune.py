@@ -145,7 +145,7 @@ def test_what_is_compared_has_the_runs_options():
     assert request["model"]["expert_weights"] == config.precision.compute
     precise = dataclasses.replace(config.precision, weights="float32", compute="bfloat16")
     wide = kernels.tuning_request(dataclasses.replace(config, precision=precise), 1)
-    (weights, _) = cases.stacked(Size("", 1, 16, types.SimpleNamespace(**wide["model"])))[3:]
+    (weights, _) = cases.stacked(Size("", 1, 16, types.SimpleNamespace(**wide["model"])))[2:]
     assert weights.dtype == jnp.float32
     mesh = dataclasses.replace(config.mesh, data=2, expert=2, tensor=1)
     cut = kernels.tuning_request(dataclasses.replace(config, mesh=mesh), 4)

@@ -51,7 +51,7 @@ def read_and_written_in_place(
     def of_layer(layer, x, choice, _gate_up, _down, *, dtype):
         order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
         sizes, x = counts[: gate_up.shape[1]], x.astype(dtype)
-        return stacked_mlp(x, order, sizes, None, gate_up, down, layer, gradients, add, shares)
+        return stacked_mlp(x, order, sizes, gate_up, down, layer, gradients, add, shares)
 
     return lambda layer: functools.partial(of_layer, layer)
 
