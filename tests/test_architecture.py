@@ -37,9 +37,9 @@ BUDGET = {
     "zaya_jax/training": 1_680,
     "zaya_jax/*.py": 1_540,
     "zaya_jax": 22_990,
-    "pallas_kernels": 3_830,
+    "pallas_kernels": 3_825,
     "experiments": 2_580,
-    "benchmarks": 2_385,
+    "benchmarks": 2_190,
     "tools": 1_770,
     "tests": 18_080,
 }
