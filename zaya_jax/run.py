@@ -327,7 +327,7 @@ class Loop:
         if self.opened.parent:  # from here on it is a run of its own
             self.save(self.planned.reached, meta["tokens"], meta["metrics"], last=False)
         elif self.opened.kind in ("imported", "initial weights"):
-            now = self.plan.step(1)
+            now = dataclasses.replace(self.plan.step(1), number=0)
             scores = self.tasks.scores(self.state, now) if self.tasks else {}
             self.evaluation.before_training(self.state, self.figures.writer, scores)
 

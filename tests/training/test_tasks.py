@@ -19,7 +19,7 @@ import zaya_jax as zj
 from zaya_jax import cli
 from zaya_jax.config import UserError
 from zaya_jax.evaluate import harness
-from zaya_jax.evaluate.during_training import StateModel
+from zaya_jax.evaluate.during_training import StateModel, TaskScores
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.run import train
@@ -102,7 +102,7 @@ def test_a_mesh_gives_the_scores_of_one_device():
         mesh__expert=2, mesh__context=2, mesh__fsdp=True, precision__compute="bfloat16"
     )
     setup = states.set_up(settings, make_mesh(settings.mesh, tiny_runs.ALL_DEVICES, "mesh"))
-    state, now = states.init(settings, setup), types.SimpleNamespace(number=0)
+    state, now = states.init(settings, setup), types.SimpleNamespace(number=0, phase_index=0)
     layers = state["params"]["layers"]
     layers["experts"] = jax.tree.map(lambda x: x.astype("bfloat16"), layers["experts"])
     planned = types.SimpleNamespace(setup=setup, tokenizer=None)
@@ -118,7 +118,7 @@ def test_low_rank_updates_are_added_to_the_weights_and_step_0_is_scored(run, ask
     keys = KEYS | dict(run__init_from=str(base), run__lora=2, optim__lr=0.1, balance__enabled=False)
     assert run(99, None, **keys) == cli.DONE
     found = scores(tmp_path / "run")
-    assert list(found) == [0, 4, 6]
+    assert list(found) == [0, 4, 6] and asked.sources[1:] == ["step 0", "step 4", "step 6"]
     for place, step in ((base, 0), (tmp_path / "run", 6)):
         assert answered(zj.load(place)) == pytest.approx(found[step], abs=1e-3)
     assert abs(found[6] - found[0]) > 0.1
@@ -143,6 +143,22 @@ def test_tasks_that_cannot_be_run_are_refused_before_anything_is_written(
     with pytest.raises(UserError, match=rf"config\.eval\.tasks.*{message}"):
         train(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "processes", "message"),
+    [("fp8", 1, "run.base=fp8 would decode"), ("compute", 2, "tasks=asks generates text")],
+)
+def test_what_the_loop_cannot_score_is_refused(asked, monkeypatch, base, processes, message):
+    settings = tiny_runs.settings(
+        eval__tasks=("mine",), run__base=base, run__init_from="x", run__lora=1
+    )
+    planned = types.SimpleNamespace(recipe=types.SimpleNamespace(config=settings))
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    loaded = harness.LoadedTasks(None, ["mine"], ["asks"])
+    monkeypatch.setattr(harness, "load_tasks", lambda *_: loaded)
+    with pytest.raises(UserError, match=message):
+        TaskScores(planned, None)
 
 
 def test_lm_eval_s_scores_are_those_of_the_program(run, tmp_path, monkeypatch):

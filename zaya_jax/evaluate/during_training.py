@@ -37,11 +37,12 @@ class StateModel:
         if frozen := state.get("frozen"):
             at = functions.shardings(config, self.mesh)["params"]
             self._params = jax.jit(lora.merged, out_shardings=at)(frozen["params"], self._params)
-        self._number, self._pace = now.number, pace
+        self._now, self._pace = now, pace
 
     def scores(self, ids: Any, labels: Any, *, segments: Any) -> tuple[np.ndarray, np.ndarray]:
         """See `library.LanguageModel.scores`; all processes call it with the same rows."""
-        self._pace.begin("evaluate", self._number, ("tasks", ids.shape))
+        program = ("tasks", self._now.phase_index, ids.shape)
+        self._pace.begin("evaluate", self._now.number, program)
         with chip.making(chip.made_for(self.mesh)):
             found = _score_program(self.mesh)(
                 functions.essence(self.config, self.mesh),
@@ -52,13 +53,13 @@ class StateModel:
                 segments=segments,
                 mesh=self.mesh,
             )
-        self._pace.at("evaluate", self._number, "wait")
+        self._pace.at("evaluate", self._now.number, "wait")
         log_probs, likeliest = map(np.asarray, found)
         return log_probs, likeliest
 
     def continued(self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> Any:
         """See `library.LanguageModel.continued`; on one device, in a single process."""
-        self._pace.begin("evaluate", self._number, ("tasks", "generation"))
+        self._pace.begin("evaluate", self._now.number, ("tasks", self._now.phase_index))
         return decode.Continuation(self._decoder, prompts, num_tokens, **options)
 
     @functools.cached_property
