@@ -90,7 +90,6 @@ class DecodeDevices(Devices):
     device."""
 
     mesh: Mesh
-    alone = False
 
     def cache_layout(self) -> CacheLayout:
         devices = self.mesh.shape["context"]
