@@ -89,3 +89,13 @@ def test_who_is_slow_but_costs_nothing_is_not_named():
     table = owns(np.random.default_rng(0), 4, "lognormal")
     table[:, 2] *= 2
     assert watched(table, whole=20.0) == []
+
+
+def test_who_is_slow_is_named_soon_where_the_others_have_next_to_nothing_to_do():
+    """Their own work is some 10 ms, ten times that in one step and a tenth in another: so are
+    the ratios."""
+    rng = np.random.default_rng(0)
+    table = 0.01 * rng.lognormal(0, 1.6, (STEPS, 1)) * rng.lognormal(0, 0.2, (STEPS, 4))
+    table[:, 1] += 0.1
+    (found,) = watched(table)
+    assert found.process == 1 and found.steps[1] < 2 * WINDOW
