@@ -13,6 +13,7 @@ optimizer's state is not read.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,7 @@ def main() -> int:
     from zaya_jax.model.sampling import Sampling
     from zaya_jax.parallel import tree
 
+    # Made here, so that wrong options are refused before the model is read.
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     texts = [read_prompt(args.prompt_file)] if args.prompt_file else args.prompt or [""]
     for option, values in (("--prompt", texts), ("--stop", args.stop)):
@@ -129,8 +131,8 @@ def main() -> int:
         return model.continued(
             prompts,
             args.num_tokens,
-            sampling=sampling,
-            seeds=args.seed,
+            **dataclasses.asdict(sampling),
+            seed=args.seed,
             ends=[tokenizer.eos_id, *ends],
         )
 

@@ -54,7 +54,7 @@ class TrainingStopped(RuntimeError):
         self.code, self.workdir = code, workdir
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Trace:
     """The inside of a forward pass. Letters: L layers, B batch, S sequence, D model, E experts, H
     heads, V vocab."""
@@ -72,6 +72,10 @@ class Trace:
     queries: np.ndarray | None
     keys: np.ndarray | None
     values: np.ndarray | None
+
+    def __repr__(self) -> str:
+        shapes = [f"{name} {list(x.shape)}" for name, x in vars(self).items() if x is not None]
+        return f"<Trace {', '.join(shapes)}>"
 
 
 @functools.partial(
@@ -208,22 +212,25 @@ class LanguageModel:
         prompt: Any,
         num_tokens: int = 200,
         *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
         ends: Sequence[int] = (),
-        seed: int | Sequence[int] = 0,
         samples: int | None = None,
         log_probs: bool = False,
-        **sampling: Any,
     ) -> Any:
         """Continues a text, ids or a conversation, or a list of them of any lengths. See
         docs/generation.md.
 
         A text or ids come back with their prompt, a conversation ([{"role": "user", "content": ..},
         ..]) as its answer. A text ends at the tokenizer's end of document or before one of `stop`,
-        an answer at the end of its turn too, and any at one of `ends`. `sampling`: temperature,
-        top_k, top_p, min_p. `seed` is one for all rows, or one for each; `samples`: so many of
-        each, in a list, by that seed and the next ones. `log_probs`: (this, the log-probability of
-        each new token before sampling changes it).
+        an answer at the end of its turn too, and any at one of `ends`. `temperature`, `top_k`,
+        `top_p` and `min_p` are those of `Sampling`. `seed` is one for all rows, or one for each;
+        `samples`: so many of each, in a list, by that seed and the next ones. `log_probs`: (this,
+        the log-probability of each new token before sampling changes it).
 
         >>> model.generate("ab", 4).startswith("ab"), model.generate(ids, 4).shape
         (True, (2, 11))
@@ -239,8 +246,11 @@ class LanguageModel:
         continued = self.continued(
             rows,
             num_tokens,
-            sampling=Sampling(**sampling),
-            seeds=[x + i for x in seeds for i in range(count)],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=[x + i for x in seeds for i in range(count)],
             ends=[*parsed.ends, *ends],
         )
         results: Any = generation.results(continued, parsed, rows, self.tokenizer, stop)
@@ -274,9 +284,20 @@ class LanguageModel:
         ]
 
     def stream(
-        self, prompt: Any, num_tokens: int = 200, *, stop: Sequence[str] = (), **options: Any
+        self,
+        prompt: Any,
+        num_tokens: int = 200,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        ends: Sequence[int] = (),
     ) -> Iterator[str]:
-        """The new text of one text or conversation, as it comes; `options` as for `continued`.
+        """The new text of one text or conversation, as it comes; the options are those of
+        `generate`.
 
         >>> "".join(model.stream("ab", 4)) == model.generate("ab", 4)[2:]
         True
@@ -288,16 +309,35 @@ class LanguageModel:
                 " they come"
             )
         assert self.tokenizer is not None
-        continued = self.continued(parsed.ids, num_tokens, ends=parsed.ends, **options)
+        continued = self.continued(
+            parsed.ids,
+            num_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            ends=[*parsed.ends, *ends],
+        )
         stops, follows = [*stop, *parsed.stop], parsed.form == "text"
         for (new,) in generation.stream(continued, self.tokenizer, parsed.ids, stops, follows):
             yield new
 
     def continued(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int = 200,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | Sequence[int] = 0,
+        ends: Sequence[int] = (),
+        mask: Any = None,
     ) -> decode.Continuation:
-        """Continues lists of ids of any lengths piece by piece; options are those of
-        `decode.Continuation`.
+        """Continues lists of ids of any lengths piece by piece. The options are those of
+        `generate`; `mask` (1 = real) is for ids [B, S] padded at the left.
 
         A mesh with several devices on `context` holds the cache in parts over them. On another one,
         the weights are gathered on the first device.
@@ -305,7 +345,15 @@ class LanguageModel:
         >>> [len(new) for new in model.continued([[256, 97], [256]], 4).more()]
         [1, 1]
         """
-        return decode.Continuation(self._decoder(), prompts, num_tokens, **options)
+        return decode.Continuation(
+            self._decoder(),
+            prompts,
+            num_tokens,
+            sampling=Sampling(temperature, top_k, top_p, min_p),
+            seeds=seed,
+            ends=ends,
+            mask=mask,
+        )
 
     def on_one_device(self) -> tuple[dict, jax.Array]:
         """(parameters, balancing biases) as they are, or gathered from a mesh on its first device.

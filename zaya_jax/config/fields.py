@@ -248,9 +248,18 @@ def range_text(field: dataclasses.Field) -> str:
 
 
 def nearest(value: Any, choices: Iterable[str]) -> str:
-    """A question that ends a message: the choice most similar to the value, if there is one."""
-    found = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else ""
+    """A question that ends a message: of the choices similar to the value the one with most of its
+    words and fewest others, if there is one."""
+    similar = difflib.get_close_matches(str(value), list(choices), n=8, cutoff=0.5)
+    if not similar:
+        return ""
+    words = set(re.split(r"[._]", str(value)))
+
+    def likeness(choice: str) -> tuple[int, int]:
+        others = set(re.split(r"[._]", choice))
+        return len(words & others), -len(others)
+
+    return f"; did you mean {max(similar, key=likeness)}?"
 
 
 def shown(value: Any) -> str:

@@ -422,7 +422,7 @@ class Log:
     sample_temperature: float = ranged(0.7, 0, 1000, "of its sampling; 0: greedy")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Config:
     """Everything that decides a run, checked and frozen."""
 
@@ -450,3 +450,10 @@ class Config:
         " or one word: auto: all where tiles were chosen for the card, or what `python -m"
         " pallas_kernels.tune` found on it; all; none",
     )
+
+    def __repr__(self) -> str:
+        model = self.model
+        return (
+            f"<Config {self.name}: {model.model_type} of {model.num_hidden_layers} layers of"
+            f" {model.hidden_size}, {self.run.num_steps} steps>"
+        )

@@ -264,8 +264,8 @@ class _Answers:
         rows = self._model.continued(
             ids,
             options.num_tokens,
-            sampling=options.sampling,
-            seeds=[self._seed + number for number in prompts],
+            **dataclasses.asdict(options.sampling),
+            seed=[self._seed + number for number in prompts],
             ends=[self.eot_token_id],
         )
         # lm-eval's `hf` decodes the new tokens by themselves.
