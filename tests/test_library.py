@@ -460,7 +460,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
 def run_examples(examples, folder, names, monkeypatch):
     runner, said = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), []
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(logs, "say", lambda line: None)
+    monkeypatch.setattr(logs, "_print", lambda line: None)
     for test in examples:
         below = folder / f"examples {test.name}"
         below.mkdir()
@@ -501,11 +501,11 @@ def test_the_examples_of_every_function_and_method(model, run, ids, folder, monk
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_page(run, folder, monkeypatch, settings):
+def test_the_examples_of_the_page(folder, monkeypatch):
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     example = doctest.DocTestParser().get_doctest(page, {}, "library.md", "docs/library.md", 0)
     assert len(example.examples) > 15
-    run_examples([example], folder, {"config": settings, "run": run}, monkeypatch)
+    run_examples([example], folder, {}, monkeypatch)
 
 
 def test_the_page_on_generation_does_as_it_says(run):

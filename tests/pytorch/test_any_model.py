@@ -96,7 +96,7 @@ def test_a_name_that_nothing_has_is_one_line(places, monkeypatch, tmp_path):
         ("run/typo", "run/typo is not a folder; give a run's folder"),  # not asked of the hub
         (
             "nobody/nothing",
-            "nobody/nothing is not a folder here, and the Hugging Face hub does not give it",
+            "nobody/nothing is not a folder here, and could not be downloaded from the Hugging Face hub",
         ),
         ("run@7", "run has no checkpoint of step 7; it has 0"),
     ):

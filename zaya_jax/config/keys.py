@@ -240,7 +240,7 @@ class Schedule:
         0.2, 0, 1, "over which it falls; 1 - warmup_fraction: plain cosine, say"
     )
     decay_steps: int = ranged(
-        0, 0, MOST, "steps of the decay, in place of decay_fraction; 0: by that"
+        0, 0, MOST, "steps of the decay; 0: as decay_fraction says"
     )
     decay: str = choice("linear", DECAYS, "how it falls")
     final_lr_fraction: float = ranged(0.0, 0, 1, "where it ends, of optim.lr")
@@ -311,17 +311,17 @@ class Checkpoint:
     every_minutes: float = ranged(
         0.0, 0, MINUTES, "and whenever so much time has passed; 0: by steps alone"
     )
-    keep: int = ranged(3, 1, MOST, "the newest so many")
-    keep_every: int = ranged(0, 0, MOST, "also those of every so many steps")
-    keep_best: int = ranged(0, 0, MOST, "also the so many of least held-out loss")
-    keep_tokens: int = ranged(0, 0, TOKENS, "also the first after every so many tokens")
+    keep: int = ranged(3, 1, MOST, "how many of the newest stay")
+    keep_every: int = ranged(0, 0, MOST, "also those whose step is a multiple of this; 0: none")
+    keep_best: int = ranged(0, 0, MOST, "also this many with the lowest held-out loss")
+    keep_tokens: int = ranged(0, 0, TOKENS, "also the first after each multiple of so many tokens; 0: none")
     durable: str = text("", "path", "a folder or URL (s3://, gs://) that gets a copy of each")
     on_corrupt: str = choice(
         "stop", ("stop", "previous"), "newest is damaged: stop, or take an older one"
     )
     max_failures: int = ranged(3, 1, MOST, "saves that may fail in a row before the run stops")
     max_wait: float = ranged(
-        60.0, 0, 60 * MINUTES, "seconds that a save waits for the last; then it fails"
+        60.0, 0, 60 * MINUTES, "seconds that a save waits for the one before; then it fails"
     )
 
 
@@ -330,7 +330,7 @@ class Guard:
     """How a run guards its numbers; docs/guard.md."""
 
     spike_steps: int = ranged(
-        10, 0, MOST, "steps of too high a loss or gradient that make a spike; 0: never"
+        10, 0, MOST, "steps with too high a loss or gradient before it counts as a spike; 0: never"
     )
     spike_deviations: float = ranged(
         8.0, 1, 1e6, "robust deviations above the last steps' median: too high"
@@ -410,7 +410,7 @@ class Log:
         10, 1, MOST, "steps between lines on the terminal; the files get every step"
     )
     trackers: tuple[str, ...] = choice(
-        (), TRACKERS, "that get each step's figures too; docs/metrics.md"
+        (), TRACKERS, "services that also receive each step's figures; docs/metrics.md"
     )
     profile: str = text(
         "", "text", "STEP or STEP:STEPS to trace with jax.profiler; docs/howto/profile.md"
@@ -446,7 +446,7 @@ class Config:
     kernels: tuple[str, ...] = text(
         ("auto",),
         "name",
-        "operators whose own kernels a program for a GPU takes, by their folders in pallas_kernels,"
+        "the operators that use this project's kernels on a GPU, by their folders in pallas_kernels,"
         " or one word: auto: all where tiles were chosen for the card, or what `python -m"
         " pallas_kernels.tune` found on it; all; none",
     )

@@ -25,7 +25,8 @@ class Sampling:
 
     `top_k` keeps that many of the likeliest tokens (0: all). `top_p` keeps the fewest of those
     whose probabilities sum to at least that. `min_p` keeps tokens whose probability is at least
-    that fraction of the likeliest token's. Equally likely tokens stay or go together.
+    that fraction of the likeliest token's. Tokens of equal
+    probability are kept or dropped together.
     """
 
     temperature: float = 0.0

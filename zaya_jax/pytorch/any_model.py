@@ -230,8 +230,8 @@ def _on_hub(name: str) -> Path | None:
         return Path(snapshot_download(match[1], revision=match[2], allow_patterns=HUB_FILES))
     except Exception as error:  # the hub's own classes, the network's, the disk's
         raise UserError(
-            f"{name} is not a folder here, and the Hugging Face hub does not give it"
-            f" ({first_line(error)}); give {ACCEPTED_NAMES}; without a network, download it"
+            f"{name} is not a folder here, and could not be downloaded from the Hugging Face"
+            f" hub ({first_line(error)}); give {ACCEPTED_NAMES}; without a network, download it"
             " elsewhere and give its folder"
         ) from None
 

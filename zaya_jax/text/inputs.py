@@ -370,6 +370,6 @@ def _content(record: Any, text_field: str) -> str | list[chat.Message]:
 
 def _wanted(text_field: str) -> str:
     return (
-        f"neither a text under {text_field!r} (--text_field) nor a chat under"
+        f"expected a text under {text_field!r} (--text_field) or a chat under"
         f" {', '.join(CHAT_FIELDS)}, {' or '.join(map(' with '.join, chat.PAIRS))}"
     )
