@@ -305,9 +305,10 @@ def too_much(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = [
-                a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-            ]
+            # Options with a default, by name alone, are no burden: editors complete them.
+            asked = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            required = [argument for argument, default in asked if default is None]
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *required)]
             count, length = len(names) - (names[:1] == ["self"]), node.end_lineno - node.lineno + 1
             if length > LONGEST or count > MOST_PARAMETERS:
                 found.append(f"{node.name}: {length} lines, {count} parameters")
@@ -322,7 +323,7 @@ def test_a_function_fits_a_screen_and_takes_ten_things():
     }
     assert not found
     assert too_much("def f():\n" + "    pass\n" * LONGEST) and too_much(
-        "def f(a, b, c, d, e, f, g, h, i, j, k): 0"
+        "def f(a, b, c, d, e, f, g, h, i, j=1, k=1): 0"
     )
 
 
