@@ -58,7 +58,7 @@ def step_of(settings: Any, scheme: str, tokens: int, devices: list) -> tuple[Cal
     from zaya_jax.parallel import sharding
     from zaya_jax.parallel.mesh import batch_spec, make_mesh
     from zaya_jax.parallel.spread import spread_of
-    from zaya_jax.training import step as steps
+    from zaya_jax.training.loss import make_loss
 
     if scheme == "tp+sp folded":
         zaya.LAYERS["dense"] = folded_layer()
@@ -66,7 +66,7 @@ def step_of(settings: Any, scheme: str, tokens: int, devices: list) -> tuple[Cal
     spread = spread_of(settings.mesh, mesh.shape)
     sharding.check(settings, spread)
     specs = sharding.param_specs(settings.model, settings.precision, spread)
-    loss_fn = steps.make_loss(settings, settings.model, spread)
+    loss_fn = make_loss(settings, settings.model, spread)
     optimizer = optax.adamw(1e-4, 0.9, 0.95, weight_decay=0.1)
 
     def step(params, moments, bias, batch):

@@ -10,6 +10,7 @@ from zaya_jax import config
 from zaya_jax.training import step as steps
 
 # Parts of a config that no program depends on.
+OF_RUN = ("skip_update", "spike_deviations", "lora", "base", "preference", "beta")
 OF_THE_HOST = {
     name: getattr(config.Config(), name)
     for name in ("checkpoint", "data", "eval", "guard", "log", "schedule")
@@ -23,10 +24,8 @@ def traced_once() -> Iterator[None]:
 
     def once(make):
         def call(given, setup, hook=None):
-            run = dataclasses.replace(
-                config.Run(),
-                **{name: getattr(given.run, name) for name in ("skip_update", "spike_deviations")},
-            )
+            of_run = {name: getattr(given.run, name) for name in OF_RUN}
+            run = dataclasses.replace(config.Run(), **of_run)
             key = make, dataclasses.replace(given, run=run, **OF_THE_HOST), setup.mesh
             if hook:  # faults on purpose
                 return make(given, setup, hook)

@@ -2,9 +2,11 @@
 library's functions.
 
     python tools/example_chats.py chats.jsonl
+    python tools/example_chats.py pairs.jsonl --pairs
 
 Every question quotes a signature, as `inspect` finds it, in one of several wordings; the answer
-lists its parameters. The same Python gives the same file. It is for trying out fine-tuning
+lists its parameters. With `--pairs` that answer is preferred to the one to the question before. The
+same Python gives the same file. It is for trying out fine-tuning
 (docs/finetuning.md): no network, no licence.
 """
 
@@ -49,22 +51,26 @@ PLACES = {
 
 def main() -> int:
     """Writes the file that is named."""
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print(__doc__.splitlines()[2].strip(), file=sys.stderr)
+    pairs = sys.argv[2:] == ["--pairs"]
+    if len(sys.argv) != 2 + pairs or sys.argv[1].startswith("-"):
+        print("\n".join(__doc__.splitlines()[3:5]), file=sys.stderr)
         return 2
     path = sys.argv[1]
     chosen = random.Random(0)
-    chats = []
+    chats: list[dict] = []
+    before = "self"
     for name, signature, parameters in sorted(set(found())):
         question = chosen.choice(WORDINGS).format(f"{name}{signature}")
         messages = [{"role": "system", "content": SYSTEM}] if chosen.random() < 0.2 else []
-        messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": parameters},
-        ]
-        chats.append({"messages": messages})
+        messages.append({"role": "user", "content": question})
+        answer, worse = ({"role": "assistant", "content": x} for x in (parameters, before))
+        if pairs:
+            chats.append({"prompt": messages, "chosen": [answer], "rejected": [worse]})
+        else:
+            chats.append({"messages": [*messages, answer]})
+        before = parameters
     Path(path).write_text("".join(json.dumps(one) + "\n" for one in chats), encoding="utf-8")
-    print(f"{len(chats):,} chats in {path}")
+    print(f"{len(chats):,} {'pairs' if pairs else 'chats'} in {path}")
     return 0
 
 

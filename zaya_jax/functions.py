@@ -24,7 +24,6 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import chip
 from pallas_kernels.attention import MASKED, softmax_scale
 from pallas_kernels.attention.reference import mask_of
-from pallas_kernels.cross_entropy import chunk_rows
 from zaya_jax.config import Config
 from zaya_jax.config import Mesh as Sizes
 from zaya_jax.hardware import host
@@ -36,7 +35,7 @@ from zaya_jax.parallel.context import natural, zigzag
 from zaya_jax.parallel.devices import MeshDevices
 from zaya_jax.parallel.mesh import BATCH_AXES
 from zaya_jax.parallel.spread import AXES, NO_SPREAD, Spread, spread_of
-from zaya_jax.training.step import make_loss, whole_outside
+from zaya_jax.training.loss import make_loss, whole_outside
 
 IGNORED = -100  # a label that counts for nothing
 REPLICATED = PartitionSpec()
@@ -250,23 +249,10 @@ def scores(
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> tuple[Array, Array]:
         params, out = _pass(config, spread, MeshDevices(spread), params, balance, batch)
         hidden, wanted = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
-        chunk = max(chunk_rows(len(wanted), model.vocab_size), 1)
-        pad = -len(wanted) % chunk
-
-        def of_chunk(piece: tuple[Array, Array]) -> tuple[Array, Array]:
-            hidden, wanted = piece
-            logits = zaya.logits(model, params, hidden[None], precision)[0]
-            found = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
-            return found - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == wanted
-
-        pieces = jnp.pad(hidden, ((0, pad), (0, 0))), jnp.pad(wanted, (0, pad))
-        pieces = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), pieces)
-        found = [
-            x.reshape(-1)[: len(wanted)].reshape(batch["tokens"].shape)
-            for x in jax.lax.map(of_chunk, pieces)
-        ]
+        found = zaya.scores(model, params, hidden, wanted, precision)
+        log_probs, likeliest = (x.reshape(batch["tokens"].shape) for x in found)
         real = batch["loss_mask"] > 0
-        return jnp.where(real, found[0], 0.0), real & found[1]
+        return jnp.where(real, log_probs, 0.0), real & likeliest
 
     batch = _batch(config, spread, ids, segments, labels)
     outs = (PartitionSpec(BATCH_AXES, spread.sequence_axes or None),) * 2

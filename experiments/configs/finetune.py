@@ -5,11 +5,12 @@
 
 RUN is a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub.
 With RUN,lora=16 its weights stay as they are, and low-rank updates of them are trained, with
-RUN,lora=16,base=mxfp4 (or fp8) over experts in few bits. Model, tokenizer and precision are those
-of the weights; so is the context, up to 4,096 tokens. The chats are JSONL, Parquet, a folder or
-glob of them, or a directory that prepare_data made of them with --context (docs/data.md says which
-forms). Only answers are learnt; chats are fitted to the context without cutting questions or
-answers, and packed whole into rows.
+RUN,lora=16,base=mxfp4 (or fp8) over experts in few bits. With RUN,preference=dpo,beta=0.1 it learns
+from pairs of a better and a worse answer (DPO), with or without lora=16. Model, tokenizer and
+precision are those of the weights; so is the context, up to 4,096 tokens. The chats are JSONL,
+Parquet, a folder or glob of them, or a directory that prepare_data made of them with --context
+(docs/data.md says which forms); pairs are files alone. Only answers are learnt; chats are fitted to
+the context without cutting questions or answers, and packed whole into rows.
 
 Hardware: as for pretraining. Expected: a held-out loss of the answers before the first step and at
 every 50th; docs/finetuning.md has a run on a laptop. An epoch is about (tokens of the chats) /
@@ -18,6 +19,7 @@ says when it was too many.
 """
 
 import dataclasses
+import re
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -31,13 +33,16 @@ CONTEXT = 4096  # at most, where nothing else is said
 # Times the peak rate of the phase that the weights come from; fine-tuned ones keep theirs.
 SMALLER = 0.1
 IMPORTED_LR = 2e-5  # where that is not known
+PREFERRING = 0.1  # times the rate for chats, of pairs
+OPTIONS = {"lora": int, "base": str, "preference": str, "beta": float}  # keys of config.run
+EXAMPLES = {"lora": 16, "beta": 0.1}
 
 
 def get_config(weights: str = "") -> ConfigDict:
-    """The whole config of a run that fine-tunes these weights, or with MODEL,lora=RANK low-rank
-    updates of them."""
-    weights, lora, rank = weights.partition(",lora=")
-    rank, _, base = rank.partition(",base=")
+    """The whole config of a run that fine-tunes these weights: MODEL, or MODEL,lora=RANK and what
+    else OPTIONS has."""
+    given = weights
+    weights, options = _parse(given)
     found = _find(weights)
     before, step = found.config, found.step
     # Ids of begin, end and padding are the tokenizer's. A layer that a record names is imported
@@ -57,14 +62,15 @@ def get_config(weights: str = "") -> ConfigDict:
         )
     )
     c.run.init_from = weights
-    if lora:
-        if not rank.isdecimal() or int(rank) == 0:
+    for name, value in options.items():
+        try:
+            c.run[name] = OPTIONS[name](value)
+        except ValueError:
             raise config.UserError(
-                f"finetune.py:{weights},lora={rank}: the rank is a whole number from 1, such as 16"
-            )
-        c.run.lora = int(rank)
-        c.run.base = base or "compute"
-        c.balance.enabled = False  # so that the updates are all that the run changes
+                f"finetune.py:{given}: {name}={value} is not a number such as {EXAMPLES[name]}"
+            ) from None
+    if options:
+        c.balance.enabled = False  # the biases of the base, or of the reference, are the run's
 
     c.data.path = "chats.jsonl"
     c.data.chats = True
@@ -78,6 +84,9 @@ def get_config(weights: str = "") -> ConfigDict:
     # A second set of chats is not learnt at a tenth of a tenth.
     smaller = 1 if step and _tuned(before, found.folder) else SMALLER
     c.optim.lr = smaller * (phase.lr or before.optim.lr) if phase else IMPORTED_LR
+    if "preference" in options:
+        c.optim.lr *= PREFERRING
+        c.optim.z_loss = 0.0
     c.balance.lr = smaller * before.balance.lr  # the biases themselves come with the weights
     c.schedule.warmup_fraction = 0.05
     c.schedule.decay_fraction = 0.95
@@ -87,6 +96,19 @@ def get_config(weights: str = "") -> ConfigDict:
     c.checkpoint.every_steps = 50
     c.log.sample_prompt = "Who are you?"
     return c
+
+
+def _parse(given: str) -> tuple[str, dict[str, str]]:
+    """(the name of the weights, the options behind it): "MODEL,lora=16,preference=dpo"."""
+    weights, *parts = re.split(r",(?=\w+=)", given)
+    options = dict(part.split("=", 1) for part in parts)
+    for name in options:
+        if name not in OPTIONS:
+            raise config.UserError(
+                f"finetune.py:{given}: {name} is not one of {', '.join(OPTIONS)}; other keys are"
+                " given as --config.KEY=VALUE"
+            )
+    return weights, options
 
 
 def _find(weights: str) -> any_model.AnyModel:

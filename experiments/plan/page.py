@@ -34,10 +34,10 @@ BEST = 10  # ways that a search gives
 def run(args: argparse.Namespace) -> int:
     """Formulas in, three files out."""
     out, config = cli.out_folder(args.out, "the plan"), args.config
-    if config.run.lora:
+    if config.run.lora or config.run.takes_pairs:
+        key = "lora" if config.run.lora else "preference"
         raise UserError(
-            "a plan does not know low-rank updates (config.run.lora); experiments.compile measures"
-            " their step"
+            f"a plan does not know config.run.{key}; experiments.compile measures its step"
         )
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = clusters.CLUSTERS[args.cluster]

@@ -89,6 +89,26 @@ def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np
     }
 
 
+PAIRS = dataclasses.replace(SETTINGS, run=config.Run(preference="dpo", beta=3.0))
+
+
+def batch_of_pairs() -> dict[str, np.ndarray]:
+    """Rows of one to three pairs of answers of uneven lengths, and padding."""
+    rng = np.random.default_rng(1)
+    found = {name: 0 * x for name, x in batch().items()}
+    for row in range(ROWS):
+        for column in range(2 * (1 + row % 3)):
+            begin = np.count_nonzero(found["segment_ids"][row])
+            length = rng.integers(3, 6)
+            place = np.s_[row, begin : begin + length]
+            found["segment_ids"][place] = column + 1
+            found["positions"][place] = np.arange(length)
+            found["loss_mask"][place] = np.arange(length) >= rng.integers(0, length)
+            found["tokens"][place] = rng.integers(0, 64, length)
+            found["targets"][place] = rng.integers(0, 64, length)
+    return found
+
+
 def parameters(settings: config.Config):
     """Parameters that are all of some size, biases and scales too: zeros would hide mistakes."""
     return _parameters(settings.model, settings.precision)
@@ -115,12 +135,15 @@ def program(settings: config.Config, num_devices: int):
     spread = spread_of(settings.mesh, mesh.shape)
     sharding.check(settings, spread)
     specs = sharding.param_specs(settings.model, settings.precision, spread)
-    loss_fn = steps.make_loss(settings, settings.model, spread)
+    loss = steps.objective_of(settings, spread)
 
     def compute(params, bias, batch):
-        total = jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes)
+        total = jax.lax.psum(loss.count(batch), spread.token_axes)
         micro = jax.tree.map(lambda x: x[0], batch)
-        grads, (parts, sums) = jax.grad(loss_fn, has_aux=True)(params, bias, micro, total)
+        first = {"params": jax.tree.map(lambda x: 0.7 * x, params), "scales": {}}
+        frozen = first if settings.run.takes_pairs else None
+        value = functools.partial(loss.value, frozen=frozen)
+        grads, (parts, sums) = jax.grad(value, has_aux=True)(params, bias, micro, total)
 
         def whole(g, spec):
             used = {

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 import mesh_helpers as helpers
+import numpy as np
 import pytest
 from rows import slow
 
@@ -14,6 +15,25 @@ from zaya_jax import config
 ZAYA, DENSE, GROUPED, MIXED = helpers.SETTINGS, helpers.DENSE, helpers.GROUPED, helpers.MIXED
 LONG_TAPS = helpers.with_model(cca_time0=3, cca_time1=4)
 ONE_TAP = helpers.with_model(cca_time0=1, cca_time1=1)  # only the delayed value looks back
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes"),
+    [
+        (8, dict(data=2, expert=2, context=2)),
+        slow(4, dict(data=2, tensor=2, fsdp=True)),
+        slow(4, dict(context=2, tensor=2, tsp=True)),
+    ],
+)
+def test_pairs_of_answers_are_the_same_on_a_mesh(devices, sizes):
+    """Answers lie over several devices, and so do the rows of the head."""
+    host, on_mesh = (
+        helpers.batch_of_pairs(),
+        dataclasses.replace(helpers.PAIRS, mesh=config.Mesh(**sizes)),
+    )
+    one = helpers.loss_and_gradients(helpers.PAIRS, 1, host)
+    assert abs(one[0] - np.log(2)) > 0.01
+    helpers.assert_same(helpers.loss_and_gradients(on_mesh, devices, host), one)
 
 
 @functools.cache

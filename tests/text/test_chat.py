@@ -208,7 +208,7 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
 def test_a_record_with_text_and_chat_is_the_chat():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     for field in inputs.CHAT_FIELDS:
-        content = inputs._content({"text": "a rendering of it", field: turns}, "text")
+        content = inputs.TextOrChat().content({"text": "a rendering of it", field: turns})
         assert content == chat.parse_chat(turns)
 
 
@@ -238,7 +238,7 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
     ((part,),) = inputs.make_tasks([(path, 1 << 20, 0)], 1 << 30)
-    ((_, where, found),) = inputs.samples(part, "text")
+    ((_, where, found),) = inputs.samples(part, inputs.TextOrChat())
     assert where == f"{path}, {'line 1' if form == 'jsonl' else 'row 1 of row group 0'}"
     if isinstance(found, list):
         roles = [turn.role for turn in found if turn.role not in ("system", "tools")]
@@ -249,7 +249,7 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
 
 def test_a_field_that_is_asked_for_is_a_text():
     record = {"instruction": "q", "output": "the text"}
-    assert inputs._content(record, "output") == "the text"
+    assert inputs.TextOrChat("output").content(record) == "the text"
 
 
 def test_earlier_turns_of_another_form_are_refused():

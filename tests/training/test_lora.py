@@ -19,7 +19,7 @@ from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.config import UserError
 from zaya_jax.pytorch import adapters, any_model, exchange, hub
 from zaya_jax.pytorch.card import Publication
-from zaya_jax.training import step as steps
+from zaya_jax.training.loss import make_loss
 
 IDS = np.arange(48).reshape(2, 24) % 200
 
@@ -76,7 +76,7 @@ def test_the_export_is_the_run(folder, tmp_path):
     """The loss of the training step's own function is that of the merged weights, which the export
     has too."""
     model = zj.load(folder / "run")
-    loss = steps.make_loss(model.config, model.config.model)
+    loss = make_loss(model.config, model.config.model)
     of_run, base = (partial.read(folder / name, "params.*")["params"] for name in ("run", "base"))
     rows = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:], "segment_ids": None, "positions": None}
     rows |= {"loss_mask": np.ones(rows["targets"].shape, np.float32)}

@@ -15,7 +15,7 @@ from zaya_jax.checkpoint import few_bits, partial
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.model import lora, quantized
 from zaya_jax.pytorch import any_model, exchange, hf
-from zaya_jax.training import step as steps
+from zaya_jax.training.loss import make_loss
 
 IDS = np.arange(48).reshape(2, 24) % 200
 SIZES = {"model__hidden_size": 32, "model__moe_intermediate_size": 32}
@@ -70,7 +70,7 @@ def test_the_export_is_the_run(run, root, tmp_path):
     """Merged onto the numbers of the codes, which the step decodes itself."""
     workdir, form = run
     model = zj.load(workdir)
-    loss = steps.make_loss(model.config, model.config.model)
+    loss = make_loss(model.config, model.config.model)
     like = lora.abstract_base(model.config.model, model.config.precision, form)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), like)

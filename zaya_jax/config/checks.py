@@ -24,6 +24,8 @@ def check_config(c: Config) -> None:
         )
     if c.data.chats:
         _check_chats(c)
+    if c.run.takes_pairs:
+        _check_preference(c)
 
 
 def _check_chats(c: Config) -> None:
@@ -43,6 +45,31 @@ def _check_chats(c: Config) -> None:
                     " leave it out, or take data.chats away and give each phase chats that were"
                     " prepared for its context"
                 )
+
+
+def _check_preference(c: Config) -> None:
+    way_out = "or give --config=experiments/configs/finetune.py:MODEL,preference=dpo, which does"
+    given = f"config.run.preference={c.run.preference!r}"
+    if not c.run.init_from:
+        raise UserError(
+            f"{given} is given without config.run.init_from, whose weights the trained ones are"
+            f" compared with; name a model, {way_out}"
+        )
+    if not c.data.chats:
+        raise UserError(
+            f"{given} learns from pairs of answers, but config.data.chats is not set; set it,"
+            f" {way_out}"
+        )
+    if c.balance.enabled:
+        raise UserError(
+            f"{given} with config.balance.enabled=True: moved balancing biases would change the"
+            f" weights' reference too; set it to False, {way_out}"
+        )
+    if c.optim.z_loss:
+        raise UserError(
+            f"{given} with config.optim.z_loss={c.optim.z_loss}, a part of the loss of tokens; set"
+            f" it to 0, {way_out}"
+        )
 
 
 def _check_rates(s: Schedule) -> None:

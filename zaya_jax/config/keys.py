@@ -18,6 +18,7 @@ MATMULS = ("default", "high", "highest")
 ITERATIONS = ("keller_jordan", "polar_express")
 TRACKERS = ("wandb", "mlflow", "trackio")
 REMATS = ("none", "elementwise", "attention", "layer", "offload")
+PREFERENCES = ("none", "dpo")
 
 MOST = 2**31 - 1  # for counts in 32 bits on the devices
 TOKENS = 10**16  # a thousand times the largest corpus
@@ -270,6 +271,14 @@ class Run:
     base: str = choice(
         "compute", ("compute", "fp8", "mxfp4"), "under lora: the frozen experts in memory"
     )
+    preference: str = choice(
+        "none",
+        PREFERENCES,
+        "dpo: learn from pairs of answers, measured against init_from's weights",
+    )
+    beta: float = ranged(
+        0.1, 1e-6, 1e6, "dpo's: the larger, the nearer to init_from's answers the model stays"
+    )
     fork: str = text(
         "", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md"
     )
@@ -278,6 +287,11 @@ class Run:
     )
     fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")
     fork_tokens: int = ranged(0, 0, TOKENS, "tokens that had been seen there; filled in")
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether the data are pairs of answers."""
+        return self.preference != "none"
 
 
 @dataclasses.dataclass(frozen=True)

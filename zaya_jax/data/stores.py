@@ -22,7 +22,10 @@ _tokenised: dict[tuple, tuple[tuple, object]] = {}
 
 
 class MemoryStore:
-    """A tape of tokens that is in memory, as one block."""
+    """A tape of tokens that is in memory, as one block.
+
+    `together` documents at a time share a row, as the two of a pair do.
+    """
 
     bundle_tokens, num_shards = 0, 1  # 0: not stored in bundles
 
@@ -33,7 +36,9 @@ class MemoryStore:
         fingerprint: str,
         note: str = "",
         files: Iterable[object] = (),
+        together: int = 1,
     ) -> None:
+        self.together = together
         self.name, self.block, self.fingerprint = name, block, fingerprint
         self.note = note  # for the user
         self.files = frozenset(files)  # the identities of the files that the text is from
@@ -42,10 +47,11 @@ class MemoryStore:
 
     @functools.cached_property
     def _lengths(self) -> np.ndarray:
-        return np.diff(np.append(np.flatnonzero(self.block.starts), len(self.block)))
+        starts = np.flatnonzero(self.block.starts)[:: self.together]
+        return np.diff(np.append(starts, len(self.block)))
 
     def lengths(self, shard: int) -> np.ndarray:
-        """The tokens of each document."""
+        """The tokens of each document, or of those that are together."""
         return self._lengths
 
     def read_spans(self, spans: Sequence[Span]) -> list[list[Piece]]:
@@ -78,6 +84,7 @@ def open_store(config: Config, path: str, tokenizer: Tokenizer, split: str = "tr
     if data.chats:
         chat_template.require_turn_tokens(tokenizer, described_as)
     if path != "stdlib" and is_prepared(path):
+        refuse_prepared_pairs(config, path)
         store = PreparedStore(path, split, data.on_corrupt)
         store.require_tokenizer(tokenizer, described_as)
         if split == "train" and not store.num_tokens:
@@ -91,6 +98,15 @@ def open_store(config: Config, path: str, tokenizer: Tokenizer, split: str = "tr
         else:
             sides = made_once([path], (tokenizer.sha256,), lambda: _open_text(path, tokenizer))
     return sides[SPLITS.index(split)]
+
+
+def refuse_prepared_pairs(config: Config, path: str) -> None:
+    """UserError where a run on pairs is given a prepared directory, which holds none."""
+    if config.run.takes_pairs:
+        raise UserError(
+            f"{path} is a prepared directory, but config.run.preference={config.run.preference!r}"
+            " reads pairs from JSONL or Parquet; give their file, folder or glob"
+        )
 
 
 def require_chats(store: PreparedStore, context: int) -> None:
@@ -124,21 +140,26 @@ def _open_text(path: str, tokenizer: Tokenizer) -> tuple[MemoryStore, MemoryStor
 
 def _open_chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[MemoryStore, MemoryStore]:
     """A chat is held out by the hash of its content, the same in all sources of the run."""
-    context = config.data.seq_len
+    context, pairs = config.data.seq_len, config.run.takes_pairs
     sources, _ = mix.plan_sources(config)
     paths = [source for source in sources if source == "stdlib" or not is_prepared(source)]
 
     def make() -> dict[str, tuple[MemoryStore, MemoryStore]]:
-        chats = {source: memory_chats.read_chats(source, tokenizer, context) for source in paths}
+        chats = {
+            source: memory_chats.read_chats(source, tokenizer, context, pairs) for source in paths
+        }
         last = memory_chats.last_held_out(list(chats.values()))
-        return {source: _both_sides(source, *chats[source].split(last)) for source in paths}
+        together = 2 if pairs else 1
+        return {
+            source: _both_sides(source, *chats[source].split(last), together) for source in paths
+        }
 
-    options = tokenizer.sha256, chat_template.fingerprint(tokenizer), context
+    options = tokenizer.sha256, chat_template.fingerprint(tokenizer), context, pairs
     return made_once(paths, options, make)[path]
 
 
 def _both_sides(
-    path: str, train: TokenBlock, held_out: TokenBlock, note: str = ""
+    path: str, train: TokenBlock, held_out: TokenBlock, note: str = "", together: int = 1
 ) -> tuple[MemoryStore, MemoryStore]:
     """The stores of both sides, each with a fingerprint over both: a change of the held-out data
     also counts as a change of the run's data."""
@@ -150,8 +171,8 @@ def _both_sides(
     first, second = (f"{digest.hexdigest()}/{split}" for split in SPLITS)
     files = text_files.identities(path)
     return (
-        MemoryStore(path, train, first, note, files),
-        MemoryStore(path, held_out, second, note, files),
+        MemoryStore(path, train, first, note, files, together),
+        MemoryStore(path, held_out, second, note, files, together),
     )
 
 

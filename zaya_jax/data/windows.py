@@ -24,6 +24,7 @@ from zaya_jax.data.stores import (
     local_rows,
     made_once,
     open_store,
+    refuse_prepared_pairs,
     require_chats,
 )
 from zaya_jax.text import chat_template, inputs, memory_chats, text_files
@@ -135,6 +136,7 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
     store: TokenStore
     with fields.naming(where):
         if path != "stdlib" and is_prepared(path):
+            refuse_prepared_pairs(config, path)
             store = PreparedStore(path, "held_out", config.data.on_corrupt)
             store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
             if config.data.chats and store.chat_outcomes:
@@ -164,21 +166,23 @@ def _refuse_trained(path: str, trained: list[str]) -> None:
 
 
 def open_whole(config: Config, path: str, tokenizer: Tokenizer) -> MemoryStore:
-    """All text of a path, or in a run of chats all its chats."""
+    """All text of a path, or in a run of chats or pairs all of these."""
     files = text_files.list_files(path)
     records = any(text_files.file_kind(str(file)) in inputs.RECORDS for _, file in files)
-    context = config.data.seq_len if config.data.chats and records else 0
+    pairs = config.run.takes_pairs
+    context = config.data.seq_len if config.data.chats and (records or pairs) else 0
 
     def make() -> MemoryStore:
         if context:
-            block, note = memory_chats.read_whole(path, tokenizer, context)
+            block, note = memory_chats.read_whole(path, tokenizer, context, pairs)
         else:
             texts = [text for _, text in text_files.named_texts(path)]
             block, note = encode_texts(texts, tokenizer), ""
-        return MemoryStore(path, block, hashlib.sha256(block.tokens).hexdigest(), note)
+        fingerprint, together = hashlib.sha256(block.tokens).hexdigest(), 2 if pairs else 1
+        return MemoryStore(path, block, fingerprint, note, together=together)
 
     template = chat_template.fingerprint(tokenizer) if context else ""
-    return made_once([path], ("whole", tokenizer.sha256, template, context), make)
+    return made_once([path], ("whole", tokenizer.sha256, template, context, pairs), make)
 
 
 def _real_path(path: str) -> str:

@@ -34,9 +34,9 @@ class StateModel:
         self.config, self.tokenizer, self.mesh = config, planned.tokenizer, planned.setup.mesh
         self.source = f"step {now.number}"
         self._params, self._balance = state["params"], state["balance"].bias
-        if frozen := state.get("frozen"):
-            at = functions.shardings(config, self.mesh)["params"]
-            self._params = jax.jit(lora.merged, out_shardings=at)(frozen["params"], self._params)
+        if config.run.lora:
+            at, frozen = functions.shardings(config, self.mesh)["params"], state["frozen"]["params"]
+            self._params = jax.jit(lora.merged, out_shardings=at)(frozen, self._params)
         self._now, self._pace = now, pace
 
     def scores(self, ids: Any, labels: Any, *, segments: Any) -> tuple[np.ndarray, np.ndarray]:

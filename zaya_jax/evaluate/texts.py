@@ -118,6 +118,11 @@ def held_out(
     config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None
 ) -> Iterator[ScoredDocument]:
     """The held-out documents of one source of a run with this config; at most `limit`."""
+    if config.run.takes_pairs:
+        raise UserError(
+            f"{path} has pairs of answers (config.run.preference={config.run.preference!r}), whose"
+            " loss is in the run's own metrics; give chats or text with --data"
+        )
     store = stores.open_store(config, path, tokenizer, "held_out")
     if not store.num_tokens:
         raise UserError(f"{path} of the run has no held-out part; give other data to evaluate on")
@@ -130,7 +135,7 @@ def _of_files(
     template = chat_template.Template(tokenizer)
     files = [(name, *inputs.file_stamp(name)) for name in files_of(path)]
     for piece in itertools.chain.from_iterable(inputs.make_tasks(files, PART_BYTES)):
-        for sample in inputs.samples(piece, text_field):
+        for sample in inputs.samples(piece, inputs.TextOrChat(text_field)):
             if isinstance(sample, inputs.NotText):
                 skipped(str(sample))
             elif isinstance(sample, inputs.BadInput):

@@ -65,7 +65,9 @@ def small_config(config: Config) -> Config:
         model=config_lib.check({"model": models[small_model_name(config.model)]}).model,
         optim=config_lib.Optim(name=config.optim.name, clip_norm=0.0),
         balance=config_lib.Balance(),
-        run=dataclasses.replace(config.run, lora=None, base="compute", skip_update="never"),
+        run=dataclasses.replace(
+            config.run, lora=None, base="compute", preference="none", skip_update="never"
+        ),
     )
 
 

@@ -67,13 +67,13 @@ class Replay:
         mesh, spread = setup.mesh, setup.spread
         self._spread = spread
         self._weight_of_word: list[str] = []  # written while `hashes` is traced
-        loss_fn = steps.make_loss(config, config.model, spread)
+        loss_fn, adapted = steps.objective_of(config, spread).value, bool(config.run.lora)
 
         def hashes(params, bias, batch, frozen):
             # Not the number of targets: any constant will do, since only bits are compared.
             total = float(math.prod(batch["tokens"].shape[1:]) * spread.data * spread.expert)
             by_layer: dict[str, Any] = {}
-            if not frozen:
+            if not adapted:
                 for path, x in trees.flat(params, "/").items():
                     if path.startswith("layers/"):
                         by_layer[path] = HashInsteadOfReduce(x.shape[0])
@@ -109,8 +109,8 @@ class Replay:
     def __call__(
         self, params: Any, bias: jax.Array, batch: dict, frozen: Any = None
     ) -> Mismatch | None:
-        """Computes and compares; all processes together. With `frozen` weights, params are their
-        adapters."""
+        """Computes and compares; all processes together. `frozen` are the weights that the loss
+        reads beside the parameters."""
 
         def compute(moved_by: int = 0) -> np.ndarray:
             moved = self._moves[moved_by](batch)

@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import chip
 from pallas_kernels.attention import NO_WINDOW, SAVED
+from pallas_kernels.cross_entropy import chunk_rows
 from pallas_kernels.grouped_mlp import PRODUCTS
 from pallas_kernels.products import GIVEN, times_rows
 from pallas_kernels.residual_norm import rms_norm
@@ -374,6 +375,30 @@ def logits(
     out = times_rows(hidden.astype(dtype).reshape(-1, hidden.shape[-1]), embedding)
     out = out.reshape(*hidden.shape[:-1], -1)
     return out + params["head"]["bias"] if model.lm_head_bias else out
+
+
+def scores(
+    model: Model,
+    params: dict,
+    hidden: Float[Array, "N D"],
+    targets: Int[Array, "N"],
+    precision: Precision,
+) -> tuple[Float[Array, "N"], Bool[Array, "N"]]:
+    """Each target's log-probability, and whether it is the likeliest, with the logits of a chunk of
+    tokens at a time. Those of a target below 0 mean nothing."""
+    chunk = max(chunk_rows(len(targets), model.vocab_size), 1)
+    pad = -len(targets) % chunk
+
+    def of_chunk(piece: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, wanted = piece
+        given = logits(model, params, hidden[None], precision)[0]
+        found = jnp.take_along_axis(given, wanted[:, None], axis=-1)[:, 0]
+        return found - jax.nn.logsumexp(given, axis=-1), jnp.argmax(given, axis=-1) == wanted
+
+    pieces = jnp.pad(hidden, ((0, pad), (0, 0))), jnp.pad(targets, (0, pad))
+    pieces = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), pieces)
+    log_probs, likeliest = jax.lax.map(of_chunk, pieces)
+    return log_probs.reshape(-1)[: len(targets)], likeliest.reshape(-1)[: len(targets)]
 
 
 def param_axes(model: Model, precision: Precision = Precision()) -> dict:

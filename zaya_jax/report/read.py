@@ -187,6 +187,8 @@ class Workdir:
     @property
     def unit(self) -> str:
         """The unit of the losses."""
+        if self.setting("run.preference") not in (None, "none"):
+            return "nats per pair"
         return "nats per byte" if self.setting("data.tokenizer") == "bytes" else "nats per token"
 
     @property

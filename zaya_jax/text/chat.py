@@ -8,10 +8,11 @@ these names. Other roles keep their names. `chat_template` turns what is read in
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import NotUnicode, utf8
@@ -32,11 +33,16 @@ PAIRS = (("prompt", "completion"), ("instruction", "output"))
 ADDED = "input"  # of Alpaca, after its instruction
 EARLIER = "history"  # turns before that, in a form that is not read
 PAIR_FIELDS = (*PAIRS[0], *PAIRS[1], ADDED, EARLIER)
+PAIR_FORM = (
+    "a pair has chosen and rejected as texts or lists of turns, and a prompt unless both are whole"
+    " conversations"
+)
 RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 KEPT, TRIMMED, REDUCED, DROPPED = OUTCOMES = ("kept", "trimmed", "reduced", "dropped")
+IDENTICAL, EMPTY = "identical", "of these with an empty answer"  # of pairs
 LEARNT_COUNTS = (
     "answers learnt",
     "answers rewritten",
@@ -74,6 +80,11 @@ class Message:
         return self.role.lower() in MODEL_ROLES
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it says and calls nothing."""
+        return not (self.content.strip() or self.reasoning or self.extra_fields.get("tool_calls"))
+
+    @property
     def is_learnt(self) -> bool:
         """Whether the model is to learn to write it."""
         return self.is_answer and not self.not_learnt
@@ -106,10 +117,16 @@ class Counts(collections.Counter[str]):
     """How many chats were kept, trimmed, reduced, dropped and left out; and LEARNT_COUNTS of
     them."""
 
+    outcomes: Sequence[str] = OUTCOMES
+
     def add(self, document: Document | None, outcome: str, ends: bool) -> None:
         """Count a chat as `Template.encode_within` gives it; `ends`: whether its template ends
         answers."""
         self[outcome] += 1
+        self.add_learnt(document, ends)
+
+    def add_learnt(self, document: Document | None, ends: bool) -> None:
+        """Count what is learnt of a document."""
         if document is not None and document.predicted is not None:
             self["answers learnt"] += document.answers
             self["answers rewritten"] += document.rewritten
@@ -118,13 +135,19 @@ class Counts(collections.Counter[str]):
                 self["answers learnt without an end"] += document.answers
 
     def __str__(self) -> str:
-        others = sorted(self.keys() - {*OUTCOMES, *LEARNT_COUNTS})
-        return ", ".join(f"{self[name]:,} {name}" for name in (*OUTCOMES, *others))
+        others = sorted(self.keys() - {*self.outcomes, *LEARNT_COUNTS})
+        return ", ".join(f"{self[name]:,} {name}" for name in (*self.outcomes, *others))
 
     @property
     def learnt_summary(self) -> str:
         """What is learnt, in words."""
         return ", ".join(f"{self[name]:,} {name}" for name in LEARNT_COUNTS if name in self)
+
+
+class PairCounts(Counts):
+    """How many pairs were kept, dropped as too long, and left out."""
+
+    outcomes = (KEPT, EMPTY, DROPPED, IDENTICAL)
 
 
 def parse_chat(messages: Any) -> list[Message]:
@@ -135,10 +158,53 @@ def parse_chat(messages: Any) -> list[Message]:
     """
     if not isinstance(messages, list) or not messages:
         raise BadChat(f"a conversation is a list of turns, not {type(messages).__name__}")
-    turns = [parse_turn(turn) for turn in messages]
+    return _with_an_answer([parse_turn(turn) for turn in messages])
+
+
+def _with_an_answer(turns: list[Message]) -> list[Message]:
     if not any(turn.is_learnt for turn in turns):
         raise BadChat("a conversation without an answer (a turn of role assistant) teaches nothing")
     return turns
+
+
+class Pair(NamedTuple):
+    """Two conversations with one beginning, of which nothing is learnt; the first is preferred."""
+
+    chosen: list[Message]
+    rejected: list[Message]
+    shared: list[Message]  # the turns of their beginning
+
+
+def parse_pair(record: Mapping[str, Any]) -> Pair:
+    """A record with `chosen` and `rejected`: two answers to its `prompt`, each of the three a text
+    or a list of turns; or two whole conversations, which may have the prompt, as a text, in them.
+    """
+    prompt = record.get("prompt")
+    whole, conversations = False, []
+    for side in (record.get("chosen"), record.get("rejected")):
+        turns = [{"role": "assistant", "content": side}] if isinstance(side, str) else side
+        if not isinstance(turns, list) or not turns:
+            raise BadChat(f"{PAIR_FORM}; this one has {named_fields(record)}")
+        before: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        whole = not isinstance(prompt, list) and not parse_turn(turns[0]).is_answer
+        if not whole and not isinstance(before, list):
+            raise BadChat(f"{PAIR_FORM}; this one has {named_fields(record)}")
+        before = [] if whole else before
+        conversations.append(parse_chat([*leading_turns(record), *before, *turns]))
+    pair = _paired(*conversations)
+    if whole and prompt and prompt not in [turn.content for turn in pair.shared]:
+        raise BadChat("its prompt is none of the turns that chosen and rejected begin with")
+    return pair
+
+
+def _paired(chosen: list[Message], rejected: list[Message]) -> Pair:
+    """Two conversations, with the turns that both begin with as read only."""
+    most = min(len(chosen), len(rejected)) - 1  # an answer stays, also where all are alike
+    pairs = zip(chosen[:most], rejected[:most], strict=True)
+    count = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    shared = [dataclasses.replace(turn, not_learnt=True) for turn in chosen[:count]]
+    better, worse = (_with_an_answer([*shared, *side[count:]]) for side in (chosen, rejected))
+    return Pair(better, worse, shared)
 
 
 def leading_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -34,11 +34,11 @@ RECORDS = ("jsonl", "parquet", "arrow", "hub")  # the kinds of files with texts 
 
 
 class Sample(NamedTuple):
-    """A text, or the turns of a chat."""
+    """A text, the turns of a chat, or a pair of chats, by the form of the records."""
 
     name: str  # its hash decides whether it is held out
     where: str  # the file, and its line or row, for messages
-    content: str | list[chat.Message]
+    content: Any
 
 
 class BadInput(UserError):
@@ -66,6 +66,83 @@ class InputRange:
 
     def __str__(self) -> str:
         return shown(self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOrChat:
+    """Records of chats, or of texts under a field."""
+
+    text_field: str = "text"
+    advice = f"give records with a list of turns under {', '.join(CHAT_FIELDS)}"
+    way_out = "use prepare_data with --skip_bad to skip it"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The fields that are read."""
+        return (self.text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS, *chat.PAIR_FIELDS)
+
+    @property
+    def wanted(self) -> str:
+        """The fields that would have been right, for messages."""
+        return (
+            f"expected a text under {self.text_field!r} (--text_field) or a chat under"
+            f" {', '.join(CHAT_FIELDS)}, {' or '.join(map(' with '.join, chat.PAIRS))}"
+        )
+
+    def is_in(self, names: Sequence[str]) -> bool:
+        """Whether records with these fields may be such."""
+        known = any(field in names for field in (self.text_field, *CHAT_FIELDS))
+        return known or any({*pair} <= {*names} for pair in chat.PAIRS)
+
+    def content(self, record: Any) -> str | list[chat.Message]:
+        """A record's chat, or else its text; an empty record is an empty text.
+
+        Turns under one of CHAT_FIELDS come before a question and its answer, and both before a
+        text.
+        """
+        if not isinstance(record, dict):
+            raise BadInput(f"a JSON {type(record).__name__}, but {self.wanted}")
+        turns: list[Any] = []
+        for field in CHAT_FIELDS:
+            if not turns and isinstance(record.get(field), list):
+                turns = record[field]
+        turns = turns or chat.paired_turns(record, self.text_field)
+        if turns:
+            return chat.parse_chat(chat.leading_turns(record) + turns)
+        text = record.get(self.text_field)
+        if isinstance(text, str):
+            if len(text) > text_files.LONGEST:
+                raise BadInput(f"a text that {text_files.TOO_LONG}")
+            try:
+                utf8(text)
+            except NotUnicode as error:
+                raise BadInput(str(error)) from None
+            return text
+        if text is not None or (self.text_field not in record and record):
+            hint = "; for pairs give finetune.py:MODEL,preference=dpo" if "chosen" in record else ""
+            raise BadInput(f"fields {chat.named_fields(record)}, but {self.wanted}{hint}")
+        return ""
+
+
+class ChatPair:
+    """Records of two answers, the better and the worse one."""
+
+    columns = ("prompt", "chosen", "rejected", *chat.LEADING_FIELDS)
+    wanted = advice = chat.PAIR_FORM
+    way_out = "remove it"
+
+    def is_in(self, names: Sequence[str]) -> bool:
+        """Whether records with these fields may be such."""
+        return {"chosen", "rejected"} <= {*names}
+
+    def content(self, record: Any) -> chat.Pair:
+        """A record's pair."""
+        if not isinstance(record, dict):
+            raise BadInput(f"a JSON {type(record).__name__}, but {self.wanted}")
+        return chat.parse_pair(record)
+
+
+Form = TextOrChat | ChatPair  # of the records of a file
 
 
 def shown(path: str) -> str:
@@ -148,19 +225,19 @@ def whole_file(path: str) -> list[InputRange]:
     return [piece for task in tasks for piece in task]
 
 
-def samples(piece: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
+def samples(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
     """The samples of a range of an input file, and what cannot be read of it as BadInput."""
     try:
         if piece.kind == "text":
             yield _text(piece)
         elif piece.kind == "jsonl":
-            yield from _jsonl(piece, text_field)
+            yield from _jsonl(piece, form)
         elif piece.kind == "parquet":
-            yield from _parquet(piece, text_field)
+            yield from _parquet(piece, form)
         elif piece.kind == "hub":
-            yield from _samples_of_rows(piece, hub.rows(piece.path), 0, text_field)
+            yield from _samples_of_rows(piece, hub.rows(piece.path), 0, form)
         elif piece.kind == "arrow":
-            yield from _samples_of_rows(piece, _arrow_rows(piece.path), 0, text_field)
+            yield from _samples_of_rows(piece, _arrow_rows(piece.path), 0, form)
         else:
             raise NotText(piece, piece.kind)
     except BadInput as error:
@@ -239,7 +316,7 @@ def _text(piece: InputRange) -> Sample:
         ) from None
 
 
-def _jsonl(piece: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
+def _jsonl(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
     with _open(piece.path) as file:
         offset = piece.start
         if offset:  # the line that begins before this range belongs to the one before
@@ -258,15 +335,15 @@ def _jsonl(piece: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             if not line:
                 return
             if line.strip():
-                yield _json_sample(line, f"{piece.name}:{offset}", where, text_field)
+                yield _json_sample(line, f"{piece.name}:{offset}", where, form)
             offset += len(line)
 
 
-def _json_sample(line: bytes, name: str, where: str, text_field: str) -> Sample | BadInput:
+def _json_sample(line: bytes, name: str, where: str, form: Form) -> Sample | BadInput:
     if line.lstrip().startswith(b"["):
         return BadInput(f"{where}: a JSON array; make a line of each element: jq -c '.[]'")
     try:
-        return Sample(name, where, _content(json.loads(line.rstrip()), text_field))
+        return Sample(name, where, form.content(json.loads(line.rstrip())))
     except (BadInput, chat.BadChat) as error:
         return BadInput(f"{where}: {error}")
     except (ValueError, RecursionError) as error:
@@ -282,23 +359,21 @@ def _open_parquet(path: str) -> Any:
         raise BadInput(f"{shown(path)} is not a Parquet file: {first_line(error)}") from None
 
 
-def _parquet(piece: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
+def _parquet(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
     with _open_parquet(piece.path) as file:
         names = file.schema_arrow.names
-        known = any(field in names for field in (text_field, *CHAT_FIELDS))
-        if not known and not any({*pair} <= {*names} for pair in chat.PAIRS):
+        if not form.is_in(names):
             if piece.start:  # it is the file's, and counts once
                 return
             few = ascii(", ".join(names[:8]))[1:-1][:200]
-            raise BadInput(f"{piece} has columns {few}, but {_wanted(text_field)}")
-        wanted = (text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS, *chat.PAIR_FIELDS)
-        columns = [name for name in names if name in wanted]
+            raise BadInput(f"{piece} has columns {few}, but {form.wanted}")
+        columns = [name for name in names if name in form.columns]
         if len(set(columns)) < len(columns):
             raise BadInput(f"{piece} has two columns of one name among {', '.join(columns)}")
         for group in range(piece.start, piece.stop):
             batches = file.iter_batches(256, [group], columns)
             rows = (row for batch in batches for row in batch.to_pylist())
-            yield from _samples_of_rows(piece, rows, group, text_field)
+            yield from _samples_of_rows(piece, rows, group, form)
 
 
 def _arrow_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -311,7 +386,7 @@ def _arrow_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _samples_of_rows(
-    piece: InputRange, records: Iterable[dict[str, Any]], group: int, text_field: str
+    piece: InputRange, records: Iterable[dict[str, Any]], group: int, form: Form
 ) -> Iterator[Sample | BadInput]:
     import pyarrow
 
@@ -319,7 +394,7 @@ def _samples_of_rows(
         for row, record in enumerate(records):
             where = f"{piece}, row {row + 1:,} of row group {group}"
             try:
-                content = _content(_without_nulls(record), text_field)
+                content = form.content(_without_nulls(record))
                 yield Sample(f"{piece.name}:{group}:{row}", where, content)
             except (BadInput, chat.BadChat) as error:
                 yield BadInput(f"{where}: {error}")
@@ -338,38 +413,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value
-
-
-def _content(record: Any, text_field: str) -> str | list[chat.Message]:
-    """A record's chat, or else the text under `text_field`; an empty record is an empty text.
-
-    Turns under one of CHAT_FIELDS come before a question and its answer, and both before a text.
-    """
-    if not isinstance(record, dict):
-        raise BadInput(f"a JSON {type(record).__name__}, but {_wanted(text_field)}")
-    turns: list[Any] = []
-    for field in CHAT_FIELDS:
-        if not turns and isinstance(record.get(field), list):
-            turns = record[field]
-    turns = turns or chat.paired_turns(record, text_field)
-    if turns:
-        return chat.parse_chat(chat.leading_turns(record) + turns)
-    text = record.get(text_field)
-    if isinstance(text, str):
-        if len(text) > text_files.LONGEST:
-            raise BadInput(f"a text that {text_files.TOO_LONG}")
-        try:
-            utf8(text)
-        except NotUnicode as error:
-            raise BadInput(str(error)) from None
-        return text
-    if text is not None or (text_field not in record and record):
-        raise BadInput(f"fields {chat.named_fields(record)}, but {_wanted(text_field)}")
-    return ""
-
-
-def _wanted(text_field: str) -> str:
-    return (
-        f"expected a text under {text_field!r} (--text_field) or a chat under"
-        f" {', '.join(CHAT_FIELDS)}, {' or '.join(map(' with '.join, chat.PAIRS))}"
-    )

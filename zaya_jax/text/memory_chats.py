@@ -1,5 +1,5 @@
-"""Reads chats that need no preparing: JSONL or Parquet to documents that fit the context, some of
-them held out.
+"""Reads chats, or pairs of them, that need no preparing: JSONL or Parquet to documents that fit the
+context, some of them held out.
 
 A record that is no chat ends the run in one line that names file and line, before anything is
 compiled; a preparation (`experiments.prepare_data`) can leave such records out. Everything is in
@@ -11,25 +11,36 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
+
 from zaya_jax.config import UserError
 from zaya_jax.text import chat, chat_template, inputs, text_files, token_block
+from zaya_jax.text.answer_spans import Incomplete
 from zaya_jax.text.inputs import Sample
 from zaya_jax.text.token_block import Document, TokenBlock
 from zaya_jax.text.tokenizers import Tokenizer
 
-FIELDS = ", ".join(inputs.CHAT_FIELDS)
 HELD_OUT = 64  # chats at least, unless that is more than a tenth of all; then the tenth
 
 
 @dataclasses.dataclass(frozen=True)
 class Chats:
-    """The chats of a path that fit, by the hash of what they say."""
+    """The chats of a path that fit, by the hash of what they say; of pairs, of their prompt.
+
+    The two documents of a pair follow one another, the better answer first.
+    """
 
     path: str
     documents: dict[bytes, list[Document]]
     hashes: frozenset[bytes]  # of those that do not fit, too
     counts: chat.Counts
     tokenizer: Tokenizer
+
+    def number(self, documents: list[Document]) -> str:
+        """How many chats or pairs these documents are, in words."""
+        if isinstance(self.counts, chat.PairCounts):
+            return f"{len(documents) // 2:,} pairs"
+        return f"{len(documents):,} chats"
 
     def split(self, last_held_out: bytes) -> tuple[TokenBlock, TokenBlock, str]:
         """(those to learn, those held out, whose hashes are `last_held_out` and below, a note on
@@ -40,7 +51,8 @@ class Chats:
             (held_out if key <= last_held_out else train).extend(documents)
         blocks = [token_block.concatenate(side, self.tokenizer) for side in (train, held_out)]
         note = (
-            f"{self.path}: {len(train):,} chats to learn and {len(held_out):,} held out"
+            f"{self.path}: {self.number(train)} to learn and"
+            f" {self.number(held_out).split()[0]} held out"
             f" ({self.counts}); {sum(map(len, blocks)):,} tokens, {self.counts.learnt_summary}"
         )
         return blocks[0], blocks[1], note
@@ -65,32 +77,64 @@ def last_held_out(sources: list[Chats]) -> bytes:
     return below[-1] if below else b""
 
 
-def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
-    """The chats of a file, directory or glob; UserError where one is none, or none has an answer
-    that fits."""
-    template, counts = chat_template.Template(tokenizer), chat.Counts()
+def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = False) -> Chats:
+    """The chats or pairs of a file, directory or glob; UserError where a record is none, or none
+    has an answer that fits."""
+    template = chat_template.Template(tokenizer)
+    counts = chat.PairCounts() if pairs else chat.Counts()
+    form = inputs.ChatPair() if pairs else inputs.TextOrChat()
     documents: dict[bytes, list[Document]] = {}
     hashes = set()
-    for sample in _samples(path):
-        assert isinstance(sample.content, list)
+    for sample in _samples(path, form):
         try:
-            document, outcome = template.encode_within(sample.content, context)
+            if pairs:
+                found = _encode_pair(template, sample.content, context, counts)
+                key = _hash(sample.content.shared or sample.content.chosen)
+            else:
+                document, outcome = template.encode_within(sample.content, context)
+                counts.add(document, outcome, any(template.ending))
+                found = [] if document is None else [document]
+                key = _hash(sample.content)
         except UserError as error:
             raise UserError(f"{sample.where}: {error}") from None
-        counts.add(document, outcome, any(template.ending))
-        key = _hash(sample.content)
         hashes.add(key)
-        if document is not None:
-            documents.setdefault(key, []).append(document)
+        if found:
+            documents.setdefault(key, []).extend(found)
+    what = "pairs" if pairs else "chats"
     if not hashes:
-        raise UserError(f"{path!r} has no chat; give records with a list of turns under {FIELDS}")
+        raise UserError(f"{path!r} has no {what}; {form.advice}")
     if not documents:
         raise UserError(
-            f"{path!r}: its {counts.total():,} chats are all longer than the context of {context}"
+            f"{path!r}: its {counts.total():,} {what} are all longer than the context of {context}"
             f" tokens or left out ({counts}); prompts and answers are never"
-            " cut: give a longer context, or for chats left out another chat template"
+            " cut: give a longer context, or for those left out another chat template"
         )
     return Chats(path, documents, frozenset(hashes), counts, tokenizer)
+
+
+def _encode_pair(
+    template: chat_template.Template, pair: chat.Pair, context: int, counts: chat.Counts
+) -> list[Document]:
+    """The documents of a pair, which fit into the context together; none where it is left out."""
+    try:
+        documents = [template.encode_chat(side) for side in (pair.chosen, pair.rejected)]
+    except Incomplete as error:
+        counts[str(error)] += 1
+        return []
+    if np.array_equal(documents[0].tokens, documents[1].tokens):
+        counts[chat.IDENTICAL] += 1
+        return []
+    if sum(len(document.tokens) for document in documents) > context:
+        counts[chat.DROPPED] += 1
+        return []
+    counts[chat.KEPT] += 1
+    for document in documents:
+        counts.add_learnt(document, any(template.ending))
+    sides = (pair.chosen, pair.rejected)
+    counts[chat.EMPTY] += any(
+        all(turn.is_empty for turn in side[len(pair.shared) :]) for side in sides
+    )
+    return documents
 
 
 def _hash(messages: list[chat.Message]) -> bytes:
@@ -100,31 +144,32 @@ def _hash(messages: list[chat.Message]) -> bytes:
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
 
 
-def read_whole(path: str, tokenizer: Tokenizer, context: int) -> tuple[TokenBlock, str]:
-    """All chats of a file, directory or glob as one block, and a note on how many they are."""
-    chats = read_chats(path, tokenizer, context)
+def read_whole(
+    path: str, tokenizer: Tokenizer, context: int, pairs: bool = False
+) -> tuple[TokenBlock, str]:
+    """All chats or pairs of a file, directory or glob as one block, and a note on how many they
+    are."""
+    chats = read_chats(path, tokenizer, context, pairs)
     documents = list(itertools.chain.from_iterable(chats.documents.values()))
-    note = f"{path}: {len(documents):,} chats to evaluate on ({chats.counts})"
+    note = f"{path}: {chats.number(documents)} to evaluate on ({chats.counts})"
     return token_block.concatenate(documents, tokenizer), note
 
 
-def _samples(path: str) -> Iterator[Sample]:
-    """Every record; UserError where one is no chat."""
+def _samples(path: str, form: inputs.Form) -> Iterator[Sample]:
+    """Every record; UserError where one is no chat or pair."""
     for _, file in text_files.files_for_memory(path):
         for piece in inputs.whole_file(str(file)):
             if piece.kind not in inputs.RECORDS:
                 raise UserError(
-                    f"config.data.chats is set, but {piece} is neither JSONL nor Parquet; give"
-                    f" records with a list of turns under {FIELDS}"
+                    f"config.data.chats is set, but {piece} is neither JSONL nor Parquet;"
+                    f" {form.advice}"
                 )
-            for sample in inputs.samples(piece, "text"):
+            for sample in inputs.samples(piece, form):
                 if isinstance(sample, inputs.BadInput):
+                    raise UserError(f"{sample}; fix the record, or {form.way_out}")
+                if isinstance(sample.content, str):
                     raise UserError(
-                        f"{sample}; fix the record, or use prepare_data with --skip_bad to skip it"
-                    )
-                if not isinstance(sample.content, list):
-                    raise UserError(
-                        f"{sample.where}: a text and no chat, but config.data.chats is set; give a"
-                        f" list of turns under {FIELDS}"
+                        f"{sample.where}: a text and no chat, but config.data.chats is set;"
+                        f" {form.advice}"
                     )
                 yield sample

@@ -220,7 +220,7 @@ def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
     """A share of the input, chosen by names; of a long text, piece by piece."""
     share = min(1.0, BPE_BYTES / max(sum(task.cost for task in tasks), 1))
     for piece in (piece for task in tasks for piece in task.ranges):
-        for sample in inputs.samples(piece, options.text_field):
+        for sample in inputs.samples(piece, inputs.TextOrChat(options.text_field)):
             if isinstance(sample, inputs.BadInput):
                 if not options.skip_bad and not isinstance(sample, inputs.NotText):
                     raise sample

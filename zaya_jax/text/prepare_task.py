@@ -217,7 +217,7 @@ class _TaskWriter:
 
     def add(self, piece: InputRange) -> None:
         """Write a range's samples."""
-        for sample in inputs.samples(piece, self._options.text_field):
+        for sample in inputs.samples(piece, inputs.TextOrChat(self._options.text_field)):
             if isinstance(sample, inputs.BadInput):
                 self._count_bad_or_raise(sample)
             elif isinstance(sample.content, str):

@@ -30,8 +30,8 @@ class Evaluation:
         self._program = functools.cache(self._make_program)
 
     def losses(self, state: Any, now: Step) -> dict[str, float]:
-        """Mean losses in nats over the targets of each name's windows; a name without a target has
-        none."""
+        """Mean losses over the windows of each name, and their parts but `z`; a name without a
+        target has none."""
         self._pace.begin("evaluate", now.number, (now.phase_index, "evaluation"))
         program = self._program(now.phase_index)
         sums = {}
@@ -39,15 +39,17 @@ class Evaluation:
             sums[name] = [program(state, batch) for batch in batches]
         self._pace.at("evaluate", now.number, "wait")
         losses = {}
-        for name, parts in jax.device_get(sums).items():
-            loss, count = np.asarray(parts, np.float64).sum(0)
-            if count:
-                losses[name] = float(loss / count)
-            else:
+        for name, found in jax.device_get(sums).items():
+            count = sum(float(count) for _, count in found)
+            if not count:
                 logs.say(
                     f"warning: no text of {name} could be read; step {now.number} has no loss for"
                     " it"
                 )
+                continue
+            for part in sorted(found[0][0].keys() - {"z"}):
+                figure = name if part == "loss" else f"{name.removesuffix('/loss')}/{part}"
+                losses[figure] = sum(float(parts[part]) for parts, _ in found) / count
         return losses
 
     def before_training(self, state: Any, writer: Writer, scores: dict[str, float]) -> None:

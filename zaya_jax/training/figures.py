@@ -36,6 +36,8 @@ ETA_STEPS = 100  # the last steps, from which the remaining time is estimated
 # Bytes of lines that a kill may lose. The steps after the checkpoint write them again.
 BUFFER = 1 << 16
 LINE_START = re.compile(rb'\{"step": (\d+)[,}]')
+# Of pairs, on the terminal (`training.preference`).
+SHOWN = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 # Steps between full expert loads in the files; the entropy is there every step.
 PER_LAYER_EVERY = 10
 
@@ -138,9 +140,9 @@ class Figures:
 
 
 def nan_without_targets(figures: dict) -> dict:
-    """The figures, with a loss of nan where the batch had no target and its sums are all zero."""
-    if figures["loss"] == figures["z"] == 0:
-        return figures | {"loss": np.nan, "target_tokens": 0.0}
+    """The figures, with a loss of nan where the batch had nothing to learn."""
+    if figures.get("target_tokens", figures.get("pairs")) == 0:
+        return figures | {"loss": np.nan}
     return figures
 
 
@@ -278,6 +280,7 @@ def describe(step: int, last: int, figures: dict[str, Any], eta: float) -> str:
     parts = [
         f"step {step:>{len(str(last))}}/{last}",
         f"loss {float(figures['loss']):.4f}",
+        *(f"{name} {float(figures[key]):.3f}" for key, name in SHOWN.items() if key in figures),
         f"lr {float(figures['lr']):.2e}",
         f"{1e3 * figures['step_seconds']:.0f} ms",
         f"{figures['tokens_per_second']:,.0f} tok/s",

@@ -4,9 +4,10 @@ compiled.
 The memory check uses a lower bound, weights and optimizer state: activations and gradients come on
 top (`experiments.plan`).
 
-With low-rank updates (`run.lora`) the frozen weights are read again at each start. Checkpoints hold
-only adapters: they name the base, with its step, and carry a hash of it (its mark), so another base
-is refused.
+Frozen weights, those under low-rank updates (`run.lora`) or those that a run on pairs begins with
+(`run.preference`), are read again at each start. Checkpoints name them, with their step, and carry
+a hash of them (their mark), so others are refused: as "base" where the checkpoint holds only
+adapters, as "reference" beside whole weights.
 """
 
 import dataclasses
@@ -182,12 +183,24 @@ def first_state(
         state = snapshots.with_weights_of(_initial_state(planned), source.restore)
     else:
         state = _initial_state(planned)
-    if not run.lora:
+    if "frozen" not in planned.state:
         return state, {}
-    base = open_same(meta["base"]["name"] if meta else run.init_from)
-    if not meta:
+    role = "base" if run.lora else "reference"
+    known = meta and {"base": meta[role]}
+    base = open_same(known["base"]["name"] if known else run.init_from)
+    if run.lora and not known:
         _say_what_differs(base, planned)
-    return state, put_frozen_under(state, planned, base, meta)
+    named = put_frozen_under(state, planned, base, known)
+    if run.lora:
+        kept = "" if run.base == "compute" else f", experts in {run.base}"
+        frozen = _size(zaya.abstract(planned.recipe.config.model))
+        say(
+            f"training {_size(state['params']):,} parameters of low-rank updates on top of"
+            f" {base.name}{base.warning} ({frozen:,} frozen{kept})"
+        )
+    if run.takes_pairs:
+        say(f"answers are compared with those of {base.name}{base.warning}")
+    return state, {role: named}
 
 
 def _say_what_differs(source: ArraySource, planned: PlannedStart) -> None:
@@ -201,12 +214,12 @@ def _initial_state(planned: PlannedStart) -> Any:
 
 
 def put_frozen_under(
-    state: dict[str, Any], planned: PlannedStart, base: ArraySource, meta: dict[str, Any]
+    state: dict[str, Any], planned: PlannedStart, base: ArraySource, known: dict[str, Any]
 ) -> dict[str, Any]:
     """Adds the frozen weights to a state, and before its first step the base's balancing biases.
 
-    `meta` is that of the checkpoint that the state comes from, or empty. Returns the part of the
-    metadata that names the base.
+    `known` has the base of the checkpoint that the state comes from, or is empty. Returns what
+    names the base in the metadata.
     """
     abstract, config = planned.state, planned.recipe.config
     balance = {"bias": abstract["balance"].bias}
@@ -214,24 +227,19 @@ def put_frozen_under(
         weights = {"params": zaya.abstract(config.model), "balance": balance}
         partial.require_fit(base, trees.flat(weights))
     mark = multihost.broadcast_from_zero(
-        "mark", lambda: merged.require_same_base(base, meta, "this run")
+        "mark", lambda: merged.require_same_base(base, known, "this run")
     )
     source = few_bits.FewBits(base, config.run.base)
     weights = source.restore({**abstract["frozen"], "balance": balance})
     state["frozen"] = {name: weights[name] for name in abstract["frozen"]}
-    if not meta:
+    if not known:
         state["balance"] = state["balance"]._replace(bias=weights["balance"]["bias"])
-    kept = "" if config.run.base == "compute" else f", experts in {config.run.base}"
-    say(
-        f"training {_size(abstract['params']):,} parameters of low-rank updates on top of"
-        f" {base.name}{base.warning} ({_size(zaya.abstract(config.model)):,} frozen{kept})"
-    )
     name = str(base.location)
     if "://" not in name:
         name = str(Path(base.location).absolute())  # means the same from any folder
     if base.workdir:
         name += f"@{base.step}"
-    return {"base": {"name": name, "mark": mark, "form": config.run.base}}
+    return {"name": name, "mark": mark, "form": config.run.base}
 
 
 def _size(tree: Any) -> int:

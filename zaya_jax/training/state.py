@@ -2,6 +2,7 @@
 checkpoints.
 
 state = {"params", "optimizer", "balance"}      with `run.lora` params are adapters, and "frozen" the weights under them
+                                                with `run.preference` alone "frozen" are the first weights
 
 Some params may be bfloat16 copies, whose float32 weights their owners have in "optimizer"
 (`precision.weights`).
@@ -60,6 +61,8 @@ def set_up(config: Config, mesh: Mesh, spread: Spread | None = None) -> Setup:
         specs = {"params": adapters, "frozen": sharding.specs_of(base, spread)}
     else:
         params = zaya.abstract(config.model, precision)
+        if config.run.takes_pairs:
+            specs["frozen"] = {"params": specs["params"], "scales": {}}
     # their products may have another format than `compute`
     if config.run.lora or isinstance(config.model, CustomModel):
         precision = dataclasses.replace(precision, weights="float32")
@@ -109,6 +112,12 @@ def abstract(config: Config, setup: Setup) -> dict[str, Any]:
     shapes = jax.eval_shape(functools.partial(_initial_state, config, setup))
     if config.run.lora:
         shapes["frozen"] = lora.abstract_base(config.model, config.precision, config.run.base)
+    elif config.run.takes_pairs:
+        # in the formats in which a pass would read them: it gives the same bits
+        model, precision = config.model, config.precision
+        weights = zaya.abstract(model, precision)
+        cast = functools.partial(zaya.cast_for_products, model, precision=precision)
+        shapes["frozen"] = {"params": jax.eval_shape(cast, weights)[0], "scales": {}}
 
     def with_sharding(sharding, part):
         return jax.tree.map(

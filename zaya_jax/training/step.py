@@ -6,11 +6,10 @@ state and batch.
 The whole step runs inside one `shard_map` over the mesh: each device accumulates the gradient of
 its own sequences over the micro-batches, and it is summed over devices once: by the optimizer, or
 layer by layer in the backward pass (`training.gradients`); with fsdp, over `data` in the backward
-pass of each micro-batch. The loss is the mean over all real targets of the global batch, however
-these are spread.
+pass of each micro-batch. The loss (`training.loss`) is the mean over all real targets of the global
+batch, however these are spread.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -18,75 +17,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels import chip
-from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.grouped_mlp import routes
-from zaya_jax import trees
-from zaya_jax.config import Config, Model
-from zaya_jax.model import zaya
-from zaya_jax.model.placement import TokenRows
-from zaya_jax.model.scan_hooks import PLAIN
+from zaya_jax.config import Config
 from zaya_jax.optim import balance
 from zaya_jax.parallel.context import zigzag
-from zaya_jax.parallel.devices import MeshDevices
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
-from zaya_jax.parallel.spread import AXES, NO_SPREAD, Spread, gather_over_data, share_of_tokens
+from zaya_jax.parallel.spread import AXES, NO_SPREAD, Spread
 from zaya_jax.training.gradients import gradients
+from zaya_jax.training.loss import Objective, loss_of_tokens
+from zaya_jax.training.preference import loss_of_pairs
 from zaya_jax.training.state import REPLICATED, Setup
 
-
-def make_loss(config: Config, model: Model, spread: Spread = NO_SPREAD) -> Callable:
-    """loss(params, bias, micro-batch, total, hooks, frozen) → (loss, (its parts, sums over tokens)).
-
-    The parts are the cross entropy `loss` and `z`, the mean of log² Z; like the loss itself, which
-    adds them, they are divided by `total`, the number of real targets. The sums have a row for each
-    layer: `counts`, its tokens of each class, and what its modules declare (`TokenSum`). On a mesh
-    each device returns its share of all of them. `hooks` say where layers find weights and where
-    gradients go (`model.scan_hooks`). With `frozen` weights, params are their adapters
-    (`model.lora`).
-    """
-    z_weight = config.optim.z_loss
-    axes = zaya.param_axes(model, config.precision)
-
-    def loss_fn(params, bias, batch, total, hooks=PLAIN, frozen=None):
-        if frozen:
-            beside = trees.flat(params["layers"], "/") | trees.flat(frozen["scales"], "/")
-            hooks = dataclasses.replace(hooks, beside=beside)
-            params = frozen["params"]
-        params = whole_outside(params, axes) if spread.fsdp else params
-        rows = TokenRows(batch["tokens"], batch["segment_ids"], batch["positions"])
-        out = zaya.apply(
-            model,
-            params,
-            bias,
-            rows,
-            precision=config.precision,
-            remat=config.remat,
-            devices=MeshDevices(spread),
-            hooks=hooks,
-        )
-        with jax.named_scope("head"):
-            loss, z = cross_entropy(
-                share_of_tokens(out.hidden.reshape(-1, model.hidden_size), spread),
-                params["embed"]["embedding"],
-                params["head"]["bias"] if model.lm_head_bias else None,
-                share_of_tokens(batch["targets"].reshape(-1), spread),
-                share_of_tokens(batch["loss_mask"].reshape(-1), spread),
-                dtype=config.precision.compute,
-                z_weight=z_weight,
-            )
-            loss, z = loss / total, z / total
-        parts = {"loss": loss - z_weight * z, "z": z}
-        return loss, (parts, {"counts": out.counts, **out.sums})
-
-    return loss_fn
+# By run.preference.
+OBJECTIVES = {"none": loss_of_tokens, "dpo": loss_of_pairs}
 
 
-def whole_outside(params: dict, axes: dict) -> dict:
-    """With fsdp: gathers all weights but those of the layers, which gather their own, one after the
-    other."""
-    outer = {name: part for name, part in params.items() if name != "layers"}
-    names = {name: axes[name] for name in outer}
-    return {**jax.tree.map(gather_over_data, outer, names), "layers": params["layers"]}
+def objective_of(config: Config, spread: Spread) -> Objective:
+    """What a run with this config minimizes."""
+    return OBJECTIVES[config.run.preference](config, spread)
 
 
 def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) -> Callable:
@@ -97,20 +45,21 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
     (`tools.faults`).
     """
     model, spread, optimizer = config.model, setup.spread, setup.optimizer
-    loss_fn = make_loss(config, model, spread)
+    loss, adapted = objective_of(config, spread), bool(config.run.lora)
 
     def step(state, batch, lr):
         # Triton's kernels (`routes`) index the stacked experts of all layers: each device must hold
         # every expert, at its full embedding width. (The tensor axis may split the inner width.)
         params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
-        elsewhere = spread.fsdp or spread.tsp or spread.expert_axes or frozen
+        elsewhere = spread.fsdp or spread.tsp or spread.expert_axes or adapted
         in_place = routes() and model.model_type == "zaya" and not elsewhere
-        total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
+        found = jax.lax.psum(loss.count(batch), spread.token_axes)
+        total = jnp.maximum(found, 1.0)
 
         def loss_of(params, micro, hooks):
-            return loss_fn(params, bias, micro, total, hooks, frozen)
+            return loss.value(params, bias, micro, total, hooks, frozen)
 
-        ways = {} if frozen else optimizer.layout.by_layer
+        ways = {} if adapted else optimizer.layout.by_layer
         formats = optimizer.layout.copy_dtypes
         grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place, formats)
         grads = hook(grads) if hook else grads
@@ -119,7 +68,7 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
         sums = jax.lax.psum(sums, spread.token_axes)
         counts = sums.pop("counts")
         tokens = jnp.sum(counts, axis=1)  # the same in each layer
-        means = {name: total / jnp.maximum(tokens, 1.0) for name, total in sums.items()}
+        means = {name: x / jnp.maximum(tokens, 1.0) for name, x in sums.items()}
         with jax.named_scope("optimizer"):
             new_params, opt_state = optimizer.apply(grads, state["optimizer"], params, lr=lr)
         figures = dict(opt_state.figures)
@@ -135,7 +84,7 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
                 keep=figures["skipped"] == 0,
             )
         figures |= load if model.model_type == "zaya" else {}  # a dense model has no experts
-        figures |= parts | means | {"target_tokens": total, "lr": lr}
+        figures |= parts | means | {loss.unit: found, "lr": lr}
         state = {**state, "params": new_params, "optimizer": opt_state, "balance": new_balance}
         return state, figures
 
@@ -144,19 +93,19 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
 
 
 def make_eval_step(config: Config, setup: Setup) -> Callable:
-    """step(state, batch) → (summed loss, number of targets) over all devices."""
+    """step(state, batch) → (the sums of the loss's parts, by name, and the number of what they are
+    means over) over all devices."""
     spread = setup.spread
-    loss_fn = make_loss(config, config.model, spread)
+    loss = objective_of(config, spread)
 
     def step(state, batch):
-        def add(carry, micro):
+        def sums(micro):
             bias, frozen = state["balance"].bias, state.get("frozen")
-            _, (parts, _) = loss_fn(state["params"], bias, micro, 1.0, frozen=frozen)
-            return (carry[0] + parts["loss"], carry[1] + jnp.sum(micro["loss_mask"])), None
+            _, (parts, _) = loss.value(state["params"], bias, micro, 1.0, frozen=frozen)
+            return parts, loss.count(micro)
 
-        zero = jnp.zeros(())
-        (loss, count), _ = jax.lax.scan(add, (zero, zero), batch)
-        return jax.lax.psum(loss, AXES), jax.lax.psum(count, spread.token_axes)
+        parts, count = jax.tree.map(lambda x: x.sum(0), jax.lax.map(sums, batch))
+        return jax.lax.psum(parts, AXES), jax.lax.psum(count, spread.token_axes)
 
     in_specs = (setup.specs, batch_spec(spread))
     return on_mesh(config, setup.mesh, step, in_specs, out=REPLICATED)

@@ -1,0 +1,218 @@
+"""DPO: the loss and its gradients are TRL's, pairs stay together, and runs on pairs resume and
+refuse as others do."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_runs
+from refusals import refusal
+from rows import slow
+from safetensors.numpy import load_file
+from tiny_runs import start as train
+
+import zaya_jax as zj
+from experiments.configs import finetune, tiny
+from zaya_jax import cli, config
+from zaya_jax.config import UserError
+from zaya_jax.data import pack, pipeline, windows
+from zaya_jax.evaluate import texts
+from zaya_jax.parallel.spread import NO_SPREAD
+from zaya_jax.pytorch import named
+from zaya_jax.text import tokenizers
+from zaya_jax.text.token_block import Document, concatenate
+from zaya_jax.training.preference import loss_of_pairs
+
+SMALL = tiny_runs.SMALL | {"model.max_position_embeddings": 128, "data.seq_len": 128}
+TUNED = {
+    "data.global_batch": 4,
+    "run.num_steps": 8,
+    "run.beta": 0.5,
+    "eval.every": 8,
+    "eval.windows": 8,
+    "log.sample_tokens": 0,
+    "optim.lr": 0.02,
+    "checkpoint.every_steps": 4,
+    "mesh.data": 1,
+}
+
+
+def test_loss_figures_and_gradients_are_trls(golden_dir):
+    """Two pairs in one row, and one in another."""
+    theirs = load_file(golden_dir / "dpo.safetensors")
+    model = zj.load(golden_dir / "base")
+    tokenizer, batch = tokenizers.Bytes(), pack.BatchBuilder(2, 64, 0)
+    for i, row in enumerate([0, 0, 1]):
+        prompt, *answers = (theirs[f"{name}_ids.{i}"] for name in ("prompt", "chosen", "rejected"))
+        documents = []
+        for answer in answers:
+            predicted = np.arange(len(prompt) + len(answer)) >= len(prompt)
+            documents.append(Document(np.concatenate([prompt, answer]), predicted))
+        block = concatenate(documents, tokenizer)
+        batch.append_span(row, [(block, 0, len(block))])
+    settings = config.Config(
+        model=model.config.model,
+        precision=model.config.precision,
+        run=config.Run(preference="dpo", beta=0.5),
+    )
+    loss, rows = loss_of_pairs(settings, NO_SPREAD), batch.build()
+    first = {"params": jax.tree.map(lambda x: 0.95 * x, model.params), "scales": {}}
+
+    def value(params):
+        return loss.value(params, model.balance, rows, loss.count(rows), frozen=first)
+
+    (found, (parts, _)), grads = jax.jit(jax.value_and_grad(value, has_aux=True))(model.params)
+    assert loss.count(rows) == 3
+    np.testing.assert_allclose(found, theirs["loss"], atol=2e-5)
+    for name, x in parts.items():
+        np.testing.assert_allclose(x, theirs[name], rtol=2e-5, atol=2e-5, err_msg=name)
+    for name, g in named(grads, settings.model).items():
+        wanted = theirs[f"grad.{name}"]
+        assert np.linalg.norm(g - wanted) <= 1e-4 * np.linalg.norm(wanted) + 1e-7, name
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def pair(i, better="yes", worse="no"):
+    return {"prompt": f"Is {i} a number?", "chosen": better, "rejected": worse}
+
+
+def settings(folder, options=",preference=dpo", **keys):
+    c = finetune.get_config(f"{folder / 'base'}{options}")
+    given = TUNED | {"data.path": str(folder / "pairs.jsonl")}
+    c.update_from_flattened_dict(given | {k.replace("__", "."): v for k, v in keys.items()})
+    return config.check(c)
+
+
+def train_base(root, seed):
+    c = tiny.get_config()
+    keys = {"data.path": str(root / "corpus"), "run.num_steps": 1, "mesh.data": 1, "run.seed": seed}
+    c.update_from_flattened_dict(SMALL | keys)
+    assert train(config.check(c), root / "base") == cli.DONE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base that has taken one step, 44 pairs, and a run on these."""
+    root = tmp_path_factory.mktemp("preference")
+    tiny_runs.write_corpus(root / "corpus")
+    train_base(root, seed=0)
+    bad = [pair(90, "a", "a"), pair(91, "a", "b" * 90), pair(92, "a", "")]
+    write(root / "pairs.jsonl", [*map(pair, range(41)), *bad])
+    assert train(settings(root), root / "run") == cli.DONE
+    return root
+
+
+def test_a_run_learns_to_prefer_and_counts_what_it_leaves_out(folder):
+    log = (folder / "run" / "logs" / "process-00000.log").read_text()
+    assert f"answers are compared with those of step 1 of {folder / 'base'}\n" in log
+    counted = "42 kept, 1 of these with an empty answer, 1 dropped, 1 identical"
+    assert f"38 pairs to learn and 4 held out ({counted}); " in log
+    before, first, *_, last = tiny_runs.lines(folder / "run")
+    assert before["step"] == 0 and before["eval/rewards/accuracies"] == 0
+    for figures in (before["eval/loss"], first["loss"]):
+        assert figures == pytest.approx(np.log(2), abs=1e-6)  # it begins as its own reference
+    assert (first["pairs"], first["rewards/margins"]) == (4, 0)
+    assert last["eval/loss"] < 0.5 and last["eval/rewards/accuracies"] == 1
+    assert last["rewards/margins"] == pytest.approx(
+        last["rewards/chosen"] - last["rewards/rejected"], abs=1e-5
+    )
+    assert "nats per pair" in (folder / "run" / "report.html").read_text()
+    assert zj.load(folder / "run").config.run.preference == "dpo"
+
+
+@pytest.mark.parametrize("options", [",preference=dpo", slow(",preference=dpo,lora=4")])
+def test_a_killed_run_ends_in_the_same_bits(folder, tmp_path, options):
+    whole = folder / "run"
+    if "lora" in options:
+        whole = tmp_path / "whole"
+        assert train(settings(folder, options), whole) == cli.DONE
+        first = tiny_runs.lines(whole)[1]
+        assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
+        assert zj.load(whole).config.run.lora is None  # merged with its base
+    shutil.copytree(whole, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
+    assert train(settings(folder, options), tmp_path / "cut") == cli.DONE
+    tiny_runs.same_state(whole, tmp_path / "cut")
+    ours, theirs = (tiny_runs.lines(run) for run in (whole, tmp_path / "cut"))
+    for name in ("loss", "rewards/margins", "eval/loss"):
+        assert [line.get(name) for line in ours] == [line.get(name) for line in theirs]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_is_that_of_one_device(folder, tmp_path):
+    mesh = settings(folder, mesh__data=2, mesh__context=2, mesh__fsdp=True)
+    assert tiny_runs.start(mesh, tmp_path / "mesh", 4) == cli.DONE
+    ours, one = (tiny_runs.lines(run)[1:] for run in (tmp_path / "mesh", folder / "run"))
+    for name in ("loss", "rewards/margins", "logps/chosen"):
+        np.testing.assert_allclose(
+            [line[name] for line in ours], [line[name] for line in one], rtol=1e-3, atol=1e-4
+        )
+
+
+def test_another_reference_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
+    shutil.move(folder / "base", folder / "kept")
+    try:
+        train_base(folder, seed=1)
+        with pytest.raises(UserError, match="different weights; restore the original base"):
+            train(settings(folder), tmp_path / "run")
+    finally:
+        shutil.rmtree(folder / "base", ignore_errors=True)
+        shutil.move(folder / "kept", folder / "base")
+
+
+def test_both_answers_of_a_pair_are_neighbours_in_a_row(folder):
+    c = settings(folder)
+    tok = tokenizers.Bytes()
+    stream = pipeline.Batches(c, tok)
+    for batch in [*(stream[t] for t in range(3)), *windows.eval_batches(c, tok, damaged=set())]:
+        for tokens, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
+            texts = [tok.decode(tokens[ids == n].tolist()) for n in range(1, ids.max() + 1)]
+            assert len(texts) % 2 == 0
+            for better, worse in zip(texts[::2], texts[1::2], strict=True):
+                assert "yes" in better or "a\n" in better[-3:], (better, worse)
+                assert better.split("?")[0] == worse.split("?")[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"run__init_from": ""}, "is given without config.run.init_from"),
+        ({"data__chats": False}, "but config.data.chats is not set"),
+        ({"balance__enabled": True}, "moved balancing biases would change"),
+        ({"optim__z_loss": 0.1}, "with config.optim.z_loss=0.1, a part of the loss of tokens"),
+    ],
+)
+def test_keys_that_contradict_pairs_are_said(folder, keys, says):
+    assert says in refusal(settings, folder, **keys)
+
+
+def test_data_without_pairs_are_said(folder, tmp_path):
+    chats = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for content, says in (
+        (chats, "line 1: a pair has chosen and rejected"),
+        (pair(1, "a", "b" * 300), "its 1 pairs are all longer than the context of 128"),
+    ):
+        path = write(tmp_path / "a.jsonl", [content])
+        assert says in refusal(train, settings(folder, data__path=path), tmp_path / "new")
+    path = str(folder / "pairs.jsonl")
+    assert "give chats or text with --data" in refusal(
+        texts.held_out, settings(folder), path, tokenizers.Bytes()
+    )
+    for options, says in (
+        (",preferenc=dpo", "preferenc is not one of lora, base, preference, beta"),
+    ):
+        assert says in refusal(settings, folder, options)
+    assert "beta=x is not a number such as 0.1" in refusal(
+        settings, folder, ",preference=dpo,beta=x"
+    )
+    assert "config.run.preference='kto' is not one of" in refusal(
+        settings, folder, ",preference=kto"
+    )
