@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from zaya_jax import cli
 
 FORBIDDEN = 77
+PROGRAMS = ("setpriv", "unshare", "mount", "ip", "tc")  # of util-linux and iproute2
 PORT = 9876  # of JAX's coordinator, which has node 0's addresses to itself
 BURST = 0.002  # seconds at full rate that pass unlimited after a silence
 QUEUE = "64mb"  # that may wait for a link: more than all senders' windows, so that none is dropped
@@ -171,16 +172,17 @@ def main() -> int:
     args = parser.parse_args()
     if shutil.which(args.command[0]) is None:
         parser.error(f"no program {args.command[0]!r}: give what each node runs, behind --")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all without a traceback
     if args.inside:
         return run_nodes(args)
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            return refuse(f"it has no program {program}")
     enter = ENTER.split() + ([] if os.geteuid() == 0 else ["--map-root-user"])
     try:
         subprocess.run([*enter, "true"], check=True, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        return refuse(f"no program {error.filename}")
     except subprocess.CalledProcessError as error:
         return refuse(error.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     again = [sys.executable, "-m", "tools.network", "--inside", *sys.argv[1:]]
     code = subprocess.run([*enter, *again], check=False).returncode
     return code if code >= 0 else 128 - code
