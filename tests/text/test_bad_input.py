@@ -46,9 +46,9 @@ BAD_LINES = {
     b'[{"text": "t"}]': "a JSON array; make a line of each element: jq",
     b'{"a":' * 5000: "not a JSON object of its own (maximum recursion depth",
     b'{"text": "t", "n": ' + b"7" * 5000 + b"}": "not a JSON object of its own (Exceeds the limit",
-    b'{"text": ["t"]}': "fields text (list), but neither a text under 'text'",
-    b'{"body": "t"}': "fields body (str), but neither a text under 'text'",
-    b"3": "a JSON int, but neither",
+    b'{"text": ["t"]}': "fields text (list), but expected a text under 'text'",
+    b'{"body": "t"}': "fields body (str), but expected a text under 'text'",
+    b"3": "a JSON int, but expected",
     b'{"messages": [{"role": "user", "content": "?"}]}': "without an answer",
     b'{"messages": [{"role": "assistant", "content": "!", "reasoning": {"a": 1}}]}': (
         "reasoning are text"
