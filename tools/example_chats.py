@@ -5,7 +5,7 @@ library's functions.
     python tools/example_chats.py pairs.jsonl --pairs
 
 Every question quotes a signature, as `inspect` finds it, in one of several wordings; the answer
-lists its parameters. With `--pairs` that answer is preferred to the one to the question before. The
+lists its parameters. With `--pairs` that answer is preferred to a sentence with the same names. The
 same Python gives the same file. It is for trying out fine-tuning
 (docs/finetuning.md): no network, no licence.
 """
@@ -58,17 +58,16 @@ def main() -> int:
     path = sys.argv[1]
     chosen = random.Random(0)
     chats: list[dict] = []
-    before = "self"
     for name, signature, parameters in sorted(set(found())):
         question = chosen.choice(WORDINGS).format(f"{name}{signature}")
         messages = [{"role": "system", "content": SYSTEM}] if chosen.random() < 0.2 else []
         messages.append({"role": "user", "content": question})
-        answer, worse = ({"role": "assistant", "content": x} for x in (parameters, before))
+        sentence = f"Its parameters are {parameters}."
+        answer, worse = ({"role": "assistant", "content": x} for x in (parameters, sentence))
         if pairs:
             chats.append({"prompt": messages, "chosen": [answer], "rejected": [worse]})
         else:
             chats.append({"messages": [*messages, answer]})
-        before = parameters
     Path(path).write_text("".join(json.dumps(one) + "\n" for one in chats), encoding="utf-8")
     print(f"{len(chats):,} {'pairs' if pairs else 'chats'} in {path}")
     return 0
