@@ -541,7 +541,7 @@ def load(
     settings = None if config is None else arguments.config_of(config)
     model = any_model.find(place, settings)
     own = customized(model.config.model, layer=layer, router=router)
-    require_same_source(own, model.source.meta(), model.name, changed_source)
+    require_same_source(own, model.source.meta(), model.name, changed_source, print)
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, model=own))
     if model.source.warning:
         print(f"note: {model.name}{model.source.warning}")

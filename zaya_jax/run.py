@@ -150,9 +150,9 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
     elif config.run.init_from:
         kind = "initial weights"
     if newest is not None:
-        changed = config.run.changed_source
+        saved, name = read_meta(folder, newest), f"{folder}@{newest}"
         own_parts.require_same_source(
-            config.model, read_meta(folder, newest), f"{folder}@{newest}", changed
+            config.model, saved, name, config.run.changed_source, logs.say
         )
     planned = start.plan_start(reached, recipe, tokenizer)
     if parent:

@@ -103,7 +103,7 @@ def test_a_run_trains_its_layer_and_records_names_and_hashes(place):
     assert "config.optim.rows='layers/share=adamw'" in without and not (place / "other").exists()
 
 
-def test_nothing_is_imported_that_the_user_has_not_named(place, called, capsys):
+def test_nothing_is_imported_that_the_user_has_not_named(place, called):
     forget()
     line = refusal(zj.load, place / "run")
     assert f"a layer of its own, {LAYER}, which is imported only where you name it" in line
@@ -129,11 +129,12 @@ def test_weights_of_another_layer_are_refused(place):
     assert not (place / "plain").exists()
 
 
-def test_another_source_is_refused_unless_it_is_allowed(place, changed):
+def test_another_source_is_refused_unless_it_is_allowed(place, changed, capsys):
     line = refusal(train, place, place / "run", run__num_steps=3)
     assert f"was trained with the layer {LAYER} " in line and "config.run.changed_source" in line
     assert "--changed_source" in refusal(zj.load, place / "run", layer=LAYER, router=ROUTER)
     model = zj.load(place / "run", layer=LAYER, router=ROUTER, changed_source=True)
+    assert f"note: {place / 'run'}@2 was trained with the layer" in capsys.readouterr().out
     assert model.params["layers"]["share"].shape == (2, 16)
     shutil.copytree(place / "run", place / "on")
     keys = dict(run__num_steps=3, run__changed_source=True)

@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +109,28 @@ def _hash_of_file(part: type) -> str:
 
 
 def require_same_source(
-    model: Model, meta: Mapping[str, Any], name: str, changed_source: bool
+    model: Model,
+    meta: Mapping[str, Any],
+    name: str,
+    changed_source: bool,
+    say: Callable[[str], object],
 ) -> None:
-    """UserError if a checkpoint with this metadata was trained with another layer or router;
-    `changed_source` allows it."""
+    """UserError if a checkpoint with this metadata was trained with another layer or router; with
+    `changed_source` that is said."""
     there, here = meta.get("own_parts", {}), sources(model)
-    if changed_source or "config" not in meta:  # of plain Orbax, or transformers: nothing is known
+    if "config" not in meta:  # of plain Orbax, or transformers: nothing is known
         return
     for part in BASES:
         was, now = there.get(part, "the usual one"), here.get(part, "the usual one")
-        if was != now:
+        if was == now:
+            continue
+        difference = (
+            f"{name} was trained with the {part} {was}, here it is {now} (a name, and a hash of"
+            " its file)"
+        )
+        if not changed_source:
             raise UserError(
-                f"{name} was trained with the {part} {was}, here it is {now} (a name, and a hash of"
-                " its file); restore it, or allow the other by changed_source=True"
+                f"{difference}; restore it, or allow the other by changed_source=True"
                 " (config.run.changed_source, --changed_source)"
             )
+        say(f"note: {difference}")

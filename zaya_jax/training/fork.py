@@ -27,6 +27,7 @@ from zaya_jax.data import pipeline
 from zaya_jax.model import own_parts
 from zaya_jax.schedule import Plan
 from zaya_jax.text.tokenizers import Tokenizer
+from zaya_jax.training.logs import say
 from zaya_jax.training.workdir import changed_keys, flat
 
 # Keys that a fork does not share with its parent.
@@ -82,7 +83,8 @@ class Parent:
                 f" run.fork={self._name}, so its ids mean other text; give that run's, which is in"
                 " its folder as tokenizer/"
             )
-        own_parts.require_same_source(config.model, meta, self._name, config.run.changed_source)
+        changed = config.run.changed_source
+        own_parts.require_same_source(config.model, meta, self._name, changed, say)
         self._source.check(files=my_files(self._source.files))
         self._config = config_lib.check(meta["config"])
         before, after = config_lib.to_dict(self._config), config_lib.to_dict(config)

@@ -162,7 +162,7 @@ def first_state(
 
     def open_same(name: str) -> ArraySource:
         source, model = open_weights(name), planned.recipe.config.model
-        own_parts.require_same_source(model, source.meta(), name, run.changed_source)
+        own_parts.require_same_source(model, source.meta(), name, run.changed_source, say)
         return source
 
     if kind == "resumed":
