@@ -109,6 +109,9 @@ def test_a_mesh_gives_the_scores_of_one_device():
     over = StateModel(planned, settings, state, now, Pace(tiny_runs.ALL_DEVICES[0]))
     one = zj.create(settings, settings.run.seed)
     assert answered(over) == pytest.approx(answered(one), abs=0.05)
+    options = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=[1], ends=[0])
+    text = [list(x.continued([[256, 97]], 3, **options).more()) for x in (over, one)]
+    assert text[0] == text[1]
     assert not layers["cca"]["q"]["kernel"].sharding.is_fully_replicated
 
 

@@ -21,6 +21,7 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.evaluate import harness
 from zaya_jax.model import decode, lora
+from zaya_jax.model.sampling import Sampling
 from zaya_jax.schedule import Step
 from zaya_jax.training import logs, recipe
 from zaya_jax.training.pace import Pace
@@ -57,10 +58,20 @@ class StateModel:
         log_probs, likeliest = map(np.asarray, found)
         return log_probs, likeliest
 
-    def continued(self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> Any:
+    def continued(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        *,
+        seed: int | Sequence[int],
+        ends: Sequence[int],
+        **sampling: Any,
+    ) -> decode.Continuation:
         """See `library.LanguageModel.continued`; on one device, in a single process."""
         self._pace.begin("evaluate", self._now.number, ("tasks", self._now.phase_index))
-        return decode.Continuation(self._decoder, prompts, num_tokens, **options)
+        return decode.Continuation(
+            self._decoder, prompts, num_tokens, sampling=Sampling(**sampling), seeds=seed, ends=ends
+        )
 
     @functools.cached_property
     def _decoder(self) -> decode.Decoder:
