@@ -25,7 +25,16 @@ def test_every_block_says_its_language():
     assert len(BLOCKS) > 40
 
 
-def test_every_command_is_one_that_its_program_takes():
+@pytest.fixture
+def my_layers(tmp_path, monkeypatch):
+    """The module that docs/howto/own_layer.md has the reader write, and then names."""
+    (layer,) = [block.text for block in BLOCKS if "class Halved" in block.text]
+    code = layer.partition("\nmodel = ")[0]
+    (tmp_path / "my_layers.py").write_text(f"import zaya_jax as zj\n{code}")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_every_command_is_one_that_its_program_takes(my_layers):
     checked, wrong = 0, []
     for block in BLOCKS:
         for words in commands.commands(block.text) if block.language == "sh" else ():
