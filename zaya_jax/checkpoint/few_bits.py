@@ -26,8 +26,9 @@ class FewBits(ArraySource):
         super().__init__(base.location)
         self.name, self._base, self._form, self._decoded = base.name, base, form, decoded
         self._axes = quantized.input_axes(form)
-        self._weights: dict[str, str] = {}  # of each array that is not the base's
-        # of layers whose codes were read: their arrays come first
+        # the weight of each array that is not the base's
+        self._weights = {name: weight for weight in self._axes for name in _names(weight)}
+        # of layers whose codes were read, since codes come first
         self._scales: dict[tuple[str, int], np.ndarray] = {}
         self._lock = threading.Lock()
 
@@ -36,16 +37,15 @@ class FewBits(ArraySource):
         """The base's, and the scales; a layer of experts in each chunk."""
         arrays = dict(self._base.arrays)
         for weight, axis in self._axes.items():
-            name = f"params.layers.{weight.replace('/', '.')}"
-            shape = arrays[name].shape
+            of_codes, of_scale = _names(weight)
+            shape = arrays[of_codes].shape
             codes, scale = quantized.abstract(shape, self._form, axis)
-            parts = {name: codes, f"scales.{weight.replace('/', '.')}.scale": scale}
+            parts = {of_codes: codes, of_scale: scale}
             if self._decoded:
-                parts = {name: jax.ShapeDtypeStruct(shape, np.float32)}
-            for part, x in parts.items():
+                parts = {of_codes: jax.ShapeDtypeStruct(shape, np.float32)}
+            for name, x in parts.items():
                 chunk = (1, *x.shape[1:])
-                arrays[part] = StoredArray(part, x.shape, np.dtype(x.dtype).name, chunk)
-                self._weights[part] = weight
+                arrays[name] = StoredArray(name, x.shape, np.dtype(x.dtype).name, chunk)
         return arrays
 
     def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
@@ -70,3 +70,9 @@ class FewBits(ArraySource):
         with self._lock:  # a source remembers one chunk
             x = self._base.read(("params", "layers", *weight.split("/")), layer)
         return quantized.encode(x, self._form, self._axes[weight])
+
+
+def _names(weight: str) -> tuple[str, str]:
+    """The arrays of the codes (or numbers) and of the scale of "experts/down"."""
+    name = weight.replace("/", ".")
+    return f"params.layers.{name}", f"scales.{name}.scale"

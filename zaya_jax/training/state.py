@@ -1,7 +1,8 @@
 """The training state: its parts, their places on a mesh, their first values. `snapshot` takes it to
 checkpoints.
 
-state = {"params", "optimizer", "balance"}      with `run.lora` params are adapters, and "frozen" the weights under them
+state = {"params", "optimizer", "balance"}      with `run.lora` params are adapters, and "frozen"
+                                                the weights under them (`lora.abstract_base`)
                                                 with `run.preference` alone "frozen" are the first weights
 
 Some params may be bfloat16 copies, whose float32 weights their owners have in "optimizer"
