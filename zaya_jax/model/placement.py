@@ -95,6 +95,7 @@ class Weights:
     """How a layer gets at its weights, and sums products of parts of them; here all are local and
     whole."""
 
+    dtype: Any = jnp.float32  # of their products
     gather: Callable[[jax.Array, LogicalAxes], jax.Array] | None = None
     expert_mlp: Callable[..., jax.Array] = expert_mlp
     # of this layer, "cca/q/kernel/a" and "../b" (`lora`), "experts/down/scale" (`quantized`)
@@ -130,7 +131,7 @@ class Weights:
         a = self._whole(self.beside[f"{name}/a"], (*stack, rows, None))
         b = self._whole(self.beside[f"{name}/b"], (*stack, None, columns))
         update = jnp.matmul(a, b, precision="highest").reshape(x.shape)
-        return (x + update).astype(x.dtype)
+        return (x + update).astype(self.dtype)
 
     def _whole(self, x: jax.Array, axes: LogicalAxes) -> jax.Array:
         return x if self.gather is None else self.gather(x, axes)
@@ -374,7 +375,7 @@ class Devices:
 
     def weights(self, model: Model, dtype: Any) -> Weights:
         """How a layer gets at its weights, for products in `dtype`."""
-        return Weights()
+        return Weights(dtype)
 
     def sequences(
         self,

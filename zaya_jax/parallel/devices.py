@@ -18,23 +18,23 @@ class MeshDevices(Devices):
 
     def weights(self, model: Model, dtype: Any) -> Weights:
         spread = self.spread
-        functions: dict[str, Any] = {}
+        common: dict[str, Any] = {"dtype": dtype}
         if spread.fsdp:
-            functions["gather"] = gather_over_data
+            common["gather"] = gather_over_data
         if spread.expert_axes:
-            functions["expert_mlp"] = functools.partial(dispatch.expert_mlp, spread=spread)
+            common["expert_mlp"] = functools.partial(dispatch.expert_mlp, spread=spread)
         if spread.tsp and model.model_type == "dense":
-            return tsp.Travelling(**functions, parts=spread.tensor)
+            return tsp.Travelling(**common, parts=spread.tensor)
         if spread.tsp:
-            return tsp.Fetched(**functions, dtype=dtype)
+            return tsp.Fetched(**common)
         if spread.head_shards > 1:
             return heads.Heads(
-                **functions,
+                **common,
                 all_heads=model.num_attention_heads,
                 all_kv=model.num_key_value_heads,
                 shards=spread.head_shards,
             )
-        return Weights(**functions)
+        return Weights(**common)
 
     def sequences(self, length: int, segments: Any, mask: Any, weights: Weights) -> Placement:
         if self.spread.sequence_parts > 1:

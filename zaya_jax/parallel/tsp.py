@@ -63,8 +63,6 @@ class Fetched(Weights):
     A fetched weight's gradient is summed over devices in float32, each keeping its part.
     """
 
-    dtype: Any = None
-
     @property
     def fetched(self) -> bool:
         return True
