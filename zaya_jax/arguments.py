@@ -59,7 +59,9 @@ def with_mesh(config: Config, mesh: Mapping[str, Any] | None) -> tuple[Config, M
 
 def as_begun(config: Config, tokenizer: Path | None) -> Config:
     """The config of a run that begins with a model as it is: one phase, its own weights."""
-    run = dataclasses.replace(config.run, init_from="", fork="", fork_step=0, fork_tokens=0)
+    run = dataclasses.replace(
+        config.run, init_from="", preference="none", fork="", fork_step=0, fork_tokens=0
+    )
     data = config.data
     if config.schedule.phases:
         data = dataclasses.replace(data, micro_batch=0)

@@ -85,7 +85,7 @@ def get_config(weights: str = "") -> ConfigDict:
     smaller = 1 if step and _tuned(before, found.folder) else SMALLER
     c.optim.lr = smaller * (phase.lr or before.optim.lr) if phase else IMPORTED_LR
     if "preference" in options:
-        c.optim.lr *= PREFERRING
+        c.optim.lr *= 1 if before.run.takes_pairs else PREFERRING
         c.optim.z_loss = 0.0
     c.balance.lr = smaller * before.balance.lr  # the biases themselves come with the weights
     c.schedule.warmup_fraction = 0.05
@@ -108,6 +108,8 @@ def _parse(given: str) -> tuple[str, dict[str, str]]:
                 f"finetune.py:{given}: {name} is not one of {', '.join(OPTIONS)}; other keys are"
                 " given as --config.KEY=VALUE"
             )
+    if "beta" in options and "preference" not in options:
+        raise config.UserError(f"finetune.py:{given}: beta is of preference=dpo; add that")
     return weights, options
 
 

@@ -123,7 +123,18 @@ def test_a_run_learns_to_prefer_and_counts_what_it_leaves_out(folder):
         last["rewards/chosen"] - last["rewards/rejected"], abs=1e-5
     )
     assert "nats per pair" in (folder / "run" / "report.html").read_text()
-    assert zj.load(folder / "run").config.run.preference == "dpo"
+
+
+def test_a_run_on_pairs_is_a_model_as_any(folder, tmp_path):
+    """Saved, to begin another run; a second run on pairs has the first one's rate."""
+    model = zj.load(folder / "run")
+    assert model.config.run.preference == "dpo"
+    saved = zj.load(model.save(tmp_path / "saved"))
+    np.testing.assert_array_equal(
+        saved.params["embed"]["embedding"], model.params["embed"]["embedding"]
+    )
+    first = settings(folder).optim.lr
+    assert finetune.get_config(f"{folder / 'run'},preference=dpo").optim.lr == first
 
 
 @pytest.mark.parametrize("options", [",preference=dpo", slow(",preference=dpo,lora=4")])
@@ -208,6 +219,7 @@ def test_data_without_pairs_are_said(folder, tmp_path):
     )
     for options, says in (
         (",preferenc=dpo", "preferenc is not one of lora, base, preference, beta"),
+        (",beta=0.2", "beta is of preference=dpo; add that"),
     ):
         assert says in refusal(settings, folder, options)
     assert "beta=x is not a number such as 0.1" in refusal(
