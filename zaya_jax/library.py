@@ -241,7 +241,7 @@ class LanguageModel:
         if parsed.form == "ids" and stop:
             raise UserError("stop is for texts; ids end at one of ends")
         count = 1 if samples is None else samples
-        seeds = [seed] * len(parsed.ids) if isinstance(seed, int) else list(seed)
+        seeds: Any = [seed] * len(parsed.ids) if np.ndim(seed) == 0 else seed
         rows = [row for row in parsed.ids for _ in range(count)]
         continued = self.continued(
             rows,
