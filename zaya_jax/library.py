@@ -591,4 +591,4 @@ def train(
     if jax.device_count() > 1:
         mesh = dataclasses.asdict(schedule.phase_config(settings, phase).mesh)
     own: dict[str, Any] = {part: own_class(settings.model, part) for part in BASES}
-    return load(folder, mesh=mesh, **own)
+    return load(folder, mesh=mesh, changed_source=settings.run.changed_source, **own)

@@ -136,6 +136,10 @@ def test_another_source_is_refused_unless_it_is_allowed(place, changed, capsys):
     model = zj.load(place / "run", layer=LAYER, router=ROUTER, changed_source=True)
     assert f"note: {place / 'run'}@2 was trained with the layer" in capsys.readouterr().out
     assert model.params["layers"]["share"].shape == (2, 16)
+    complete = tiny_runs.settings(
+        data__path=str(place / "corpus"), **KEYS, run__changed_source=True
+    )
+    assert zj.train(complete, place / "run").source.endswith("@2")
     shutil.copytree(place / "run", place / "on")
     keys = dict(run__num_steps=3, run__changed_source=True)
     assert train(place, place / "on", **keys) == cli.DONE
