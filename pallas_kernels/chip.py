@@ -142,6 +142,15 @@ class Chip(NamedTuple):
             return here
         return here._replace(kernels=tuple(name for name in self.kernels if name in operators))
 
+    def unrolls(self, repeats: int, numbers: int) -> bool:
+        """Whether a loop over layers, with streams of this many numbers, is faster written out.
+
+        A CPU runs a loop's body on one core, but for matrix products. That costs a tenth of a step
+        where arrays are large enough to be split; compiling the layers written out costs twice as
+        much.
+        """
+        return self.platform == "cpu" and repeats <= 8 and numbers >= 1 << 18
+
 
 _named = jax.make_user_context(None)
 _used: dict[str, tuple[tuple[str, ...], tuple[tuple[str, Tile], ...]]] = {}

@@ -152,3 +152,25 @@ def test_the_whole_model_at_32k_tokens_has_no_square_array():
     compiled = jax.jit(jax.grad(loss)).lower(params, bias, ids).compile()
     assert f"{length},{length}" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < length * length * 4 / 20
+
+
+@pytest.mark.slow
+def test_layers_written_out_are_the_scan(monkeypatch):
+    model = model_helpers.small()
+    params, bias = model_helpers.weights(model)
+    ids = np.arange(20).reshape(2, 10)
+
+    def loss(params):
+        out = zaya.apply(model, params, bias, TokenRows(ids), precision=model_helpers.EXACT)
+        return jnp.sum(out.hidden**2), out.counts
+
+    def run():
+        lowered = jax.jit(jax.value_and_grad(lambda p: loss(p), has_aux=True)).lower(params)
+        return lowered.as_text().count("stablehlo.while"), lowered.compile()(params)
+
+    loops, scanned = run()
+    monkeypatch.setattr(chip.Chip, "unrolls", lambda *_: True)
+    loops_left, written_out = run()
+    assert loops_left != loops
+    for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(written_out), strict=True):
+        assert np.linalg.norm(a - b) <= 3e-6 * np.linalg.norm(b)

@@ -367,6 +367,7 @@ class DecodeStep(Prefill):
 class Devices:
     """The devices that a model runs on; this class is one device."""
 
+    alone = True  # no collective in any program
     mesh: Mesh | None = None  # the mesh of decoding
 
     def cache_layout(self) -> CacheLayout:

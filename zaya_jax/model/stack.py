@@ -65,6 +65,7 @@ def scan_layers(
     carry: Any,
     per_layer: Any,
     cache: dict | None,
+    unroll: bool = False,
 ) -> tuple[Any, Any, dict | None]:
     """Runs step(carry, a layer's inputs, its cache) → (carry, output, its cache) on all layers,
     bottom first; there is a step for each layer of a period.
@@ -73,8 +74,8 @@ def scan_layers(
     the layers that have it, and the loop carries it whole: a layer gets its place in the stack.
     `remat` turns a step into one that the backward pass recomputes.
 
-    If layers are of one kind and there is no cache, the entries that they return are stacked (a
-    trace of attention's weights).
+    If layers are of one kind, `unroll` writes them out, and without a cache the entries that they
+    return are stacked (a trace of attention's weights).
     """
     num_layers = jax.tree.leaves(per_layer)[0].shape[0]
     numbers = None if cache is None else jnp.arange(num_layers // len(pattern))
@@ -90,7 +91,9 @@ def scan_layers(
             return (carry, None), (out, entries)
         return (carry, _updated_cache(cache, entries)), (out, None)
 
-    (carry, cache), (outs, entries) = jax.lax.scan(iteration, (carry, cache), (numbers, per_layer))
+    (carry, cache), (outs, entries) = jax.lax.scan(
+        iteration, (carry, cache), (numbers, per_layer), unroll=unroll
+    )
     return carry, outs, entries if cache is None else cache
 
 

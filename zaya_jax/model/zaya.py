@@ -166,6 +166,7 @@ class Zaya(nnx.Module):
         inputs = LayerInputs(
             layer_weights, balance, kinds, windows, hooks.scan_inputs(model.num_hidden_layers)
         )
+        may_unroll = policy == "none" and cached is None and devices.alone
         (h, _), (counts, sums, traced), cache = scan_layers(
             [functools.partial(step, linear) for linear in pattern],
             None if policy == "none" else functools.partial(_remat, policy=policy),
@@ -173,6 +174,7 @@ class Zaya(nnx.Module):
             (h, router_state),
             inputs,
             None if cached is None else cached.arrays,
+            unroll=may_unroll and chip.current().unrolls(model.num_hidden_layers, h.size),
         )
         with jax.named_scope("head"):
             h = placement.joined(self.final_norm(h))

@@ -7,7 +7,7 @@ from typing import Any
 from zaya_jax.config import Model
 from zaya_jax.model.placement import Devices, Placement, Weights
 from zaya_jax.parallel import context, dispatch, heads, tsp
-from zaya_jax.parallel.spread import Spread, gather_over_data
+from zaya_jax.parallel.spread import NO_SPREAD, Spread, gather_over_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +15,10 @@ class MeshDevices(Devices):
     """The devices that a spread describes."""
 
     spread: Spread
+
+    @property
+    def alone(self) -> bool:  # type: ignore[override]
+        return self.spread == NO_SPREAD
 
     def weights(self, model: Model, dtype: Any) -> Weights:
         spread = self.spread

@@ -90,6 +90,7 @@ class DecodeDevices(Devices):
     device."""
 
     mesh: Mesh
+    alone = False
 
     def cache_layout(self) -> CacheLayout:
         devices = self.mesh.shape["context"]
