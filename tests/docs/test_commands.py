@@ -104,12 +104,16 @@ def test_the_config_of_the_how_to_is_one():
 @pytest.mark.slow
 def test_the_loss_and_the_router_of_the_how_to_are_ones():
     names: dict = {}
+    first_layers = []
     for block in (
         b for b in BLOCKS if b.page == "docs/howto/own_layer.md" and b.language == "python"
     ):
         exec(block.text, names)
+        if "model" in names:
+            first_layers.append(names["model"].layer(0))
     assert 5 < float(names["loss"]) < 6.5  # fresh weights of 264 ids: ln 264 = 5.58
-    assert isinstance(names["model"].layer(0).router, names["LinearRouter"])
+    assert isinstance(first_layers[-1], names["Halved"])
+    assert any(isinstance(layer.router, names["LinearRouter"]) for layer in first_layers)
     assert names["grads"]["embed"]["embedding"].shape == (264, 192)
 
 
