@@ -140,20 +140,20 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
     newest = store.find_newest(decided)
     kind: start.StartKind = "fresh"
     reached, parent, meta = 0, None, dict[str, Any]()
-    if newest:
-        kind, reached, meta = "resumed", newest, read_meta(folder, newest)
-    elif newest == 0:
-        kind = "imported"
-    elif config.run.fork:
-        parent = fork.Parent(config, tokenizer)
-        kind, reached, meta = "forked", config.run.fork_step, parent.meta
-    elif config.run.init_from:
-        kind = "initial weights"
     if newest is not None:
         saved, name = read_meta(folder, newest), f"{folder}@{newest}"
         own_parts.require_same_source(
             config.model, saved, name, config.run.changed_source, logs.say
         )
+        if newest:
+            kind, reached, meta = "resumed", newest, saved
+        else:
+            kind = "imported"
+    elif config.run.fork:
+        parent = fork.Parent(config, tokenizer)
+        kind, reached, meta = "forked", config.run.fork_step, parent.meta
+    elif config.run.init_from:
+        kind = "initial weights"
     planned = start.plan_start(reached, recipe, tokenizer)
     if parent:
         planned.notes.append(parent.note(recipe.plan))
