@@ -4,9 +4,9 @@
 
 Each node is a process in a network namespace of its own, with one link to a switch: `--rate` is its
 bandwidth each way in Mbit/s (0: not limited), `--delay` the milliseconds from one node to another.
-Nodes have the addresses 10.0.0.1 and so on, and JAX's variables for a run of several processes. A
-node's host name is its address: gloo listens where the host's name leads, and programs that count
-hosts see one a node.
+Nodes have the addresses 10.0.0.1 and so on, and the variables by which this project's programs find
+each other (docs/clusters.md). A node's host name is its address: gloo listens where the host's name
+leads, and programs that count hosts see one a node.
 
 All of this lies in namespaces that the program's own processes hold, so the machine's network is
 not changed, and the kernel takes everything away when the program ends or is killed. The exit code
