@@ -69,7 +69,8 @@ def get_config(weights: str = "") -> ConfigDict:
             raise config.UserError(
                 f"finetune.py:{given}: {name}={value} is not a number such as {EXAMPLES[name]}"
             ) from None
-    if options:
+    of_pairs = options.get("preference", "none") != "none"
+    if "lora" in options or of_pairs:
         c.balance.enabled = False  # the biases of the base, or of the reference, are the run's
 
     c.data.path = "chats.jsonl"
@@ -84,7 +85,7 @@ def get_config(weights: str = "") -> ConfigDict:
     # A second set of chats is not learnt at a tenth of a tenth.
     smaller = 1 if step and _tuned(before, found.folder) else SMALLER
     c.optim.lr = smaller * (phase.lr or before.optim.lr) if phase else IMPORTED_LR
-    if "preference" in options:
+    if of_pairs:
         c.optim.lr *= 1 if before.run.takes_pairs else PREFERRING
         c.optim.z_loss = 0.0
     c.balance.lr = smaller * before.balance.lr  # the biases themselves come with the weights

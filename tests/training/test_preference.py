@@ -205,6 +205,11 @@ def test_keys_that_contradict_pairs_are_said(folder, keys, says):
     assert says in refusal(settings, folder, **keys)
 
 
+def test_a_preference_of_none_is_as_if_it_were_not_given(folder):
+    given = [finetune.get_config(f"{folder / 'base'}{x}") for x in ("", ",preference=none")]
+    assert config.check(given[0]) == config.check(given[1])
+
+
 def test_data_without_pairs_are_said(folder, tmp_path):
     chats = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     for content, says in (
