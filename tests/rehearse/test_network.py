@@ -13,6 +13,7 @@ import pytest
 from tools import network
 
 # Node 1 sends 1.5 MB to node 0 and prints how long connecting took; node 0 how long receiving did.
+# Both write into one pipe, so a line and its end are one string: Python may write each by itself.
 SEND = """
 import os, socket, time
 begun = time.monotonic()
@@ -23,7 +24,7 @@ if os.environ["JAX_PROCESS_ID"] == "0":
     begun = time.monotonic()
     while connection.recv(1 << 16):
         pass
-    print("received", time.monotonic() - begun)
+    print(f"received {time.monotonic() - begun}\\n", end="")
 else:
     connection = None
     while not connection:
@@ -32,10 +33,14 @@ else:
             connection = socket.create_connection(("10.0.0.1", 1))
         except ConnectionRefusedError:
             time.sleep(0.05)
-    print("connected", time.monotonic() - begun)
+    print(f"connected {time.monotonic() - begun}\\n", end="")
     connection.sendall(bytes(1_500_000))
 """
-WAIT = "import os, time; print(os.readlink('/proc/self/ns/net'), flush=True); time.sleep(100)"
+WAIT = """
+import os, time
+print(os.readlink("/proc/self/ns/net") + "\\n", end="", flush=True)
+time.sleep(100)
+"""
 
 
 def start(*options: str, python: str) -> subprocess.Popen:
