@@ -106,9 +106,9 @@ def saved(model, tmp_path_factory):
 )
 def test_each_layout_comes_in(model, saved, layout, tmp_path):
     place, state = saved / layout, {"params": model.params, "balance": {"bias": model.balance}}
-    source, held = open_source(str(place)), boxes.of_tree(state)
-    partial.require_fit(source, held.weights().arrays)
-    same(source.restore(held.leaves, held), trees.flat(state))
+    source, locations = open_source(str(place)), boxes.of_tree(state)
+    partial.require_fit(source, locations.weights().arrays)
+    same(source.restore(locations.leaves, locations), trees.flat(state))
     told, resharded = (
         "without checksums" if layout != "sealed" else "",
         rewrite.reshard(place, tmp_path / "run"),
@@ -125,9 +125,9 @@ def test_each_layout_comes_in(model, saved, layout, tmp_path):
 @pytest.mark.parametrize("layout", ["alone", "bare"])
 def test_parameters_alone_begin_with_fresh_balancing_biases(model, saved, layout, capsys):
     state = {"params": model.params, "balance": {"bias": zaya.init_balance(model.config.model)}}
-    source, held = open_source(str(saved / layout)), boxes.of_tree(state)
-    partial.require_fit(source, held.weights().arrays)
-    same(source.restore(held.leaves, held), trees.flat(state))
+    source, locations = open_source(str(saved / layout)), boxes.of_tree(state)
+    partial.require_fit(source, locations.weights().arrays)
+    same(source.restore(locations.leaves, locations), trees.flat(state))
     got = zj.load(saved / layout, config=model.config)
     same(got.params, model.params)
     np.testing.assert_array_equal(got.balance, state["balance"]["bias"])
@@ -138,7 +138,7 @@ def test_parameters_alone_begin_with_fresh_balancing_biases(model, saved, layout
 def test_integers_become_no_weights(model, saved, tmp_path):
     """They did, silently: those of a quantised model, without their scales."""
     rewrite.reshard(saved / "int8", tmp_path / "run")
-    held = boxes.of_tree({"params": model.params, "balance": {"bias": model.balance}})
+    locations = boxes.of_tree({"params": model.params, "balance": {"bias": model.balance}})
     for place in (saved / "int8", tmp_path / "run"):
         assert (
             partial.read(place, dtype="float32")["params"]["final_norm"]["scale"].dtype == np.int8
@@ -148,7 +148,7 @@ def test_integers_become_no_weights(model, saved, tmp_path):
         ):
             zj.load(place, config=model.config)
         with pytest.raises(UserError, match=r"is of int8, .* multiply quantised"):
-            partial.require_fit(open_source(str(place)), held.arrays)
+            partial.require_fit(open_source(str(place)), locations.arrays)
 
 
 @pytest.mark.parametrize("layout", ["ocdbt", "tensors"])

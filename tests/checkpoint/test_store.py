@@ -88,12 +88,12 @@ def bucket_of(total, cut, each):
     for i, device in enumerate(devices):
         box = slice(i * cut, min((i + 1) * cut, total)), slice(0, 4)
         parts.append(
-            boxes.HeldBox(
+            boxes.LocatedBox(
                 "w", box, "bucket", device, tuple(slice(0, n) for n in layout.shape_of(box))
             )
         )
     leaf = jax.ShapeDtypeStruct((len(devices) * cut, 4), np.float32)
-    return boxes.Holding({"w": whole}, {"bucket": leaf}, parts)
+    return boxes.Locations({"w": whole}, {"bucket": leaf}, parts)
 
 
 def test_the_plan_gives_each_process_its_part():
@@ -103,9 +103,9 @@ def test_the_plan_gives_each_process_its_part():
         for device in map(Place, range(8)):
             first, last = (2 * device.id, 2 * device.id + 2) if name == "cut" else (0, rows)
             box = (slice(first, last), slice(0, width))
-            parts.append(boxes.HeldBox(name, box, name, device, box))
+            parts.append(boxes.LocatedBox(name, box, name, device, box))
     arrays = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-    plan = boxes.Holding(arrays, arrays, parts).plan()
+    plan = boxes.Locations(arrays, arrays, parts).plan()
     assert sum(plan.bytes.values()) == sum(4 * rows * width for rows, width in shapes.values())
     assert max(plan.bytes.values()) - min(plan.bytes.values()) <= 800
     assert {part.name for its in plan.parts.values() for part in its} == set(shapes)

@@ -5,8 +5,8 @@ A run keeps its state in arrays of its own: ZeRO-1's buckets of whole matrices f
 vectors in a row, slots that are not in use. A checkpoint has plain arrays. A list of parts connects
 the two, each a box of a checkpoint's array that lies on one device:
 
-    held = Holding(arrays, leaves, parts)       for a run; `of_tree` if its arrays are the checkpoint's own
-    plan = held.plan()                          the writer of each part, and the chunks of the arrays
+    locations = Locations(arrays, leaves, parts)    for a run; `of_tree` if its arrays are the checkpoint's own
+    plan = locations.plan()                         the writer of each part, and the chunks of the arrays
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from zaya_jax.checkpoint.layout import Box, StoredArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HeldBox:
+class LocatedBox:
     """A box of a checkpoint's array, and its place in one device's part of one of the run's
     arrays."""
 
@@ -33,11 +33,11 @@ class HeldBox:
     device: jax.Device
     place: Box  # in the device's part of it: the same numbers in row-major order
 
-    def of(self, own: np.ndarray) -> np.ndarray:
-        """A view of its numbers in the device's part of the leaf, in the shape of the box."""
-        # a scalar's is empty, and its number a view all the same
+    def view(self, device_part: np.ndarray) -> np.ndarray:
+        """The box's numbers in the device's part of the leaf, in the shape of the box."""
+        # A scalar's place is empty; the ellipsis makes its number a view too.
         place: tuple[Any, ...] = (*self.place, ...)
-        return own[place].reshape(layout.shape_of(self.box), copy=False)
+        return device_part[place].reshape(layout.shape_of(self.box), copy=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,95 +45,94 @@ class Writers:
     """All arrays, and the parts and bytes of each process."""
 
     arrays: dict[str, StoredArray]
-    parts: dict[int, list[HeldBox]]
+    parts: dict[int, list[LocatedBox]]
     bytes: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Holding:
-    """Where a whole state lies. `parts` names every holder of a box, so a replicated box several
-    times."""
+class Locations:
+    """Where a whole state lies. A box that several devices have is in `parts` once for each of
+    them."""
 
     arrays: dict[str, Any]  # the checkpoint's, as ShapeDtypeStructs
     leaves: dict[str, Any]  # the run's, as ShapeDtypeStructs with their shardings
-    parts: list[HeldBox]
+    parts: list[LocatedBox]
 
-    def weights(self) -> "Holding":
-        """The holding of the parameters and balancing biases alone."""
+    def weights(self) -> "Locations":
+        """The locations of the parameters and balancing biases only."""
         arrays = {name: x for name, x in self.arrays.items() if layout.is_weight(name)}
         parts = [part for part in self.parts if part.name in arrays]
-        where = {part.leaf for part in parts}
-        return Holding(arrays, {leaf: x for leaf, x in self.leaves.items() if leaf in where}, parts)
+        with_weights = {part.leaf for part in parts}
+        leaves = {leaf: x for leaf, x in self.leaves.items() if leaf in with_weights}
+        return Locations(arrays, leaves, parts)
 
     def plan(self) -> Writers:
         """The writer of each part; the same in every process."""
-        holders: dict[tuple[str, Box], list[HeldBox]] = defaultdict(list)
+        copies: dict[tuple[str, Box], list[LocatedBox]] = defaultdict(list)
         for part in self.parts:
-            holders[part.name, part.box].append(part)
+            copies[part.name, part.box].append(part)
         itemsize = {name: np.dtype(x.dtype).itemsize for name, x in self.arrays.items()}
-        found = [
-            (
-                layout.volume(box) * itemsize[name],
-                of,
-                len({part.device.process_index for part in of}) > 1,
-            )
-            for (name, box), of in holders.items()
-        ]
-        # First the parts that only one process can write, then the greatest first.
-        found.sort(key=lambda f: (f[2], -f[0]))
         load: dict[int, int] = defaultdict(int)
-        chosen: dict[str, list[HeldBox]] = defaultdict(list)
-        for size, of, _ in found:
-            part = min(
-                of,
-                key=lambda p: (load[p.device.process_index], p.device.process_index, p.device.id),
-            )
+
+        def size(of_box: list[LocatedBox]) -> int:
+            return layout.volume(of_box[0].box) * itemsize[of_box[0].name]
+
+        def by_urgency(of_box: list[LocatedBox]) -> tuple[bool, int]:
+            several = len({part.device.process_index for part in of_box}) > 1
+            return several, -size(of_box)
+
+        def by_load(part: LocatedBox) -> tuple[int, int, int]:
+            process = part.device.process_index
+            return load[process], process, part.device.id
+
+        # First the boxes that only one process can write, then the largest: the rest evens out.
+        chosen: dict[str, list[LocatedBox]] = defaultdict(list)
+        for of_box in sorted(copies.values(), key=by_urgency):
+            part = min(of_box, key=by_load)
             chosen[part.name].append(part)
-            load[part.device.process_index] += size
-        arrays, parts = {}, defaultdict(list)
+            load[part.device.process_index] += size(of_box)
+
+        arrays = {}
+        parts: dict[int, list[LocatedBox]] = defaultdict(list)
         for name, x in self.arrays.items():
             chunk = _chunk(name, tuple(x.shape), itemsize[name], chosen[name])
             arrays[name] = StoredArray(name, tuple(x.shape), np.dtype(x.dtype).name, chunk)
             for part in chosen[name]:
                 parts[part.device.process_index].append(part)
         order = {leaf: i for i, leaf in enumerate(self.leaves)}
-        for own in parts.values():
-            own.sort(key=lambda part: (order[part.leaf], part.device.id))
+        for of_process in parts.values():
+            of_process.sort(key=lambda part: (order[part.leaf], part.device.id))
         return Writers(arrays, dict(parts), dict(load))
 
 
-def of_tree(abstract: Any) -> Holding:
-    """The holding of a tree whose arrays are the checkpoint's own, by their shardings."""
-    leaves = {name: _about(x) for name, x in trees.flat(abstract).items()}
-    return Holding(
-        leaves, leaves, [part for name, x in leaves.items() for part in parts_of(name, x)]
-    )
+def of_tree(abstract: Any) -> Locations:
+    """The locations of a tree whose arrays are the checkpoint's own, by their shardings."""
+    leaves = {name: _without_numbers(x) for name, x in trees.flat(abstract).items()}
+    parts = [part for name, x in leaves.items() for part in parts_of(name, x)]
+    return Locations(leaves, leaves, parts)
 
 
-def _about(x: Any) -> Any:
-    """An array without its numbers, which may be freed before the plan is."""
-    return (
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        if isinstance(x, jax.Array)
-        else x
-    )
+def _without_numbers(x: Any) -> Any:
+    """What describes an array whose numbers may be freed before the plan is."""
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return x
 
 
-def parts_of(name: str, x: Any) -> list[HeldBox]:
+def parts_of(name: str, x: Any) -> list[LocatedBox]:
     """The parts of one such array."""
-    found = []
+    parts = []
     for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
         box = layout.box_of(index, tuple(x.shape))
-        found.append(
-            HeldBox(name, box, name, device, tuple(slice(0, n) for n in layout.shape_of(box)))
-        )
-    return found
+        whole = tuple(slice(0, n) for n in layout.shape_of(box))
+        parts.append(LocatedBox(name, box, name, device, whole))
+    return parts
 
 
 def _chunk(
-    name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox]
+    name: str, shape: tuple[int, ...], itemsize: int, parts: list[LocatedBox]
 ) -> tuple[int, ...]:
-    """Chunks that one process can write alone; one device, unless such chunks would be small."""
+    """Chunks that one device's part fills alone, or if these were small, one process's."""
     part = shape
     for owner in (lambda p: p.device.id, lambda p: p.device.process_index):
         borders = _borders(shape, parts, owner)
@@ -146,7 +145,7 @@ def _chunk(
     return layout.chunk_shape(name, shape, itemsize, max(part, filled, key=math.prod))
 
 
-def _borders(shape: tuple[int, ...], parts: list[HeldBox], owner: Any) -> list[list[int]]:
+def _borders(shape: tuple[int, ...], parts: list[LocatedBox], owner: Any) -> list[list[int]]:
     """Along each dim, the borders between different owners."""
     starts = [sorted({part.box[dim].start for part in parts}) for dim in range(len(shape))]
     stops = [

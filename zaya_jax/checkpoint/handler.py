@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import boxes, folders, layout, writing
-from zaya_jax.checkpoint.boxes import Holding
+from zaya_jax.checkpoint.boxes import Locations
 from zaya_jax.checkpoint.seal import Seal, Sums
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.checkpoint.writing import DeviceParts
@@ -97,7 +97,7 @@ class Handler:
     is_abstract_handleable = is_handleable
 
 
-_Snapshot = tuple[Holding, DeviceParts]
+_Snapshot = tuple[Locations, DeviceParts]
 
 
 @functools.cache
@@ -155,8 +155,8 @@ def _write_together(folder: Path, step: str, snapshot: _Snapshot | Exception) ->
     def write() -> Sums:
         if isinstance(snapshot, Exception):
             raise snapshot
-        held, device_parts = snapshot
-        plan, me = held.plan(), jax.process_index()
+        locations, device_parts = snapshot
+        plan, me = locations.plan(), jax.process_index()
         arrays: dict[str, layout.StoredArray] = {
             name: _RelativeArray(**vars(x)) for name, x in plan.arrays.items()
         }

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.boxes import HeldBox, Holding
+from zaya_jax.checkpoint.boxes import LocatedBox, Locations
 from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import TAIL, crc32c
 
@@ -34,7 +34,7 @@ class _Buffer:
     """The host's copy of a device's part of one of the run's arrays."""
 
     numbers: np.ndarray
-    parts: list[HeldBox]
+    parts: list[LocatedBox]
     devices: list[jax.Device]  # that have the same part, from one reading
 
 
@@ -43,22 +43,22 @@ class _Use:
     """A box of one chunk that goes into one part of a buffer."""
 
     buffer: _Buffer
-    part: HeldBox
+    part: LocatedBox
     box: Box
     box_in_chunk: Box
 
     def copy(self, chunk: np.ndarray) -> None:
         """Fills the part's box from the chunk."""
-        target = self.part.of(self.buffer.numbers)
+        target = self.part.view(self.buffer.numbers)
         target[layout.within(self.box, self.part.box)] = chunk[self.box_in_chunk]
 
 
 def on_devices(
-    read_chunk: ReadChunk, arrays: Mapping[str, StoredArray], held: Holding
+    read_chunk: ReadChunk, arrays: Mapping[str, StoredArray], locations: Locations
 ) -> dict[str, jax.Array]:
     """The run's arrays by name."""
-    parts: dict[str, list[HeldBox]] = defaultdict(list)
-    for part in held.parts:
+    parts: dict[str, list[LocatedBox]] = defaultdict(list)
+    for part in locations.parts:
         if part.device.process_index == jax.process_index():
             parts[part.leaf].append(part)
     with concurrent.futures.ThreadPoolExecutor(THREADS, "load") as pool:
@@ -66,15 +66,15 @@ def on_devices(
         def submit(array: StoredArray, index: Index) -> concurrent.futures.Future[np.ndarray]:
             return pool.submit(read_chunk, array, index)
 
-        return {name: _leaf(submit, x, parts[name], arrays) for name, x in held.leaves.items()}
+        return {name: _leaf(submit, x, parts[name], arrays) for name, x in locations.leaves.items()}
 
 
 def _leaf(
-    submit: SubmitRead, x: Any, parts: list[HeldBox], arrays: Mapping[str, StoredArray]
+    submit: SubmitRead, x: Any, parts: list[LocatedBox], arrays: Mapping[str, StoredArray]
 ) -> jax.Array:
     """One array of the run, as its ShapeDtypeStruct `x` says."""
     shape = tuple(x.shape)
-    parts_by_device: dict[jax.Device, list[HeldBox]] = defaultdict(list)
+    parts_by_device: dict[jax.Device, list[LocatedBox]] = defaultdict(list)
     for part in parts:
         parts_by_device[part.device].append(part)
     devices_by_box: dict[Box, list[jax.Device]] = defaultdict(list)

@@ -1,10 +1,10 @@
 """Reads named arrays, chunk by chunk, wherever they lie.
 
-source = open_source("runs/tiny@300")   (`orbax_source`) a run's folder, exported parameters, "s3://bucket/run"
-source.check(names=["state/params."])   StorageError if one of these files is damaged
+source = open_source("runs/tiny@300")        (`orbax_source`) a run's folder, exported parameters, "s3://bucket/run"
+source.check(names=["state/params."])        StorageError if one of these files is damaged
 source.read(("params", "head", "kernel"))    an array on the host
 source.fill(array, box, out)            a part of one, without a copy of the rest
-source.restore(like, held)              a tree of arrays on devices (`reading`)
+source.restore(like, locations)              a tree of arrays on devices (`reading`)
 
 ArraySource      what every source can do
   SealedSource   a checkpoint of this package: with checksums
@@ -29,7 +29,7 @@ import numpy as np
 from zaya_jax import config as config_lib
 from zaya_jax import schedule, trees
 from zaya_jax.checkpoint import boxes, folders, layout, reading
-from zaya_jax.checkpoint.boxes import Holding
+from zaya_jax.checkpoint.boxes import Locations
 from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.storage import Unreachable, for_each
@@ -109,17 +109,17 @@ class ArraySource(abc.ABC):
             chunk = self._cached_chunk[1]
             out[layout.within(inside, box)] = chunk[layout.within(inside, chunk_box)]
 
-    def restore(self, like: Any, held: Holding | None = None, exact: bool = False) -> Any:
+    def restore(self, like: Any, locations: Locations | None = None, exact: bool = False) -> Any:
         """A tree of arrays laid out as `like`'s ShapeDtypeStructs with shardings say; StorageError
         for damage.
 
-        `held` says where the arrays lie in it, if it is not a tree of them; `exact`: the source
+        `locations` says where the arrays lie in it, if it is not a tree of them; `exact`: the source
         must have no others.
         """
-        held = held or boxes.of_tree(like)
-        if odd := misfit(self.arrays, held.arrays, exact):
+        locations = locations or boxes.of_tree(like)
+        if odd := misfit(self.arrays, locations.arrays, exact):
             raise StorageError(f"{self.name} cannot be read: {odd}")
-        restored = reading.on_devices(self.read_chunk, self.arrays, held)
+        restored = reading.on_devices(self.read_chunk, self.arrays, locations)
         leaves = [restored[name] for name in trees.flat(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

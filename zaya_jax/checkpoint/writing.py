@@ -25,7 +25,7 @@ import numpy as np
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout, seal
-from zaya_jax.checkpoint.boxes import HeldBox, Writers
+from zaya_jax.checkpoint.boxes import LocatedBox, Writers
 from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import TAIL, Sums, crc32c
 from zaya_jax.cluster import multihost
@@ -101,7 +101,7 @@ class _Assembler:
 def write_parts(
     folder: Path,
     plan: Writers,
-    parts: Sequence[HeldBox],
+    parts: Sequence[LocatedBox],
     device_parts: DeviceParts,
     timer: StageTimer,
 ) -> Sums:
@@ -115,11 +115,11 @@ def write_parts(
     assembler = _Assembler()
     waiting: deque[tuple[str, concurrent.futures.Future]] = deque()
 
-    def submit_chunks(group: Iterable[HeldBox], device_part: np.ndarray) -> None:
+    def submit_chunks(group: Iterable[LocatedBox], device_part: np.ndarray) -> None:
         for part in group:
             array = plan.arrays[part.name]
             (folder / array.folder).mkdir(parents=True, exist_ok=True)
-            numbers = part.of(device_part)
+            numbers = part.view(device_part)
             for index, chunk_box in array.chunks_overlapping(part.box):
                 name = array.file(index)
                 inside = layout.overlap(chunk_box, part.box)

@@ -165,7 +165,7 @@ def _gradients(config: Config, setup: states.Setup, optimizer_state: Any) -> dic
         index = leaf.sharding.devices_indices_map(leaf.shape)[part.device]
         shard = np.array(arrays[part.leaf][index], np.float64) / fractions[kind]
         whole = gradients.setdefault(name, np.zeros(locations.arrays[part.name].shape))
-        whole[part.box] = part.of(shard)
+        whole[part.box] = part.view(shard)
     return gradients
 
 

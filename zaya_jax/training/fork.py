@@ -19,7 +19,7 @@ from typing import Any
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.checkpoint.boxes import Holding
+from zaya_jax.checkpoint.boxes import Locations
 from zaya_jax.checkpoint.source import SealedSource, misfit
 from zaya_jax.checkpoint.vault import my_files
 from zaya_jax.config import Config, UserError, fields
@@ -125,7 +125,7 @@ class Parent:
             f" {'; '.join(changes)}"
         )
 
-    def load(self, abstract: Any, locations: Holding) -> Any:
+    def load(self, abstract: Any, locations: Locations) -> Any:
         """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with
         shardings say."""
         if odd := misfit(self._source.arrays, locations.arrays):

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding
 from pallas_kernels import chip
 from zaya_jax import trees
 from zaya_jax.checkpoint import boxes, layout, writing
-from zaya_jax.checkpoint.boxes import HeldBox, Holding
+from zaya_jax.checkpoint.boxes import LocatedBox, Locations
 from zaya_jax.checkpoint.writing import DeviceParts
 from zaya_jax.cluster import multihost
 from zaya_jax.optim import balance, chain
@@ -153,7 +153,7 @@ class Snapshots:
         )
         return jax.jit(mapped, out_shardings=shardings)(master_weights)
 
-    def with_weights_of(self, state: Any, read: Callable[[Any, Holding], Any]) -> Any:
+    def with_weights_of(self, state: Any, read: Callable[[Any, Locations], Any]) -> Any:
         """A fresh state with the weights and balancing biases of a checkpoint; read(abstract,
         locations) reads these."""
         locations = self.locations.weights()
@@ -185,7 +185,7 @@ def checkpoint_arrays(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[st
     }
 
 
-def _locations(optimizer: Optimizer, devices: list[jax.Device], abstract: Any) -> Holding:
+def _locations(optimizer: Optimizer, devices: list[jax.Device], abstract: Any) -> Locations:
     """Where the checkpoint's arrays lie in those of a copy.
 
     A bucket holds boxes of one kind of state of several weights (in "weights" the parameters
@@ -194,7 +194,7 @@ def _locations(optimizer: Optimizer, devices: list[jax.Device], abstract: Any) -
     leaves = trees.flat(abstract)
     shapes = {weight.path: weight.shape for weight in optimizer.layout.weights}
     arrays: dict[str, Any] = {}
-    parts: list[HeldBox] = []
+    parts: list[LocatedBox] = []
     for leaf, x in leaves.items():
         kind, _, bucket = leaf.removeprefix("optimizer.").partition(".")
         if kind not in chain.KINDS or bucket not in abstract["optimizer"][kind]:
@@ -202,11 +202,12 @@ def _locations(optimizer: Optimizer, devices: list[jax.Device], abstract: Any) -
             parts += boxes.parts_of(leaf, x)
             continue
         group = "params" if kind == "weights" else f"optimizer.{kind}"
-        for held in optimizer.layout.state_boxes(bucket):
-            name = f"{group}.{held.weight.replace('/', '.')}"
-            arrays[name] = jax.ShapeDtypeStruct(shapes[held.weight], x.dtype)
-            parts.append(HeldBox(name, held.box, leaf, devices[held.device], held.place))
-    return Holding(arrays, leaves, parts)
+        for state_box in optimizer.layout.state_boxes(bucket):
+            name = f"{group}.{state_box.weight.replace('/', '.')}"
+            arrays[name] = jax.ShapeDtypeStruct(shapes[state_box.weight], x.dtype)
+            device = devices[state_box.device]
+            parts.append(LocatedBox(name, state_box.box, leaf, device, state_box.place))
+    return Locations(arrays, leaves, parts)
 
 
 def unused_bytes(device: jax.Device) -> int | None:

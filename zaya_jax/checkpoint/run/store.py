@@ -4,8 +4,8 @@ absent.
     store = Store(workdir, config.checkpoint, say)
     step = store.find_newest(decisions)                     the newest complete one, verified; None without one
     state = store.restore(step, abstract_state)
-    store.save(step, snapshot, meta, held)                  begins, and returns; the training goes on
-    store.save_now(step, snapshot, meta, held)              the last one: returns when it is there
+    store.save(step, snapshot, meta, locations)             begins, and returns; the training goes on
+    store.save_now(step, snapshot, meta, locations)         the last one: returns when it is there
 
 The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`source`) by this
 package, each process the parts of its own devices (`boxes`). A save goes: copy (the caller's
@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from zaya_jax.checkpoint import folders, layout, writing
-from zaya_jax.checkpoint.boxes import Holding, Writers
+from zaya_jax.checkpoint.boxes import Locations, Writers
 from zaya_jax.checkpoint.run import retention, timings
 from zaya_jax.checkpoint.run.durable import CheckMeta, Durable
 from zaya_jax.checkpoint.run.retention import Decisions
@@ -65,7 +65,7 @@ class Store:
         self._pending: concurrent.futures.Future | None = None
         self._failures = 0  # saves in a row
         self._last_error = ""
-        self._plan: tuple[Holding, Writers] | None = None
+        self._plan: tuple[Locations, Writers] | None = None
         # Seconds, carried to the record of the call that ends what they are a part of:
         self._asked_at = 0.0  # by wait_for_room to save
         self._verify_seconds = 0.0  # by find_newest to restore
@@ -92,12 +92,14 @@ class Store:
         self._raise_if_too_many_failures()
         return not late
 
-    def save(self, step: int, snapshot: DeviceParts, meta: dict[str, Any], held: Holding) -> None:
-        """Begins to write a checkpoint of arrays that do not change any more, which lie as `held`
+    def save(
+        self, step: int, snapshot: DeviceParts, meta: dict[str, Any], locations: Locations
+    ) -> None:
+        """Begins to write a checkpoint of arrays that do not change any more, which lie as `locations`
         says; call `wait_for_room` before."""
         self._finish_save(None)
-        if self._plan is None or self._plan[0] != held:
-            self._plan = held, held.plan()
+        if self._plan is None or self._plan[0] != locations:
+            self._plan = locations, locations.plan()
         processes = jax.process_count()
         meta = {**meta, "processes": processes, "run": folders.run_of(self.root)}
         # The training was held up since it asked whether a save can begin.
@@ -108,14 +110,14 @@ class Store:
         )
 
     def save_now(
-        self, step: int, snapshot: DeviceParts, meta: dict[str, Any], held: Holding
+        self, step: int, snapshot: DeviceParts, meta: dict[str, Any], locations: Locations
     ) -> None:
         """Writes the last checkpoint, with several attempts; StorageError if none succeeds."""
         self.wait_for_save()
         for attempt in range(self.keys.max_failures):
             if attempt:
                 time.sleep(RETRY_SECONDS)
-            self.save(step, snapshot, meta, held)
+            self.save(step, snapshot, meta, locations)
             self.wait_for_save()
             if not self._failures:
                 return
@@ -357,13 +359,13 @@ class Store:
         self._say(f"WARNING: {damaged}. Kept as {renamed}; going on from the one before")
 
     def restore(
-        self, step: int, like: Any, held: Holding, put_on_devices: Callable[[Any], Any]
+        self, step: int, like: Any, locations: Locations, put_on_devices: Callable[[Any], Any]
     ) -> Any:
         """The state of a step: `put_on_devices` of its arrays, laid out as `like`
-        (ShapeDtypeStructs with shardings) and `held` say."""
+        (ShapeDtypeStructs with shardings) and `locations` say."""
         began, clock = time.time(), time.perf_counter()
         source = SealedSource(self.root / str(step))
-        arrays = jax.block_until_ready(source.restore(like, held, exact=True))
+        arrays = jax.block_until_ready(source.restore(like, locations, exact=True))
         stages = {"verify": self._verify_seconds, "read": time.perf_counter() - clock}
         size = sum(
             shard.data.nbytes for x in jax.tree.leaves(arrays) for shard in x.addressable_shards
