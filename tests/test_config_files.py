@@ -68,6 +68,7 @@ def test_keys_are_changed_by_their_types():
     ("change", "says"),
     [
         ("data.pth=x", "unknown config key config.data.pth; did you mean data.path?"),
+        ("checkpoint.every=4", "did you mean checkpoint.every_steps?"),
         ("data.seq_len=1e3", "--config.data.seq_len=1e3: expected a whole number"),
         ("optim.lr=much", "--config.optim.lr=much: expected a number"),
         ("mesh.fsdp", "--config.mesh.fsdp: expected true or false"),

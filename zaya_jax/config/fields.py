@@ -249,15 +249,15 @@ def range_text(field: dataclasses.Field) -> str:
 
 def nearest(value: Any, choices: Iterable[str]) -> str:
     """A question that ends a message: of the choices similar to the value the one with most of its
-    words and fewest others, if there is one."""
+    words, if possible from its beginning on, and fewest others; if there is one."""
     similar = difflib.get_close_matches(str(value), list(choices), n=8, cutoff=0.5)
     if not similar:
         return ""
     words = set(re.split(r"[._]", str(value)))
 
-    def likeness(choice: str) -> tuple[int, int]:
+    def likeness(choice: str) -> tuple[int, bool, int]:
         others = set(re.split(r"[._]", choice))
-        return len(words & others), -len(others)
+        return len(words & others), choice.startswith(str(value)), -len(others)
 
     return f"; did you mean {max(similar, key=likeness)}?"
 
