@@ -66,27 +66,25 @@ def flops_by_scope(model: Model, seq_len: int) -> dict[str, float]:
     packed, layers = (h + k) * c, len(model.kinds)
     mixing = 0.0
     for kind in model.kinds:
-        window = (
-            min(model.sliding_window or seq_len, seq_len) if kind == "hybrid_sliding" else seq_len
-        )
+        if kind == "hybrid_linear":
+            mixing += packed * (c + 1)
+            continue
+        window = seq_len
+        if kind == "hybrid_sliding":
+            window = min(model.sliding_window or seq_len, seq_len)
         # Token i sees min(i + 1, window) keys.
         seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-        mixing += (h + k) * c * (c + 1) if kind == "hybrid_linear" else 2 * h * c * seen
+        mixing += 2 * h * c * seen
+    products = {}  # of a token: multiplications and additions, forward
     if model.model_type == "dense":
         # q, o, k, v; gate, up, down
-        projections, mlp = (2 * d * packed, 3 * d * model.intermediate_size)
-        found = {"attention": layers * projections + mixing, "mlp": layers * mlp}
+        products["attention"] = layers * 2 * d * packed + mixing
+        products["mlp"] = layers * 3 * d * model.intermediate_size
     else:
         cca = d * (packed + k * c) + h * c * d  # q, k, both halves of v; o
         cca += packed * model.cca_time0 + packed * c * model.cca_time1
-        router = d * r + 2 * r * r + r * (model.num_experts + 1)
-        expert = 3 * d * model.moe_intermediate_size
-        found = {
-            "cca": layers * cca + mixing,
-            "router": layers * router,
-            "experts": layers * expert,
-        }
-    return {
-        scope: 6.0 * products
-        for scope, products in (found | {"head": d * model.vocab_size}).items()
-    }
+        products["cca"] = layers * cca + mixing
+        products["router"] = layers * (d * r + 2 * r * r + r * (model.num_experts + 1))
+        products["experts"] = layers * 3 * d * model.moe_intermediate_size
+    products["head"] = d * model.vocab_size
+    return {scope: 6.0 * count for scope, count in products.items()}

@@ -81,6 +81,6 @@ def devices_of_a_node(count: int, most: int) -> int:
     return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 
-def of_chip(name: str) -> Cluster | None:
+def of_chip(name: str) -> Cluster:
     """The first cluster of a chip."""
-    return next((cluster for cluster in CLUSTERS.values() if cluster.chip == name), None)
+    return next(cluster for cluster in CLUSTERS.values() if cluster.chip == name)

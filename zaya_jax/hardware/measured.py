@@ -122,7 +122,7 @@ class Measured:
     def memory_bandwidth(self) -> float | None:
         """That of copying, the median of the three largest arrays: of memory, not of a cache."""
         copies = sorted(self.copies, key=lambda copy: copy.bytes)
-        return statistics.median(s.bandwidth for s in copies[-3:]) if copies else None
+        return statistics.median(copy.bandwidth for copy in copies[-3:]) if copies else None
 
     @property
     def node(self) -> int:
@@ -132,8 +132,8 @@ class Measured:
     def series(self, name: str, num_devices: int, num_nodes: int) -> list[CollectiveTiming]:
         """One collective over one set of devices, small messages first."""
         wanted = (name, num_devices, num_nodes)
-        found = [c for c in self.collectives if (c.name, c.num_devices, c.num_nodes) == wanted]
-        return sorted(found, key=lambda c: c.bytes)
+        series = [c for c in self.collectives if (c.name, c.num_devices, c.num_nodes) == wanted]
+        return sorted(series, key=lambda c: c.bytes)
 
     def best(self, name: str, num_devices: int, num_nodes: int) -> float | None:
         """Its best bus bandwidth; None where it was not measured."""
@@ -142,9 +142,11 @@ class Measured:
 
     def nearly_best(self, names: Iterable[str]) -> int | None:
         """The bytes from which each of these is near its best rate over the largest set."""
-        sets = [(c.num_devices, c.num_nodes) for c in self.collectives]
-        found = [near(self.series(name, *max(sets))) for name in names] if sets else []
-        return max(filter(None, found), default=None)
+        if not self.collectives:
+            return None
+        largest = max((c.num_devices, c.num_nodes) for c in self.collectives)
+        sizes = [near(self.series(name, *largest)) for name in names]
+        return max(filter(None, sizes), default=None)
 
     def ring_step(self) -> float | None:
         """Seconds that a ring's step takes to begin inside a node: the smallest reduce-scatter
@@ -175,24 +177,25 @@ def to_json(figures: Measured) -> str:
 def load(path: str | os.PathLike) -> Measured:
     """The figures of a file, or of all.json in a folder; UserError where it holds none."""
     path = Path(path)
-    path = path / "all.json" if path.is_dir() else path
+    if path.is_dir():
+        path /= "all.json"
     try:
         given = files.read_json(path)
         if given["format"] != FORMAT:
             raise ValueError(f"format {given['format']!r}, expected {FORMAT}")
-        found = {field.name: given[field.name] for field in dataclasses.fields(Measured)}
-        lists = {
-            name: tuple(_read(kind, entry) for entry in given[name]) for name, kind in LISTS.items()
-        }
+        fields = {field.name: given[field.name] for field in dataclasses.fields(Measured)}
+        for name, kind in LISTS.items():
+            fields[name] = tuple(_read(kind, entry) for entry in given[name])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read as figures of experiments.characterize ({type(error).__name__}:"
             f" {error}); give its all.json, collectives.json, matmul.json or memory.json, or"
             " measure again"
         ) from None
-    return Measured(**found | lists)
+    return Measured(**fields)
 
 
 def _read(kind: type, entry: dict[str, Any]) -> Any:
-    found = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
-    return kind(**found | {"seconds": Timing(*found["seconds"])})
+    fields = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
+    fields["seconds"] = Timing(*entry["seconds"])
+    return kind(**fields)

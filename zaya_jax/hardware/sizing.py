@@ -58,41 +58,46 @@ def _two_levels(figures: "Measured", asked: Any) -> int | None:
     return round(start * rate / 4) if start and rate else None
 
 
-def _across(figures: "Measured", here: Config) -> bool | None:
+def _across(figures: "Measured", config: Config) -> bool | None:
     """Inside, a part of a node has a part of its links; across, each device has its own card."""
-    count = here.mesh.context
-    inside, across = (figures.best("all-gather", count, nodes) for nodes in (1, count))
-    return here.mesh.across or across > inside if inside and across else None
+    count = config.mesh.context
+    inside, across = figures.best("all-gather", count, 1), figures.best("all-gather", count, count)
+    if not inside or not across:
+        return None
+    return config.mesh.across or across > inside
 
 
-def _ring(figures: "Measured", here: Config) -> bool | None:
+def _ring(figures: "Measured", config: Config) -> bool | None:
     """Gathered keys and values are waited for: 4 K C bytes of each token of other devices. A ring's
     travel under the attention, but each part is merged: 12 H C bytes read and written."""
-    model, count = here.model, here.mesh.context
-    nodes = count if here.mesh.across else -(-count // max(figures.node, 1))
+    model, count = config.model, config.mesh.context
+    nodes = count if config.mesh.across else math.ceil(count / max(figures.node, 1))
     gather, memory = figures.best("all-gather", count, nodes), figures.memory_bandwidth()
     if not gather or not memory:
         return None
     waited, merged = 4 * model.num_key_value_heads / gather, 12 * model.num_attention_heads / memory
-    return here.mesh.ring or waited > merged
+    return config.mesh.ring or waited > merged
 
 
 def _part_of_node(figures: "Measured", count: int) -> float | None:
-    part, whole = (figures.best("all-gather", size, 1) for size in (count, figures.node))
+    part, whole = figures.best("all-gather", count, 1), figures.best("all-gather", figures.node, 1)
     return part / whole if part and whole else None
 
 
-def _rows(chip: str, here: Config) -> int | None:
+def _rows(chip: str, config: Config) -> int | None:
     """A weight of two bytes serves one multiply-add a row: at so many rows reading takes as
     long."""
-    sheet = chips.CHIPS.get(chip)
-    return math.ceil(sheet.peaks[here.precision.compute] / sheet.measured) if sheet else None
+    if chip not in chips.CHIPS:
+        return None
+    sheet = chips.CHIPS[chip]
+    return math.ceil(sheet.peaks[config.precision.compute] / sheet.measured)
 
 
 def _links(chip: str, count: int) -> float:
     """The share of its node's links that so many of its devices have to each other."""
-    cluster = clusters.of_chip(chip)
-    return (count - 1) / (cluster.node - 1) if cluster and chip in MESHED else 1.0
+    if chip not in MESHED:
+        return 1.0
+    return (count - 1) / (clusters.of_chip(chip).node - 1)
 
 
 RULES = {
@@ -139,10 +144,14 @@ RULES = {
         " under {:,} numbers a device",
     ),
     "mesh.across": Rule(
-        "collectives", _across, lambda _, here: here.mesh.across, "our choice, not measured", "={}"
+        "collectives",
+        _across,
+        lambda _, config: config.mesh.across,
+        "our choice, not measured",
+        "={}",
     ),
     "mesh.ring": Rule(
-        "collectives, memory", _ring, lambda _, here: here.mesh.ring, f"{ZAYA1} gathers", "={}"
+        "collectives, memory", _ring, lambda _, config: config.mesh.ring, f"{ZAYA1} gathers", "={}"
     ),
 }
 
@@ -158,9 +167,8 @@ class Value(NamedTuple):
 def value(rule: str, chip: str = "", figures: "Measured | None" = None, asked: Any = None) -> Value:
     """By these figures where they have it, otherwise as published for the chip."""
     row = RULES[rule]
-    found = row.follows(figures, asked) if figures else None
-    if figures and found is not None:
-        return Value(found, f"measured, {figures.date[:10]}", True)
+    if figures and (measured := row.follows(figures, asked)) is not None:
+        return Value(measured, f"measured, {figures.date[:10]}", True)
     return Value(row.published(chip, asked), row.source, False)
 
 
@@ -171,13 +179,13 @@ def figures_at(path: str, kind: str = "") -> "Measured | None":
         return None
     from zaya_jax.hardware import measured  # brings JAX, which most configs need not wait for
 
-    found = measured.load(path)
-    if kind and (chips.named(kind) or kind) != (chips.named(found.device) or found.device):
+    figures = measured.load(path)
+    if kind and (chips.named(kind) or kind) != (chips.named(figures.device) or figures.device):
         raise UserError(
-            f"{path} has figures of {found.num_devices} x {found.device}, none of {kind}; give"
+            f"{path} has figures of {figures.num_devices} x {figures.device}, none of {kind}; give"
             " figures of that chip, or leave them out"
         )
-    return found
+    return figures
 
 
 # ################################################################################################
@@ -190,36 +198,42 @@ def two_levels_under(config: Config) -> int:
     return value("two levels", figures=figures_at(config.hardware.figures)).value
 
 
-def settled(here: Config, num_devices: int | None) -> Config:
+def settled(config: Config, num_devices: int | None) -> Config:
     """A phase's config with those switches of its mesh on that its figures ask for."""
-    figures, mesh = figures_at(here.hardware.figures), here.mesh
+    figures, mesh = figures_at(config.hardware.figures), config.mesh
     if not figures or mesh.context == 1 or mesh.tsp:
-        return here
+        return config
     node = figures.num_devices // figures.num_nodes
     nodes = (num_devices or 0) / node
-    fits = nodes and nodes % mesh.context == 0 and node % mesh.tensor == 0
-    for key in ("across", "ring") if fits else ("ring",):
-        on = {key: value(f"mesh.{key}", "", figures, here).value}
-        here = dataclasses.replace(here, mesh=dataclasses.replace(here.mesh, **on))
-    return here
+    if nodes and nodes % mesh.context == 0 and node % mesh.tensor == 0:
+        config = _switched(config, "across", figures)
+    return _switched(config, "ring", figures)  # whose rule asks where the context's devices are
 
 
-def describe(here: Config, kind: str) -> str:
+def _switched(config: Config, switch: str, figures: "Measured") -> Config:
+    on = {switch: value(f"mesh.{switch}", "", figures, config).value}
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **on))
+
+
+def describe(config: Config, kind: str) -> str:
     """Which of a settled phase's settings follow from figures, and which from published ones; ""
     where there are neither."""
-    figures, chip = figures_at(here.hardware.figures, kind), chips.named(kind) or ""
+    figures, chip = figures_at(config.hardware.figures, kind), chips.named(kind) or ""
     if not figures and not chip:
         return ""
-    said: dict[bool, list[str]] = {True: [], False: []}
+    settings: dict[bool, list[str]] = {True: [], False: []}  # by whether they were measured
     for name, row in RULES.items():
-        if row.shown and (here.mesh.context > 1 or not name.startswith("mesh.")):
-            found = value(name, chip, figures, here)
-            if found.value is not None:
-                said[found.measured].append(name + row.shown.format(found.value))
-    measured, published = (", ".join(said[key]) or "nothing" for key in (True, False))
+        if row.shown and (config.mesh.context > 1 or not name.startswith("mesh.")):
+            setting = value(name, chip, figures, config)
+            if setting.value is not None:
+                settings[setting.measured].append(name + row.shown.format(setting.value))
+    measured, published = ", ".join(settings[True]), ", ".join(settings[False]) or "nothing"
     if not figures:
         return f"settings by published figures (config.hardware.figures is not given): {published}"
-    return f"settings by {here.hardware.figures}: {measured}; by published figures: {published}"
+    return (
+        f"settings by {config.hardware.figures}: {measured or 'nothing'};"
+        f" by published figures: {published}"
+    )
 
 
 # ################################################################################################
@@ -285,10 +299,10 @@ def compiler_flags(platform: str, figures: str = "") -> Flags:
 def platform(environ: Mapping[str, str] = os.environ) -> str | None:
     """rocm or cuda, by JAX_PLATFORMS or else by the installed plugin; None for a CPU. Starts no
     backend."""
-    asked = environ.get("JAX_PLATFORMS", "").split(",")[0].lower()
-    if asked in PLATFORMS:
-        return asked
-    if asked not in ("", "gpu"):
+    chosen = environ.get("JAX_PLATFORMS", "").split(",")[0].lower()
+    if chosen in PLATFORMS:
+        return chosen
+    if chosen not in ("", "gpu"):
         return None
     installed = " ".join(plugin.name for plugin in entry_points(group="jax_plugins"))
     return next((name for name in PLATFORMS if name in installed), None)
@@ -336,7 +350,7 @@ class Advice:
     source: str
 
     def __str__(self) -> str:
-        better = "" if self.better is None else f"; {self.better:,} would do"
+        better = f"; {self.better:,} would do" if self.better else ""
         return f"sizing: {self.key}={self.value:,}: {self.reason}{better} [{self.source}]"
 
 
@@ -344,9 +358,11 @@ def notes(config: Config, devices: list) -> list[str]:
     """What settles a run of one phase on these devices, and a line of advice each; nothing where
     neither their chip is known nor figures are given."""
     kind = devices[0].device_kind
-    name, figures = chips.named(kind), figures_at(config.hardware.figures, kind)
-    advice = _of_phase(config, name, len(devices), figures) if name else ()
-    return [line for line in (describe(config, kind), *map(str, advice)) if line]
+    lines, name = [describe(config, kind)], chips.named(kind)
+    if name:
+        figures = figures_at(config.hardware.figures, kind)
+        lines += map(str, _of_phase(config, name, len(devices), figures))
+    return list(filter(None, lines))
 
 
 def advise(
@@ -356,20 +372,21 @@ def advise(
     Figures of another chip count for nothing."""
     found: list[Advice] = []
     misfits: list[UserError] = []
-    figures = figures if figures and chips.named(figures.device) == name else None
+    if figures and chips.named(figures.device) != name:
+        figures = None
     phases = list(schedule.phases_of(config, schedule.make_plan(config)))
-    for _, _, here, key in phases:
+    for _, _, phase_config, key_of in phases:
         try:
-            of_phase = list(_of_phase(here, name, num_devices, figures))
+            of_phase = list(_of_phase(phase_config, name, num_devices, figures))
         except UserError as error:  # its mesh needs more devices
             misfits.append(error)
             continue
-        # what a phase may have of its own
-        own = {"data.micro_batch": key("micro_batch")}
-        own |= {f"mesh.{axis}": f"{key('mesh')}.{axis}" for axis in NEAREST}
+        # the keys that a phase may have of its own
+        keys = {"data.micro_batch": key_of("micro_batch")}
+        keys |= {f"mesh.{axis}": f"{key_of('mesh')}.{axis}" for axis in NEAREST}
         for advice in of_phase:
-            there = own.get(advice.key, advice.key).removeprefix("config.")
-            found.append(dataclasses.replace(advice, key=there))
+            key = keys.get(advice.key, advice.key).removeprefix("config.")
+            found.append(dataclasses.replace(advice, key=key))
     if len(misfits) == len(phases):
         raise misfits[0]
     return list(dict.fromkeys(found))
@@ -396,7 +413,9 @@ def _of_phase(
     flops = 2.0 * tokens * model.hidden_size * width
     yield from _at_once("product", flops / 1e9, launch, config, value("product", name, figures))
     if model.model_type == "zaya":
-        spread = mesh["expert"] * (mesh["tensor"] if config.mesh.tsp else 1)
+        spread = mesh["expert"]  # devices over which experts lie
+        if config.mesh.tsp:
+            spread *= mesh["tensor"]
         rows = max(1, tokens * spread // model.num_experts)
         needed = value("tokens per expert", name, figures, config)
         reading = "{} tokens per expert and device, of {} that hide the reading of its weights"
@@ -410,25 +429,25 @@ def _widths(config: Config, tensor: int, tile: int) -> Iterator[Advice]:
     inner = "intermediate_size" if model.model_type == "dense" else "moe_intermediate_size"
     # Gate and up are one product, which tensor parallelism cuts.
     for key, factor, cut in (("hidden_size", 1, 1), (inner, 2, tensor), ("vocab_size", 1, 1)):
-        given = getattr(model, key)
-        width = -(-given * factor // cut)
+        size = getattr(model, key)
+        width = math.ceil(size * factor / cut)
         if width % LOADED:
             rule, what = "multiple of 64", "64, whose 128 bytes are loaded at once"
         elif _empty(width, tile) > EMPTY:
             rule, what = "tile", f"the tile of {tile}"
         else:
             continue
+        # every token needs its row
+        nearest = math.ceil if key == "vocab_size" else round
         for multiple in (LOADED, tile):
             step = math.lcm(multiple, factor) // factor * cut
-            # every token needs its row
-            steps = math.ceil(given / step) if key == "vocab_size" else round(given / step)
-            better = max(1, steps) * step
+            better = max(1, nearest(size / step)) * step
             if _empty(better * factor // cut, tile) <= EMPTY:
                 break
         yield Advice(
             rule,
             f"model.{key}",
-            given,
+            size,
             better,
             f"its width on a device, {width:,}, is no multiple of {what}",
             RULES[rule].source,
@@ -442,17 +461,17 @@ def _widths(config: Config, tensor: int, tile: int) -> Iterator[Advice]:
 
 def _empty(width: int, tile: int) -> float:
     """The share of whole tiles that a product of this width leaves empty."""
-    return 1 - width / (-(-width // tile) * tile)
+    return 1 - width / (math.ceil(width / tile) * tile)
 
 
 def _parts_of_nodes(
     mesh: Mapping[str, int], name: str, figures: "Measured | None"
 ) -> Iterator[Advice]:
     """Axes along which a part of a node's devices exchange what a layer waits for."""
-    cluster, inner = clusters.of_chip(name), 1
-    node = cluster.of_devices(math.prod(mesh.values())).node if cluster else 1
+    node, inner = clusters.of_chip(name).of_devices(math.prod(mesh.values())).node, 1
     for axis in NEAREST:
-        count, inner = mesh[axis], inner * mesh[axis]
+        count = mesh[axis]
+        inner *= count
         if count == 1 or inner > node:
             continue
         share, source, _ = value("fabric", name, figures, count)
@@ -467,7 +486,12 @@ def _at_once(rule: str, has: float, what: str, config: Config, needed: Value) ->
         return
     batch, sequences = config.data.global_batch, config.data.micro_batch or config.data.global_batch
     least = math.ceil(sequences * needed.value / has)
-    better = next((n for n in range(least, batch + 1) if batch % n == 0), None)
-    less = "" if better else ", or fewer devices"
-    reason = what.format(*(f"{x:,.0f}" if x >= 100 else f"{x:.2g}" for x in (has, needed.value)))
-    yield Advice(rule, "data.micro_batch", sequences, better, reason + less, needed.source)
+    better = next((size for size in range(least, batch + 1) if batch % size == 0), None)
+    reason = what.format(_rounded(has), _rounded(needed.value))
+    if not better:
+        reason += ", or fewer devices"
+    yield Advice(rule, "data.micro_batch", sequences, better, reason, needed.source)
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"

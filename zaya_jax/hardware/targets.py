@@ -12,7 +12,6 @@ import ctypes
 import dataclasses
 import functools
 import os
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,11 +142,11 @@ def _register(platform: str) -> None:
     if not found:
         raise UserError(f"the compiler for {platform} is not installed; run: make setup-targets")
     stamp = FOLDER / ".stamp"
-    version = re.search(r"jax ([\w.]+),", stamp.read_text() if stamp.exists() else "")
-    if not version or version[1] != jax.__version__:
+    version = stamp.read_text().partition(",")[0]
+    if version != f"jax {jax.__version__}":
         raise UserError(
-            f"{FOLDER.name} holds compilers for jax {version[1] if version else '?'}, this is"
-            f" {jax.__version__}; run: make setup-targets"
+            f"{FOLDER.name} holds compilers for {version}, this is jax {jax.__version__}; run: make"
+            " setup-targets"
         )
     if platform == "rocm":
         _stand_in()
