@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 import os
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -49,41 +49,41 @@ def run(args: argparse.Namespace) -> int:
         more = f"--xla_force_host_platform_device_count={args.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
     jax.config.update("jax_platforms", "cpu")  # nothing is asked of GPUs that may be here
-    plan = schedule.make_plan(config)
-    last = {segment.phase_index: segment for segment in plan.segments}  # of a ramp, the full batch
-    chosen = [s for s in last.values() if args.phase in (None, s.phase.name)]
-    if not chosen:
-        names = ", ".join(repr(s.phase.name) for s in last.values())
-        raise UserError(f"--phase={args.phase} is not a phase of {config.name}; it has {names}")
+    segments = _segments(config, args.phase)
     devices = targets.devices(args.target, args.devices, config.hardware.figures)
     capacity, cluster = None, None
     if args.target != "cpu":
         capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
     # report mistakes before compiling
-    programs = [_program(config, segment, devices, args.at_once) for segment in chosen]
-    settings = dict.fromkeys(sizing.describe(here, args.target) for here, *_ in programs)
+    programs = [_program(config, segment, devices, args.at_once) for segment in segments]
+    settings = dict.fromkeys(sizing.describe(program.config, args.target) for program in programs)
     made_with = [_kernels(config, devices[0]), *filter(None, settings)]
     print(*made_with, sep="\n", flush=True)
 
-    found: list[dict[str, Any]] = []
-    seen: dict[Any, dict[str, Any]] = {}
-    for segment, (here, mesh, sequences, micro_batches) in zip(chosen, programs, strict=True):
+    rows: list[dict[str, Any]] = []
+    compiled: dict[Any, dict[str, Any]] = {}
+    for segment, program in zip(segments, programs, strict=True):
         name = segment.phase.name
-        same = dataclasses.replace(here, data=dataclasses.replace(here.data, packing="concat"))
-        key = (same, sequences, micro_batches)
-        if key in seen:
-            print(f"{name}: the same program as {seen[key]['phase']!r}", flush=True)
-            found.append({**seen[key], "phase": name, "same_as": seen[key]["phase"]})
+        if same := compiled.get(program.key):
+            print(f"{name}: the same program as {same['phase']!r}", flush=True)
+            rows.append({**same, "phase": name, "same_as": same["phase"]})
             continue
         print(f"{name}: compiling for {len(devices)} {args.target} ...", flush=True)
         begun = time.perf_counter()
         row = {
             "phase": name,
-            **measure.measure(here, mesh, sequences, micro_batches, cluster, capacity),
+            **measure.measure(
+                program.config,
+                program.mesh,
+                program.sequences,
+                program.micro_batches,
+                cluster,
+                capacity,
+            ),
         }
         print(f"{name}: {headline(row)} ({time.perf_counter() - begun:.0f} s)", flush=True)
-        seen[key] = row
-        found.append(row)
+        compiled[program.key] = row
+        rows.append(row)
 
     result = {
         "config": config.name,
@@ -92,10 +92,21 @@ def run(args: argparse.Namespace) -> int:
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "made_with": made_with,
-        "phases": found,
+        "phases": rows,
     }
     write_results(out, "compile", result, document(result))
     return cli.DONE
+
+
+def _segments(config: Config, phase: str | None) -> list[Segment]:
+    """The phase of this name, or each; of a batch ramp the full batch, which comes last."""
+    last = {segment.phase.name: segment for segment in schedule.make_plan(config).segments}
+    if phase is None:
+        return list(last.values())
+    if phase not in last:
+        names = ", ".join(map(repr, last))
+        raise UserError(f"--phase={phase} is not a phase of {config.name}; it has {names}")
+    return [last[phase]]
 
 
 def _with_ids(config: Config) -> Config:
@@ -112,36 +123,47 @@ def _with_ids(config: Config) -> Config:
 
 def _kernels(config: Config, device: Any) -> str:
     """Which kernels of ours the program has, and with which tiles, in a line."""
-    here = chip.chip_of(device)
-    if here.maker not in ("cuda", "rocm"):
+    target = chip.chip_of(device)
+    if target.maker not in ("cuda", "rocm"):
         return "kernels: a CPU's own algorithms"
-    own = here.taking(config.kernels).kernels
-    rows = table.rows_of_operators(table.rows(here.architecture), own)
-    said = f"; tiles: {table.counted(rows)}" if rows else ""
-    return f"kernels: ours for {', '.join(own) or 'nothing'}, otherwise XLA's{said}"
+    ours = target.taking(config.kernels).kernels
+    line = f"kernels: ours for {', '.join(ours) or 'nothing'}, otherwise XLA's"
+    if rows := table.rows_of_operators(table.rows(target.architecture), ours):
+        line += f"; tiles: {table.counted(rows)}"
+    return line
 
 
-def _program(
-    config: Config, segment: Segment, devices: list, at_once: int
-) -> tuple[Config, Any, int, int]:
-    """A phase's config, mesh, sequences per step and micro-batches; UserError where these do not go
-    together."""
-    here, _, sequences, micro_batches = recipe.portion(config, segment, len(devices), at_once)
-    mesh = make_mesh(here.mesh, devices, schedule.key(config, segment.phase_index, "mesh"))
-    return here, mesh, sequences, micro_batches
+class PhaseProgram(NamedTuple):
+    """What a phase's program is made from."""
+
+    config: Config
+    mesh: Any
+    sequences: int  # per step
+    micro_batches: int
+
+    @property
+    def key(self) -> Any:
+        """The same for phases of one program: packing changes the data alone."""
+        data = dataclasses.replace(self.config.data, packing="concat")
+        same = dataclasses.replace(self.config, data=data)
+        return same, self.sequences, self.micro_batches
+
+
+def _program(config: Config, segment: Segment, devices: list, at_once: int) -> PhaseProgram:
+    """UserError where a phase's config, devices and batch do not go together."""
+    phase_config, _, *batch = recipe.portion(config, segment, len(devices), at_once)
+    key = schedule.key(config, segment.phase_index, "mesh")
+    return PhaseProgram(phase_config, make_mesh(phase_config.mesh, devices, key), *batch)
 
 
 def document(result: dict[str, Any]) -> Page:
     """A section a phase."""
     title = f"{result['config']} compiled for {result['devices']:,} {result['target']}"
-    host = (
-        " (the CPU's program: its own algorithms, no account of kernels)"
-        if result["target"] == "cpu"
-        else ""
-    )
-    about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
+    about = f"{result['date']}, jax {result['jax']}; per device and step"
+    if result["target"] == "cpu":
+        about += " (the CPU's program: its own algorithms, no account of kernels)"
+    about = "; ".join([about, *result["made_with"]])
     footer = "Read from the compiled program; docs/compiling.md says how."
-    about += "; ".join(["", *result["made_with"]])
     return Page(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
 
 
@@ -165,10 +187,9 @@ def _phase(row: dict[str, Any]) -> Section:
         f"{shape_of_step(row)}. {headline(row)}. Compiled in {row['seconds']['compiling']:.0f} s."
     )
     notes = []
-    if row["unknown_loops"]:
-        loops = ", ".join(row["unknown_loops"])
+    if loops := ", ".join(row["unknown_loops"]):
         notes.append(f"loops of unknown length, each counted as one turn: {loops}")
-    if again := sum(r["flops_by_stage"].get("again", 0) for r in row["traffic"]):
+    if again := sum(scope["flops_by_stage"].get("again", 0) for scope in row["traffic"]):
         notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, not useful")
     return Section(title, text, list(_tables(row)), notes, _tiles(row))
 
@@ -184,7 +205,7 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def _tables(row: dict[str, Any]) -> Iterable[Table]:
-    memory, traffic = row["memory"], row["traffic"]
+    memory = row["memory"]
     kinds = [
         [kind, byte_size(memory[kind]), f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS
     ]
@@ -193,89 +214,64 @@ def _tables(row: dict[str, Any]) -> Iterable[Table]:
         [byte_size(b["bytes"]), b["shape"], b["kind"], b["scope"], b["op_name"]]
         for b in memory["largest"]
     ]
-    yield Table(
-        "Largest temporaries there", ("size", "array", "kind", "scope", "made by"), largest, "code"
-    )
-    scopes = [
-        [
-            r["scope"],
-            f"{r['launches']:,.0f}",
-            byte_size(r["reads"]),
-            byte_size(r["writes"]),
-            number(r["flops"], 3),
-            f"{r['flops_of_use'] / r['flops']:.0%}" if r["flops"] else "",
-        ]
-        for r in traffic
-    ]
-    scopes.append(
-        [
-            "all",
-            f"{row['launches']:,.0f}",
-            *(byte_size(sum(r[x] for r in traffic)) for x in ("reads", "writes")),
-            number(row["flops"], 3),
-            f"{_of_use(row):.0%}",
-        ]
-    )
-    yield Table(
-        "Traffic and work by scope",
-        ("scope", "launches", "read", "written", "FLOPs", "of use"),
-        scopes,
-    )
-    kernels = [
-        [
-            byte_size(k["times"] * (k["reads"] + k["writes"])),
-            f"{k['times']:,.0f}",
-            k["scope"],
-            k["stage"],
-            k["op_name"],
-            k["name"],
-        ]
-        for k in row["largest"]
-    ]
-    yield Table(
-        "Kernels that move most",
-        ("moved", "times", "scope", "stage", "made by", "kernel"),
-        kernels,
-        "code",
-    )
+    head: Sequence[str] = ("size", "array", "kind", "scope", "made by")
+    yield Table("Largest temporaries there", head, largest, "code")
+    scopes = [_work(part["scope"], part, part["flops_of_use"]) for part in row["traffic"]]
+    whole = {name: row[name] for name in ("launches", "flops")}
+    for name in ("reads", "writes"):
+        whole[name] = sum(part[name] for part in row["traffic"])
+    scopes.append(_work("all", whole, _useful(row)))
+    head = ("scope", "launches", "read", "written", "FLOPs", "of use")
+    yield Table("Traffic and work by scope", head, scopes)
     collectives = [
         [
-            c["kind"],
-            c["scope"],
-            f"{c['bytes'] / 1e6:,.2f}",
-            f"{c['group']:,}",
-            "?" if c["times"] is None else str(c["times"]),
-            str(c["kernels_beside"]),
+            collective["kind"],
+            collective["scope"],
+            f"{collective['bytes'] / 1e6:,.2f}",
+            f"{collective['group']:,}",
+            "?" if collective["times"] is None else str(collective["times"]),
+            str(collective["kernels_beside"]),
         ]
-        for c in row["collectives"]
+        for collective in row["collectives"]
     ]
     if collectives:
-        yield Table(
-            "Collectives",
-            ("kind", "scope", "MB", "devices", "times", "kernels overlapping it"),
-            collectives,
-        )
+        head = ("kind", "scope", "MB", "devices", "times", "kernels overlapping it")
+        yield Table("Collectives", head, collectives)
     if bound := row["bound"]:
-        rows = [[words, f"{1e3 * bound[name]:,.1f}"] for name, words in BOUNDS.items()]
-        rows.append(["all", f"{1e3 * bound['seconds']:,.1f}"])
-        yield Table("A bound on the step's time", ("bound by", "ms"), rows)
+        parts = [[words, f"{1e3 * bound[name]:,.1f}"] for name, words in BOUNDS.items()]
+        parts.append(["all", f"{1e3 * bound['seconds']:,.1f}"])
+        yield Table("A bound on the step's time", ("bound by", "ms"), parts)
+
+
+def _work(scope: str, part: dict[str, Any], useful: float) -> list[str]:
+    """A row of what a scope does."""
+    return [
+        scope,
+        f"{part['launches']:,.0f}",
+        byte_size(part["reads"]),
+        byte_size(part["writes"]),
+        number(part["flops"], 3),
+        f"{useful / part['flops']:.0%}" if part["flops"] else "",
+    ]
 
 
 def _tiles(row: dict[str, Any]) -> list[Tile]:
     memory, bound = row["memory"], row["bound"]
-    of = f"of {byte_size(memory['capacity'])}" if memory["capacity"] else ""
+    limit = f"of {byte_size(memory['capacity'])}" if memory["capacity"] else ""
     tiles = [
-        ("Peak memory", byte_size(memory["peak"]), of),
+        ("Peak memory", byte_size(memory["peak"]), limit),
         ("HBM traffic", byte_size(row["hbm_bytes"]), ""),
         ("Launches", number(row["launches"]), ""),
         ("FLOPs", number(row["flops"], 3), f"{_of_use(row):.0%} of use"),
     ]
-    return (
-        [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")]
-        if bound
-        else tiles
-    )
+    if bound:
+        tiles.append(("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most"))
+    return tiles
+
+
+def _useful(row: dict[str, Any]) -> float:
+    return sum(part["flops_of_use"] for part in row["traffic"])
 
 
 def _of_use(row: dict[str, Any]) -> float:
-    return sum(r["flops_of_use"] for r in row["traffic"]) / max(row["flops"], 1)
+    return _useful(row) / max(row["flops"], 1)

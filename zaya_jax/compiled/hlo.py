@@ -12,6 +12,7 @@ is XLA's own and the same on every backend; asynchronous pairs (`all-gather-star
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,9 @@ class HloArray:
     @property
     def bytes(self) -> int:
         """Its size."""
-        digits = re.search(r"\d+", self.dtype)
-        bits = BITS[self.dtype] if self.dtype in BITS else int(digits.group()) if digits else 8
+        bits = BITS.get(self.dtype)
+        if bits is None:  # the first number in the format's name: bf16, f8e4m3
+            bits = _integers(self.dtype)[0]
         return math.prod(self.shape) * bits // 8
 
 
@@ -91,12 +93,8 @@ class Collective:
         all-reduce."""
         if self.kind in ("collective-permute", "collective-broadcast"):
             return float(self.bytes)
-        return (
-            self.bytes
-            * (self.group_size - 1)
-            / self.group_size
-            * (2 if self.kind == "all-reduce" else 1)
-        )
+        cut = self.bytes * (self.group_size - 1) / self.group_size
+        return 2 * cut if self.kind == "all-reduce" else cut
 
     @property
     def scalar(self) -> bool:
@@ -136,30 +134,31 @@ def collectives(compiled: Any) -> list[Collective]:
     text = text_of(compiled)
     computations = parse(text)
     loops = _loops(computations)
-    found = re.search(r"num_partitions=(\d+)", text) or re.search(r"replica_count=(\d+)", text)
-    devices = int(found.group(1)) if found else 1
-    result = []
+    devices = re.search(r"num_partitions=(\d+)", text) or re.search(r"replica_count=(\d+)", text)
+    num_devices = int(devices[1]) if devices else 1
+    found = []
     for computation, instructions in computations.items():
         shapes = {i.name: i.shape for i in instructions}
+        lengths = loops.get(computation, ())
         for i in instructions:
             kind = i.op.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            given = tuple(a for name in operands(i) for a in arrays(shapes.get(name, "")))
+            inputs = tuple(a for name in operands(i) for a in arrays(shapes.get(name, "")))
             results = arrays(i.shape)
             # An asynchronous start gives a tuple of operands, results and contexts.
-            if i.op.endswith("-start") and len(results) > len(given):
-                results = results[len(given) : 2 * len(given)]
-            lengths = loops.get(computation, ())
-            times = None if None in lengths else math.prod(n for n in lengths if n is not None)
-            groups = _groups(i.rest, devices)
-            size = devices if "source_target_pairs" in i.rest else len(groups[0])
-            result.append(
+            if i.op.endswith("-start") and len(results) > len(inputs):
+                results = results[len(inputs) : 2 * len(inputs)]
+            groups = _groups(i.rest, num_devices)
+            # A permutation's text names pairs, no groups.
+            size = num_devices if "source_target_pairs" in i.rest else len(groups[0])
+            times = None if None in lengths else math.prod(length or 0 for length in lengths)
+            found.append(
                 Collective(
-                    kind, i.name, given, results, size, bool(lengths), times, i.op_name, groups
+                    kind, i.name, inputs, results, size, bool(lengths), times, i.op_name, groups
                 )
             )
-    return result
+    return found
 
 
 def scope_of(op_name: str) -> str:
@@ -170,35 +169,36 @@ def scope_of(op_name: str) -> str:
 def parse(text: str) -> dict[str, list[Instruction]]:
     """The instructions of each computation, in the order in which they run."""
     computations: dict[str, list[Instruction]] = {}
-    current = None
+    instructions: list[Instruction] = []
     for line in text.splitlines():
         if not line.startswith(" "):
-            start = _COMPUTATION.match(line)
-            current = computations.setdefault(start.group(2), []) if start else None
-        elif current is not None and (match := _INSTRUCTION.match(line)):
-            current.append(Instruction(*match.groups()))
+            instructions = []
+            if start := _COMPUTATION.match(line):
+                computations[start.group(2)] = instructions
+        elif match := _INSTRUCTION.match(line):
+            instructions.append(Instruction(*match.groups()))
     return computations
 
 
 def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | None, ...]]:
     """For every computation that runs inside loops, the lengths of these, outermost first."""
-    called = {
-        name for instructions in computations.values() for i in instructions for _, name in calls(i)
-    }
+    called: set[str] = set()
+    for instructions in computations.values():
+        for i in instructions:
+            called.update(callee for _, callee in calls(i))
     found: dict[str, tuple[int | None, ...]] = {}
     pending: list[tuple[str, tuple[int | None, ...]]] = [
         (name, ()) for name in computations if name not in called
     ]
     while pending:
         name, lengths = pending.pop()
+        # A computation that is called in several places has the longest of their nests.
         if name in found and len(found[name]) >= len(lengths):
             continue
         found[name] = lengths
         for i in computations.get(name, []):
-            for how, callee in calls(i):
-                pending.append(
-                    (callee, (*lengths, i.trip_count) if how in ("body", "condition") else lengths)
-                )
+            inside = (*lengths, i.trip_count) if i.op == "while" else lengths
+            pending += [(callee, inside) for _, callee in calls(i)]
     return found
 
 
@@ -223,10 +223,11 @@ def operands(i: Instruction) -> list[str]:
 
 def arrays(shape: str) -> tuple[HloArray, ...]:
     """The arrays of a shape, which may be a tuple."""
-    return tuple(
-        HloArray(d, tuple(int(n) for n in dims.split(",") if n))
-        for d, dims in _SHAPE.findall(shape)
-    )
+    return tuple(HloArray(dtype, _integers(dims)) for dtype, dims in _SHAPE.findall(shape))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
@@ -235,25 +236,19 @@ def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if listed := re.search(
         r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d, ]+\},?)+)\}", rest
     ):
-        return tuple(
-            tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", listed[1])
-        )
+        return tuple(map(_integers, re.findall(r"\{[\d, ]+\}", listed[1])))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        shape, sizes, order = (
-            [int(n) for n in part.split(",")] if part else [] for part in iota.groups()
-        )
-        each = shape[-1]
+        shape, sizes = _integers(iota[1]), _integers(iota[2])
+        order: Sequence[int] = _integers(iota[3] or "") or range(len(sizes))
+        group = shape[-1]
     elif mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
-        axes, over = re.findall(r"'([^']*)'=(\d+)", mesh[1]), re.findall(r"'([^']*)'", mesh[2])
-        sizes, chosen = (
-            [int(size) for _, size in axes],
-            [i for i, (axis, _) in enumerate(axes) if axis in over],
-        )
-        order, each = (
-            [i for i in range(len(axes)) if i not in chosen] + chosen,
-            math.prod(sizes[i] for i in chosen),
-        )
+        axes = re.findall(r"'([^']*)'=(\d+)", mesh[1])
+        chosen = re.findall(r"'([^']*)'", mesh[2])
+        sizes = tuple(int(size) for _, size in axes)
+        # The axes of a group go last.
+        order = sorted(range(len(axes)), key=lambda dim: axes[dim][0] in chosen)
+        group = math.prod(int(size) for axis, size in axes if axis in chosen)
     else:
         return (tuple(range(devices)),)
-    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order or None)
-    return tuple(map(tuple, numbers.reshape(-1, each).tolist()))
+    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+    return tuple(map(tuple, numbers.reshape(-1, group).tolist()))

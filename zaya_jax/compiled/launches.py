@@ -71,7 +71,14 @@ ELEMENTWISE = frozenset(
         "clamp",
     }
 )
+UPDATES = ("dynamic-update-slice", "scatter")  # write a part of their first operand
 SLICES = ("dynamic-slice", "slice", "gather")  # take a part of their first operand
+# Parts of names by which JAX puts a layer's arrays into stacks, and takes them out.
+STACKING = (
+    "dynamic_update_index_in_dim",
+    "dynamic_index_in_dim",
+    "transpose(jvp())/broadcast_in_dim",
+)
 # The counts that our own kernels state in their names (`pallas_kernels.tiles`).
 _SAID = re.compile(r"flops=([\d.e+]+)(?:of([\d.e+]+))?(?:,reads=([\d.e+]+),writes=([\d.e+]+))?")
 _TURNS = re.compile(r"turns=([\d.e+]+)(?:of(\d+))?\)*/(?:\w+/)?while$")
@@ -101,13 +108,10 @@ class GpuKernel:
     def scope(self) -> str:
         """The named scopes around it; "stacks" without one, where it moves parts of arrays stacked
         over layers."""
-        found = hlo.scope_of(self.op_name)
-        stacking = (
-            "dynamic_update_index_in_dim",
-            "dynamic_index_in_dim",
-            "transpose(jvp())/broadcast_in_dim",
-        )
-        return found or ("stacks" if any(x in self.op_name for x in stacking) else "other")
+        scope = hlo.scope_of(self.op_name)
+        if not scope and any(mark in self.op_name for mark in STACKING):
+            return "stacks"
+        return scope or "other"
 
     @property
     def stage(self) -> str:
@@ -158,14 +162,25 @@ def table(
     rows: dict[Any, dict[str, float]] = {}
     for k in program.kernels:
         row = rows.setdefault(key(k), dict.fromkeys(("launches", "reads", "writes", "flops"), 0.0))
-        for name, value in (
-            ("launches", 1),
-            ("reads", k.reads),
-            ("writes", k.writes),
-            ("flops", k.flops),
-        ):
-            row[name] += k.times * value
+        row["launches"] += k.times
+        row["reads"] += k.times * k.reads
+        row["writes"] += k.times * k.writes
+        row["flops"] += k.times * k.flops
     return dict(sorted(rows.items(), key=lambda item: -item[1]["reads"] - item[1]["writes"]))
+
+
+def _fused(fusion: Instruction) -> str:
+    """The computation that a fusion runs."""
+    return dict(hlo.calls(fusion))["calls"]
+
+
+def _stated(op_name: str, whole: str, each: str | None) -> float:
+    """A number that a name states: for each visit, where the name also says how many there are, or
+    for the whole."""
+    visits = _VISITS.findall(op_name)
+    if each and visits:
+        return float(visits[-1]) * float(each)
+    return float(whole)
 
 
 def _numbers(shape: str) -> int:
@@ -188,35 +203,33 @@ class _Reader:
         self.kernels: list[GpuKernel] = []
         self.under: dict[str, tuple[int, int]] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
-        # asked again for each loop
-        for question in ("_users", "_share", "_reads", "_writes", "_flops"):
-            setattr(self, question, functools.cache(getattr(self, question)))
+        self._users = functools.cache(self._find_users)
 
     def run(self, name: str, times: float) -> None:
         """Adds the kernels of a computation that runs so often."""
         instructions = self.computations[name]
         shapes = {i.name: i.shape for i in instructions}
         for i in instructions:
-            called = dict(hlo.calls(i))
             if i.op.endswith("-done"):
-                for name in hlo.operands(i):
-                    if name in self.under:
-                        self.under[name] = self.under[name][0], len(self.kernels)
-                continue
-            if i.op in FREE:
-                continue
-            if i.op == "while":
-                turns = self._turns(i)
+                for start in hlo.operands(i):
+                    if start in self.under:
+                        self.under[start] = self.under[start][0], len(self.kernels)
+            elif i.op == "while":
+                turns, called = self._turns(i), dict(hlo.calls(i))
                 if i.trip_count is None:  # otherwise the condition is not evaluated
                     self.run(called["condition"], times * (turns + 1))
                 self.run(called["body"], times * turns)
-            elif i.op in ("call", "conditional", "async-start"):
-                callees = [callee for _, callee in hlo.calls(i)]
-                for callee in callees:  # the branches of a conditional count equally
-                    self.run(callee, times / (len(callees) if i.op == "conditional" else 1))
-            else:
-                self.kernels.append(self._kernel(i, shapes, times))
-                if self.kernels[-1].collective:
+            elif i.op == "conditional":
+                branches = [callee for _, callee in hlo.calls(i)]
+                for branch in branches:  # they count equally
+                    self.run(branch, times / len(branches))
+            elif i.op in ("call", "async-start"):
+                for _, callee in hlo.calls(i):
+                    self.run(callee, times)
+            elif i.op not in FREE:
+                kernel = self._kernel(i, shapes, times)
+                self.kernels.append(kernel)
+                if kernel.collective:
                     self.under[i.name] = len(self.kernels), len(self.kernels)
 
     def _turns(self, loop: Instruction) -> float:
@@ -226,38 +239,35 @@ class _Reader:
         if not stated:
             self.unknown[loop.op_name] += 1
             return 1
-        visits = _VISITS.findall(loop.op_name) if stated[2] else []
-        return float(visits[-1]) * int(stated[2]) if visits else float(stated[1])
+        return _stated(loop.op_name, stated[1], stated[2])
 
     def _kernel(self, i: Instruction, shapes: Mapping[str, str], times: float) -> GpuKernel:
-        given = [shapes.get(name, "") for name in hlo.operands(i)]
+        operands = [shapes.get(name, "") for name in hlo.operands(i)]
         kind = i.op.removesuffix("-start")
-        if kind == "fusion":
-            fused = dict(hlo.calls(i))["calls"]
-            reads = sum(self._reads(fused, n) for n in range(len(given)))
-            writes, (flops, wide) = self._writes(fused), self._flops(fused)
+        collective = kind if kind in hlo.KINDS else None
+        if i.op == "fusion":
+            fused = _fused(i)
+            reads = sum(self._reads(fused, number) for number in range(len(operands)))
+            writes = self._writes(fused)
+            flops, wide = self._flops(fused)
         else:
-            reads, writes = sum(map(size, given)), size(i.shape)
-            flops, wide = _product(i, given)
-            if kind in hlo.KINDS and i.op.endswith("-start"):
-                writes -= reads  # the tuple holds the operands too
-            if i.op == "dynamic-update-slice":
-                reads = writes = size(given[1])
+            reads, writes = sum(map(size, operands)), size(i.shape)
+            flops, wide = _product(i, operands)
+            if collective and i.op.endswith("-start"):  # its tuple holds the operands too
+                writes = max(writes - reads, 0)
+            elif i.op == "dynamic-update-slice":
+                reads = writes = size(operands[1])
             elif i.op in SLICES:
                 reads = writes
-        if (stated := _SAID.search(i.op_name)) and i.op == "custom-call":
-            visits = _VISITS.findall(i.op_name) if stated[2] else []
-            flops = float(visits[-1]) * float(stated[2]) if visits else float(stated[1])
-            reads, writes = (
-                (int(float(stated[3])), int(float(stated[4]))) if stated[3] else (reads, writes)
-            )
-            wide = flops > 0 and hlo.arrays(given[0])[0].dtype == "f32"
-        collective = kind if kind in hlo.KINDS else None
-        return GpuKernel(
-            i.name, i.op, i.op_name, times, reads, max(writes, 0), flops, wide, collective
-        )
+        if i.op == "custom-call" and (stated := _SAID.search(i.op_name)):
+            flops = _stated(i.op_name, stated[1], stated[2])
+            if stated[3]:
+                reads, writes = int(float(stated[3])), int(float(stated[4]))
+            wide = flops > 0 and hlo.arrays(operands[0])[0].dtype == "f32"
+        return GpuKernel(i.name, i.op, i.op_name, times, reads, writes, flops, wide, collective)
 
-    def _users(self, fused: str) -> dict[str, list[tuple[Instruction, int]]]:
+    def _find_users(self, fused: str) -> dict[str, list[tuple[Instruction, int]]]:
+        """The instructions that take each value of a computation, and as which operand."""
         users: dict[str, list[tuple[Instruction, int]]] = {}
         for i in self.computations[fused]:
             for place, name in enumerate(hlo.operands(i)):
@@ -280,19 +290,13 @@ class _Reader:
         for user, place in users:
             if user.op in SLICES and place == 0:
                 total += _numbers(user.shape) / numbers
-            elif (
-                user.op in ("dynamic-update-slice", "scatter")
-                and place == 0
-                and not made
-                and self._ends(fused, user)
-            ):
-                continue  # in place
+            elif user.op in UPDATES and place == 0 and not made and self._ends(fused, user):
+                pass  # in place
             elif user.op == "tuple":
-                total += made  # otherwise it is handed through
+                if made:  # otherwise it is handed through
+                    total += 1
             elif user.op == "fusion":
-                total += self._reads(dict(hlo.calls(user))["calls"], place) / max(
-                    size(value.shape), 1
-                )
+                total += self._reads(_fused(user), place) / max(size(value.shape), 1)
             elif user.op == "bitcast":
                 total += self._share(fused, user, made)
             elif user.op in ELEMENTWISE and _numbers(user.shape) == numbers:
@@ -311,51 +315,53 @@ class _Reader:
         by_name = {i.name: i for i in self.computations[fused]}
 
         def written(i: Instruction) -> int:
-            given = [by_name[name] for name in hlo.operands(i) if name in by_name]
+            inputs = [by_name[name] for name in hlo.operands(i) if name in by_name]
             if i.op == "tuple":
-                return sum(map(written, given))
+                return sum(map(written, inputs))
             if i.op == "bitcast":
-                return written(given[0])
+                return written(inputs[0])
             if i.op == "dynamic-update-slice":
-                base = given[0]
+                base = inputs[0]
                 while base.op == "bitcast":
                     base = by_name[hlo.operands(base)[0]]
-                return size(given[1].shape if base.op == "parameter" else i.shape)
+                return size(inputs[1].shape if base.op == "parameter" else i.shape)
             if i.op == "scatter":
-                return size(given[-1].shape)
+                return size(inputs[-1].shape)
             if i.op == "fusion":
-                return self._writes(dict(hlo.calls(i))["calls"])
-            return 0 if i.op == "parameter" else size(i.shape)
+                return self._writes(_fused(i))
+            if i.op == "parameter":
+                return 0
+            return size(i.shape)
 
         return written(self.computations[fused][-1])
 
     def _flops(self, fused: str) -> tuple[float, bool]:
         """FLOPs of a fusion's products, and whether any multiplies float32."""
         shapes = {i.name: i.shape for i in self.computations[fused]}
-        found = [
-            (
-                self._flops(dict(hlo.calls(i))["calls"])
-                if i.op == "fusion"
-                else _product(i, [shapes.get(name, "") for name in hlo.operands(i)])
-            )
-            for i in self.computations[fused]
-        ]
-        return sum(flops for flops, _ in found), any(wide for _, wide in found)
+        total, any_wide = 0.0, False
+        for i in self.computations[fused]:
+            if i.op == "fusion":
+                flops, wide = self._flops(_fused(i))
+            else:
+                flops, wide = _product(i, [shapes.get(name, "") for name in hlo.operands(i)])
+            total += flops
+            any_wide = any_wide or wide
+        return total, any_wide
 
 
-def _product(i: Instruction, given: list[str]) -> tuple[float, bool]:
+def _product(i: Instruction, operands: list[str]) -> tuple[float, bool]:
     """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for anything
     else."""
-    target = re.search(r'custom_call_target="([^"]*)"', i.rest) if i.op == "custom-call" else None
-    if i.op != "dot" and not (target and re.search("gemm|matmul", target[1], re.IGNORECASE)):
+    library = ""
+    if i.op == "custom-call" and (target := re.search(r'custom_call_target="([^"]*)"', i.rest)):
+        library = target[1]
+    if i.op != "dot" and not re.search("gemm|matmul", library, re.IGNORECASE):
         return 0.0, False
-    left, out = hlo.arrays(given[0])[0], hlo.arrays(i.shape)[0]
+    left, out = hlo.arrays(operands[0])[0], hlo.arrays(i.shape)[0]
+    wide = left.dtype == "f32"
     # each row meets one matrix, or each pair of rows one group
-    if target and "grouped" in target[1]:
-        return 2.0 * math.prod(left.shape) * out.shape[-1], left.dtype == "f32"
-    found = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
-    summed = re.findall(r"\d+", found[1]) if found else []
-    return (
-        2.0 * math.prod(left.shape[int(d)] for d in summed) * math.prod(out.shape),
-        left.dtype == "f32",
-    )
+    if "grouped" in library:
+        return 2.0 * math.prod(left.shape) * out.shape[-1], wide
+    dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
+    summed = re.findall(r"\d+", dims[1]) if dims else []
+    return 2.0 * math.prod(left.shape[int(dim)] for dim in summed) * math.prod(out.shape), wide

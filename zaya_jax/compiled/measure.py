@@ -23,7 +23,7 @@ from zaya_jax.parallel.mesh import batch_spec
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
-LARGEST = 12  # kernels and buffers that are named
+LARGEST = 12  # buffers that are named
 # Seconds from one kernel's start to the next one's, where they do next to nothing; an assumption.
 LAUNCH = 3e-6
 
@@ -72,12 +72,11 @@ def measure(
     lowered_at = time.perf_counter()
     compiled, memory = buffers.compile_watched(lowered)
     seconds = {"lowering": lowered_at - begun, "compiling": time.perf_counter() - lowered_at}
-    text = compiled.as_text()
-    program, collectives = launches.read_program(text), hlo.collectives(text)
-    device = mesh.devices.flat[0]
-    state = states.abstract(config, setup)
+    program = launches.read_program(compiled)
+    collectives = hlo.collectives(compiled)
     cluster = cluster and cluster.of_devices(mesh.size)
-    limit = bound_of(program, collectives, device.device_kind, cluster, config.precision.matmul)
+    kind, matmul = mesh.devices.flat[0].device_kind, config.precision.matmul
+    bound = bound_of(program, collectives, kind, cluster, matmul)
     tokens = sequences * config.data.seq_len / mesh.size
     return {
         "sequences": sequences,
@@ -86,26 +85,19 @@ def measure(
         "tokens_per_device": tokens,
         "remat": config.remat,
         "kernels": list(config.kernels),
-        "mesh": {
-            **dict(mesh.shape),
-            **{x: True for x in ("fsdp", "tsp", "ring", "across") if getattr(config.mesh, x)},
-        },
+        "mesh": setup.spread.facts(),
         "seconds": seconds,
-        "memory": {"capacity": capacity, **_memory(memory, state, program)},
+        "memory": {
+            "capacity": capacity,
+            **_memory(memory, states.abstract(config, setup), program),
+        },
         "launches": program.launches,
         "hbm_bytes": program.bytes,
         "flops": program.flops,
         "traffic": _by_scope(program, config, tokens),
-        "largest": [
-            _kernel(k)
-            for k in sorted(program.kernels, key=lambda k: -k.times * k.bytes)[:LARGEST]
-            if k.bytes
-        ],
         "unknown_loops": program.unknown,
         "collectives": [_collective(c, program) for c in collectives if not c.scalar],
-        "bound": (
-            limit and {**dataclasses.asdict(limit), "seconds": limit.seconds, "binds": limit.binds}
-        ),
+        "bound": bound and bound.facts(),
     }
 
 
@@ -115,48 +107,39 @@ def _memory(
     """Bytes by kind where most are in use. Outside the state, shape and scope decide: as large as a
     weight, with its dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for
     the backward pass."""
-    weights, optimizer = (
-        sum(map(states.bytes_per_device, jax.tree.leaves(state[part])))
-        for part in ("params", "optimizer")
-    )
+    weights = sum(map(states.bytes_per_device, jax.tree.leaves(state["params"])))
+    optimizer = sum(map(states.bytes_per_device, jax.tree.leaves(state["optimizer"])))
     of_weights = set()
     for x in jax.tree.leaves(state["params"]):
         shape = x.sharding.shard_shape(x.shape)
         # Products have the columns of gate and up as one dim.
-        for dims in (shape, (*shape[:-2], math.prod(shape[-2:]))):
-            of_weights.add(tuple(sorted(n for n in dims if n > 1)))
+        merged = (*shape[:-2], math.prod(shape[-2:]))
+        of_weights |= {_dims(shape), _dims(merged)}
     layers = {x.shape[0] for x in jax.tree.leaves(state["params"]["layers"])}
-    from_ = {k.name: k for k in program.kernels}
+    makers = {kernel.name: kernel for kernel in program.kernels}
     kinds = dict.fromkeys(("gradients", "activations", "exchange", "other temporaries"), 0)
     largest: list[dict[str, Any]] = []
-    live = memory.at_peak()
-    for b in live:
-        maker = from_.get(b.name)
-        shapes = hlo.arrays(b.shape)
-        array = max(shapes, key=lambda a: a.bytes)
+    for buffer in memory.at_peak():
+        maker = makers.get(buffer.name)
+        array = max(hlo.arrays(buffer.shape), key=lambda a: a.bytes)
         if maker and (maker.collective or maker.scope.endswith("exchange")):
             kind = "exchange"
-        elif tuple(sorted(n for n in array.shape if n > 1)) in of_weights:
+        elif _dims(array.shape) in of_weights:
             kind = "gradients"
         elif array.shape and array.shape[0] in layers and len(array.shape) > 1:
             kind = "activations"
         else:
             kind = "other temporaries"
-        kinds[kind] += b.size
-        if len(largest) < LARGEST and b.size:
-            about = (
-                {"scope": maker.scope, "op_name": maker.op_name}
-                if maker
-                else {"scope": "", "op_name": ""}
-            )
-            largest.append(
-                {
-                    "bytes": b.size,
-                    "shape": f"{array.dtype}{list(array.shape)}",
-                    "kind": kind,
-                    **about,
-                }
-            )
+        kinds[kind] += buffer.size
+        largest.append(
+            {
+                "bytes": buffer.size,
+                "shape": f"{array.dtype}{list(array.shape)}",
+                "kind": kind,
+                "scope": maker.scope if maker else "",
+                "op_name": maker.op_name if maker else "",
+            }
+        )
     kinds["gaps"] = memory.temporaries - sum(kinds.values())
     return {
         "peak": memory.peak,
@@ -164,42 +147,33 @@ def _memory(
         "optimizer": optimizer,
         "batch and figures": memory.peak - memory.temporaries - weights - optimizer,
         **kinds,
-        "largest": largest,
+        "largest": largest[:LARGEST],
     }
+
+
+def _dims(shape: Sequence[int]) -> tuple[int, ...]:
+    """The dims of a shape in any order, without those of one number."""
+    return tuple(sorted(dim for dim in shape if dim > 1))
 
 
 def _by_scope(program: launches.Program, config: Config, tokens: float) -> list[dict[str, Any]]:
     """A row a scope: launches, bytes and FLOPs, and the FLOPs that the model needs by its formula
     (`chips`)."""
-    needed = {
-        s: f * tokens for s, f in chips.flops_by_scope(config.model, config.data.seq_len).items()
-    }
-    by_stage = launches.table(program)
+    useful = chips.flops_by_scope(config.model, config.data.seq_len)
+    by_stage: dict[str, dict[str, float]] = {}
+    for (scope, stage), part in launches.table(program).items():
+        if part["flops"]:
+            by_stage.setdefault(scope, {})[stage] = part["flops"]
     rows = []
-    for scope, row in launches.table(program, lambda k: k.scope).items():
-        stages = {
-            stage: part["flops"]
-            for (of, stage), part in by_stage.items()
-            if of == scope and part["flops"]
-        }
+    for scope, row in launches.table(program, lambda kernel: kernel.scope).items():
         around = scope.split("/")[0]  # its need counts once, whatever scopes lie in it
-        of_use = min(needed.get(around, row["flops"]), row["flops"])
-        if around in needed:
-            needed[around] -= of_use
+        of_use = row["flops"]
+        if around in useful:
+            of_use = min(useful[around] * tokens, of_use)
+            useful[around] -= of_use / tokens
+        stages = by_stage.get(scope, {})
         rows.append({"scope": scope, **row, "flops_of_use": of_use, "flops_by_stage": stages})
     return rows
-
-
-def _kernel(k: launches.GpuKernel) -> dict[str, Any]:
-    return {
-        "name": k.name,
-        "scope": k.scope,
-        "stage": k.stage,
-        "op_name": k.op_name,
-        "times": k.times,
-        "reads": k.reads,
-        "writes": k.writes,
-    }
 
 
 def _collective(c: hlo.Collective, program: launches.Program) -> dict[str, Any]:
@@ -242,6 +216,10 @@ class Bound:
         }
         return max(parts, key=lambda name: parts[name])
 
+    def facts(self) -> dict[str, Any]:
+        """Plain values for files and pages."""
+        return {**dataclasses.asdict(self), "seconds": self.seconds, "binds": self.binds}
+
 
 def bound_of(
     program: launches.Program,
@@ -261,30 +239,38 @@ def bound_of(
     name = chips.named(kind)
     if name is None or cluster is None:
         return None
-    peaks, bandwidth = chips.CHIPS[name].peaks, chips.CHIPS[name].bandwidth
-    wide = peaks["float32" if matmul == "highest" else "tf32"]
+    chip = chips.CHIPS[name]
+    wide = chip.peaks["float32" if matmul == "highest" else "tf32"]
+
+    def seconds(kernel: launches.GpuKernel) -> dict[str, float]:
+        """Of one launch, by what may bind it."""
+        peak = wide if kernel.wide else chip.peaks["bfloat16"]
+        return {
+            "compute": kernel.flops / peak,
+            "memory": kernel.bytes / chip.bandwidth,
+            "launches": LAUNCH,
+        }
+
     totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
-
-    def seconds(k: launches.GpuKernel) -> tuple[str, float]:
-        computing, moving = k.flops / (wide if k.wide else peaks["bfloat16"]), k.bytes / bandwidth
-        return max(
-            ("compute", computing), ("memory", moving), ("launches", LAUNCH), key=lambda one: one[1]
-        )
-
-    for k in program.kernels:
-        if not k.collective:
-            what, needed = seconds(k)
-            totals[what] += k.times * needed
+    for kernel in program.kernels:
+        if not kernel.collective:
+            parts = seconds(kernel)
+            binds = max(parts, key=lambda part: parts[part])
+            totals[binds] += kernel.times * parts[binds]
     exposed = hidden = 0.0
-    by_name = {k.name: k for k in program.kernels}
+    times_of = {kernel.name: kernel.times for kernel in program.kernels}
     for c in collectives:
         slowest = min(map(cluster.bandwidth, c.groups), default=math.inf)  # of the groups, or pairs
         sending = c.wire_bytes / slowest + cluster.latency
-        under = program.kernels[slice(*program.under.get(c.name, (0, 0)))]
-        times = by_name[c.name].times if c.name in by_name else 1.0
+        times = times_of.get(c.name, 1.0)
         if not times:  # in a loop that does not turn, as a rule: experts' further rounds
             continue
-        cover = sum(seconds(k)[1] * k.times / times for k in under if not k.collective)
+        under = program.kernels[slice(*program.under.get(c.name, (0, 0)))]
+        cover = sum(
+            max(seconds(kernel).values()) * kernel.times / times
+            for kernel in under
+            if not kernel.collective
+        )
         hidden += times * min(cover, sending)
         exposed += times * max(sending - cover, 0.0)
     return Bound(**totals, links=exposed, hidden=hidden)

@@ -61,6 +61,10 @@ class Spread:
         """The number of devices that share attention's heads and the experts' width."""
         return 1 if self.tsp else self.tensor
 
+    def facts(self) -> dict[str, int | bool]:
+        """The sizes, and the switches that are on: plain values for files and pages."""
+        return {name: value for name, value in vars(self).items() if value is not False}
+
 
 NO_SPREAD = Spread()
 
