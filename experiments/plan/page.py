@@ -29,6 +29,20 @@ from zaya_jax.report.text import byte_size, duration, shape_of_step
 SIZES = (1, 2, 4, 8)
 REMATS = ("none", "elementwise", "attention", "layer")
 BEST = 10  # ways that a search gives
+NETWORK = ("for", "kind", "GB sent", "over", "times", "ms")
+SUMMARY = (  # of each phase
+    "step",
+    "step, low",
+    "step, high",
+    "tokens/s",
+    "MFU",
+    "memory",
+    "days",
+    "GPU-hours",
+    "page reads/s",
+    "save every",
+    "goodput",
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "devices": args.devices,
         "date": time.strftime("%Y-%m-%d"),
         "notes": notes,
-        "phases": [_phase(p, cluster, rates, args.search) for p in phases],
+        "phases": [_phase(phase, cluster, rates, args.search) for phase in phases],
         "assumed": _assumed(rates, hours),
     }
     write_results(out, "plan", result, document(result))
@@ -63,13 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str, Any]:
     case, step = p.case, p.step
-    mesh = {
-        **case.axes,
-        **{x: True for x in ("fsdp", "tsp", "ring", "across") if getattr(case.spread, x)},
-    }
     return {
         "name": p.name,
-        "mesh": mesh,
+        "mesh": case.spread.facts(),
         "remat": case.config.remat,
         "sequences": case.sequences,
         "micro_batches": case.micro_batches,
@@ -109,24 +119,20 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
 
 def _work(p: PlannedPhase) -> list[dict[str, Any]]:
     """Launches, bytes and FLOPs by scope, with the useful FLOPs."""
-    case = p.case
+    case, rows = p.case, []
     useful = chips.flops_by_scope(case.model, case.config.data.seq_len)
-    rows: dict[str, dict[str, Any]] = {}
-    for part, _ in p.step.parts:
-        row = rows.setdefault(
-            part.scope,
+    for scope in dict.fromkeys(part.scope for part, _ in p.step.parts):
+        parts = [part for part, _ in p.step.parts if part.scope == scope]
+        rows.append(
             {
-                "scope": part.scope,
-                "launches": 0.0,
-                "bytes": 0.0,
-                "flops": 0.0,
-                "useful": useful.get(part.scope, 0.0) * case.tokens_per_device,
-            },
+                "scope": scope,
+                "launches": sum(part.launches for part in parts),
+                "bytes": sum(part.bytes for part in parts),
+                "flops": sum(part.flops for part in parts),
+                "useful": useful.get(scope, 0.0) * case.tokens_per_device,
+            }
         )
-        row["launches"] += part.launches
-        row["bytes"] += part.bytes
-        row["flops"] += part.flops
-    return list(rows.values())
+    return rows
 
 
 class Way(NamedTuple):
@@ -142,13 +148,12 @@ def fastest(
 ) -> list[Way]:
     """The fastest ways to run a phase that fit the chip's memory, fastest first; [] where nothing
     fits."""
-    capacity = targets.memory_for_jax(cluster.chip)
-    found = [
-        Way(case, step_time.estimate(case, cluster, rates), memory)
-        for case in candidates(config, devices, sequences, cluster.chip)
-        if (memory := footprint.estimate(case)).peak <= capacity
-    ]
-    return sorted(found, key=lambda way: (way.step.seconds, way.memory.peak))[:BEST]
+    capacity, ways = targets.memory_for_jax(cluster.chip), []
+    for case in candidates(config, devices, sequences, cluster.chip):
+        memory = footprint.estimate(case)
+        if memory.peak <= capacity:
+            ways.append(Way(case, step_time.estimate(case, cluster, rates), memory))
+    return sorted(ways, key=lambda way: (way.step.seconds, way.memory.peak))[:BEST]
 
 
 def candidates(config: Config, devices: int, sequences: int, chip: str) -> Iterator[StepCase]:
@@ -159,39 +164,40 @@ def candidates(config: Config, devices: int, sequences: int, chip: str) -> Itera
         if rest or not data or (fsdp and data == 1) or sequences % rows:
             continue
         mesh = Mesh(data=data, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
-        mine, spread = (
-            dataclasses.replace(config, mesh=mesh),
-            spread_of(mesh, shape_of(mesh, devices)),
-        )
+        spread = spread_of(mesh, shape_of(mesh, devices))
+        config = dataclasses.replace(config, mesh=mesh)
         try:
-            sharding.check(mine, spread, lengths={"config.data.seq_len": config.data.seq_len})
+            sharding.check(config, spread, lengths={"config.data.seq_len": config.data.seq_len})
         except UserError:
             continue
-        each = sequences // rows
-        for at_once in (n for n in range(1, each + 1) if each % n == 0):
-            for remat in REMATS:
-                yield StepCase(
-                    dataclasses.replace(mine, remat=remat), spread, chip, sequences, each // at_once
-                )
+        rows_each = sequences // rows
+        for micro_batches in range(rows_each, 0, -1):  # from one sequence at once to all
+            if rows_each % micro_batches == 0:
+                for remat in REMATS:
+                    way = dataclasses.replace(config, remat=remat)
+                    yield StepCase(way, spread, chip, sequences, micro_batches)
 
 
 def _search(p: PlannedPhase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
-    found = fastest(p.case.config, p.case.devices, p.case.sequences, cluster, rates)
-    return [
-        {
-            "mesh": (
-                " x ".join(f"{axis} {n}" for axis, n in c.case.axes.items() if n > 1)
-                + (", fsdp" if c.case.spread.fsdp else "")
-            ),
-            "micro_batches": c.case.micro_batches,
-            "remat": c.case.config.remat,
-            "seconds": c.step.seconds,
-            "mfu": c.step.mfu,
-            "peak": c.memory.peak,
-            "links": sum(c.step.exposed.values()),
-        }
-        for c in found
-    ]
+    rows = []
+    for case, step, memory in fastest(
+        p.case.config, p.case.devices, p.case.sequences, cluster, rates
+    ):
+        mesh = " x ".join(f"{axis} {size}" for axis, size in case.axes.items() if size > 1)
+        if case.spread.fsdp:
+            mesh += ", fsdp"
+        rows.append(
+            {
+                "mesh": mesh,
+                "micro_batches": case.micro_batches,
+                "remat": case.config.remat,
+                "seconds": step.seconds,
+                "mfu": step.mfu,
+                "peak": memory.peak,
+                "links": sum(step.exposed.values()),
+            }
+        )
+    return rows
 
 
 def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
@@ -215,18 +221,13 @@ def document(result: dict[str, Any]) -> Page:
     """A table of the phases, a section each, and the assumptions."""
     title = f"{result['config']} planned for {result['devices']:,} devices of {result['cluster']}"
     about = f"{result['date']}; per device and step unless it says otherwise. {result['source']}"
-    sections = [
-        Section("Phases", "", [_summary(result)], result["notes"]),
-        *(
-            Section(
-                f"{phase['name']}: {headline(phase)}",
-                f"{shape_of_step(phase)}.",
-                list(_tables(phase)),
-            )
-            for phase in result["phases"]
-        ),
-        Section("Assumptions", "", [_assumptions(result)]),
-    ]
+    sections = [Section("Phases", "", [_summary(result)], result["notes"])]
+    for phase in result["phases"]:
+        heading = f"{phase['name']}: {headline(phase)}"
+        sections.append(Section(heading, f"{shape_of_step(phase)}.", list(_tables(phase))))
+    assumed = [[name, f"{value:.3g}", source] for name, value, source in result["assumed"]]
+    table = Table("What is assumed", ("rate", "value", "source"), assumed, "code")
+    sections.append(Section("Assumptions", "", [table]))
     footer = "Formulas, nothing was compiled or run; docs/planning.md lists their assumptions."
     return Page(title, "", about, sections, footer=footer)
 
@@ -244,35 +245,23 @@ def headline(phase: dict[str, Any]) -> str:
 
 def _summary(result: dict[str, Any]) -> Table:
     """A column for each phase: a phone has room for four."""
-    names = (
-        "step",
-        "step, low",
-        "step, high",
-        "tokens/s",
-        "MFU",
-        "memory",
-        "days",
-        "GPU-hours",
-        "page reads/s",
-        "save every",
-        "goodput",
-    )
+    phases = result["phases"]
     columns = [
         [
-            *map(duration, (p["step"]["seconds"], *p["step"]["between"]["all"])),
-            f"{p['tokens_per_second'] / 1e6:,.2f}M",
-            f"{p['step']['mfu']:.1%}",
-            byte_size(p["memory"]["peak"]),
-            f"{p['days']:,.1f}",
-            f"{p['gpu_hours']:,.0f}",
-            f"{p['data']['pages_per_second']:,.0f}",
-            duration(p["saving"]["interval"]),
-            f"{p['saving']['goodput']:.2%}",
+            *map(duration, (phase["step"]["seconds"], *phase["step"]["between"]["all"])),
+            f"{phase['tokens_per_second'] / 1e6:,.2f}M",
+            f"{phase['step']['mfu']:.1%}",
+            byte_size(phase["memory"]["peak"]),
+            f"{phase['days']:,.1f}",
+            f"{phase['gpu_hours']:,.0f}",
+            f"{phase['data']['pages_per_second']:,.0f}",
+            duration(phase["saving"]["interval"]),
+            f"{phase['saving']['goodput']:.2%}",
         ]
-        for p in result["phases"]
+        for phase in phases
     ]
-    rows = [list(row) for row in zip(names, *columns, strict=True)]
-    return Table("Phase by phase", ["", *(p["name"] for p in result["phases"])], rows)
+    head = ["", *(phase["name"] for phase in phases)]
+    return Table("Phase by phase", head, list(zip(SUMMARY, *columns, strict=True)))
 
 
 def _with_range(step: dict[str, Any]) -> str:
@@ -298,34 +287,24 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
     ]
     yield Table("The step by assumption", ("rate at its ends", "low, ms", "likely", "high"), rows)
     kinds = [
-        [n, f"{x / 1e9:,.2f}", f"{x / memory['peak']:.1%}"] for n, x in memory["at_peak"].items()
+        [kind, f"{size / 1e9:,.2f}", f"{size / memory['peak']:.1%}"]
+        for kind, size in memory["at_peak"].items()
     ]
     yield Table(f"Memory where it is highest: {memory['place']}", ("kind", "GB", "share"), kinds)
     work = [
         [
-            w["scope"],
-            f"{w['launches']:,.0f}",
-            f"{w['bytes'] / 1e9:,.1f}",
-            f"{w['flops'] / 1e12:,.2f}",
-            f"{w['useful'] / w['flops']:.0%}" if w["flops"] and w["useful"] else "",
+            part["scope"],
+            f"{part['launches']:,.0f}",
+            f"{part['bytes'] / 1e9:,.1f}",
+            f"{part['flops'] / 1e12:,.2f}",
+            f"{part['useful'] / part['flops']:.0%}" if part["flops"] and part["useful"] else "",
         ]
-        for w in phase["work"]
+        for part in phase["work"]
     ]
     yield Table("Work by scope", ("scope", "launches", "GB", "TFLOP", "of use"), work)
     if step["links"]:
-        flows = [
-            [
-                f["what"],
-                f["kind"],
-                f"{f['wire'] / 1e9:,.3f}",
-                " x ".join(f["axes"]) + (f", {len(f['group'])} together" if f["group"] else ""),
-                f"{f['times']:,.0f}",
-                f"{1e3 * f['seconds']:,.2f}",
-            ]
-            for f in phase["flows"]
-        ]
-        yield Table("Network", ("for", "kind", "GB sent", "over", "times", "ms"), flows)
-        links = [[n, _ms(s), _ms(step["exposed"][n])] for n, s in step["links"].items()]
+        yield Table("Network", NETWORK, [_flow(flow) for flow in phase["flows"]])
+        links = [[name, _ms(s), _ms(step["exposed"][name])] for name, s in step["links"].items()]
         yield Table("Communication", ("for", "ms on the links", "exposed"), links)
     rows = [
         ["state", byte_size(saving["state"])],
@@ -338,21 +317,31 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
     yield Table("Checkpoints", ("what", "value"), rows)
     ways = [
         [
-            s["mesh"],
-            str(s["micro_batches"]),
-            s["remat"],
-            duration(s["seconds"]),
-            f"{s['mfu']:.1%}",
-            byte_size(s["peak"]),
-            duration(s["links"]),
+            way["mesh"],
+            str(way["micro_batches"]),
+            way["remat"],
+            duration(way["seconds"]),
+            f"{way['mfu']:.1%}",
+            byte_size(way["peak"]),
+            duration(way["links"]),
         ]
-        for s in phase["search"]
+        for way in phase["search"]
     ]
     if ways:
         head = ("mesh", "micro-batches", "remat", "step", "MFU", "memory", "exposed")
         yield Table("The fastest ways that fit", head, ways)
 
 
-def _assumptions(result: dict[str, Any]) -> Table:
-    rows = [[n, f"{v:.3g}", source] for n, v, source in result["assumed"]]
-    return Table("What is assumed", ("rate", "value", "source"), rows, "code")
+def _flow(flow: dict[str, Any]) -> list[str]:
+    """A row of the table of the network."""
+    over = " x ".join(flow["axes"])
+    if flow["group"]:
+        over += f", {len(flow['group'])} together"
+    return [
+        flow["what"],
+        flow["kind"],
+        f"{flow['wire'] / 1e9:,.3f}",
+        over,
+        f"{flow['times']:,.0f}",
+        f"{1e3 * flow['seconds']:,.2f}",
+    ]

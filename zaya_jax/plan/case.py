@@ -86,41 +86,41 @@ class StepCase:
     def muon_itemsize(self) -> int:
         """Bytes of a number in Muon's iteration, and of its directions."""
         precision = self.config.precision
-        return itemsize(
-            precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz
-        )
+        if precision.newton_schulz == "compute":
+            return itemsize(precision.compute)
+        return itemsize(precision.newton_schulz)
 
     @functools.cached_property
     def layout(self) -> zero.Layout:
         """Where the optimizer's work and state lie."""
-        cluster = clusters.of_chip(self.chip)
-        node = cluster.of_devices(self.devices).node if cluster and not self.spread.across else 1
-        c, under = self.config, sizing.two_levels_under(self.config)
-        return _layout(c.model, c.optim, c.precision, self.spread, node, under)
+        node, config = 1, self.config
+        if not self.spread.across:
+            node = clusters.of_chip(self.chip).of_devices(self.devices).node
+        under = sizing.two_levels_under(config)
+        return _layout(config.model, config.optim, config.precision, self.spread, node, under)
 
     def exchange_bytes(self, name: str) -> collections.Counter[str]:
         """Bytes of the optimizer's exchange of a bucket, by kind of collective."""
-        back = self.muon_itemsize if self.layout.methods[name] == "muon" else 4
-        return collections.Counter(
-            self.layout.traffic(name, COPY if name in self.layout.copied.values() else back)
-        )
+        back = 4  # bytes of a number of an update
+        if name in self.layout.copied.values():
+            back = COPY
+        elif self.layout.methods[name] == "muon":
+            back = self.muon_itemsize
+        return collections.Counter(self.layout.traffic(name, back))
 
     @functools.cached_property
     def muon_numel(self) -> int:
         """Numbers of Muon's weights on a device."""
-        grid = getattr(self.layout, "grid", None)
-        return sum(
-            math.prod(w.local(grid) if grid else w.shape)
-            for w in self.layout.weights
-            if w.method == "muon"
-        )
+        weights = (weight for weight in self.layout.weights if weight.method == "muon")
+        return sum(math.prod(weight.local(self.layout.grid)) for weight in weights)
 
     @functools.cached_property
     def early_buckets(self) -> dict[str, ByLayer]:
         """The buckets whose gradients are reduced as they leave their layer; none with several
         micro-batches."""
-        found = self.layout.by_layer.values() if self.micro_batches == 1 else ()
-        return {way.bucket.name: way for way in found}
+        if self.micro_batches > 1:
+            return {}
+        return {way.bucket.name: way for way in self.layout.by_layer.values()}
 
     @functools.cached_property
     def early_numel(self) -> int:
@@ -133,34 +133,37 @@ class StepCase:
     @functools.cached_property
     def copied_numel(self) -> dict[str, int]:
         """Numbers of the weights that a device holds as copies, by scope."""
-        found: collections.Counter[str] = collections.Counter()
+        numel: collections.Counter[str] = collections.Counter()
         for path in self.layout.copied:
-            found[path.split("/")[1]] += math.prod(
-                self.layout.by_layer[path].bucket.weights[0].shape
-            )
-        return dict(found)
+            weight = self.layout.by_layer[path].bucket.weights[0]
+            numel[path.split("/")[1]] += math.prod(weight.shape)
+        return dict(numel)
 
     @functools.cached_property
     def optimizer_bytes(self) -> int:
         """The optimizer's state on a device: one number a weight for Muon, two for AdamW; and of
         copies the weights."""
-        each = {"muon": itemsize(self.config.precision.momentum), "adamw": 8}
-        shapes, kept = self.layout.state_shapes(), self.layout.copied.values()
-        return sum(
-            math.prod(shapes[name])
-            // self.layout.num_shards(name)
-            * (each[method] + 4 * (name in kept))
-            for name, method in self.layout.methods.items()
-        )
+        bytes_of = {"muon": itemsize(self.config.precision.momentum), "adamw": 8}
+        layout, total = self.layout, 0
+        for name, shape in layout.state_shapes().items():
+            each = bytes_of[layout.methods[name]]
+            if name in layout.copied.values():
+                each += 4
+            total += math.prod(shape) // layout.num_shards(name) * each
+        return total
 
     @functools.cached_property
     def numel(self) -> dict[str, int]:
         """Weights that a device holds: how many by "layers", "embedding", "rest"."""
-        found = dict.fromkeys(("layers", "embedding", "rest"), 0)
+        numel = dict.fromkeys(("layers", "embedding", "rest"), 0)
         for path, number in _local(self.model, self.config.precision, self.spread):
-            name = "embedding" if path == "embed/embedding" else path.split("/")[0]
-            found[name if name in found else "rest"] += number
-        return found
+            if path == "embed/embedding":
+                numel["embedding"] += number
+            elif path.startswith("layers/"):
+                numel["layers"] += number
+            else:
+                numel["rest"] += number
+        return numel
 
     @functools.cached_property
     def layer_numel(self) -> dict[str, float]:
@@ -168,15 +171,14 @@ class StepCase:
         whole = dataclasses.replace(self.spread, fsdp=False)
         if self.spread.tsp:
             whole = dataclasses.replace(whole, tensor=1, tsp=False)
-        found: dict[str, float] = {}
+        numel: dict[str, float] = {}
         for path, number in _local(self.model, self.config.precision, whole):
-            if path.startswith("layers"):
-                part = path.split("/")[1]
-                part = (
-                    part if part in ("cca", "router", "experts", "attention", "mlp") else "vectors"
-                )
-                found[part] = found.get(part, 0) + number / self.model.num_hidden_layers
-        return found
+            if path.startswith("layers/"):
+                scope = path.split("/")[1]
+                if scope not in ("cca", "router", "experts", "attention", "mlp"):
+                    scope = "vectors"
+                numel[scope] = numel.get(scope, 0) + number / self.model.num_hidden_layers
+        return numel
 
 
 @functools.lru_cache(maxsize=1024)
@@ -184,17 +186,16 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
     """Each weight's path and how many of its numbers a device holds."""
     shapes = zaya.abstract(model, precision)
     specs = sharding.param_specs(model, precision, spread)
-    found = []
+    numel = []
 
-    def one(path, x, spec):
-        parts = [
-            axis for dim in spec if dim for axis in (dim if isinstance(dim, tuple) else (dim,))
-        ]
-        number = math.prod(x.shape) // math.prod(getattr(spread, axis) for axis in parts)
-        found.append(("/".join(key.key for key in path), number))
+    def count(path, x, spec):
+        number = math.prod(x.shape)
+        for axis in jax.tree.leaves(tuple(spec)):  # of some dims, several
+            number //= getattr(spread, axis)
+        numel.append(("/".join(key.key for key in path), number))
 
-    jax.tree_util.tree_map_with_path(one, shapes, specs)
-    return tuple(found)
+    jax.tree_util.tree_map_with_path(count, shapes, specs)
+    return tuple(numel)
 
 
 @functools.lru_cache(maxsize=1024)

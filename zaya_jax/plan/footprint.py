@@ -48,52 +48,55 @@ class Footprint:
 
 def estimate(case: StepCase) -> Footprint:
     """The memory of a step."""
-    have, spread = work.array_bytes(case), case.spread
-    compute, several = itemsize(case.config.precision.compute), case.micro_batches > 1
-    chunk, chunks = work.head_chunks(case)
-    vocab, x4, kept = (
-        case.model.vocab_size,
-        have["x4"],
-        case.model.num_hidden_layers * work.saved_bytes(case),
-    )
-    weights4, table4 = 4.0 * sum(case.numel.values()), 4.0 * vocab * case.model.hidden_size
+    arrays, spread = work.array_bytes(case), case.spread
+    several, compute = case.micro_batches > 1, itemsize(case.config.precision.compute)
+    x4, kept = arrays["x4"], case.model.num_hidden_layers * work.saved_bytes(case)
+    # In float32: a device's weights, those outside the table, the whole table, one layer.
+    weights4 = 4.0 * sum(case.numel.values())
     local4 = weights4 - 4.0 * case.numel["embedding"]
+    table4 = 4.0 * case.model.vocab_size * case.model.hidden_size
     layer4 = 4.0 * sum(case.layer_numel.values())
-    logits4, logits2 = 4.0 * chunk * vocab, compute * chunk * vocab
+    chunk, chunks = work.head_chunks(case)
+    logits = chunk * case.model.vocab_size
     # Weights that other devices hold: the table, and this layer's and the next one's, float32 and
     # to compute with.
-    fetched = spread.fsdp or spread.tsp
-    table = table4 if spread.fsdp else 0.0
-    gathered = table + (layer4 * (1 + compute / 4) + local4 / 8 if fetched else 0.0)
-    # Sums over micro-batches, into which each adds its own; the table's are added at the end of
-    # one.
-    sums = weights4 if several else 0.0
+    table = gathered = gathered_again = 0.0
+    if spread.fsdp:
+        table = table4
+    if spread.fsdp or spread.tsp:
+        gathered = layer4 * (1 + compute / 4) + local4 / 8
+        gathered_again = layer4
     # Of gradients that leave with their layer, the share stays.
     left4 = 4.0 * case.early_numel * (1 / case.devices - 1)
-    held = sums if several else local4 + left4
+    sums, gradients4 = 0.0, local4 + left4
+    if several:
+        # Sums over micro-batches, into which each adds its own; the table's are added at the end
+        # of one.
+        sums = gradients4 = weights4
+    head_gradients = sums
+    if chunks > 1:
+        head_gradients += 2 * table4 if several and not spread.fsdp else table4
+    # Of a head in one piece, the table's gradient is computed last of all.
+    late = compute * logits if chunks == 1 and not several else 0.0
     # Until the last micro-batch's gradients are there.
     copies = COPY * work.rounded_numel(case)
-    # the table's gradient is computed last of all
-    late = logits2 if chunks == 1 and not several else 0.0
     moments = {
         "head": {
             "activations": kept,
-            "working set": logits4 + logits2 + table4 * compute / 4 + 3 * x4 + copies,
-            "exchange": gathered,
-            "gradients": (
-                sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0)
-            ),
+            "working set": (4.0 + compute) * logits + table4 * compute / 4 + 3 * x4 + copies,
+            "exchange": table + gathered,
+            "gradients": head_gradients,
         },
         "backward": {
             # a layer's rows of experts, their gradients, the stream
             "activations": kept,
-            "gradients": held + table4,
-            "working set": 8 * x4 + 2 * have["h2"] + late + copies,
-            "exchange": gathered + (layer4 if fetched else 0.0),
+            "gradients": gradients4 + table4,
+            "working set": 8 * x4 + 2 * arrays["h2"] + late + copies,
+            "exchange": table + gathered + gathered_again,
         },
         "end of backward": {
             "activations": kept if late else 0.0,
-            "gradients": held + (2 if late else 3) * table4,
+            "gradients": gradients4 + (2 if late else 3) * table4,
             "working set": late + 2 * x4 + (copies if several else 0.0),
             "exchange": table,
         },

@@ -116,70 +116,61 @@ def _exchange(case: StepCase) -> Iterator[Flow]:
 
 def _layers(case: StepCase) -> Iterator[Flow]:
     """Collectives that a layer waits for."""
-    m, s, mb = case.model, case.spread, case.micro_batches
-    layers, have = m.num_hidden_layers, work.array_bytes(case)
-    again = work.recomputes(case)
-    if s.sequence_parts > 1:
-        parts, softmax = s.sequence_parts, layers - case.linear_layers
-        gathered = 2 * have["v2"] * (parts - 1)  # keys and values of all others
-        passes = 2 + again
-        kind, what = ("neighbour", PREFETCH) if s.ring else ("all-gather", BLOCKING)
-        yield Flow(
-            what, kind, mb * softmax * passes * gathered, s.sequence_axes, mb * softmax * passes
-        )
-        state = (
-            4.0
-            * case.sequences_per_device
-            * m.num_key_value_heads
-            * m.head_dim
-            * (m.head_dim + 1)
-            * (parts - 1)
-        )
-        linear = mb * case.linear_layers * 2
-        yield Flow(BLOCKING, "all-gather", linear * state, s.sequence_axes, linear)
+    model, spread, arrays = case.model, case.spread, work.array_bytes(case)
+    number, again = itemsize(case.config.precision.compute), work.recomputes(case)
+    layers = case.micro_batches * model.num_hidden_layers  # of all micro-batches
+    linear = case.micro_batches * case.linear_layers
+    if spread.sequence_parts > 1:
+        axes, others = spread.sequence_axes, spread.sequence_parts - 1
+        keys_and_values = 2 * arrays["v2"] * others
+        passes = (layers - linear) * (2 + again)
+        if spread.ring:
+            yield _flow(PREFETCH, "neighbour", passes, keys_and_values, axes)
+        else:
+            yield _flow(BLOCKING, "all-gather", passes, keys_and_values, axes)
+        states = case.sequences_per_device * model.num_key_value_heads
+        state4 = 4.0 * states * model.head_dim * (model.head_dim + 1) * others
+        yield _flow(BLOCKING, "all-gather", 2 * linear, state4, axes)
         # Two columns of the stream, from the part before.
-        edge = (
-            case.sequences_per_device
-            * 2.0
-            * itemsize(case.config.precision.compute)
-            * m.hidden_size
+        edge = 2.0 * case.sequences_per_device * number * model.hidden_size
+        yield _flow(BLOCKING, "neighbour", 4 * layers, edge, axes)
+    if spread.head_shards > 1:
+        cut = (spread.head_shards - 1) / spread.head_shards
+        # a sum after each block, forward and backward
+        yield _flow(
+            BLOCKING, "all-reduce", (4 + again) * layers, 2 * arrays["x2"] * cut, ("tensor",)
         )
-        yield Flow(BLOCKING, "neighbour", mb * layers * 4 * edge, s.sequence_axes, mb * layers * 4)
-    if s.head_shards > 1:
-        passes = (4 + again) * mb * layers  # a sum after each block, forward and backward
-        yield Flow(
-            BLOCKING,
-            "all-reduce",
-            passes * have["x2"] * 2 * (s.head_shards - 1) / s.head_shards,
-            ("tensor",),
-            passes,
-        )
-    if s.expert_axes and m.model_type == "zaya":
-        group = math.prod(getattr(s, axis) for axis in s.expert_axes)
-        rows = dispatch.slot_rows(case.tokens, group) * group
-        each = itemsize(case.config.precision.compute) * rows * m.hidden_size * (group - 1) / group
-        passes = mb * layers * (6 if again else 4)
-        yield Flow(BLOCKING, "all-to-all", passes * each, s.expert_axes, passes)
+    if spread.expert_axes and model.model_type == "zaya":
+        group = math.prod(case.axes[axis] for axis in spread.expert_axes)
+        rows = dispatch.slot_rows(case.tokens, group) * (group - 1)
+        passes = 6 if again else 4
+        each = number * rows * model.hidden_size
+        yield _flow(BLOCKING, "all-to-all", passes * layers, each, spread.expert_axes)
 
 
 def _fetches(case: StepCase) -> Iterator[Flow]:
     """Weights that come ahead of a layer, and their gradients behind it."""
-    s, mb, layers = case.spread, case.micro_batches, case.model.num_hidden_layers
-    again = work.recomputes(case)
-    layer4, compute = 4.0 * sum(case.layer_numel.values()), itemsize(case.config.precision.compute)
-    if s.fsdp:
-        cut = (s.data - 1) / s.data
-        once = layer4 * compute / 4 + (layer4 if again else 0)
-        yield Flow(
-            PREFETCH, "all-gather", mb * layers * once * cut, ("data",), mb * layers * (1 + again)
-        )
-        yield Flow(PREFETCH, "reduce-scatter", mb * layers * layer4 * cut, ("data",), mb * layers)
-        table = 4.0 * case.model.vocab_size * case.model.hidden_size * cut
-        yield Flow(BLOCKING, "all-gather", mb * table, ("data",), mb)
-        yield Flow(BLOCKING, "reduce-scatter", mb * table, ("data",), mb)
-    if s.tsp:
-        travels = (
-            4.0 * (case.layer_numel[case.mixer] + case.layer_numel.get("mlp", 0.0)) * compute / 4
-        )
-        passes = mb * layers * (2 + again)
-        yield Flow(PREFETCH, "broadcast", passes * travels, ("tensor",), passes)
+    spread, again = case.spread, work.recomputes(case)
+    number = itemsize(case.config.precision.compute)
+    layers = case.micro_batches * case.model.num_hidden_layers  # of all micro-batches
+    layer4 = 4.0 * sum(case.layer_numel.values())
+    if spread.fsdp:
+        axes, cut = ("data",), (spread.data - 1) / spread.data
+        once = layer4 * number / 4
+        if again:
+            once += layer4
+        table4 = 4.0 * case.model.vocab_size * case.model.hidden_size
+        wire = layers * once * cut
+        yield Flow(PREFETCH, "all-gather", wire, axes, layers * (1 + again))
+        yield _flow(PREFETCH, "reduce-scatter", layers, layer4 * cut, axes)
+        yield _flow(BLOCKING, "all-gather", case.micro_batches, table4 * cut, axes)
+        yield _flow(BLOCKING, "reduce-scatter", case.micro_batches, table4 * cut, axes)
+    if spread.tsp:
+        travels = case.layer_numel[case.mixer] + case.layer_numel.get("mlp", 0.0)
+        passes = layers * (2 + again)
+        yield _flow(PREFETCH, "broadcast", passes, number * travels, ("tensor",))
+
+
+def _flow(what: str, kind: str, times: int, each: float, axes: tuple[str, ...]) -> Flow:
+    """So many collectives, of `each` bytes."""
+    return Flow(what, kind, times * each, axes, times)

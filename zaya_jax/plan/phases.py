@@ -1,6 +1,7 @@
 """Plans a whole run on a cluster phase by phase: step, memory, storage, days and GPU-hours."""
 
 import dataclasses
+import math
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
@@ -92,32 +93,33 @@ def plan_run(
     found: list[PlannedPhase] = []
     wrong: list[UserError] = []
     for _, segments, *_ in schedule.phases_of(config, schedule.make_plan(config)):
-        seconds, steps, tokens = 0.0, 0, 0
         try:
             portions = [recipe.portion(config, segment, devices, at_once) for segment in segments]
         except UserError as error:
             wrong.append(error)
             continue
-        for segment, (phase_config, spread, sequences, micro_batches) in zip(
-            segments, portions, strict=True
-        ):
+        seconds, steps, tokens = 0.0, 0, 0
+        # The smaller batches of a ramp come first; the last segment has the full batch.
+        for segment, portion in zip(segments, portions, strict=True):
+            phase_config, spread, sequences, micro_batches = portion
             case = StepCase(phase_config, spread, cluster.chip, sequences, micro_batches)
-            time = step_time.estimate(case, cluster, rates)
-            whole = segment.num_steps * segment.tokens_per_step
-            number = -(-whole // (case.sequences * case.config.data.seq_len))
-            seconds, steps, tokens = seconds + number * time.seconds, steps + number, tokens + whole
-        m = case.model
-        need = DataDemand(
+            step = step_time.estimate(case, cluster, rates)
+            segment_tokens = segment.num_steps * segment.tokens_per_step
+            segment_steps = math.ceil(segment_tokens / (sequences * phase_config.data.seq_len))
+            tokens += segment_tokens
+            steps += segment_steps
+            seconds += segment_steps * step.seconds
+        demand = DataDemand(
             READ_AMPLIFICATION,
             case.sequences,
             case.config.data.seq_len,
-            2 if m.vocab_size <= 2**16 else 4,
-            time.seconds,
+            2 if case.model.vocab_size <= 2**16 else 4,
+            step.seconds,
         )
         found.append(
             PlannedPhase(
                 case,
-                time,
+                step,
                 footprint.estimate(case),
                 segments[0].phase.name,
                 capacity,
@@ -125,7 +127,7 @@ def plan_run(
                 tokens,
                 steps,
                 seconds,
-                need,
+                demand,
             )
         )
     if not found:

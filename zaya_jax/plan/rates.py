@@ -69,13 +69,13 @@ class Rates:
 
     def rows(self) -> list[tuple[str, float, str]]:
         """Each rate with its name, value and source, for a table."""
-        found = []
+        rows = []
         for name, rate in vars(self).items():
-            ends = ""
+            source = rate.source
             if rate.fast_slow:
-                ends = "; fast {:.3g}, slow {:.3g}".format(*rate.fast_slow)
-            found.append((name, rate.value, rate.source + ends))
-        return found
+                source += "; fast {:.3g}, slow {:.3g}".format(*rate.fast_slow)
+            rows.append((name, rate.value, source))
+        return rows
 
     def at_ends(self, end: int, names: Iterable[str]) -> "Rates":
         """These rates at their fast (0) or slow (1) end, the others as they are."""
@@ -113,31 +113,32 @@ DEFAULTS = {"mi300x": _MI300X, "mi355x": _MI355X, "h200": _HOPPER, "h100": _HOPP
 def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
     """The shares for a cluster; UserError where measured figures are of another chip."""
     rates = DEFAULTS[cluster.chip]
-    found = sizing.figures_at(os.fspath(figures), cluster.chip)
-    return dataclasses.replace(rates, **_measured(found, cluster)) if found else rates
+    given = sizing.figures_at(os.fspath(figures), cluster.chip)
+    return dataclasses.replace(rates, **_measured(given, cluster)) if given else rates
 
 
-def _measured(found: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
+def _measured(figures: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
     """The shares that figures give."""
     chip = chips.CHIPS[cluster.chip]
-    source, result = f"measured on {found.num_devices} x {found.device}, {found.date[:10]}", {}
-    for name, starts in (("products", "dense"), ("grouped", "grouped")):
-        rates = [
-            p.rate for p in found.products if p.name.startswith(starts) and p.dtype == "bfloat16"
-        ]
-        if rates:
-            result[name] = Rate(max(rates) / chip.peaks["bfloat16"], source)
-    if memory := found.memory_bandwidth():
-        result["memory"] = Rate(memory / chip.bandwidth, source)
-    if start := found.ring_step():
-        result["ring"] = Rate(start, source)
-    for c in found.collectives:
+    shares: dict[str, float] = {}
+
+    def take(name: str, share: float) -> None:
+        """The best of several counts."""
+        shares[name] = max(share, shares.get(name, 0.0))
+
+    for product in figures.products:
+        if product.dtype == "bfloat16":
+            name = "products" if product.name == "dense" else "grouped"
+            take(name, product.rate / chip.peaks["bfloat16"])
+    if memory := figures.memory_bandwidth():
+        take("memory", memory / chip.bandwidth)
+    if step := figures.ring_step():
+        take("ring", step)
+    for c in figures.collectives:
         if c.name in ("reduce-scatter", "all-gather") and c.num_devices > 1:
             each = c.num_devices // c.num_nodes  # devices of a node
             group = [node * cluster.node + i for node in range(c.num_nodes) for i in range(each)]
-            name, share = (
-                "intra_node" if c.num_nodes == 1 else "inter_node",
-                c.bus_bandwidth / cluster.bandwidth(group),
-            )
-            result[name] = Rate(max(share, result[name].value if name in result else 0.0), source)
-    return result
+            name = "intra_node" if c.num_nodes == 1 else "inter_node"
+            take(name, c.bus_bandwidth / cluster.bandwidth(group))
+    source = f"measured on {figures.num_devices} x {figures.device}, {figures.date[:10]}"
+    return {name: Rate(share, source) for name, share in shares.items()}

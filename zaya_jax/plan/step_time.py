@@ -56,9 +56,14 @@ class PartTime(NamedTuple):
     launches: float
 
     @property
-    def seconds(self) -> float:
+    def products(self) -> float:
         """A product computes while it reads and writes."""
-        return max(self.computing, self.moving) + self.others + self.launches
+        return max(self.computing, self.moving)
+
+    @property
+    def seconds(self) -> float:
+        """The time of all."""
+        return self.products + self.others + self.launches
 
 
 def estimate(case: StepCase, cluster: Cluster, rates: Rates) -> StepTime:
@@ -71,9 +76,9 @@ def estimate(case: StepCase, cluster: Cluster, rates: Rates) -> StepTime:
         parts.append((part, took.seconds))
         if part.scope == "optimizer/exchange":  # its passes over HBM belong to its collectives
             continue
-        computes = took.computing >= took.moving
-        by_kind["products"] += took.computing if computes else 0.0
-        by_kind["HBM"] += took.others + (0.0 if computes else took.moving)
+        # A product computes while it reads and writes: the longer of the two counts.
+        by_kind["products" if took.computing >= took.moving else "HBM"] += took.products
+        by_kind["HBM"] += took.others
         by_kind["launches"] += took.launches
         by_scope[part.scope] = by_scope.get(part.scope, 0.0) + took.seconds
     links, exposed = _communication(case, cluster, rates, parts, by_scope)
@@ -107,11 +112,13 @@ def seconds_between(
 ) -> dict[str, tuple[float, float]]:
     """Seconds of a step with one rate at its fast and at its slow end, and with "all" of them
     there."""
-    found = {}
-    for what, names in [*((name, [name]) for name in rates.uncertain), ("all", rates.uncertain)]:
-        low, high = (estimate(case, cluster, rates.at_ends(end, names)).seconds for end in (0, 1))
-        found[what] = low, high
-    return found
+    groups = {name: [name] for name in rates.uncertain} | {"all": rates.uncertain}
+    between = {}
+    for what, names in groups.items():
+        fast, slow = rates.at_ends(0, names), rates.at_ends(1, names)
+        low, high = estimate(case, cluster, fast).seconds, estimate(case, cluster, slow).seconds
+        between[what] = low, high
+    return between
 
 
 def _communication(
@@ -127,21 +134,18 @@ def _communication(
     for flow in network.flows(case):
         seconds = flow.seconds(case, cluster, rates)
         taken[flow.what] = taken.get(flow.what, 0.0) + seconds
-        longest = max(longest, seconds) if flow.what == network.UPDATES else longest
-    if bucket_copies := sum(
-        seconds for part, seconds in parts if part.scope == "optimizer/exchange"
-    ):
-        # rows into buckets and out of them again
-        for what in (network.GRADIENTS, network.UPDATES):
-            taken[what] = max(taken.get(what, 0.0), bucket_copies / 2)
+        if flow.what == network.UPDATES:
+            longest = max(longest, seconds)
+    for part, seconds in parts:
+        if part.scope == "optimizer/exchange":  # rows into buckets and out of them again
+            for what in (network.GRADIENTS, network.UPDATES):
+                taken[what] = max(taken.get(what, 0.0), seconds / 2)
     exposed, overlap = dict(taken), rates.overlap.value
     if network.UPDATES in taken:
         others = max(taken[network.UPDATES] - longest, 0.0)
         exposed[network.UPDATES] -= overlap * min(others, by_scope["optimizer"])
     if network.PREFETCH in taken:
-        layers = sum(
-            by_scope.get(name, 0.0) for name in ("cca", "attention", "router", "experts", "mlp")
-        )
+        layers = sum(by_scope.get(scope, 0.0) for scope in work.LAYER_SCOPES)
         rest = 1 - 1 / case.model.num_hidden_layers  # nothing runs during the first
         exposed[network.PREFETCH] -= overlap * min(taken[network.PREFETCH] * rest, layers)
     return taken, exposed

@@ -24,6 +24,7 @@ from zaya_jax.parallel import dispatch
 from zaya_jax.plan.case import COPY, StepCase, itemsize
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
+Passes = tuple[str, str, float, float]  # see PASSES
 
 # Arrays, as sizes on a device; N tokens, and formats float32 (4) or to compute in (2):
 #
@@ -44,7 +45,7 @@ FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 # by all other kernels; launches; FLOPs over those of the forward pass. Weights are turned to the
 # compute format, their gradients are float32.
 # fmt: off
-PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
+PASSES: dict[str, dict[str, Passes]] = {
     "cca": {  # norm; q, k and v, some delayed; o
         FORWARD: ("2*x2 + c2 + q2 + w2", "x4 + x2 + 2*v2 + w4 + w2", 10, 1),
         AGAIN: ("2*x2 + c2 + q2 + w2", "x4 + x2 + 2*v2 + w4 + w2", 9, 1),
@@ -102,6 +103,15 @@ PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
     },
 }
 # fmt: on
+# How often the optimizer's exchange reads and writes on the device what each kind sends.
+EXCHANGE_PASSES = {
+    "reduce-scatter": 1,
+    "all-gather": 1,
+    "all-to-all": 2,
+    "exchange": 4,
+    "all-reduce": 2,
+}
+LAYER_SCOPES = ("cca", "attention", "router", "experts", "mlp")
 RATES = {"experts": "grouped", "router": "float32", "softmax": "attention", "linear": "attention"}
 # Where experts lie over devices, buffers have more rows than an even load
 # (`parallel.dispatch.SLACK`): rows of products, as they come sorted by expert, and back. And each
@@ -156,11 +166,10 @@ def array_bytes(case: StepCase) -> dict[str, float]:
     """Bytes of the kinds of arrays, weights aside."""
     m, n, b = case.model, case.tokens, itemsize(case.config.precision.compute)
     heads = case.spread.head_shards
-    q, kv = (
-        m.num_attention_heads * m.head_dim / heads,
-        max(m.num_key_value_heads / heads, 1) * m.head_dim,
-    )
-    width = (m.moe_intermediate_size if m.model_type == "zaya" else m.intermediate_size) / heads
+    q = m.num_attention_heads * m.head_dim / heads
+    kv = max(m.num_key_value_heads / heads, 1) * m.head_dim
+    inner = m.moe_intermediate_size if m.model_type == "zaya" else m.intermediate_size
+    width = inner / heads
     return {
         "x4": 4.0 * n * m.hidden_size,
         "x2": b * n * m.hidden_size,
@@ -192,11 +201,12 @@ def bytes_moved(words: str, have: Mapping[str, float]) -> float:
 
 def saved_bytes(case: StepCase) -> float:
     """Bytes that are kept of a layer for the backward pass."""
-    policy = {"offload": "attention", "none": "products" if gathers_weights(case) else "none"}
-    return bytes_moved(
-        KEPT[case.model.model_type][policy.get(case.config.remat, case.config.remat)],
-        array_bytes(case),
-    )
+    remat = case.config.remat
+    if remat == "offload":
+        remat = "attention"
+    elif remat == "none" and gathers_weights(case):
+        remat = "products"
+    return bytes_moved(KEPT[case.model.model_type][remat], array_bytes(case))
 
 
 def experts_in_place(case: StepCase) -> bool:
@@ -229,15 +239,14 @@ def recomputes(case: StepCase) -> bool:
 def layer_parts(case: StepCase) -> list[tuple[str, str, int]]:
     """The parts of layers: the name in PASSES, the scope, and how many layers have it."""
     layers, mixer = case.model.num_hidden_layers, case.mixer
-    found = [("softmax", mixer, layers - case.linear_layers), ("linear", mixer, case.linear_layers)]
+    parts = [("softmax", mixer, layers - case.linear_layers), ("linear", mixer, case.linear_layers)]
     if mixer == "cca":
-        # Its own kernels have no columns of a neighbour, and one rotary table at most.
-        own = (
-            case.spread.sequence_parts == 1 and len(set(case.model.kinds) - {"hybrid_linear"}) <= 1
-        )
-        found += [("mix" if own else "mix by XLA", "cca", layers)]
-    found += [(name, name, layers) for name in case.layer_numel if name in PASSES]
-    return [part for part in found if part[2]]
+        # Our kernel has no columns of a neighbour, and one rotary table at most.
+        rotary_tables = len(set(case.model.kinds) - {"hybrid_linear"})
+        ours = case.spread.sequence_parts == 1 and rotary_tables <= 1
+        parts.append(("mix" if ours else "mix by XLA", "cca", layers))
+    parts += [(name, name, layers) for name in case.layer_numel if name in PASSES]
+    return [part for part in parts if part[2]]
 
 
 def _layers(case: StepCase) -> Iterator[ScopeWork]:
@@ -249,36 +258,28 @@ def _layers(case: StepCase) -> Iterator[ScopeWork]:
 def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterator[ScopeWork]:
     """One part, at each stage at which it runs."""
     weights = case.layer_numel.get(name, 0.0)
-    copied = case.copied_numel.get(name, 0) + (rounded_numel(case) if name == "experts" else 0)
-    held = 4 * weights - (4 - COPY) * copied / case.model.num_hidden_layers
+    copied: float = case.copied_numel.get(name, 0)
+    if name == "experts":
+        copied += rounded_numel(case)
     have = array_bytes(case) | {
         "w4": 4 * weights,
         "w2": itemsize(case.config.precision.compute) * weights,
-        "wh": held,
+        "wh": 4 * weights - (4 - COPY) * copied / case.model.num_hidden_layers,
     }
     over_devices = name == "experts" and bool(case.spread.expert_axes)
     if over_devices:  # a round's buffers, though no more rows are computed
         have |= {array: dispatch.SLACK * have[array] for array in ("h2", "f2")}
-    rows = PASSES[name]
-    for stage in (FORWARD, AGAIN, BACKWARD):
-        row = rows.get(case.config.remat, rows.get(AGAIN)) if stage == AGAIN else rows[stage]
-        if not row or (stage == AGAIN and not recomputes(case)):
-            continue
+    for stage, row in _stages(case, PASSES[name]):
         products, others, launches, flops = row
         # the sum over devices reads and writes it
         if weights and case.spread.head_shards > 1 and name != "router":
             others += " + 2*x2"
         if over_devices:
             others += " + " + ROUND
-            yield ScopeWork(
-                "experts/exchange", stage, 0.0, 0.0, times * bytes_moved(SENT, have), 5 * times
-            )
-        if (
-            name == "experts"
-            and stage == BACKWARD
-            and case.micro_batches > 1
-            and experts_in_place(case)
-        ):
+            sent = times * bytes_moved(SENT, have)
+            yield ScopeWork("experts/exchange", stage, 0.0, 0.0, sent, 5 * times)
+        in_place = name == "experts" and experts_in_place(case)
+        if in_place and stage == BACKWARD and case.micro_batches > 1:
             others += " + w4"  # the sum so far
         yield ScopeWork(
             scope,
@@ -289,6 +290,16 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
             times * launches,
             RATES.get(name, "products"),
         )
+
+
+def _stages(case: StepCase, rows: dict[str, Passes]) -> Iterator[tuple[str, Passes]]:
+    """The stages at which a part runs, with its passes."""
+    yield FORWARD, rows[FORWARD]
+    if recomputes(case):
+        again = rows.get(case.config.remat, rows.get(AGAIN))
+        if again:
+            yield AGAIN, again
+    yield BACKWARD, rows[BACKWARD]
 
 
 def forward_flops(case: StepCase, name: str) -> float:
@@ -323,16 +334,10 @@ def _area(case: StepCase) -> float:
     after causality and windows."""
     m, whole, parts = case.model, case.config.data.seq_len, case.spread.sequence_parts
     chunk = whole // (2 * parts) if parts > 1 else whole
-    windows = [
-        m.sliding_window if kind == "hybrid_sliding" else None
-        for kind in m.kinds
-        if kind != "hybrid_linear"
-    ]
-    return (
-        case.tokens_per_row
-        * whole
-        * visited(chunk, whole, range(0, whole, chunk), windows or [None])
-    )
+    window_of = {"hybrid_sliding": m.sliding_window}
+    windows = [window_of.get(kind) for kind in m.kinds if kind != "hybrid_linear"]
+    share = visited(chunk, whole, range(0, whole, chunk), windows or [None])
+    return case.tokens_per_row * whole * share
 
 
 def head_chunks(case: StepCase) -> tuple[int, int]:
@@ -356,9 +361,11 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
     # its carry.
     turns = math.ceil(math.log2(max(MAX_WORD_SHARE * case.tokens, 1)))
     # The look-ups' gradient onto the head's: where that lies, or under the head's last product.
-    onto = (4 if several else 3 if case.layout.sharded or fsdp else 0) * (
-        table4 if chunks > 1 else 0.0
-    )
+    onto = 0.0
+    if chunks > 1 and several:
+        onto = 4 * table4
+    elif chunks > 1 and (case.layout.sharded or fsdp):
+        onto = 3 * table4
     yield ScopeWork(
         "embed", BACKWARD, others=mb * ((2 * turns + 7) * x4 + onto), launches=mb * (turns + 41)
     )
@@ -385,14 +392,14 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
     )
     # Zeros for kept arrays and for the table's gradient; the carry of the embedding's sum; o's
     # weights converted.
-    rest = (
-        mb * (2.0 * case.layer_numel[case.mixer] * layers + saved + 2 * turns * x4)
-        + min(chunks, 2) * table4
-    )
+    rest = mb * (2.0 * case.layer_numel[case.mixer] * layers + saved + 2 * turns * x4)
+    rest += min(chunks, 2) * table4
     if several:
         # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of
         # it alone
-        rest += 4.0 * case.numel["layers"] + mb * (0 if fsdp else 3 if chunks > 1 else 1) * table4
+        rest += 4.0 * case.numel["layers"]
+        if not fsdp:
+            rest += mb * (3 if chunks > 1 else 1) * table4
     if fsdp:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and
         # scattered; the table's both.
@@ -430,44 +437,29 @@ def _optimizer(case: StepCase) -> Iterator[ScopeWork]:
     # The states; weights rw, directions r; norms of each device's part, or gradients weighed, cut
     # and put away whole.
     others = sums + (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + direction_bytes(case)
-    others += (4.0 * local + direction_bytes(case)) / case.devices + (
-        20.0 * local if case.devices == 1 else 0.0
-    )
+    others += (4.0 * local + direction_bytes(case)) / case.devices
+    if case.devices == 1:
+        others += 20.0 * local
     others += (4.0 + COPY) * rounded_numel(case)
     yield ScopeWork("optimizer", "", flops, products, others, launches)
     if layout.sharded:
-        yield ScopeWork(
-            "optimizer/exchange", "", 0, 0, _exchanged(case), 24 if case.devices <= 8 else 160
-        )
+        launches = 24 if case.devices <= 8 else 160
+        yield ScopeWork("optimizer/exchange", "", 0, 0, _exchanged(case), launches)
 
 
 def _exchanged(case: StepCase) -> float:
     """Bytes that the optimizer's exchange reads and writes on the device itself."""
     # Gradients for owners: zeros, put in order, sent; in two rounds again, and in another order.
-    ways = case.early_buckets.values()
-    found = sum(4.0 * way.sent / way.stages * (8 if way.stages > 1 else 5) for way in ways)
-    # A layer's gradients are copied where padding goes behind them.
-    found += sum(
-        8.0 * way.layers * way.padded
-        for way in ways
-        if way.padded > way.matrices * math.prod(way.bucket.matrix)
-    )
-    weights = {
-        "reduce-scatter": 1,
-        "all-gather": 1,
-        "all-to-all": 2,
-        "exchange": 4,
-        "all-reduce": 2,
-    }
-    return (
-        found
-        + padded_copy_bytes(case)
-        + sum(
-            times * case.exchange_bytes(name)[kind]
-            for name in case.layout.methods
-            for kind, times in weights.items()
-        )
-    )
+    total = padded_copy_bytes(case)
+    for way in case.early_buckets.values():
+        total += 4.0 * way.sent / way.stages * (8 if way.stages > 1 else 5)
+        # A layer's gradients are copied where padding goes behind them.
+        if way.padded > way.matrices * math.prod(way.bucket.matrix):
+            total += 8.0 * way.layers * way.padded
+    for name in case.layout.methods:
+        sent = case.exchange_bytes(name)
+        total += sum(times * sent[kind] for kind, times in EXCHANGE_PASSES.items())
+    return total
 
 
 def direction_bytes(case: StepCase) -> float:
