@@ -2,7 +2,7 @@
 
     python -m experiments.characterize collectives|matmul|memory --out=DIR [--config=FILE] [--chip=NAME] [--devices=N]
     python -m experiments.characterize storage --data=DIR --out=DIR [--iops_budget=70000]
-    python -m experiments.characterize all --out=DIR [--data=DIR]
+    python -m experiments.characterize all --out=DIR
 
 `collectives` sends messages of 1 KiB to GiBs over every power of two of the devices, in a node and
 across; `matmul` and `memory` measure one device. Each writes DIR/NAME.json and .html: figures, and
@@ -36,7 +36,7 @@ def main() -> int:
     what = parser.add_subparsers(
         dest="what", required=True, metavar="|".join((*PARTS, "storage", "all"))
     )
-    whole = "all of these; storage where --data is given"
+    whole = "all of these, without storage"
     for name, about in (*PARTS.items(), ("all", whole)):
         part = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md")
         part.set_defaults(parts=tuple(PARTS) if name == "all" else (name,), devices_on_cpu=DEVICES)
@@ -53,24 +53,13 @@ def main() -> int:
         add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=f"devices to use; these, on a CPU {DEVICES}")
         add("--seconds", type=cli.number(float, 0.001), default=0.1, metavar="X", help="longest time per size; 0.1")
         # fmt: on
-        if name == "all":
-            add(
-                "--data",
-                metavar="DIR",
-                help="prepared directory for storage, which is skipped without one",
-            )
     storage_options(
         what.add_parser("storage", help="a run's load on storage, and this storage's speed")
     )
     args = parser.parse_args()
-    reading = args if args.what == "storage" else None
-    if args.what == "all" and args.data is not None:
-        its_options = cli.Parser()
-        storage_options(its_options)
-        reading = its_options.parse_args([f"--data={args.data}", f"--out={args.out}"])
     from experiments.characterize import measure  # imports JAX, 2 s that --help does not need
 
-    return measure.run(args, reading)
+    return measure.run(args)
 
 
 def storage_options(parser: argparse.ArgumentParser) -> None:

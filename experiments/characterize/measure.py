@@ -26,7 +26,7 @@ from zaya_jax.hardware.sizing import Advice
 from zaya_jax.plan.phases import DataDemand
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
-from zaya_jax.report.text import duration, number
+from zaya_jax.report.text import duration, number, wrapped
 from zaya_jax.text import tokenizers
 from zaya_jax.text.shard_format import PAGE_BYTES, SUFFIX
 
@@ -34,75 +34,62 @@ HOST = (
     "These figures are of this host's CPU, whose virtual devices share its cores and memory. They"
     " say nothing of an accelerator, a network or a cluster."
 )
+READING_ROWS = (  # of the table of readings
+    "tokens/s",
+    f"page reads/s ({PAGE_BYTES} B)",
+    "read calls/s",
+    "bytes a read call",
+    "sigma, pages asked for over pages of tokens",
+    "read from the device, MiB",
+    "measured over, s / M tokens",
+)
 # a size, the median rate there, the 10th and the 90th of 100
 Point = tuple[float, float, float, float]
 
 
-def run(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
-    """Measures as the options ask; `reading` are those of storage."""
-    if args.what != "storage":
-        host.keep_memory()
-    return multihost.run_distributed(lambda: measure(args, reading))
-
-
-def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
-    """Measures as the options ask. Of several processes the first reads and writes files, and
-    checks that it can."""
-    if multihost.is_writer():
-        cli.out_folder(args.out, "figures")
-        if reading is not None:
-            check_storage(reading)
-    config = read_config(args.config) if args.what != "storage" else None
-    if config:
-        measure_devices(args, config, reading)
-    elif not config and multihost.is_writer():
+def run(args: argparse.Namespace) -> int:
+    """Measures as the options ask."""
+    if args.what == "storage":
         measure_storage(args)
-    multihost.barrier("measured")
-    return cli.DONE
+        return cli.DONE
+    host.keep_memory()
+    return multihost.run_distributed(lambda: measure_devices(args))
 
 
-def measure_devices(
-    args: argparse.Namespace, config: Config, reading: argparse.Namespace | None
-) -> None:
+def measure_devices(args: argparse.Namespace) -> int:
     """Measures in all processes, then writes NAME.json and .html into --out from the first."""
-    devices = jax.devices()
-    first, nodes, host_only = (
-        devices[0],
-        collectives.nodes_of(devices),
-        devices[0].platform == "cpu",
-    )
+    writes, config, devices = multihost.is_writer(), read_config(args.config), jax.devices()
+    if writes:
+        cli.out_folder(args.out, "figures")
+    first, nodes = devices[0], collectives.nodes_of(devices)
     chip = args.chip or chips.named(first.device_kind) or "mi300x"
-    count = args.devices or (args.devices_on_cpu if host_only else len(devices))
+    count = args.devices or (args.devices_on_cpu if first.platform == "cpu" else len(devices))
     sizing.advise(config, chip, count)  # a mesh that does not fit is refused now
-    writes = multihost.is_writer()
     say = functools.partial(print, flush=True) if writes else lambda text: None
     say(
         f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of"
         f" {jax.process_count()} process(es)"
     )
-    if host_only:
+    if first.platform == "cpu":
         say(f"note: {HOST}")
-    found, remarks = measure_parts(args, config, nodes, say)
-    if args.what == "all" and reading is None:
-        remarks.append("storage was left out: it needs --data=DIR")
+    figures, remarks = measure_parts(args, config, nodes, say)
     if writes:
-        advice = sizing.advise(config, chip, count, found)
+        advice = sizing.advise(config, chip, count, figures)
         rules_for = f"{config.name} on {count:,} {chip}"
-        page = document(found, advice, rules_for, remarks).html()
+        page = document(figures, advice, rules_for, remarks).html()
         name = pathlib.Path(args.out) / args.what
         name.parent.mkdir(parents=True, exist_ok=True)
-        files.write(name.with_suffix(".json"), measured.to_json(found).encode())
+        files.write(name.with_suffix(".json"), measured.to_json(figures).encode())
         files.write(name.with_suffix(".html"), page.encode())
-        say(
-            f"sizing rules for {rules_for}:"
-            if advice
-            else f"no sizing rule is broken by {rules_for}"
-        )
-        for line in (*advice, *(f"note: {remark}" for remark in remarks)):
+        if advice:
+            say(f"sizing rules for {rules_for}:")
+        else:
+            say(f"no sizing rule is broken by {rules_for}")
+        for line in (*advice, *map("note: {}".format, remarks)):
             say(str(line))
         say(f"written: {name}.json, .html")
-        if reading is not None:
-            measure_storage(reading)
+    multihost.barrier("measured")
+    return cli.DONE
 
 
 def measure_parts(
@@ -111,8 +98,8 @@ def measure_parts(
     """The figures asked for, and remarks on omissions. Products and memory are of the first device
     alone."""
     devices, remarks = jax.devices(), []
-    first, wanted = devices[0], args.parts
-    found = Measured(
+    first = devices[0]
+    figures = Measured(
         first.device_kind,
         first.platform,
         len(devices),
@@ -122,49 +109,41 @@ def measure_parts(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
     )
-    if "collectives" in wanted:
-        room = device_rates.room(
-            first, sum(d.process_index == first.process_index for d in devices)
-        )
-        room = multihost.broadcast_from_zero("room", lambda: room // collectives.SHARE)
-        found = dataclasses.replace(
-            found,
-            collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say),
-        )
-        if not found.collectives:
+    if "collectives" in args.parts:
+        sharing = [device for device in devices if device.process_index == first.process_index]
+        free = device_rates.room(first, len(sharing))
+        room = multihost.broadcast_from_zero("room", lambda: free // collectives.SHARE)
+        timings = collectives.measure_collectives(devices, nodes, room, args.seconds, say)
+        figures = dataclasses.replace(figures, collectives=timings)
+        if not timings:
             remarks.append("no collectives: there is one device")
         elif first.platform == "cpu":
             remarks.append("broadcast is a sum with zeros: XLA has none for a CPU")
     if not multihost.is_writer():
-        return found, remarks
-    if "memory" in wanted:
-        found = dataclasses.replace(
-            found, copies=device_rates.measure_copies(first, args.seconds, say)
-        )
-    if "matmul" in wanted:
+        return figures, remarks
+    if "memory" in args.parts:
+        copies = device_rates.measure_copies(first, args.seconds, say)
+        figures = dataclasses.replace(figures, copies=copies)
+    if "matmul" in args.parts:
         products, left_out = device_rates.measure_products(first, config.model, args.seconds, say)
-        found = dataclasses.replace(found, products=products)
+        figures = dataclasses.replace(figures, products=products)
         if left_out:
             remarks.append(
                 f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s"
                 " (three times --seconds)"
             )
-    return found, remarks
+    return figures, remarks
 
 
-def check_storage(args: argparse.Namespace) -> None:
-    """UserError if `storage` cannot use its directory."""
+def measure_storage(args: argparse.Namespace) -> None:
+    """Measures, then writes storage.html and storage.json into --out."""
+    out = cli.out_folder(args.out, "figures")
     fields.check_path("--data", args.data, addresses=True)
     if not prepared_store.is_prepared(args.data) or not prepared_store.is_local(args.data):
         raise UserError(
             f"--data={args.data} is not a local prepared directory; make one with"
             " experiments.prepare_data"
         )
-
-
-def measure_storage(args: argparse.Namespace) -> None:
-    """Measures, then writes storage.html and storage.json into --out."""
-    out = pathlib.Path(args.out)
     manifest = prepared_store.load_manifest(args.data)
     raw = config_lib.default()
     raw.data.seq_len, raw.data.global_batch = args.seq_len, args.rows
@@ -178,11 +157,12 @@ def measure_storage(args: argparse.Namespace) -> None:
     need = DataDemand(
         sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds
     )
-    budget = args.iops_budget or readings[0].pages_per_second
-    whose = "given" if args.iops_budget else "measured here, cold, one reader"
+    budget, whose = readings[0].pages_per_second, "measured here, cold, one reader"
+    if args.iops_budget:
+        budget, whose = args.iops_budget, "given"
     words = storage_document(readings, manifest, need, budget, whose)
     figures = {
-        "readings": [dataclasses.asdict(r) for r in readings],
+        "readings": [dataclasses.asdict(reading) for reading in readings],
         "need": dataclasses.asdict(need),
         "budget": budget,
     }
@@ -233,16 +213,20 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
     (store,) = batches.prepared_stores
     store.cache.limit = 0
     for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
-        forget(path) if cold else path.read_bytes()
+        if cold:
+            forget(path)
+        else:
+            path.read_bytes()
     epoch = batches.source(batches.eras[0], 0).layout.num_rows // data.global_batch
     turns = min(VISIT_STEPS, epoch)
     begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch
     # opens shards, and the bundles of the moment
     for step in range(begin_step, begin_step + turns):
         batches[step]
-    io, begin, tokens, step = io_counts(), time.perf_counter(), 0, begin_step + turns
-    until = begin_step + epoch if cold else 1 << 40  # a second epoch is warm
-    while time.perf_counter() - begin < seconds and step < until:
+    before, begin, tokens, step = io_counts(), time.perf_counter(), 0, begin_step + turns
+    while time.perf_counter() - begin < seconds:
+        if cold and step == begin_step + epoch:  # a second epoch is warm
+            break
         tokens += batches[step]["tokens"].size
         step += 1
     elapsed = time.perf_counter() - begin
@@ -251,10 +235,16 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
             f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask"
             " for less"
         )
-    now = io_counts()
-    calls, read, from_device = (now[name] - io[name] for name in ("syscr", "rchar", "read_bytes"))
-    cache, ideal = "cold" if cold else "warm", tokens * store.manifest["token_bytes"]
-    return Reading(cache, elapsed, tokens, calls, read, from_device, ideal)
+    after = io_counts()
+    return Reading(
+        "cold" if cold else "warm",
+        elapsed,
+        tokens,
+        reads=after["syscr"] - before["syscr"],
+        bytes_read=after["rchar"] - before["rchar"],
+        bytes_device=after["read_bytes"] - before["read_bytes"],
+        bytes_ideal=tokens * store.manifest["token_bytes"],
+    )
 
 
 def forget(path: pathlib.Path) -> None:
@@ -266,8 +256,11 @@ def forget(path: pathlib.Path) -> None:
 
 def io_counts() -> dict[str, int]:
     """What this process has read, as the kernel counts it."""
-    lines = pathlib.Path("/proc/self/io").read_text().splitlines()
-    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    counts = {}
+    for line in pathlib.Path("/proc/self/io").read_text().splitlines():
+        name, value = line.split(": ")
+        counts[name] = int(value)
+    return counts
 
 
 def storage_document(
@@ -275,18 +268,20 @@ def storage_document(
 ) -> Page:
     """The measurements by the state of the page cache, and the formula's figures for the run that
     is sized."""
-    rows = [
-        ["tokens/s", *(f"{r.tokens / r.seconds:,.0f}" for r in readings)],
-        [f"page reads/s ({PAGE_BYTES} B)", *(f"{r.pages_per_second:,.0f}" for r in readings)],
-        ["read calls/s", *(f"{r.reads / r.seconds:,.0f}" for r in readings)],
-        ["bytes a read call", *(f"{r.bytes_read / max(r.reads, 1):,.0f}" for r in readings)],
-        ["sigma, pages asked for over pages of tokens", *(f"{r.sigma:.3f}" for r in readings)],
-        ["read from the device, MiB", *(f"{r.bytes_device / 2**20:,.1f}" for r in readings)],
+    head = ["", *(f"{reading.cache} page cache" for reading in readings)]
+    columns = [
         [
-            "measured over, s / M tokens",
-            *(f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings),
-        ],
+            f"{reading.tokens / reading.seconds:,.0f}",
+            f"{reading.pages_per_second:,.0f}",
+            f"{reading.reads / reading.seconds:,.0f}",
+            f"{reading.bytes_read / max(reading.reads, 1):,.0f}",
+            f"{reading.sigma:.3f}",
+            f"{reading.bytes_device / 2**20:,.1f}",
+            f"{reading.seconds:.2f} / {reading.tokens / 1e6:.1f}",
+        ]
+        for reading in readings
     ]
+    rows = list(zip(READING_ROWS, *columns, strict=True))
     notes = [
         f"Sigma of the files' layout, all bundles once: {manifest['storage_factor']:.3f};"
         f" {manifest['token_bytes']} bytes per token."
@@ -297,11 +292,9 @@ def storage_document(
             " page cache."
         )
     share, step = need.pages_per_second / budget, need.step_seconds
-    judged = (
-        "storage is not the limit"
-        if share <= 1
-        else "storage IS the limit: steps take the break-even time"
-    )
+    judged = "storage is not the limit"
+    if share > 1:
+        judged = "storage IS the limit: steps take the break-even time"
     text = (
         f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads"
         f" {need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N ="
@@ -310,11 +303,11 @@ def storage_document(
         f" {share:.1%} of it, break-even step time {need.pages / budget:.3f} s; {judged}."
     )
     times = [step * 2 ** (i / 4 - 4) for i in range(33)]
-    values = [need.pages / t for t in times]
+    values = [need.pages / seconds for seconds in times]
     lines = [
         Curve("needed", list(zip(times, values, strict=True))),
         Curve("this step", [(step, need.pages_per_second)], 2),
-        Curve("budget", [(times[0], budget), (times[-1], budget)], 1, dash=1),
+        Curve("budget", [(times[0], budget), (times[-1], budget)], 1, dashed=True),
     ]
     chart = Chart(
         "Page reads a second by step time",
@@ -324,9 +317,8 @@ def storage_document(
         True,
         True,
         over="s",
-        named=[(t, f"{t:.3g}") for t in times[::4]],
+        named=[(seconds, f"{seconds:.3g}") for seconds in times[::4]],
     )
-    head = ("", *(f"{r.cache} page cache" for r in readings))
     read = Section("Reading", "", [Table("By the state of the page cache", head, rows)], notes)
     return Page("Storage", sections=[read, Section("A run", text, pictures=chart.draw())])
 
@@ -361,56 +353,52 @@ def document(
 
 
 def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
+    text = f"Dimensions off the fast path: {rules_for}."
+    if not advice:
+        return Section("Sizing rules", text, notes=["None."])
+    head = ("rule", "key", "reason", "better", "by")
     rows = [
         [
-            f.rule,
-            f"{f.key}={f.value:,}",
-            f.reason,
-            "–" if f.better is None else f"{f.better:,}",
-            f.source,
+            found.rule,
+            f"{found.key}={found.value:,}",
+            found.reason,
+            f"{found.better:,}" if found.better else "–",
+            found.source,
         ]
-        for f in advice
+        for found in advice
     ]
-    head = ("rule", "key", "reason", "better", "by")
-    tables = [Table("Advice", head, rows, "code")] if rows else []
-    return Section(
-        "Sizing rules",
-        f"Dimensions off the fast path: {rules_for}.",
-        tables,
-        [] if rows else ["None."],
-    )
+    return Section("Sizing rules", text, [Table("Advice", head, rows, "code")])
 
 
 def _collectives(figures: Measured) -> Section:
     if not figures.collectives:
         return Section("Collectives")
     pictures, rows = "", []
-    groups = sorted({(c.num_nodes, c.num_devices) for c in figures.collectives})
+    sets = sorted({(c.num_nodes, c.num_devices) for c in figures.collectives})
     for name in BUS:
         lines, near = [], []
         whole = figures.best(name, figures.node, 1)
-        for color, (nodes, count) in enumerate(groups):
+        for color, (nodes, count) in enumerate(sets):
             points = figures.series(name, count, nodes)
             if not points:
                 continue
+            devices, size = _devices(points[0]), binary_size(measured.near(points) or 0)
+            near.append(f"{devices} {size}")
             rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
-            lines.append(_line(_devices(points[0]), color, rates))
+            lines.append(_line(devices, color, rates))
             best = max(points, key=lambda c: c.bus_bandwidth)
-            size = binary_size(measured.near(points) or 0)
-            near.append(f"{_devices(best)} {size}")
-            share = best.bus_bandwidth / whole if whole and nodes == 1 else None
             rows.append(
                 [
                     name,
-                    _devices(best),
+                    devices,
                     duration(points[0].seconds.median),
                     number(best.bus_bandwidth / 1e9),
                     binary_size(best.bytes),
                     size,
-                    "" if share is None else f"{share:.0%}",
+                    f"{best.bus_bandwidth / whole:.0%}" if whole and nodes == 1 else "",
                 ]
             )
-        note = f"90% of the best rate from: {', '.join(near)}." if near else ""
+        note = wrapped("90% of the best rate from: ", ", ".join(near), ".")
         pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size, note)
     head = (
         "collective",
@@ -434,70 +422,58 @@ def _parts_of_a_node(figures: Measured) -> str:
         return ""
     whole = figures.best("all-gather", figures.node, 1) or 0.0
     links = [(n, whole / 1e9 * (n - 1) / (figures.node - 1)) for n in counts]
-    lines = [Curve("n - 1 links", links, len(BUS), dash=1)]
+    lines = [Curve("n - 1 links", links, len(BUS), dashed=True)]
     for color, name in enumerate(BUS):
         rates = [(n, figures.best(name, n, 1)) for n in counts]
         lines.append(Curve(name, [(n, rate / 1e9) for n, rate in rates if rate], color))
     note = "Dashed: the share of links that n devices of a full mesh have to each other."
-    return _chart("Parts of a node, best bus bandwidth", lines, "GB/s", lambda n: f"{n:g}", note)
+    return _chart("Parts of a node, best bus bandwidth", lines, "GB/s", _whole, note)
 
 
 def _devices(c: CollectiveTiming) -> str:
-    return f"{c.num_devices} devices" + ("" if c.num_nodes == 1 else f" over {c.num_nodes} nodes")
+    over = f" over {c.num_nodes} nodes" if c.num_nodes > 1 else ""
+    return f"{c.num_devices} devices{over}"
 
 
 def _products(figures: Measured) -> Section:
     if not figures.products:
         return Section("Matrix products")
 
-    def rates(products: Sequence[Product]) -> list[Point]:
-        return [_point(p.m, p.rate / 1e12, p.seconds) for p in sorted(products, key=lambda p: p.m)]
-
-    dense = [p for p in figures.products if p.groups == 1]
-    labels = dict.fromkeys(p.label for p in dense)
-    lines = [
-        _line(label, i, rates([p for p in dense if p.label == label]))
-        for i, label in enumerate(labels)
-    ]
-    pictures = _chart("Dense products over rows M", lines, "TFLOP/s", lambda m: f"{m:,.0f}")
-    grouped = [
-        _line(name, i, rates([p for p in figures.products if p.name == name]))
-        for i, name in enumerate(("grouped forward", "grouped backward"))
-    ]
+    dense = [product for product in figures.products if product.groups == 1]
+    grouped = [product for product in figures.products if product.groups > 1]
+    pictures = _chart("Dense products over rows M", _over_rows(dense, "label"), "TFLOP/s", _whole)
     knee = figures.rows_knee()
-    note = (
-        ""
-        if knee is None
-        else f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens."
-    )
-    pictures += _chart(
-        "Experts: over tokens an expert", grouped, "TFLOP/s", lambda m: f"{m:,.0f}", note
-    )
-    head = [
-        "product",
-        "M",
-        "K",
-        "N",
-        "experts",
-        "a call",
-        "TFLOP/s",
-        *(["of the peak"] if figures.peak else []),
-    ]
-    rows = [
-        [
-            f"{p.label} ({p.name}, {p.dtype})",
-            f"{p.m:,}",
-            f"{p.k:,}",
-            f"{p.n:,}",
-            f"{p.groups}",
-            duration(p.seconds.median),
-            number(p.rate / 1e12),
-            *([f"{p.rate / figures.peak:.1%}"] if figures.peak else []),
+    note = f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens." if knee else ""
+    title = "Experts: over tokens an expert"
+    pictures += _chart(title, _over_rows(grouped, "name"), "TFLOP/s", _whole, note)
+    head = ["product", "M", "K", "N", "experts", "a call", "TFLOP/s"]
+    if figures.peak:
+        head.append("of the peak")
+    rows = []
+    for product in [*dense, *grouped]:
+        row = [
+            f"{product.label} ({product.name}, {product.dtype})",
+            f"{product.m:,}",
+            f"{product.k:,}",
+            f"{product.n:,}",
+            f"{product.groups}",
+            duration(product.seconds.median),
+            number(product.rate / 1e12),
         ]
-        for p in [*dense, *(p for p in figures.products if p.groups > 1)]
-    ]
+        if figures.peak:
+            row.append(f"{product.rate / figures.peak:.1%}")
+        rows.append(row)
     text = "On one device, the model's own shapes; M are the tokens at once."
     return Section("Matrix products", text, [Table("Rates", head, rows)], pictures=pictures)
+
+
+def _over_rows(products: Sequence[Product], key: str) -> list[Curve]:
+    """Rates over the number of rows, a curve for each value of `key`."""
+    points: dict[str, list[Point]] = {}
+    for product in sorted(products, key=lambda product: product.m):
+        point = _point(product.m, product.rate / 1e12, product.seconds)
+        points.setdefault(getattr(product, key), []).append(point)
+    return [_line(label, color, line) for color, (label, line) in enumerate(points.items())]
 
 
 def _memory(figures: Measured) -> Section:
@@ -506,10 +482,10 @@ def _memory(figures: Measured) -> Section:
     points = sorted(figures.copies, key=lambda copy: copy.bytes)
     line = _line("copy", 0, [_point(c.bytes, c.bandwidth / 1e9, c.seconds) for c in points])
     picture = _chart("Bandwidth over the size of an array", [line], "GB/s", binary_size)
-    best = max(points, key=lambda copy: copy.bandwidth)
+    best, largest = max(points, key=lambda copy: copy.bandwidth), points[-1]
     rows = [
-        [what, number(c.bandwidth / 1e9), binary_size(c.bytes)]
-        for what, c in (("best", best), ("largest", points[-1]))
+        ["best", number(best.bandwidth / 1e9), binary_size(best.bytes)],
+        ["largest", number(largest.bandwidth / 1e9), binary_size(largest.bytes)],
     ]
     text = "Copying on one device; bytes read and bytes written count alike."
     return Section(
@@ -525,13 +501,13 @@ def binary_size(count: float) -> str:
     return f"{count:g} B"
 
 
+def _whole(count: float) -> str:
+    return f"{count:,.0f}"
+
+
 def _point(size: float, median: float, seconds: Timing) -> Point:
-    return (
-        size,
-        median,
-        median * seconds.median / seconds.high,
-        median * seconds.median / seconds.low,
-    )
+    work = median * seconds.median
+    return size, median, work / seconds.high, work / seconds.low
 
 
 def _line(label: str, color: int, points: Sequence[Point]) -> Curve:

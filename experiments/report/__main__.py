@@ -29,12 +29,20 @@ def main() -> int:
         help="the page; by default RUN/report.html, or comparison.html for several runs",
     )
     args = parser.parse_args()
-    from zaya_jax.report.document import check_target, write_page  # 0.5 s that --help does not need
+    from experiments.report.compare import MOST_RUNS  # 0.5 s that --help does not need
+    from zaya_jax.report.document import write_page
 
     runs: list[Path] = args.RUN
-    check_runs(runs)
-    usual = runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html")
-    target = check_target(args.out, "--out") if args.out else usual
+    if len(runs) > MOST_RUNS:
+        raise UserError(f"{len(runs)} runs are too many for one page; give at most {MOST_RUNS}")
+    target = Path("comparison.html") if len(runs) > 1 else runs[0] / "report.html"
+    if args.out:
+        target = args.out
+        if target.suffix.lower() not in (".html", ".htm"):
+            raise UserError(
+                f"--out={target} does not end in .html; the page is HTML, and other files must not"
+                " be lost"
+            )
     print(f"Report: {write_page(target, lambda: drawn(runs))}")
     return cli.DONE
 
@@ -45,31 +53,8 @@ def drawn(paths: list[Path]) -> str:
     from zaya_jax.report.run_page import run_document
 
     runs = [with_metrics(path) for path in paths]
-    return (run_document(runs[0]) if len(runs) == 1 else comparison(runs)).html()
-
-
-def check_runs(runs: list[Path]) -> None:
-    """UserError for a folder that is not a run's, for repeated runs and for too many."""
-    from experiments.report.compare import MOST_RUNS
-
-    seen: dict[Path, Path] = {}
-    for run in runs:
-        if not run.is_dir():
-            raise UserError(
-                f"RUN {str(run)!r} is not a folder; give a run's folder (its --workdir)"
-            )
-        if not any((run / name).is_file() for name in ("config.json", "metrics.jsonl")):
-            raise UserError(
-                f"RUN {str(run)!r} has neither config.json nor metrics.jsonl, so it is not a run's"
-                " folder; give a run's --workdir"
-            )
-        same = seen.setdefault(run.resolve(), run)
-        if same is not run:
-            raise UserError(
-                f"RUN {str(run)!r} is the same run as {str(same)!r}; give each run once"
-            )
-    if len(runs) > MOST_RUNS:
-        raise UserError(f"{len(runs)} runs are too many for one page; give at most {MOST_RUNS}")
+    page = run_document(runs[0]) if len(runs) == 1 else comparison(runs)
+    return page.html()
 
 
 def with_metrics(path: Path) -> "Workdir":
@@ -79,8 +64,8 @@ def with_metrics(path: Path) -> "Workdir":
     run = read_workdir(path)
     if not run.recorded.size:
         raise UserError(
-            f"RUN {str(path)!r} has no metrics yet (no whole line in {path / 'metrics.jsonl'}); try"
-            " again later"
+            f"RUN {str(path)!r} has no metrics (no whole line in {path / 'metrics.jsonl'}); give"
+            " the folder of a run, or try again later"
         )
     return run
 

@@ -99,7 +99,6 @@ def test_a_spike_loses_the_steps_it_goes_back():
     assert account.totals["recomputed"] == pytest.approx(5) and account.totals[
         "step"
     ] == pytest.approx(25)
-    assert [event.facts["batches"] for event in account.left_out] == [5]
     assert accounts.by_cause(account)[0].label == "a spike"
 
 

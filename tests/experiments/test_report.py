@@ -40,25 +40,20 @@ def test_several_runs_are_on_one_page(run, tmp_path):
     # still going
     (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert run("a", "b", "--out=b/x.html")[0] == 0 and not (tmp_path / "b" / "report.html").exists()
-    assert (
-        "b: 1 line of metrics.jsonl could not be read"
-        not in (tmp_path / "b" / "x.html").read_text()
-    )
+    assert "Left out of metrics.jsonl" not in (tmp_path / "b" / "x.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ([], "arguments are required: RUN"),
-        (["nowhere"], "RUN 'nowhere' is not a folder"),
-        (["plain"], "neither config.json nor metrics.jsonl, so it is not a run's folder"),
-        (["a", "./a/"], "RUN 'a' is the same run as 'a'; give each run once"),
-        (["a", "link"], "RUN 'link' is the same run as 'a'; give each run once"),
-        (["a", "begun"], "RUN 'begun' has no metrics yet"),
-        (["half"], "RUN 'half' has no metrics yet"),
+        (["nowhere"], "RUN 'nowhere' has no metrics"),
+        (["plain"], "RUN 'plain' has no metrics"),
+        (["a", "begun"], "RUN 'begun' has no metrics"),
+        (["half"], "RUN 'half' has no metrics"),
         (["a", "--out=metrics.txt"], "does not end in .html"),
         (["a", "--out=no/page.html"], "no report: 'no/"),
-        (["a", "--out=page.html/"], "--out=page.html is a folder"),
+        (["a", "--out=page.html/"], "page.html replaceable"),
         ([f"r{i}" for i in range(17)], "17 runs are too many for one page; give at most 16"),
     ],
 )
@@ -66,7 +61,6 @@ def test_bad_input_is_one_clear_line_before_anything_is_written(run, tmp_path, a
     make(tmp_path / "a")
     (tmp_path / "plain").mkdir()
     (tmp_path / "page.html").mkdir()
-    (tmp_path / "link").symlink_to("a")
     make(tmp_path / "begun", 0)
     make(tmp_path / "half", 0)
     (tmp_path / "half" / "metrics.jsonl").write_text('{"step": 1, "lo')

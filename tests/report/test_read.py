@@ -81,7 +81,7 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     assert run.recorded.tolist() == [1, 3]
     assert run.series["loss"].mean() == 1.5
     # The last one, which is being written, waits for the next time.
-    assert run.notes == ["10 lines of metrics.jsonl could not be read and are left out."]
+    assert run.notes == ["Left out of metrics.jsonl: 10 unreadable lines."]
 
 
 def test_of_several_lines_of_a_step_the_last_counts(tmp_path):
@@ -98,10 +98,9 @@ def test_of_several_lines_of_a_step_the_last_counts(tmp_path):
 def test_unusable_small_files_are_said(tmp_path):
     (tmp_path / "config.json").write_text('{"model": ')
     (tmp_path / "environment.json").write_text("[]")
-    (tmp_path / "sample.txt").write_bytes(b"ok \xff" + b"x" * 200_000)
+    (tmp_path / "sample.txt").write_bytes(b"ok \xff")
     run = read_workdir(tmp_path)
     assert run.config == {}
-    assert len(run.notes) == 4
+    assert len(run.notes) == 3
     assert run.notes[0].startswith("config.json is not a readable JSON object")
-    assert run.sample.startswith("ok �x")
-    assert len(run.sample) == 1 << 16
+    assert run.sample == "ok �"

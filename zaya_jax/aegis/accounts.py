@@ -100,12 +100,6 @@ class Account:
     interruptions: list[Interruption]
 
     @property
-    def left_out(self) -> list[RunEvent]:
-        """The decisions to leave batches out."""
-        events = [interruption.event for interruption in self.interruptions]
-        return [event for event in events if event.kind in ROLLBACKS and event.facts.get("batches")]
-
-    @property
     def totals(self) -> dict[str, float]:
         """Seconds by use, all of USES."""
         totals = dict.fromkeys(USES, 0.0)
@@ -114,13 +108,23 @@ class Account:
         return totals
 
     @property
+    def supervised(self) -> float:
+        """Seconds during which an agent was there."""
+        return self.end - self.begin - self.totals["idle"]
+
+    @property
+    def faults(self) -> list[Interruption]:
+        """All interruptions that nobody planned."""
+        return [cause for cause in self.interruptions if cause.event.kind != "border"]
+
+    @property
     def goodput(self) -> float:
         """The share of the supervised time in steps that counted; NaN where no start reported
         anything."""
         totals = self.totals
-        whole = sum(totals.values()) - totals["idle"]
-        reported = whole - totals["unrecorded"]
-        return totals["step"] / whole if reported > 0 and whole > 0 else float("nan")
+        if self.supervised <= max(totals["unrecorded"], 0.0):
+            return float("nan")
+        return totals["step"] / self.supervised
 
 
 @dataclasses.dataclass(frozen=True)

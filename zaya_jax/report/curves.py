@@ -1,6 +1,11 @@
-"""A run's curves: losses, learning rate, gradient norms, speed, saving, any other number that the
-run records."""
+"""A run's curves: losses, learning rate, gradient norms, speed, saving, and any other number that
+the run records.
 
+Each `..._section` is a part of the page (`run_page`). A metric gets its title, unit and kind of
+curve from the tables here; one that no table names is drawn under its own name.
+"""
+
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -9,7 +14,7 @@ import numpy as np
 from zaya_jax.checkpoint.run import timings
 from zaya_jax.report.document import Section
 from zaya_jax.report.read import Bins, Series, Workdir
-from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale, columns
+from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale, columns, thinned
 from zaya_jax.report.text import number
 
 POINTS = 480  # of a curve
@@ -65,19 +70,19 @@ def loss_section(run: Workdir) -> Section:
     train, held_out = run.series.get("loss"), run.series.get("eval/loss")
     if not train and not held_out:
         return Section("Loss")
-    lines = _lines("train, each step", train, POINTS, smooth=True) if train else []
+    lines = []
+    if train:
+        lines += _lines("train, each step", train, POINTS, smooth=True)
     if held_out:
         lines.append(Curve("held-out", held_out.coarse(160).course(), 1, "dots"))
-    bad = bad_steps(*(series for series in (train, held_out) if series))
-    starts = [
-        line.points[0][1] for line in lines if line.points and math.isfinite(line.points[0][1])
-    ]
-    pictures = Chart(
-        "Loss", lines, run.steps, _range(_drawn(lines), keep=starts), bad_steps=bad
-    ).draw()
+    bad = bad_steps(*filter(None, (train, held_out)))
+    # The loss before training may lie far above all others, and is still in the picture.
+    starts = [value for line in lines for _, value in line.points[:1] if math.isfinite(value)]
+    y_range = _range(_drawn(lines), keep=starts)
+    pictures = Chart("Loss", lines, run.steps, y_range, bad_steps=bad).draw()
     middle = (run.first_step + run.last_step) / 2
-    if train and sum(step >= middle for step, _ in lines[0].points) >= 10:
-        half = [_later(line, middle) for line in lines]
+    half = [_later(line, middle) for line in lines]
+    if train and len(half[0].points) >= 10:
         pictures += Chart(
             "Loss, second half",
             half,
@@ -93,47 +98,39 @@ def loss_section(run: Workdir) -> Section:
 
 def optimiser_section(run: Workdir) -> Section:
     """Learning rate, gradient norm, clipped and skipped updates, and norms by group."""
-    pictures = [_curve(run, key) for key in OPTIMISER_KEYS if key in run.series]
-    pictures += [
-        _grouped(run, name, keys) for name, keys in _groups(run).items() if name.endswith("_norm")
-    ]
-    return Section("Optimisation", pictures="".join(pictures))
+    pictures = "".join(_curve(run, key) for key in OPTIMISER_KEYS)
+    for prefix, keys in _groups(run).items():
+        if prefix.endswith("_norm"):
+            pictures += _group_charts(run, f"{_name(prefix)} by group", keys)
+    return Section("Optimisation", pictures=pictures)
 
 
 def speed_section(run: Workdir) -> Section:
     """Step time, throughput, waiting for data, utilisation."""
-    return Section(
-        "Speed", pictures="".join(_curve(run, key) for key in SPEED_KEYS if key in run.series)
-    )
+    return Section("Speed", pictures="".join(_curve(run, key) for key in SPEED_KEYS))
 
 
 def saves_section(run: Workdir) -> Section:
     """Seconds of each save; empty if the run saved at most once."""
-    return Section(
-        "Checkpoints",
-        WAITS,
-        pictures=save_curves(list(timings.read_timings(run.path).get("save", {}).values())),
-    )
+    saves = timings.read_timings(run.path).get("save", {})
+    return Section("Checkpoints", WAITS, pictures=save_curves(list(saves.values())))
 
 
 def other_section(run: Workdir) -> Section:
     """All other metrics: numbers as curves, lists of numbers as heat maps; zeros are only named."""
     groups = _groups(run)
-    grouped = {key for keys in groups.values() for key in keys}
-    pictures = [
-        _curve(run, key) for key in run.series if key not in PLACED_KEYS and key not in grouped
-    ]
-    pictures += [
-        _grouped(run, name, keys) for name, keys in groups.items() if not name.endswith("_norm")
-    ]
-    pictures += [
-        list_map(run, key)
-        for key in run.vectors
-        if key not in ("load", "load_entropy", "skip_share")
-    ]
-    zero = [title(key) for key, found in [*run.series.items(), *run.vectors.items()] if found.zero]
-    notes = [f"Zero at every step: {'; '.join(zero)}."] if zero else []
-    return Section("Other metrics", notes=notes, pictures="".join(pictures))
+    elsewhere = PLACED_KEYS.union(*groups.values())
+    pictures = "".join(_curve(run, key) for key in run.series if key not in elsewhere)
+    for prefix, keys in groups.items():
+        if not prefix.endswith("_norm"):
+            pictures += _group_charts(run, _name(prefix), keys)
+    for key in run.vectors:
+        if key not in ("load", "load_entropy", "skip_share"):
+            pictures += list_map(run, key)
+    recorded = [*run.series.items(), *run.vectors.items()]
+    zero = "; ".join(title(key) for key, series in recorded if series.zero)
+    notes = [f"Zero at every step: {zero}."] if zero else []
+    return Section("Other metrics", notes=notes, pictures=pictures)
 
 
 def title(key: str) -> str:
@@ -141,9 +138,9 @@ def title(key: str) -> str:
     prefix, slash, name = key.partition("/")
     if prefix == "eval" and "/" in name:  # of lm-eval
         return f"Task {name.replace('/', ', ', 1)}"
-    return TITLES.get(
-        key, f"{TITLES[prefix]}: {name.replace('_', ' ')}" if slash and prefix in TITLES else key
-    )
+    if slash and prefix in TITLES and key not in TITLES:
+        return f"{TITLES[prefix]}: {name.replace('_', ' ')}"
+    return TITLES.get(key, key)
 
 
 def save_curves(saves: Sequence[timings.StepTiming]) -> str:
@@ -151,21 +148,27 @@ def save_curves(saves: Sequence[timings.StepTiming]) -> str:
     save."""
     if len(saves) < 2:
         return ""
-    look, pictures = "line" if len(saves) > FEW_SAVES else "dots", ""
-    for title, label, color, seconds in SAVE_FIGURES:
+    look = "line" if len(saves) > FEW_SAVES else "dots"
+    pictures = ""
+    for heading, label, color, seconds in SAVE_FIGURES:
         series = Series.of([save.step for save in saves], [seconds(save) for save in saves])
-        longest, _ = series.high
         if not series.finite.size:
             continue
-        unit, scale = (" s", 1.0) if longest >= 0.1 else (" ms", 1e3)
+        longest, _ = series.high
+        unit, scale, note = " s", 1.0, ""
+        if longest < 0.1:
+            unit, scale = " ms", 1e3
         bins = series.coarse(POINTS)
-        note = "Each point is the slowest of several saves." if len(bins.steps) < len(saves) else ""
-        line = Curve(
-            label, list(zip(bins.steps, (bins.high * scale).tolist(), strict=True)), color, look
-        )
-        y_range = (0.0, longest * scale * 1.08 or 1.0)
+        if len(bins.steps) < len(saves):
+            note = "Each point is the slowest of several saves."
+        points = list(zip(bins.steps, (bins.high * scale).tolist(), strict=True))
         pictures += Chart(
-            title, [line], (bins.steps[0], bins.steps[-1]), y_range, unit=unit, note=note
+            heading,
+            [Curve(label, points, color, look)],
+            (bins.steps[0], bins.steps[-1]),
+            (0.0, longest * scale * 1.08 or 1.0),
+            unit=unit,
+            note=note,
         ).draw()
     return pictures
 
@@ -180,58 +183,63 @@ def _groups(run: Workdir) -> dict[str, list[str]]:
     return groups
 
 
+def _name(prefix: str) -> str:
+    return TITLES.get(prefix, f"{prefix}/…")
+
+
 def _lines(
     label: str, series: Series, points: int, *, smooth: bool = False, factor: float = 1.0
 ) -> list[Curve]:
     """A series as curves: each step faint below its smoothed course, or plain; a band over shared
     bins."""
     bins = series.coarse(points)
-    merged, plain = bool((bins.counts > 1).any()), bins.course(factor)
-    ends = (bins.low * factor).tolist(), (bins.high * factor).tolist()
-    band = list(zip(bins.steps, *ends, strict=True)) if merged else []
-    if smooth and np.count_nonzero(bins.counts) >= 10:
-        label = label.replace("each step", "mean and range") if merged else label
-        course = [(step, mean * factor) for step, mean in smoothed(bins)]
-        return [Curve(label, plain, 0, "raw", band), Curve("smoothed", course)]
-    return [Curve("mean and range" if merged else label, plain, 0, "line", band)]
+    plain, band = bins.course(factor), []
+    shared = bool((bins.counts > 1).any())
+    if shared:
+        low, high = (bins.low * factor).tolist(), (bins.high * factor).tolist()
+        band = list(zip(bins.steps, low, high, strict=True))
+    if not smooth or np.count_nonzero(bins.counts) < 10:
+        return [Curve("mean and range" if shared else label, plain, 0, "line", band)]
+    if shared:
+        label = label.replace("each step", "mean and range")
+    course = [(step, mean * factor) for step, mean in smoothed(bins, len(bins.steps))]
+    return [Curve(label, plain, 0, "raw", band), Curve("smoothed", course)]
 
 
-def smoothed(bins: Bins, length: int = 0) -> list[tuple[float, float]]:
-    """A moving mean of the middle half of values, over a thirtieth of the run and at its start over
-    fewer.
-
-    `length`: the number of bins that the thirtieth is taken of, where it is not the number of
-    these.
-    """
-    half, out = max(1, (length or len(bins.steps)) // 60), []
+def smoothed(bins: Bins, length: int) -> list[tuple[float, float]]:
+    """A moving mean of the middle half of values, over a thirtieth of the run's `length` in bins,
+    and at its start over fewer."""
+    half, course = max(1, length // 60), []
     for i, (step, mean) in enumerate(bins.course()):
         near = bins.means[max(0, i - half) : i + 1 + min(i, half)]
         near = np.sort(near[np.isfinite(near)])
         middle = near[len(near) // 4 : len(near) - len(near) // 4]
-        out.append((step, float(middle.mean()) if math.isfinite(mean) else math.nan))
-    return out
+        course.append((step, float(middle.mean()) if math.isfinite(mean) else math.nan))
+    return course
 
 
 def _later(line: Curve, step: float) -> Curve:
-    points = [p for p in line.points if not p[0] < step]
-    return Curve(
-        line.label, points, line.color, line.look, [p for p in line.band if not p[0] < step]
-    )
+    """The curve from a step on."""
+    points = [point for point in line.points if point[0] >= step]
+    band = [point for point in line.band if point[0] >= step]
+    return Curve(line.label, points, line.color, line.look, band)
 
 
 def _range(
     values: Sequence[float], zero: bool = False, keep: Sequence[float] = ()
 ) -> tuple[float, float]:
-    """The values' range, without lone extremes that would flatten the rest; `keep` are inside in
-    any case."""
-    good = sorted(v for v in values if math.isfinite(v))
-    if not good:
+    """The range of finite values, without lone extremes that would flatten the rest; `keep` are
+    inside in any case."""
+    if not values:
         return 0.0, 1.0
-    low, high = good[0], good[-1]
-    a, b = good[len(good) // 50], good[len(good) - 1 - len(good) // 50]
-    spread = max(b - a, 0.02 * max(abs(a), abs(b)))
-    high = b + 0.5 * spread if high > b + 2 * spread else high
-    low = a - 0.5 * spread if low < a - 2 * spread else low
+    rising, ends = sorted(values), len(values) // 50
+    low, high = rising[0], rising[-1]
+    usual_low, usual_high = rising[ends], rising[len(rising) - 1 - ends]
+    spread = max(usual_high - usual_low, 0.02 * max(abs(usual_low), abs(usual_high)))
+    if high > usual_high + 2 * spread:
+        high = usual_high + 0.5 * spread
+    if low < usual_low - 2 * spread:
+        low = usual_low - 0.5 * spread
     low, high = min([low, *keep]), max([high, *keep])
     room = 0.04 * (high - low)
     if zero and low >= 0:
@@ -241,9 +249,12 @@ def _range(
 
 def _drawn(lines: Sequence[Curve]) -> list[float]:
     """All finite values of the curves and their bands."""
-    values = [v for line in lines for _, v in line.points]
-    values += [v for line in lines for _, *ends in line.band for v in ends]
-    return [v for v in values if math.isfinite(v)]
+    values = []
+    for line in lines:
+        values += line.finite
+        for _, low, high in line.band:
+            values += [low, high]
+    return [value for value in values if math.isfinite(value)]
 
 
 def axis_range(lines: Sequence[Curve], zero: bool = False) -> tuple[tuple[float, float], bool]:
@@ -256,8 +267,8 @@ def axis_range(lines: Sequence[Curve], zero: bool = False) -> tuple[tuple[float,
 
 def bad_steps(*some: Series) -> list[float]:
     """Some of the steps at which a series was not finite, the first among them."""
-    bad = sorted({step for series in some for step in series.bad_steps})
-    return [float(step) for step in bad[:: -(-len(bad) // BAD_MARKS) or 1]]
+    steps = sorted({float(step) for series in some for step in series.bad_steps})
+    return list(thinned(steps, BAD_MARKS))
 
 
 def _points(run: Workdir) -> int:
@@ -266,51 +277,49 @@ def _points(run: Workdir) -> int:
 
 
 def _curve(run: Workdir, key: str) -> str:
-    """One metric's picture; none where it is always zero."""
-    series = run.series[key]
-    if series.zero:
+    """One metric's picture; none where it was not recorded or is always zero."""
+    series = run.series.get(key)
+    if series is None or series.zero:
         return ""
-    unit, factor = (" %", 100.0) if key in PERCENT else ("", 1.0)
+    unit, factor = percent_of(key)
     if key in SHARES:
-        lines = [Curve("of the steps", series.coarse(STRETCHES).course(100))]
+        lines = [Curve("of the steps", series.coarse(STRETCHES).course(factor))]
     else:
         lines = _lines("each step", series, _points(run), smooth=key in SMOOTHED, factor=factor)
     y_range, log = axis_range(lines, zero=key in FROM_ZERO)
-    return Chart(
-        title(key), lines, run.steps, y_range, log, unit=unit, bad_steps=bad_steps(series)
-    ).draw()
+    bad = bad_steps(series)
+    return Chart(title(key), lines, run.steps, y_range, log, unit=unit, bad_steps=bad).draw()
 
 
-def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
+def percent_of(key: str) -> tuple[str, float]:
+    """A metric's unit, and the factor to it."""
+    return (" %", 100.0) if key in PERCENT else ("", 1.0)
+
+
+def _group_charts(run: Workdir, name: str, keys: Sequence[str]) -> str:
     """All metrics `prefix/…` in pictures of a few curves each."""
-    pictures, name = (
-        "",
-        TITLES.get(prefix, f"{prefix}/…") + (" by group" if prefix.endswith("_norm") else ""),
-    )
-    for start in range(0, len(keys), GROUP):
-        part = keys[start : start + GROUP]
+    pictures = ""
+    for index, part in enumerate(itertools.batched(keys, GROUP)):
         lines = []
         for color, key in enumerate(part):
             *_, line = _lines("", run.series[key], _points(run), smooth=True)
             lines.append(Curve(key.partition("/")[2].replace("_", " "), line.points, color))
         y_range, log = axis_range(lines)
+        bad = bad_steps(*(run.series[key] for key in part))
+        heading = name if index == 0 else f"{name} ({index + 1})"
         pictures += Chart(
-            name + (f" ({start // GROUP + 1})" if start else ""),
-            lines,
-            run.steps,
-            y_range,
-            log,
-            bad_steps=bad_steps(*(run.series[key] for key in part)),
-            note="Smoothed.",
+            heading, lines, run.steps, y_range, log, bad_steps=bad, note="Smoothed."
         ).draw()
     return pictures
 
 
 def list_map(run: Workdir, key: str) -> str:
-    """A metric of one number a layer, over steps; nothing where it is always zero."""
-    if run.vectors[key].zero:
+    """A metric of one number a layer, over steps; nothing where it was not recorded or is always
+    zero."""
+    series = run.vectors.get(key)
+    if series is None or series.zero:
         return ""
-    bins = run.vectors[key].coarse(columns(run.vectors[key].shape[0]))
+    bins = series.coarse(columns(series.shape[0]))
     scale = Scale.between(bins.means.ravel().tolist())
     ends = (number(scale.low, 3), number(scale.high, 3))
     return HeatMap(title(key), bins.steps, bins.means.T, scale, run.steps, "layer", ends).draw()

@@ -17,7 +17,7 @@ from typing import Any
 
 from zaya_jax.config import UserError, files
 from zaya_jax.report.style import style_sheet
-from zaya_jax.report.text import escape, printable
+from zaya_jax.report.text import escape, printable, wrapped
 
 Tile = tuple[str, str, str]  # a headline figure: its name, its value, a remark
 OPEN_ROWS = 24  # a longer table starts folded
@@ -38,42 +38,37 @@ class Table:
     def markdown(self) -> str:
         """The table in Markdown, its columns aligned for a terminal; a cell ends no cell and no
         row."""
-        lines = [
-            [printable(" ".join(str(cell).splitlines()).replace("|", "\\|")) for cell in row]
-            for row in (self.head, *self.rows)
-        ]
-        widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-        sides = ["<" if self.look == "code" or not place else ">" for place in range(len(widths))]
-        texts = [
-            [f"{cell:{s}{w}}" for cell, s, w in zip(line, sides, widths, strict=True)]
-            for line in lines
-        ]
-        texts.insert(
-            1,
-            [
-                "-" * (w - 1) + ("-" if s == "<" else ":")
-                for s, w in zip(sides, widths, strict=True)
-            ],
-        )
-        return "\n".join([f"### {self.title}\n", *(f"| {' | '.join(row)} |" for row in texts), ""])
+        lines = [[_markdown_cell(cell) for cell in row] for row in (self.head, *self.rows)]
+        first, *others = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+        align, end = str.rjust, ":"
+        if self.look == "code":
+            align, end = str.ljust, "-"
+        lines.insert(1, ["-" * first, *("-" * (width - 1) + end for width in others)])
+        text = f"### {self.title}\n\n"
+        for name, *cells in lines:
+            text += f"| {' | '.join([name.ljust(first), *map(align, cells, others)])} |\n"
+        return text
 
     def html(self) -> str:
         """The table on a page: a card, or a fold; a wide one scrolls."""
-        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.head)
-        rows = "".join(
-            "<tr><th"
-            f' scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-            for name, *cells in self.rows
-        )
-        table = (
-            "<table"
-            f' class="{self.look}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        )
-        content = f'{note}<div class="scroll">{table}</div>'
+        rows = ""
+        for name, *cells in self.rows:
+            values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            rows += f'<tr><th scope="row">{escape(name)}</th>{values}</tr>'
+        table = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+        content = wrapped('<p class="note">', escape(self.note), "</p>")
+        content += f'<div class="scroll"><table class="{self.look}">{table}</table></div>'
         if self.folded is None:
             return f'<div class="card"><h3>{escape(self.title)}</h3>{content}</div>\n'
-        return fold(f"{self.title} ({len(self.rows):,})", content, opened=not self.folded)
+        start = "<details>" if self.folded else "<details open>"
+        summary = escape(f"{self.title} ({len(self.rows):,})")
+        return f"{start}<summary>{summary}</summary>{content}</details>\n"
+
+
+def _markdown_cell(cell: object) -> str:
+    """A cell's text, which must end neither the cell nor the row."""
+    return printable(" ".join(str(cell).splitlines()).replace("|", "\\|"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +88,19 @@ class Section:
 
     def markdown(self) -> str:
         """Its words and tables."""
-        tables = [table.markdown() for table in self.tables]
-        text = [f"{self.text}\n"] if self.text else []
-        return "\n".join([f"\n## {self.title}\n", *text, *tables, *map("- {}".format, self.notes)])
+        parts = [f"\n## {self.title}\n"]
+        if self.text:
+            parts.append(f"{self.text}\n")
+        parts += [table.markdown() for table in self.tables]
+        return "\n".join([*parts, *map("- {}".format, self.notes)])
 
     def html(self) -> str:
         """Its words, figures, pictures and tables."""
-        text = f"<p>{escape(self.text)}</p>" if self.text else ""
-        grid = f'<div class="grid2">{self.pictures}</div>' if self.pictures else ""
-        notes = (
-            f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in self.notes)}</ul>"
-            if self.notes
-            else ""
-        )
+        text = wrapped("<p>", escape(self.text), "</p>")
+        grid = wrapped('<div class="grid2">', self.pictures, "</div>")
         tables = "".join(table.html() for table in self.tables)
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
+        notes = wrapped("<ul>", notes, "</ul>")
         content = f"{text}{_tiles(self.tiles)}{grid}{tables}{notes}{self.below}"
         return f"<section><h2>{escape(self.title)}</h2>{content}</section>\n"
 
@@ -125,40 +119,34 @@ class Page:
 
     def markdown(self) -> str:
         """Without the pictures."""
-        head = [f"# {self.title}\n", f"{self.about}\n", *map("- {}".format, self.warnings)]
-        return (
-            "\n".join([*head, *(section.markdown() for section in self.sections if section)]) + "\n"
-        )
+        parts = [f"# {self.title}\n", f"{self.about}\n", *map("- {}".format, self.warnings)]
+        parts += [section.markdown() for section in self.sections if section]
+        return "\n".join(parts) + "\n"
 
     def html(self) -> str:
         """One page, complete in itself, light or dark as the reader has it."""
-        kind = f" <span>{escape(self.kind)}</span>" if self.kind else ""
-        about = f'<p class="sub">{escape(self.about)}</p>' if self.about else ""
+        kind = wrapped(" <span>", escape(self.kind), "</span>")
+        about = wrapped('<p class="sub">', escape(self.about), "</p>")
         warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self.warnings)
-        warn = f'<div class="warn">{warnings}</div>' if warnings else ""
+        warnings = wrapped('<div class="warn">', warnings, "</div>")
+        header = f"<h1>{escape(self.title)}{kind}</h1>{about}{_tiles(self.tiles)}{warnings}"
         body = "".join(section.html() for section in self.sections if section)
         window = escape(f"{self.title} {self.kind}".strip())
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
             f"<title>{window}</title><style>{style_sheet()}</style></head>\n<body><main>\n"
-            f"<header><h1>{escape(self.title)}{kind}</h1>{about}{_tiles(self.tiles)}{warn}</header>\n{body}"
+            f"<header>{header}</header>\n{body}"
             f"<footer>{escape(self.footer)}</footer>\n</main></body></html>\n"
         )
 
 
-def fold(summary: str, content: str, opened: bool = False) -> str:
-    """HTML that folds away."""
-    start = "<details open>" if opened else "<details>"
-    return f"{start}<summary>{escape(summary)}</summary>{content}</details>\n"
-
-
 def _tiles(tiles: Sequence[Tile]) -> str:
-    cells = "".join(
-        f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>"
-        for a, b, c in tiles
-    )
-    return f'<dl class="tiles">{cells}</dl>' if tiles else ""
+    cells = ""
+    for name, value, remark in tiles:
+        cells += f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
+        cells += f"<dd>{escape(remark)}</dd></div>"
+    return wrapped('<dl class="tiles">', cells, "</dl>")
 
 
 def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Path:
@@ -172,18 +160,6 @@ def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Pa
             f"no report: {str(where)!r}: {reason}; the folder must be readable and {target.name}"
             " replaceable"
         ) from error
-    return target
-
-
-def check_target(target: pathlib.Path, option: str) -> pathlib.Path:
-    """The page's file from an option; UserError for a folder or another kind of file."""
-    if target.suffix.lower() not in (".html", ".htm"):
-        raise UserError(
-            f"{option}={target} does not end in .html; the page is HTML, and other files must not"
-            " be lost"
-        )
-    if target.is_dir():
-        raise UserError(f"{option}={target} is a folder; give the name of a file in it")
     return target
 
 

@@ -19,15 +19,16 @@ FAIR = Scale(0.25, 4.0, "d", log=True)
 
 def experts_section(run: Workdir) -> Section:
     """Expert load; empty if the run recorded neither load nor its entropy."""
-    load, recorded = run.vectors.get("load"), run.vectors.get("load_entropy")
-    entropy = recorded or (Series(load.steps, entropies(load.good)) if load else None)
-    pictures = _balance_map(run, entropy) if entropy else ""
-    if "skip_share" in run.vectors:
-        pictures += list_map(run, "skip_share")
+    load, entropy = run.vectors.get("load"), run.vectors.get("load_entropy")
+    if load and not entropy:
+        entropy = Series(load.steps, entropies(load.good))
+    pictures = ""
+    if entropy:
+        pictures += _balance_map(run, entropy)
+    pictures += list_map(run, "skip_share")
     if not load or not entropy:
-        return Section(
-            "Expert load", "Normalised load entropy: 1 is an even load.", pictures=pictures
-        )
+        text = "Normalised load entropy: 1 is an even load."
+        return Section("Expert load", text, pictures=pictures)
     layers, classes = load.shape
     experts = classes - 1  # the last class is the skip class
     least_balanced = int(np.nan_to_num(entropy.good, nan=1.0).mean(0).argmin())
@@ -36,8 +37,8 @@ def experts_section(run: Workdir) -> Section:
         title, ends = f"Experts of layer {layer}", ("¼", "4 × an even share")
         shares = fair_shares(bins.means[:, layer])
         pictures += HeatMap(title, bins.steps, shares.T, FAIR, run.steps, "expert", ends).draw()
-    end, averaged = load.end()
-    tables = [_shares(end, averaged)] if experts <= TABLE_EXPERTS else []
+    end, recorded = load.end()
+    tables = [_shares(end, recorded)] if experts <= TABLE_EXPERTS else []
     return Section("Expert load", _summary(end), tables, pictures=pictures)
 
 
@@ -46,8 +47,9 @@ def entropies(load: np.ndarray) -> np.ndarray:
     routed."""
     routed = load[..., :-1]
     with np.errstate(divide="ignore", invalid="ignore"):
-        f = routed / routed.sum(-1, keepdims=True)
-        return -(f * np.log(np.where(f > 0, f, 1.0))).sum(-1) / np.log(max(2, routed.shape[-1]))
+        shares = routed / routed.sum(-1, keepdims=True)
+        entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(-1)
+        return entropy / np.log(max(2, routed.shape[-1]))
 
 
 def fair_shares(load: np.ndarray) -> np.ndarray:
@@ -66,9 +68,10 @@ def _summary(end: np.ndarray) -> str:
     if np.isfinite(entropy).any():
         worst, best = int(np.nanargmin(entropy)), int(np.nanargmax(entropy))
         least, most = f"{entropy[worst]:.3f}", f"{entropy[best]:.3f}"
-        between = f"lies between {least} (layer {worst}) and {most} (layer {best})"
-        between = between if least != most else f"is {most} in every layer"
-        parts.append(f"At the end the load’s normalised entropy {between}; 1 is an even load.")
+        where = f"is {most} in every layer"
+        if least != most:
+            where = f"lies between {least} (layer {worst}) and {most} (layer {best})"
+        parts.append(f"At the end the load’s normalised entropy {where}; 1 is an even load.")
     if np.isfinite(skip).any():
         parts.append(
             f"{percent(float(np.nanmean(skip)))} of the tokens are skipped, averaged over the"
@@ -81,29 +84,31 @@ def _summary(end: np.ndarray) -> str:
 
 def _balance_map(run: Workdir, entropy: Series) -> str:
     bins = entropy.coarse(columns(entropy.shape[0]))
-    good = bins.means[np.isfinite(bins.means)]
-    low = float(np.floor(np.quantile(good, 0.02) * 20) / 20) if good.size else 0.0
+    finite = bins.means[np.isfinite(bins.means)]
+    low = 0.0
+    if finite.size:  # the darkest colour is that of the worst fiftieth
+        low = float(np.floor(np.quantile(finite, 0.02) * 20) / 20)
     low = min(max(low, 0.0), 0.9)
-    ends, note = (
+    return HeatMap(
+        "Balance of each layer",
+        bins.steps,
+        bins.means.T,
+        Scale(low, 1.0, "r"),
+        run.steps,
+        "layer",
         (f"≤ {low:.2f}" if low else "0", "1, even"),
         "Normalised load entropy over the experts, by layer.",
-    )
-    scale = Scale(low, 1.0, "r")
-    return HeatMap(
-        "Balance of each layer", bins.steps, bins.means.T, scale, run.steps, "layer", ends, note
     ).draw()
 
 
 def _shares(end: np.ndarray, steps: int) -> Table:
     """Layer by expert: the last shares as numbers."""
 
-    def cell(value: float, digits: int) -> str:
-        return f"{value:.{digits}f}" if np.isfinite(value) else "–"
-
-    rows = [
-        [str(layer), *(cell(100 * share, 1) for share in shares), cell(entropy, 3)]
-        for layer, (shares, entropy) in enumerate(zip(end, entropies(end), strict=True))
-    ]
-    of = f"end (mean of the last {steps:,} recorded steps)" if steps > 1 else "last step"
+    rows = []
+    for layer, (shares, entropy) in enumerate(zip(end, entropies(end), strict=True)):
+        cells = [f"{100 * share:.1f}" if np.isfinite(share) else "–" for share in shares]
+        cells.append(f"{entropy:.3f}" if np.isfinite(entropy) else "–")
+        rows.append([str(layer), *cells])
+    when = f"end (mean of the last {steps:,} recorded steps)" if steps > 1 else "last step"
     head = ["layer", *map(str, range(end.shape[1] - 1)), "skip", "entropy"]
-    return Table(f"Shares at the {of}", head, rows, "num narrow", "Percent of all tokens.")
+    return Table(f"Shares at the {when}", head, rows, "num narrow", "Percent of all tokens.")

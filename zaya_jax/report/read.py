@@ -14,7 +14,7 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ import numpy as np
 from zaya_jax.config import UserError
 from zaya_jax.report.text import counted
 
-MAX_TEXT_BYTES = 1 << 16
+# A metric while its file is read: the shape of a step's array, () for numbers; the steps; the values.
+Column = tuple[tuple[int, ...], array.array, array.array]
 LARGEST = 1e300  # beyond this a sum may overflow: counted as non-finite
 LAST_STEP = 2**53 - 1  # that JSON readers agree on
 LAST_LOSSES = 20  # steps averaged for the headline: one batch's loss is noisy
@@ -90,25 +91,25 @@ class Series:
 
     def mean(self, first: int = 0, last: int = LAST_STEP) -> float:
         """Of the finite numbers from one step to another, both included."""
-        found = self.good[(first <= self.steps) & (self.steps <= last)]
-        found = found[np.isfinite(found)]
-        return float(found.mean()) if found.size else math.nan
+        values = self.good[(first <= self.steps) & (self.steps <= last)]
+        values = values[np.isfinite(values)]
+        return float(values.mean()) if values.size else math.nan
 
     @property
     def low(self) -> tuple[float, int]:
         """The least finite number and its step; (NaN, -1) without one."""
-        return self._first(np.nanargmin)
+        return self._extreme(np.nanargmin)
 
     @property
     def high(self) -> tuple[float, int]:
         """The greatest finite number and its step."""
-        return self._first(np.nanargmax)
+        return self._extreme(np.nanargmax)
 
-    def _first(self, place: Any) -> tuple[float, int]:
+    def _extreme(self, choose: Callable[[np.ndarray], np.intp]) -> tuple[float, int]:
         if not self.finite.size:
             return math.nan, -1
-        at = place(self.good)
-        return float(self.values[at]), int(self.steps[at])
+        index = choose(self.good)
+        return float(self.values[index]), int(self.steps[index])
 
     def width_for(self, most: int) -> int:
         """The least width in steps, a power of two, of at most `most` bins."""
@@ -123,10 +124,10 @@ class Series:
         counts = np.add.reduceat(np.isfinite(self.good), starts, axis=0, dtype=int)
         sums = np.add.reduceat(np.nan_to_num(self.good), starts, axis=0)
         means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-        steps = np.add.reduceat(self.steps, starts, dtype=float) / np.diff(
-            starts, append=len(self.steps)
-        )
-        low, high = (choose.reduceat(self.good, starts, axis=0) for choose in (np.fmin, np.fmax))
+        lengths = np.diff(starts, append=len(self.steps))
+        steps = np.add.reduceat(self.steps, starts, dtype=float) / lengths
+        low = np.fmin.reduceat(self.good, starts, axis=0)
+        high = np.fmax.reduceat(self.good, starts, axis=0)
         return Bins(steps.tolist(), counts, means, low, high)
 
     def coarse(self, most: int) -> Bins:
@@ -136,8 +137,9 @@ class Series:
     def end(self, share: float = 0.05) -> tuple[np.ndarray, int]:
         """The mean over the last part of the run, NaN where no value is finite, and how many
         recorded steps that is."""
-        many = math.ceil(share * len(self.steps))
-        return np.ma.masked_invalid(self.good[-many:]).mean(axis=0).filled(np.nan), many
+        recorded = math.ceil(share * len(self.steps))
+        mean = np.ma.masked_invalid(self.good[-recorded:]).mean(axis=0)
+        return mean.filled(np.nan), recorded
 
 
 @dataclasses.dataclass
@@ -176,7 +178,9 @@ class Workdir:
         """A key of the recorded config by its dotted path, None where it is not there."""
         value: Any = self.config
         for part in path.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+            if not isinstance(value, dict):
+                return None
+            value = value.get(part)
         return value
 
     @property
@@ -199,49 +203,41 @@ class Workdir:
     @property
     def train_loss(self) -> float:
         """Their mean; NaN if the last one is not finite."""
-        good = self.last_losses[np.isfinite(self.last_losses)]
-        return float(good.mean()) if good.size and math.isfinite(self.last_losses[-1]) else math.nan
+        losses = self.last_losses
+        if not losses.size or not math.isfinite(losses[-1]):
+            return math.nan
+        return float(losses[np.isfinite(losses)].mean())
 
     @property
     def seconds(self) -> float:
         """The time that all recorded steps took together."""
-        return (
-            float(self.series["step_seconds"].finite.sum())
-            if "step_seconds" in self.series
-            else math.nan
-        )
+        if "step_seconds" not in self.series:
+            return math.nan
+        return float(self.series["step_seconds"].finite.sum())
 
 
 def read_workdir(path: pathlib.Path) -> Workdir:
     """Reads metrics.jsonl, the JSON files and the sample, as far as they are there."""
-    out, notes = Workdir(path), list[str]()
-    out.config = _json_object(path / "config.json", notes)
-    out.environment = _json_object(path / "environment.json", notes)
-    forked = _json_object(path / "lineage.json", notes).get("forked")
-    out.lineage = (
-        [run for run in forked if isinstance(run, dict)] if isinstance(forked, list) else []
-    )
-    out.sample = _text(path / "sample.txt", notes)
-    prompt = out.setting("log.sample_prompt")
-    out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
+    run = Workdir(path)
+    run.config = _json_object(path / "config.json", run.notes)
+    run.environment = _json_object(path / "environment.json", run.notes)
+    run.lineage = _json_object(path / "lineage.json", run.notes).get("forked", [])
+    if (path / "sample.txt").is_file():
+        run.sample = (path / "sample.txt").read_text("utf-8", errors="replace")
+    prompt = run.setting("log.sample_prompt") or ""
+    if run.sample.startswith(prompt):
+        run.prompt = prompt
     metrics_file = path / "metrics.jsonl"
-    if metrics_file.is_file():
-        out.recorded, out.series, arrays = _read_metrics(metrics_file, notes)
-        out.vectors = {key: series for key, series in arrays.items() if _drawn(key, series.shape)}
-        if other := sorted(arrays.keys() - out.vectors):
-            notes.append(
-                "Arrays of another shape than [L], or [L, E+1] of `load`, are not drawn:"
-                f" {', '.join(other)}."
-            )
-    else:
-        notes.append("There is no metrics.jsonl in this workdir.")
-    out.notes = notes
-    return out
-
-
-def _drawn(key: str, shape: tuple[int, ...]) -> bool:
-    """Whether the report has a picture for arrays of this shape."""
-    return len(shape) == 2 and shape[1] > 1 if key == "load" else len(shape) == 1
+    if not metrics_file.is_file():
+        run.notes.append("There is no metrics.jsonl in this workdir.")
+        return run
+    run.recorded, run.series, arrays = _read_metrics(metrics_file, run.notes)
+    for key, series in arrays.items():
+        if len(series.shape) == 1 or key == "load":
+            run.vectors[key] = series
+        else:
+            run.notes.append(f"{key} is not drawn: it has more than one number for each layer.")
+    return run
 
 
 def metrics(place: str | os.PathLike) -> dict[str, np.ndarray]:
@@ -273,61 +269,64 @@ def _read_metrics(
 
     A last line without its end is being written, and waits for the next time.
     """
-    steps, unreadable, odd = set[int](), 0, set[str]()
-    columns: tuple[dict[str, tuple], dict[str, tuple]] = {}, {}
+    steps: set[int] = set()
+    columns: dict[str, Column] = {}
+    unreadable, odd = 0, set[str]()
     with path.open("rb", 1 << 20) as file:
         for line in file:
-            record = parse(line)
+            record = _record(line)
             if record is not None:
                 step = int(record.pop("step"))
                 steps.add(step)
-                _take(step, record, *columns, odd)
+                _take(step, record, columns, odd)
             elif line.strip() and line.endswith(b"\n"):
                 unreadable += 1
     if not steps:
         notes.append("metrics.jsonl holds no complete step yet.")
     if unreadable:
-        notes.append(_left_out(unreadable, "metrics.jsonl"))
+        notes.append(f"Left out of metrics.jsonl: {counted(unreadable, 'unreadable line')}.")
     if odd:
         keys = ", ".join(sorted(odd)[:8])
         notes.append(
             f"Left out of {keys}: lists that are not numbers, or have another shape than the first"
             " one."
         )
-    numbers, arrays = ({key: _series(*found.pop(key)) for key in list(found)} for found in columns)
+    numbers: dict[str, Series] = {}
+    arrays: dict[str, Series] = {}
+    for key in list(columns):
+        # Its memory is free as soon as the series is made.
+        shape, at_steps, values = columns.pop(key)
+        series = Series.of(at_steps, np.asarray(values).reshape(-1, *shape))
+        if shape:
+            arrays[key] = series
+        else:
+            numbers[key] = series
     return np.array(sorted(steps), int), numbers, arrays
 
 
-def _series(steps: array.array, values: array.array, shape: tuple[int, ...]) -> Series:
-    return Series.of(steps, np.asarray(values).reshape(-1, *shape))
-
-
-def _left_out(lines: int, name: str) -> str:
-    return (
-        f"{counted(lines, 'line')} of {name} could not be read and {'is' if lines == 1 else 'are'}"
-        " left out."
-    )
-
-
-def _take(
-    step: int, record: dict, numbers: dict[str, tuple], arrays: dict[str, tuple], odd: set[str]
-) -> None:
+def _take(step: int, record: dict, columns: dict[str, Column], odd: set[str]) -> None:
     """Takes in one step; adds the keys whose lists are of no use to `odd`."""
     for key, value in record.items():
-        if isinstance(value, list):
+        shape: tuple[int, ...] = ()
+        if isinstance(value, int | float):
+            numbers = [value]
+        elif value is None and key == "loss":  # strict JSON writers put null for NaN
+            numbers = [math.nan]
+        elif isinstance(value, list):
             row = _row(value)
-            if row is None or (key in arrays and arrays[key][2] != row.shape):
+            if row is None:
                 odd.add(key)
                 continue
-            at, values, _ = arrays.setdefault(key, (array.array("q"), array.array("d"), row.shape))
-            values.extend(row.ravel())
-        elif isinstance(value, int | float) or (value is None and key == "loss"):
-            at, values, _ = numbers.setdefault(key, (array.array("q"), array.array("d"), ()))
-            # null is how strict JSON writers put NaN
-            values.append(math.nan if value is None else float(value))
+            shape, numbers = row.shape, row.ravel().tolist()
         else:
             continue
-        at.append(step)
+        fresh = shape, array.array("q"), array.array("d")
+        first_shape, steps, values = columns.setdefault(key, fresh)
+        if shape == first_shape:
+            steps.append(step)
+            values.extend(numbers)
+        else:
+            odd.add(key)
 
 
 def _row(value: list) -> np.ndarray | None:
@@ -339,7 +338,7 @@ def _row(value: list) -> np.ndarray | None:
     return row if row.size else None
 
 
-def parse(line: bytes) -> dict | None:
+def _record(line: bytes) -> dict | None:
     """A line of metrics.jsonl; None where it is none."""
     try:
         record = json.loads(line)
@@ -359,13 +358,3 @@ def _json_object(path: pathlib.Path, notes: list[str]) -> dict:
             return value
     notes.append(f"{path.name} is not a readable JSON object and is left out.")
     return {}
-
-
-def _text(path: pathlib.Path, notes: list[str], most: int = MAX_TEXT_BYTES) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        notes.append(f"{path.name} is long: its first {most // 1024} KiB are shown.")
-    return raw[:most].decode("utf-8", errors="replace")

@@ -4,10 +4,10 @@ numbers, config.
 It reads the workdir: metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is
 marked where the text starts with the config's `log.sample_prompt`), environment.json (any facts,
 `device` among them), a fork's lineage.json, checkpoint_times.jsonl and a supervised run's
- aegis/events*.jsonl. Only `loss`, the step times, the time waiting for data,
-the expert load and the held-out losses are known by name; any other number in metrics.jsonl gets a
-curve under its own name, `prefix/name` metrics share one picture per prefix, and lists of one
-number per layer become heat maps.
+aegis/events*.jsonl. Only `loss`, the step times, the time waiting for data, the expert load and the
+held-out losses are known by name. Any other number in metrics.jsonl gets a curve under its own
+name, `prefix/name` metrics share one picture per prefix, and lists of one number per layer become
+heat maps.
 """
 
 import json
@@ -22,44 +22,40 @@ from zaya_jax import config as config_module
 from zaya_jax.report import curves, expert_load, supervised
 from zaya_jax.report.document import OPEN_ROWS, Page, Section, Table, Tile, write_page
 from zaya_jax.report.read import Workdir, read_workdir
-from zaya_jax.report.text import counted, duration, escape, known, number
+from zaya_jax.report.text import counted, duration, escape, known, number, wrapped
 
 
 def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     """Writes `report.html` into the workdir, whole or not at all."""
     path = pathlib.Path(workdir)
-    if not path.is_dir():
-        message = (
-            f"no report: workdir {str(path)!r} is not a directory; give the one a run wrote to"
-        )
-        raise config_module.UserError(message)
     return write_page(path / "report.html", lambda: run_document(read_workdir(path)).html())
 
 
 def run_document(run: Workdir) -> Page:
     """The whole page."""
-    model, data = run.config.get("model"), run.config.get("data")
-    facts = [str(run.environment["device"])] if run.environment.get("device") else []
-    if isinstance(model, dict) and model.get("num_hidden_layers"):
-        kind = (
-            f" of {model.get('num_experts', '?')} experts"
-            if model.get("model_type") != "dense"
-            else ""
-        )
-        facts.append(
-            f"{model['num_hidden_layers']} layers{kind}, width {model.get('hidden_size', '?')}"
-        )
-    if isinstance(data, dict) and data.get("seq_len"):
-        facts.append(f"{data.get('global_batch', '?')} × {data['seq_len']} tokens per step")
     return Page(
         run.name,
         "training report",
-        " · ".join(facts),
+        " · ".join(_about(run)),
         [section(run) for section in SECTIONS],
         _tiles(run),
         _warnings(run),
         "Drawn from the files of the run’s workdir.",
     )
+
+
+def _about(run: Workdir) -> Iterator[str]:
+    """The device, the model and the batch, as far as the recorded files say them."""
+    if device := run.environment.get("device"):
+        yield str(device)
+    if layers := run.setting("model.num_hidden_layers"):
+        experts = ""
+        if run.setting("model.model_type") != "dense":
+            experts = f" of {run.setting('model.num_experts')} experts"
+        width = run.setting("model.hidden_size")
+        yield f"{layers} layers{experts}, width {width}"
+    if seq_len := run.setting("data.seq_len"):
+        yield f"{run.setting('data.global_batch')} × {seq_len} tokens per step"
 
 
 def median_speed(run: Workdir) -> float:
@@ -73,24 +69,23 @@ def median_speed(run: Workdir) -> float:
 def _tiles(run: Workdir) -> list[Tile]:
     tiles = []
     if held_out := run.series.get("eval/loss"):
-        low, step = held_out.low
-        lowest = (
-            f"; best {low:.4g} at step {step:,}" if step not in (-1, held_out.steps[-1]) else ""
-        )
-        tiles.append(("Held-out loss", number(held_out.last), run.unit + lowest))
+        lowest, step = held_out.low
+        remark = run.unit
+        if step not in (-1, held_out.steps[-1]):
+            remark += f"; best {lowest:.4g} at step {step:,}"
+        tiles.append(("Held-out loss", number(held_out.last), remark))
     if loss := run.series.get("loss"):
-        many = len(run.last_losses)
-        remark = run.unit + (f", mean of last {many} steps" if many > 1 else "")
-        remark = remark if math.isfinite(loss.last) else f"not finite at step {loss.steps[-1]:,}"
+        averaged = len(run.last_losses)
+        remark = f"{run.unit}, mean of last {averaged} steps" if averaged > 1 else run.unit
+        if not math.isfinite(loss.last):
+            remark = f"not finite at step {loss.steps[-1]:,}"
         tiles.append(("Train loss", number(run.train_loss), remark))
-    planned, of = run.setting("run.num_steps"), ""
-    if isinstance(planned, int) and run.recorded.size:
-        of = "complete" if run.last_step >= planned else f"of {planned:,} planned"
-    tiles.append(("Steps", f"{run.last_step:,}", of))
-    if "tokens" in run.series:
-        before = run.lineage[0].get("tokens") if run.lineage else None
-        of = f"; {number(before, 3)} of them before the fork" if isinstance(before, int) else ""
-        tiles.append(("Tokens", number(run.series["tokens"].last, 3), f"trained on{of}"))
+    tiles.append(("Steps", f"{run.last_step:,}", progress(run)))
+    if tokens := run.series.get("tokens"):
+        remark = "trained on"
+        if run.lineage:
+            remark += f"; {number(run.lineage[0]['tokens'], 3)} of them before the fork"
+        tiles.append(("Tokens", number(tokens.last, 3), remark))
     if "tokens_per_second" in run.series:
         tiles.append(("Speed", number(median_speed(run), 3), "tokens per second, median"))
     if "step_seconds" in run.series:
@@ -98,17 +93,20 @@ def _tiles(run: Workdir) -> list[Tile]:
     return tiles
 
 
+def progress(run: Workdir) -> str:
+    """Whether the run has ended; "" where its planned steps are not known."""
+    planned = run.setting("run.num_steps")
+    if not isinstance(planned, int) or not run.recorded.size:
+        return ""
+    return "complete" if run.last_step >= planned else f"of {planned:,} planned"
+
+
 def _warnings(run: Workdir) -> list[str]:
-    bad = {
-        key: run.series[key].bad_steps
-        for key in ("loss", "eval/loss", "grad_norm")
-        if key in run.series
-    }
-    warnings = [
-        f"{key} was not finite at {counted(len(steps), 'step')}, first at step {steps[0]:,}."
-        for key, steps in bad.items()
-        if steps
-    ]
+    warnings = []
+    for key in ("loss", "eval/loss", "grad_norm"):
+        if key in run.series and (steps := run.series[key].bad_steps):
+            times = counted(len(steps), "step")
+            warnings.append(f"{key} was not finite at {times}, first at step {steps[0]:,}.")
     return warnings + run.notes
 
 
@@ -116,34 +114,24 @@ def _lineage(run: Workdir) -> Section:
     """A fork's section: its ancestors, and the keys that each step on the way changed."""
     tables, notes = [], []
     for parent in run.lineage:
-        step, tokens = (parent.get(key) for key in ("step", "tokens"))
-        known = isinstance(step, int) and isinstance(tokens, int)
-        at = f"step {step:,}, {tokens:,} tokens" if known else "?"
-        folder, name = (value_text(parent.get(key)) for key in ("folder", "run"))
-        notes.append(f"Forked from {folder} (run {name}) at {at}.")
-        changed = parent.get("changed")
-        if isinstance(changed, dict) and changed:
-            rows = [
-                [key, *map(value_text, pair)]
-                for key, pair in changed.items()
-                if isinstance(pair, list)
-            ]
-            tables.append(
-                Table("Differences", ("key", "there", "here"), rows, "code", folded=False)
-            )
+        notes.append(
+            f"Forked from {parent['folder']} (run {parent['run']}) at step {parent['step']:,},"
+            f" {parent['tokens']:,} tokens."
+        )
+        rows = [[key, *map(value_text, pair)] for key, pair in parent["changed"].items()]
+        if rows:
+            head = ("key", "there", "here")
+            tables.append(Table("Differences", head, rows, "code", folded=False))
     return Section("Lineage", tables=tables, notes=notes)
 
 
 def _sample(run: Workdir) -> Section:
     """The generated text, its prompt marked."""
-    mark = f"<mark>{escape(run.prompt)}</mark>" if run.prompt else ""
-    text = (
-        f'<div class="card"><pre>{mark}{escape(run.sample[len(run.prompt) :])}</pre></div>'
-        if run.sample
-        else ""
-    )
     after = " after the marked prompt" if run.prompt else ""
-    return Section("Sample", f"The trained model’s own text{after}.", below=text)
+    prompt = wrapped("<mark>", escape(run.prompt), "</mark>")
+    text = prompt + escape(run.sample[len(run.prompt) :])
+    card = wrapped('<div class="card"><pre>', text, "</pre></div>")
+    return Section("Sample", f"The trained model’s own text{after}.", below=card)
 
 
 def _numbers(run: Workdir) -> Section:
@@ -169,19 +157,21 @@ def _config(run: Workdir) -> Section:
     """The recorded config: first the keys that differ from the defaults, then all; at last where
     the run took place."""
     defaults = dict(flat(config_module.to_dict(config_module.Config())))
-    found = list(flat(run.config))
-    changed = [
-        [key, value_text(value), value_text(defaults[key]) if key in defaults else "–"]
-        for key, value in found
-        if key not in defaults or not _same(value, defaults[key])
-    ]
-    title = "Differences from the defaults"
-    tables = (
-        [Table(title, ("key", "value", "default"), changed, "code", folded=False)] if found else []
-    )
-    for title, pairs in (("All keys", found), ("Environment", flat(run.environment))):
+    recorded = list(flat(run.config))
+    tables, changed = [], []
+    for key, value in recorded:
+        if key not in defaults:
+            changed.append([key, value_text(value), "–"])
+        elif not _same(value, defaults[key]):
+            changed.append([key, value_text(value), value_text(defaults[key])])
+    if recorded:
+        head = ("key", "value", "default")
+        title = "Differences from the defaults"
+        tables.append(Table(title, head, changed, "code", folded=False))
+    for title, pairs in (("All keys", recorded), ("Environment", flat(run.environment))):
         rows = [[key, value_text(value)] for key, value in pairs]
-        tables += [Table(title, ("key", "value"), rows, "code", folded=True)] if rows else []
+        if rows:
+            tables.append(Table(title, ("key", "value"), rows, "code", folded=True))
     return Section("Config", tables=tables)
 
 
@@ -189,8 +179,8 @@ def flat(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     """The leaves of nested groups, and of lists of groups (the schedule's phases), by their dotted
     keys."""
     for key, item in value.items():
-        if isinstance(item, list) and item and all(isinstance(one, dict) for one in item):
-            item = {f"[{i}]": one for i, one in enumerate(item)}
+        if isinstance(item, list) and item and all(isinstance(group, dict) for group in item):
+            item = {f"[{i}]": group for i, group in enumerate(item)}
         if isinstance(item, dict) and item:
             yield from flat(item, f"{prefix}{key}.")
         else:
@@ -205,10 +195,13 @@ def _same(value: object, default: object) -> bool:
 def value_text(value: object) -> str:
     """A config's value as people read it."""
     if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    if isinstance(value, str) and value:
+        return value
     if isinstance(value, list) and len(value) > 4 and all(item == value[0] for item in value):
         return f"{len(value)} × {json.dumps(value[0], ensure_ascii=False)}"
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)
 
 
 SECTIONS = (

@@ -130,20 +130,26 @@ footer { margin-top: 28px; color: var(--soft); font-size: 13px; }
 """
 
 
-def _between(stops: tuple[str, ...], part: float) -> str:
+def _mixed(stops: tuple[str, ...], part: float) -> str:
+    """The colour at a part of the way from the first stop to the last."""
     place = part * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)
-    pairs = zip(*(bytes.fromhex(stop[1:]) for stop in stops[index : index + 2]), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * (place - index)):02x}" for a, b in pairs)
+    before, after = (bytes.fromhex(stop[1:]) for stop in stops[index : index + 2])
+    mixed = "#"
+    for low, high in zip(before, after, strict=True):
+        mixed += f"{round(low + (high - low) * (place - index)):02x}"
+    return mixed
 
 
 def _scheme(scheme: str) -> str:
     rules = [f".c{i}{{color:{color}}}" for i, color in enumerate(LINES[scheme])]
     for ramp in "sd":
         for level in range(LEVELS):
-            color = _between(RAMPS[scheme, ramp], level / (LEVELS - 1))
-            also = f",.r{LEVELS - 1 - level}" if ramp == "s" else ""
-            rules.append(f".{ramp}{level}{also}{{fill:{color};background:{color}}}")
+            color = _mixed(RAMPS[scheme, ramp], level / (LEVELS - 1))
+            names = f".{ramp}{level}"
+            if ramp == "s":  # reversed, it is a ramp too
+                names += f",.r{LEVELS - 1 - level}"
+            rules.append(f"{names}{{fill:{color};background:{color}}}")
     return "".join(rules)
 
 

@@ -1,4 +1,4 @@
-"""Draws curves and heat maps as inline SVG; also the axes and captions that all pictures share.
+"""Draws curves and heat maps as inline SVG, and the axes and captions that all pictures share.
 
 Colours are CSS classes (see `style`), so that a picture follows the reader's light or dark scheme.
 A picture is an HTML figure: caption, legend with the last values, and the SVG with a description
@@ -13,12 +13,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from zaya_jax.report.style import LEVELS, style_sheet
-from zaya_jax.report.text import escape, exponent, number
+from zaya_jax.report.text import escape, exponent, number, wrapped
 
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 14, 28
 FLOOR = HEIGHT - BOTTOM  # where the axis below a picture lies
+MOST_TICKS = 5  # of an axis
+MOST_NAMED = 6  # ticks with names
 MOST_LABELS = 7  # of one curve
+LABEL_ROOM = (46, 15)  # pixels between two labels, to the side and up
 FAR = 9000.0  # pixels: where values far outside the picture are put
 CELLS, MOST_COLUMNS, MOST_ROWS = 6_000, 120, 64  # of a heat map
 
@@ -32,12 +35,18 @@ class Curve:
     color: int = 0
     look: str = "line"
     band: Sequence[tuple[float, float, float]] = ()  # (step, low, high)
-    dash: int = 0  # for more curves than there are colours
+    dashed: bool = False  # for more curves than there are colours
+
+    @property
+    def finite(self) -> list[float]:
+        """The values that can be drawn."""
+        return [value for _, value in self.points if math.isfinite(value)]
 
     @property
     def classes(self) -> str:
         """How it looks."""
-        return self.look + (f" dash{self.dash}" if self.dash else "") + f" c{self.color}"
+        dash = " dash1" if self.dashed else ""
+        return f"{self.look}{dash} c{self.color}"
 
     @property
     def swatch(self) -> str:
@@ -45,28 +54,44 @@ class Curve:
         return f'<i class="key {self.classes}"></i>'
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers between low and high, at most `most` of them."""
+def thinned[T](items: Sequence[T], most: int) -> Sequence[T]:
+    """At most `most` of them, evenly spaced, with the first."""
+    return items[:: max(1, math.ceil(len(items) / most))]
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """A few round numbers between low and high."""
     if not high > low:
         return [low]
-    raw = (high - low) / max(1, most - 1)
-    power = 10.0 ** math.floor(math.log10(raw))
+    power = 10.0 ** math.floor(math.log10((high - low) / (MOST_TICKS - 1)))
     for factor in (1, 2, 2.5, 5, 10, 20):
         step = factor * power
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first + 1 <= most:
+        if last - first + 1 <= MOST_TICKS:
             return [i * step for i in range(first, last + 1)]
     return [low, high]
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten between low and high; within a decade also their doubles and fives."""
+    first = math.ceil(math.log10(low) - 1e-9)
+    last = math.floor(math.log10(high) + 1e-9)
+    powers = [10.0**i for i in range(first, last + 1, 1 + max(0, last - first) // 5)]
+    if len(powers) > 1:
+        return powers
+    finer = [factor * 10.0**i for i in range(first - 1, last + 1) for factor in (1, 2, 5)]
+    return [tick for tick in finer if low <= tick * 1.000001 and tick <= high * 1.000001]
+
+
 def _tick_labels(values: Sequence[float]) -> list[str]:
-    if 0 < max((abs(v) for v in values), default=0.0) < 0.005:
-        return [exponent(f"{v:.2e}") if v else "0" for v in values]
-    labels = [number(v, 6) for v in values]
-    if not any("e" in label or label[-1:].isalpha() for label in labels):
-        places = max((len(label.partition(".")[2]) for label in labels), default=0)
-        labels = [f"{v:.{places}f}".replace("-", "−") for v in values]
-    return labels
+    if 0 < max((abs(value) for value in values), default=0.0) < 0.005:
+        return [exponent(f"{value:.2e}") if value else "0" for value in values]
+    labels = [number(value, 6) for value in values]
+    if any("e" in label or label[-1:].isalpha() for label in labels):
+        return labels
+    # The same number of digits behind the point for all.
+    places = max((len(label.partition(".")[2]) for label in labels), default=0)
+    return [f"{value:.{places}f}".replace("-", "−") for value in values]
 
 
 class Axis:
@@ -74,40 +99,42 @@ class Axis:
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False):
         if not high - low > 1e-300:  # a single value: a little room around it
-            room = abs(low) * 0.1 or 1.0
-            low, high = (low / 1.5, low * 1.5) if log else (low - room, high + room)
+            if log:
+                low, high = low / 1.5, low * 1.5
+            else:
+                room = abs(low) * 0.1 or 1.0
+                low, high = low - room, high + room
         self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
-        self._low, self._high = (math.log10(low), math.log10(high)) if log else (low, high)
-        if log:
-            first, last = math.ceil(self._low - 1e-9), math.floor(self._high + 1e-9)
-            self.ticks = [10.0**i for i in range(first, last + 1, max(1, 1 + (last - first) // 5))]
-            if len(self.ticks) < 2:
-                self.ticks = [m * 10.0**i for i in range(first - 1, last + 1) for m in (1, 2, 5)]
-                self.ticks = [t for t in self.ticks if low <= t * 1.000001 and t <= high * 1.000001]
-        else:
-            self.ticks = ticks(low, high)
+        self.ticks = log_ticks(low, high) if log else ticks(low, high)
 
     def __call__(self, value: float) -> float:
-        if self.log:
-            value = math.log10(value) if value > 0 else -400.0
-        part = (value - self._low) / (self._high - self._low)
+        low = self._scaled(self.low)
+        part = (self._scaled(value) - low) / (self._scaled(self.high) - low)
         return min(FAR, max(-FAR, self.start + part * (self.end - self.start)))
+
+    def _scaled(self, value: float) -> float:
+        if not self.log:
+            return value
+        return math.log10(value) if value > 0 else -400.0
 
 
 def value_axis(y: Axis, unit: str, width: float = WIDTH) -> str:
     """The vertical axis: values and grid lines."""
-    return "".join(
-        f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{width - RIGHT:g}"/>'
-        f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{label}{unit}</text>'
-        for tick, label in zip(y.ticks, _tick_labels(y.ticks), strict=True)
-    )
+    parts = []
+    for tick, label in zip(y.ticks, _tick_labels(y.ticks), strict=True):
+        parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{width - RIGHT:g}"/>')
+        place = f'x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end"'
+        parts.append(f"<text {place}>{label}{unit}</text>")
+    return "".join(parts)
 
 
 def lower_axis(x: Axis, bottom: float, name: str, named: Sequence[tuple[float, str]] = ()) -> str:
     """The axis below a picture, with these ticks, otherwise with whole numbers."""
     if not named:
-        shown = [t for t in x.ticks if t == int(t) and t >= 0 and x(t) > x.start + 16] or [x.low]
-        named = list(zip(shown, _tick_labels(shown), strict=True))
+        # Further to the left a tick would run into the axis' name.
+        whole = [tick for tick in x.ticks if tick == int(tick) >= 0 and x(tick) > x.start + 16]
+        whole = whole or [x.low]
+        named = list(zip(whole, _tick_labels(whole), strict=True))
     parts = [
         f'<path class="axis" d="M{x.start} {bottom}H{x.end}"/>',
         f'<text x="{x.start - 6}" y="{bottom + 20}" text-anchor="end">{escape(name)}</text>',
@@ -133,9 +160,10 @@ def figure(
     """A picture with its caption, the entries of its legend and a sentence below."""
     label = escape(f"{title}. {describe}")
     svg = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{drawn}</svg>'
-    note = f'<p class="note">{escape(note)}</p>' if note else ""
-    legend = f'<ul class="legend">{legend}</ul>' if legend else ""
-    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{svg}{note}</figure>\n"
+    caption = f"<figcaption>{escape(title)}</figcaption>"
+    entries = wrapped('<ul class="legend">', legend, "</ul>")
+    below = wrapped('<p class="note">', escape(note), "</p>")
+    return f"<figure>{caption}{entries}{svg}{below}</figure>\n"
 
 
 def standalone(drawn: str) -> str:
@@ -149,57 +177,55 @@ def standalone(drawn: str) -> str:
 
 def _unbroken(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
     """The stretches between points that are not finite."""
-    runs: list[list[tuple[float, ...]]] = [[]]
+    stretches: list[list[tuple[float, ...]]] = [[]]
     for point in points:
-        if all(math.isfinite(v) for v in point):
-            runs[-1].append(point)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+        if all(map(math.isfinite, point)):
+            stretches[-1].append(point)
+        elif stretches[-1]:
+            stretches.append([])
+    return [stretch for stretch in stretches if stretch]
 
 
 def draw(line: Curve, x: Axis, y: Axis) -> str:
     """One curve, with its band."""
     parts = []
-    for run in _unbroken(line.band):
-        if len(run) > 1:
-            edge = [f"{x(s):.1f},{y(high):.1f}" for s, _, high in run]
-            edge += [f"{x(s):.1f},{y(low):.1f}" for s, low, _ in reversed(run)]
+    for stretch in _unbroken(line.band):
+        if len(stretch) > 1:
+            edge = [f"{x(step):.1f},{y(high):.1f}" for step, _, high in stretch]
+            edge += [f"{x(step):.1f},{y(low):.1f}" for step, low, _ in reversed(stretch)]
             parts.append(f'<polygon class="band c{line.color}" points="{" ".join(edge)}"/>')
-    for run in _unbroken(line.points):
-        if len(run) == 1 and line.look != "dots":
-            place = f'cx="{x(run[0][0]):.1f}" cy="{y(run[0][1]):.1f}"'
+    for stretch in _unbroken(line.points):
+        if len(stretch) == 1 and line.look != "dots":
+            place = f'cx="{x(stretch[0][0]):.1f}" cy="{y(stretch[0][1]):.1f}"'
             parts.append(f'<circle class="alone c{line.color}" {place} r="2"/>')
         else:
-            joined = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in run)
+            joined = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in stretch)
             parts.append(f'<polyline class="{line.classes}" points="{joined}"/>')
-        if line.look == "dots" and len(run) <= 64:
-            for s, v in run:
-                note = (
-                    f"<title>{escape(line.label)} at step {number(round(s))}: {number(v)}</title>"
-                )
-                place = f'cx="{x(s):.1f}" cy="{y(v):.1f}"'
-                parts.append(f'<circle class="dot c{line.color}" {place} r="3.2">{note}</circle>')
+        if line.look == "dots" and len(stretch) <= 64:
+            for step, value in stretch:
+                about = f"{escape(line.label)} at step {number(round(step))}: {number(value)}"
+                place = f'cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.2"'
+                circle = f'<circle class="dot c{line.color}" {place}>'
+                parts.append(f"{circle}<title>{about}</title></circle>")
     return "".join(parts)
 
 
 def _point_labels(line: Curve, x: Axis, y: Axis) -> str:
     """Values next to points: the last, the lowest, and others if there is room."""
-    good = [(s, v) for s, v in line.points if math.isfinite(v) and y.low <= v <= y.high]
-    if not good:
+    shown = [point for point in line.points if y.low <= point[1] <= y.high]
+    if not shown:
         return ""
+    wide, high = LABEL_ROOM
     taken: list[tuple[float, float]] = []
     parts = []
-    for s, v in [good[-1], min(good, key=lambda p: p[1]), *reversed(good)]:
-        px, py = min(max(x(s), LEFT + 26.0), WIDTH - RIGHT - 16.0), y(v)
-        py += -8 if py > TOP + 14 else 16
-        if len(taken) < MOST_LABELS and all(
-            abs(px - qx) >= 46 or abs(py - qy) >= 15 for qx, qy in taken
-        ):
+    for step, value in [shown[-1], min(shown, key=lambda point: point[1]), *reversed(shown)]:
+        px, py = min(max(x(step), LEFT + 26.0), WIDTH - RIGHT - 16.0), y(value)
+        py += -8 if py > TOP + 14 else 16  # above the point, near the picture's top below it
+        free = all(abs(px - qx) >= wide or abs(py - qy) >= high for qx, qy in taken)
+        if free and len(taken) < MOST_LABELS:
             taken.append((px, py))
-            parts.append(
-                f'<text class="value" x="{px:.1f}" y="{py:.1f}" text-anchor="middle">{number(v)}</text>'
-            )
+            place = f'x="{px:.1f}" y="{py:.1f}" text-anchor="middle"'
+            parts.append(f'<text class="value" {place}>{number(value)}</text>')
     return "".join(parts)
 
 
@@ -225,52 +251,57 @@ class Chart:
         """The figure."""
         x = Axis(*self.x_range, LEFT, WIDTH - RIGHT, self.log_x)
         y = Axis(*self.y_range, FLOOR, TOP, self.log)
-        drawn = "".join(draw(line, x, y) for line in self.lines)
-        dotted = [line for line in self.lines if line.look == "dots"]
-        # Labels of several dotted curves would overlap.
-        labels = _point_labels(dotted[0], x, y) if len(dotted) == 1 else ""
-        box = f"{LEFT} {TOP - 4} {WIDTH - RIGHT - LEFT + 8} {FLOOR - TOP + 5}"
-        at = 'x="{}" y="{}" width="{}" height="{}"'.format(*box.split())
-        note = " ".join(filter(None, (self.note, self._beyond(y))))
-        svg = (
-            value_axis(y, self.unit)
-            + lower_axis(x, FLOOR, self.over, self.named[:: -(-len(self.named) // 6) or 1])
-            + f'<svg {at} viewBox="{box}">{drawn}</svg>{labels}'
-            + "".join(_bad_mark(x(step), step, self.bad) for step in self.bad_steps)
-        )
+        labels, dotted = "", [line for line in self.lines if line.look == "dots"]
+        if len(dotted) == 1:  # labels of several dotted curves would overlap
+            labels = _point_labels(dotted[0], x, y)
+        # Curves are cut off at the edges of the picture, axes and labels are not.
+        left, top, wide, high = LEFT, TOP - 4, WIDTH - RIGHT - LEFT + 8, FLOOR - TOP + 5
+        place = f'x="{left}" y="{top}" width="{wide}" height="{high}"'
+        window = f'<svg {place} viewBox="{left} {top} {wide} {high}">'
+        curves = "".join(draw(line, x, y) for line in self.lines)
+        marks = "".join(_bad_mark(x(step), step, self.bad) for step in self.bad_steps)
+        axes = value_axis(y, self.unit)
+        axes += lower_axis(x, FLOOR, self.over, thinned(self.named, MOST_NAMED))
         legend = "".join(map(self._legend, self.lines))
-        legend += f'<li><i class="key bad">✕</i>{escape(self.bad)}</li>' if self.bad_steps else ""
+        if self.bad_steps:
+            legend += f'<li><i class="key bad">✕</i>{escape(self.bad)}</li>'
         return figure(
-            self.title, legend, svg, describe=" ".join(map(self._words, self.lines)), note=note
+            self.title,
+            legend,
+            f"{axes}{window}{curves}</svg>{labels}{marks}",
+            describe=" ".join(map(self._words, self.lines)),
+            note=f"{self.note} {self._beyond(y)}".strip(),
         )
 
     def _legend(self, line: Curve) -> str:
-        last = next((v for _, v in reversed(line.points) if math.isfinite(v)), math.nan)
-        text = number(last) + self.unit if math.isfinite(last) else "–"
-        return f"<li>{line.swatch}{escape(line.label)} <b>{text}</b></li>"
+        last = f"{number(line.finite[-1])}{self.unit}" if line.finite else "–"
+        return f"<li>{line.swatch}{escape(line.label)} <b>{last}</b></li>"
 
     def _beyond(self, y: Axis) -> str:
         """Names the curves with values that the picture leaves out, each with the furthest."""
         found = []
         for line in self.lines:
-            points = [*line.points, *((step, v) for step, *ends in line.band for v in ends)]
-            if out := [
-                (step, v) for step, v in points if math.isfinite(v) and not y.low <= v <= y.high
-            ]:
-                step, value = max(out, key=lambda point: abs(point[1]))
-                found.append(
-                    f"{line.label} ({number(value)}{self.unit} at {self.over}"
-                    f" {number(round(step))})"
-                )
-        return f"Beyond the picture: {', '.join(found)}." if found else ""
+            points = [*line.points]
+            for step, low, high in line.band:
+                points += [(step, low), (step, high)]
+            outside = [
+                (step, value)
+                for step, value in points
+                if math.isfinite(value) and not y.low <= value <= y.high
+            ]
+            if outside:
+                step, value = max(outside, key=lambda point: abs(point[1]))
+                place = f"{self.over} {number(round(step))}"
+                found.append(f"{line.label} ({number(value)}{self.unit} at {place})")
+        return wrapped("Beyond the picture: ", ", ".join(found), ".")
 
     def _words(self, line: Curve) -> str:
         """A curve for those who do not see it."""
-        values = [v for _, v in line.points if math.isfinite(v)]
+        values = line.finite
         if not values:
             return f"{line.label}: no finite value."
         low, high, last = (
-            f"{number(v)}{self.unit}" for v in (min(values), max(values), values[-1])
+            f"{number(value)}{self.unit}" for value in (min(values), max(values), values[-1])
         )
         return f"{line.label}: last {last}, between {low} and {high}."
 
@@ -292,20 +323,23 @@ class Scale:
     name: str = "s"  # s: sequential, r: the same reversed, d: diverging
     log: bool = False
 
-    def level(self, value: float) -> int:
-        """The colour class of a value."""
-        low, high = self.low, self.high
+    def color(self, value: float) -> str:
+        """The colour's class; "" where there is no value."""
+        if not math.isfinite(value):
+            return ""
+        low, high, part = self.low, self.high, 0.5
         if self.log:
             value, low, high = math.log2(max(value, 1e-9)), math.log2(low), math.log2(high)
-        part = (value - low) / (high - low) if high > low else 0.5
-        return min(LEVELS - 1, max(0, int(part * LEVELS)))
+        if high > low:
+            part = (value - low) / (high - low)
+        return f"{self.name}{min(LEVELS - 1, max(0, int(part * LEVELS)))}"
 
     @classmethod
     def between(cls, values: Iterable[float]) -> "Scale":
         """From the least value to the greatest; one value alone lies on a scale from zero, zero on
         one up to 1."""
-        good = [v for v in values if math.isfinite(v)] or [0.0]
-        low, high = min(good), max(good)
+        finite = [value for value in values if math.isfinite(value)] or [0.0]
+        low, high = min(finite), max(finite)
         if low == high:
             low, high = min(low, 0.0), max(high, 0.0)
         return cls(low, high if high > low else 1.0)
@@ -316,15 +350,15 @@ def columns(rows: int) -> int:
     return max(4, min(MOST_COLUMNS, CELLS // rows))
 
 
-def grouped(count: int, most: int = MOST_ROWS) -> tuple[list[int], list[str]]:
-    """(where groups of equal size begin, their names) so that there are at most `most` of `count`
-    things."""
-    size = math.ceil(count / most)
+def grouped(count: int) -> tuple[list[int], list[str]]:
+    """(where groups of equal size begin, their names): as many as a picture may have rows."""
+    size = math.ceil(count / MOST_ROWS)
     starts = list(range(0, count, size))
-    ends = [min(s + size, count) - 1 for s in starts]
-    return starts, [
-        f"{s}–{end}" if end > s else str(s) for s, end in zip(starts, ends, strict=True)
-    ]
+    names = []
+    for start in starts:
+        end = min(start + size, count) - 1
+        names.append(f"{start}–{end}" if end > start else f"{start}")
+    return starts, names
 
 
 @dataclasses.dataclass
@@ -351,44 +385,40 @@ class HeatMap:
         """The figure."""
         names = self.names or [str(row) for row in range(len(self.cells))]
         size = min(24.0, max(4.0, (HEIGHT - BOTTOM - TOP) / len(names)))
-        tops = [TOP + size * r for r in range(len(names))]
+        tops = [TOP + size * row for row in range(len(names))]
         bottom = tops[-1] + size
         x = Axis(*self.x_range, LEFT, WIDTH - RIGHT)
-        middles = [(x(a) + x(b)) / 2 for a, b in itertools.pairwise(self.steps)]
-        edges = [round(v, 1) for v in (x.start, *middles, x.end)]
-        stride = math.ceil(14 / size)  # a phone has larger letters
-        labels = "".join(
-            f'<text x="{LEFT - 6}" y="{tops[r] + size / 2 + 4:.1f}"'
-            f' text-anchor="end">{escape(name)}</text>'
-            for r, name in enumerate(names)
-            if r % stride == 0
-        )
-        cells = f'<g class="cells">{self._rectangles(edges, tops, size)}</g>'
+        middles = [(x(step) + x(after)) / 2 for step, after in itertools.pairwise(self.steps)]
+        edges = [round(edge, 1) for edge in (x.start, *middles, x.end)]
+        drawn = f'<g class="cells">{self._rectangles(edges, tops, size)}</g>'
+        every = math.ceil(14 / size)  # low rows: not all names have room; a phone's are larger
+        for name, top in list(zip(names, tops, strict=True))[::every]:
+            place = f'x="{LEFT - 6}" y="{top + size / 2 + 4:.1f}" text-anchor="end"'
+            drawn += f"<text {place}>{escape(name)}</text>"
+        drawn += lower_axis(x, bottom, self.column_name)
         swatches = "".join(f'<i class="{self.scale.name}{level}"></i>' for level in range(LEVELS))
-        legend = (
-            f"<li>{escape(self.ends[0])}<span"
-            f' class="ramp">{swatches}</span>{escape(self.ends[1])}</li>'
+        low, high = self.ends
+        ramp = f'<span class="ramp">{swatches}</span>'
+        return figure(
+            self.title,
+            f"<li>{escape(low)}{ramp}{escape(high)}</li>",
+            drawn,
+            bottom + BOTTOM,
+            describe=f"Colours by {self.row_name} and {self.column_name}, from {low} to {high}.",
+            note=self.note,
         )
-        drawn = cells + labels + lower_axis(x, bottom, self.column_name)
-        words = (
-            f"Colours by {self.row_name} and {self.column_name}, from {self.ends[0]} to"
-            f" {self.ends[1]}."
-        )
-        return figure(self.title, legend, drawn, bottom + BOTTOM, describe=words, note=self.note)
 
     def _rectangles(self, edges: Sequence[float], tops: Sequence[float], size: float) -> str:
         """Neighbouring cells of one colour; NaN leaves a hole."""
-        paths: dict[str, list[str]] = {}
-        tall = f"{size - 1 if size > 8 else size:.4g}"
+        paths: dict[str, str] = {}
+        height = f"{size - 1 if size > 8 else size:.4g}"  # high rows have a gap between them
         for row, top in zip(self.cells.tolist(), tops, strict=True):
-            levels = (self.scale.level(value) if math.isfinite(value) else None for value in row)
-            cells = zip(levels, edges[:-1], edges[1:], strict=True)
-            for level, group in itertools.groupby(cells, lambda cell: cell[0]):
-                spans = list(group)
-                if level is not None:
-                    start, wide = spans[0][1], f"{spans[-1][2] - spans[0][1]:.4g}"
-                    path = f"M{start:g} {top:.4g}h{wide}v{tall}h-{wide}z"
-                    paths.setdefault(f"{self.scale.name}{level}", []).append(path)
-        return "".join(
-            f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items())
-        )
+            cells = zip(map(self.scale.color, row), edges[:-1], edges[1:], strict=True)
+            for color, neighbours in itertools.groupby(cells, lambda cell: cell[0]):
+                if color:
+                    spans = list(neighbours)
+                    left, right = spans[0][1], spans[-1][2]
+                    wide = f"{right - left:.4g}"
+                    rectangle = f"M{left:g} {top:.4g}h{wide}v{height}h-{wide}z"
+                    paths[color] = paths.get(color, "") + rectangle
+        return "".join(f'<path class="{color}" d="{d}"/>' for color, d in sorted(paths.items()))

@@ -5,6 +5,9 @@ import math
 from typing import Any
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+# What stands for a control character: its symbol, or a mark where it has none.
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+CONTROLS |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 
 
 class Markup(str):
@@ -16,17 +19,12 @@ def escape(text: object) -> Markup:
     is."""
     if isinstance(text, Markup):
         return text
-    plain = "".join(
-        (
-            chr(0x2400 + ord(c))
-            if ord(c) < 32 and c not in "\n\t"
-            else "\ufffd"
-            if 0x7F <= ord(c) < 0xA0
-            else c
-        )
-        for c in str(text)
-    )
-    return Markup(html.escape(plain, quote=True))
+    return Markup(html.escape(str(text).translate(CONTROLS), quote=True))
+
+
+def wrapped(opening: str, content: str, closing: str) -> str:
+    """HTML with its tags around it; nothing where there is no content."""
+    return f"{opening}{content}{closing}" if content else ""
 
 
 def printable(text: str) -> str:
@@ -61,7 +59,8 @@ def known(value: float) -> str:
 def exponent(text: str) -> str:
     """A number in exponent form without its needless zeros."""
     mantissa, power = text.split("e")
-    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
     return f"{mantissa}e{int(power)}".replace("-", "−")
 
 
@@ -79,12 +78,13 @@ def duration(seconds: float) -> str:
             if seconds >= least or not seconds:
                 return f"{factor * seconds:.3g} {unit}"
         return f"{1e6 * seconds:.3g} µs"
-    left, parts = round(seconds), []
+    rest = round(seconds)
+    parts: list[tuple[int, str]] = []
     for unit, size in UNITS:
-        amount, left = divmod(left, size)
-        parts.append((amount, unit))
-    first = next(i for i, (amount, _) in enumerate(parts) if amount)
-    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
+        amount, rest = divmod(rest, size)
+        if amount or parts:  # not the zeros in front
+            parts.append((amount, unit))
+    return " ".join(f"{amount} {unit}" for amount, unit in parts[:2] if amount)
 
 
 def byte_size(size: float) -> str:
@@ -103,11 +103,15 @@ def counted(count: int, word: str, several: str = "s") -> str:
 def shape_of_step(row: dict[str, Any]) -> str:
     """The batch and the mesh of a phase, in words, from the plain numbers of a plan or a compiled
     program."""
-    mesh = " x ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n is not True and n > 1)
-    switches = "".join(f", {name}" for name, size in row["mesh"].items() if size is True)
+    axes, switches = [], ""
+    for name, size in row["mesh"].items():
+        if size is True:
+            switches += f", {name}"
+        elif size > 1:
+            axes.append(f"{name} {size}")
+    micro_batches = counted(row["micro_batches"], "micro-batch", "es")
     return (
         f"{row['sequences']:,} sequences of {row['seq_len']:,} tokens per step in"
-        f" {counted(row['micro_batches'], 'micro-batch', 'es')} on"
-        f" {mesh or 'one device'}{switches}: {row['tokens_per_device']:,.0f} tokens a device; remat"
-        f" {row['remat']}"
+        f" {micro_batches} on {' x '.join(axes) or 'one device'}{switches}:"
+        f" {row['tokens_per_device']:,.0f} tokens a device; remat {row['remat']}"
     )
