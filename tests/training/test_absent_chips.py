@@ -39,18 +39,20 @@ MODELS = {
     },
 }
 MESHES = {
-    "one device": ("zaya", 1, {}),
-    "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True}),
+    "one device": ("zaya", 1, {}, H200),
+    "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True}, H200),
 }
 MORE_MESHES = {
-    "linear": ("linear", 1, {}),
-    "context and tensor": ("zaya", 4, {"context": 2, "tensor": 2}),
-    "ring": ("zaya", 2, {"context": 2, "ring": True}),
-    "linear over context": ("linear", 2, {"context": 2}),
-    "dense TSP": ("dense", 2, {"tensor": 2, "tsp": True}),
+    "MI300X": ("zaya", 1, {}, MI300X),
+    "linear": ("linear", 1, {}, H200),
+    "context and tensor": ("zaya", 4, {"context": 2, "tensor": 2}, H200),
+    "ring": ("zaya", 2, {"context": 2, "ring": True}, H200),
+    "linear over context": ("linear", 2, {"context": 2}, H200),
+    "dense TSP": ("dense", 2, {"tensor": 2, "tsp": True}, H200),
 }
 CASES = [pytest.param(*case, id=name) for name, case in MESHES.items()]
 CASES += [slow(*case, id=name) for name, case in MORE_MESHES.items()]
+NAMES = ("model", "devices", "mesh", "device")
 
 
 def settings(model: str = "zaya", mesh: dict | None = None, **precision) -> config.Config:
@@ -94,6 +96,7 @@ def trace(of: config.Config, devices: int, device: AbstractDevice = H200):
 @functools.cache
 def lowered(of: config.Config, devices: int, device: AbstractDevice = H200) -> list:
     """The operations of the step's StableHLO."""
+    targets.tell_pallas()
     module = trace(of, devices, device).lower(lowering_platforms=PLATFORMS).compiler_ir("stablehlo")
     return list(walk(module.operation))
 
@@ -173,21 +176,11 @@ def tricks_of_cpus(traced) -> collections.Counter:
     return +found
 
 
-def check_that_nothing_is_of_cpus(model: str, devices: int, mesh: dict, device: AbstractDevice):
+@pytest.mark.parametrize(NAMES, CASES)
+def test_a_step_for_an_absent_chip_has_nothing_of_the_cpus(model, devices, mesh, device):
     of = dataclasses.replace(settings(model), mesh=config.Mesh(**mesh))
     assert not tricks_of_cpus(trace(of, devices, device))
     assert ("experts_gate_up" in kernels(lowered(of, devices, device))) == (model != "dense")
-
-
-@pytest.mark.parametrize(("model", "devices", "mesh"), CASES)
-def test_a_step_for_an_absent_chip_has_nothing_of_the_cpus(model, devices, mesh):
-    check_that_nothing_is_of_cpus(model, devices, mesh, H200)
-
-
-@pytest.mark.slow
-def test_nor_has_one_for_an_mi300x():
-    targets.tell_pallas()
-    check_that_nothing_is_of_cpus(*MESHES["one device"], MI300X)
 
 
 def test_the_cpus_own_step_has_it():
@@ -204,14 +197,13 @@ def test_the_cpus_own_step_has_it():
     ("model", "kinds", "device", "whole"),
     [
         ("zaya", 1, H200, WHOLE),
-        ("linear", 2, H200, WHOLE),
+        slow("linear", 2, H200, WHOLE),
         slow("dense", 0, H200, WHOLE),
         slow("zaya", 1, MI300X, "HIGHEST"),
     ],
 )
 def test_float32_of_the_table_is_float32(model, kinds, device, whole):
     """With bfloat16 products, all that is left of float32 keeps its bits."""
-    targets.tell_pallas()
     found = products(lowered(settings(model), 1, device))
     exact = [p for p in found if p[0] == "f32"]
     # For each kind of layer that is traced: the router's four matrices, three products each; the
@@ -220,7 +212,7 @@ def test_float32_of_the_table_is_float32(model, kinds, device, whole):
     assert {p[:2] for p in found} - {("f32", whole)} == {("bf16", "DEFAULT")}
 
 
-@pytest.mark.parametrize("weights", ["compute", "float32"])
+@pytest.mark.parametrize("weights", ["compute", slow("float32")])
 def test_a_step_rounds_the_experts_weights_before_its_kernels_read_them(weights):
     """The products of an NVIDIA GPU take their second operand from shared memory: weights that are
     rounded in their loops go there twice."""
@@ -247,11 +239,11 @@ def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(mat
         assert len(router) >= 4 and {p[1] for p in router} == {WHOLE}
 
 
-@pytest.mark.parametrize(("model", "devices", "mesh"), CASES)
-def test_no_scatter_adds_numbers_in_an_order_of_its_own(model, devices, mesh):
+@pytest.mark.parametrize(NAMES, CASES)
+def test_no_scatter_adds_numbers_in_an_order_of_its_own(model, devices, mesh, device):
     """A GPU does several additions to one place in the order in which they come."""
     of = dataclasses.replace(settings(model), mesh=config.Mesh(**mesh))
-    operations = lowered(of, devices)
+    operations = lowered(of, devices, device)
     scatters = [op for op in operations if op.name == "stablehlo.scatter"]
     assert any(element(op.results[0]) == "f32" for op in scatters)  # the embedding's gradient
     for op in scatters:

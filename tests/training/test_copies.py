@@ -9,11 +9,13 @@ import jax
 import numpy as np
 import pytest
 import tiny_runs
+from saved_trees import save_tree
 from tiny_runs import lines, same_state, settings, train, write_corpus
 
 from pallas_kernels import chip
 from zaya_jax import cli, trees
 from zaya_jax.checkpoint import partial
+from zaya_jax.checkpoint.run import store
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.checkpoint.writing import parts_by_device
 from zaya_jax.optim.zero import by_layer, matrices
@@ -50,14 +52,6 @@ def keys(tmp_path_factory):
     return KEYS | {"data__path": write_corpus(tmp_path_factory.mktemp("copies") / "data")}
 
 
-@pytest.fixture(scope="module")
-def run(keys, tmp_path_factory):
-    """A run of six steps on four devices, with saves after four and six."""
-    folder = tmp_path_factory.mktemp("copies") / "run"
-    assert train(folder, 4, **keys) == cli.DONE
-    return folder
-
-
 @functools.cache
 def on(devices, **keys):
     """(config, setup, state's shapes, its snapshots) on so many devices."""
@@ -66,6 +60,31 @@ def on(devices, **keys):
     setup = states.set_up(config, mesh)
     state = states.abstract(config, setup)
     return config, setup, state, snapshot.Snapshots(setup.optimizer, state)
+
+
+@pytest.fixture(scope="module")
+def run(keys, tmp_path_factory):
+    """A run's folder with a checkpoint of random numbers, as four devices write it."""
+    folder = tmp_path_factory.mktemp("copies")
+    *_, snapshots = on(4, **keys)
+    rng = np.random.default_rng(0)
+    numbers = {
+        name: (9 * rng.standard_normal(x.shape)).astype(x.dtype)
+        for name, x in snapshots.locations.arrays.items()
+    }
+    meta = {"step": 6, "tokens": 6}
+    save_tree(store.Store(folder / "given"), 6, trees.nested(numbers), meta, last=True)
+    state = restored(snapshots, folder / "given")
+    copy = snapshots.take(state)
+    store.Store(folder / "run").save_now(6, copy, meta, snapshots.locations)
+    for name, x in trees.flat(partial.read(folder / "run", "*")).items():
+        np.testing.assert_array_equal(x, numbers[name], name)
+    return folder / "run"
+
+
+def restored(snapshots, folder):
+    source = SealedSource(folder)
+    return snapshots.to_state(source.restore(snapshots.abstract, snapshots.locations, exact=True))
 
 
 def check_copies(optimizer, state, weights):
@@ -98,16 +117,17 @@ def check_same(ours, theirs):
 
 
 @pytest.mark.slow
-def test_a_run_with_copies_is_the_run_without(run, keys, tmp_path):
+def test_a_run_with_copies_is_the_run_without(keys, tmp_path):
     """From its beginning, and from the other's checkpoint."""
-    theirs = tmp_path / "theirs"
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert train(ours, 4, **keys) == cli.DONE
     assert train(theirs, 4, precision__weights="float32", **keys) == cli.DONE
-    check_same(run, theirs)
-    for folder in (run, theirs):
+    check_same(ours, theirs)
+    for folder in (ours, theirs):
         shutil.copytree(folder, again := tmp_path / "again")
         shutil.rmtree(again / "checkpoints" / "6")
         assert train(again, 4, **keys) == cli.DONE
-        check_same(again, run)
+        check_same(again, ours)
         shutil.rmtree(again)
 
 
@@ -124,9 +144,7 @@ def test_any_mesh_reads_the_owners_weights(run, keys, devices):
     _, setup, _, snapshots = on(devices, **keys)
     optimizer = setup.optimizer
     assert set(optimizer.layout.copied) >= EXPERTS if devices > 1 else not optimizer.layout.copied
-    state = snapshots.to_state(
-        SealedSource(run).restore(snapshots.abstract, snapshots.locations, exact=True)
-    )
+    state = restored(snapshots, run)
     check_copies(optimizer, state, saved(run))
     theirs = trees.flat(partial.read(run, "*"))
     for copy in (parts_by_device(snapshots.on_devices(state)), snapshots.on_host(state)):
@@ -151,6 +169,16 @@ def test_a_run_begins_with_given_weights(run, keys):
     check_copies(
         setup.optimizer, snapshots.with_weights_of(fresh, SealedSource(run).restore), saved(run)
     )
+
+
+def test_a_step_leaves_copies_where_they_were(keys):
+    config, setup, state, _ = on(4, **keys)
+    rows = jax.ShapeDtypeStruct((1, 8, 16), np.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
+    batch["loss_mask"] = jax.ShapeDtypeStruct(rows.shape, np.float32)
+    after, _ = steps.make_train_step(config, setup).eval_shape(state, batch, np.float32(1e-3))
+    shapes = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (after, state))
+    assert next(shapes) == next(shapes)
 
 
 def whole(snapshots, state):

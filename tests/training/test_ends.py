@@ -101,7 +101,7 @@ def test_an_error_in_the_middle(run, tmp_path, error):
 def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run_goes_on(
     run, tmp_path, capsys
 ):
-    """In this process; tests/training/test_killed.py has it as a program's end."""
+    """In this process; tests/training/test_processes.py has it as a program's end."""
     root, away = tmp_path / "run" / "checkpoints", tmp_path / "moved away"
 
     def go():

@@ -1,4 +1,5 @@
-"""A run's figures: its lines when it goes on, where it is, and the time that it still takes."""
+"""A run's figures: its lines when it goes on, where it is, the time that it still takes, and the
+profile of its steps."""
 
 import itertools
 import json
@@ -12,6 +13,7 @@ import tiny_runs
 
 from zaya_jax import cli
 from zaya_jax.cluster import beats
+from zaya_jax.config import UserError
 from zaya_jax.training import figures
 from zaya_jax.training.pace import Pace
 
@@ -114,3 +116,25 @@ def test_own_time_is_what_is_left_of_a_step_without_waiting(reports, monkeypatch
     assert ("step", 2, "dispatch") in places  # an accelerator's call is short
     # Fetching took 2, the call 4, figures 16; waiting is not its own, evaluation not the step's.
     assert laps == [beats.Lap(2, 2 + 4 + 8 + 16, 4 + 16, 2)]
+
+
+# ################################################################################################
+# The profile
+# ##################################################################################################
+
+
+def test_a_profile_has_the_steps_and_scopes_that_were_asked_for(tmp_path, capsys):
+    tiny_runs.write_corpus(tmp_path / "text")
+    # the end comes first
+    keys = {"data__path": str(tmp_path / "text"), "run__num_steps": 3, "log__profile": "2:9"}
+    assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE
+    (trace,) = (tmp_path / "run" / "plugins" / "profile").glob("*/*.xplane.pb")
+    found = trace.read_bytes()
+    assert b"/experts/" in found and b"/optimizer/" in found and b"step_num" in found
+    assert capsys.readouterr().out.count("profile written: ") == 1
+
+
+@pytest.mark.parametrize("wrong", ["0", "5:0", "first", "3:", "-1", "1:2:3"])
+def test_a_wrong_wish_is_refused(wrong):
+    with pytest.raises(UserError, match=r"config\.log\.profile=.* is not STEP or STEP:STEPS"):
+        tiny_runs.settings(log__profile=wrong)

@@ -36,6 +36,7 @@ SMALL = {
     "run.num_steps": 1,
     "mesh.data": 1,
     "optim.name": "adamw",
+    "balance.lr": 1e-3,  # as below: one program for both
 }
 TUNED = {
     "data.global_batch": 8,

@@ -1,5 +1,5 @@
-"""Low-rank updates: the base stays, adapters alone are trained and saved, and what is made of a run
-has both merged."""
+"""Low-rank updates: the base stays, in few bits too, adapters alone are trained and saved, and what is
+made of a run has both merged."""
 
 import json
 import shutil
@@ -14,13 +14,16 @@ from safetensors.numpy import load_file
 
 import zaya_jax as zj
 from zaya_jax import cli, trees
-from zaya_jax.checkpoint import merged, partial
+from zaya_jax.checkpoint import few_bits, merged, partial
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.config import UserError
-from zaya_jax.pytorch import adapters, any_model, exchange, hub
+from zaya_jax.model import lora, quantized
+from zaya_jax.pytorch import adapters, any_model, exchange, hf, hub
 from zaya_jax.pytorch.card import Publication
 from zaya_jax.training.loss import make_loss
 
+SIZES = {"model__hidden_size": 32, "model__moe_intermediate_size": 32}  # for a scale of 32 inputs
+DENSE = {"model__model_type": "dense", "model__intermediate_size": 32, "model__num_experts": 1}
 IDS = np.arange(48).reshape(2, 24) % 200
 
 
@@ -52,44 +55,34 @@ def test_only_adapters_are_trained_and_saved(folder):
 
 
 def test_a_run_begins_as_its_base(folder):
-    """With a rate of 0 B stays zero, and so the logits are the base's."""
-    still = {"run__num_steps": 1, "optim__lr": 0.0, "balance__enabled": False}
-    assert train(folder, folder / "still", **still) == cli.DONE
-    np.testing.assert_array_equal(
-        zj.load(folder / "still").logits(IDS), zj.load(folder / "base").logits(IDS)
-    )
-    moved = zj.load(folder / "run").logits(IDS)
-    assert np.abs(moved - zj.load(folder / "base").logits(IDS)).max() > 1e-2
-    # before: the held-out loss of the base
+    """Its held-out loss before the first step is the base's after its last."""
     before, first, *_, last = tiny_runs.lines(folder / "run")
-    assert before["step"] == 0 and last["loss"] < first["loss"]
+    ended = tiny_runs.lines(folder / "base")[-1]["eval/loss"]
+    assert before["step"] == 0 and before["eval/loss"] == pytest.approx(ended, rel=1e-6)
+    assert last["loss"] < first["loss"]
+    moved, still = (zj.load(folder / name).logits(IDS) for name in ("run", "base"))
+    assert np.abs(moved - still).max() > 1e-2
 
 
-def test_a_killed_run_ends_in_the_same_bits(folder, tmp_path):
-    shutil.copytree(folder / "run", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "6")
-    assert train(folder, tmp_path / "cut") == cli.DONE
-    tiny_runs.same_state(folder / "run", tmp_path / "cut")
+def check_export(workdir, model, frozen, out):
+    """The loss of the training step's own function is that of the merged weights, which the export
+    has too."""
+    loss = make_loss(model.config, model.config.model)
+    rows = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:], "segment_ids": None, "positions": None}
+    rows |= {"loss_mask": np.ones(rows["targets"].shape, np.float32)}
+    adapted = jax.jit(lambda params, base: loss(params, model.balance, rows, 46.0, frozen=base)[0])(
+        partial.read(workdir, "params.*")["params"], frozen
+    )
+    whole = jax.jit(lambda params: loss(params, model.balance, rows, 46.0)[0])(model.params)
+    assert adapted == whole
+    exported = zj.load(exchange.to_hf(str(workdir), out), dtype="float32")
+    np.testing.assert_array_equal(model.logits(IDS), exported.logits(IDS))
 
 
 def test_the_export_is_the_run(folder, tmp_path):
-    """The loss of the training step's own function is that of the merged weights, which the export
-    has too."""
     model = zj.load(folder / "run")
-    loss = make_loss(model.config, model.config.model)
-    of_run, base = (partial.read(folder / name, "params.*")["params"] for name in ("run", "base"))
-    rows = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:], "segment_ids": None, "positions": None}
-    rows |= {"loss_mask": np.ones(rows["targets"].shape, np.float32)}
-    adapted = jax.jit(
-        lambda params, base: loss(
-            params, model.balance, rows, 46.0, frozen={"params": base, "scales": {}}
-        )[0]
-    )(of_run, base)
-    assert adapted == jax.jit(lambda params: loss(params, model.balance, rows, 46.0)[0])(
-        model.params
-    )
-    exported = zj.load(exchange.to_hf(f"{folder}/run", tmp_path / "hf"), dtype="float32")
-    np.testing.assert_array_equal(model.logits(IDS), exported.logits(IDS))
+    base = partial.read(folder / "base", "params.*")["params"]
+    check_export(folder / "run", model, {"params": base, "scales": {}}, tmp_path / "hf")
     assert zj.load(model.save(tmp_path / "saved")).loss(IDS, IDS) == model.loss(IDS, IDS)
 
 
@@ -168,22 +161,6 @@ def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
     np.testing.assert_allclose(theirs, zj.load(tmp_path / "run").logits(IDS), atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"mesh__expert": 2, "mesh__fsdp": True}])
-def test_a_mesh_trains_as_one_device(folder, tmp_path, mesh):
-    assert train(folder, tmp_path / "mesh", 4, **mesh) == cli.DONE
-    ours, one = (
-        trees.flat(partial.read(run, "params.*")) for run in (tmp_path / "mesh", folder / "run")
-    )
-    for name, x in one.items():
-        np.testing.assert_allclose(ours[name], x, atol=2e-3, err_msg=name)
-    losses = [
-        [line["loss"] for line in tiny_runs.lines(run)[1:]]
-        for run in (tmp_path / "mesh", folder / "run")
-    ]
-    np.testing.assert_allclose(*losses, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -193,6 +170,15 @@ def test_a_mesh_trains_as_one_device(folder, tmp_path, mesh):
             {"mesh__tensor": 2},
             "config.mesh.tensor=2 with config.run.lora=4: LoRA does not support tensor parallelism",
         ),
+        (
+            {"run__base": "mxfp4", "run__lora": None},
+            "config.run.base=mxfp4 is given without config.run.lora",
+        ),
+        (
+            {"run__base": "mxfp4"},
+            "mxfp4 has a scale for every 32 inputs of an expert, but here an expert has 16",
+        ),
+        (SIZES | DENSE | {"run__base": "mxfp4"}, "config.run.base=mxfp4 is for experts"),
     ],
 )
 def test_what_cannot_be_is_said(folder, tmp_path, keys, says):
@@ -236,3 +222,93 @@ def test_another_base_is_refused(folder, tmp_path):
     finally:
         shutil.rmtree(folder / "base", ignore_errors=True)
         shutil.move(folder / "kept", folder / "base")
+
+
+# ################################################################################################
+# Over experts in few bits
+# ##################################################################################################
+
+
+FORMS = ("mxfp4", pytest.param("fp8", marks=pytest.mark.slow))
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """A base that was never trained, and its corpus."""
+    root = tmp_path_factory.mktemp("few bits")
+    tiny_runs.write_corpus(root / "corpus")
+    zj.create(tiny_runs.settings(**SIZES), seed=5).save(root / "base")
+    return root
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def in_few_bits(untrained, request):
+    """Six steps over the base in a form."""
+    workdir = untrained / request.param
+    assert train(untrained, workdir, **SIZES, run__base=request.param) == cli.DONE
+    return workdir, request.param
+
+
+def test_the_base_is_codes_in_memory(untrained):
+    """As many bytes as the forms say, whatever else is in it."""
+    model = tiny_runs.settings(**SIZES).model
+    number = model.num_hidden_layers * model.num_experts * 3 * 32 * 32
+    for form, size in (("compute", 4), ("fp8", 1 + 4 / 32), ("mxfp4", 1 / 2 + 1 / 32)):
+        base = lora.abstract_base(model, tiny_runs.settings().precision, form)
+        experts = jax.tree.leaves((base["params"]["layers"]["experts"], base["scales"]))
+        assert sum(x.size * x.dtype.itemsize for x in experts) == number * size
+
+
+def test_a_killed_run_over_few_bits_ends_in_the_same_bits(untrained, in_few_bits, tmp_path):
+    workdir, form = in_few_bits
+    shutil.copytree(workdir, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "6")
+    assert train(untrained, tmp_path / "cut", **SIZES, run__base=form) == cli.DONE
+    tiny_runs.same_state(workdir, tmp_path / "cut")
+    source = SealedSource(workdir)
+    assert source.meta()["base"]["form"] == form
+    assert all(name.endswith((".a", ".b")) for name in source.arrays if name.startswith("params."))
+
+
+def test_the_export_is_the_run_over_few_bits(in_few_bits, untrained, tmp_path):
+    """Merged onto the numbers of the codes, which the step decodes itself."""
+    workdir, form = in_few_bits
+    model = zj.load(workdir)
+    like = lora.abstract_base(model.config.model, model.config.precision, form)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), like)
+    frozen = few_bits.FewBits(any_model.open_weights(f"{untrained}/base"), form).restore(like)
+    check_export(workdir, model, frozen, tmp_path / "hf")
+    adapters = trees.flat(partial.read(workdir, "params.*")["params"])
+    base = trees.flat(zj.load(untrained / "base").params)
+    for name, x in trees.flat(model.params).items():
+        moved = float(np.abs(np.asarray(x) - base[name]).max())
+        assert (moved > 0) == (f"{name}.a" in adapters), name
+
+
+def test_a_published_base_keeps_its_codes(untrained, tmp_path):
+    """A run has the numbers of a quantized directory, not those of a second rounding."""
+    for form in quantized.FORMATS:
+        folder = exchange.to_hf(f"{untrained}/base", tmp_path / form, quantize=form)
+        source = hf.Directory(folder)
+        decoded = few_bits.FewBits(source, form, decoded=True)
+        for name, axis in quantized.INPUT_AXES.items():
+            codes, scale = few_bits.FewBits(source, form).of_layer(name, 1)
+            path = ("params", "layers", *name.split("/"))
+            numbers = quantized.decode(codes, scale, axis)
+            np.testing.assert_array_equal(numbers, source.read(path, 1))
+            np.testing.assert_array_equal(decoded.read(path, 1), source.read(path, 1))
+        other = next(x for x in quantized.FORMATS if x != form)
+        assert source.stored_codes(other, "experts/down", 1) is None
+
+
+@pytest.mark.slow
+def test_a_mesh_trains_as_one_device(untrained, in_few_bits, tmp_path):
+    workdir, form = in_few_bits
+    mesh = SIZES | {"mesh__expert": 2, "mesh__fsdp": True, "run__base": form}
+    assert train(untrained, tmp_path / "mesh", 4, **mesh) == cli.DONE
+    losses = [
+        [line["loss"] for line in tiny_runs.lines(folder)[1:]]
+        for folder in (tmp_path / "mesh", workdir)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-4)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tiny_runs import start as train
 
 import zaya_jax as zj
-from experiments.configs import finetune, tiny
+from experiments.configs import finetune
 from zaya_jax import cli, config
 from zaya_jax.config import UserError
 from zaya_jax.data import pack, pipeline, windows
@@ -25,7 +25,7 @@ from zaya_jax.text import tokenizers
 from zaya_jax.text.token_block import Document, concatenate
 from zaya_jax.training.preference import loss_of_pairs
 
-SMALL = tiny_runs.SMALL | {"model.max_position_embeddings": 128, "data.seq_len": 128}
+SMALL = {"model.max_position_embeddings": 128, "data.seq_len": 128}
 TUNED = {
     "data.global_batch": 4,
     "run.num_steps": 8,
@@ -89,19 +89,16 @@ def settings(folder, options=",preference=dpo", **keys):
     return config.check(c)
 
 
-def train_base(root, seed):
-    c = tiny.get_config()
-    keys = {"data.path": str(root / "corpus"), "run.num_steps": 1, "mesh.data": 1, "run.seed": seed}
-    c.update_from_flattened_dict(SMALL | keys)
-    assert train(config.check(c), root / "base") == cli.DONE
+def save_base(root, seed):
+    """Fresh weights as a run's folder."""
+    zj.create(tiny_runs.settings(**SMALL), seed).save(root / "base")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A base that has taken one step, 44 pairs, and a run on these."""
+    """A base that was never trained, 44 pairs, and a run on these."""
     root = tmp_path_factory.mktemp("preference")
-    tiny_runs.write_corpus(root / "corpus")
-    train_base(root, seed=0)
+    save_base(root, seed=0)
     bad = [pair(90, "a", "a"), pair(91, "a", "b" * 90), pair(92, "a", "")]
     write(root / "pairs.jsonl", [*map(pair, range(41)), *bad])
     assert train(settings(root), root / "run") == cli.DONE
@@ -110,7 +107,7 @@ def folder(tmp_path_factory):
 
 def test_a_run_learns_to_prefer_and_counts_what_it_leaves_out(folder):
     log = (folder / "run" / "logs" / "process-00000.log").read_text()
-    assert f"answers are compared with those of step 1 of {folder / 'base'}\n" in log
+    assert f"answers are compared with those of step 0 of {folder / 'base'}\n" in log
     counted = "42 kept, 1 of these with an empty answer, 1 dropped, 1 identical"
     assert f"38 pairs to learn and 4 held out ({counted}); " in log
     before, first, *_, last = tiny_runs.lines(folder / "run")
@@ -155,23 +152,12 @@ def test_a_killed_run_ends_in_the_same_bits(folder, tmp_path, options):
         assert [line.get(name) for line in ours] == [line.get(name) for line in theirs]
 
 
-@pytest.mark.slow
-def test_a_run_on_a_mesh_is_that_of_one_device(folder, tmp_path):
-    mesh = settings(folder, mesh__data=2, mesh__context=2, mesh__fsdp=True)
-    assert tiny_runs.start(mesh, tmp_path / "mesh", 4) == cli.DONE
-    ours, one = (tiny_runs.lines(run)[1:] for run in (tmp_path / "mesh", folder / "run"))
-    for name in ("loss", "rewards/margins", "logps/chosen"):
-        np.testing.assert_allclose(
-            [line[name] for line in ours], [line[name] for line in one], rtol=1e-3, atol=1e-4
-        )
-
-
 def test_another_reference_is_refused(folder, tmp_path):
     shutil.copytree(folder / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
     shutil.move(folder / "base", folder / "kept")
     try:
-        train_base(folder, seed=1)
+        save_base(folder, seed=1)
         with pytest.raises(UserError, match="different weights; restore the original base"):
             train(settings(folder), tmp_path / "run")
     finally:

@@ -1,9 +1,10 @@
-"""lm-eval's tasks while a run trains: their scores at their steps, which change nothing else.
+"""Evaluations while a run trains: named ones, and lm-eval's tasks; their figures are those of the
+program, the same after a stop, and change nothing else.
 
-The loop is tested with a stand-in for the harness, which asks the model as a task does; with lm-eval
-installed one test runs a task of its own.
-"""
+The loop of tasks is tested with a stand-in for the harness, which asks the model as a task does;
+with lm-eval installed one test runs a task of its own."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,7 +17,10 @@ import tiny_runs
 from test_ends import run
 
 import zaya_jax as zj
-from zaya_jax import cli
+from experiments.configs import tiny
+from experiments.evaluate import __main__ as evaluate
+from zaya_jax import cli, config
+from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
 from zaya_jax.evaluate import harness
 from zaya_jax.evaluate.during_training import StateModel, TaskScores
@@ -118,7 +122,7 @@ def test_a_mesh_gives_the_scores_of_one_device():
 def test_low_rank_updates_are_added_to_the_weights_and_step_0_is_scored(run, asked, tmp_path):
     assert run(99, None, **KEYS | {"run__num_steps": 2}) == cli.DONE
     base = shutil.move(tmp_path / "run", tmp_path / "base")
-    keys = KEYS | dict(run__init_from=str(base), run__lora=2, optim__lr=0.1, balance__enabled=False)
+    keys = KEYS | dict(run__init_from=str(base), run__lora=4, optim__lr=0.1)
     assert run(99, None, **keys) == cli.DONE
     found = scores(tmp_path / "run")
     assert list(found) == [0, 4, 6] and asked.sources[1:] == ["step 0", "step 4", "step 6"]
@@ -182,3 +186,109 @@ def test_lm_eval_s_scores_are_those_of_the_program(run, tmp_path, monkeypatch):
             for name, (value, _) in table.items()
         }
         assert len(found) == 3
+
+
+# ################################################################################################
+# Named evaluations
+# ##################################################################################################
+
+
+CONTENT = 14  # bytes: with begin and end a row of 16 tokens, so that windows are documents
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """A run on documents of one row each, and two named evaluations of such."""
+    for name, count in (("trained", 60), ("one", 5), ("two", 2)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i}.txt").write_text(f"{name} {i * i}".ljust(CONTENT, "."))
+    places = tuple(f"{name}={tmp_path / name}" for name in ("one", "two"))
+    return dict(
+        data__path=str(tmp_path / "trained"),
+        eval__named=places,
+        eval__every=4,
+        eval__windows=8,
+        run__num_steps=6,
+        model__max_position_embeddings=64,
+    )
+
+
+def named_losses(workdir):
+    """{step: {name: loss}} of steps that have some."""
+    lines = tiny_runs.lines(workdir)
+    found = {
+        line["step"]: {k: v for k, v in line.items() if k.startswith("eval/")} for line in lines
+    }
+    return {step: names for step, names in found.items() if names}
+
+
+def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(
+    run, called, keys, tmp_path, monkeypatch, capsys
+):
+    asked = []
+    stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
+    assert run(4, stop, **keys) == cli.PREEMPTED
+    assert named_losses(tmp_path / "run") == {}
+    assert run(99, None, reached=4, **keys) == cli.DONE
+    found = named_losses(tmp_path / "run")
+    assert list(found) == [6]  # the stop left the evaluation of step 4 out
+    assert all(list(names) == ["eval/loss", "eval/one", "eval/two"] for names in found.values())
+    printed = capsys.readouterr().out
+    assert "eval/" not in printed and "held-out" in printed
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "eval/one" in report and "eval/two" in report
+
+    # Documents are windows here, so the program that evaluates gives the same, of the held-out part
+    # too.
+    monkeypatch.setattr(multihost, "run_distributed", lambda program: program())
+    for name, options in [("loss", []), ("one", [f"--data={tmp_path / 'one'}"])]:
+        options = [f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out' / name}", *options]
+        assert called(evaluate, *options)[0] == cli.DONE
+        (row,) = json.loads((tmp_path / "out" / name / "evaluation.json").read_text())[
+            "data"
+        ].values()
+        assert row["loss"] == pytest.approx(found[6][f"eval/{name}"], rel=1e-5), name
+    changed = tmp_path / "trained" / "7.txt"
+    before = changed.read_text()
+    changed.write_text("other text than the run has seen")
+    code, _, err = called(evaluate, f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
+    assert code == cli.BAD_INPUT and "was trained on other data than its sources now have" in err
+    changed.write_text(before)
+
+    shutil.rmtree(tmp_path / "run")
+    assert run(99, None, **keys) == cli.DONE
+    never_stopped = named_losses(tmp_path / "run")
+    assert list(never_stopped) == [4, 6] and never_stopped[6] == found[6]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("one", "is not of the form name=path, such as"),
+        ("loss={}/one", "loss is the name of the loss on the run's held-out data"),
+        ("x={}/nowhere", r"eval\.named x=.*nowhere: .*nowhere. holds no text file"),
+        (
+            "x={}/trained/3.txt",
+            r"1 of its 1 files are trained on as part of .*trained, such as .*/3\.txt",
+        ),
+        (
+            "x={}/links",
+            r"2 of its 2 files are trained on as part of .*trained, such as .*links/hard\.txt",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(
+    keys, tmp_path, given, message
+):
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "hard.txt").hardlink_to(tmp_path / "trained" / "4.txt")
+    (tmp_path / "links" / "soft.txt").symlink_to(tmp_path / "trained" / "5.txt")
+    settings = tiny.get_config()
+    settings.update_from_flattened_dict(
+        {"data.path": keys["data__path"], "data.tokenizer": "bytes"}
+    )
+    settings.eval.named = (f"first={tmp_path}/two", given.format(tmp_path))
+    with pytest.raises(UserError, match=message):
+        train(config.check(settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

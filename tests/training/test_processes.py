@@ -1,8 +1,10 @@
-"""The training program as several real processes: the same losses, one writer, one last step, one
-exit code."""
+"""The training program as real processes: several have the same losses, one writer, one last step and
+one exit code; killed at any moment nothing is lost, repeated, or half there."""
 
+import random
 import re
 import signal
+import time
 
 import multiprocess_runs
 import numpy as np
@@ -11,7 +13,9 @@ import tiny_runs
 from measured_figures import figures_of
 
 from zaya_jax import cli, config
+from zaya_jax.checkpoint.folders import steps_in
 from zaya_jax.checkpoint.source import read_meta
+from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import beats, multihost
 from zaya_jax.config import UserError
 from zaya_jax.hardware import measured
@@ -31,10 +35,8 @@ SMALL = tiny_runs.SMALL | {
 def pretrain(tmp_path):
     """start(workdir, count, devices each, {config key: value}) of the program."""
 
-    def call(workdir, count, devices=1, keys=(), **variables):
-        return multiprocess_runs.pretrain(
-            tmp_path, workdir, SMALL | dict(keys), count, devices, variables
-        )
+    def call(workdir, count, devices, keys, **variables):
+        return multiprocess_runs.pretrain(tmp_path, workdir, keys, count, devices, variables)
 
     return call
 
@@ -58,14 +60,16 @@ def same_training(a, b):
 
 
 def test_two_processes_train_as_one_does(pretrain, tmp_path):
-    adamw = {"optim.name": "adamw"}  # compiles in half the time of Muon, which the slow tests have
+    adamw = SMALL | {
+        "optim.name": "adamw"
+    }  # compiles in half the time of Muon, which the slow tests have
     # The one also saves by the clock of its first process, after the same steps in both.
     (tmp_path / "beats").write_bytes(bytes(2 * beats.SIZE))
     watched = {beats.VARIABLE: str(tmp_path / "beats")}
     results = done(
         pretrain(tmp_path / "two", 2, 1, adamw | {"checkpoint.every_minutes": 1e-4}, **watched)
     )
-    one = SMALL | adamw | {"data.path": str(tmp_path / "corpus")}
+    one = adamw | {"data.path": str(tmp_path / "corpus")}
     assert tiny_runs.train(tmp_path / "one", **one) == cli.DONE
     same_training(tiny_runs.lines(tmp_path / "two"), tiny_runs.lines(tmp_path / "one"))
     for index in (0, 1):  # where they were, as they reported it
@@ -96,7 +100,7 @@ def test_two_processes_train_as_one_does(pretrain, tmp_path):
     ],
 )
 def test_however_the_mesh_lies_on_the_processes(pretrain, tmp_path, count, devices, mesh):
-    keys = {"model.num_attention_heads": 4} | mesh
+    keys = SMALL | {"model.num_attention_heads": 4} | mesh
     done(pretrain(tmp_path / "many", count, devices, keys))
     done(
         pretrain(
@@ -110,7 +114,7 @@ def test_however_the_mesh_lies_on_the_processes(pretrain, tmp_path, count, devic
 def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path):
     workdir, endless = (
         tmp_path / "run",
-        {"run.num_steps": 100_000, "checkpoint.every_steps": 100_000},
+        SMALL | {"run.num_steps": 100_000, "checkpoint.every_steps": 100_000},
     )
     with pretrain(workdir, 2, 1, endless) as run:
         run.wait_for("step      3/")
@@ -127,9 +131,9 @@ def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path
     assert read_meta(workdir, step)["step"] == step == tiny_runs.lines(workdir)[-1]["step"]
     for count, devices in ((1, 1), (4, 1)):
         step += 2
-        done(pretrain(workdir, count, devices, {"run.num_steps": step}))
+        done(pretrain(workdir, count, devices, SMALL | {"run.num_steps": step}))
     assert [line["step"] for line in tiny_runs.lines(workdir)] == list(range(1, step + 1))
-    again = done(pretrain(workdir, 2, 1, {"run.num_steps": step}))
+    again = done(pretrain(workdir, 2, 1, SMALL | {"run.num_steps": step}))
     assert "is complete" in again[0].out and again[1].out == ""
 
 
@@ -156,3 +160,81 @@ def test_another_command_or_another_folder_than_the_first_is_refused(
     with pytest.raises(config.UserError, match=words):
         open_workdir(tmp_path / "run", config.Config())
     assert not (tmp_path / "run").exists()
+
+
+def losses(workdir):
+    lines = tiny_runs.lines(workdir)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def complete_steps(workdir):
+    """The steps that a reader sees; all must be whole."""
+    root = workdir / "checkpoints"
+    steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
+    for step in steps:
+        assert Vault(root).verify(step) == []
+    return steps
+
+
+COPIES = {"checkpoint.durable": "safe"}
+
+
+@pytest.mark.parametrize(
+    ("kills", "places", "processes"),
+    [
+        ((1,), {}, 1),
+        pytest.param(range(100), {}, 1, marks=pytest.mark.slow),
+        pytest.param(range(20), COPIES, 1, marks=pytest.mark.slow),
+        pytest.param(range(20), COPIES, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(
+    pretrain, tmp_path, kills, places, processes
+):
+    """After each kill the newest step is whole; one of several processes is killed."""
+    length = tiny_runs.SMALL | {"run.num_steps": 12 * (max(kills) + 1)}
+    data = {"data.path": multiprocess_runs.write_corpus(tmp_path / "corpus")}
+    keys = (
+        length
+        | {"checkpoint.every_steps": 1}
+        | {name: str(tmp_path / value) for name, value in places.items()}
+    )
+
+    def whole(workdir, keys):
+        if processes > 1:
+            done(pretrain(workdir, processes, 1, keys))
+        else:
+            assert tiny_runs.train(workdir, **keys | data) == cli.DONE
+
+    whole(tmp_path / "whole", length | {"checkpoint.every_steps": 10_000})
+    workdir, times, newest = tmp_path / "killed", random.Random(0), 0
+    for kill in kills:
+        with pretrain(workdir, processes, 1, keys) as run:
+            if kill % 4:
+                # Somewhere in its steps and saves.
+                run.wait_for("ms |")
+                latest = time.monotonic() + 60
+                while (
+                    kill == 1
+                    and not steps_in(workdir / "checkpoints")
+                    and time.monotonic() < latest
+                ):
+                    # the first save compiles its copy: without one the test would show nothing
+                    time.sleep(0.05)
+                time.sleep(times.uniform(0, 0.6))
+            else:
+                # While it looks for its newest checkpoint, restores it, compiles, or starts.
+                time.sleep(times.uniform(1, 5))
+            run.processes[times.randrange(processes)].kill()
+            codes = [result.code for result in run.wait()]
+        assert -signal.SIGKILL in codes or codes == [cli.DONE] * processes
+        steps = complete_steps(workdir)
+        assert max(steps, default=0) >= newest, "a complete checkpoint has gone"
+        newest = max(steps, default=0)
+    assert newest > 0
+    whole(workdir, keys)
+    assert losses(workdir) == losses(tmp_path / "whole")
+    tiny_runs.same_state(workdir, tmp_path / "whole")
+    for place in [workdir / "checkpoints", *([tmp_path / "safe"] if places else [])]:
+        assert not [p.name for p in place.iterdir() if p.name.startswith((".saving", ".deleting"))]
