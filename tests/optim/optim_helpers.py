@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from zaya_jax.config import Optim, Precision
+from zaya_jax.config import Precision
 from zaya_jax.optim import chain
 
 FLOAT32 = Precision(newton_schulz="float32")
@@ -87,20 +87,9 @@ def expert_specs(tree):
     return specs
 
 
-def whole_step(optimizer):
-    """The jitted step (params, state, gradients, lr) → (params, state) of an optimizer without a
-    mesh."""
-
-    def step(params, state, grads, lr):
-        updates, state = optimizer.update(grads, state, params, lr=lr)
-        return optax.apply_updates(params, updates), state
-
-    return jax.jit(step)
-
-
 def mesh_step(optimizer, mesh, specs):
-    """The same on a mesh; gradients come with a first dim of one part per device, whose sum is the
-    gradient."""
+    """The jitted step (params, state, gradients, lr) → (params, state) on a mesh; gradients come with
+    a first dim of one part per device, whose sum is the gradient."""
 
     def step(params, state, parts, lr):
         grads = jax.tree.map(lambda x: x[0], parts)
@@ -122,52 +111,7 @@ def mesh_step(optimizer, mesh, specs):
         out_specs=(specs, state_specs),
         check_vma=False,
     )
-    return jax.jit(mapped), grad_specs
-
-
-def split(grads, grad_specs, mesh, seed):
-    """Uneven parts of each gradient, as many as there are devices that share the weight."""
-    random = np.random.default_rng(seed)
-
-    def parts(g, spec):
-        axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],) if spec[0] else ()
-        count = math.prod(mesh.shape[axis] for axis in axes)
-        noise = random.standard_normal((count, *g.shape)).astype(np.float32)
-        return g / count + noise - noise.mean(0, dtype=np.float64).astype(np.float32)
-
-    return jax.tree.map(parts, grads, grad_specs)
-
-
-def place(tree, specs, mesh):
-    """Arrays where these specs say."""
-    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
-
-
-def compare(mesh, like, specs, steps):
-    """The greatest relative difference of a weight after so many steps, and both final states."""
-    optim = Optim(newton_schulz_steps=2)  # five compile longer
-    whole = chain.build(optim, FLOAT32, like)
-    sharded = chain.build(optim, FLOAT32, like, specs=specs, axes=mesh.shape)
-    one, (many, grad_specs) = whole_step(whole), mesh_step(sharded, mesh, specs)
-    start = random_tree(like, 0, 0.3)
-    params, state = start, jax.jit(whole.init)()
-    mesh_params, mesh_state = (
-        place(start, specs, mesh),
-        place(jax.jit(sharded.init)(), sharded.specs(), mesh),
-    )
-    for step in range(steps):
-        lr = np.float32(0.02 * (step + 1) / steps)
-        parts = split(random_tree(like, step + 1), grad_specs, mesh, step)
-        grads = jax.tree.map(lambda x: x.sum(0, dtype=np.float64).astype(np.float32), parts)
-        params, state = one(params, state, grads, lr)
-        mesh_params, mesh_state = many(mesh_params, mesh_state, parts, lr)
-        jax.block_until_ready(mesh_params)
-
-    def distance(a, b):
-        return float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(a)))
-
-    errors = jax.tree.leaves(jax.tree.map(distance, params, mesh_params))
-    return max(errors), (whole, state), (sharded, mesh_state)
+    return jax.jit(mapped)
 
 
 def bytes_per_device(optimizer):

@@ -11,7 +11,7 @@ import optim_helpers
 import pytest
 
 from zaya_jax.config import Optim, Precision, UserError
-from zaya_jax.optim import chain
+from zaya_jax.optim import chain, skip
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,10 @@ def like():
 
 @pytest.fixture(scope="module")
 def params(like):
-    return optim_helpers.random_tree(like, 0)
+    """Of each kind of weight one or two: all of them compile four times as long."""
+    layers = {name: like["layers"][name] for name in ("attn_norm", "experts")}
+    layers["router"] = {"out": like["layers"]["router"]["out"]}
+    return optim_helpers.random_tree({"embed": like["embed"], "layers": layers}, 0)
 
 
 def updated(optim, params, grads, lr=0.1, steps=1, **options):
@@ -89,7 +92,7 @@ def test_a_weight_that_no_row_or_two_rows_claim_is_named(like):
 
 def test_decay_uses_the_learning_rate_alone_and_only_its_mask(params):
     zeros = jax.tree.map(np.zeros_like, params)
-    for name, factor in (("muon", 1.0), ("adamw", 1.0), ("adamw", 0.5)):
+    for name, factor in (("muon", 1.0), ("adamw", 0.5)):
         optim = Optim(name=name, weight_decay=0.2, adamw_lr_factor=factor)
         updates, _ = updated(optim, params, zeros, lr=0.1)
         claims = chain.build(optim, Precision(), params).rules
@@ -204,3 +207,40 @@ def test_the_update_copies_no_weights():
     # the experts' weights, so that the search can find something
     assert "f32[2,4,64,2,64]" in program
     assert not large, large
+
+
+def run(rule, norms, deviations=6.0):
+    step = jax.jit(lambda norm, state: skip.decide(rule, norm, state, deviations))
+    state, kept = skip.init(), []
+    for norm in norms:
+        keep, state = step(np.float32(norm), state)
+        kept.append(bool(keep))
+    return kept, state
+
+
+def noisy(count, mean=1.0):
+    return mean * (1 + 0.1 * np.random.default_rng(0).standard_normal(count))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("never", [True] * 3), ("nonfinite", [False] * 2 + [True])]
+)
+def test_not_finite(rule, expected):
+    assert run(rule, [np.nan, np.inf, 1e30])[0] == expected
+
+
+def test_spike():
+    kept, state = run("spike", [*noisy(200), 10.0, 1.0, np.nan, 1.5, 1.8])
+    assert all(kept[:200]) and kept[200:] == [False, True, False, True, False]
+    assert 0.9 < float(state.mean) < 1.1 and 0.05 < float(state.variance) ** 0.5 < 0.2
+    assert run("spike", [*noisy(200), 1.8], deviations=20.0)[0][-1]
+
+
+def test_nothing_is_a_spike_at_first_nor_a_small_change_of_a_steady_norm():
+    assert all(run("spike", [100.0, 50.0, 1.0, 30.0])[0])
+    assert all(run("spike", [1.0] * 100 + [1.2])[0])
+
+
+def test_a_lasting_rise_is_accepted():
+    kept, _ = run("spike", [*noisy(200), *noisy(100, mean=5.0)])
+    assert not kept[200] and all(kept[-40:])
