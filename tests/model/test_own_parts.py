@@ -91,9 +91,8 @@ class LinearRouter(zj.Router):
 @pytest.mark.parametrize(
     "own",
     [
-        {"layer": Normed},
+        {"layer": Normed, "router": LinearRouter},
         {"layer": MlpAlone},
-        {"router": LinearRouter},
         slow({"layer": AroundExperts}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rows of a batch: each equals itself alone, for any batch, padding and pieces, and what it is
+"""Rows of a batch: each equals itself alone, for any batch, padding, pieces and devices, and what it is
 without a cache."""
 
 import functools
@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 from refusals import refusal
 from rows import slow
 
-from zaya_jax.config import LAYER_KINDS, Model, UserError
+from zaya_jax.compiled import hlo
+from zaya_jax.config import LAYER_KINDS, UserError
 from zaya_jax.model import decode, sampling, zaya
 from zaya_jax.model.cca import empty_cache
 from zaya_jax.model.decode import Decoder
@@ -35,23 +36,6 @@ def weights():
     return model, *model_helpers.weights(model)
 
 
-@pytest.fixture(scope="module")
-def whole(weights):
-    """A row's hidden states and logits by one pass over it alone; it does not see later columns."""
-    model, params, bias = weights
-
-    @jax.jit
-    def run(ids):
-        hidden = zaya.apply(model, params, bias, TokenRows(ids), precision=EXACT).hidden
-        return hidden[0], zaya.logits(model, params, hidden, EXACT)[0]
-
-    def padded(row):
-        with jax.default_matmul_precision("highest"):
-            return run(np.asarray([row + [0] * (64 - len(row))]))
-
-    return padded
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -69,22 +53,6 @@ def test_a_row_is_what_it_is_alone(weights, options, monkeypatch):
     assert run(prompts=PROMPTS[::-1], seeds=seeds[::-1]) == together[::-1]
     assert run(prompts=PROMPTS[1:2], seeds=seeds[1]) == together[1:2]
     assert len({tuple(row) for row in together}) == 4
-
-
-@pytest.mark.slow  # the test above has rows in pieces
-@pytest.mark.parametrize("piece", [16, 7, decode.PIECE])
-def test_pieces_leave_what_one_pass_does(weights, whole, piece, monkeypatch):
-    """Convolutions, delayed values, states and windows go over a piece's border; rows end in each
-    of the pieces."""
-    monkeypatch.setattr(decode, "PIECE", piece)
-    rows = decode.Continuation(Decoder(*weights, EXACT), PROMPTS, 9)
-    for row, prompt in enumerate(PROMPTS):
-        np.testing.assert_allclose(rows._hidden[row], whole(prompt)[0][len(prompt) - 1], atol=2e-5)
-    first, rest = rows.more(), rows.more()
-    for row, prompt in enumerate(PROMPTS):
-        new = first[row] + rest[row]
-        logits = whole(prompt + new)[1]
-        assert new == np.argmax(logits[len(prompt) - 1 : len(prompt) + 8], -1).tolist()
 
 
 def test_a_row_ends_and_the_others_go_on(weights):
@@ -148,14 +116,6 @@ def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
     )
     # K and V, float32, 2 heads of 8, layers
     assert sizes.per_token == 2 * 4 * 2 * 8 * (1 if LINEAR in kinds else 2)
-
-
-def test_the_cache_of_the_published_model():
-    """40 layers of 2 heads of 128 in bfloat16: an eighth of what full attention with 8 heads of 256
-    would keep."""
-    sizes = decode.cache_bytes(Model(), model_helpers.Precision(), 1, 131_072)
-    assert sizes.per_token == 40 * 2 * 2 * 128 * 2 == 40_960
-    assert sizes.per_row == 40 * (2 * 10 * 128 + 128) * 2
 
 
 @pytest.mark.parametrize(
@@ -302,3 +262,48 @@ def test_the_stream_is_what_generate_gives(temperature):
     assert [len(p[0]) for p in pieces] == [1, 16, 3]
     assert [[token for (row,) in pieces for token in row]] == at_once
     assert decode.generate(decoder, ids, 0) == [[]]
+
+
+def mesh_of(size):
+    return jax.make_mesh(
+        (size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
+    )
+
+
+@pytest.mark.slow  # test_rows.py has pieces on one device, the next two tests one piece on several
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_prompts_in_pieces_are_continued_as_on_one_device(size, monkeypatch):
+    """All kinds of layers; pieces that no power of two divides, rows that end in each of them,
+    windows over their borders."""
+    model = model_helpers.small(layer_types=(FULL, LINEAR, SLIDING, LINEAR), num_hidden_layers=4)
+    params, bias = model_helpers.weights(model)
+    prompts = [[(7 * i + n) % 32 for i in range(n)] for n in (50, 1, 20)]
+    ours = decode.Decoder(model, params, bias, EXACT, DecodeDevices(mesh_of(size)))
+    theirs = ours._replace(devices=decode.ONE_DEVICE)
+    options = {"ends": [3], "sampling": Sampling(0.8, top_p=0.9), "seeds": 3}
+    whole = decode.generate(theirs, prompts, 8, **options)
+    monkeypatch.setattr(decode, "PIECE", 16)
+    assert decode.generate(ours, prompts, 8, **options) == whole
+
+
+def test_a_step_of_the_model_sends_nothing_else():
+    """Three arrays are reduced a layer and step, and a device's cache has its part of the
+    columns."""
+    model = model_helpers.small()
+    params, bias = model_helpers.weights(model)
+    rows = decode.Continuation(
+        decode.Decoder(model, params, bias, EXACT, DecodeDevices(mesh_of(8))), [[0] * 20], 5
+    )
+    sizes = decode.cache_bytes(model, EXACT, 1, rows.cache_length, DecodeDevices(mesh_of(8)))
+    assert model_helpers.cache_bytes(rows) == 8 * sizes.total
+    rows.more()
+    program = decode._next_tokens.lower(*rows.arguments(1))
+    assert program.as_text().count("stablehlo.all_reduce") == 3
+    compiled = program.compile()
+    found = hlo.collectives(compiled)
+    assert {c.kind for c in found} == {"all-reduce"}
+    reduced = [a.shape for c in found for a in c.operands]
+    heads, channels = model.num_attention_heads, model.head_dim
+    assert sorted(reduced) == [(1, heads), (1, heads), (1, heads, channels)]
+    assert f"f32[2,1,{rows.cache_length // 8},2,8]" in compiled.as_text()
+    assert f"f32[2,1,{rows.cache_length},2,8]" not in compiled.as_text()
