@@ -1,5 +1,5 @@
-"""Checkpoints from mesh to mesh: written on each, read on each other, trained on as if nothing had
-happened."""
+"""Whole training steps, Muon and ZeRO-1 included, on meshes that cut weights; and checkpoints from
+mesh to mesh: written on each, read on each other, trained on as if nothing had happened."""
 
 import functools
 
@@ -24,6 +24,14 @@ MESHES = {
     "data x expert x tensor": (8, dict(data=2, expert=2, tensor=2)),
     "fsdp": (8, dict(data=8, fsdp=True)),
 }
+# whose checkpoints are as those of the others
+TRAINED = MESHES | {
+    "data x tensor": (4, dict(data=2, tensor=2)),
+    "fsdp and tensor": (8, dict(data=2, tensor=4, fsdp=True)),
+    "data x expert x context": (8, dict(data=2, expert=2, context=2)),
+    "fsdp, expert and tensor": (8, dict(data=2, expert=2, tensor=2, fsdp=True)),
+    "tsp": (8, dict(data=2, expert=2, tensor=2, tsp=True)),
+}
 FAST = [
     ("data x expert x tensor", "one", 3),
     ("data x expert x tensor", "data x expert x tensor", 3),
@@ -42,7 +50,42 @@ def small_parts():
 
 @functools.cache
 def run(name):
-    return Run(*MESHES[name])
+    return Run(*TRAINED[name])
+
+
+@functools.cache
+def reference():
+    here = run("one")
+    here.restart()
+    return here.train(range(4)), here.logical()
+
+
+@pytest.mark.parametrize(
+    "name", fast_alone(["data x expert x tensor"], [name for name in TRAINED if name != "one"])
+)
+def test_training_on_a_mesh_is_training_on_one_device(name):
+    here = run(name)
+    losses = here.train(range(2))
+    # Into a copy and out of it again, like a checkpoint.
+    here.state = here.snapshots.to_state(here.snapshots.on_devices(here.state))
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **about) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(about.get("fun_name", event))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    losses += here.train(range(2, 4))
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == [], "a run that goes on needs no other program than one that begins"
+    np.testing.assert_allclose(losses, reference()[0], rtol=2e-6)
+    for part in ("params", "balance"):
+        for a, b in zip(
+            jax.tree.leaves(here.logical()[part]),
+            jax.tree.leaves(reference()[1][part]),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @functools.cache
