@@ -1,7 +1,7 @@
 """Agents with real processes: a process that dies, hangs or is lost is named, and the run goes on
 or ends as it should.
 
-The program is a stand-in that counts; `test_training` does the same with training itself.
+The program is a stand-in that counts; the last test does the same with training itself.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from agents import STEPS, command, start
 from waiting import until
 
 from experiments import supervise
+from tools import chaos
 from zaya_jax import cli
 from zaya_jax.aegis import accounts, machine
 from zaya_jax.checkpoint.run import claims
@@ -331,3 +332,12 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
     assert supervise.report(tmp_path) == 0
     out = capsys.readouterr().out
     assert "died" in out and "\x1b" not in out and "\u202e" not in out
+
+
+@pytest.mark.slow
+def test_a_run_hurt_in_every_way_names_each_fault_and_has_the_bits_of_one_left_alone(
+    tmp_path, capsys
+):
+    found = chaos.Chaos(tmp_path / "chaos", 1, print)
+    assert found.run(10) == 75, capsys.readouterr().out
+    assert found.same_bits()[0] and found.well(), found.table()

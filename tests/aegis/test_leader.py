@@ -1,18 +1,22 @@
-"""The leader hears sound messages, and no odd one of an agent that it knows ends it."""
+"""The leader hears sound messages, and no odd one of an agent that it knows ends it. Events passed to a
+command are never waited for, and failures counted."""
 
 import json
 import math
+import sys
 import threading
+import time
 
 import pytest
 
 from zaya_jax.aegis import facts
 from zaya_jax.aegis import leader as leader_module
 from zaya_jax.aegis.decide import Rules
-from zaya_jax.aegis.keeping import Keeper
+from zaya_jax.aegis.keeping import Hook, Keeper
 from zaya_jax.aegis.leader import FIELDS, Leader
 from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.cluster.connections import OddMessage
+from zaya_jax.cluster.events import RunEvent
 from zaya_jax.cluster.rank import split_address
 
 VIEW = [1, "step", 4, "wait", 0.1, 0.2, "S", [[4, 1.0, 0.5, 0.0]]]
@@ -133,3 +137,43 @@ def test_a_node_of_ipv6_is_the_coordinator_in_brackets(tmp_path):
     six.outcome = (0, "")
     (order,) = [order for order in orders if order[0] == "start"]
     assert order[2] == "[fd00::1]:4000" and split_address(order[2]) == ("fd00::1", 4000)
+
+
+DIED = RunEvent(
+    "died", 10.0, "distributed", "node3", 7, 1200, "SIGKILL", "disk full", "restart at once", 0.25
+)
+
+
+def script(tmp_path, text):
+    path = tmp_path / "tell.py"
+    path.write_text(text)
+    return [sys.executable, path]
+
+
+def test_a_command_gets_the_event(tmp_path):
+    out = tmp_path / "out"
+    text = (
+        f"import os, sys\nopen({str(out)!r}, 'a').write(os.environ['ZAYA_TEXT'] + sys.stdin.read())"
+    )
+    hook = Hook(script(tmp_path, text))
+    hook.tell(DIED)
+    hook.close()
+    words, _, body = out.read_text().partition("{")
+    assert words == DIED.text()
+    assert words == "died process 7 on node3 at step 1200: SIGKILL; disk full; restart at once"
+    assert json.loads("{" + body)["kind"] == "died" and hook.failed == 0
+
+
+def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(tmp_path):
+    hook = Hook(script(tmp_path, "import time; time.sleep(60)"), seconds=0.5)
+    begin = time.monotonic()
+    for _ in range(300):
+        hook.tell(DIED)
+    assert time.monotonic() - begin < 5
+    assert hook.lost >= 199  # a hundred wait, one or so is being sent
+    time.sleep(1.2)
+    assert hook.failed >= 1
+    failing = Hook(["/nowhere/at/all"])
+    failing.tell(DIED)
+    failing.close()
+    assert failing.failed == 1

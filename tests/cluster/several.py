@@ -29,16 +29,6 @@ def main() -> int:
             if index != 1:
                 multihost.barrier("supper", 2)
             time.sleep(60)  # ended by the others
-        case "stop":
-            stop = multihost.StopSignal()
-            for step in range(1, 100_000):
-                # like a step's figures: no process is ahead
-                multihost.broadcast_from_zero("step", lambda step=step: step)
-                multihost.barrier("step")
-                print("step", step, flush=True)
-                if stop.after(step):
-                    print(f"stopped after {step} by {stop.asked}")
-                    return cli.PREEMPTED
         case "bad input" | "storage" | "bug":
             who, error = {
                 "bad input": (1, UserError("the cheese is missing; bring some")),

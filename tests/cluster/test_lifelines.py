@@ -1,11 +1,13 @@
 """The lifelines between processes, with threads and bare sockets for processes: who is silent, whose
-end counts."""
+end counts; whatever one end of a connection sends, the other goes on."""
 
 import contextlib
 import logging
+import selectors
 import socket
 import threading
 import time
+from unittest import mock
 
 import pytest
 from multiprocess_runs import STRANGE, free_port
@@ -160,3 +162,24 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
         logging.getLogger("zaya_jax").removeHandler(caplog.handler)
     assert "stood still" in caplog.text and not run.ends
     run.hang_up()
+
+
+@pytest.mark.parametrize("error", [connections.OddMessage, RuntimeError])
+def test_an_odd_message_hangs_up_on_its_sender_and_an_error_of_this_end_is_raised(error):
+    """An error of our own was told as the other end's, and written down nowhere."""
+    lost, (here, there) = [], socket.socketpair()
+    hear = mock.Mock(side_effect=error)
+    with selectors.DefaultSelector() as selector, there:
+        hub = connections.Hub(selector, "x", 2, "", lambda *_: None, hear, lost.append)
+        hub.by_index[1] = connection = connections.Connection(here, "")
+        connection.index = 1
+        hub.register(connection)
+        there.sendall(b'["odd"]\n')
+        (key, _), *_ = selector.select(1)
+        if error is RuntimeError:
+            with pytest.raises(RuntimeError):
+                key.data()
+            connection.socket.close()
+        else:
+            key.data()
+    assert hear.called and bool(lost) == (error is connections.OddMessage) == (not hub.by_index)

@@ -118,14 +118,3 @@ def test_every_process_finds_its_programs_in_the_cache(tmp_path):
         assert [bool(re.search("hits: [1-9]", result.out)) for result in results] == [hits] * 2, (
             results
         )
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_stops_all_after_the_same_step(tmp_path):
-    with start([SEVERAL, "stop"], 3, tmp_path) as run:
-        run.wait_for("step 20\n", index=2)
-        run.processes[2].send_signal(signal.SIGTERM)
-        results = run.wait(90)
-    assert [result.code for result in results] == [cli.PREEMPTED] * 3, results
-    stops = {re.search(r"stopped after \d+ by .*", result.out)[0] for result in results}
-    assert len(stops) == 1 and stops.pop().endswith("by SIGTERM to process 2")

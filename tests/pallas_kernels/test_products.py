@@ -1,12 +1,16 @@
-"""Sums over rows, and products of few, that a CPU computes in a way of its own, against NumPy's."""
+"""Sums over rows, products of few, and Newton–Schulz, that a CPU computes in a way of its own, against
+NumPy's and against singular values."""
 
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.newton_schulz import orthogonalize, reference
 from pallas_kernels.products import cpu, sum_rows, times_rows
+from zaya_jax.optim import muon
 
 
 @pytest.mark.usefixtures("implementation")
@@ -28,3 +32,21 @@ def test_rows_times_rows(rows, columns, monkeypatch):
     # a function of its own, traced with these strips
     found = jax.jit(lambda x, w: times_rows(x, w))(x, w)
     np.testing.assert_allclose(found, np.einsum("nd,vd->nv", x, w), rtol=1e-5, atol=1e-5)
+
+
+SHAPES = [(24, 40), (3, 24, 10), (2, 2, 8, 8), (2, 3, 16, 24)]
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", muon.COEFFICIENTS)
+def test_polynomials_of_singular_values(shape, name):
+    polynomials = muon.coefficients(name, 5)
+    x = jax.random.normal(jax.random.key(0), shape)
+    found = jax.jit(lambda x: orthogonalize(x, polynomials, jnp.float32))(x)
+    np.testing.assert_allclose(found, reference.orthogonalize(x, polynomials), atol=3e-5)
+    rough = jax.jit(lambda x: orthogonalize(x, polynomials))(x)
+    assert rough.dtype == jnp.bfloat16
+    np.testing.assert_allclose(rough.astype(jnp.float32), found, atol=0.05)
+    assert np.linalg.norm(rough.astype(jnp.float32) - found) < 0.03 * np.linalg.norm(found)
+    assert not orthogonalize(jnp.zeros(shape), polynomials).any()

@@ -1,5 +1,5 @@
 """Every kernel as the compilers of absent chips see it: with the table's tiles nothing spills, and it
-fits.
+fits; and the readings of their machine code.
 
 At ZAYA1's sizes, since tiles follow from them. The cases are those of `benchmarks.cases`: a new
 kernel needs one there.
@@ -7,11 +7,13 @@ kernel needs one there.
 
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rows import slow
 
-from benchmarks import candidates, cases, machine_code
-from pallas_kernels import chip, table
+from benchmarks import absent, candidates, cases, machine_code
+from pallas_kernels import chip, table, tiles
 from pallas_kernels.candidates import points, tiles_to_measure
 from zaya_jax.hardware import targets
 
@@ -54,3 +56,72 @@ def test_every_kernel_of_the_table_has_candidates_which_are_near_its_tile(archit
             others = tiles_to_measure(architecture, kernel, row["tile"])
             assert row["tile"] not in others and all({*x} == {*row["tile"]} for x in others)
             assert len(others) < len(points(row["tile"]))
+
+
+MOST = {"mi300x": 512, "h200": 255}  # registers of a thread
+
+
+def product(x, y, *, tile, warps=4):
+    """x y, in tiles of so many rows and columns."""
+
+    def body(x, y, out):
+        def add(i, total):
+            part = tiles.slice_of(i * 64, 64)
+            return total + tiles.dot(x[:, part], y[part, :])
+
+        zero = jnp.zeros(out.shape, jnp.float32)
+        out[...] = jax.lax.fori_loop(0, x.shape[1] // 64, add, zero).astype(out.dtype)
+
+    rows, inner, columns = len(x), len(y), y.shape[1]
+    return tiles.call(
+        body,
+        x,
+        y,
+        name=f"product_{tile}",
+        grid=(rows // tile, columns // tile),
+        blocks=(
+            (
+                tiles.block((tile, inner), lambda i, j: (i, 0)),
+                tiles.block((inner, tile), lambda i, j: (0, j)),
+            ),
+            tiles.block((tile, tile), lambda i, j: (i, j)),
+        ),
+        out_shapes=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        work=tiles.Work(2 * rows * inner * columns),
+        warps=warps,
+    )
+
+
+@pytest.fixture(scope="module", params=MOST)
+def program_of_products(request):
+    """(registers at most, a program with a kernel twice, another of its name's kind, and one whose tile is too
+    large)."""
+    if not targets.FOLDER.exists():
+        pytest.skip("make setup-targets installs the compilers")
+    with pytest.MonkeyPatch.context() as patch:
+        # changes of it end with these tests
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+
+        def f(x):
+            y = product(jnp.sin(product(x, x, tile=64)), x, tile=64)
+
+            def again(y, _):
+                return product(y, x, tile=256), None
+
+            return jax.lax.scan(again, product(y, x, tile=128), length=3)[0] @ x
+
+        like = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+        yield MOST[request.param], absent.compiled(request.param, f, like)
+
+
+def test_registers_spills_and_shared_memory_of_a_compiled_program(program_of_products):
+    most, program = program_of_products
+    found = machine_code.read_kernels(program)
+    assert [c.name for c in found] == ["product_64", "product_128", "product_256"]
+    assert len({c.digest for c in found}) == 3
+    small, middle, large = found
+    for kernel in (small, middle):
+        assert kernel.spills == 0 and 64 < kernel.registers <= 256
+        assert 0 < kernel.shared <= 64 << 10
+    # A tile of 256 x 256 in float32 takes 256 or 512 registers of each thread, for its sum alone.
+    assert large.spills > 0 and large.registers == most
