@@ -13,13 +13,14 @@ import pytest
 from checkpoint_helpers import same
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
+from refusals import check_storage_error
 from saved_trees import restore_tree, save_tree
 
 from zaya_jax.checkpoint import boxes, folders, layout, seal, writing
 from zaya_jax.checkpoint.run import look, retention, store, timings
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Checkpoint, StorageError
+from zaya_jax.config import Checkpoint
 
 META = {"step": 0, "tokens": 0}
 
@@ -123,7 +124,7 @@ def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, ch
         copies = {"bucket": {}}
         for part in parts:
             own = np.zeros((cut, 4), np.float32)
-            part.of(own)[:] = whole[part.box]
+            part.view(own)[:] = whole[part.box]
             copies["bucket"][part.device] = own
         found = writing.write_parts(tmp_path / "1", plan, parts, copies, writing.StageTimer())
         assert not found.keys() & sums.keys()
@@ -209,11 +210,11 @@ def test_a_full_disk_is_said_each_time_and_ends_the_run_after_so_many(tmp_path, 
     run.save(4)
     run.save(5)
     assert len(run.messages) == 3
-    with pytest.raises(StorageError, match=r"2 saves failed in a row.*No space left.*step 3's"):
-        run.store.wait_for_room(6)
+    check_storage_error(
+        r"2 saves failed in a row.*No space left.*step 3's", run.store.wait_for_room, 6
+    )
     monkeypatch.setattr(store, "RETRY_SECONDS", 0)
-    with pytest.raises(StorageError, match="No space left"):
-        save_tree(run.store, 6, state(6), META, last=True)
+    check_storage_error("No space left", lambda: save_tree(run.store, 6, state(6), META, last=True))
     assert len(run.messages) == 5
     monkeypatch.undo()
     save_tree(run.store, 7, state(7), META, last=True)
@@ -230,8 +231,7 @@ def test_a_slow_store_is_waited_for_a_while(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "write_file", waits)
     save_tree(run.store, 1, state(1), META)
     assert not run.store.wait_for_room(2) and "still being written" in run.messages[0]
-    with pytest.raises(StorageError, match="2 saves failed in a row"):
-        run.store.wait_for_room(3)
+    check_storage_error("2 saves failed in a row", run.store.wait_for_room, 3)
     threading.Timer(1.5, slow.set).start()
     run.store.wait()
     assert "the last save is still being written" in run.messages[-1]
@@ -250,22 +250,19 @@ def test_damage_stops_or_goes_one_back(tmp_path):
     content = bytearray(victim.read_bytes())
     content[5] ^= 4
     victim.write_bytes(content)
-    with pytest.raises(
-        StorageError,
-        match=(
-            r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous"
-        ),
-    ):
-        run.store.find_newest()
-    with pytest.raises(StorageError, match=r"cannot be read.*params.layers.w"):
-        restore_tree(run.store, 2, like(state(2)))
+    check_storage_error(
+        r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous",
+        run.store.find_newest,
+    )
+    check_storage_error(
+        r"cannot be read.*params.layers.w", lambda: restore_tree(run.store, 2, like(state(2)))
+    )
     other = Run(tmp_path, on_corrupt="previous")
     assert other.store.find_newest() == 1 and visible(tmp_path) == ["1"]
     assert "WARNING" in other.messages[0] and (tmp_path / "checkpoints" / ".damaged-2").is_dir()
     # With the only one set aside the run would begin anew, and end as if nothing had been.
     next((tmp_path / "checkpoints" / "1").rglob("c.0.0.0")).unlink()
-    with pytest.raises(StorageError, match="there is none before it"):
-        other.store.find_newest()
+    check_storage_error("there is none before it", other.store.find_newest)
     assert visible(tmp_path) == ["1"]
     other.save(2)
     assert other.store.find_newest() == 2
@@ -282,8 +279,7 @@ def test_every_file_is_watched(tmp_path):
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            with pytest.raises(StorageError, match=path.name.replace("_", ".")):
-                run.store.find_newest()
+            check_storage_error(path.name.replace("_", "."), run.store.find_newest)
             path.write_bytes(content)
     assert run.store.find_newest() == 1
 

@@ -158,7 +158,7 @@ def logical(snapshots, copy):
     """A checkpoint's arrays, put together from a copy by its list of boxes."""
     found = {name: np.zeros(x.shape, x.dtype) for name, x in snapshots.locations.arrays.items()}
     for part in snapshots.locations.parts:
-        found[part.name][part.box] = part.of(np.asarray(copy[part.leaf][part.device]))
+        found[part.name][part.box] = part.view(np.asarray(copy[part.leaf][part.device]))
     return found
 
 
