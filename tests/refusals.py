@@ -1,10 +1,11 @@
 """What a mistake is answered with."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 
-from zaya_jax.config import UserError
+from zaya_jax.config import StorageError, UserError
 
 
 def refusal(call: Callable, *args, **keys) -> str:
@@ -13,3 +14,15 @@ def refusal(call: Callable, *args, **keys) -> str:
         call(*args, **keys)
     assert "\n" not in str(refused.value), refused.value
     return str(refused.value)
+
+
+def check_refused(words: str, call: Callable, *args, **keys) -> None:
+    """A call is refused in one line that has these words, a regular expression."""
+    said = refusal(call, *args, **keys)
+    assert re.search(words, said), said
+
+
+def check_storage_error(words: str, call: Callable, *args, **keys) -> None:
+    """A call ends with an error of the storage that has these words, a regular expression."""
+    with pytest.raises(StorageError, match=words):
+        call(*args, **keys)
