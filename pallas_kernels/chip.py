@@ -146,8 +146,8 @@ class Chip(NamedTuple):
         """Whether a loop over layers, with streams of this many numbers, is faster written out.
 
         A CPU runs a loop's body on one core, but for matrix products. That costs a tenth of a step
-        where arrays are large enough to be split; compiling the layers written out costs twice as
-        much.
+        where arrays are large enough to be split; layers written out take a quarter more time to
+        compile.
         """
         return self.platform == "cpu" and repeats <= 8 and numbers >= 1 << 18
 

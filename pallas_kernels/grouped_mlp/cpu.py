@@ -1,11 +1,11 @@
 """The experts' gated MLP on a CPU, where `lax.ragged_dot` would compute every row for every expert.
 
-One loop over the experts forward, one backward; an expert's rows go through all its products at
-once, as one block. Blocks have one of a dozen heights, so that a fitting one is a few percent too
-high, and each has a program of its own: small blocks in a loop would leave the second core idle (a
-product of 64 rows runs at half the speed of one of 256). A block may run past the end of its
-expert's rows; the next expert's then overwrite it. So spare rows are at the end meanwhile, as many
-as the greatest block has. Letters as in `pallas_kernels.grouped_mlp`.
+One loop over the experts forward, one backward; an expert's rows go through all its products in
+blocks of one of three heights: the tallest as often as it fits, then one for the rest. Each height
+has programs of its own to compile. Short blocks alone would leave the second core idle (a product
+of 64 rows runs at half the speed of one of 256). A block may run past the end of its expert's rows;
+the next expert's then overwrite it. So spare rows are at the end meanwhile, as many as the greatest
+block has. Letters as in `pallas_kernels.grouped_mlp`.
 """
 
 import functools
@@ -28,16 +28,11 @@ FEW = (1, 4, 8, 16, 24, 32, 48, 64)  # rows per block where even groups have few
 
 
 def heights(num_rows: int, num_groups: int) -> tuple[int, ...]:
-    """Rows per block, lowest first: an even group fits the eighth of twelve, and the last is for
-    two such groups.
-
-    Each is more to compile, so where groups are small and cost little there are four at most.
-    """
-    even = num_rows // num_groups
-    unit = min(64, 1 << (even // 8).bit_length() - 1) if even >= 64 else 8
-    several = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16) if even >= 64 else (1, 2, 4, 8)
-    enough = sum(unit * n < num_rows for n in several) + 1
-    return tuple(unit * n for n in several[:enough])
+    """Rows per block, lowest first: of an eighth of an even group to half of one, and of 128 to 512
+    where groups are large."""
+    eighth = num_rows // num_groups // 8
+    lowest = next(side for side in (128, 64, 32, 16, 8) if side <= max(eighth, 8))
+    return lowest, 2 * lowest, 4 * lowest
 
 
 def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
