@@ -65,7 +65,7 @@ def _fresh(config: Config, mesh: Mesh | None, target: chip.Chip) -> Callable:
 
     placed = None if mesh is None else shardings(config, mesh)
     places = placed and (placed["params"], placed["balance"]["bias"])
-    return jax.jit(fresh, out_shardings=places, compiler_options=host.for_one_call(target))
+    return jax.jit(fresh, out_shardings=places, compiler_options=host.compiler_options(target))
 
 
 def shardings(config: Config, mesh: Mesh) -> dict[str, Any]:

@@ -121,7 +121,6 @@ def run_small_model(
     state = states.init(small, setup, small_weights(small.model))
     inputs = steps.put_batch(mesh, batch, micro_batches, spread), np.float32(LR)
     step: Any = steps.make_train_step(small, setup)
-    options = options or host.for_one_call(chip.made_for(mesh))
     program = step.lower(state, *inputs).compile(compiler_options=options)
     state, figures = program(state, *inputs)
     gradients = _gradients(small, setup, state["optimizer"])

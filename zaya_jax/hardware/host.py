@@ -1,10 +1,10 @@
-"""Settings of the host: freed memory is kept, compiled programs are cached, 64-bit numbers are
-refused.
+"""Settings of the host: freed memory is kept, programs are compiled fast and cached, 64-bit
+numbers are refused.
 
 keep_memory()      before JAX starts
 keep_compiled()    before JAX starts
 cache_folder()     for what outlives a process
-for_one_call()     when a program that runs once is compiled
+compiler_options() when a large program is compiled
 require_x32()      before anything is made for a training step
 """
 
@@ -78,12 +78,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax"
 
 
-def for_one_call(target: Chip) -> dict[str, int]:
-    """Compiler options for a program that runs once, such as one that makes fresh weights.
+def compiler_options(target: Chip) -> dict[str, int]:
+    """Compiler options for a training step, and for a program that runs once.
 
-    LLVM's first level gives the same bits: for 35M parameters on two cores 6.0 s instead of 34.6 s,
-    and then 1.9 s instead of 1.0 s to run. Level 0 (3.0 s, then 8.3 s) rounds differently. A GPU's
-    compiler keeps its own level.
+    On a CPU LLVM's first level takes two thirds of the third level's time, and a step is as fast
+    (benchmarks/step.md); compiled with level 0 it takes three times as long. Fresh weights have the
+    same bits: 35M of them took 6.0 s to compile instead of 34.6 s, and 1.9 s to make instead of
+    1.0 s. A GPU's compiler keeps its own level.
     """
     level = "xla_backend_optimization_level"
     return {} if level in os.environ.get("XLA_FLAGS", "") or not target.is_host else {level: 1}

@@ -103,7 +103,7 @@ def init(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
     whatever the mesh; without frozen weights."""
     make = functools.partial(_initial_state, config, setup)
     with jax.default_matmul_precision(config.precision.matmul):
-        options = host.for_one_call(chip.made_for(setup.mesh))
+        options = host.compiler_options(chip.made_for(setup.mesh))
         shardings = {name: x for name, x in setup.shardings.items() if name != "frozen"}
         return jax.jit(make, out_shardings=shardings, compiler_options=options)(params)
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from pallas_kernels import chip
 from pallas_kernels.grouped_mlp import routes
 from zaya_jax.config import Config
+from zaya_jax.hardware import host
 from zaya_jax.optim import balance
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
@@ -127,7 +128,8 @@ def on_mesh(
     mapped = jax.shard_map(
         precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    return jax.jit(mapped, donate_argnums=donate)
+    options = host.compiler_options(target)
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=options)
 
 
 def put_batch(
