@@ -35,12 +35,24 @@ def even_chunk(num: int, limit: int, unit: int) -> int:
 
 
 def product(hidden, table, bias) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logits in float32, the greatest of each token, and the sum of exp(logit - greatest)."""
+    """Logits in float32, the greatest of each token, and the sum of exp(logit - greatest).
+
+    On a GPU both are of one reduction, so that the logits are read once for them.
+    """
     logits = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
     if bias is not None:
         logits += bias
-    top = logits.max(-1)
-    return logits, top, jnp.exp(logits - top[:, None]).sum(-1)
+    if chip.current().maker == "cpu":
+        top = logits.max(-1)
+        return logits, top, jnp.exp(logits - top[:, None]).sum(-1)
+
+    def of_both(one, other):
+        top = jnp.maximum(one[0], other[0])
+        return top, one[1] * jnp.exp(one[0] - top) + other[1] * jnp.exp(other[0] - top)
+
+    least = jnp.finfo(jnp.float32).min  # not -inf, which a bias may have: the difference is NaN
+    top, total = lax.reduce((logits, jnp.ones_like(logits)), (least, 0.0), of_both, (1,))
+    return logits, top, total
 
 
 def sums(
