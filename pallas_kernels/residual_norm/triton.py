@@ -128,7 +128,7 @@ def _join_and_read_wide_bwd(eps, dtype, kernel_dtype, saved, d):
         kernel.astype(kernel_dtype),
         precision=precision,
         preferred_element_type=jnp.float32,
-    )
+    ).astype(dtype)
     found = _backward(h, d_after, norm=(scale, eps), d_x=(d_x, wide), joined=(y, how, None))
     return (
         found.d_y,
