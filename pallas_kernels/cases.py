@@ -8,6 +8,7 @@ can have the very same.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from pallas_kernels.attention import attention, softmax_scale
 from pallas_kernels.cca_mix import mix
-from pallas_kernels.grouped_mlp import routes, stacked_mlp
+from pallas_kernels.grouped_mlp import hold, routes, stacked_mlp, unwritten
 from pallas_kernels.grouped_mlp.tokens import of_own_expert, sort_by_expert
 from pallas_kernels.linear_attention import linear_attention
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read
@@ -341,10 +342,11 @@ def mlp_in_stacks(
     if routes():
         order, _, counts = sort_by_expert(choice, experts + 1)
         refs = tuple(map(jax.new_ref, sums))
+        kept = unwritten((STACK, len(x), math.prod(weights[0].shape[3:])), x.dtype)
 
         def in_place(x: jax.Array) -> jax.Array:
-            layer = jnp.int32(STACK - 1)
-            return stacked_mlp(x, order, counts[:experts], *weights, layer, refs, True)
+            layer, sizes = jnp.int32(STACK - 1), counts[:experts]
+            return hold(*stacked_mlp(x, order, sizes, *weights, layer, refs, kept, True))
 
         out, pull = jax.vjp(in_place, x)
         (d_x,) = pull(cotangent(out))

@@ -131,12 +131,12 @@ def layer_mlp(
     return chip.choose(IMPLEMENTATIONS).of_layer(rows, sizes, matrices, down, layer)
 
 
-def unwritten(weights: Float[Array, "L E *D"]) -> jax.Array:
-    """An unwritten stack for the gradients of these: `stacked_mlp` writes all of it."""
-    return tiles.empty(weights.shape, jnp.float32)
+def unwritten(shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    """A stack of which `stacked_mlp` writes all."""
+    return tiles.empty(shape, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
 def stacked_mlp(
     x: Float[Array, "N D"],
     order: Int[Array, "N"],
@@ -145,29 +145,36 @@ def stacked_mlp(
     down: Float[Array, "L E F D"],
     layer: Int[Array, ""],
     sums: tuple[jax.Ref, jax.Ref],
+    kept: Float[Array, "L N F2"] | None,
     add: bool,
     shares: tuple[Callable, Callable] | None = None,
-) -> Float[Array, "N D"]:
-    """`routed_mlp` with the weights of a layer of stacks. Neither they nor their gradients are
-    copied.
+) -> tuple[Float[Array, "N D"], Float[Array, "L N F2"] | None]:
+    """`routed_mlp` with the weights of a layer of stacks, and `kept` with what the backward pass
+    needs in the layer's place. Neither weights nor their gradients nor this are copied.
 
     The backward pass writes these into `sums`, references to float32 stacks, in the layer's place,
     or adds them; that the caller must ignore the weights' own gradients, which are zero. With
-    `shares` it writes their results.
+    `shares` it writes their results. The gradient of `kept` is the last layer's `kept` itself
+    (`hold`): so the backward pass has it without a copy of each layer's.
     """
     matrices = _matrices(gate_up, down)
-    return triton.routed_forward(x, order, sizes, matrices, down, layer, keep=False)[0]
+    out, _ = triton.routed_forward(x, order, sizes, matrices, down, layer, keep=False)
+    return out, kept
 
 
-def _stacked_mlp_fwd(x, order, sizes, gate_up, down, layer, sums, add, shares):
+def _stacked_mlp_fwd(x, order, sizes, gate_up, down, layer, sums, kept, add, shares):
     matrices = _matrices(gate_up, down)
-    out, hidden = triton.routed_forward(x, order, sizes, matrices, down, layer)
-    out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
-    return out, (x, order, sizes, gate_up, down, hidden, layer, sums)
+    out, hidden = triton.routed_forward(x, order, sizes, matrices, down, layer, stack=kept)
+    out = checkpoint_name(out, PRODUCTS)
+    saved = x, order, sizes, gate_up, down, layer, sums
+    if kept is None:
+        return (out, None), (*saved, checkpoint_name(hidden, PRODUCTS))
+    return (out, hidden), (*saved, None)
 
 
-def _stacked_mlp_bwd(add, shares, saved, d_out):
-    x, order, sizes, gate_up, down, hidden, layer, sums = saved
+def _stacked_mlp_bwd(add, shares, saved, d):
+    x, order, sizes, gate_up, down, layer, sums, hidden = saved
+    d_out, kept = d
     backward = functools.partial(
         triton.routed_backward,
         x,
@@ -175,7 +182,7 @@ def _stacked_mlp_bwd(add, shares, saved, d_out):
         sizes,
         _matrices(gate_up, down),
         down,
-        hidden,
+        kept if hidden is None else hidden,
         d_out.astype(x.dtype),
         layer,
     )
@@ -183,12 +190,21 @@ def _stacked_mlp_bwd(add, shares, saved, d_out):
         d_x, *given = backward()
         for ref, share, d in zip(sums, shares, given, strict=True):
             ref[layer] = share(d)
-        return d_x, None, None, None, None, None, None
+        return d_x, None, None, None, None, None, None, kept
     of_gate_up, of_down = (ref[...] for ref in sums)
     d_x, *held = backward(([_matrices(of_gate_up, down), of_down], add))
     for ref, new in zip(sums, held, strict=True):
         ref[...] = new.reshape(ref.shape)
-    return d_x, None, None, None, None, None, None
+    return d_x, None, None, None, None, None, None, kept
 
 
 stacked_mlp.defvjp(_stacked_mlp_fwd, _stacked_mlp_bwd)
+
+
+@jax.custom_vjp
+def hold(x: Array, kept: Array) -> Array:
+    """x; the gradient of `kept` is `kept` itself, for `stacked_mlp`."""
+    return x
+
+
+hold.defvjp(lambda x, kept: (x, kept), lambda kept, d: (d, kept))

@@ -12,9 +12,9 @@ one kernel:
     d_gate_up     for each expert x[order]^T @ d_hidden over its rows, float32
     d_down        (gate * swiglu)^T @ d_out[order]
 
-With a `layer`, weights and gradients are stacks over all layers, and a kernel writes the layer's
-own part: XLA copies a custom call's slice out of a stack, or into one, 3.6 GB a layer of ZAYA1 and
-step.
+With a `layer`, weights and gradients are stacks over all layers, and hidden may be one: a kernel
+writes the layer's own part. XLA copies a custom call's slice out of a stack, or into one, 3.6 GB a
+layer of ZAYA1 and step.
 
 Offsets of groups are found inside the kernels, from `sizes`: each expert has its own tiles of rows,
 the last of them ragged, so a grid has room for one more per expert than M rows fill, and programs
@@ -56,18 +56,21 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
     return routed_backward(rows, None, sizes, gate_up, down, hidden, d_out)
 
 
-def routed_forward(x, order, sizes, gate_up, down, layer=None, keep=True) -> tuple[jax.Array, Any]:
+def routed_forward(
+    x, order, sizes, gate_up, down, layer=None, keep=True, stack=None
+) -> tuple[jax.Array, Any]:
     """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F], or None unless
     `keep`.
 
-    With a `layer`, its number, weights are stacks [L, E, ..]; they are read in place.
+    With a `layer`, its number, weights are stacks [L, E, ..]; they are read in place. Given a
+    `stack` [L, M, 2 F], hidden is the stack with the layer's own in its place.
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
     route = _Route(order, sizes, layer)
-    made = [*[like((num, 2 * width))] * keep, like((num, width))]
+    made = [*[like((num, 2 * width) if stack is None else stack.shape)] * keep, like((num, width))]
     *hidden, activation = _by_rows(
-        _gate_and_up, "gate_up", route, (x, gate_up), made, width, dim, products=2
+        _gate_and_up, "gate_up", route, (x, gate_up), made, width, dim, products=2, into=stack
     )
     (out,) = _by_rows(_down, "down", route, (activation, down), [like(x.shape)], dim, width)
     return out, hidden[0] if keep else None
@@ -79,12 +82,13 @@ def routed_backward(
     """Gradients of x, and of both weights in float32.
 
     With a `layer` and `into` = (stacks of gradients, whether to add), stacks are given with the
-    layer's own in its place, or added there; without `into` the layer's alone.
+    layer's own in its place, or added there; without `into` the layer's alone. `hidden` may be a
+    stack too.
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
     route = _Route(order, sizes, layer)
-    made = [like(hidden.shape), like((num, width))]
+    made = [like(hidden.shape[-2:]), like((num, width))]
     d_hidden, activation = _by_rows(
         _d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim
     )
@@ -162,14 +166,21 @@ class _Route(NamedTuple):
     layer: jax.Array | None
 
 
-def _by_rows(body, kind, route, arrays, outs, columns, depth, products=1) -> list[jax.Array]:
+def _by_rows(
+    body, kind, route, arrays, outs, columns, depth, products=1, into=None
+) -> list[jax.Array]:
     """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and
-    perhaps one more."""
+    perhaps one more. The first result takes the place of `into`, a stack."""
     order, sizes, layer = route
     x, w, more = (*arrays, None)[:3]
     num = x.shape[0]
     tile = _tile(kind, num, columns, depth, dtype=x.dtype)
-    given = {"layer": None if layer is None else layer.reshape(1), "order": order, "more": more}
+    given = {
+        "layer": None if layer is None else layer.reshape(1),
+        "order": order,
+        "more": more,
+        "into": into,
+    }
     there = {name: a for name, a in given.items() if a is not None}
 
     def kernel(sizes_ref, x_ref, w_ref, *refs):
@@ -180,10 +191,9 @@ def _by_rows(body, kind, route, arrays, outs, columns, depth, products=1) -> lis
 
     grid = -(-columns // tile.columns), -(-num // tile.rows) + sizes.shape[0] + 1
     operands = (sizes, x, w, *there.values())
-    reads = sum(a.nbytes for a in operands) - w.nbytes * (
-        1 - 1 / (1 if layer is None else w.shape[0])
-    )
-    written = sum(math.prod(a.shape) * a.dtype.itemsize for a in outs)
+    read = [sizes, x, *(a for name, a in there.items() if name != "into")]
+    reads = _bytes(w, 3) + sum(_bytes(a) for a in read)
+    written = sum(_bytes(a) for a in outs)
     return tiles.call(
         kernel,
         *operands,
@@ -193,7 +203,18 @@ def _by_rows(body, kind, route, arrays, outs, columns, depth, products=1) -> lis
         work=tiles.Work(2.0 * num * columns * depth * products, moved=(reads, written)),
         warps=tile.warps,
         stages=tile.stages,
+        aliases={} if into is None else {len(operands) - 1: 0},
     )
+
+
+def _bytes(array, dims: int = 2) -> float:
+    """Those of a layer, whose arrays have so many dims; a stack has one more."""
+    return math.prod(array.shape[-dims:]) * array.dtype.itemsize
+
+
+def _in_stack(own: _Own, ref) -> tuple[jax.Array, ...]:
+    """What leads to a layer's hidden in a stack."""
+    return own.lead[:1] if len(ref.shape) == 3 else ()
 
 
 def _sums(own: _Own, tile: Tile, depth: int, number: int, terms) -> list[jax.Array]:
@@ -237,7 +258,8 @@ def _gate_and_up(own, tile, x_ref, w_ref, *refs):
     for ref in hidden_refs:
         values += [(ref, gate, columns), (ref, up, columns + width)]
     for ref, value, side in values:
-        tiles.put(ref, value, rows=own.to(own.rows), columns=side, own=(own.inside, there))
+        lead, rows = _in_stack(own, ref), own.to(own.rows)
+        tiles.put(ref, value, *lead, rows=rows, columns=side, own=(own.inside, there))
 
 
 def _down(own, tile, x_ref, w_ref, out_ref):
@@ -271,8 +293,9 @@ def _d_hidden(own, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref)
         return [tiles.dot(d, w, transpose_y=True)]
 
     (d,) = _sums(own, tile, dim, 1, terms)
+    lead, inside = _in_stack(own, hidden_ref), (own.inside, there)
     gate, up = (
-        tiles.take(hidden_ref, rows=own.rows, columns=side, own=(own.inside, there))
+        tiles.take(hidden_ref, *lead, rows=own.rows, columns=side, own=inside)
         for side in (columns, columns + width)
     )
     activation, d_silu, silu = _swiglu(gate, up)

@@ -13,17 +13,21 @@ from rows import slow
 
 from pallas_kernels import chip
 from pallas_kernels.grouped_mlp import (
+    PRODUCTS,
     cpu,
     grouped_mlp,
+    hold,
     layer_mlp,
     reference,
     routed_mlp,
     stacked_mlp,
     triton,
+    unwritten,
     xla,
 )
 
 E, D, F = 4, 12, 20
+OF_PRODUCTS = jax.checkpoint_policies.save_only_these_names(PRODUCTS)
 SIZES = {
     "uneven": (30, 5, 1, 41),
     "one has all": (0, 77, 0, 0),
@@ -126,11 +130,18 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, dtype, kind, see
 
 
 @pytest.mark.parametrize(
-    ("add", "shares"), [slow(False, None), (True, None), (False, (jnp.negative, jnp.negative))]
+    ("add", "shares", "keep"),
+    [
+        slow(False, None, False),
+        (True, None, True),
+        slow(True, None, False),
+        (False, (jnp.negative, jnp.negative), True),
+    ],
 )
-def test_a_layers_gradients_are_written_in_its_place(add, shares):
+def test_a_layers_gradients_are_written_in_its_place(add, shares, keep):
     """In a loop over checkpointed layers, whose gradients' stack is not yet filled, or whose sums
-    are added to; or whose gradients are converted."""
+    are added to; or whose gradients are converted. What the backward pass needs lies in a stack too
+    (`keep`), or is computed again."""
     layers, num, sizes = 3, 40, jnp.asarray([11, 0, 20, 5], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (num, D))
@@ -140,23 +151,29 @@ def test_a_layers_gradients_are_written_in_its_place(add, shares):
     )
     order = jnp.arange(num)[::-1]
 
-    def run(x, weights, mlp):
-        body = jax.checkpoint(lambda h, of: (jnp.tanh(h + mlp(h, *of)), None))
-        return (jax.lax.scan(body, x, (jnp.arange(layers), *weights))[0] ** 2).sum()
+    def run(x, weights, mlp, kept=None):
+        @functools.partial(jax.checkpoint, policy=OF_PRODUCTS if keep else None)
+        def body(carry, of):
+            y, kept = mlp(*carry, *of)
+            return (jnp.tanh(carry[0] + y), kept), None
+
+        (h, kept), _ = jax.lax.scan(body, (x, kept), (jnp.arange(layers), *weights))
+        return ((h if kept is None else hold(h, kept)) ** 2).sum()
 
     def in_place(x, weights):
         refs = tuple(
             jax.new_ref(jnp.ones_like(w) if add else jnp.full_like(w, jnp.nan)) for w in weights
         )
-        mlp = lambda h, layer, *_: stacked_mlp(  # noqa: E731
-            h, order, sizes, *weights, layer, refs, add, shares
+        kept = unwritten((layers, num, 2 * F)) if keep else None
+        mlp = lambda h, kept, layer, *_: stacked_mlp(  # noqa: E731
+            h, order, sizes, *weights, layer, refs, kept, add, shares
         )
-        d_x = jax.grad(lambda x: run(x, weights, mlp))(x)
+        d_x = jax.grad(lambda x: run(x, weights, mlp, kept))(x)
         sums = tuple(jax.freeze(ref) for ref in refs)
         return d_x, tuple(map(jnp.negative, sums)) if shares else sums
 
-    def plain(h, layer, *w):
-        return reference.grouped_mlp(h[order], sizes, *w)[order]
+    def plain(h, kept, layer, *w):
+        return reference.grouped_mlp(h[order], sizes, *w)[order], kept
 
     with chip.making(chip.Chip("cpu", "gfx942")), jax.default_matmul_precision("highest"):
         ours = jax.jit(in_place)(x, weights)

@@ -39,26 +39,30 @@ def read_and_written_in_place(
     gradients: tuple[jax.Ref, jax.Ref],
     add: bool,
     shares: tuple[Callable, Callable] | None,
-) -> Callable[[jax.Array], Callable]:
-    """A function of a layer's number: an `expert_mlp` with that layer's weights and places for
-    their gradients; it ignores the weights of its arguments.
+) -> Callable[[jax.Array, list], Callable]:
+    """A function of a layer's number, and of a list of one stack for `stacked_mlp` to fill, or of
+    None: an `expert_mlp` with that layer's weights and places for their gradients; it ignores the
+    weights of its arguments.
 
     Otherwise a layer's weights are copied out of their stack for each pass, and their gradients
     into it. Gradients are float32, added to the present values if `add`; with `shares`, their
     function of a layer's gradient is written.
     """
 
-    def of_layer(layer, x, choice, _gate_up, _down, *, dtype):
+    def of_layer(layer, kept, x, choice, _gate_up, _down, *, dtype):
         order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
         sizes, x = counts[: gate_up.shape[1]], x.astype(dtype)
-        return stacked_mlp(x, order, sizes, gate_up, down, layer, gradients, add, shares)
+        y, kept[0] = stacked_mlp(
+            x, order, sizes, gate_up, down, layer, gradients, kept[0], add, shares
+        )
+        return y
 
-    return lambda layer: functools.partial(of_layer, layer)
+    return lambda layer, kept: functools.partial(of_layer, layer, kept)
 
 
 def read_in_place(
     gate_up: Float[Array, "L E D 2 F"], down: Float[Array, "L E F D"]
-) -> Callable[[jax.Array], Callable]:
+) -> Callable[[jax.Array, list], Callable]:
     """As `read_and_written_in_place` without gradients, for decoding: only experts that a token
     chose are read."""
 
@@ -71,4 +75,4 @@ def read_in_place(
             x, choice, num_experts, lambda rows, sizes: layer_mlp(rows, sizes, gate_up, down, layer)
         )
 
-    return lambda layer: functools.partial(of_layer, layer)
+    return lambda layer, _: functools.partial(of_layer, layer)

@@ -3,7 +3,8 @@
 A scan copies each layer's weights out of the stack of all layers, and builds a full stack of
 gradients. `ScanHooks` avoid either where it is too expensive; the model uses only their interface:
 
-    experts   kernels read a layer's experts inside the stack of all layers, and may write gradients into such a stack
+    experts   kernels read a layer's experts inside the stack of all layers, and may write gradients into such a stack,
+              and what the backward pass needs of the layer into another, which the scan carries
     beside    a layer's matrices are changed by products of small ones (`lora`), or are codes with a scale
               (`quantized`); these are scanned beside them
     slots     a weight's gradient is reduced as it leaves its layer, inside the scan: its whole stack never exists
@@ -33,13 +34,14 @@ class HookInputs(NamedTuple):
 class ScanHooks:
     """How a scan over layers differs from a plain one; by default it does not.
 
-    `experts` gives, for a layer's number, the `expert_mlp` that uses that layer's weights and
-    ignores its arguments'. `slots` are zeros by the weight's path in a layer, stacked over layers:
-    `shares` of a layer's gradient is the slot's gradient, and the weight has no gradient.
+    `experts` gives, for a layer's number and the list `kept`, the `expert_mlp` that uses that
+    layer's weights and ignores its arguments'; it replaces the list's stack, unless that is None.
+    `slots` are zeros by the weight's path in a layer, stacked over layers: `shares` of a layer's
+    gradient is the slot's gradient, and the weight has no gradient.
     `beside` are arrays by path: "cca/q/kernel/a" and "../b", "experts/down/scale".
     """
 
-    experts: Callable[[jax.Array], Callable] | None = None
+    experts: Callable[[jax.Array, list], Callable] | None = None
     slots: Mapping[str, jax.Array] = NOTHING
     shares: Mapping[str, Callable] = NOTHING
     beside: Mapping[str, jax.Array] = NOTHING
@@ -50,11 +52,11 @@ class ScanHooks:
         return HookInputs(numbers, dict(self.slots), dict(self.beside))
 
     def for_layer(
-        self, inputs: HookInputs, weights: nnx.State, access: Weights
+        self, inputs: HookInputs, weights: nnx.State, access: Weights, kept: list
     ) -> tuple[nnx.State, Weights]:
         """A layer's weights, and how the layer gets at them."""
         if self.experts is not None and inputs.number is not None:
-            access = dataclasses.replace(access, expert_mlp=self.experts(inputs.number))
+            access = dataclasses.replace(access, expert_mlp=self.experts(inputs.number, kept))
         if inputs.beside:
             access = dataclasses.replace(access, beside=inputs.beside)
         if not inputs.slots:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import chip
 from pallas_kernels.attention import NO_WINDOW, SAVED
 from pallas_kernels.cross_entropy import chunk_rows
-from pallas_kernels.grouped_mlp import PRODUCTS
+from pallas_kernels.grouped_mlp import PRODUCTS, hold, unwritten
 from pallas_kernels.products import GIVEN, times_rows
 from pallas_kernels.residual_norm import rms_norm
 from pallas_kernels.rotary import rope_table
@@ -145,9 +145,9 @@ class Zaya(nnx.Module):
         layer_weights, unpack = pack_vectors(layer_weights, chip.current().maker != "cpu")
 
         def step(linear: bool, carry, inputs: LayerInputs, cache):
-            h, router_state = carry
+            h, router_state, *kept = carry
             weights, access = hooks.for_layer(
-                inputs.hooks, unpack(inputs.weights), placement.weights
+                inputs.hooks, unpack(inputs.weights), placement.weights, kept
             )
             layer = nnx.merge(layer_def, access.local(weights))
             rope = [] if linear else _rope_of(inputs.kind, tables)
@@ -159,7 +159,7 @@ class Zaya(nnx.Module):
             sums = trees.flat(nnx.to_pure_dict(nnx.pop(layer, TokenSum)), "/")
             experts = nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)).get("experts", {})
             traced = (out.h, out.logits, experts.get("outputs")) if trace else None
-            return (out.h, out.router_state), (counts, sums, traced), out.cache
+            return (out.h, out.router_state, *kept), (counts, sums, traced), out.cache
 
         policy = _remat_policy(remat, hooks, placement)
         pattern = linear_pattern(model)
@@ -167,18 +167,29 @@ class Zaya(nnx.Module):
             layer_weights, balance, kinds, windows, hooks.scan_inputs(model.num_hidden_layers)
         )
         may_unroll = policy == "none" and cached is None and devices.alone
-        (h, _), (counts, sums, traced), cache = scan_layers(
+        kept = None
+        if hooks.experts is not None and cached is None and policy in ("none", "elementwise"):
+            kept = self._unwritten_hidden(rows.tokens.size)
+        (h, _, kept), (counts, sums, traced), cache = scan_layers(
             [functools.partial(step, linear) for linear in pattern],
             None if policy == "none" else functools.partial(_remat, policy=policy),
             pattern,
-            (h, router_state),
+            (h, router_state, kept),
             inputs,
             None if cached is None else cached.arrays,
             unroll=may_unroll and chip.current().unrolls(model.num_hidden_layers, h.size),
         )
+        if kept is not None:
+            h = hold(h, kept)
         with jax.named_scope("head"):
             h = placement.joined(self.final_norm(h))
         return Output(h, counts, sums, cache, *(traced if trace else ()))
+
+    def _unwritten_hidden(self, num_tokens: int) -> Float[Array, "L N F2"]:
+        """The stack that `stacked_mlp` fills for its backward pass; the layers hand it on."""
+        layers, *_, gate_and_up, width = self.layers.experts.gate_up.shape
+        shape = layers, num_tokens, gate_and_up * width
+        return unwritten(shape, jnp.dtype(self.precision.compute))
 
 
 def _real_tokens(placement: Placement, tokens: Int[Array, "B S"]) -> Float[Array, "N"]:

@@ -119,7 +119,9 @@ def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], d
         places = {path: jax.new_ref(jnp.zeros(ways[path].shape)) for path in sorted(experts)}
         return places, {path: ways[path].share_of_layer for path in experts}
     return (
-        jax.tree.map(lambda w: jax.new_ref(jnp.zeros(w.shape) if add else unwritten(w)), experts),
+        jax.tree.map(
+            lambda w: jax.new_ref(jnp.zeros(w.shape) if add else unwritten(w.shape)), experts
+        ),
         {},
     )
 
