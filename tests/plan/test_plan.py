@@ -37,27 +37,26 @@ def flops(found: StepCase, *stages: str) -> float:
     return sum(p.flops for p in work.list_work(found) if not stages or p.stage in stages)
 
 
-# GB of memory and traffic of `benchmarks.plan`'s programs, compiled for MI300X on 26 November 2026;
-# tensor and fsdp with 2 micro-batches on 23 November, with two kernels more.
+# GB of memory and traffic of `benchmarks.plan`'s programs, compiled for MI300X on 27 November 2026.
 COMPILED = {
-    "ZAYA1-base, all 40 layers": (51.74, 712.8),
-    "all 40 layers, remat attention": (36.93, 694.2),
-    "alone": (24.00, 395.1),
-    "8 devices": (16.07, 237.0),
-    "12 devices": (15.69, 240.0),
-    "1,024 devices, 2 micro-batches": (21.88, 261.9),
-    "8 layers, remat elementwise": (20.40, 274.5),
-    "64 devices, nothing recomputed": (12.71, 80.1),
-    "layers recomputed, 4 micro-batches": (23.05, 506.3),
-    "dense": (14.64, 228.9),
-    "8 layers, 6 of them linear": (18.38, 215.3),
-    "sliding window of 1,024": (15.49, 154.0),
-    "fsdp": (16.64, 271.7),
-    "fsdp, 2 micro-batches, layers recomputed": (14.09, 277.1),
-    "experts over 8": (14.49, 249.5),
-    "tensor over 2, 3 micro-batches": (16.10, 211.8),
-    "context over 2": (14.06, 205.7),
-    "context over 8, 131,072 tokens": (14.62, 211.3),
+    "ZAYA1-base, all 40 layers": (51.74, 663.3),
+    "all 40 layers, remat attention": (36.93, 671.6),
+    "alone": (24.01, 377.4),
+    "8 devices": (16.07, 219.3),
+    "12 devices": (15.69, 222.2),
+    "1,024 devices, 2 micro-batches": (21.88, 244.2),
+    "8 layers, remat elementwise": (20.40, 250.9),
+    "64 devices, nothing recomputed": (12.71, 75.0),
+    "layers recomputed, 4 micro-batches": (23.05, 470.9),
+    "dense": (15.01, 211.7),
+    "8 layers, 6 of them linear": (18.38, 206.1),
+    "sliding window of 1,024": (15.49, 145.1),
+    "fsdp": (17.18, 254.0),
+    "fsdp, 2 micro-batches, layers recomputed": (14.09, 294.0),
+    "experts over 8": (14.48, 231.7),
+    "tensor over 2, 3 micro-batches": (16.10, 229.1),
+    "context over 2": (14.06, 188.3),
+    "context over 8, 131,072 tokens": (14.62, 193.9),
 }
 
 
