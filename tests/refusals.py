@@ -1,5 +1,6 @@
 """What a mistake is answered with."""
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -22,7 +23,11 @@ def check_refused(words: str, call: Callable, *args, **keys) -> None:
     assert re.search(words, said), said
 
 
-def check_storage_error(words: str, call: Callable, *args, **keys) -> None:
-    """A call ends with an error of the storage that has these words, a regular expression."""
-    with pytest.raises(StorageError, match=words):
+def check_error(error: type[BaseException], words: str, call: Callable, *args, **keys) -> None:
+    """A call ends with this error, which has these words, a regular expression."""
+    with pytest.raises(error) as ended:
         call(*args, **keys)
+    assert re.search(words, str(ended.value)), ended.value
+
+
+check_storage_error = functools.partial(check_error, StorageError)

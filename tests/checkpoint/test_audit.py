@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_helpers import train
+from refusals import check_error, check_refused, check_storage_error
 from saved_trees import save_tree
 from waiting import until
 
 from experiments.checkpoint import __main__ as checkpoint
 from zaya_jax import config
 from zaya_jax.checkpoint import layout, partial, seal, storage
-from zaya_jax.checkpoint.run import rewrite, store
+from zaya_jax.checkpoint.run import store
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import Checkpoint, StorageError, UserError
+from zaya_jax.config import Checkpoint
 from zaya_jax.training.workdir import open_workdir
 
 
@@ -44,27 +45,6 @@ def runs(tmp_path, monkeypatch):
     return train(tmp_path / "one", 36, 40, state=state), train(
         tmp_path / "two", 36, 40, state=state, plus=1000
     )
-
-
-def found_by_all(workdir, step, tmp_path, words):
-    """That a start, the commands and other readers all see the damage, and that a durable copy's
-    would too."""
-    folder = workdir / "checkpoints" / str(step)
-    damages = Vault(folder.parent).verify(step)
-    assert damages and re.search(words, str(damages[0])), damages
-    with pytest.raises(StorageError, match=words):
-        store.Store(workdir, Checkpoint(), print).find_newest()
-    for read in (
-        lambda: rewrite.reshard(workdir, tmp_path / "x"),
-        lambda: partial.read(workdir, "*"),
-    ):
-        with pytest.raises(StorageError, match=words):
-            read()
-    copies = Vault(tmp_path / "vault")
-    shutil.copytree(folder, tmp_path / "vault" / str(step))
-    assert any(re.search(words, str(d)) for d in copies.verify(step))
-    with pytest.raises(StorageError, match=words):
-        copies.copy(step, Vault(folder.parent).read_seal(step).files, Vault(tmp_path / "back"))
 
 
 def test_every_chunk_in_the_place_of_another_is_found(runs):
@@ -114,39 +94,20 @@ def test_a_disk_that_refuses_for_another_reason_has_damaged_nothing(runs, monkey
     monkeypatch.setattr(seal, "open", refuses, raising=False)
     monkeypatch.setattr(storage, "DELAYS", (0.01,))
     checkpoints = store.Store(runs[0].parent, Checkpoint(on_corrupt="previous"), print)
-    with pytest.raises(storage.Unreachable, match=r"after 2 attempts: Too many open files"):
-        checkpoints.find_newest()
+    check_error(
+        storage.Unreachable, r"after 2 attempts: Too many open files", checkpoints.find_newest
+    )
     assert (runs[0] / "40").exists()
-
-
-def swap(a, b):
-    a.rename(a.parent / "away")
-    b.rename(a)
-    (a.parent / "away").rename(b)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        ("36", "40", "checksums.json is of step 36, not of step 40"),
-        (
-            "40/state/optimizer.mean.a",
-            "40/state/optimizer.square.a",
-            r"optimizer\.(mean|square)\.a\) is changed",
-        ),
-    ],
-)
-def test_whole_steps_and_moments_exchanged(runs, tmp_path, first, second, words):
-    swap(runs[0] / first, runs[0] / second)
-    found_by_all(runs[0].parent, 40, tmp_path, words)
 
 
 def test_another_run_s_step(runs):
     shutil.rmtree(runs[0] / "40")
     shutil.copytree(runs[1] / "40", runs[0] / "40")
     assert "is of run " in str(Vault(runs[0]).verify(40)[0])
-    with pytest.raises(StorageError, match=r"is of run \w+, not of run \w+, whose name is in .run"):
-        store.Store(runs[0].parent, Checkpoint(), print).find_newest()
+    check_storage_error(
+        r"is of run \w+, not of run \w+, whose name is in .run",
+        lambda: store.Store(runs[0].parent, Checkpoint(), print).find_newest(),
+    )
     careful = store.Store(runs[0].parent, Checkpoint(on_corrupt="previous"), print)
     assert careful.find_newest() == 36
     name = (runs[0] / seal.RUN).read_text()  # where it is lost, the checkpoints have it
@@ -181,8 +142,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_and_stays(runs):
         lambda: partial.read(runs[0].parent, "*"),
         lambda: Vault(runs[0]).verify(40),
     ):
-        with pytest.raises(UserError, match=words):
-            read()
+        check_refused(words, read)
     assert {path.name for path in runs[0].iterdir()} >= {"36", "40"}
 
 
@@ -215,8 +175,10 @@ def test_what_is_not_listed_is_named(runs, tmp_path):
     (folder / "link").symlink_to("/nowhere")
     names = [d.file for d in Vault(runs[0]).verify(40) if d.what == "not part of the checkpoint"]
     assert names == ["link", "state/params.a/c.9.9"], "an empty folder is no damage"
-    with pytest.raises(StorageError, match="link is not part of the checkpoint"):
-        store.Store(runs[0].parent, Checkpoint(), print).find_newest()
+    check_storage_error(
+        "link is not part of the checkpoint",
+        lambda: store.Store(runs[0].parent, Checkpoint(), print).find_newest(),
+    )
     (folder / "link").unlink()
     shutil.copytree(folder, tmp_path / "vault" / "40")
     assert any("c.9.9" in str(damage) for damage in Vault(tmp_path / "vault").verify(40))

@@ -10,6 +10,7 @@ import sys
 import checkpoint_helpers
 import pytest
 from checkpoint_helpers import content, train
+from refusals import check_refused
 
 from zaya_jax import config
 from zaya_jax.checkpoint.run import claims, rewrite, store
@@ -63,8 +64,7 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
         # as two imports into one folder
         lambda: claims.whole_or_nothing(tmp_path / "new").__enter__(),
     ):
-        with pytest.raises(UserError, match=message):
-            refused()
+        check_refused(message, refused)
     assert sorted(p.name for p in workdir.iterdir()) == [claims.LOCK], "nothing was written"
     holder.kill()
     claims.require_free(workdir)
@@ -99,8 +99,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_as_it_is(tmp_path,
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / claims.LOCK).symlink_to(tmp_path / target)
     for call in (claims.take, claims.require_free):
-        with pytest.raises(UserError, match=r"\.lock is a link.*remove it"):
-            call(tmp_path / "run")
+        check_refused(r"\.lock is a link.*remove it", call, tmp_path / "run")
     assert (tmp_path / "notes.txt").read_text() == "of somebody else\n" * 50
     assert not (tmp_path / "nowhere").exists()
 
@@ -141,10 +140,10 @@ WAYS = [
 def test_no_copies_in_the_run_s_own_folder_nor_around_it(workdir, tmp_path):
     before = content(tmp_path)
     for way in WAYS:
-        with pytest.raises(UserError, match=r"overlap.*choose a separate place"):
-            store.Store(workdir, Checkpoint(durable=way.format(run=workdir, top=tmp_path)), print)
-    with pytest.raises(UserError, match="overlap"):  # before the folders exist
-        store.Store(tmp_path / "new", Checkpoint(durable=f"{tmp_path}/x/../new/checkpoints"), print)
+        given = Checkpoint(durable=way.format(run=workdir, top=tmp_path))
+        check_refused(r"overlap.*choose a separate place", store.Store, workdir, given, print)
+    given = Checkpoint(durable=f"{tmp_path}/x/../new/checkpoints")
+    check_refused("overlap", store.Store, tmp_path / "new", given, print)  # it is not there yet
     assert content(tmp_path) == before
     store.Store(workdir, Checkpoint(durable=str(tmp_path / "runs")), print).close()
     assert not claims.overlap(tmp_path / "new", tmp_path / "newer")
@@ -159,13 +158,14 @@ def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, t
         lambda: open_workdir(inside, config.Config()),
         lambda: store.Store(tmp_path / "apart", Checkpoint(durable=inside), print),
     ):
-        with pytest.raises(UserError, match=r"lies in the checkpoint .*/checkpoints/4, where any"):
-            write()
+        check_refused(r"lies in the checkpoint .*/checkpoints/4, where any", write)
     for among in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):
-        with pytest.raises(
-            UserError, match=r"lies in .*/checkpoints, among the checkpoints of a run"
-        ):
-            rewrite.export_params(workdir, among)
+        check_refused(
+            r"lies in .*/checkpoints, among the checkpoints of a run",
+            rewrite.export_params,
+            workdir,
+            among,
+        )
     assert content(tmp_path) == before
 
 
@@ -221,8 +221,10 @@ def test_a_refused_start_that_waited_takes_nothing_of_the_run_that_came_first(tm
     place = tmp_path / "run"
     cleanup = CleanupIfRefused(place)
     then_waits(place, run__seed=1)
-    with pytest.raises(UserError, match=r"was started with config\.run\.seed=1, now it is 2"):
-        open_workdir(place, settings(run__seed=2), cleanup.locked)
+    check_refused(
+        r"was started with config\.run\.seed=1, now it is 2",
+        lambda: open_workdir(place, settings(run__seed=2), cleanup.locked),
+    )
     assert not claims.taken(place)
     before = content(place)
     cleanup(UserError)
@@ -259,16 +261,15 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
     # The command that the run was started with goes on; what config.json says now does not.
     open_workdir(workdir, settings())
     claims.release(workdir)
-    with pytest.raises(UserError, match=r"was started with config\.run\.seed=0, now it is 7"):
-        open_workdir(workdir, settings(run__seed=7))
+    check_refused(
+        r"was started with config\.run\.seed=0, now it is 7",
+        lambda: open_workdir(workdir, settings(run__seed=7)),
+    )
     for read in (
         lambda: any_model.config_at(workdir, 4),
         lambda: exchange.to_hf(workdir, tmp_path / "out"),
     ):
-        with pytest.raises(
-            UserError, match=r"contradicts the checkpoint of step 4: .*run\.seed=0.*restore"
-        ):
-            read()
+        check_refused(r"contradicts the checkpoint of step 4: .*run\.seed=0.*restore", read)
     path.write_text(json.dumps(json.loads(recorded) | {"name": "renamed"}))
     assert any_model.config_at(workdir, 4) == settings()
     # Of another run, name and all: no start on it counts as complete.
@@ -276,13 +277,14 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
     other = train_run(tmp_path / "other", plus=1, run__seed=5)
     shutil.rmtree(workdir / "checkpoints")
     shutil.copytree(other / "checkpoints", workdir / "checkpoints")
-    with pytest.raises(UserError, match=r"was started with config\.run\.seed=5, now it is 0"):
-        open_workdir(workdir, settings())
+    check_refused(
+        r"was started with config\.run\.seed=5, now it is 0",
+        lambda: open_workdir(workdir, settings()),
+    )
 
 
 def test_a_failed_reshard_leaves_what_others_made(tmp_path, then_waits):
     source, target = train_run(tmp_path / "run"), tmp_path / "target"
     then_waits(target, plus=1)
-    with pytest.raises(UserError, match="exists and is not empty"):
-        rewrite.reshard(source, target)
+    check_refused("exists and is not empty", rewrite.reshard, source, target)
     assert store.Store(target, Checkpoint(), print).find_newest() == 4

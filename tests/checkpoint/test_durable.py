@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_helpers import content, save, train
+from refusals import check_refused, check_storage_error
 from rows import slow
 from saved_trees import restore_tree, save_tree
 from waiting import until
@@ -90,11 +91,15 @@ def test_there_and_back(place, tmp_path):
     for some in (names[::2], names[3::2]):  # as two processes do
         here.copy(5, some, Vault(place.url))
     assert vault.steps() == [], "not whole before its marker is there"
-    with pytest.raises(StorageError, match=f"lacks 1 of {len(sums)} files, such as {names[1]}"):
-        vault.complete(5, here.read_seal(5))
+    check_storage_error(
+        f"lacks 1 of {len(sums)} files, such as {names[1]}",
+        lambda: vault.complete(5, here.read_seal(5)),
+    )
     place.put(f"5/{names[0]}", b"half")
-    with pytest.raises(StorageError, match=f"lacks 2 of {len(sums)} files, such as {names[0]}"):
-        vault.complete(5, here.read_seal(5))
+    check_storage_error(
+        f"lacks 2 of {len(sums)} files, such as {names[0]}",
+        lambda: vault.complete(5, here.read_seal(5)),
+    )
     if vault.storage.folder:  # as a kill before a folder's first file leaves it
         (vault.storage.folder / "5" / "state" / "empty").mkdir()
     assert vault.steps() == [] and vault.unfinished() == [5]
@@ -114,8 +119,7 @@ def test_there_and_back(place, tmp_path):
     victim = folder / names[-1]
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     # not copied as if it were whole
-    with pytest.raises(StorageError, match=f"{names[-1]} .*is changed"):
-        here.copy(5, names, vault)
+    check_storage_error(f"{names[-1]} .*is changed", here.copy, 5, names, vault)
     vault.remove(5)
     assert vault.steps() == [] and place.names() == []
 
@@ -132,8 +136,7 @@ def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
         delete(name)
 
     monkeypatch.setattr(vault.storage, "_unlink", dies)
-    with pytest.raises(StorageError, match="cannot delete"):
-        vault.remove(5)
+    check_storage_error("cannot delete", vault.remove, 5)
     assert gone == [f"5/{layout.MARKER}"]
     other = Vault(place.url)
     assert other.steps() == [] and other.unfinished() == [5]
@@ -163,10 +166,13 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
         f"warning: cannot write s3://flaky/run/5/{name} yet: reset by peer; trying again"
     ]
     fails[0] = 1000
-    with pytest.raises(
-        StorageError, match=r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer"
-    ):
-        here.copy(5, [name], vault)
+    check_storage_error(
+        r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer",
+        here.copy,
+        5,
+        [name],
+        vault,
+    )
     for url, error, words in (
         ("s3://no-such-bucket/run", StorageError, "no-such-bucket"),
         ("nosuch://x", UserError, "no URL that fsspec knows"),
@@ -196,17 +202,15 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
     monkeypatch.setattr(storage, "READ_TIMEOUT", 0.5)
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another endpoint
     vault, begun = Vault("s3://bucket/run"), time.monotonic()
-    with pytest.raises(
-        StorageError, match=r"cannot read s3://bucket/run/5/x after 3 attempts.*AWS_ENDPOINT_URL"
-    ):
-        vault.read(5, "x")
+    check_storage_error(
+        r"cannot read s3://bucket/run/5/x after 3 attempts.*AWS_ENDPOINT_URL", vault.read, 5, "x"
+    )
     assert len(asked) == (3 if kind == "silent" else 0)
     monkeypatch.setattr(storage, "GIVE_UP_AFTER", 1.0)
     monkeypatch.setattr(storage, "DELAYS", (0.1,) * 100)
     with contextlib.suppress(StorageError):
         vault.read(5, "x")
-    with pytest.raises(StorageError, match="after 1 attempt:"):  # until there is an answer
-        vault.read(5, "x")
+    check_storage_error("after 1 attempt:", vault.read, 5, "x")  # until there is an answer
     assert time.monotonic() - begun < 20
     silent.close()
 
@@ -217,8 +221,7 @@ def test_an_answer_that_trickles_has_an_end(monkeypatch):
     monkeypatch.setattr(storage, "DELAYS", (0.1,))
     vault, over = Vault("memory://trickles"), threading.Event()
     monkeypatch.setattr(vault.storage._files, "cat_file", lambda path: over.wait(60))
-    with pytest.raises(StorageError, match=r"after 2 attempts: no complete answer within 0.2 s"):
-        vault.read(5, "x")
+    check_storage_error(r"after 2 attempts: no complete answer within 0.2 s", vault.read, 5, "x")
     over.set()
 
 
@@ -256,10 +259,10 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     name = "6/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
     third = tmp_path / "third"
-    with pytest.raises(
-        StorageError, match=r"/6 is damaged: .*/c.0 \(array params.w\) is changed.*=previous"
-    ):
-        store.Store(third, Checkpoint(durable=place.url), messages.append).find_newest()
+    check_storage_error(
+        r"/6 is damaged: .*/c.0 \(array params.w\) is changed.*=previous",
+        lambda: store.Store(third, Checkpoint(durable=place.url), messages.append).find_newest(),
+    )
     careful = Checkpoint(durable=place.url, on_corrupt="previous")
     assert (
         store.Store(third, careful, messages.append).find_newest() == 5
@@ -268,8 +271,10 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     name = "5/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
     # nor a fresh start made
-    with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):
-        store.Store(tmp_path / "fourth", careful, messages.append).find_newest()
+    check_storage_error(
+        r"no copy in .* is whole: restore one",
+        lambda: store.Store(tmp_path / "fourth", careful, messages.append).find_newest(),
+    )
     # Steps that the rules delete go there too.
     train(tmp_path / "run", 7, durable=place.url, keep=1)
     assert Vault(place.url).steps() == [7]
@@ -310,19 +315,19 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
     train(tmp_path / "run", 5, durable=place.url)
     train(tmp_path / "stranger", 9)
     before = {name: place.get(name) for name in place.names()}
-    with pytest.raises(
-        UserError, match=r"place of another run than .*/stranger \(that is run \w+, this is run \w+"
-    ):
-        store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).find_newest()
+    check_refused(
+        r"place of another run than .*/stranger \(that is run \w+, this is run \w+",
+        lambda: store.Store(
+            tmp_path / "stranger", Checkpoint(durable=place.url), print
+        ).find_newest(),
+    )
 
     def other(meta):
         raise UserError("it has another learning rate")
 
     for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"of another run than .*/new \(it has another learning rate\)"
-        ):
-            store.Store(tmp_path / "new", Checkpoint(durable=place.url), print, other).find_newest()
+        new = store.Store(tmp_path / "new", Checkpoint(durable=place.url), print, other)
+        check_refused(r"run than .*/new \(it has another learning rate\)", new.find_newest)
         assert folders.numbered(tmp_path / "new" / "checkpoints") == []
     asked = []
     assert (
@@ -336,8 +341,8 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
     # Where the name is lost, no run takes the place.
     place.delete(seal.RUN)
     for workdir in ("run", "stranger", "another"):
-        with pytest.raises(UserError, match=r"holds step 5, and no \.run tells whose it is"):
-            store.Store(tmp_path / workdir, Checkpoint(durable=place.url), print).find_newest()
+        one = store.Store(tmp_path / workdir, Checkpoint(durable=place.url), print)
+        check_refused(r"holds step 5, and no \.run tells whose it is", one.find_newest)
 
 
 @pytest.fixture
@@ -380,8 +385,7 @@ def test_wrong_steps_cost_no_copy_and_are_never_fetched(run, tmp_path, capsys):
         )
         assert content(copies) == before
     shutil.copytree(other / "8", copies / "8")
-    with pytest.raises(StorageError, match=r"/8 is damaged: checksums\.json is of run"):
-        start(root, copies)
+    check_storage_error(r"/8 is damaged: checksums\.json is of run", start, root, copies)
     assert start(root, copies, on_corrupt="previous")[0] == 6
 
 
@@ -472,8 +476,8 @@ def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, 
     assert checkpoints.find_newest() == 6
     assert any("continuing from the local step 6" in line for line in messages)
     assert checkpoints.close() == [2, 4, 6]  # the place does not answer
-    with pytest.raises(StorageError, match="cannot list"):  # nothing is here to go on from
-        start(tmp_path / "new" / "checkpoints", copies)
+    # nothing is here to go on from
+    check_storage_error("cannot list", start, tmp_path / "new" / "checkpoints", copies)
 
 
 def test_what_was_given_up_is_not_fetched_from_a_place_that_was_dead_meanwhile(run, dead):

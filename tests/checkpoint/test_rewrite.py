@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_helpers import same, train
+from refusals import check_refused, check_storage_error
 from saved_trees import restore_tree, save_tree
 
 from zaya_jax import config
@@ -17,7 +18,7 @@ from zaya_jax.checkpoint import boxes, layout, partial, seal, source
 from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.run import retention, rewrite, store
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import Checkpoint, StorageError, UserError
+from zaya_jax.config import Checkpoint
 from zaya_jax.training.workdir import open_workdir
 
 
@@ -198,10 +199,12 @@ def test_reading_a_part(workdir, tmp_path):
         np.asarray(router["eda"]).astype(ml_dtypes.bfloat16),
     )
     assert partial.read(workdir, "balance.*", dtype="float16")["balance"]["steps"].dtype == np.int32
-    with pytest.raises(
-        UserError, match=r"no array of step 9 .* is called 'parms'; it has balance.*params"
-    ):
-        partial.read(workdir, "parms")
+    check_refused(
+        r"no array of step 9 .* is called 'parms'; it has balance.*params",
+        partial.read,
+        workdir,
+        "parms",
+    )
     # a folder may be called like a step of another
     exported = rewrite.export_params(workdir, tmp_path / "out@9")
     same(partial.read(exported), partial.read(workdir))
@@ -209,8 +212,7 @@ def test_reading_a_part(workdir, tmp_path):
     victim = next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0"))
     victim.write_bytes(victim.read_bytes()[:-1])
     partial.read(workdir, "*.router.*")  # other files may be damaged
-    with pytest.raises(StorageError, match=r"array params.embed.embedding\) is truncated"):
-        partial.read(workdir)
+    check_storage_error(r"array params.embed.embedding\) is truncated", partial.read, workdir)
 
 
 def test_weights_of_other_shapes_are_refused(workdir):
@@ -226,8 +228,8 @@ def test_weights_of_other_shapes_are_refused(workdir):
         ),
         (fewer, r"it has arrays that are not wanted, such as params.embed.embedding"),
     ):
-        with pytest.raises(UserError, match=says):
-            partial.require_fit(open_source(str(workdir)), boxes.of_tree(held).weights().arrays)
+        wanted = boxes.of_tree(held).weights().arrays
+        check_refused(says, partial.require_fit, open_source(str(workdir)), wanted)
 
 
 GONE = r"^step 9 of \S*/run no longer exists: its run has deleted it; it has 4$"
@@ -256,12 +258,10 @@ def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, m
         shutil.copytree(tmp_path / "9", workdir / "checkpoints" / "9", dirs_exist_ok=True)
         with monkeypatch.context() as patch:
             patch.setattr(module, name, then_gone)
-            with pytest.raises(UserError, match=GONE):
-                read()
+            check_refused(GONE, read)
         assert not (tmp_path / "out").exists()
     (workdir / "checkpoints" / "4" / layout.META).unlink()  # a damaged one stays damaged
-    with pytest.raises(StorageError, match="is damaged"):
-        rewrite.export_params(workdir, tmp_path / "out", 4)
+    check_storage_error("is damaged", rewrite.export_params, workdir, tmp_path / "out", 4)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -272,5 +272,4 @@ def test_a_step_without_its_list_is_not_taken_for_orbax_s(tmp_path, named):
     if not named:
         (root / seal.RUN).unlink()
     assert open_source(root).step == 1
-    with pytest.raises(StorageError, match=r"checksums\.json is missing"):
-        open_source(tmp_path / "run")
+    check_storage_error(r"checksums\.json is missing", open_source, tmp_path / "run")
