@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 import tiny_runs
+from refusals import check_refused
 from test_ends import run
 
 import zaya_jax as zj
@@ -21,7 +22,6 @@ from experiments.configs import tiny
 from experiments.evaluate import __main__ as evaluate
 from zaya_jax import cli, config
 from zaya_jax.cluster import multihost
-from zaya_jax.config import UserError
 from zaya_jax.evaluate import harness
 from zaya_jax.evaluate.during_training import StateModel, TaskScores
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
@@ -147,8 +147,7 @@ def test_tasks_that_cannot_be_run_are_refused_before_anything_is_written(
         eval__tasks=("zaya_choise",),
         eval__tasks_path=str(ROOT / "tests" / "evaluate" / "tasks"),
     )
-    with pytest.raises(UserError, match=rf"config\.eval\.tasks.*{message}"):
-        train(settings, tmp_path / "run")
+    check_refused(rf"config\.eval\.tasks.*{message}", train, settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -164,8 +163,7 @@ def test_what_the_loop_cannot_score_is_refused(asked, monkeypatch, base, process
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     loaded = harness.LoadedTasks(None, ["mine"], ["asks"])
     monkeypatch.setattr(harness, "load_tasks", lambda *_: loaded)
-    with pytest.raises(UserError, match=message):
-        TaskScores(planned, None)
+    check_refused(message, TaskScores, planned, None)
 
 
 def test_lm_eval_s_scores_are_those_of_the_program(run, tmp_path, monkeypatch):
@@ -289,6 +287,5 @@ def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(
         {"data.path": keys["data__path"], "data.tokenizer": "bytes"}
     )
     settings.eval.named = (f"first={tmp_path}/two", given.format(tmp_path))
-    with pytest.raises(UserError, match=message):
-        train(config.check(settings), tmp_path / "run")
+    check_refused(message, lambda: train(config.check(settings), tmp_path / "run"))
     assert not (tmp_path / "run").exists()

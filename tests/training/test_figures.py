@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_runs
+from refusals import check_refused
 
 from zaya_jax import cli
 from zaya_jax.cluster import beats
-from zaya_jax.config import UserError
 from zaya_jax.training import figures
 from zaya_jax.training.pace import Pace
 
@@ -136,5 +136,6 @@ def test_a_profile_has_the_steps_and_scopes_that_were_asked_for(tmp_path, capsys
 
 @pytest.mark.parametrize("wrong", ["0", "5:0", "first", "3:", "-1", "1:2:3"])
 def test_a_wrong_wish_is_refused(wrong):
-    with pytest.raises(UserError, match=r"config\.log\.profile=.* is not STEP or STEP:STEPS"):
-        tiny_runs.settings(log__profile=wrong)
+    check_refused(
+        r"config\.log\.profile=.* is not STEP or STEP:STEPS", tiny_runs.settings, log__profile=wrong
+    )

@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from refusals import refusal
+from refusals import check_refused, refusal
 from tiny_runs import start as train
 
 from experiments.configs import finetune, tiny
@@ -281,8 +281,11 @@ def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path
         (TUNED["optim.lr"], TUNED["balance.lr"])
     )
     (tmp_path / "fork" / "lineage.json").write_text("{}")
-    with pytest.raises(config.UserError, match=r"lineage.json cannot be read .*--config.optim.lr"):
-        finetune.get_config(str(tmp_path / "fork"))
+    check_refused(
+        r"lineage.json cannot be read .*--config.optim.lr",
+        finetune.get_config,
+        str(tmp_path / "fork"),
+    )
 
 
 def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):

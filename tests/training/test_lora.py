@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import tiny_runs
 from huggingface_hub import metadata_load
-from refusals import refusal
+from refusals import check_refused, refusal
 from safetensors.numpy import load_file
 
 import zaya_jax as zj
 from zaya_jax import cli, trees
 from zaya_jax.checkpoint import few_bits, merged, partial
 from zaya_jax.checkpoint.source import SealedSource
-from zaya_jax.config import UserError
 from zaya_jax.model import lora, quantized
 from zaya_jax.pytorch import adapters, any_model, exchange, hf, hub
 from zaya_jax.pytorch.card import Publication
@@ -109,8 +108,12 @@ def test_a_base_of_another_function_is_said_and_its_adapters_stay_here(folder, t
     assert train(folder, tmp_path / "run", **keys) == cli.DONE
     differs = "config.model.rms_norm_eps 0.05 there, 1e-05 here"
     assert f"was trained with another model config: {differs}\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match=f"computes otherwise than its base .*{differs}"):
-        adapters.to_peft(f"{tmp_path}/run", tmp_path / "adapters")
+    check_refused(
+        f"computes otherwise than its base .*{differs}",
+        adapters.to_peft,
+        f"{tmp_path}/run",
+        tmp_path / "adapters",
+    )
 
 
 @pytest.mark.slow
@@ -142,15 +145,15 @@ def test_adapters_are_apart_in_the_form_of_peft(folder, tmp_path):
     np.testing.assert_array_equal(
         found[f"{at}.self_attn.qkv_proj.q_proj.lora_A.weight"], q["a"][1].T
     )
-    with pytest.raises(
-        UserError, match="has moved the balancing biases, for which PEFT has no place"
-    ):
-        adapters.to_peft(f"{folder}/run", tmp_path / "moved")
+    check_refused(
+        "has moved the balancing biases, for which PEFT has no place",
+        adapters.to_peft,
+        f"{folder}/run",
+        tmp_path / "moved",
+    )
     nameless = adapters.to_peft(f"{tmp_path}/run", tmp_path / "nameless")
-    with pytest.raises(UserError, match="names its base by a path of this machine"):
-        hub.check_folder(nameless)
-    with pytest.raises(UserError, match="has no low-rank updates"):
-        adapters.to_peft(f"{folder}/base", tmp_path / "none")
+    check_refused("names its base by a path of this machine", hub.check_folder, nameless)
+    check_refused("has no low-rank updates", adapters.to_peft, f"{folder}/base", tmp_path / "none")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     base = transformers.AutoModelForCausalLM.from_pretrained(
@@ -208,17 +211,16 @@ def test_another_base_is_refused(folder, tmp_path):
     )
     shutil.move(folder / "base", folder / "kept")
     try:
-        with pytest.raises(
-            UserError, match=r"holds low-rank updates of .*/base@2, which cannot be read"
-        ):
-            zj.load(tmp_path / "run")
+        check_refused(
+            r"holds low-rank updates of .*/base@2, which cannot be read", zj.load, tmp_path / "run"
+        )
         other = {"data__path": str(folder / "corpus"), "run__num_steps": 2, "run__seed": 1}
         assert tiny_runs.train(folder / "base", **other) == cli.DONE
-        with pytest.raises(
-            UserError,
-            match=r"was trained on top of .* different weights; restore the original base",
-        ):
-            zj.load(tmp_path / "run")
+        check_refused(
+            r"was trained on top of .* different weights; restore the original base",
+            zj.load,
+            tmp_path / "run",
+        )
     finally:
         shutil.rmtree(folder / "base", ignore_errors=True)
         shutil.move(folder / "kept", folder / "base")

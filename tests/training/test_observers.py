@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
+from refusals import check_error
 from tensorboardX import event_file_writer
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -101,8 +102,7 @@ def test_an_observer_that_fails_ends_the_run_with_its_error(corpus, tmp_path):
         def after_step(self, number, state, figures):
             raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match="mine"):
-        train(corpus, tmp_path / "broken", Broken())
+    check_error(RuntimeError, "mine", lambda: train(corpus, tmp_path / "broken", Broken()))
     assert [line["step"] for line in tiny_runs.lines(tmp_path / "broken")][-1] == 2
 
 
@@ -294,6 +294,5 @@ def test_a_full_disk_ends_tensorboard_and_blocks_nothing(tmp_path, monkeypatch):
 
     log, end = trackers._tensorboard(tmp_path, 0)
     monkeypatch.setattr(event_file_writer.EventsWriter, "write_event", full)
-    with pytest.raises(OSError, match="its thread has ended"):
-        write()
+    check_error(OSError, "its thread has ended", write)
     end(0)

@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 import tiny_runs
-from refusals import refusal
+from refusals import check_refused, refusal
 
 import zaya_jax as zj
 from experiments import generate
 from experiments.configs import finetune
-from zaya_jax import cli, config
+from zaya_jax import cli
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.cluster import multihost
 from zaya_jax.model.own_parts import as_named
@@ -164,5 +164,4 @@ def test_processes_with_other_files_are_refused(place, monkeypatch):
     ],
 )
 def test_a_name_that_is_no_layer_is_one_line(place, name, message):
-    with pytest.raises(config.UserError, match=message):
-        as_named(tiny_runs.settings(model__layer=name))
+    check_refused(message, lambda: as_named(tiny_runs.settings(model__layer=name)))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_runs
-from refusals import refusal
+from refusals import check_refused, refusal
 from rows import slow
 from safetensors.numpy import load_file
 from tiny_runs import start as train
@@ -16,7 +16,6 @@ from tiny_runs import start as train
 import zaya_jax as zj
 from experiments.configs import finetune
 from zaya_jax import cli, config
-from zaya_jax.config import UserError
 from zaya_jax.data import pack, pipeline, windows
 from zaya_jax.evaluate import texts
 from zaya_jax.parallel.spread import NO_SPREAD
@@ -158,8 +157,10 @@ def test_another_reference_is_refused(folder, tmp_path):
     shutil.move(folder / "base", folder / "kept")
     try:
         save_base(folder, seed=1)
-        with pytest.raises(UserError, match="different weights; restore the original base"):
-            train(settings(folder), tmp_path / "run")
+        check_refused(
+            "different weights; restore the original base",
+            lambda: train(settings(folder), tmp_path / "run"),
+        )
     finally:
         shutil.rmtree(folder / "base", ignore_errors=True)
         shutil.move(folder / "kept", folder / "base")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import tiny_runs
 from measured_figures import figures_of
+from refusals import check_refused
 
 from zaya_jax import cli, config
 from zaya_jax.checkpoint.folders import steps_in
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import beats, multihost
-from zaya_jax.config import UserError
 from zaya_jax.hardware import measured
 from zaya_jax.training import start
 from zaya_jax.training.workdir import open_workdir
@@ -142,8 +142,7 @@ def test_other_figures_than_the_first_process_has_are_refused(tmp_path, monkeypa
     given = config.Config(hardware=config.Hardware(figures=str(tmp_path)))
     other = {"fork": None, "figures of the machine": 1}
     monkeypatch.setattr(multihost, "broadcast_from_zero", lambda name, function: other[name])
-    with pytest.raises(UserError, match="is another file here than in process 0"):
-        start.load_recipe(given, tmp_path)
+    check_refused("is another file here than in process 0", start.load_recipe, given, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +156,7 @@ def test_another_command_or_another_folder_than_the_first_is_refused(
     monkeypatch.setattr(
         multihost, "broadcast_from_zero", lambda name, function: [str(tmp_path / "run"), first]
     )
-    with pytest.raises(config.UserError, match=words):
-        open_workdir(tmp_path / "run", config.Config())
+    check_refused(words, lambda: open_workdir(tmp_path / "run", config.Config()))
     assert not (tmp_path / "run").exists()
 
 

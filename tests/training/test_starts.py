@@ -3,7 +3,6 @@ goes on from another run's checkpoint, as its config says."""
 
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_runs
 from orbax.checkpoint import v1 as ocp
-from refusals import refusal
+from refusals import check_error, check_refused, check_storage_error, refusal
 from saved_trees import save_tree
 
 import zaya_jax as zj
@@ -21,7 +20,7 @@ from zaya_jax import run as run_lib
 from zaya_jax.checkpoint import partial, source
 from zaya_jax.checkpoint.run import store
 from zaya_jax.checkpoint.source import read_meta
-from zaya_jax.config import Phase, StorageError, UserError
+from zaya_jax.config import Phase
 from zaya_jax.pytorch import exchange
 from zaya_jax.text import tokenizers
 from zaya_jax.training import fork, notes, snapshot
@@ -67,10 +66,7 @@ def test_a_run_whose_tokenizer_was_replaced_is_not_read(trained, tmp_path):
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     tokenizers.train_bpe(["some text " * 50], 264).save(tmp_path / "run" / "tokenizer")
     for read in (zj.load, lambda place: exchange.to_hf(place, tmp_path / "hf")):
-        with pytest.raises(
-            config.UserError, match=r"is not the tokenizer that .* was trained with"
-        ):
-            read(tmp_path / "run")
+        check_refused(r"is not the tokenizer that .* was trained with", read, tmp_path / "run")
     assert not (tmp_path / "hf").exists()
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     assert zj.load(tmp_path / "run").tokenizer is None
@@ -131,9 +127,8 @@ def test_weights_that_orbax_alone_saved_train_on_alike(trained, tmp_path):
 )
 def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way):
     for new in (False, True):
-        assert re.search(words, refusal(begin, keys, devices, new))
-        with pytest.raises(GoesOn):
-            begin(keys | way, devices, new)
+        check_refused(words, begin, keys, devices, new)
+        check_error(GoesOn, "", begin, keys | way, devices, new)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +163,9 @@ def test_corpus_and_tokenizer_may_move_but_not_change(begin, trained, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(trained / "corpus", moved)
     tokenizers.load("bytes").save(tmp_path / "bytes")
-    with pytest.raises(GoesOn):
-        begin({"data.path": str(moved), "data.tokenizer": str(tmp_path / "bytes")})
+    check_error(
+        GoesOn, "", begin, {"data.path": str(moved), "data.tokenizer": str(tmp_path / "bytes")}
+    )
     before = (tmp_path / "run" / "config.json").read_bytes()
     changed = tmp_path / "changed"  # a text corpus is read once a program, by its path
     shutil.copytree(moved, changed)
@@ -193,32 +189,34 @@ def test_sources_of_a_mixture_may_move_but_not_weigh_otherwise(trained, tmp_path
     assert train(2, "a", "b", 0.5) == cli.DONE
     for name in "ab":
         (tmp_path / name).rename(tmp_path / f"new {name}")
-    with pytest.raises(
-        config.UserError, match=r"data\.mixture=\[0\.5, 0\.5\], now it is \[0\.5, 0\.25\]; restore"
-    ):
-        train(4, "new a", "new b", 0.25)
-    with pytest.raises(config.UserError, match="the data is not what this run began with"):
-        train(4, "new b", "new a", 0.5)
+    check_refused(
+        r"data\.mixture=\[0\.5, 0\.5\], now it is \[0\.5, 0\.25\]; restore",
+        train,
+        4,
+        "new a",
+        "new b",
+        0.25,
+    )
+    check_refused("the data is not what this run began with", train, 4, "new b", "new a", 0.5)
     assert train(4, "new a", "new b", 0.5) == cli.DONE
 
 
 def test_a_config_is_restored_and_a_shorter_run_is_lengthened(begin):
     assert "restore it" in refusal(begin, {"optim.lr": 0.5}, 1)
     assert "give at least as many steps" in refusal(begin, {"run.num_steps": 1}, 1)
-    with pytest.raises(GoesOn):
-        begin({})
+    check_error(GoesOn, "", begin, {})
 
 
 def test_what_has_saved_nothing_may_be_anything(begin, tmp_path):
     """A first start that failed later than its checks has written a config; the advice to change it
     can be taken."""
-    with pytest.raises(GoesOn):
-        begin({"run.fork": str(tmp_path / "run")}, new=True)
+    check_error(GoesOn, "", begin, {"run.fork": str(tmp_path / "run")}, new=True)
     assert (tmp_path / "new" / "config.json").exists() and (
         tmp_path / "new" / "lineage.json"
     ).exists()
-    with pytest.raises(GoesOn):
-        begin({"run.init_from": str(tmp_path / "run"), "data.seq_len": 64}, new=True)
+    check_error(
+        GoesOn, "", begin, {"run.init_from": str(tmp_path / "run"), "data.seq_len": 64}, new=True
+    )
     assert json.loads((tmp_path / "new" / "config.json").read_text())["data"]["seq_len"] == 64
     assert not (tmp_path / "new" / "lineage.json").exists()
 
@@ -239,12 +237,18 @@ def test_phases_that_have_not_begun_may_change(tmp_path):
         return check_same(old, new, tmp_path, reached)
 
     begun = [first, {"tokens": 256, "seq_len": 32}]
-    with pytest.raises(UserError, match=r"phases\[0\]\.tokens=256, now it is 384; restore it"):
-        change(begun, [first | {"tokens": 384}, other], 2)
+    check_refused(
+        r"phases\[0\]\.tokens=256, now it is 384; restore it",
+        change,
+        begun,
+        [first | {"tokens": 384}, other],
+        2,
+    )
     note = change(begun, [first, other, {"tokens": 128}], 2)
     assert "steps that have not begun follow the new plan, and so does the learning rate" in note
-    with pytest.raises(UserError, match=r"phases\[1\]\.rope_theta"):
-        change([first, other], [first, other | {"rope_theta": 0.0}], 4)
+    check_refused(
+        r"phases\[1\]\.rope_theta", change, [first, other], [first, other | {"rope_theta": 0.0}], 4
+    )
 
 
 @pytest.fixture
@@ -299,11 +303,11 @@ def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, mon
         return uncompiled(config, setup)
 
     monkeypatch.setattr(states, "init", compiled)
-    with pytest.raises(
-        UserError,
-        match=rf"init_from(={place}: (nowhere|other) has no|: step 1 of {place} does not fit)",
-    ):
-        train(run__init_from=place)
+    check_refused(
+        rf"init_from(={place}: (nowhere|other) has no|: step 1 of {place} does not fit)",
+        train,
+        run__init_from=place,
+    )
     assert tree(here) == before
 
 
@@ -316,8 +320,7 @@ def test_what_was_there_before_a_refused_run_stays(here):
         ("runs/tiny", r"holds mine\.txt"),
         ("file/a/b", "^file/a/b cannot be written"),
     ):
-        with pytest.raises(UserError, match=says):
-            train(place)
+        check_refused(says, train, place)
     assert tree(here) == before
 
 
@@ -448,10 +451,9 @@ def test_another_tokenizer_is_refused(parent):
     other = tokenizers.load("bytes")
     other.sha256 = "another's"
     given = fork_settings(parent, {"run__fork": str(parent / "run"), "run__num_steps": 9})
-    with pytest.raises(
-        UserError, match=r"config\.data\.tokenizer='bytes' is not the one of run\.fork="
-    ):
-        fork.Parent(given, other)
+    check_refused(
+        r"config\.data\.tokenizer='bytes' is not the one of run\.fork=", fork.Parent, given, other
+    )
 
 
 def test_a_damaged_one_is_refused_and_an_unfinished_one_passed_over(damageable, parent, tmp_path):
@@ -468,10 +470,14 @@ def test_a_damaged_one_is_refused_and_an_unfinished_one_passed_over(damageable, 
         (4, r"step 4 of .*run is damaged: state/.* is changed"),
         (2, "2 is damaged: "),
     ):
-        with pytest.raises(StorageError, match=damage):
-            fork_train(
-                parent, tmp_path / "fork", run__fork=f"{damageable}@{step}", run__num_steps=9
-            )
+        check_storage_error(
+            damage,
+            fork_train,
+            parent,
+            tmp_path / "fork",
+            run__fork=f"{damageable}@{step}",
+            run__num_steps=9,
+        )
 
 
 def test_the_step_that_was_newest_at_first_stays_the_one(parent, tmp_path):
@@ -506,8 +512,7 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(
             fork_train(parent, tmp_path / "killed", **keys)
     assert fork_train(parent, tmp_path / "whole", **keys) == cli.DONE
     shutil.rmtree(damageable)
-    with pytest.raises(UserError, match="has no checkpoint"):
-        fork_train(parent, tmp_path / "another", **keys)
+    check_refused("has no checkpoint", fork_train, parent, tmp_path / "another", **keys)
     assert not (tmp_path / "another").exists()
     for given in (keys, keys | {"run__fork": str(damageable)}):
         assert fork_train(parent, tmp_path / "killed", **given) == cli.DONE
@@ -515,10 +520,13 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(
     assert [line["loss"] for line in tiny_runs.lines(tmp_path / "killed")] == [
         x["loss"] for x in tiny_runs.lines(tmp_path / "whole")
     ]
-    with pytest.raises(
-        UserError, match=r"was started with config\.run\.fork='.*run@2', now it is ''; restore it"
-    ):
-        fork_train(parent, tmp_path / "killed", **keys | {"run__fork": ""})
+    check_refused(
+        r"was started with config\.run\.fork='.*run@2', now it is ''; restore it",
+        fork_train,
+        parent,
+        tmp_path / "killed",
+        **keys | {"run__fork": ""},
+    )
     # A fork of it, on two devices, with other batches, that the durable place alone has when it
     # goes on.
     capsys.readouterr()
