@@ -36,6 +36,17 @@ SMALL = {
 }
 
 
+GUARDED = SMALL | {
+    "mesh.data": 1,
+    "eval.windows": 0,
+    "log.every": 50,
+    "checkpoint.every_steps": 10,
+    "checkpoint.keep": 3,
+    "guard.spike_steps": 5,
+    "schedule.warmup_fraction": 0.1,
+}
+
+
 def settings(**keys):
     """The checked config of a small run; `data__path` is data.path."""
     given = tiny.get_config()

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import tiny_runs
-from small_runs import SMALL
 from traced_once import traced_once
 
 from tools import faults
@@ -22,7 +21,7 @@ def run(tmp_path, monkeypatch):
         if bad is not None:
             (tmp_path / "faults.json").write_text(json.dumps(bad))
             monkeypatch.setenv(faults.VARIABLE, str(tmp_path / "faults.json"))
-        keys = SMALL | {"data.path": corpus} | keys
+        keys = tiny_runs.GUARDED | {"data.path": corpus} | keys
         return tiny_runs.train(
             tmp_path / workdir, keys.get("mesh__data", 1), faults.requested(), **keys
         )

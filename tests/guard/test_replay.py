@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
-from small_runs import SMALL
 
 from tools import faults
 from zaya_jax import schedule
@@ -20,7 +19,7 @@ from zaya_jax.training import step as steps
 
 
 def small(**keys):
-    return tiny_runs.settings(**SMALL | {"mesh.data": -1} | keys)
+    return tiny_runs.settings(**tiny_runs.GUARDED | {"mesh.data": -1} | keys)
 
 
 def made(settings, devices):

@@ -5,8 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from refusals import check_refused, check_storage_error
 
-from zaya_jax.config import Guard, StorageError, UserError
+from zaya_jax.config import Guard
 from zaya_jax.guard import decisions
 from zaya_jax.guard.spikes import SETTLE, Spike, Spikes
 
@@ -192,11 +193,9 @@ def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path
     assert decisions.read(tmp_path) == made
     assert decisions.skipped_batches(made) == [[100, 29]]
     assert decisions.merge(made, [], tmp_path) == decisions.merge([], made, tmp_path) == made
-    with pytest.raises(UserError, match="different decisions"):
-        decisions.merge(made, [first | {"step": 3}], tmp_path)
+    check_refused("different decisions", decisions.merge, made, [first | {"step": 3}], tmp_path)
     (tmp_path / "aegis" / "decisions.json").write_text("[{}]")
-    with pytest.raises(StorageError, match="cannot be read"):
-        decisions.read(tmp_path)
+    check_storage_error("cannot be read", decisions.read, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -209,5 +208,4 @@ def test_a_decision_that_is_not_whole_is_refused_where_it_is_read(tmp_path, wron
     decisions.write(tmp_path, [whole])
     decisions.write_events(tmp_path, decisions.read(tmp_path))
     decisions.write(tmp_path, [whole, whole | wrong])
-    with pytest.raises(StorageError, match=r"cannot be read .*restore it"):
-        decisions.read(tmp_path)
+    check_storage_error(r"cannot be read .*restore it", decisions.read, tmp_path)
