@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from measured_figures import figures_of
 from multiprocess_runs import start
+from refusals import check_error, check_refused
 
 from experiments.characterize import collectives
 from experiments.characterize import measure as characterize
@@ -19,7 +20,6 @@ from experiments.characterize.collectives import AXIS, CollectiveKind
 from pallas_kernels import timing
 from pallas_kernels.timing import Timing
 from zaya_jax import config
-from zaya_jax.config import UserError
 from zaya_jax.hardware import measured
 from zaya_jax.hardware.measured import CollectiveTiming, MemoryCopy, Product
 from zaya_jax.report.text import escape
@@ -112,8 +112,11 @@ def test_a_series_ends_where_calls_take_too_long():
 def test_what_is_not_the_collective_is_never_timed(monkeypatch, call, message):
     monkeypatch.setattr(collectives, "KINDS", {"all-reduce": CollectiveKind("all-reduce", call)})
     monkeypatch.setattr(timing, "sample", lambda *_: pytest.fail("timed"))
-    with pytest.raises(RuntimeError, match=message):
-        collectives.measure_collectives(jax.devices()[:2], [0, 0], 4096, 10.0, print)
+    check_error(
+        RuntimeError,
+        message,
+        lambda: collectives.measure_collectives(jax.devices()[:2], [0, 0], 4096, 10.0, print),
+    )
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -215,8 +218,7 @@ def test_what_are_no_figures_is_a_line(tmp_path, change):
     path = tmp_path / "f.json"
     path.write_text(change(json.loads(measured.to_json(FULL))))
     for file in (path, tmp_path / "nowhere.json"):
-        with pytest.raises(UserError, match="cannot be read"):
-            measured.load(file)
+        check_refused("cannot be read", measured.load, file)
 
 
 def test_the_page_shows_all_and_says_what_it_is_of():
