@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models
-from refusals import refusal
+from refusals import check_refused, refusal
 from test_public_names import OF_A_MODEL
 from traced_once import traced_once
 
@@ -398,10 +398,9 @@ def test_it_continues_whatever_it_is_given(model, ids):
     new = model.generate([asked] * 2, 5, ends=[257, 260])[0][len(asked) :]
     assert model.tokenizer.decode(new) == answers[0]
     for wrong in ([], {}, {"x": 1}, [{"x": 1}], ["a", [1]], [1, 264], [[]]):
-        with pytest.raises(
-            zj.UserError, match=r"prompt=|a conversation is a list of turns|prompt 1 of 1"
-        ):
-            model.generate(wrong, 2)
+        check_refused(
+            r"prompt=|a conversation is a list of turns|prompt 1 of 1", model.generate, wrong, 2
+        )
 
 
 def test_a_model_s_keys_are_a_config_and_a_misspelt_one_names_the_nearest():

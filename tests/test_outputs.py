@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import check_error
 
 from zaya_jax import cli
 from zaya_jax.cluster import leaving
@@ -111,5 +112,4 @@ def test_a_device_without_room_is_a_line_with_the_way_out(capsys):
     err = capsys.readouterr().err
     assert err.startswith(f"error: {full}; take a smaller data.micro_batch")
     assert err.count("\n") == 1 and (ROOT / "docs/howto/out_of_memory.md").exists()
-    with pytest.raises(RuntimeError, match="INTERNAL"):
-        cli.exit_code(lambda: fill("INTERNAL: another"))
+    check_error(RuntimeError, "INTERNAL", lambda: cli.exit_code(lambda: fill("INTERNAL: another")))

@@ -8,10 +8,10 @@ import re
 import struct
 
 import pytest
-from refusals import refusal
+from refusals import check_error, check_refused, refusal
 
 from zaya_jax import schedule
-from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, UserError, check, to_dict
+from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, check, to_dict
 from zaya_jax.parallel.spread import NO_SPREAD
 from zaya_jax.training import notes, recipe
 
@@ -163,8 +163,7 @@ def test_a_fork_with_other_batches_counts_the_tokens_that_were_seen():
         6 * 1024 + n * 2048 for n in range(1, 5)
     ]
     assert [plan.step(n).lr for n in range(7, 11)] == pytest.approx([0.75e-3, 0.5e-3, 0.25e-3, 0])
-    with pytest.raises(ValueError, match="outside the run's steps 6 to 10"):
-        plan.tokens_of_step(5)
+    check_error(ValueError, "outside the run's steps 6 to 10", plan.tokens_of_step, 5)
 
 
 def test_single_tokens_count_at_12_trillion():
@@ -282,14 +281,18 @@ def test_an_impossible_phase_is_refused_with_a_way_out_that_works(phase, message
 
 @pytest.mark.parametrize("odd", [dict(lr_end=0.0), dict(lr=1e-3, schedule="cosine")])
 def test_a_rate_without_its_ends_is_refused(odd):
-    with pytest.raises(UserError, match=r"phases\[0\] has lr=.* give lr for a constant rate"):
-        check(to_dict(config(Phase(tokens=10**6, **odd))))
+    check_refused(
+        r"phases\[0\] has lr=.* give lr for a constant rate",
+        lambda: check(to_dict(config(Phase(tokens=10**6, **odd)))),
+    )
     check(to_dict(config(Phase(tokens=10**6, lr=1e-3, lr_end=0.0))))
 
 
 def test_a_decay_in_steps_needs_a_last_phase_without_a_rate_of_its_own():
-    with pytest.raises(UserError, match=r"decay_steps=9 .* schedule\.phases\[3\]\.lr gives"):
-        check(to_dict(config(*FOUR_RATES, decay_steps=9)))
+    check_refused(
+        r"decay_steps=9 .* schedule\.phases\[3\]\.lr gives",
+        lambda: check(to_dict(config(*FOUR_RATES, decay_steps=9))),
+    )
     check(to_dict(config(*FOUR_RATES[:3], decay_steps=5)))
 
 
@@ -307,5 +310,4 @@ def test_a_decay_in_steps_needs_a_last_phase_without_a_rate_of_its_own():
     ],
 )
 def test_without_phases_the_data_s_keys_are_named(data, message):
-    with pytest.raises(UserError, match=message):
-        schedule.make_plan(dataclasses.replace(config(), data=data))
+    check_refused(message, lambda: schedule.make_plan(dataclasses.replace(config(), data=data)))

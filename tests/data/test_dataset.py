@@ -6,6 +6,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from data_helpers import assert_same
+from refusals import check_error
 
 import zaya_jax as zj
 from zaya_jax.data import pipeline
@@ -41,10 +42,13 @@ def test_element_t_is_the_batch_of_step_t_whoever_asks(config, whole):
     halves = [zj.data.dataset(config, (index, 2)) for index in range(2)]
     assert_same(joined([[half[step] for half in halves] for step in range(4)]), whole[:4])
     for process in ((5, 2), (2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(
-            ValueError, match=rf"process=\({process[0]}, {process[1]}\) is \(index, count\)"
-        ):
-            zj.data.dataset(config, process)
+        check_error(
+            ValueError,
+            rf"process=\({process[0]}, {process[1]}\) is \(index, count\)",
+            zj.data.dataset,
+            config,
+            process,
+        )
     threads = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
     mapped = iter(dataset.map(lambda batch: batch["tokens"].sum()).to_iter_dataset(threads))
     assert [next(mapped) for _ in range(24)] == [batch["tokens"].sum() for batch in whole]

@@ -10,10 +10,10 @@ import sys
 import fsspec
 import numpy as np
 import pytest
+from refusals import check_refused, check_storage_error
 
-from zaya_jax.config import UserError
 from zaya_jax.data import pipeline, prepared_store, windows
-from zaya_jax.data.prepared_store import PreparedStore, StorageError
+from zaya_jax.data.prepared_store import PreparedStore
 from zaya_jax.text import shard_format, tokenizers
 
 TOK = tokenizers.load("bytes")
@@ -93,16 +93,16 @@ def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     np.testing.assert_array_equal(contents(store), contents(PreparedStore(str(directory))))
     assert store.counters.retries > 3
     monkeypatch.setattr(files, "cat_ranges", lambda *a, **k: fail.missing)
-    with pytest.raises(StorageError, match=r"cannot read shard train-0000"):
-        contents(PreparedStore(url))
+    check_storage_error(r"cannot read shard train-0000", lambda: contents(PreparedStore(url)))
 
 
 def test_a_corrupt_record_stops_the_run_and_is_named(directory, make_config):
     path, offset, _ = place_of(directory, 1, 3)
     damage(path, offset + 100)
     stream = pipeline.train_stream(make_config(path=str(directory), seq_len=512), TOK)
-    with pytest.raises(StorageError, match=f"corrupt record 3 of shard {path.name}"):
-        collections.deque(stream, maxlen=0)
+    check_storage_error(
+        f"corrupt record 3 of shard {path.name}", collections.deque, stream, maxlen=0
+    )
 
 
 def test_a_corrupt_record_is_skipped_and_counted_where_asked(directory, make_config, caplog):
@@ -163,26 +163,23 @@ def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_cor
 
     with monkeypatch.context() as patch:
         patch.setattr(prepared_store, "read_ranges", fail)
-        with pytest.raises(StorageError, match=r"cannot read shard train-00000"):
-            store.read_spans([(0, 10)])
+        check_storage_error(r"cannot read shard train-00000", store.read_spans, [(0, 10)])
     assert not store.counters.corrupt and store.counters.retries == prepared_store.ATTEMPTS - 1
     assert len(contents(store)) == store.num_tokens  # it passes
 
 
 def test_manifest_and_index_are_checked(directory, tmp_path):
-    with pytest.raises(UserError, match="not a prepared directory"):
-        prepared_store.load_manifest(str(tmp_path / "nothing"))
+    check_refused(
+        "not a prepared directory", prepared_store.load_manifest, str(tmp_path / "nothing")
+    )
     damage(directory / shard_format.SHARDS, 5)
-    with pytest.raises(StorageError, match="damaged"):
-        PreparedStore(str(directory))
+    check_storage_error("damaged", PreparedStore, str(directory))
     assert prepared_store.verify(str(directory))
     manifest = directory / shard_format.MANIFEST
     manifest.write_text(manifest.read_text().replace('"bad": 0', '"bad": 1', 1))
-    with pytest.raises(UserError, match="changed after it was written"):
-        PreparedStore(str(directory))
+    check_refused("changed after it was written", PreparedStore, str(directory))
     manifest.write_text("{")
-    with pytest.raises(UserError, match="not a manifest"):
-        PreparedStore(str(directory))
+    check_refused("not a manifest", PreparedStore, str(directory))
 
 
 def test_the_cache_is_bounded(directory):

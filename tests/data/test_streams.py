@@ -15,10 +15,10 @@ import pytest
 from data_helpers import assert_same, here, in_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import check_refused
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.config import UserError
 from zaya_jax.data import layout, order, pipeline, prepared_store, windows
 from zaya_jax.text import prepare, shard_format, tokenizers
 
@@ -248,8 +248,12 @@ def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(
 
 
 def test_the_same_data_twice_is_refused(make_config, directories):
-    with pytest.raises(UserError, match="the same data twice"):
-        pipeline.Batches(make_config(mixture=(f"{directories[0]}=1", f"{directories[0]}/=1")), TOK)
+    check_refused(
+        "the same data twice",
+        lambda: pipeline.Batches(
+            make_config(mixture=(f"{directories[0]}=1", f"{directories[0]}/=1")), TOK
+        ),
+    )
 
 
 @pytest.mark.parametrize("other", ["{}/sub", "{}/sub/*", "{}/link", "{}/sub/0.txt"])
@@ -262,8 +266,10 @@ def test_a_file_of_two_sources_is_refused(tmp_path, make_config, other):
     (root / "link").mkdir()
     (root / "link" / "hard.txt").hardlink_to(root / "0.txt")
     mixture = (f"{root}=1", f"{other.format(root)}=1")
-    with pytest.raises(UserError, match=r"has the same data twice \([14] files\): batches"):
-        pipeline.Batches(make_config(mixture=mixture), TOK)
+    check_refused(
+        r"has the same data twice \([14] files\): batches",
+        lambda: pipeline.Batches(make_config(mixture=mixture), TOK),
+    )
     phases = tuple(config_lib.Phase(tokens=512, mixture=(one,)) for one in mixture)
     config = make_config(mixture=mixture)
     schedule_ = dataclasses.replace(config.schedule, phases=phases)
@@ -290,8 +296,9 @@ def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, make_
         config, schedule=dataclasses.replace(config.schedule, phases=phases)
     )
     if contexts[0] > 128:
-        with pytest.raises(UserError, match="for a context of 256, and rows of 128 tokens would"):
-            pipeline.Batches(config, TOK)
+        check_refused(
+            "for a context of 256, and rows of 128 tokens would", pipeline.Batches, config, TOK
+        )
     else:
         (note,) = pipeline.Batches(config, TOK).notes
         assert note.startswith(f"{directories[1]}: packing=concat cuts chats at the ends of rows")
@@ -304,8 +311,7 @@ def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path, make_config):
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     here(prepare.Options([str(tmp_path / "c.jsonl")], context=64), tmp_path / "out")
     config = make_config(path=str(tmp_path / "out"), packing="best_fit", chats=True)
-    with pytest.raises(UserError, match="out holds 7 texts beside its chats, but config"):
-        pipeline.Batches(config, TOK)
+    check_refused("out holds 7 texts beside its chats, but config", pipeline.Batches, config, TOK)
 
 
 def test_a_shard_s_table_is_read_once_while_its_block_is_open(
@@ -409,6 +415,8 @@ def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
 
 def test_the_tokenizer_must_be_the_one_of_the_shards(make_config, directories, tmp_path):
     other = tokenizers.train_bpe(["some text " * 50], 265)
-    with pytest.raises(UserError, match="prepared with another tokenizer"):
-        pipeline.train_stream(make_config(path=directories[0], vocab_size=300), other)
+    check_refused(
+        "prepared with another tokenizer",
+        lambda: pipeline.train_stream(make_config(path=directories[0], vocab_size=300), other),
+    )
     assert prepared_store.is_prepared(directories[0])

@@ -17,10 +17,6 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]*)(?:#([^)\s]*))?(?=\))")
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.M | re.S)
 
 
-def settings():
-    return yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-
-
 def in_nav(entry) -> list[str]:
     if isinstance(entry, str):
         return [entry]
@@ -80,7 +76,7 @@ def test_every_page_has_its_place():
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     there |= {str(page.relative_to(ROOT)) for page in (ROOT / "benchmarks").glob("*.md")}
     outside = {"pallas_kernels/TARGETS.md", "CONTRIBUTING.md", "CHANGELOG.md"}
-    listed = in_nav(settings()["nav"])
+    listed = in_nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     assert len(listed) == len(set(listed))
     wrong = set(listed) ^ (there | outside)
     assert not wrong, (

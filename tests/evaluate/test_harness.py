@@ -13,20 +13,18 @@ import os
 from pathlib import Path
 
 import pytest
+from refusals import check_refused
 
-from zaya_jax.config import UserError
 from zaya_jax.evaluate import harness
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 from zaya_jax.text import tokenizers
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TASKS = str(Path(__file__).parent / "tasks")
 
 
 def test_without_lm_eval_the_way_to_it_is_said(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"--tasks needs lm-eval-harness: pip install lm-eval"):
-        harness.require()
+    check_refused(r"--tasks needs lm-eval-harness: pip install lm-eval", harness.require)
 
 
 def test_figures_have_their_standard_errors():
@@ -60,7 +58,7 @@ def test_samples_are_json_that_all_read():
 def lm(model, monkeypatch):
     """The model as lm-eval's; data sets are read from this folder alone."""
     pytest.importorskip("lm_eval")
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return harness.make_lm(model)
 
@@ -136,18 +134,24 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
     ],
 )
 def test_generation_that_there_is_not_is_refused(lm, options, message):
-    with pytest.raises(UserError, match=message):
-        lm.generate_until(
+    check_refused(
+        message,
+        lambda: lm.generate_until(
             requests("generate_until", ("a", {"until": [], "max_gen_toks": 4} | options)),
             disable_tqdm=True,
-        )
+        ),
+    )
 
 
 def test_answers_that_have_no_likelihood_are_refused(lm):
-    with pytest.raises(UserError, match="an answer that is empty"):
-        lm.loglikelihood(requests("loglikelihood", ("a", "")), disable_tqdm=True)
-    with pytest.raises(UserError, match=r"answer of 90 tokens, above the model's context of 64"):
-        lm.loglikelihood(requests("loglikelihood", ("a", "x" * 90)), disable_tqdm=True)
+    check_refused(
+        "an answer that is empty",
+        lambda: lm.loglikelihood(requests("loglikelihood", ("a", "")), disable_tqdm=True),
+    )
+    check_refused(
+        r"answer of 90 tokens, above the model's context of 64",
+        lambda: lm.loglikelihood(requests("loglikelihood", ("a", "x" * 90)), disable_tqdm=True),
+    )
 
 
 def test_tasks_are_run_and_their_samples_kept(lm, model):
@@ -164,14 +168,22 @@ def test_tasks_are_run_and_their_samples_kept(lm, model):
 
 
 def test_tasks_that_are_not_there_or_broken_are_one_line(lm, model, tmp_path):
-    with pytest.raises(
-        UserError, match=r"--tasks=zaya_choise is not one of .*; did you mean zaya_choice\?"
-    ):
-        harness.run(model, ["zaya_choise"], include_path=TASKS)
+    check_refused(
+        r"--tasks=zaya_choise is not one of .*; did you mean zaya_choice\?",
+        harness.run,
+        model,
+        ["zaya_choise"],
+        include_path=TASKS,
+    )
     text = (Path(TASKS) / "choice.yaml").read_text().replace("zaya_choice", "broken")
     (tmp_path / "broken.yaml").write_text(text.replace("tasks/choice.jsonl", "tasks/gone.jsonl"))
-    with pytest.raises(UserError, match="--tasks=broken cannot be loaded: "):
-        harness.run(model, ["broken"], include_path=str(tmp_path))
+    check_refused(
+        "--tasks=broken cannot be loaded: ",
+        harness.run,
+        model,
+        ["broken"],
+        include_path=str(tmp_path),
+    )
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import check_refused
 from safetensors.numpy import load_file
 
 import zaya_jax as zj
-from zaya_jax.config import UserError
 from zaya_jax.data import prepared_store
 from zaya_jax.evaluate import scorer, texts
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
@@ -134,8 +134,10 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer):
     )
     assert held_out and train and len(held_out) + len(train) == len(lines)
     assert {str(plain(document)) for document in [*held_out, *train]} == files
-    with pytest.raises(UserError, match="was prepared with another tokenizer"):
-        list(texts.documents(str(tmp_path / "out"), tokenizers.train_bpe(["a text"], 263)))
+    check_refused(
+        "was prepared with another tokenizer",
+        lambda: list(texts.documents(str(tmp_path / "out"), tokenizers.train_bpe(["a text"], 263))),
+    )
 
 
 def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenizer):
@@ -154,11 +156,14 @@ def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenize
         Even(), texts.documents(str(tmp_path / "empty.txt"), tokenizer), 8
     ).figures()
     assert nothing["tokens"] == nothing["documents"] == 0 and nothing["bits_per_byte"] is None
-    with pytest.raises(UserError, match=r"nowhere.* names no file"):
-        list(texts.documents(str(tmp_path / "nowhere"), tokenizer))
+    check_refused(
+        r"nowhere.* names no file",
+        lambda: list(texts.documents(str(tmp_path / "nowhere"), tokenizer)),
+    )
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"tex')
-    with pytest.raises(UserError, match=r"bad\.jsonl"):
-        list(texts.documents(str(tmp_path / "bad.jsonl"), tokenizer))
+    check_refused(
+        r"bad\.jsonl", lambda: list(texts.documents(str(tmp_path / "bad.jsonl"), tokenizer))
+    )
 
 
 CLOSE = dict(rtol=0, atol=2e-5)

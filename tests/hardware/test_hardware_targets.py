@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from refusals import check_refused
 
 from pallas_kernels import chip
 from zaya_jax.compiled import buffers, launches
-from zaya_jax.config import UserError
 from zaya_jax.hardware import targets
 
 absent = pytest.mark.skipif(
@@ -60,11 +60,11 @@ def test_a_missing_compiler_is_reported(monkeypatch, tmp_path):
     # other tests may have them
     monkeypatch.setattr(xla_client._xla, "pjrt_plugin_loaded", lambda platform: False)
     for platform in ("rocm", "cuda"):
-        with pytest.raises(UserError, match="is not installed; run: make setup-targets"):
-            targets._register(platform)
+        check_refused("is not installed; run: make setup-targets", targets._register, platform)
     plugin = tmp_path / "jax_plugins" / "xla_rocm7" / "xla_rocm_plugin.so"
     plugin.parent.mkdir(parents=True)
     plugin.touch()
     (tmp_path / ".stamp").write_text("jax 0.1.0, made\n")
-    with pytest.raises(UserError, match=r"for jax 0\.1\.0, this is .*; run: make setup-targets"):
-        targets._register("rocm")
+    check_refused(
+        r"for jax 0\.1\.0, this is .*; run: make setup-targets", targets._register, "rocm"
+    )

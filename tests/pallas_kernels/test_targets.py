@@ -20,12 +20,14 @@ from zaya_jax.hardware import targets
 SHARED = {"mi300x": 64 << 10, "h200": 227 << 10}  # bytes that a block may have
 
 
-@pytest.fixture(autouse=True)
-def compilers(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def compilers():
     if not targets.FOLDER.exists():
         pytest.skip("make setup-targets installs the compilers")
-    # changes of it end with these tests
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    with pytest.MonkeyPatch.context() as patch:
+        # changes of it end with these tests
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        yield
 
 
 def judged() -> list:
@@ -93,25 +95,20 @@ def product(x, y, *, tile, warps=4):
 
 
 @pytest.fixture(scope="module", params=MOST)
-def program_of_products(request):
+def program_of_products(request, compilers):
     """(registers at most, a program with a kernel twice, another of its name's kind, and one whose tile is too
     large)."""
-    if not targets.FOLDER.exists():
-        pytest.skip("make setup-targets installs the compilers")
-    with pytest.MonkeyPatch.context() as patch:
-        # changes of it end with these tests
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
-        def f(x):
-            y = product(jnp.sin(product(x, x, tile=64)), x, tile=64)
+    def f(x):
+        y = product(jnp.sin(product(x, x, tile=64)), x, tile=64)
 
-            def again(y, _):
-                return product(y, x, tile=256), None
+        def again(y, _):
+            return product(y, x, tile=256), None
 
-            return jax.lax.scan(again, product(y, x, tile=128), length=3)[0] @ x
+        return jax.lax.scan(again, product(y, x, tile=128), length=3)[0] @ x
 
-        like = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-        yield MOST[request.param], absent.compiled(request.param, f, like)
+    like = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    return MOST[request.param], absent.compiled(request.param, f, like)
 
 
 def test_registers_spills_and_shared_memory_of_a_compiled_program(program_of_products):

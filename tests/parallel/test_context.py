@@ -57,9 +57,6 @@ def attend(q, k, v, window, place):
     return place.join(context.attention_over_chunks(*rows, window, place, scale=0.3))
 
 
-# The host's order, and errors
-
-
 # What travels
 
 

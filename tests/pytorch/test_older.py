@@ -6,10 +6,10 @@ import json
 import jax
 import numpy as np
 import pytest
+from refusals import check_refused
 from safetensors.numpy import load_file, save_file
 from test_exchange import MODEL, read_all, write_model
 
-from zaya_jax.config import UserError
 from zaya_jax.model import quantized
 from zaya_jax.pytorch import compressed, exchange, hf, tensor_files
 
@@ -254,5 +254,4 @@ def test_each_way_of_saying_the_same_is_read(made, changes, expected):
     ],
 )
 def test_what_this_model_has_not_is_named(made, changes, named):
-    with pytest.raises(UserError, match=named):
-        read_with(made[0], changes)
+    check_refused(named, read_with, made[0], changes)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from refusals import check_error
 
 from experiments.configs.zaya1_base import get_config as full_size
 from tools.rehearse import corpus as rehearsal_corpus
@@ -82,8 +83,7 @@ def test_a_story_notes_broken_promises_and_ends_at_a_failure(tmp_path, capsys):
     broken = Story(tmp_path / "broken")
     broken.promise("two is one", False, "2")
     assert not broken.written("A test", "")
-    with pytest.raises(Failed, match="exit code 2"):
-        broken.program("-c", "raise SystemExit(2)", ok=(0, 3))
+    check_error(Failed, "exit code 2", broken.program, "-c", "raise SystemExit(2)", ok=(0, 3))
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data_helpers import here, jsonl, texts_of, zstd
-from refusals import refusal
+from refusals import check_refused, refusal
 
-from zaya_jax.config import UserError
 from zaya_jax.data import prepared_store
 from zaya_jax.data.prepared_store import PreparedStore
 from zaya_jax.text import text_files, tokenizers
@@ -135,15 +134,18 @@ def folder(tmp_path):
 def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_bad(
     tmp_path, folder
 ):
-    with pytest.raises(UserError, match=r"c\.txt, line 2: not UTF-8"):
-        here(Options([str(folder)]), tmp_path / "strict")
+    check_refused(
+        r"c\.txt, line 2: not UTF-8", lambda: here(Options([str(folder)]), tmp_path / "strict")
+    )
     documents, out = left_out(folder, out=tmp_path / "out")
     assert (documents, out["bad"], out["not_text"], out["empty"]) == (1, 1, 1, 1)
     assert out["not_text_examples"] == [f"{folder / 'd.png'} (binary)"]
     (folder / "c.txt").unlink()
     (folder / "link.txt").symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"cannot read .*link\.txt: .*No such file"):
-        here(Options([str(folder)]), tmp_path / "strict1")
+    check_refused(
+        r"cannot read .*link\.txt: .*No such file",
+        lambda: here(Options([str(folder)]), tmp_path / "strict1"),
+    )
     documents, out = left_out(folder, out=tmp_path / "out1")
     assert documents == 1 and out["bad_examples"][0].startswith(
         f"cannot read {folder / 'link.txt'}: "
@@ -182,8 +184,11 @@ def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, ca
     said = refusal(here, Options([str(tmp_path / "*")]), tmp_path / "none")
     assert "10 files that are not text (" in said
     assert all(f"{count} {kind}" in said for kind, count in kinds.items())
-    with pytest.raises(UserError, match=r"none with UTF-8 text \(a\.csv \(table\), a\.jsonl\.bz2"):
-        text_files.named_texts(str(tmp_path / "*"))
+    check_refused(
+        r"none with UTF-8 text \(a\.csv \(table\), a\.jsonl\.bz2",
+        text_files.named_texts,
+        str(tmp_path / "*"),
+    )
     (tmp_path / "sound.txt").write_bytes(b"\xef\xbb\xbfsound")
     manifest, _ = here(Options([str(tmp_path / "*")], held_out=0.0), tmp_path / "out")
     assert manifest["left_out"]["not_text_kinds"] == kinds
@@ -214,8 +219,10 @@ def test_zeros_behind_compressed_data_are_its_padding_and_garbage_is_damage(tmp_
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz"])
 def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UserError, match=f"cannot read .*{name}: the file is empty"):
-        here(Options([str(tmp_path / name)]), tmp_path / "out")
+    check_refused(
+        f"cannot read .*{name}: the file is empty",
+        lambda: here(Options([str(tmp_path / name)]), tmp_path / "out"),
+    )
 
 
 @pytest.mark.usefixtures("in_process")
@@ -230,8 +237,7 @@ def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
         "long.txt.gz has more than 256 MiB, too many for one document; split it"
         in out["bad_examples"][0]
     )
-    with pytest.raises(UserError, match="has more than 256 MiB"):
-        text_files.named_texts(str(tmp_path / "*.gz"))
+    check_refused("has more than 256 MiB", text_files.named_texts, str(tmp_path / "*.gz"))
 
 
 @pytest.mark.usefixtures("in_process")
@@ -240,13 +246,14 @@ def test_a_failure_says_how_to_go_on(tmp_path):
     out = tmp_path / "new" / "out"
     (tmp_path / "b.jsonl").write_bytes(good * 9 + bad)
     options = Options([str(tmp_path / "b.jsonl")], part_bytes=400, held_out=0.0)
-    with pytest.raises(
-        UserError, match=r"byte 1620: .*; finished parts stay, and .* --skip_bad added"
-    ):
-        here(options, out)
+    check_refused(
+        r"byte 1620: .*; finished parts stay, and .* --skip_bad added", here, options, out
+    )
     assert not list(out.glob("*.partial-*"))
-    with pytest.raises(UserError, match=r"begun with other held_out; .* remove this one"):
-        here(Options([str(tmp_path / "b.jsonl")], part_bytes=400), out)
+    check_refused(
+        r"begun with other held_out; .* remove this one",
+        lambda: here(Options([str(tmp_path / "b.jsonl")], part_bytes=400), out),
+    )
     done = {p: p.stat().st_mtime_ns for p in out.glob("*.tokens")}
     documents, counts = left_out(tmp_path / "b.jsonl", out=out, part_bytes=400)
     assert documents == 90 and counts["bad"] == 1 and prepared_store.verify(str(out)) == []
@@ -265,10 +272,8 @@ def test_prepared_directories_are_no_text(tmp_path):
         shutil.rmtree(source / "out")
     here(options, source / "out")
     tok = tokenizers.load("bytes")
-    with pytest.raises(UserError, match=r"holds .*train-00000\.tokens, a shard"):
-        here(options, tmp_path / "other")
-    with pytest.raises(UserError, match="'' holds no text file"):
-        text_files.text_corpus("", tok)
+    check_refused(r"holds .*train-00000\.tokens, a shard", here, options, tmp_path / "other")
+    check_refused("'' holds no text file", text_files.text_corpus, "", tok)
 
 
 TEXTS = [f"text number {i} " + "x" * i for i in range(50)]
@@ -319,20 +324,12 @@ def test_chats_are_trimmed_and_counted(tmp_path):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_input_or_directories_of_no_use_are_refused(tmp_path):
+def test_input_without_a_document_for_training_is_refused(tmp_path):
     (tmp_path / "t.txt").write_text("some text")
-    options = Options([str(tmp_path / "t.txt")], held_out=0.0)
-    here(options, tmp_path / "out")
-    assert here(options, tmp_path / "out")[1]  # complete already
-    with pytest.raises(UserError, match="not a preparation"):
-        here(options, tmp_path)
-    with pytest.raises(UserError, match="names no file"):
-        here(Options([str(tmp_path / "no*")]), tmp_path / "new")
     (tmp_path / "empty.txt").write_text(" ")
     for refused in (
         Options([str(tmp_path / "empty.txt")]),
         Options([str(tmp_path / "t.txt")], held_out=1.0),
     ):
-        with pytest.raises(UserError, match="no document for training"):
-            here(refused, tmp_path / "new")
+        check_refused("no document for training", here, refused, tmp_path / "new")
         assert not (tmp_path / "new").exists()

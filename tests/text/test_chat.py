@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from refusals import check_error
 
 from zaya_jax.text import chat, chat_template, inputs, memory_chats, tokenizers
 
@@ -254,10 +255,13 @@ def test_a_field_that_is_asked_for_is_a_text():
 
 
 def test_earlier_turns_of_another_form_are_refused():
-    with pytest.raises(
-        chat.BadChat, match="'history' is not supported; put all turns into messages"
-    ):
-        chat.paired_turns({"prompt": "q", "completion": "a", "history": [["p", "b"]]}, "text")
+    check_error(
+        chat.BadChat,
+        "'history' is not supported; put all turns into messages",
+        chat.paired_turns,
+        {"prompt": "q", "completion": "a", "history": [["p", "b"]]},
+        "text",
+    )
 
 
 def talk(*reasonings):
@@ -390,8 +394,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("record", "says"), WRONG.values(), ids=WRONG)
 def test_what_is_no_pair_is_said(record, says):
-    with pytest.raises(chat.BadChat, match=says):
-        chat.parse_pair(record)
+    check_error(chat.BadChat, says, chat.parse_pair, record)
 
 
 def test_pairs_of_one_prompt_are_on_one_side(tmp_path):

@@ -10,8 +10,8 @@ import random
 import pytest
 from chat_families import FAMILIES, tokenizer_of
 from data_helpers import here
+from refusals import check_error, check_refused
 
-from zaya_jax.config import UserError
 from zaya_jax.data import stores, windows
 from zaya_jax.text import chat, chat_template, memory_chats, prepare, tokenizers
 from zaya_jax.text.chat import KEPT
@@ -106,8 +106,14 @@ def test_what_a_template_leaves_out_is_named(family):
     result = {"role": "observation", "content": "it is four"}
     talk = [user("q"), answer("", tool_calls=[CALL]), result, answer("So 4.")]
     if loses == "refused":
-        with pytest.raises(chat_template.Refused, match="must alternate; change it, or use"):
-            prepared(FAMILIES[family], talk, tools=TOOLS)
+        check_error(
+            chat_template.Refused,
+            "must alternate; change it, or use",
+            prepared,
+            FAMILIES[family],
+            talk,
+            tools=TOOLS,
+        )
         return
     tok, document, outcome = prepared(FAMILIES[family], talk, tools=TOOLS)
     if loses:
@@ -236,8 +242,10 @@ BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
 )
 def test_a_generation_block_whose_place_is_not_known_is_refused(source):
     source = "{% for m in messages %}" + source + "{% endfor %}"
-    with pytest.raises(UserError, match=r"inside a \{% set %\} or a macro"):
-        prepared(source, [user("my question"), answer("the answer")])
+    check_refused(
+        r"inside a \{% set %\} or a macro",
+        lambda: prepared(source, [user("my question"), answer("the answer")]),
+    )
 
 
 def test_a_name_that_is_null_is_no_mark():
@@ -293,10 +301,14 @@ def test_another_template_is_other_data(make_config, tmp_path):
             assert not here(*kept)[1] and here(*kept)[1]
             stores.open_store(config, str(kept[1]), tok)
             continue
-        with pytest.raises(UserError, match="or another chat template; give another directory"):
-            here(*kept)
-        with pytest.raises(UserError, match="holds chats in another chat template than that of"):
-            stores.open_store(config, str(kept[1]), tok)
+        check_refused("or another chat template; give another directory", here, *kept)
+        check_refused(
+            "holds chats in another chat template than that of",
+            stores.open_store,
+            config,
+            str(kept[1]),
+            tok,
+        )
     assert not set(read[0]) & set(read[1])
 
 
@@ -339,8 +351,9 @@ def test_answers_of_a_prompt_are_read_and_not_learnt(source):
     tok, document, outcome = prepared(source, weighted)
     runs = learnt(tok, document)
     assert len(runs) == 1 and runs[0].lstrip().startswith("learnt")
-    with pytest.raises(chat.BadChat, match="teaches nothing"):
-        chat.parse_chat([user("q"), answer("a", weight=0)])
+    check_error(
+        chat.BadChat, "teaches nothing", lambda: chat.parse_chat([user("q"), answer("a", weight=0)])
+    )
 
 
 def test_a_chat_stays_on_its_side(tmp_path):

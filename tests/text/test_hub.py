@@ -8,8 +8,8 @@ import types
 import pyarrow
 import pytest
 from data_helpers import contents, here, texts_of
+from refusals import check_refused
 
-from zaya_jax.config import UserError
 from zaya_jax.text import hub, prepare
 from zaya_jax.text.prepare import Options
 
@@ -54,10 +54,10 @@ def test_a_saved_folder_is_what_its_state_names(splits, tmp_path, pattern):
 
 @pytest.mark.parametrize("pattern", ["{}", "{}/**/*.arrow", "{}/.."])
 def test_a_saved_dict_needs_a_split_named(splits, tmp_path, pattern):
-    with pytest.raises(
-        UserError, match=r"has several splits of the DatasetDict .*; name one, such as"
-    ):
-        here(Options([pattern.format(splits)]), tmp_path / "out")
+    check_refused(
+        r"has several splits of the DatasetDict .*; name one, such as",
+        lambda: here(Options([pattern.format(splits)]), tmp_path / "out"),
+    )
     # Both by name, or the one that there is.
     given = [str(splits / "train"), str(splits / "test")]
     manifest, _ = here(Options(given), tmp_path / "out")
@@ -69,8 +69,10 @@ def test_a_saved_dict_needs_a_split_named(splits, tmp_path, pattern):
 
 def test_a_file_that_a_saved_folder_lacks_is_named(splits, tmp_path):
     (splits / "train" / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow.* No such file"):
-        here(Options([str(splits / "train")]), tmp_path / "out")
+    check_refused(
+        r"data-00000-of-00001\.arrow.* No such file",
+        lambda: here(Options([str(splits / "train")]), tmp_path / "out"),
+    )
 
 
 @pytest.mark.parametrize("size", [100, 5000])
@@ -80,10 +82,10 @@ def test_a_damaged_file_is_named_and_counted(tmp_path, size):
     path.write_bytes(path.read_bytes()[:size])
     (tmp_path / "u.txt").write_text("sound")
     given = [str(tmp_path / "set"), str(tmp_path / "u.txt")]
-    with pytest.raises(
-        UserError, match=r"\.arrow, row group 0 is damaged: .*also with --skip_bad added"
-    ):
-        here(Options([str(tmp_path / "set")]), tmp_path / "strict")
+    check_refused(
+        r"\.arrow, row group 0 is damaged: .*also with --skip_bad added",
+        lambda: here(Options([str(tmp_path / "set")]), tmp_path / "strict"),
+    )
     manifest, _ = here(Options(given, skip_bad=True, held_out=0.0), tmp_path / "out")
     assert manifest["left_out"]["bad"] == 1
 
@@ -131,8 +133,12 @@ def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkey
         raise ConnectionError("the line went dead")
 
     monkeypatch.setattr(Stream, "shard", broken)
-    with pytest.raises(UserError, match=r"#0/4@c0ffee failed while streaming: the line went dead"):
-        here(options, tmp_path / "broken")
+    check_refused(
+        r"#0/4@c0ffee failed while streaming: the line went dead",
+        here,
+        options,
+        tmp_path / "broken",
+    )
 
 
 def test_a_preparation_stays_with_its_revision(tmp_path, remote):
@@ -141,13 +147,13 @@ def test_a_preparation_stays_with_its_revision(tmp_path, remote):
     remote["decade"] = ["rewritten"] * 100
     here(options, tmp_path / "out")
     assert texts_of(tmp_path / "out") == sorted(TEXTS)
-    with pytest.raises(UserError, match="is complete, from other input"):
-        here(options, tmp_path / "out")
+    check_refused("is complete, from other input", here, options, tmp_path / "out")
 
 
 @pytest.mark.usefixtures("remote")
 def test_a_folder_of_this_machine_is_not_on_the_hub(tmp_path):
-    with pytest.raises(
-        UserError, match=f"is on this machine, not on the hub; give --input={tmp_path}"
-    ):
-        hub.shard_inputs(f"hf:{tmp_path}:train")
+    check_refused(
+        f"is on this machine, not on the hub; give --input={tmp_path}",
+        hub.shard_inputs,
+        f"hf:{tmp_path}:train",
+    )

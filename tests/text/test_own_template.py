@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers as library
+from refusals import check_error, check_refused
 
 from zaya_jax import generation
-from zaya_jax.config import UserError
 from zaya_jax.text import chat, chat_template, tokenizers
 
 SOURCE = (Path(__file__).parent / "zaya_like.jinja").read_text()
@@ -150,15 +150,18 @@ def test_the_template_is_found_where_transformers_finds_it(made):
 
 def test_what_a_template_refuses_is_one_line(made, own):
     odd = chat.parse_chat([{"role": "developer", "content": "x"}, TALK[-1]])
-    with pytest.raises(
+    check_error(
         chat_template.Refused,
-        match="refuses this conversation: a role that is not known: developer",
-    ):
-        chat_template.Template(own).encode_within(odd, None)
+        "refuses this conversation: a role that is not known: developer",
+        lambda: chat_template.Template(own).encode_within(odd, None),
+    )
     # and reaches nothing of Python's
     for bad in ("{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"):
-        with pytest.raises(UserError, match="the model's chat template"):
-            chat_template.Template(with_template(made, bad)).prompt_ids(chat.parse_chat(TALK))
+        spoilt = with_template(made, bad)
+        check_refused(
+            "the model's chat template",
+            lambda own=spoilt: chat_template.Template(own).prompt_ids(chat.parse_chat(TALK)),
+        )
 
 
 def test_a_talk_sees_what_the_template_makes_of_it(own):
@@ -187,8 +190,8 @@ def test_a_talk_sees_what_the_template_makes_of_it(own):
     )
     talk.reset()
     assert own.decode_with_specials(talk.ask("hi", room)) == asked and talk.left_out == 0
-    with pytest.raises(UserError, match="this turn alone has"):
-        talk.reset(), talk.ask("x" * room, room)
+    talk.reset()
+    check_refused("this turn alone has", talk.ask, "x" * room, room)
 
 
 def test_a_template_is_told_the_same_day_whenever_it_asks(made):

@@ -17,10 +17,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data_helpers import contents, here, jsonl, run_here, texts_of
+from refusals import check_error, check_refused
 from waiting import until
 
 from experiments.prepare_data import __main__ as prepare_data
-from zaya_jax.config import UserError
 from zaya_jax.data import prepared_store
 from zaya_jax.text import prepare, prepare_task, shard_format, tokenizers
 from zaya_jax.text.prepare import Options
@@ -215,13 +215,11 @@ def test_other_options_and_other_input_are_refused_by_name(
         change(source / "b.jsonl.gz")
     refusals = (lambda: part(other, "out", 1, 2), lambda: here(other, "out"))
     for refused in refusals:
-        with pytest.raises(UserError, match=f"begun with other {named}"):
-            refused()
+        check_refused(f"begun with other {named}", refused)
     if other != options:
         here(options, "out")
         for refused in refusals:
-            with pytest.raises(UserError, match="is complete, from other input or options"):
-                refused()
+            check_refused("is complete, from other input or options", refused)
 
 
 def test_input_that_changes_while_it_is_read_is_no_part(tmp_path, source, monkeypatch):
@@ -230,8 +228,10 @@ def test_input_that_changes_while_it_is_read_is_no_part(tmp_path, source, monkey
         yield from run_here(job, todo, processes)
 
     monkeypatch.setattr(prepare_task, "run_processes", changing)
-    with pytest.raises(UserError, match=r"a\.jsonl has changed since the preparation began"):
-        part(options_for(source), tmp_path / "out", 0, 1)
+    check_refused(
+        r"a\.jsonl has changed since the preparation began",
+        lambda: part(options_for(source), tmp_path / "out", 0, 1),
+    )
     assert not list((tmp_path / "out").glob("*.tokens"))
 
 
@@ -253,8 +253,9 @@ def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, sourc
 
 @pytest.mark.parametrize("text", ["", "1", "3/3", "-1/2", "a/b"])
 def test_a_part_that_is_none_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be I/N with 0 <= I < N"):
-        prepare_data.parse_part(text)
+    check_error(
+        argparse.ArgumentTypeError, "must be I/N with 0 <= I < N", prepare_data.parse_part, text
+    )
     assert prepare_data.parse_part("63/64") == (63, 64)
 
 

@@ -3,8 +3,8 @@
 import os
 
 import pytest
+from refusals import check_refused
 
-from zaya_jax.config import UserError
 from zaya_jax.data import pipeline, stores, windows
 from zaya_jax.text import inputs, text_files, tokenizers
 from zaya_jax.text.shard_format import SPLITS
@@ -48,13 +48,10 @@ def test_what_is_left_out_is_said(corpus, caplog):
 
 def test_missing_and_empty_corpora_are_user_errors(tmp_path):
     tok = tokenizers.load("bytes")
-    with pytest.raises(UserError, match="holds no text file"):
-        text_files.text_corpus(str(tmp_path / "nothing"), tok)
-    with pytest.raises(UserError, match="holds no text file"):
-        text_files.text_corpus(str(tmp_path), tok)
+    check_refused("holds no text file", text_files.text_corpus, str(tmp_path / "nothing"), tok)
+    check_refused("holds no text file", text_files.text_corpus, str(tmp_path), tok)
     (tmp_path / "blank.txt").write_text("\n")
-    with pytest.raises(UserError, match="none with UTF-8 text"):
-        text_files.text_corpus(str(tmp_path), tok)
+    check_refused("none with UTF-8 text", text_files.text_corpus, str(tmp_path), tok)
 
 
 @pytest.fixture
@@ -141,5 +138,7 @@ def test_rewritten_held_out_text_is_other_data(corpus, make_config):
         path for _, path in text_files.list_files(str(corpus)) if path.read_bytes() == text.encode()
     )
     path.write_text("other text")
-    with pytest.raises(UserError, match="the data is not what this run began with"):
-        pipeline.train_stream(config, tok).set_state(state)
+    check_refused(
+        "the data is not what this run began with",
+        lambda: pipeline.train_stream(config, tok).set_state(state),
+    )

@@ -4,9 +4,9 @@ against theirs."""
 import json
 
 import pytest
+from refusals import check_refused
 
 from zaya_jax import config as config_lib
-from zaya_jax.config import UserError
 from zaya_jax.text import tokenizers
 from zaya_jax.training import workdir
 
@@ -80,27 +80,24 @@ def test_saved_and_loaded_is_the_same(bpe, tmp_path):
 
 
 def test_bad_tokenizers_are_one_clear_line(bpe, tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        tokenizers.load(tmp_path / "none.json")
-    with pytest.raises(UserError, match=r"holds no zaya_tokenizer\.json or tokenizer\.json"):
-        tokenizers.load(tmp_path)
+    check_refused("does not exist", tokenizers.load, tmp_path / "none.json")
+    check_refused(r"holds no zaya_tokenizer\.json or tokenizer\.json", tokenizers.load, tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     for place in (tmp_path, tmp_path / "tokenizer.model"):
-        with pytest.raises(
-            UserError, match=r"SentencePiece model transformers writes.*save_pretrained"
-        ):
-            tokenizers.load(place)
+        check_refused(
+            r"SentencePiece model transformers writes.*save_pretrained", tokenizers.load, place
+        )
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"not a Hugging Face tokenizer\.json"):
-        tokenizers.load(tmp_path / "tokenizer.json")
+    check_refused(
+        r"not a Hugging Face tokenizer\.json", tokenizers.load, tmp_path / "tokenizer.json"
+    )
     bpe.save(tmp_path)
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text() + " ")
-    with pytest.raises(UserError, match="SHA-256"):
-        tokenizers.load(tmp_path)
-    with pytest.raises(UserError, match="gives a BPE of 263 ids, 200 were asked for; ask for 263"):
-        tokenizers.train_bpe([TEXT], 200)
-    with pytest.raises(UserError, match=r"ask for 264, or give more text"):
-        tokenizers.train_bpe(["ab"], 5000)
+    check_refused("SHA-256", tokenizers.load, tmp_path)
+    check_refused(
+        "gives a BPE of 263 ids, 200 were asked for; ask for 263", tokenizers.train_bpe, [TEXT], 200
+    )
+    check_refused(r"ask for 264, or give more text", tokenizers.train_bpe, ["ab"], 5000)
 
 
 def with_ids(*ids):
@@ -133,10 +130,12 @@ def test_another_id_than_the_tokenizers_is_refused(bpe, key):
     for wrong in (ids[(key + 1) % 3], 200_000):
         given = list(ids)
         given[key] = wrong
-        with pytest.raises(
-            UserError, match=rf"config.model.{KEYS[key]}={wrong}, but tokenizer .* has {ids[key]};"
-        ):
-            tokenizers.with_model_ids(with_ids(*given), bpe)
+        check_refused(
+            rf"config.model.{KEYS[key]}={wrong}, but tokenizer .* has {ids[key]};",
+            tokenizers.with_model_ids,
+            with_ids(*given),
+            bpe,
+        )
 
 
 @pytest.mark.parametrize("pad", ["", "<|end_turn|>", "a", "<|eos|>"])
@@ -151,8 +150,8 @@ def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, p
     assert tok.pad_id == bpe.special_id(pad or "<|eos|>")
     assert ids_of(tokenizers.with_model_ids(with_ids(None, None, None), tok)) == (0, 1, None)
     for given in (1, 2):
-        with pytest.raises(UserError, match=f"pad_token_id={given}, .* has no token of its own"):
-            tokenizers.with_model_ids(with_ids(None, None, given), tok)
+        words = f"pad_token_id={given}, .* has no token of its own"
+        check_refused(words, tokenizers.with_model_ids, with_ids(None, None, given), tok)
 
 
 def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
@@ -166,19 +165,30 @@ def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
         assert tokenizers.load(spec).eos_id == 6
     for bad in ('{"eos_id": 300}', '{"eos_id": "x"}', '{"bos_id": true}'):
         (tmp_path / tokenizers.META_FILE).write_text(bad)
-        with pytest.raises(UserError, match=tokenizers.META_FILE):
-            tokenizers.load(tmp_path)
+        check_refused(tokenizers.META_FILE, tokenizers.load, tmp_path)
 
 
 def test_an_imported_model_may_take_its_tokenizers_ids_until_it_is_trained(tmp_path, bpe):
     imported = with_ids(2, 106, 0)
     filled = tokenizers.with_model_ids(with_ids(None, None, None), bpe)
-    with pytest.raises(UserError, match=r"was started with config\.model\.bos_token_id=2"):
-        workdir.check_same(imported, filled, tmp_path, reached=0)
+    check_refused(
+        r"was started with config\.model\.bos_token_id=2",
+        workdir.check_same,
+        imported,
+        filled,
+        tmp_path,
+        reached=0,
+    )
     (tmp_path / workdir.IMPORTED).write_text("{}")
     workdir.check_same(imported, filled, tmp_path, reached=0)
-    with pytest.raises(UserError, match=r"was started with config\.model\.bos_token_id=2"):
-        workdir.check_same(imported, filled, tmp_path, reached=1)
+    check_refused(
+        r"was started with config\.model\.bos_token_id=2",
+        workdir.check_same,
+        imported,
+        filled,
+        tmp_path,
+        reached=1,
+    )
 
 
 def test_files_beside_a_tokenizer_count_whatever_its_name(bpe, tmp_path):
@@ -190,5 +200,4 @@ def test_files_beside_a_tokenizer_count_whatever_its_name(bpe, tmp_path):
 
 def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path):
     (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read: Is a directory"):
-        tokenizers.load(tmp_path)
+    check_refused(r"tokenizer\.json cannot be read: Is a directory", tokenizers.load, tmp_path)
