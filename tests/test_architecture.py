@@ -32,7 +32,7 @@ BUDGET = {
     "zaya_jax/parallel": 1_040,
     "zaya_jax/plan": 900,
     "zaya_jax/pytorch": 1_230,
-    "zaya_jax/report": 1_340,
+    "zaya_jax/report": 1_335,
     "zaya_jax/text": 2_285,
     "zaya_jax/training": 1_795,
     "zaya_jax/*.py": 1_540,

@@ -50,19 +50,19 @@ def exit_code(main: Callable[[], int]) -> int:
     return code
 
 
-def _option_of(line: str, given: list[str]) -> str:
+def _option_of(line: str, arguments: list[str]) -> str:
     """The option, with `=`, of the value that an error's line begins with; "" if no option gave it,
     or several did.
 
     The library's errors begin with what was given, and do not know the options of programs.
     """
-    words = [word for option in given for word in option.split("=", 1)]
-    found = {
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    options = {
         f"{option}="
         for option, value in itertools.pairwise(words)
         if option.startswith("--") and line.startswith((f"{value} ", f"{value}: "))
     }
-    return found.pop() if len(found) == 1 else ""
+    return options.pop() if len(options) == 1 else ""
 
 
 def leave(code: int) -> NoReturn:
@@ -92,21 +92,22 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as argparse does, --config.KEY=VALUE included."""
-        given = sys.argv[1:] if args is None else list(args)
-        changes = [arg for arg in given if self._has_config and arg.startswith("--config.")]
-        found = super().parse_args([arg for arg in given if arg not in changes], namespace)
-        if self._has_config:
-            config = config_lib.read_config_dict(found.config)
-            for change in changes:
-                _change(config, change)
-            found.config = config_lib.check(config)
-            if found.config.model.layer or found.config.model.router:
-                from zaya_jax.model.own_parts import as_named  # brings JAX, 1 s
+        words = sys.argv[1:] if args is None else list(args)
+        if not self._has_config:
+            return super().parse_args(words, namespace)
+        changes = [word for word in words if word.startswith("--config.")]
+        options = super().parse_args([word for word in words if word not in changes], namespace)
+        config = config_lib.read_config_dict(options.config)
+        for change in changes:
+            _change(config, change)
+        options.config = config_lib.check(config)
+        if options.config.model.layer or options.config.model.router:
+            from zaya_jax.model.own_parts import as_named  # brings JAX, 1 s
 
-                found.config = as_named(found.config)
-            if found.config.hardware.figures:
-                sizing.set_for_platform(found.config.hardware.figures)
-        return found
+            options.config = as_named(options.config)
+        if options.config.hardware.figures:
+            sizing.set_for_platform(options.config.hardware.figures)
+        return options
 
     def add_own_parts(self) -> None:
         """--layer, --router and --changed_source, which `own_parts` gives to `library.load`."""
@@ -139,12 +140,14 @@ def _change(config: ConfigDict, change: str) -> None:
             f"unknown config key config.{key}{fields.nearest(key, config_lib.all_keys())}"
         ) from None
     try:
-        if kind is tuple:  # one string may stand alone: --config.kernels=none
-            config[last] = tuple(literal_eval(value)) if value.startswith(("(", "[")) else (value,)
-        else:
-            config[last] = (
-                {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-            )
+        if kind is bool:
+            config[last] = {"true": True, "false": False}[value.lower()]
+        elif kind is not tuple:
+            config[last] = kind(value)
+        elif value.startswith(("(", "[")):
+            config[last] = tuple(literal_eval(value))
+        else:  # one string may stand alone: --config.kernels=none
+            config[last] = (value,)
     except (KeyError, SyntaxError, TypeError, ValueError):
         expected = {bool: "true or false", int: "a whole number", float: "a number"}
         raise UserError(f"{change}: expected {expected.get(kind, kind.__name__)}") from None
@@ -171,26 +174,27 @@ def number(
     """A finite number within these bounds."""
 
     def parse(value: str) -> int | float:
+        above = f" and at most {most:,}" if most < math.inf else ""
         try:
-            found = kind(value)
+            parsed = kind(value)
         except ValueError:
             _checked(value, f"is not a {'whole number' if kind is int else 'number'}")
-        above = "" if most == math.inf else f" and at most {most:,}"
-        inside = math.isfinite(found) and least <= found <= most
-        _checked(value, "" if inside else f"must be at least {least:,}{above}")
-        return found
+        if not math.isfinite(parsed) or not least <= parsed <= most:
+            _checked(value, f"must be at least {least:,}{above}")
+        return parsed
 
     return parse
 
 
 def mesh(value: str) -> dict[str, int]:
     """Sizes of axes, such as data=2,expert=4."""
-    sizes = [part.partition("=") for part in value.split(",")]
-    right = all(size.isdecimal() for *_, size in sizes) and len(
-        {axis for axis, *_ in sizes}
-    ) == len(sizes)
-    _checked(value, "" if right else "is not AXIS=N,..., each axis once, such as data=2,expert=4")
-    return {axis: int(size) for axis, _, size in sizes}
+    sizes: dict[str, int] = {}
+    for part in value.split(","):
+        axis, _, size = part.partition("=")
+        if axis in sizes or not size.isdecimal():
+            _checked(value, "is not AXIS=N,..., each axis once, such as data=2,expert=4")
+        sizes[axis] = int(size)
+    return sizes
 
 
 def _checked(value: str, problem: str) -> str:
@@ -199,13 +203,13 @@ def _checked(value: str, problem: str) -> str:
     return value
 
 
-def out_folder(given: str | None, what: str) -> Path:
+def out_folder(folder: str | None, what: str) -> Path:
     """The folder of --out, which may not exist yet; UserError if it is missing or cannot be
     written."""
-    if not given:
+    if not folder:
         raise UserError(f"--out=DIR is missing: the folder for {what}")
     from zaya_jax.checkpoint.run import claims  # brings JAX, 1 s, which --help does not need
 
-    fields.check_path("--out", given)
-    claims.require_writable(given)
-    return Path(given)
+    fields.check_path("--out", folder)
+    claims.require_writable(folder)
+    return Path(folder)

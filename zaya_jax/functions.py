@@ -114,31 +114,36 @@ def forward(
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> dict[str, Array]:
         params, out = _pass(config, spread, devices, params, balance, batch, trace)
-        found = {"logits": zaya.logits(model, params, out.hidden, precision)}
-        like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
+        results = {"logits": zaya.logits(model, params, out.hidden, precision)}
         # a cut sequence's chunks are rows inside
+        shape = (model.num_hidden_layers, *batch["tokens"].shape, -1)
         for name in ("hidden_states", "router_logits", "expert_outputs"):
             value = getattr(out, name)
-            found |= {} if value is None else {name: value.reshape(like)}
+            if value is not None:
+                results[name] = value.reshape(shape)
         if trace and out.router_logits is not None:
-            found["router_probs"] = jax.nn.softmax(found["router_logits"], axis=-1)
-        return found | (out.cache or {})
+            results["router_probs"] = jax.nn.softmax(results["router_logits"], axis=-1)
+        return results | (out.cache or {})
 
     sequences = (BATCH_AXES, spread.sequence_axes or None)
-    outs = {"logits": PartitionSpec(*sequences)}
+    specs = {"logits": PartitionSpec(*sequences)}
     if trace:
-        names = ["hidden_states"] + ["router_logits", "router_probs", "expert_outputs"] * (
-            model.model_type == "zaya"
-        )
-        outs |= {name: PartitionSpec(None, *sequences) for name in names}
+        names = ["hidden_states"]
+        if model.model_type == "zaya":
+            names += ["router_logits", "router_probs", "expert_outputs"]
+        specs |= dict.fromkeys(names, PartitionSpec(None, *sequences))
     batch = _batch(config, spread, ids, segments)
-    found = _on(config, mesh, run, outs, params, balance, batch)
+    results = _on(config, mesh, run, specs, params, balance, batch)
+    if mesh is None:
+        return results
+    # Without the padding, and on devices that share a sequence in its own order.
     rows, columns = ids.shape
     order = natural(batch["tokens"].shape[1], spread.sequence_parts)
-    for name, x in found.items() if mesh is not None else ():
-        x = jnp.take(x, order, axis=-2) if spread.sequence_parts > 1 else x
-        found[name] = x[..., :rows, :columns, :]
-    return found
+    for name, x in results.items():
+        if spread.sequence_parts > 1:
+            x = jnp.take(x, order, axis=-2)
+        results[name] = x[..., :rows, :columns, :]
+    return results
 
 
 def loss(
@@ -190,15 +195,12 @@ def training_loss(
     loss_fn = make_loss(config, config.model, spread)
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> tuple[Array, Array]:
-        total = jnp.sum(batch["loss_mask"])
-        total = total if mesh is None else jax.lax.psum(total, spread.token_axes)
-        value, (_, sums) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
-        counts = sums["counts"]
-        return (
-            (value, counts)
-            if mesh is None
-            else (jax.lax.psum(value, AXES), jax.lax.psum(counts, spread.token_axes))
-        )
+        def over_devices(x: Array, axes: tuple[str, ...]) -> Array:
+            return x if mesh is None else jax.lax.psum(x, axes)
+
+        targets = over_devices(jnp.sum(batch["loss_mask"]), spread.token_axes)
+        value, (_, sums) = loss_fn(params, balance, batch, jnp.maximum(targets, 1.0))
+        return over_devices(value, AXES), over_devices(sums["counts"], spread.token_axes)
 
     batch = _batch(config, spread, ids, segments, to_targets(labels, segments, shifted))
     return _on(config, mesh, run, (REPLICATED, REPLICATED), params, balance, batch)
@@ -214,9 +216,9 @@ def optimizer(config: Config, rows: Mapping[str, str] | None = None) -> chain.Op
     >>> zj.optimizer(model.config, {"layers/router/mine/.*": "muon"}).init().figures["grad_norm"]
     Array(0., dtype=float32)
     """
-    own = tuple(f"{pattern}={method}" for pattern, method in (rows or {}).items())
+    more_rows = tuple(f"{pattern}={method}" for pattern, method in (rows or {}).items())
     return chain.build(
-        dataclasses.replace(config.optim, rows=config.optim.rows + own),
+        dataclasses.replace(config.optim, rows=config.optim.rows + more_rows),
         config.precision,
         zaya.abstract(config.model, config.precision),
         skip_update=config.run.skip_update,
@@ -248,18 +250,18 @@ def scores(
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> tuple[Array, Array]:
         params, out = _pass(config, spread, MeshDevices(spread), params, balance, batch)
-        hidden, wanted = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
-        found = zaya.scores(model, params, hidden, wanted, precision)
-        log_probs, likeliest = (x.reshape(batch["tokens"].shape) for x in found)
-        real = batch["loss_mask"] > 0
-        return jnp.where(real, log_probs, 0.0), real & likeliest
+        hidden, targets = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
+        by_token = zaya.scores(model, params, hidden, targets, precision)
+        log_probs, likeliest = (x.reshape(batch["tokens"].shape) for x in by_token)
+        counted = batch["loss_mask"] > 0
+        return jnp.where(counted, log_probs, 0.0), counted & likeliest
 
     batch = _batch(config, spread, ids, segments, labels)
-    outs = (PartitionSpec(BATCH_AXES, spread.sequence_axes or None),) * 2
-    found = _on(config, mesh, run, outs, params, balance, batch)
+    specs = (PartitionSpec(BATCH_AXES, spread.sequence_axes or None),) * 2
+    results = _on(config, mesh, run, specs, params, balance, batch)
     if spread.sequence_parts > 1:
-        found = [x[:, natural(x.shape[1], spread.sequence_parts)] for x in found]
-    return tuple(x[: ids.shape[0], : ids.shape[1]] for x in found)
+        results = [x[:, natural(x.shape[1], spread.sequence_parts)] for x in results]
+    return tuple(x[: ids.shape[0], : ids.shape[1]] for x in results)
 
 
 def lens(config: Config, params: dict, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
@@ -313,7 +315,7 @@ def _on(
     config: Config,
     mesh: Mesh | None,
     run: Callable,
-    outs: Any,
+    out_specs: Any,
     params: dict,
     balance: Biases,
     batch: dict[str, Any],
@@ -332,7 +334,11 @@ def _on(
     of_batch = PartitionSpec(BATCH_AXES, spread.sequence_axes or None)
     # As in training, without the check of replicated values: `loss` sums the devices' own counts.
     mapped = jax.shard_map(
-        precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False
+        precise,
+        mesh=mesh,
+        in_specs=(specs, REPLICATED, of_batch),
+        out_specs=out_specs,
+        check_vma=False,
     )
     return mapped(params, balance, batch)
 
@@ -342,29 +348,29 @@ def _batch(
 ) -> dict[str, Any]:
     """A micro-batch as a training step gets it; on a mesh padded until the mesh divides it."""
     rows, columns = ids.shape
-    alone = spread == NO_SPREAD
-    if segments is None and not alone:
+    if segments is None and spread != NO_SPREAD:
         segments = jnp.ones_like(ids)
     positions = None if segments is None else _positions(segments)
     batch: dict[str, Any] = {"tokens": ids, "segment_ids": segments, "positions": positions}
     if labels is not None:
-        real = labels >= 0
-        batch |= {"targets": jnp.where(real, labels, 0), "loss_mask": real.astype(jnp.float32)}
-    if alone:
+        counted = labels >= 0
+        batch["targets"] = jnp.where(counted, labels, 0)
+        batch["loss_mask"] = counted.astype(jnp.float32)
+    if spread == NO_SPREAD:
         return batch
     parts, shards = spread.sequence_parts, spread.data * spread.expert
-    unit = 2 * parts * spread.head_shards if parts > 1 else spread.head_shards
-    reach = (
-        0
-        if config.model.model_type == "dense"
-        else config.model.cca_time0 + config.model.cca_time1 - 2
-    )
-    # a chunk must hold what convolutions look back
-    shortest = max(columns, 2 * parts * reach if parts > 1 else 1)
-    more = (-rows % shards, shortest + -shortest % unit - columns)
-    batch = {name: jnp.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
+    unit, shortest = spread.head_shards, columns
     if parts > 1:
-        order = zigzag(columns + more[1], parts)
+        unit *= 2 * parts
+        if config.model.model_type == "zaya":
+            # a chunk must hold what convolutions look back
+            reach = config.model.cca_time0 + config.model.cca_time1 - 2
+            shortest = max(columns, 2 * parts * reach)
+    more_rows = -rows % shards
+    more_columns = shortest + -shortest % unit - columns
+    batch = {name: jnp.pad(x, ((0, more_rows), (0, more_columns))) for name, x in batch.items()}
+    if parts > 1:
+        order = zigzag(columns + more_columns, parts)
         batch = {name: x[:, order] for name, x in batch.items()}
     return batch
 
@@ -419,18 +425,19 @@ def roomy(rows: int, columns: int, longest: int) -> tuple[int, int]:
     Rows are a power of two, columns one of decode.SHORT_PIECES or at most a third more, and at most
     `longest`.
     """
-    wide = next(
+    width = next(
         (size for size in decode.SHORT_PIECES if columns <= size),
         rounded(columns, decode.SHORT_PIECES[-1]),
     )
-    return power_of_two(rows), min(wide, longest)
+    return power_of_two(rows), min(width, longest)
 
 
 def rounded(length: int, shortest: int) -> int:
     """The next of `shortest` (a power of two), 3/2 of it, 2, 3, 4, 6, ... times it: at most a third
     is padding."""
     above = power_of_two(max(length, shortest))
-    return above * 3 // 4 if length <= above * 3 // 4 and above > shortest else above
+    between = above * 3 // 4
+    return between if length <= between and above > shortest else above
 
 
 def power_of_two(number: int, up: bool = True) -> int:

@@ -15,9 +15,10 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zaya_jax.cluster import events
 from zaya_jax.config import UserError, files
 from zaya_jax.report.style import style_sheet
-from zaya_jax.report.text import escape, printable, wrapped
+from zaya_jax.report.text import escape, wrapped
 
 Tile = tuple[str, str, str]  # a headline figure: its name, its value, a remark
 OPEN_ROWS = 24  # a longer table starts folded
@@ -68,7 +69,7 @@ class Table:
 
 def _markdown_cell(cell: object) -> str:
     """A cell's text, which must end neither the cell nor the row."""
-    return printable(" ".join(str(cell).splitlines()).replace("|", "\\|"))
+    return events.printable(" ".join(str(cell).split()).replace("|", "\\|"))
 
 
 @dataclasses.dataclass(frozen=True)

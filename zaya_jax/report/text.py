@@ -27,11 +27,6 @@ def wrapped(opening: str, content: str, closing: str) -> str:
     return f"{opening}{content}{closing}" if content else ""
 
 
-def printable(text: str) -> str:
-    """Text without characters that a terminal would obey."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
-
-
 def number(value: float, digits: int = 4) -> str:
     """A value with four significant digits, and k, M, B, T for large ones."""
     if math.isnan(value):
