@@ -73,8 +73,8 @@ assert KINDS.keys() == BUS.keys()
 
 def nodes_of(devices: Sequence[Any]) -> list[int]:
     """Which node each device is in, counted from 0: processes on hosts of one name share one."""
-    given = multihost.gather_to_zero("hosts", socket.gethostname())
-    hosts = multihost.broadcast_from_zero("hosts of all", lambda: given)
+    gathered = multihost.gather_to_zero("hosts", socket.gethostname())
+    hosts = multihost.broadcast_from_zero("hosts of all", lambda: gathered)
     names = [hosts[device.process_index] for device in devices]
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [order[name] for name in names]
@@ -86,12 +86,12 @@ def groups(devices: Sequence[Any], nodes: Sequence[int]) -> list[Group]:
         [d for d, n in zip(devices, nodes, strict=True) if n == node]
         for node in range(max(nodes) + 1)
     ]
-    found = [Group(tuple(of_node[0][:n]), 1) for n in _counts(len(of_node[0]))]
+    sets = [Group(tuple(of_node[0][:n]), 1) for n in _counts(len(of_node[0]))]
     for count in _counts(len(of_node)):
         for per_node in sorted({1, min(len(own) for own in of_node)}):
             chosen = tuple(d for own in of_node[:count] for d in own[:per_node])
-            found.append(Group(chosen, count))
-    return found
+            sets.append(Group(chosen, count))
+    return sets
 
 
 def _counts(most: int) -> list[int]:
@@ -124,11 +124,11 @@ def measure_collectives(
 
     A series ends where a call takes longer than `seconds`, or messages no longer fit.
     """
-    found: list[CollectiveTiming] = []
+    timings: list[CollectiveTiming] = []
     for group in groups(devices, nodes):
         for name in KINDS:
             series = list(_series(name, group, room, seconds))
-            found += series
+            timings += series
             if series:
                 best = max(series, key=lambda c: c.bus_bandwidth)
                 say(
@@ -136,7 +136,7 @@ def measure_collectives(
                     f"{series[0].seconds.median * 1e6:,.0f} µs for {series[0].bytes:,} B; "
                     f"bus {best.bus_bandwidth / 1e9:,.2f} GB/s for {best.bytes / 2**20:,.3g} MiB"
                 )
-    return tuple(found)
+    return tuple(timings)
 
 
 def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[CollectiveTiming]:
@@ -147,8 +147,8 @@ def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Coll
     n = len(group.devices)
     for size in sizes(n, room):
         call = _program(name, group, size) if mine else None
-        own = timing.course(timing.warm_up(call), seconds, queue) if call else None
-        course = timing.Course(*multihost.broadcast_from_zero("course", lambda: own))  # noqa: B023
+        local_course = timing.course(timing.warm_up(call), seconds, queue) if call else None
+        course = timing.Course(*multihost.broadcast_from_zero("course", lambda: local_course))  # noqa: B023
         all_taken = multihost.gather_to_zero(
             "timing", timing.sample(call, course) if call else None
         )
@@ -192,9 +192,12 @@ def compile_one(
         lambda x: kind.call(x, n), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
     )
     compiled = jax.jit(over, donate_argnums=(0,) if kind.in_place else ()).lower(like).compile()
-    found = hlo.collectives(compiled)
+    collectives = hlo.collectives(compiled)
     # A permute's text names pairs, no groups.
-    made = [(c.kind, n if c.kind == "collective-permute" else c.group_size, c.bytes) for c in found]
+    made = [
+        (c.kind, n if c.kind == "collective-permute" else c.group_size, c.bytes)
+        for c in collectives
+    ]
     if made != [(kind.hlo, n, size)]:
         words = ", ".join(f"{k} of {b} bytes over {g}" for k, g, b in made) or "no collective"
         raise RuntimeError(

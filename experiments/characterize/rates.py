@@ -34,11 +34,11 @@ def weights(model: Model) -> dict[str, tuple[int, int]]:
     """The products of a token with weights, by name: (inputs k, outputs n)."""
     d, c = model.hidden_size, model.head_dim
     h, kv = model.num_attention_heads * c, model.num_key_value_heads * c
-    found = {"q, k": (d, h + kv), "v": (d, kv), "o": (h, d), "head": (d, model.vocab_size)}
+    products = {"q, k": (d, h + kv), "v": (d, kv), "o": (h, d), "head": (d, model.vocab_size)}
     if model.model_type == "dense":
         f = model.intermediate_size
-        return found | {"gate, up": (d, 2 * f), "down": (f, d)}
-    return found | {"router": (d, model.router_hidden_size)}
+        return products | {"gate, up": (d, 2 * f), "down": (f, d)}
+    return products | {"router": (d, model.router_hidden_size)}
 
 
 def shapes(model: Model, host: bool) -> list[ProductShape]:
@@ -66,21 +66,21 @@ def measure_products(
     `seconds`."""
     host = device.platform == "cpu"
     dtype = jnp.float32 if host else jnp.bfloat16
-    best, found, left_out = MODEST, [], 0
+    best, timed, left_out = MODEST, [], 0
     for shape in shapes(model, host):
         if shape.flops > 3 * seconds * best:
             left_out += 1
             continue
         with jax.default_device(device), chip.making(chip.chip_of(device)):
             taken = _time(shape, dtype, seconds, not host)
-        found.append(
+        timed.append(
             Product(**dataclasses.asdict(shape), dtype=jnp.dtype(dtype).name, seconds=taken)
         )
-        best = max(best, found[-1].rate)
+        best = max(best, timed[-1].rate)
         of = f"{shape.groups} x " if shape.groups > 1 else ""
         what = f"{shape.label} {of}[{shape.m}, {shape.k}] x [{shape.k}, {shape.n}]"
-        say(f"{shape.name}, {what}: {found[-1].rate / 1e12:,.3f} TFLOP/s")
-    return tuple(found), left_out
+        say(f"{shape.name}, {what}: {timed[-1].rate / 1e12:,.3f} TFLOP/s")
+    return tuple(timed), left_out
 
 
 def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timing:
@@ -126,16 +126,16 @@ def measure_copies(
 
     Two arrays take a quarter of the free memory at most.
     """
-    found: list[MemoryCopy] = []
+    copies: list[MemoryCopy] = []
     free = room(device)
     for size in (1 << bits for bits in range(20, 33) if 8 << bits <= free):
         with jax.default_device(device):
             x = jax.jit(lambda: (jnp.arange(size // 4) % 7).astype(jnp.float32))()  # noqa: B023
         compiled = jax.jit(lambda x: -x).lower(x).compile()  # a pass that no compiler leaves out
         taken = timing.time_call(lambda: compiled(x), seconds, device.platform != "cpu")  # noqa: B023
-        found.append(MemoryCopy(size, taken))
+        copies.append(MemoryCopy(size, taken))
         if taken.median > seconds:
             break
-    said = (f"{s.bandwidth / 1e9:,.1f} GB/s at {s.bytes / 2**20:,.0f} MiB" for s in found[::3])
+    said = (f"{s.bandwidth / 1e9:,.1f} GB/s at {s.bytes / 2**20:,.0f} MiB" for s in copies[::3])
     say(f"memory copied: {', '.join(said)}")
-    return tuple(found)
+    return tuple(copies)

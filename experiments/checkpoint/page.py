@@ -39,8 +39,8 @@ FEWEST_SAVES, FEWEST_PROCESSES = 3, 3  # to name one
 
 def checkpoints_document(workdir: Path) -> Page:
     """The page of a run's checkpoints."""
-    found = timings.read_timings(workdir)
-    saves, loads = (list(found.get(kind, {}).values()) for kind in ("save", "load"))
+    events = timings.read_timings(workdir)
+    saves, loads = (list(events.get(kind, {}).values()) for kind in ("save", "load"))
     seen, _ = look.summarise_all(workdir)
     if not seen and not saves:
         raise UserError(f"{workdir} has no checkpoint and no times of any; train first")
@@ -55,7 +55,7 @@ def checkpoints_document(workdir: Path) -> Page:
         Section("The last load", pictures=_load_map(load)),
         Section(
             "Complete checkpoints",
-            tables=[steps_table(seen, found.get("save", {}))] if seen else [],
+            tables=[steps_table(seen, events.get("save", {}))] if seen else [],
         ),
     ]
     return Page(
@@ -102,15 +102,15 @@ def slow_processes(saves: Sequence[StepTiming]) -> list[str]:
     sentences = []
     for stage in ("copy", "serialise", "write"):  # the commit waits for others
         cells = np.stack([save.by_process(stage) for save in saves], axis=1)
-        own = np.array(
+        medians = np.array(
             [statistics.median(row[np.isfinite(row)].tolist() or [math.nan]) for row in cells]
         )
-        usual = float(np.nanmedian(own)) if np.isfinite(own).any() else math.nan
+        usual = float(np.nanmedian(medians)) if np.isfinite(medians).any() else math.nan
         sentences += [
-            f"Process {i} is slow: its {stage} takes {duration(own[i])}, the others'"
+            f"Process {i} is slow: its {stage} takes {duration(medians[i])}, the others'"
             f" {duration(usual)} (medians of {counted(len(saves), 'save')})."
-            for i in np.argsort(-np.nan_to_num(own))[:3]
-            if own[i] > SLOW * usual and own[i] - usual > 0.05
+            for i in np.argsort(-np.nan_to_num(medians))[:3]
+            if medians[i] > SLOW * usual and medians[i] - usual > 0.05
         ]
     return sentences
 
@@ -193,17 +193,17 @@ def _load_map(load: StepTiming | None) -> str:
 def steps_table(seen: Sequence[look.Summary], saves: dict[int, StepTiming]) -> Table:
     """Each complete checkpoint, with the slowest process's seconds for each stage of its save."""
     rows = []
-    for one in seen:
-        save = saves.get(one.step)
+    for summary in seen:
+        save = saves.get(summary.step)
         stages = [duration(save.slowest(stage)) if save else "–" for stage in timings.STAGES]
         rows.append(
             [
-                f"{one.step:,}",
-                f"{one.meta.get('tokens', 0):,}",
-                byte_size(one.num_bytes),
-                str(one.meta.get("processes", 1)),
-                look.loss_text(one) or "–",
-                f"{datetime.datetime.fromtimestamp(one.saved):%Y-%m-%d %H:%M:%S}",
+                f"{summary.step:,}",
+                f"{summary.meta.get('tokens', 0):,}",
+                byte_size(summary.num_bytes),
+                str(summary.meta.get("processes", 1)),
+                look.loss_text(summary) or "–",
+                f"{datetime.datetime.fromtimestamp(summary.saved):%Y-%m-%d %H:%M:%S}",
                 *stages,
                 duration(save.total()) if save else "–",
             ]

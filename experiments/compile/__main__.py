@@ -19,9 +19,9 @@ from zaya_jax.hardware import chips
 
 def parser() -> cli.Parser:
     """The options."""
-    found = cli.Parser(prog="python -m experiments.compile", description=__doc__)
-    found.add_config("zaya1_base.py")
-    add = found.add_argument
+    options = cli.Parser(prog="python -m experiments.compile", description=__doc__)
+    options.add_config("zaya1_base.py")
+    add = options.add_argument
     add("--target", default="cpu", choices=[*chips.CHIPS, "cpu"], help="the chip to compile for")
     add(
         "--devices",
@@ -34,7 +34,7 @@ def parser() -> cli.Parser:
     add("--phase", metavar="NAME", help="the one phase to compile; by default all")
     at_once = "sequences at once on each row of data x expert; 0: as the config says"
     add("--at_once", type=cli.number(int, 0), default=0, metavar="N", help=at_once)
-    return found
+    return options
 
 
 def main() -> int:

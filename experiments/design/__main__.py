@@ -24,8 +24,8 @@ def weights(value: str) -> float:
 
 def parser() -> cli.Parser:
     """The options."""
-    found = cli.Parser(prog="python -m experiments.design", description=__doc__)
-    add, whole = found.add_argument, cli.number(int, 1, 2**20)
+    options = cli.Parser(prog="python -m experiments.design", description=__doc__)
+    add, whole = options.add_argument, cli.number(int, 1, 2**20)
     names = sorted({cluster.chip for cluster in clusters.CLUSTERS.values()})
     add("--chip", default="mi300x", choices=names, help="to train and to serve on")
     add("--devices", type=whole, default=1024, metavar="N", help="that train; 1024")
@@ -41,7 +41,7 @@ def parser() -> cli.Parser:
     )
     add("--write", type=whole, metavar="N", help="write the config of shape N into --out")
     add("--out", metavar="DIR", help="the folder for the comparison")
-    return found
+    return options
 
 
 def main() -> int:

@@ -110,14 +110,14 @@ def run(args: argparse.Namespace) -> int:
 def compare(ask: Ask, rates: Rates) -> dict[str, Any]:
     """All that is known of the shapes, fastest to train first; UserError where there are none."""
     models = list(search.shapes(ask))
-    found = [one for model in models if (one := search.planned(ask, model))]
-    if not found:
+    candidates = [candidate for model in models if (candidate := search.planned(ask, model))]
+    if not candidates:
         raise UserError(
             f"{ask.active:g} active and {ask.total:g} weights in all: {len(models)} shapes are near"
             f" that, and none of them fits the memory of {ask.devices} devices; give more devices,"
             " or a total of 5 to 60 times the active weights"
         )
-    found.sort(key=lambda one: -search.gains(ask, one.case, rates, BATCHES[0])[1])
+    candidates.sort(key=lambda candidate: -search.gains(ask, candidate.case, rates, BATCHES[0])[1])
     return {
         "chip": ask.cluster.chip,
         "devices": ask.devices,
@@ -126,29 +126,29 @@ def compare(ask: Ask, rates: Rates) -> dict[str, Any]:
         "context": ask.context,
         "vocab": ask.vocab,
         "date": time.strftime("%Y-%m-%d"),
-        "too_large": len(models) - len(found),
-        "shapes": _rows(ask, found, rates),
-        "zaya1_base": _beside(ask, found, rates),
+        "too_large": len(models) - len(candidates),
+        "shapes": _rows(ask, candidates, rates),
+        "zaya1_base": _beside(ask, candidates, rates),
         "assumed": rates.rows(),
     }
 
 
 def _gains(
-    ask: Ask, found: list[Candidate], rates: Rates, batch: int, strained: bool = False
+    ask: Ask, candidates: list[Candidate], rates: Rates, batch: int, strained: bool = False
 ) -> dict[int, search.Gains]:
     """By number; of shapes that strain no rule alone, if `strained` does not say otherwise."""
     return {
-        number: search.gains(ask, one.case, rates, batch)
-        for number, one in enumerate(found, 1)
-        if strained or not one.strains
+        number: search.gains(ask, candidate.case, rates, batch)
+        for number, candidate in enumerate(candidates, 1)
+        if strained or not candidate.strains
     }
 
 
-def _rows(ask: Ask, found: list[Candidate], rates: Rates) -> list[dict[str, Any]]:
+def _rows(ask: Ask, candidates: list[Candidate], rates: Rates) -> list[dict[str, Any]]:
     """Each shape's numbers; what depends on rates as [likely, fast, slow]."""
-    best, rows = search.front(_gains(ask, found, rates, BATCHES[0])), []
+    best, rows = search.front(_gains(ask, candidates, rates, BATCHES[0])), []
     three = (rates, *(rates.at_ends(end, rates.uncertain) for end in (0, 1)))
-    for number, (case, settings, strains) in enumerate(found, 1):
+    for number, (case, settings, strains) in enumerate(candidates, 1):
         by_batch = {n: [search.gains(ask, case, r, n) for r in three] for n in BATCHES}
         rows.append(
             {
@@ -175,11 +175,14 @@ def _rows(ask: Ask, found: list[Candidate], rates: Rates) -> list[dict[str, Any]
 
 
 def _beside(
-    ask: Ask, found: list[Candidate], rates: Rates
+    ask: Ask, candidates: list[Candidate], rates: Rates
 ) -> list[tuple[str, int, float, int, float]]:
     """By assumption: the shape that trains fastest and answers no later than ZAYA1-base, with its
     gain, and the one that answers first and trains no slower; nothing where ZAYA1-base is none."""
-    own = next((n for n, one in enumerate(found, 1) if one.case.model == search.BASE), None)
+    base = next(
+        (n for n, candidate in enumerate(candidates, 1) if candidate.case.model == search.BASE),
+        None,
+    )
     free = dataclasses.replace(rates, launch=Rate(0.0, "none"))
     table: list[tuple[str, int, float, int, float]] = []
     for what, these, batch, strained, shallow in (
@@ -192,10 +195,10 @@ def _beside(
         ("fewer layers are as good", rates, BATCHES[0], False, True),
         ("and rules may be strained", rates, BATCHES[0], True, True),
     ):
-        every = _gains(ask, found, these, batch, strained)
-        if own not in every:
+        every = _gains(ask, candidates, these, batch, strained)
+        if base not in every:
             continue
-        depth, speed, ahead = every[own]
+        depth, speed, ahead = every[base]
         deep = {n: gain for n, gain in every.items() if shallow or gain[0] >= depth}
         trains = max((n for n in deep if deep[n][2] >= ahead), key=lambda n: deep[n][1])
         answers = max((n for n in deep if deep[n][1] >= speed), key=lambda n: deep[n][2])

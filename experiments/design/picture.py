@@ -85,5 +85,5 @@ def _points(rows: Sequence[Row], place: Mapping[int, Place], color: str) -> Iter
     for row in rows:
         about = f"shape {row['number']}: {row['name']} experts, {row['layers']} layers"
         look, size = "hollow" if row["strains"] else "dot", 7 if row["zaya1_base"] else 4
-        at = 'cx="{:.1f}" cy="{:.1f}"'.format(*place[row["number"]])
-        yield f'<circle class="{look} {color}" {at} r="{size}"><title>{about}</title></circle>'
+        centre = 'cx="{:.1f}" cy="{:.1f}"'.format(*place[row["number"]])
+        yield f'<circle class="{look} {color}" {centre} r="{size}"><title>{about}</title></circle>'

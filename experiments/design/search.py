@@ -73,23 +73,23 @@ class Candidate(NamedTuple):
 def shapes(ask: Ask) -> Iterator[Model]:
     """ZAYA1-base's, if it is near the budgets, and the nearest one for each hidden width, queries
     and number of experts."""
-    own = dataclasses.replace(BASE, vocab_size=ask.vocab)
-    if _distance(ask, own) <= NEAR:
-        yield own
+    base = dataclasses.replace(BASE, vocab_size=ask.vocab)
+    if _distance(ask, base) <= NEAR:
+        yield base
     for width, part, experts in itertools.product(WIDTHS, PARTS, EXPERTS):
-        heads, rest = divmod(width, part * own.head_dim)
+        heads, rest = divmod(width, part * base.head_dim)
         group = next((n for n in GROUPS if heads % n == 0), None)
         if rest or group is None:
             continue
         model = dataclasses.replace(
-            own,
+            base,
             hidden_size=width,
             num_attention_heads=heads,
             num_key_value_heads=heads // group,
             num_experts=experts,
         )
-        nearest = min(_filled(ask, model), key=functools.partial(_distance, ask), default=own)
-        if nearest != own and _distance(ask, nearest) <= NEAR:
+        nearest = min(_filled(ask, model), key=functools.partial(_distance, ask), default=base)
+        if nearest != base and _distance(ask, nearest) <= NEAR:
             yield nearest
 
 
@@ -149,8 +149,8 @@ def configured(chosen: Mapping[str, Any]) -> ConfigDict:
     """zaya1_base with its first phase alone, without a ramp, and these settings."""
     c = zaya1_base.get_config()
     c.update_from_flattened_dict(chosen)
-    own = {"seq_len": 0, "global_batch": 0, "ramp_from": 0, "ramp_tokens": 0}
-    c.schedule.phases = (dataclasses.replace(c.schedule.phases[0], **own),)
+    unset = {"seq_len": 0, "global_batch": 0, "ramp_from": 0, "ramp_tokens": 0}
+    c.schedule.phases = (dataclasses.replace(c.schedule.phases[0], **unset),)
     return c
 
 
@@ -161,11 +161,13 @@ def planned(ask: Ask, model: Model) -> Candidate | None:
         chosen = {f"model.{key}": getattr(model, key) for key in KEYS} | way
         config = config_lib.check(configured(chosen))
         (segment,) = schedule.make_plan(config).segments
-        here, spread, sequences, micro_batches = recipe.portion(config, segment, ask.devices)
-        case = StepCase(here, spread, chip, sequences, micro_batches)
+        phase_config, spread, sequences, micro_batches = recipe.portion(
+            config, segment, ask.devices
+        )
+        case = StepCase(phase_config, spread, chip, sequences, micro_batches)
         if footprint.estimate(case).peak <= targets.memory_for_jax(chip):
             figures = sizing.figures_at(ask.figures, chip)
-            strains = [one.rule for one in sizing.advise(config, chip, ask.devices, figures)]
+            strains = [advice.rule for advice in sizing.advise(config, chip, ask.devices, figures)]
             uneven = [f"experts over {node}"] if model.num_experts % node else []
             return Candidate(case, chosen, strains + uneven)
     return None
@@ -177,13 +179,13 @@ def gains(ask: Ask, case: StepCase, rates: Rates, batch: int) -> Gains:
     return case.model.num_hidden_layers, speed, -serving.seconds(case, rates, batch, 1, ask.context)
 
 
-def front(found: Mapping[int, Gains]) -> list[int]:
+def front(gains_of: Mapping[int, Gains]) -> list[int]:
     """Those for which no other is as good in every gain and better in one."""
     return [
         number
-        for number, own in found.items()
+        for number, own_gains in gains_of.items()
         if not any(
-            other != own and all(a >= b for a, b in zip(other, own, strict=True))
-            for other in found.values()
+            other != own_gains and all(a >= b for a, b in zip(other, own_gains, strict=True))
+            for other in gains_of.values()
         )
     ]

@@ -17,9 +17,9 @@ from zaya_jax.hardware import clusters
 
 def parser() -> cli.Parser:
     """The options."""
-    found = cli.Parser(prog="python -m experiments.plan", description=__doc__)
-    found.add_config("zaya1_base.py")
-    add, whole = found.add_argument, cli.number(int, 1, 2**20)
+    options = cli.Parser(prog="python -m experiments.plan", description=__doc__)
+    options.add_config("zaya1_base.py")
+    add, whole = options.add_argument, cli.number(int, 1, 2**20)
     add("--cluster", default="mi300x_pollara", choices=list(clusters.CLUSTERS), help="to plan for")
     add("--devices", type=whole, default=1024, metavar="N", help="how many of its devices; 1024")
     add("--out", metavar="DIR", help="the folder for the plan")
@@ -32,7 +32,7 @@ def parser() -> cli.Parser:
         help="between failures of one device; by default those of Llama 3's training",
     )
     add("--search", action="store_true", help="rank the meshes, micro-batches and remat that fit")
-    return found
+    return options
 
 
 def main() -> int:

@@ -64,15 +64,15 @@ class ProgramMemory:
     def live(self, time: int) -> list[Buffer]:
         """The temporaries that are in use while an instruction runs, one for each place, largest
         first."""
-        found: list[Buffer] = []
+        buffers: list[Buffer] = []
         alive = (b for b in self.buffers if b.first <= time <= b.last and b.size)
         end = -1
         for b in sorted(alive, key=lambda b: (b.offset, -b.size)):
             # otherwise a part of the one before, or the same one under another name
             if b.offset >= end:
-                found.append(b)
+                buffers.append(b)
                 end = b.offset + b.size
-        return sorted(found, key=lambda b: -b.size)
+        return sorted(buffers, key=lambda b: -b.size)
 
     def at_peak(self) -> list[Buffer]:
         """The temporaries that are in use where most are."""
@@ -113,7 +113,7 @@ def _read_memory(folder: Path) -> ProgramMemory:
     assert files, f"XLA wrote no buffer assignment into {folder}"
     ranges = _ranges(Path(str(files[-1]).replace("-buffer-assignment.txt", "-live-range.txt")))
     sizes = dict.fromkeys(_KINDS.values(), 0)
-    found, kind = [], ""
+    buffers, kind = [], ""
     for line in files[-1].read_text().splitlines():
         if allocation := _ALLOCATION.match(line):
             kind = next((kind for mark, kind in _KINDS.items() if mark in allocation.group(2)), "")
@@ -123,13 +123,13 @@ def _read_memory(folder: Path) -> ProgramMemory:
             name, size, offset, shape = value.groups()
             name = name if name.endswith("}") else name + "{}"
             if name in ranges and hlo.arrays(shape):
-                found.append(
+                buffers.append(
                     Buffer(name.split("{")[0], shape, int(offset), int(size), *ranges[name])
                 )
-    return ProgramMemory(**sizes, buffers=tuple(found))
+    return ProgramMemory(**sizes, buffers=tuple(buffers))
 
 
 def _ranges(path: Path) -> dict[str, tuple[int, int]]:
     """The first and the last instruction that need each value."""
-    found = map(_RANGE.match, path.read_text().splitlines())
-    return {match[1]: (int(match[2]), int(match[3])) for match in found if match}
+    matches = map(_RANGE.match, path.read_text().splitlines())
+    return {match[1]: (int(match[2]), int(match[3])) for match in matches if match}

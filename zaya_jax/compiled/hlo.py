@@ -114,14 +114,14 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """Where in the Python program it comes from; "" if the compiler added it."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match.group(1) if match else ""
 
     @property
     def trip_count(self) -> int | None:
         """How often a while loop turns, if the compiler knows."""
-        found = re.search(r"known_trip_count[^\d]*(\d+)", self.rest)
-        return int(found.group(1)) if found else None
+        match = re.search(r"known_trip_count[^\d]*(\d+)", self.rest)
+        return int(match.group(1)) if match else None
 
 
 def text_of(compiled: Any) -> str:
@@ -136,7 +136,7 @@ def collectives(compiled: Any) -> list[Collective]:
     loops = _loops(computations)
     devices = re.search(r"num_partitions=(\d+)", text) or re.search(r"replica_count=(\d+)", text)
     num_devices = int(devices[1]) if devices else 1
-    found = []
+    all_collectives = []
     for computation, instructions in computations.items():
         shapes = {i.name: i.shape for i in instructions}
         lengths = loops.get(computation, ())
@@ -153,12 +153,12 @@ def collectives(compiled: Any) -> list[Collective]:
             # A permutation's text names pairs, no groups.
             size = num_devices if "source_target_pairs" in i.rest else len(groups[0])
             times = None if None in lengths else math.prod(length or 0 for length in lengths)
-            found.append(
+            all_collectives.append(
                 Collective(
                     kind, i.name, inputs, results, size, bool(lengths), times, i.op_name, groups
                 )
             )
-    return found
+    return all_collectives
 
 
 def scope_of(op_name: str) -> str:
@@ -186,20 +186,20 @@ def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | 
     for instructions in computations.values():
         for i in instructions:
             called.update(callee for _, callee in calls(i))
-    found: dict[str, tuple[int | None, ...]] = {}
+    lengths_of: dict[str, tuple[int | None, ...]] = {}
     pending: list[tuple[str, tuple[int | None, ...]]] = [
         (name, ()) for name in computations if name not in called
     ]
     while pending:
         name, lengths = pending.pop()
         # A computation that is called in several places has the longest of their nests.
-        if name in found and len(found[name]) >= len(lengths):
+        if name in lengths_of and len(lengths_of[name]) >= len(lengths):
             continue
-        found[name] = lengths
+        lengths_of[name] = lengths
         for i in computations.get(name, []):
             inside = (*lengths, i.trip_count) if i.op == "while" else lengths
             pending += [(callee, inside) for _, callee in calls(i)]
-    return found
+    return lengths_of
 
 
 def calls(i: Instruction) -> list[tuple[str, str]]:

@@ -197,9 +197,9 @@ class _Reader:
 
     def __init__(self, text: str):
         self.computations = hlo.parse(text)
-        found = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
-        assert found, "no ENTRY in the program's text"
-        self.entry = found.group(1)
+        entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
+        assert entry, "no ENTRY in the program's text"
+        self.entry = entry.group(1)
         self.kernels: list[GpuKernel] = []
         self.under: dict[str, tuple[int, int]] = {}
         self.unknown: collections.Counter[str] = collections.Counter()

@@ -66,8 +66,8 @@ class ProductShape:
     @property
     def flops(self) -> float:
         """FLOPs of one call."""
-        one = 2.0 * self.m * self.n * self.k * self.groups
-        return one * {"dense": 1, "grouped forward": 3, "grouped backward": 6}[self.name]
+        product = 2.0 * self.m * self.n * self.k * self.groups
+        return product * {"dense": 1, "grouped forward": 3, "grouped backward": 6}[self.name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,12 +180,12 @@ def load(path: str | os.PathLike) -> Measured:
     if path.is_dir():
         path /= "all.json"
     try:
-        given = files.read_json(path)
-        if given["format"] != FORMAT:
-            raise ValueError(f"format {given['format']!r}, expected {FORMAT}")
-        fields = {field.name: given[field.name] for field in dataclasses.fields(Measured)}
+        record = files.read_json(path)
+        if record["format"] != FORMAT:
+            raise ValueError(f"format {record['format']!r}, expected {FORMAT}")
+        fields = {field.name: record[field.name] for field in dataclasses.fields(Measured)}
         for name, kind in LISTS.items():
-            fields[name] = tuple(_read(kind, entry) for entry in given[name])
+            fields[name] = tuple(_read(kind, entry) for entry in record[name])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read as figures of experiments.characterize ({type(error).__name__}:"

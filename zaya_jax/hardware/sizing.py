@@ -323,8 +323,8 @@ def set_for_platform(figures: str = "", environ: MutableMapping[str, str] = os.e
     """
     if name := platform(environ):
         ours = merged("", compiler_flags(name)).split()
-        given = [word for word in environ.get("XLA_FLAGS", "").split() if word not in ours]
-        environ["XLA_FLAGS"] = merged(" ".join(given), compiler_flags(name, figures))
+        kept_flags = [word for word in environ.get("XLA_FLAGS", "").split() if word not in ours]
+        environ["XLA_FLAGS"] = merged(" ".join(kept_flags), compiler_flags(name, figures))
         environ.setdefault(OF_MEMORY, str(MEMORY_SHARE))
 
 
@@ -370,7 +370,7 @@ def advise(
 ) -> list[Advice]:
     """Advice for every phase that fits the devices; the same advice for two phases is given once.
     Figures of another chip count for nothing."""
-    found: list[Advice] = []
+    advice_of_run: list[Advice] = []
     misfits: list[UserError] = []
     if figures and chips.named(figures.device) != name:
         figures = None
@@ -386,10 +386,10 @@ def advise(
         keys |= {f"mesh.{axis}": f"{key_of('mesh')}.{axis}" for axis in NEAREST}
         for advice in of_phase:
             key = keys.get(advice.key, advice.key).removeprefix("config.")
-            found.append(dataclasses.replace(advice, key=key))
+            advice_of_run.append(dataclasses.replace(advice, key=key))
     if len(misfits) == len(phases):
         raise misfits[0]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(advice_of_run))
 
 
 def _of_phase(

@@ -138,8 +138,8 @@ def _register(platform: str) -> None:
 
     if xla_client._xla.pjrt_plugin_loaded(platform):
         return
-    found = [*FOLDER.glob(f"jax_plugins/xla_{platform}*/xla_{platform}_plugin.so")]
-    if not found:
+    plugins = [*FOLDER.glob(f"jax_plugins/xla_{platform}*/xla_{platform}_plugin.so")]
+    if not plugins:
         raise UserError(f"the compiler for {platform} is not installed; run: make setup-targets")
     stamp = FOLDER / ".stamp"
     version = stamp.read_text().partition(",")[0]
@@ -152,7 +152,7 @@ def _register(platform: str) -> None:
         _stand_in()
         tell_pallas()
     options = {**xla_client.generate_pjrt_gpu_plugin_options(), "platform_name": platform.upper()}
-    xla_bridge.register_plugin(platform, library_path=str(found[0]), options=options)
+    xla_bridge.register_plugin(platform, library_path=str(plugins[0]), options=options)
 
 
 def tell_pallas() -> None:

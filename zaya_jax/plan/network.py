@@ -71,8 +71,8 @@ def _links(
 
 def flows(case: StepCase) -> list[Flow]:
     """All of a step."""
-    found = [*_early_gradient_sums(case), *_exchange(case), *_layers(case), *_fetches(case)]
-    return [flow for flow in found if flow.wire]
+    all_flows = [*_early_gradient_sums(case), *_exchange(case), *_layers(case), *_fetches(case)]
+    return [flow for flow in all_flows if flow.wire]
 
 
 def _early_gradient_sums(case: StepCase) -> Iterator[Flow]:

@@ -90,13 +90,13 @@ def plan_run(
     """All phases of a run that so many devices can train, and a note on each that needs another
     number of them; UserError where none can be trained."""
     capacity = targets.memory_for_jax(cluster.chip)
-    found: list[PlannedPhase] = []
-    wrong: list[UserError] = []
+    planned: list[PlannedPhase] = []
+    refusals: list[UserError] = []
     for _, segments, *_ in schedule.phases_of(config, schedule.make_plan(config)):
         try:
             portions = [recipe.portion(config, segment, devices, at_once) for segment in segments]
         except UserError as error:
-            wrong.append(error)
+            refusals.append(error)
             continue
         seconds, steps, tokens = 0.0, 0, 0
         # The smaller batches of a ramp come first; the last segment has the full batch.
@@ -116,7 +116,7 @@ def plan_run(
             2 if case.model.vocab_size <= 2**16 else 4,
             step.seconds,
         )
-        found.append(
+        planned.append(
             PlannedPhase(
                 case,
                 step,
@@ -130,12 +130,12 @@ def plan_run(
                 demand,
             )
         )
-    if not found:
-        raise wrong[0]
-    notes = [f"needs another number of devices: {error}" for error in wrong]
+    if not planned:
+        raise refusals[0]
+    notes = [f"needs another number of devices: {error}" for error in refusals]
     if config.kernels not in (("all",), ("auto",)):
         notes.append(
             "The plan assumes all of our kernels; the config has"
             f" --config.kernels={','.join(config.kernels)}"
         )
-    return found, notes
+    return planned, notes

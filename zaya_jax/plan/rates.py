@@ -113,8 +113,8 @@ DEFAULTS = {"mi300x": _MI300X, "mi355x": _MI355X, "h200": _HOPPER, "h100": _HOPP
 def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
     """The shares for a cluster; UserError where measured figures are of another chip."""
     rates = DEFAULTS[cluster.chip]
-    given = sizing.figures_at(os.fspath(figures), cluster.chip)
-    return dataclasses.replace(rates, **_measured(given, cluster)) if given else rates
+    measurements = sizing.figures_at(os.fspath(figures), cluster.chip)
+    return dataclasses.replace(rates, **_measured(measurements, cluster)) if measurements else rates
 
 
 def _measured(figures: measured.Measured, cluster: Cluster) -> dict[str, Rate]:

@@ -55,7 +55,7 @@ def _layers(alone: StepCase, rows: int, seen: int) -> Iterator[ScopeWork]:
         # Only training turns weights to the format of products at each pass.
         terms = [term for term in others.split(" + ") if not term.endswith(("w2", "w4", "wh"))]
         passes = " + ".join(terms)
-        have = work.array_bytes(alone) | read
+        sizes = work.array_bytes(alone) | read
         flops, cache = work.forward_flops(alone, name), 0.0
         if name == "softmax":
             flops += 4.0 * alone.tokens * seen * m.num_attention_heads * m.head_dim
@@ -66,8 +66,8 @@ def _layers(alone: StepCase, rows: int, seen: int) -> Iterator[ScopeWork]:
             scope,
             work.FORWARD,
             layers * flops,
-            layers * (work.bytes_moved(products, have) + cache),
-            layers * work.bytes_moved(passes, have),
+            layers * (work.bytes_moved(products, sizes) + cache),
+            layers * work.bytes_moved(passes, sizes),
             layers * launches,
             work.RATES.get(name, "products"),
         )

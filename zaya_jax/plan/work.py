@@ -158,8 +158,8 @@ class ScopeWork:
 
 def list_work(case: StepCase) -> list[ScopeWork]:
     """All parts of a step."""
-    found = [*_layers(case), *_around(case), *_optimizer(case)]
-    return [p for p in found if p.bytes or p.flops]
+    parts = [*_layers(case), *_around(case), *_optimizer(case)]
+    return [p for p in parts if p.bytes or p.flops]
 
 
 def array_bytes(case: StepCase) -> dict[str, float]:
@@ -194,9 +194,9 @@ def _units(words: str) -> tuple[tuple[float, str], ...]:
     return tuple(units)
 
 
-def bytes_moved(words: str, have: Mapping[str, float]) -> float:
+def bytes_moved(words: str, sizes: Mapping[str, float]) -> float:
     """Bytes of so many passes over arrays of these sizes."""
-    return sum(times * have[name] for times, name in _units(words))
+    return sum(times * sizes[name] for times, name in _units(words))
 
 
 def saved_bytes(case: StepCase) -> float:
@@ -268,14 +268,14 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
     copied: float = case.copied_numel.get(name, 0)
     if name == "experts":
         copied += rounded_numel(case)
-    have = array_bytes(case) | {
+    sizes = array_bytes(case) | {
         "w4": 4 * weights,
         "w2": itemsize(case.config.precision.compute) * weights,
         "wh": 4 * weights - (4 - COPY) * copied / case.model.num_hidden_layers,
     }
     over_devices = name == "experts" and bool(case.spread.expert_axes)
     if over_devices:  # a round's buffers, though no more rows are computed
-        have |= {array: dispatch.SLACK * have[array] for array in ("h2", "f2")}
+        sizes |= {array: dispatch.SLACK * sizes[array] for array in ("h2", "f2")}
     for stage, row in _stages(case, PASSES[name]):
         products, others, launches, flops = row
         # the sum over devices reads and writes it
@@ -283,7 +283,7 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
             others += " + 2*x2"
         if over_devices:
             others += " + " + ROUND
-            sent = times * bytes_moved(SENT, have)
+            sent = times * bytes_moved(SENT, sizes)
             yield ScopeWork("experts/exchange", stage, 0.0, 0.0, sent, 5 * times)
         in_place = name == "experts" and experts_in_place(case)
         if in_place and stage == BACKWARD and case.micro_batches > 1:
@@ -292,8 +292,8 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
             scope,
             stage,
             times * flops * forward_flops(case, name),
-            times * bytes_moved(products, have),
-            times * bytes_moved(others, have),
+            times * bytes_moved(products, sizes),
+            times * bytes_moved(others, sizes),
             times * launches,
             RATES.get(name, "products"),
         )
@@ -391,9 +391,9 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
     # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put
     # back: except gradients that kernels write in place, and those reduced right
     # after their layer. Kept arrays go in and out.
-    own = sum(case.layer_numel.values()) * layers
+    layers_numel = sum(case.layer_numel.values()) * layers
     large = case.layer_numel.get("experts", case.layer_numel.get("mlp", 0.0)) * layers
-    stacked = own - (large if experts_in_place(case) or fsdp else case.early_numel)
+    stacked = layers_numel - (large if experts_in_place(case) or fsdp else case.early_numel)
     yield ScopeWork(
         "stacks", BACKWARD, others=mb * (28.0 * stacked + 4 * saved), launches=mb * 48 * layers
     )
@@ -410,7 +410,7 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
     if fsdp:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and
         # scattered; the table's both.
-        gathered = 4.0 * own
+        gathered = 4.0 * layers_numel
         rest += mb * (
             (gathered * (2 + b / 4) + 2 * table4) * (1 + 1 / case.spread.data) + 8 * gathered
         )

@@ -279,7 +279,7 @@ class Chart:
 
     def _beyond(self, y: Axis) -> str:
         """Names the curves with values that the picture leaves out, each with the furthest."""
-        found = []
+        curves = []
         for line in self.lines:
             points = [*line.points]
             for step, low, high in line.band:
@@ -292,8 +292,8 @@ class Chart:
             if outside:
                 step, value = max(outside, key=lambda point: abs(point[1]))
                 place = f"{self.over} {number(round(step))}"
-                found.append(f"{line.label} ({number(value)}{self.unit} at {place})")
-        return wrapped("Beyond the picture: ", ", ".join(found), ".")
+                curves.append(f"{line.label} ({number(value)}{self.unit} at {place})")
+        return wrapped("Beyond the picture: ", ", ".join(curves), ".")
 
     def _words(self, line: Curve) -> str:
         """A curve for those who do not see it."""
