@@ -9,89 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import fast_alone, slow
+from rows import fast_alone
 
 from pallas_kernels import chip
-from pallas_kernels.cca_mix import convolve, mix, queries_and_keys, reference, triton
+from pallas_kernels.cca_mix import convolve, mix, reference, triton
 from pallas_kernels.rotary import rope_table, rotate
 
-G, B, S, C = 3, 2, 12, 4
-
-
-def normals():
-    """Numbers of any shape, made on the host: a program for each shape would take longer to
-    compile."""
-    rng = np.random.default_rng(0)
-    return lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
-
-
-def inputs(taps, given):
-    normal = normals()
-    before = normal(G, B, sum(taps) - 2, C) if given else None
-    by_channel, by_head = normal(taps[0], G, C), normal(taps[1], G, C, C)
-    return normal(G, B, S, C), before, by_channel, by_head, normal(G, B, S, C)
-
-
-CASES = itertools.product([(2, 2), (1, 1), (3, 2), (1, 3), (4, 1)], [False, True], [False, True])
-FAST = {((2, 2), False, True), ((3, 2), True, True), ((1, 1), True, False)}
-
-
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize(("taps", "given", "cut"), fast_alone(FAST, CASES))
-def test_both_convolutions_and_all_gradients(taps, given, cut):
-    x, before, by_channel, by_head, d_out = inputs(taps, given)
-    segments = None
-    if cut:  # the first document goes on from before where there is something before
-        own = np.cumsum(np.random.default_rng(1).random((B, S)) < 0.3, axis=1) + 1
-        own[:, 0] = 1
-        segments = jnp.concatenate([np.full((B, sum(taps) - 2), 1 if given else -1), own], axis=1)
-
-    def gradients(function):
-        arguments = (0, 1, 2, 3) if given else (0, 2, 3)
-        return jax.jit(
-            jax.value_and_grad(lambda *a: jnp.sum(function(*a) * d_out), argnums=arguments)
-        )
-
-    ours = gradients(lambda *a: convolve(*a, segments, jnp.float32))(x, before, by_channel, by_head)
-    theirs = gradients(lambda *a: reference.convolve(*a, segments))(x, before, by_channel, by_head)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
-
-
-def test_the_backward_pass_stores_no_neighbours():
-    """It keeps the input, not the taps side by side."""
-    x, _, by_channel, by_head, _ = inputs((2, 2), False)
-    _, pull = jax.vjp(lambda x: convolve(x, None, by_channel, by_head, None, jnp.float32), x)
-    kept = sum(leaf.size for leaf in jax.tree.leaves(pull))
-    assert kept <= x.size + by_channel.size + by_head.size
-
-
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize(("heads", "num_kv"), [slow(2, 2), (6, 2), slow(4, 1)])
-def test_means_norm_and_temperature(heads, num_kv):
-    normal, shape = normals(), (heads + num_kv, B, S, C)
-    args = normal(*shape), normal(*shape), normal(*shape[::3]), normal(num_kv)
-    d_q, d_k = normal(B, S, heads, C), normal(B, S, num_kv, C)
-
-    def gradients(function):
-        def objective(*args):
-            q, k = function(*args)
-            return jnp.sum(q * d_q) + jnp.sum(k * d_k), (q, k)
-
-        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2, 3), has_aux=True))(*args)
-
-    ours = gradients(lambda *a: queries_and_keys(*a, [], num_kv, None))
-    theirs = gradients(lambda *a: reference.queries_and_keys(*a, num_kv))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
-
-
-# ################################################################################################
-# Kernels for GPUs, interpreted
-# ##################################################################################################
-
-
 MI300X = chip.Chip("cpu", "gfx942", ("cca_mix",))
+TARGETS = {"cpu": chip.Chip("cpu", "cpu"), "xla": chip.Chip("gpu", "gfx942", ()), "kernels": MI300X}
 
 
 def definition(
@@ -101,18 +26,25 @@ def definition(
     del mean_q, dtype
     _, heads, channels = by_channel.shape
     packed, rest = jnp.split(columns.astype(jnp.float32), (heads * channels,), axis=-1)
-    x = packed.reshape(*packed.shape[:2], heads, channels).transpose(2, 0, 1, 3)
+    x, before = (
+        x if x is None else x.reshape(*x.shape[:2], heads, channels).transpose(2, 0, 1, 3)
+        for x in (packed, before)
+    )
     mixed = reference.convolve(x, before, by_channel, by_head, segments)
     q, k = reference.queries_and_keys(x, mixed, bias, temperature, temperature.size)
     return rotate(rope, q), rotate(rope, k), rest
 
 
-def arrays(batch, seq, heads, num_kv, channels, values, taps, turned, cut, dtype=jnp.float32):
-    """The arguments of a `mix`, and those to differentiate by; the results have random weights."""
+def arrays(
+    batch, seq, heads, num_kv, channels, values, taps, turned, cut, dtype=jnp.float32, given=False
+):
+    """The arguments of a `mix`, and those to differentiate by; the results have random weights.
+    With `given` tokens before, the first document goes on from these."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
     g, reach = heads + num_kv, sum(taps) - 2
     columns = normal(batch, seq, g * channels + values).astype(dtype)
+    before = normal(batch, reach, g * channels) if given else None
     parameters = (
         normal(taps[0], g, channels),
         normal(taps[1], g, channels, channels) / channels**0.5,
@@ -124,36 +56,35 @@ def arrays(batch, seq, heads, num_kv, channels, values, taps, turned, cut, dtype
     segments = None
     if cut:
         own = np.cumsum(rng.random((batch, seq)) < 0.2, axis=1)
-        segments = jnp.asarray(
-            np.concatenate([np.full((batch, reach), -1), own], axis=1), jnp.int32
-        )
+        own[:, 0] = 0
+        first = np.full((batch, reach), 0 if given else -1)
+        segments = jnp.asarray(np.concatenate([first, own], axis=1), jnp.int32)
     d = (
         normal(batch, seq, heads, channels),
         normal(batch, seq, num_kv, channels),
         normal(batch, seq, values),
     )
-    return (columns, *parameters), rope, segments, d
+    return (columns, before, *parameters), rope, segments, d
+
+
+NAMES = "columns", "before", "by_channel", "by_head", "bias", "temperature"
 
 
 def gradients(function, given, dtype):
     of, rope, segments, d = given
 
-    def objective(columns, *parameters):
-        out = function(columns, None, *parameters, rope, segments, None, dtype)
+    def objective(*arrays):
+        out = function(*arrays, rope, segments, None, dtype)
         return sum(jnp.sum(x.astype(jnp.float32) * y) for x, y in zip(out, d, strict=True)), out
 
-    found = jax.jit(jax.value_and_grad(objective, argnums=tuple(range(5)), has_aux=True))(*of)
-    return {
-        "q, k, values": found[0][1],
-        **dict(
-            zip(("columns", "by_channel", "by_head", "bias", "temperature"), found[1], strict=True)
-        ),
-    }
+    found = jax.jit(jax.value_and_grad(objective, argnums=tuple(range(6)), has_aux=True))(*of)
+    return {"q, k, values": found[0][1], **dict(zip(NAMES, found[1], strict=True))}
 
 
 def assert_equal_to_the_definition(given, target=MI300X):
     with chip.making(target):
-        assert triton.suits(given[0][0], None, *given[0][1:], *given[1:3], None, jnp.float32)
+        suits = triton.suits(*given[0], *given[1:3], None, jnp.float32)
+        assert suits == (given[0][1] is None)
         ours = gradients(mix, given, jnp.float32)
     theirs = gradients(definition, given, jnp.float32)
     for name in ours:
@@ -161,6 +92,25 @@ def assert_equal_to_the_definition(given, target=MI300X):
             np.testing.assert_allclose(
                 a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 1), err_msg=name
             )
+
+
+CASES = itertools.product([(2, 2), (1, 1), (3, 2), (1, 3), (4, 1)], [False, True], [False, True])
+FAST = {((2, 2), False, True), ((3, 2), True, True), ((1, 1), True, False)}
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize(("taps", "given", "cut"), fast_alone(FAST, CASES))
+def test_each_implementation_and_all_gradients(taps, given, cut, target):
+    own = arrays(2, 12, 6, 2, 16, 16, taps, 0, cut, given=given)
+    assert_equal_to_the_definition(own, target)
+
+
+def test_the_backward_pass_stores_no_neighbours():
+    """It keeps the input, not the taps side by side."""
+    x, by_channel, by_head = jnp.ones((3, 2, 12, 4)), jnp.ones((2, 3, 4)), jnp.ones((2, 3, 4, 4))
+    _, pull = jax.vjp(lambda x: convolve(x, None, by_channel, by_head, None, jnp.float32), x)
+    kept = sum(leaf.size for leaf in jax.tree.leaves(pull))
+    assert kept <= x.size + by_channel.size + by_head.size
 
 
 KERNEL_CASES = {  # batch, tokens, heads, num_kv, channels, values, taps, turned, cut
@@ -242,14 +192,14 @@ def test_shares_of_several_blocks_of_tokens():
 def test_what_the_kernels_do_not_take_is_left_to_xla():
     """Odd heads, tables of several widths, rows that continue others, a mean from another
     device."""
-    (columns, *parameters), rope, _, _ = arrays(1, 6, 2, 1, 16, 16, (2, 2), 0, False)
+    (columns, _, *parameters), rope, _, _ = arrays(1, 6, 2, 1, 16, 16, (2, 2), 0, False)
     before, mean_q = jnp.ones((1, 2, 48)), jnp.ones((1, 6, 1, 16))
 
     def taken(columns, parameters, before=None, rope=rope, mean_q=None, dtype=jnp.float32):
         return triton.suits(columns, before, *parameters, rope, None, mean_q, dtype)
 
     assert taken(columns, parameters)
-    narrow, *others = arrays(1, 6, 2, 1, 8, 8, (2, 2), 0, False)[0]
+    narrow, _, *others = arrays(1, 6, 2, 1, 8, 8, (2, 2), 0, False)[0]
     table = rope_table(jnp.zeros((1, 6), jnp.int32), 1e4, 12)
     assert not taken(narrow, others)
     assert not taken(columns, parameters, rope=[(None, table)])
@@ -258,7 +208,6 @@ def test_what_the_kernels_do_not_take_is_left_to_xla():
     assert not taken(columns, parameters, dtype=jnp.bfloat16)
     with chip.making(MI300X):
         ours = jax.jit(lambda: mix(columns, before, *parameters, rope, None, None, jnp.float32))()
-    last = before.reshape(1, 2, 3, 16).transpose(2, 0, 1, 3)
-    theirs = jax.jit(lambda: definition(columns, last, *parameters, rope, None, None, None))()
+    theirs = jax.jit(lambda: definition(columns, before, *parameters, rope, None, None, None))()
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
