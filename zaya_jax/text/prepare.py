@@ -66,9 +66,7 @@ def prepare(
     `on_progress` is called after each task.
     """
     directory = _directory(out)
-    # The saved plan first: it has the commits of data sets of the hub.
-    planned = [path for path, *_ in _saved_plan(directory).get("files", ())]
-    plan = prepare_task.make_plan(options, inputs.find_inputs(options.inputs, out, planned))
+    plan = prepare_task.make_plan(options, inputs.find_inputs(options.inputs, out))
     if os.path.exists(directory / shard_format.MANIFEST):
         return _complete(directory, options, plan), True
     try:
@@ -177,12 +175,6 @@ def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:
             f"{directory} was begun with other {', '.join(differing)}; repeat the first command, "
             "give another directory, or remove this one to begin anew"
         )
-
-
-def _saved_plan(directory: pathlib.Path) -> Plan:
-    """The plan with which a preparation began; empty before that, and when it is complete."""
-    path = directory / WORK / PLAN
-    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def _directory(out: str) -> pathlib.Path:
