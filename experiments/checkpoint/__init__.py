@@ -1,1 +1,1 @@
-"""Inspects, verifies, moves and exports a run's checkpoints. The options are in `__main__`."""
+"""Inspects and verifies a run's checkpoints, and exchanges weights with transformers. The options are in `__main__`."""

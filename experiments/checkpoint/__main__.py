@@ -1,9 +1,7 @@
-"""Inspects, verifies, moves and exports a run's checkpoints.
+"""Inspects and verifies a run's checkpoints, and exchanges weights with transformers.
 
     python -m experiments.checkpoint inspect --workdir=DIR [--step=N] [--html]
     python -m experiments.checkpoint verify --workdir=DIR|URL [--step=N]
-    python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR [--step=N] [--chunk_mb=32]
-    python -m experiments.checkpoint export_params --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16]
     python -m experiments.checkpoint from_hf --model=DIR|OWNER/NAME --workdir=DIR
     python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16]
                                           [--adapters | --quantize=fp8|mxfp4]
@@ -49,46 +47,12 @@ def _parser() -> cli.Parser:
         help="the run's folder, or the place of its copies",
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default all")
-    add = command("reshard", "write a checkpoint anew in other chunks, or in another workdir")
-    add.add_argument(
-        "--from",
-        required=True,
-        type=cli.path_or_address,
-        dest="source",
-        metavar="DIR|URL",
-        help="a run's folder, or the place of its copies",
-    )
-    add.add_argument(
-        "--to",
-        required=True,
-        type=cli.path,
-        dest="target",
-        metavar="DIR",
-        help="the workdir to make",
-    )
-    add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
-    add.add_argument(
-        "--chunk_mb",
-        type=float,
-        default=32.0,
-        metavar="MB",
-        help="greatest size of a file in MiB; memory holds two of them",
-    )
     _add_exports(command)
     return parser
 
 
 def _add_exports(command: Callable[[str, str], Any]) -> None:
     """The commands that exchange weights with other programs."""
-    add = command("export_params", "write the parameters alone, for Orbax to load anywhere")
-    add.add_argument(
-        "--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read"
-    )
-    add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
-    add.add_argument(
-        "--out", required=True, type=cli.path, metavar="DIR", help="the folder to make"
-    )
-    add.add_argument("--dtype", choices=DTYPES, help="by default float32")
     add = command("from_hf", "make a workdir of a model directory")
     add.add_argument(
         "--model",

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from experiments.checkpoint.page import checkpoints_document, steps_table
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import source
-from zaya_jax.checkpoint.run import look, rewrite, timings
+from zaya_jax.checkpoint.run import look, timings
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import adapters, exchange, tokenizer_files
@@ -22,7 +22,7 @@ from zaya_jax.training.workdir import check_same, read_config
 
 def run(args: Any) -> int:
     """Runs the subcommand of this name."""
-    commands = (inspect, verify, reshard, export_params, from_hf, to_hf)
+    commands = (inspect, verify, from_hf, to_hf)
     return {command.__name__: command for command in commands}[args.command](args)
 
 
@@ -122,22 +122,6 @@ def _wrong_config(workdir: Path, step: int) -> str:
     except (StorageError, ValueError, AttributeError):  # damage there is reported already
         pass
     return ""
-
-
-def reshard(args: Any) -> int:
-    """See `rewrite`."""
-    with _progress() as progress:
-        made = rewrite.reshard(args.source, args.target, args.step, args.chunk_mb, progress)
-    print(f"written: {made}")
-    return cli.DONE
-
-
-def export_params(args: Any) -> int:
-    """See `rewrite`."""
-    with _progress() as progress:
-        made = rewrite.export_params(args.workdir, args.out, args.step, args.dtype, progress)
-    print(f"written: {made}")
-    return cli.DONE
 
 
 def from_hf(args: Any) -> int:

@@ -25,7 +25,6 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from zaya_jax import config, schedule
-from zaya_jax.checkpoint.vault import vault_at
 from zaya_jax.config import files
 from zaya_jax.pytorch import any_model
 
@@ -120,12 +119,6 @@ def _find(weights: str) -> any_model.AnyModel:
         raise config.UserError(
             "finetune.py needs the weights to begin with:"
             f" --config=experiments/configs/finetune.py:MODEL, with {any_model.ACCEPTED_NAMES}"
-        )
-    if vault_at(weights):
-        raise config.UserError(
-            f"finetune.py:{weights} is a place of copies, without the tokenizer; fetch it with"
-            f" python -m experiments.checkpoint reshard --from={weights} --to=DIR, and put the"
-            " tokenizer into DIR/tokenizer"
         )
     try:
         found = any_model.find(weights)

@@ -13,7 +13,7 @@ from checkpoint_helpers import content, train
 from refusals import check_refused
 
 from zaya_jax import config
-from zaya_jax.checkpoint.run import claims, rewrite, store
+from zaya_jax.checkpoint.run import claims, store
 from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.pytorch import any_model, exchange
 from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
@@ -152,8 +152,7 @@ def test_no_copies_in_the_run_s_own_folder_nor_around_it(workdir, tmp_path):
 def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, tmp_path):
     inside, before = f"{workdir}/checkpoints/4/more", content(tmp_path)
     for write in (
-        lambda: rewrite.reshard(workdir, inside),
-        lambda: rewrite.export_params(workdir, inside),
+        lambda: claims.require_new_folder(inside),
         lambda: claims.require_new_folder(tmp_path / "link" / "4" / "state" / "deep"),
         lambda: open_workdir(inside, config.Config()),
         lambda: store.Store(tmp_path / "apart", Checkpoint(durable=inside), print),
@@ -162,8 +161,7 @@ def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, t
     for among in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):
         check_refused(
             r"lies in .*/checkpoints, among the checkpoints of a run",
-            rewrite.export_params,
-            workdir,
+            claims.require_new_folder,
             among,
         )
     assert content(tmp_path) == before
@@ -177,8 +175,9 @@ def test_a_new_folder_is_whole_or_absent_and_a_link_to_it_stays(workdir, tmp_pat
         (part / "file").write_text("half")
         raise KeyError
     assert content(tmp_path) == before
-    rewrite.export_params(workdir, tmp_path / "to_empty")
-    assert (tmp_path / "to_empty").is_symlink() and (tmp_path / "empty" / "checksums.json").exists()
+    with claims.whole_or_nothing(claims.require_new_folder(tmp_path / "to_empty")) as part:
+        (part / "file").write_text("whole")
+    assert (tmp_path / "to_empty").is_symlink() and (tmp_path / "empty" / "file").exists()
 
 
 def settings(**keys):
@@ -283,8 +282,13 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
     )
 
 
-def test_a_failed_reshard_leaves_what_others_made(tmp_path, then_waits):
-    source, target = train_run(tmp_path / "run"), tmp_path / "target"
+def test_a_failed_export_leaves_what_others_made(tmp_path, then_waits):
+    target = tmp_path / "target"
     then_waits(target, plus=1)
-    check_refused("exists and is not empty", rewrite.reshard, source, target)
+
+    def export():
+        with claims.whole_or_nothing(claims.require_new_folder(target)):
+            pass
+
+    check_refused("exists and is not empty", export)
     assert store.Store(target, Checkpoint(), print).find_newest() == 4

@@ -49,16 +49,6 @@ REFUSED = {
     "to_hf --model=RUN@7 --out=NEW": "no checkpoint of step 7",
     "to_hf --model=RUN --out=RUN": "is not empty",
     "to_hf --model=RUN --out=RUN/config.json/x": "cannot be written",
-    "export_params --workdir=RUN --out=RUN/config.json": "is not empty",
-    "export_params --workdir=TMP --out=NEW": "error: --workdir=TMP has no checkpoint",
-    "reshard --from=RUN --to=RUN": "error: RUN exists and is not empty",
-    **{
-        f"reshard --from=RUN --to=NEW --chunk_mb={bad}": "--chunk_mb="
-        for bad in ("nan", "inf", "0")
-    },
-    "reshard --from=RUN --to=NEW --step=3": "no checkpoint of step 3",
-    "reshard --from=TMP --to=NEW": "error: --from=TMP has no checkpoint",
-    "reshard --from=RUN --to=GOLDEN": "error: --to=GOLDEN exists and is not empty",
     "inspect --workdir=RUN --step=9": "no checkpoint of step 9",
     "inspect --workdir=TMP": "has no config.json",
     "verify --workdir=RUN --step=9": "no checkpoint of step 9; it has 0",
@@ -92,7 +82,7 @@ def test_a_damaged_source_leaves_no_folder_of_the_target(run, imported, tmp_path
     before = tree(tmp_path)
     (tmp_path / "empty").mkdir()
     for target in ("a/b", "empty"):
-        code, _, err = run("reshard", f"--from={tmp_path}/run", f"--to={tmp_path}/{target}")
+        code, _, err = run("to_hf", f"--model={tmp_path}/run", f"--out={tmp_path}/{target}")
         assert code == 4 and "is damaged" in err
     (tmp_path / "empty").rmdir()  # it is empty
     assert [entry[0] for entry in tree(tmp_path)] == [entry[0] for entry in before]
@@ -122,9 +112,7 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
     before = tree(tmp_path)
     ended = {"generate": called(generate, f"--model={workdir}")}
     for name, options in {
-        "export_params": [f"--workdir={workdir}", f"--out={tmp_path}/out"],
         "to_hf": [f"--model={workdir}", f"--out={tmp_path}/out"],
-        "reshard": [f"--from={workdir}", f"--to={tmp_path}/to"],
         "inspect": [f"--workdir={workdir}"],
     }.items():
         ended[name] = run(name, *options)
@@ -136,7 +124,7 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
             name != "inspect" or "DAMAGED, `verify` says where: 5." in out
         )
     assert tree(tmp_path) == before
-    assert run("export_params", f"--workdir={workdir}", f"--out={tmp_path}/out", "--step=0")[0] == 0
+    assert run("to_hf", f"--model={workdir}@0", f"--out={tmp_path}/out")[0] == 0
 
 
 ADDRESS = "s3://bucket/x"
@@ -157,9 +145,6 @@ PROGRAMS = [
     "checkpoint from_hf --model=ADDRESS --workdir=out",
     "checkpoint from_hf --model=. --workdir=ADDRESS",
     "checkpoint to_hf --model=. --out=ADDRESS",
-    "checkpoint export_params --workdir=. --out=ADDRESS",
-    "checkpoint export_params --workdir=ADDRESS --out=out",
-    "checkpoint reshard --from=. --to=ADDRESS",
 ]
 IN_FORKS = """
 import os, runpy, sys

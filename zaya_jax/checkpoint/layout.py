@@ -191,29 +191,21 @@ def is_stored_by_layer(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def chunk_shape(
-    name: str,
-    shape: tuple[int, ...],
-    itemsize: int,
-    part: tuple[int, ...] | None = None,
-    most: int = 0,
+    name: str, shape: tuple[int, ...], itemsize: int, part: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Chunks that tile a device's part of an array: of single layers unless these are small, and
-    never large.
-
-    `most`: bytes of a chunk, if not CHUNK_BYTES.
-    """
-    most = most or CHUNK_BYTES
+    never large."""
     part = tuple(part or shape)
     chunk = list(part)
     if is_stored_by_layer(name, shape):
         layer = math.prod(part[1:]) * itemsize
         chunk[0] = max(
-            n for n in _divisors(part[0]) if n == 1 or n * layer <= min(PART_BYTES, most)
+            n for n in _divisors(part[0]) if n == 1 or n * layer <= min(PART_BYTES, CHUNK_BYTES)
         )
     for dim, size in enumerate(part):
         rest = math.prod(chunk) * itemsize
-        if rest > most:
-            wanted = chunk[dim] / math.ceil(rest / most)
+        if rest > CHUNK_BYTES:
+            wanted = chunk[dim] / math.ceil(rest / CHUNK_BYTES)
             chunk[dim] = max((n for n in _divisors(size) if n <= wanted), default=1)
     return tuple(chunk)
 

@@ -27,8 +27,8 @@ def read(
 ) -> dict[str, Any]:
     """The arrays of a checkpoint whose names fit a pattern (params.layers.router.*), on the host.
 
-    The location is a workdir, the folder of one checkpoint or of exported parameters, a URL, or an
-    open source; floating point numbers become `dtype`.
+    The location is a workdir, the folder of one checkpoint, a URL, or an open source; floating
+    point numbers become `dtype`.
     """
     if isinstance(location, ArraySource):
         source = location

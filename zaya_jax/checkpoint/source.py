@@ -1,6 +1,6 @@
 """Reads named arrays, chunk by chunk, wherever they lie.
 
-source = open_source("runs/tiny@300")        (`orbax_source`) a run's folder, exported parameters, "s3://bucket/run"
+source = open_source("runs/tiny@300")        (`orbax_source`) a run's folder, one step's, "s3://bucket/run"
 source.check(names=["state/params."])        StorageError if one of these files is damaged
 source.read(("params", "head", "kernel"))    an array on the host
 source.fill(array, box, out)            a part of one, without a copy of the rest
@@ -233,7 +233,7 @@ def _locate(location: str | Path, step: int | None) -> tuple[Vault, StepName, Pa
 
     - an address or a folder of steps; by default its newest complete step, since an upload may be
       under way;
-    - the folder of one checkpoint, or of exported parameters;
+    - the folder of one checkpoint;
     - a workdir; by default its highest-numbered step, as for a run that resumes. Folders are
       renamed into place with their list inside, so one without a list is damaged; silently using an
       older step would load a different model.

@@ -170,8 +170,7 @@ def _find_in_directory(name: str, folder: Path) -> AnyModel:
 
 
 def open_weights(name: str) -> ArraySource:
-    """The weights of config.run.init_from: of any name, also without a config (exported parameters,
-    an address)."""
+    """The weights of config.run.init_from: of any name, also without a config (an address)."""
     try:
         location = _on_hub(name) or name
         folder = Path(location)
@@ -179,10 +178,7 @@ def open_weights(name: str) -> ArraySource:
             return hf.Directory(folder)
         return with_base(open_source(location))
     except UserError as error:
-        raise UserError(
-            f"config.run.init_from={name}: {error}; or give {ACCEPTED_NAMES}, or exported"
-            " parameters"
-        ) from None
+        raise UserError(f"config.run.init_from={name}: {error}; or give {ACCEPTED_NAMES}") from None
 
 
 def with_base(source: ArraySource) -> ArraySource:

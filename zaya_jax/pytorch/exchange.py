@@ -20,7 +20,7 @@ from zaya_jax import config as config_lib
 from zaya_jax import trees
 from zaya_jax.checkpoint import few_bits
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, StoredArray
-from zaya_jax.checkpoint.run import claims, rewrite
+from zaya_jax.checkpoint.run import claims, step_zero
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.checkpoint.vault import CountBytes
 from zaya_jax.config import Config, Model, UserError, shown
@@ -74,7 +74,7 @@ def write_workdir(
             lambda: balance.init(config.model.num_hidden_layers, config.model.num_experts)
         )
         state = {"params": zaya.abstract(config.model), "balance": biases._asdict()}
-        rewrite.write_step_zero(part, model.source, state, meta, progress)
+        step_zero.write(part, model.source, state, meta, progress)
         if tokenizer:
             tokenizer.save(part / "tokenizer")
             for name, content in model.tokenizer_file_contents().items():

@@ -5,5 +5,5 @@ durable      copies steps to a safer place, and fetches them from there
 retention    decides which steps to delete, and which belong to a past that was given up
 claims       one program at a time in a folder, and no folder inside another
 times, look  record how long saves took, and summarise a run's checkpoints
-rewrite      writes a step anew: step 0 of another run, or the parameters alone
+step_zero    writes step 0 of a new run from weights that lie anywhere
 """
