@@ -326,9 +326,6 @@ class Checkpoint:
     keep: int = ranged(3, 1, MOST, "how many of the newest stay")
     keep_every: int = ranged(0, 0, MOST, "also those whose step is a multiple of this; 0: none")
     keep_best: int = ranged(0, 0, MOST, "also this many with the lowest held-out loss")
-    keep_tokens: int = ranged(
-        0, 0, TOKENS, "also the first after each multiple of so many tokens; 0: none"
-    )
     durable: str = text("", "path", "a folder or URL (s3://, gs://) that gets a copy of each")
     on_corrupt: str = choice(
         "stop", ("stop", "previous"), "newest is damaged: stop, or take an older one"

@@ -110,12 +110,8 @@ def release(workdir: Path) -> None:
 
 def _open(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:  # not through a link, whose target would lose its content
-        return os.fdopen(os.open(path, _FLAGS, 0o644), "rb+", buffering=0)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UserError(f"{path} is a link, and no lock of a run; remove it") from None
+    # not through a link, whose target would lose its content
+    return os.fdopen(os.open(path, _FLAGS, 0o644), "rb+", buffering=0)
 
 
 def _is_still_at(file: BinaryIO, path: Path) -> bool:

@@ -1,5 +1,5 @@
-"""Decides which checkpoints to keep: the newest, every n-th, the best, and token milestones; none
-of an abandoned branch.
+"""Decides which checkpoints to keep: the newest, every n-th and the best; none of an abandoned
+branch.
 
     retention.to_delete(saved, rules)                       the steps that no rule keeps
     retention.find_stale(vault, decisions, file)            the steps of an abandoned branch
@@ -41,7 +41,6 @@ class SavedStep:
     """The facts about a checkpoint that the rules need."""
 
     step: int
-    tokens: int
     loss: float | None = None  # on held-out text, if it was evaluated
     sound: bool = True
 
@@ -55,7 +54,7 @@ def saved_in(root: Path) -> list[SavedStep]:
             meta = files.read_json(root / str(step) / META)
             figures = meta.get("metrics") or {}
             loss = figures.get("eval/loss")
-            saved.append(SavedStep(step, int(meta["tokens"]), loss, is_sound(figures)))
+            saved.append(SavedStep(step, loss, is_sound(figures)))
     return saved
 
 
@@ -82,12 +81,6 @@ def to_delete(saved: Sequence[SavedStep], rules: CheckpointKeys) -> list[int]:
     if rules.keep_best:
         evaluated = [(s.loss, s.step) for s in sound if _is_finite(s.loss)]
         keep |= {step for _, step in sorted(evaluated)[: rules.keep_best]}
-    if rules.keep_tokens:
-        reached = 0
-        for s in sound:  # the first one at or after each milestone
-            if s.tokens // rules.keep_tokens > reached:
-                reached = s.tokens // rules.keep_tokens
-                keep.add(s.step)
     return [s.step for s in saved if s.step not in keep]
 
 
