@@ -107,7 +107,6 @@ class _Answers:
     max_length: int
     eot_token_id: int
     prefix_token_id: int
-    cache_hook: Any
 
     def __init__(
         self,
@@ -183,14 +182,10 @@ class _Answers:
             scores = Scorer(self._model, self._tokens)(
                 rows, lambda numbers: bar.update(len(numbers))
             )
-        answers = [
+        return [
             (float(log_probs.sum(dtype="float64")), bool(likeliest.all()))
             for log_probs, likeliest in scores
         ]
-        for (texts, *_), answer in zip(requests, answers, strict=True):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return answers
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
         """Sums over windows, each with one token of context."""
@@ -205,12 +200,7 @@ class _Answers:
             windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
             counts.append(len(pairs))
         answers = iter(self._loglikelihood_tokens(windows, disable_tqdm))
-        totals = []
-        for request, count in zip(requests, counts, strict=True):
-            total = sum(answer for answer, _ in itertools.islice(answers, count))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-            totals.append(total)
-        return totals
+        return [sum(score for score, _ in itertools.islice(answers, count)) for count in counts]
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
         """The answers, each up to the first of its stops."""
@@ -232,8 +222,6 @@ class _Answers:
                 "generated", lambda: list(itertools.chain.from_iterable(parts))
             )
         )
-        for number, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, answers[number])
         return [answers[number] for number in range(len(requests))]
 
     def _batches(
