@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import pathlib
-import re
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -39,9 +38,9 @@ KINDS = {
     ".zip": "archive",
     **dict.fromkeys((".br", ".bz2", ".lz", ".lz4", ".lzma", ".xz", ".z"), "otherwise compressed"),
     **dict.fromkeys((".arrow", ".csv", ".tsv"), "table"),
+    ".tokens": "shard",
 }
 COMPRESSION = (".gz", ".zst")
-SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
 _log = logging.getLogger(__name__)
 
 
@@ -55,9 +54,6 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
         root = pathlib.Path(path)
     else:
         root = pathlib.Path(os.path.commonpath([file.parent for file in files]) if files else "")
-    refuse_shards(
-        files, path, "give its directory, or continue its preparation if that has not finished"
-    )
     if not files:
         raise UserError(
             f"{path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
@@ -170,15 +166,6 @@ def identity(path: str | os.PathLike) -> object:
 def identities(path: str) -> dict[object, pathlib.Path]:
     """The files of `list_files` by their identity."""
     return {identity(file): file for _, file in list_files(path)}
-
-
-def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> None:
-    """UserError where files that are to be read as text are a preparation's shards."""
-    for path in files:
-        if SHARD.fullmatch(path.name):
-            raise UserError(
-                f"{what} holds {path}, a shard of prepared tokens and no text; {way_out}"
-            )
 
 
 def stdlib() -> pathlib.Path:

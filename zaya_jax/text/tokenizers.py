@@ -23,14 +23,7 @@ from zaya_jax.config import Config, UserError, files, first_line
 META_FILE = "zaya_tokenizer.json"
 FILE = "tokenizer.json"
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
-TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
-EXTRA_FILES = (
-    CONFIG_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    TEMPLATE_FILE,
-    TOOLS_FILE,
-)
+EXTRA_FILES = (CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
 
 # The purposes of special tokens in chats, and the names under which vocabularies have each, ours
 # first.
