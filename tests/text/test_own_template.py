@@ -131,8 +131,8 @@ def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
 
 
 def test_the_template_is_found_where_transformers_finds_it(made):
-    for settings in ({"chat_template": SOURCE},):
-        assert chat_template.Template(with_template(made, "", settings)).render(messages()) == WHOLE
+    in_config = with_template(made, "", {"chat_template": SOURCE})
+    assert chat_template.Template(in_config).render(messages()) == WHOLE
     named = with_template(
         made, "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}}
     )
