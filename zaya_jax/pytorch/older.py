@@ -6,7 +6,6 @@ residual scale before it, and each expert is a tensor. Sizes are those of the te
 spells several in more than one way.
 """
 
-import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -79,7 +78,6 @@ KEYS_IGNORED = (  # how other programs compute the same, or train
     "mamba_cache_dtype",
     "use_grouped_mm",
 )
-LAYER_KINDS = {"full_attention": "hybrid", "sliding_attention": "hybrid_sliding"}
 PREFIXES = (
     ("self_attn.qkv.conv_qk.0.", "self_attn.qkv_proj.conv_qk_depthwise."),
     ("self_attn.qkv.conv_qk.1.", "self_attn.qkv_proj.conv_qk_grouped."),
@@ -228,27 +226,18 @@ def config_of(
 
 
 def _attention(given: dict[str, Any], num_layers: int, where: str) -> tuple[list[str], int | None]:
-    """(the kind of each layer, the window), of which several keys say a part."""
-    recorded = {
-        key: given[key] for key in ("swa_layers", "layer_types", "sliding_window") if given.get(key)
-    }
-    with contextlib.suppress(TypeError, ValueError):
-        widths = recorded.get("swa_layers", [0] * num_layers)
-        if len(widths) == 2 * num_layers and not any(widths[1::2]):  # experts have none
-            widths = widths[::2]
-        by_width = ["hybrid_sliding" if width else "hybrid" for width in widths]
-        types = recorded.get("layer_types", by_width)
-        kinds = [LAYER_KINDS.get(kind, kind) for kind in types]
-        # There a width counts the tokens before the query; here the query too.
-        windows = {recorded.get("sliding_window"), *(int(w) + 1 for w in widths if w)} - {None}
-        if "hybrid_sliding" in kinds:
-            fits = len(windows) == 1
-        else:  # a window that no layer has is left over, but alone it may be meant for all
-            fits = recorded.keys() != {"sliding_window"}
-        agree = "swa_layers" not in recorded or kinds == by_width
-        if fits and agree and len(kinds) == num_layers:
-            return kinds, windows.pop() if windows else None
-    raise UserError(
-        f"{where}: {shown(recorded)} do not specify, for {num_layers} layers, which ones use a"
-        " sliding window and a single window size; other forms cannot be read"
-    )
+    """(the kind of each layer, the window), by swa_layers: the tokens before the query that each
+    layer, or each half layer, sees; 0 is all."""
+    widths = given.get("swa_layers") or [0] * num_layers
+    if len(widths) == 2 * num_layers and not any(widths[1::2]):  # experts have none
+        widths = widths[::2]
+    sizes = {width for width in widths if width}
+    other_forms = given.get("layer_types") or given.get("sliding_window")
+    if other_forms or len(widths) != num_layers or len(sizes) > 1:
+        raise UserError(
+            f"{where}: windows of the older layout are read from swa_layers alone, with one width"
+            f" in {num_layers} layers; given are swa_layers={shown(widths)} and"
+            f" {shown(other_forms)}"
+        )
+    kinds = ["hybrid_sliding" if width else "hybrid" for width in widths]
+    return kinds, sizes.pop() + 1 if sizes else None
