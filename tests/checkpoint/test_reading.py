@@ -154,10 +154,7 @@ def test_weights_of_other_shapes_are_refused(workdir):
     for held, says in (
         (larger, r"its array balance.bias is \[2, 4\], \[3, 6\] is needed"),
         (width, r"its array params.embed.embedding is \[50, 8\], \[50, 12\] is needed"),
-        (
-            more,
-            r"it has no array params.more; the nearest names are .*; give a checkpoint of the same",
-        ),
+        (more, r"it has no array params.more; give a checkpoint of the same"),
         (fewer, r"it has arrays that are not wanted, such as params.embed.embedding"),
     ):
         wanted = boxes.of_tree(held).weights().arrays

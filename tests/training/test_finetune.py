@@ -244,7 +244,7 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
             "has no tokens of chats: it needs one of <|turn|>, <start_of_turn>",
         ),
         ({"data__path": str(folder / "text")}, "0.txt is neither JSONL nor Parquet"),
-        ({"data__path": str(prepared)}, "holds no chats (it was prepared from text"),
+        ({"data__path": str(prepared)}, "prepared holds 0 chats and "),
         ({"data__packing": "concat"}, "would part answers from their questions"),
         (
             {"schedule__phases": (config.Phase(tokens=4096, seq_len=32),)},

@@ -15,7 +15,6 @@ ArraySource      what every source can do
 
 import abc
 import contextlib
-import difflib
 import functools
 import json
 import os
@@ -34,7 +33,7 @@ from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.storage import Unreachable, for_each
 from zaya_jax.checkpoint.vault import CountBytes, StepName, Vault, vault_at
-from zaya_jax.config import Config, Model, StorageError, UserError, shown
+from zaya_jax.config import Config, Model, StorageError, UserError, fields, shown
 
 
 class ArraySource(abc.ABC):
@@ -81,7 +80,7 @@ class ArraySource(abc.ABC):
         array."""
         name = ".".join(path)
         if name not in self.arrays:
-            raise UserError(f"{self.name} has no array {name}{suggestion(name, self.arrays)}")
+            raise UserError(f"{self.name} has no array {name}{fields.nearest(name, self.arrays)}")
         array = self.arrays[name]
         box = layout.full_box(array.shape)
         if index is not None:
@@ -280,13 +279,6 @@ def _keys_that_matter(model: Model) -> dict[str, Any]:
     return {k: x for k, x in keys.items() if k not in others and not k.endswith("_token_id")}
 
 
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """The names most like one that is not among them, as the end of an error."""
-    known = sorted(names)
-    nearest = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
-    return f"; the nearest names are {', '.join(nearest)}" if nearest else ""
-
-
 def choose_step(location: str | os.PathLike, steps: Sequence[int], step: int | None) -> int:
     """`step`, or without one the newest of a location's; UserError if there is none."""
     if not steps:
@@ -303,7 +295,7 @@ def misfit(
     """How the arrays of a checkpoint differ from those that are wanted; "" if they do not."""
     for name, x in wanted.items():
         if name not in stored:
-            return f"it has no array {name}{suggestion(name, stored)}"
+            return f"it has no array {name}{fields.nearest(name, stored)}"
         array = stored[name]
         if array.shape != tuple(x.shape):
             return f"its array {name} is {list(array.shape)}, {list(x.shape)} is needed"

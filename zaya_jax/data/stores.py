@@ -112,24 +112,15 @@ def refuse_prepared_pairs(config: Config, path: str) -> None:
 def require_chats(store: PreparedStore, context: int) -> None:
     """UserError where a prepared directory holds no chats, others too, or chats for another
     context."""
-    path, outcomes = store.name, store.chat_outcomes
-    way_out = f"prepare it with --context={context}"
-    if not outcomes or not store.manifest.get("chats"):
-        raise UserError(
-            f"{path} holds no chats (it was prepared from text, or by an older version), but"
-            f" config.data.chats is set; {way_out}"
-        )
     documents = sum(split["documents"] for split in store.manifest["totals"].values())
-    chats = sum(outcomes.get(outcome, 0) for outcome in (chat.KEPT, chat.TRIMMED, chat.REDUCED))
-    if documents > chats:
+    outcomes = (chat.KEPT, chat.TRIMMED, chat.REDUCED)
+    chats = sum(store.chat_outcomes.get(outcome, 0) for outcome in outcomes)
+    in_a_template = store.manifest.get("chats")  # not by older versions
+    if documents > chats or not store.chat_context or not in_a_template:
         raise UserError(
-            f"{path} holds {documents - chats:,} texts beside its chats, but config.data.chats is"
-            " set; prepare the chats alone"
-        )
-    if not store.chat_context:
-        raise UserError(
-            f"{path} was prepared for no context, config.data.seq_len={context} would cut its"
-            f" chats; {way_out}"
+            f"{store.name} holds {chats:,} chats and {documents - chats:,} texts, prepared for"
+            f" --context={store.chat_context}, but config.data.chats is set; prepare chats alone,"
+            f" with --context={context}"
         )
     store.require_context(context)
 

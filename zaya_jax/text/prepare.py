@@ -134,10 +134,6 @@ def _explaining_failures(out: str) -> Iterator[None]:
         raise StorageError(
             f"{path} cannot be read or written: {error.strerror or error}{RESUME_HINT}"
         ) from None
-    except MemoryError:
-        raise UserError(
-            f"memory ran out; give fewer --processes, or texts in smaller files{RESUME_HINT}"
-        ) from None
 
 
 def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:

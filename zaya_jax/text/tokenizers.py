@@ -79,9 +79,6 @@ class Tokenizer(abc.ABC):
     # EXTRA_FILES, which other programs read
     extra_files: Mapping[str, bytes] = types.MappingProxyType({})
 
-    def __repr__(self) -> str:
-        return f"<{self.kind} tokenizer of {self.vocab_size:,} ids, sha256 {self.sha256[:8]}>"
-
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without begin or end of document."""
