@@ -272,7 +272,9 @@ def test_prepared_directories_are_no_text(tmp_path):
         shutil.rmtree(source / "out")
     here(options, source / "out")
     tok = tokenizers.load("bytes")
-    check_refused(r"holds .*train-00000\.tokens, a shard", here, options, tmp_path / "other")
+    check_refused(
+        r"manifest\.json, line 1: not a JSON object of its own", here, options, tmp_path / "other"
+    )
     check_refused("'' holds no text file", text_files.text_corpus, "", tok)
 
 
