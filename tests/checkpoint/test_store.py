@@ -13,7 +13,7 @@ import pytest
 from checkpoint_helpers import same
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
-from refusals import check_error, check_storage_error
+from refusals import check_storage_error
 from saved_trees import restore_tree, save_tree
 
 from zaya_jax.checkpoint import boxes, folders, layout, seal, writing

@@ -311,7 +311,12 @@ def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path, make_config):
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     here(prepare.Options([str(tmp_path / "c.jsonl")], context=64), tmp_path / "out")
     config = make_config(path=str(tmp_path / "out"), packing="best_fit", chats=True)
-    check_refused("out holds 30 chats and 7 texts, prepared for --context=64, but", pipeline.Batches, config, TOK)
+    check_refused(
+        "out holds 30 chats and 7 texts, prepared for --context=64, but",
+        pipeline.Batches,
+        config,
+        TOK,
+    )
 
 
 def test_a_shard_s_table_is_read_once_while_its_block_is_open(
