@@ -218,8 +218,11 @@ def test_reasoning_inside_a_content_stays_as_it_was_given():
 
 def test_several_templates_under_names_are_refused():
     named = [{"name": "default", "template": FAMILIES["chatml"]}]
-    with pytest.raises(UserError, match=r"has several chat templates; write one into chat_temp"):
-        chat_template.Template(tokenizer_of("", {"chat_template": named}))
+    check_refused(
+        "has several chat templates; write one into chat_template.jinja",
+        chat_template.Template,
+        tokenizer_of("", {"chat_template": named}),
+    )
 
 
 BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
