@@ -47,7 +47,12 @@ BUDGET = {
 # What takes seconds to import, or not every user has: the only modules that may import it.
 HEAVY = {
     "grain": ["zaya_jax.data", "zaya_jax.data.pipeline"],
-    "huggingface_hub": ["zaya_jax.pytorch.any_model", "zaya_jax.pytorch.tensor_files"],
+    "huggingface_hub": [
+        "zaya_jax.pytorch.any_model",
+        "zaya_jax.pytorch.card",
+        "zaya_jax.pytorch.hub",
+        "zaya_jax.pytorch.tensor_files",
+    ],
     "mlflow": ["zaya_jax.training.trackers"],
     "orbax": ["zaya_jax.checkpoint.handler", "zaya_jax.checkpoint.orbax_source"],
     "jinja2": ["zaya_jax.text.chat_template"],

@@ -3,12 +3,15 @@
     python -m experiments.checkpoint inspect --workdir=DIR [--step=N] [--html]
     python -m experiments.checkpoint verify --workdir=DIR|URL [--step=N]
     python -m experiments.checkpoint from_hf --model=DIR|OWNER/NAME --workdir=DIR
-    python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16]
+    python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5]
                                           [--adapters | --quantize=fp8|mxfp4]
+                                          [--push=OWNER/NAME --license=ID [--private]]
+    python -m experiments.checkpoint push --model=DIR --to=OWNER/NAME [--private]
 
 A model directory is transformers' `zaya`: config.json and safetensors. from_hf makes a workdir of
 one, with the weights as step 0, to train on in place; every other program takes the directory as it
-is. URL is a place as in `checkpoint.durable`. Exit codes: 0 done, 2 bad input, 4 damaged. See
+is. push, and to_hf with --push, upload a directory to the Hugging Face hub. URL is a place as in
+`checkpoint.durable`. Exit codes: 0 done, 2 bad input, 4 damaged, or not pushed. See
 docs/checkpoints.md and docs/pytorch.md.
 """
 
@@ -19,6 +22,7 @@ from typing import Any
 from zaya_jax import cli
 
 DTYPES = ("float32", "bfloat16", "float16")
+PRIVATE = "make the repository, if there is none, a private one"
 
 
 def _parser() -> cli.Parser:
@@ -80,9 +84,37 @@ def _add_exports(command: Callable[[str, str], Any]) -> None:
         help="store the experts so, as compressed-tensors does",
     )
     add.add_argument(
+        "--shard_gb", type=float, default=5.0, metavar="GB", help="greatest size of a file"
+    )
+    add.add_argument(
         "--adapters",
         action="store_true",
         help="write a run's low-rank updates alone, in PEFT's format",
+    )
+    add.add_argument("--push", metavar="OWNER/NAME", help="then upload it to this repository")
+    add.add_argument("--private", action="store_true", help=PRIVATE)
+    _add_card(add)
+    add = command("push", "upload a model directory to the Hugging Face hub")
+    add.add_argument(
+        "--model", required=True, type=cli.path, metavar="DIR", help="what to_hf has written"
+    )
+    add.add_argument("--to", required=True, metavar="OWNER/NAME", help="the repository")
+    add.add_argument("--private", action="store_true", help=PRIVATE)
+
+
+def _add_card(add: Any) -> None:
+    """What the card of an export says, and its owner alone knows."""
+    add.add_argument("--license", metavar="ID", help="the card's: apache-2.0, mit, other ..")
+    add.add_argument(
+        "--language", nargs="+", default=(), metavar="CODE", help="the card's: en, de .."
+    )
+    add.add_argument(
+        "--datasets", nargs="+", default=(), metavar="OWNER/NAME", help="the card's, on the hub"
+    )
+    add.add_argument(
+        "--base_model",
+        metavar="OWNER/NAME",
+        help="the model that the run began with; by default as the run names it",
     )
 
 

@@ -1,6 +1,7 @@
 """The commands of `experiments.checkpoint`."""
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from zaya_jax.checkpoint import source
 from zaya_jax.checkpoint.run import look, timings
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.pytorch import adapters, exchange, tokenizer_files
+from zaya_jax.pytorch import adapters, exchange, hub, tokenizer_files
+from zaya_jax.pytorch.card import PLACEHOLDER, Publication
 from zaya_jax.report.document import Table, write_page
 from zaya_jax.report.text import byte_size
 from zaya_jax.training.workdir import check_same, read_config
@@ -22,7 +24,7 @@ from zaya_jax.training.workdir import check_same, read_config
 
 def run(args: Any) -> int:
     """Runs the subcommand of this name."""
-    commands = (inspect, verify, from_hf, to_hf)
+    commands = (inspect, verify, from_hf, to_hf, push)
     return {command.__name__: command for command in commands}[args.command](args)
 
 
@@ -138,18 +140,60 @@ def from_hf(args: Any) -> int:
 
 
 def to_hf(args: Any) -> int:
-    """See `exchange`, and `adapters`."""
+    """See `exchange`, and `adapters`; what would end the push is looked for first."""
+    if args.private and not args.push:
+        raise UserError("--private is about a repository; add --push=OWNER/NAME")
+    if args.push and not args.license:
+        raise UserError(
+            f"--push={args.push} needs a license for the model's card; add --license=apache-2.0, or"
+            " your choice"
+        )
+    if args.push:
+        hub.check_access(args.push)
+    publication = Publication(
+        args.push or PLACEHOLDER,
+        args.license,
+        tuple(args.language),
+        tuple(args.datasets),
+        args.base_model,
+    )
     if args.adapters and args.quantize:
         raise UserError(
             "--quantize stores the experts of a whole model, which --adapters leaves out; give one"
         )
     if args.adapters:
-        made = adapters.to_peft(args.model, args.out)
+        made = adapters.to_peft(args.model, args.out, publication)
     else:
         with _progress() as progress:
-            made = exchange.to_hf(args.model, args.out, args.dtype, progress, args.quantize)
+            made = exchange.to_hf(
+                args.model,
+                args.out,
+                args.dtype,
+                args.shard_gb,
+                progress,
+                publication,
+                args.quantize,
+            )
         print(f"note: {tokenizer_files.describe_template(made)}")
     print(f"written: {made}")
+    return _push(made, args.push, args.private) if args.push else cli.DONE
+
+
+def push(args: Any) -> int:
+    """See `hub`."""
+    return _push(args.model, args.to, args.private)
+
+
+def _push(folder: Path, repository: str, private: bool) -> int:
+    try:
+        print(f"pushed: {hub.push(folder, repository, private)}")
+    except StorageError as error:
+        again = "python -m experiments.checkpoint push"
+        again += f" --model={shlex.quote(str(folder))} --to={repository}"
+        raise StorageError(
+            f"{error}; {folder} is whole and stays, so push it again, as often as you like:"
+            f" {again}{' --private' if private else ''}"
+        ) from None
     return cli.DONE
 
 

@@ -46,6 +46,10 @@ REFUSED = {
     "from_hf --model=RUN --workdir=NEW": "",
     "to_hf --model=TMP --out=NEW": "holds no model",
     "to_hf --model=RUN --out=NEW --dtype=int8": "invalid choice: 'int8'",
+    **{
+        f"to_hf --model=RUN --out=NEW --shard_gb={bad}": "--shard_gb="
+        for bad in ("nan", "inf", "-1")
+    },
     "to_hf --model=RUN@7 --out=NEW": "no checkpoint of step 7",
     "to_hf --model=RUN --out=RUN": "is not empty",
     "to_hf --model=RUN --out=RUN/config.json/x": "cannot be written",

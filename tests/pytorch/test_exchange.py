@@ -70,21 +70,17 @@ def mixed_dtypes(name):
     return "float16" if "conv" in name else "bfloat16"
 
 
-@pytest.mark.parametrize("shard_bytes", [exchange.SHARD_BYTES, 4000])
+@pytest.mark.parametrize("shard_gb", [5.0, 4e-6])
 @pytest.mark.parametrize("dtype_of", [lambda name: "float32", mixed_dtypes])
-def test_there_and_back_gives_the_same_bits_and_config(
-    tmp_path, monkeypatch, dtype_of, shard_bytes
-):
-    monkeypatch.setattr(exchange, "SHARD_BYTES", shard_bytes)
+def test_there_and_back_gives_the_same_bits_and_config(tmp_path, dtype_of, shard_gb):
     source, tensors = write_model(
         tmp_path / "in", dtype_of=dtype_of, transformers_version="5.0", chunk_size_feed_forward=7
     )
     exchange.from_hf(source, tmp_path / "work")
-    out = exchange.to_hf(tmp_path / "work", tmp_path / "out")
+    out = exchange.to_hf(tmp_path / "work", tmp_path / "out", shard_gb=shard_gb)
     assert_same(read_all(out), tensors)
     files = sorted(out.glob("*.safetensors"))
-    has_index = (out / "model.safetensors.index.json").exists()
-    assert (len(files) > 1) == (shard_bytes == 4000) == has_index
+    assert (len(files) > 1) == (shard_gb < 1) == (out / "model.safetensors.index.json").exists()
     with safe_open(files[0], framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}  # which transformers asks for
     assert json.loads((out / "config.json").read_text()) == json.loads(
@@ -187,8 +183,7 @@ before = peak()
 if sys.argv[1] == "from_hf":
     exchange.from_hf(sys.argv[2], sys.argv[3])
 else:
-    exchange.SHARD_BYTES = 40_000_000
-    exchange.to_hf(sys.argv[2], sys.argv[3])
+    exchange.to_hf(sys.argv[2], sys.argv[3], shard_gb=0.04)
 print(peak() - before)
 """
 

@@ -17,11 +17,11 @@ from zaya_jax.checkpoint import merged
 from zaya_jax.checkpoint.run import claims
 from zaya_jax.checkpoint.source import model_differences
 from zaya_jax.config import Model, UserError
-from zaya_jax.pytorch import any_model, card, tensor_files
+from zaya_jax.pytorch import any_model, card, hub, tensor_files
 from zaya_jax.pytorch import hf_names as names
+from zaya_jax.pytorch.card import UNPUBLISHED, Publication
 from zaya_jax.training.workdir import write_json
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT calls the parameters that it wraps without a module of their own.
 PEFT_NAMES = {
     "mlp.experts.gate_up_proj": "mlp.experts.base_layer",
@@ -29,7 +29,7 @@ PEFT_NAMES = {
 }
 
 
-def to_peft(name: str, out: str | os.PathLike) -> Path:
+def to_peft(name: str, out: str | os.PathLike, publication: Publication = UNPUBLISHED) -> Path:
     """Writes a run's adapters; UserError if it has none, or if the base with them is not the run's
     model."""
     model = any_model.find(name)
@@ -54,10 +54,10 @@ def to_peft(name: str, out: str | os.PathLike) -> Path:
     with claims.whole_or_nothing(target) as part:
         specs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in tensors.items()}
         tensor_files.write_sharded(part, specs, tensors.__getitem__, 1 << 62)
-        (part / tensor_files.SINGLE).rename(part / WEIGHTS)
-        base = card.base_of(model) or source.base_name
-        write_json(part / CONFIG, _config(model.model, rank, base))
-        card.write(part, model, adapters=True)
+        (part / tensor_files.SINGLE).rename(part / hub.ADAPTER_WEIGHTS)
+        base = card.base_of(model, publication) or source.base_name
+        write_json(part / hub.ADAPTER_CONFIG, _config(model.model, rank, base))
+        card.write(part, model, publication, adapters=True)
     return target
 
 

@@ -28,13 +28,12 @@ from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.source import ArraySource, SealedSource
 from zaya_jax.config import Config, Model, UserError, fields, first_line
 from zaya_jax.model import zaya
-from zaya_jax.pytorch import hf, tokenizer_files
+from zaya_jax.pytorch import hf, hub, tokenizer_files
 from zaya_jax.text import tokenizers
 from zaya_jax.training.workdir import check_same, read_config
 
 WEIGHTS = ("state/params.", "state/balance.")  # a checkpoint's files, apart from its small ones
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
-CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")  # a folder of the hub's own cache
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 ACCEPTED_NAMES = fields.MODEL_FORMS
 # Of a model that was made here.
@@ -233,20 +232,6 @@ def _on_hub(name: str) -> Path | None:
         ) from None
 
 
-def name_on_hub(model: str) -> str | None:
-    """OWNER/NAME of a model that was taken from the hub: named so, or by its folder in the hub's
-    cache. None for anything else: runs/tiny looks the same, but the cache does not have it."""
-    if cached := CACHED.search(model):
-        return f"{cached[1]}/{cached[2]}"
-    match = HUB_NAME.fullmatch(model)
-    if not match or Path(match[1]).exists():
-        return None
-    from huggingface_hub import try_to_load_from_cache  # takes 0.3 s
-
-    copy = try_to_load_from_cache(match[1], "config.json", revision=match[2])
-    return match[1] if isinstance(copy, str) else None
-
-
 def config_at(workdir: str | os.PathLike, step: int) -> Config:
     """The config that a step was trained with, from its checkpoint; UserError if config.json
     contradicts it."""
@@ -286,5 +271,5 @@ def import_record(directory: hf.Directory) -> dict[str, Any]:
         "config": directory.config,
         "generation_config": generation,
         "dtypes": directory.dtypes(),
-        "hub_name": name_on_hub(str(directory.path)),
+        "hub_name": hub.name_of(str(directory.path)),
     }

@@ -8,6 +8,7 @@ write under a temporary name first, so that a folder under the final name is com
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,11 +30,12 @@ from zaya_jax.optim import balance
 from zaya_jax.pytorch import any_model, card, compressed, hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch.any_model import AnyModel
+from zaya_jax.pytorch.card import UNPUBLISHED, Publication
 from zaya_jax.text import chat_template
 from zaya_jax.training.workdir import write_json
 from zaya_jax.version import __version__
 
-SHARD_BYTES = 5 * 10**9  # transformers' own
+SHARD_GB = 5.0  # transformers' own
 
 
 def from_hf(
@@ -88,7 +90,9 @@ def to_hf(
     name: str | os.PathLike | AnyModel,
     out: str | os.PathLike,
     dtype: str | None = None,
+    shard_gb: float = SHARD_GB,
     progress: CountBytes | None = None,
+    publication: Publication = UNPUBLISHED,
     quantize: str | None = None,
 ) -> Path:
     """Writes any model as a model directory that transformers' `zaya` loads, or leaves nothing
@@ -97,6 +101,8 @@ def to_hf(
         raise UserError(f"quantize={shown(quantize)} is not one of {', '.join(quantized.FORMATS)}")
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(DTYPES)}")
+    if not 0 < shard_gb < math.inf:
+        raise UserError(f"--shard_gb={shard_gb:g} must be above 0, and a number")
     model = name if isinstance(name, AnyModel) else any_model.find(name)
     names.check_zaya(model.model, model.name)
     model.check()
@@ -108,9 +114,9 @@ def to_hf(
             specs, places = compressed.packed(specs, quantize)
         encoded = few_bits.FewBits(model.source, quantize or "compute")
         reader = _reader(model, specs, places, encoded, progress)
-        tensor_files.write_sharded(part, specs, reader, SHARD_BYTES)
+        tensor_files.write_sharded(part, specs, reader, int(shard_gb * 1e9))
         _write_json_and_tokenizer(part, model, dtype, quantize)
-        card.write(part, model)
+        card.write(part, model, publication)
     return target
 
 
