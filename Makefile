@@ -10,7 +10,7 @@ ARGS ?=
 pytest := -m pytest -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
 
 help: ## This list
-	@echo "make TARGET [ARGS='...'] [PYTHON=/path/to/python3.12] [EXTRAS=cuda|rocm|eval|s3|gcs|notebook]"
+	@echo "make TARGET [ARGS='...'] [PYTHON=/path/to/python3.12] [EXTRAS=cuda|rocm|hf|eval|s3|gcs|notebook]"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' Makefile | while IFS='|' read -r name text; do \
 	    printf '%-16s%s\n' "$$name" "$$text"; done
 

@@ -46,6 +46,7 @@ BUDGET = {
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
 HEAVY = {
+    "datasets": ["zaya_jax.text.hub"],
     "grain": ["zaya_jax.data", "zaya_jax.data.pipeline"],
     "huggingface_hub": [
         "zaya_jax.pytorch.any_model",

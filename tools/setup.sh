@@ -7,7 +7,7 @@
 #
 # The environment holds a stamp: where it lies, its extras, a hash of its requirements, and which set it has. Without a
 # place in it the environment is half made, and is made anew; with another hash or other extras they are installed into it. Of two
-# that start at once the second waits. EXTRAS=cuda (or rocm, s3,...; with commas) adds optional sets, which stay: delete
+# that start at once the second waits. EXTRAS=cuda (or rocm, hf,...; with commas) adds optional sets, which stay: delete
 # the environment to be rid of one.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
     # fmt: off
     add(
         "--input", action="append", default=[], metavar="GLOB",
-        help="files, directories, globs, or stdlib; may be repeated",
+        help="files, directories or globs, stdlib, or hf:NAME[/SUBSET][:SPLIT] of the hub; may be repeated",
     )
     add("--tokenizer", help="bytes (the default), a tokenizer.json, or a directory with one")
     # The upper bound catches typos: without memory for its table (66 bytes an id) the BPE trainer

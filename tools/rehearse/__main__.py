@@ -363,7 +363,7 @@ def ways_out(story: Rehearsal) -> None:
         )
     else:
         notes.append(
-            "Not loaded by transformers: it is not installed (pip install transformers torch)."
+            "Not loaded by transformers: it is not installed (make setup EXTRAS=hf, and torch)."
         )
     plain = story.program("-c", PLAIN, story.run / "checkpoints" / str(story.last)).split()
     story.promise(

@@ -1,6 +1,6 @@
 """Reads input files as named samples: text, JSONL and Parquet, plain or compressed.
 
-    find_inputs   paths, globs              → files
+    find_inputs   paths, globs, hf:...      → files
     make_tasks    files                     → tasks: lists of ranges of files
     samples       one range                 → its samples, and what cannot be read
 
@@ -24,13 +24,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import UserError, first_line
-from zaya_jax.text import chat, text_files
+from zaya_jax.text import chat, hub, text_files
 from zaya_jax.text.tokenizers import NotUnicode, utf8
 
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 OPENED_AT_ONCE = 16
 DAMAGE = (OSError, EOFError, zlib.error)
-RECORDS = ("jsonl", "parquet")  # the kinds of files with texts or chats in fields
+RECORDS = ("jsonl", "parquet", "arrow", "hub")  # the kinds of files with texts or chats in fields
 
 
 class Sample(NamedTuple):
@@ -152,7 +152,10 @@ def shown(path: str) -> str:
 
 
 def file_stamp(path: str) -> tuple[int, int]:
-    """A file's size and time of change."""
+    """A file's size and time of change. A shard of the hub has no size, and its name has the
+    commit."""
+    if path.startswith(text_files.HUB_PREFIX):
+        return 1, 1
     try:
         status = os.stat(path)
     except OSError:
@@ -160,12 +163,21 @@ def file_stamp(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def find_inputs(patterns: list[str], out: str | os.PathLike) -> list[str]:
+def find_inputs(
+    patterns: list[str], out: str | os.PathLike, planned: Sequence[str] = ()
+) -> list[str]:
     """The files that globs, directories and paths name, sorted, each once, but none below `out`;
-    UserError where one of them names nothing."""
+    UserError where one of them names nothing.
+
+    A data set of the hub stays at the commit of the files that a preparation has `planned`.
+    """
     files: list[pathlib.Path] = []
+    streamed: list[str] = []
     below_out = os.path.join(os.path.realpath(out), "")
     for pattern in patterns:
+        if pattern.startswith(text_files.HUB_PREFIX):
+            streamed += hub.shard_inputs(pattern, planned)
+            continue
         named = [
             path
             for path in text_files.find_files(pattern)
@@ -174,7 +186,7 @@ def find_inputs(patterns: list[str], out: str | os.PathLike) -> list[str]:
         if not named:
             raise UserError(f"{pattern} names no file; give paths, directories or globs (quoted)")
         files += named
-    return sorted(map(str, text_files.unique_files(files)))
+    return [*sorted(map(str, text_files.unique_files(files))), *streamed]
 
 
 def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[list[InputRange]]:
@@ -185,7 +197,11 @@ def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[l
     Parquet are opened, for the number of their row groups, many at a time: on a file system over
     the network each is a wait.
     """
-    folders = [os.path.dirname(os.path.abspath(path)) for path, *_ in files]
+    folders = [
+        os.path.dirname(os.path.abspath(path))
+        for path, *_ in files
+        if text_files.file_kind(path) != "hub"
+    ]
     root = os.path.commonpath(folders) if folders else ""
     parquet = [path for path, *_ in files if text_files.file_kind(path) == "parquet"]
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
@@ -217,6 +233,10 @@ def samples(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
             yield from _jsonl(piece, form)
         elif piece.kind == "parquet":
             yield from _parquet(piece, form)
+        elif piece.kind == "hub":
+            yield from _samples_of_rows(piece, hub.rows(piece.path), 0, form)
+        elif piece.kind == "arrow":
+            yield from _samples_of_rows(piece, _arrow_rows(piece.path), 0, form)
         else:
             raise NotText(piece, piece.kind)
     except BadInput as error:
@@ -238,6 +258,9 @@ def _ranges(
 ) -> Iterator[InputRange]:
     """The ranges that a file is divided into."""
     kind = text_files.file_kind(path)
+    if kind == "hub":  # a task of its own
+        yield InputRange(path, path.rpartition("@")[0], kind, 0, 1, task_bytes)
+        return
     name = os.path.abspath(path)[len(root) :].lstrip("/")
     if kind == "parquet":
         count = groups[path]
@@ -352,6 +375,15 @@ def _parquet(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
             yield from _samples_of_rows(piece, rows, group, form)
 
 
+def _arrow_rows(path: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file of `datasets.save_to_disk`: a stream of record batches."""
+    import pyarrow
+
+    with pyarrow.memory_map(path) as file, pyarrow.ipc.open_stream(file) as stream:
+        for batch in stream:
+            yield from batch.to_pylist()
+
+
 def _samples_of_rows(
     piece: InputRange, records: Iterable[dict[str, Any]], group: int, form: Form
 ) -> Iterator[Sample | BadInput]:
@@ -365,6 +397,8 @@ def _samples_of_rows(
                 yield Sample(f"{piece.name}:{group}:{row}", where, content)
             except (BadInput, chat.BadChat) as error:
                 yield BadInput(f"{where}: {error}")
+    except UserError:  # a stream of the hub that broke
+        raise
     except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
         # also a value that Python cannot hold, such as a time out of range
         yield BadInput(f"{piece}, row group {group} is damaged: {first_line(error)}")

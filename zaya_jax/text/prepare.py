@@ -66,7 +66,9 @@ def prepare(
     `on_progress` is called after each task.
     """
     directory = _directory(out)
-    plan = prepare_task.make_plan(options, inputs.find_inputs(options.inputs, out))
+    # The saved plan first: it has the commits of data sets of the hub.
+    planned = [path for path, *_ in _saved_plan(directory).get("files", ())]
+    plan = prepare_task.make_plan(options, inputs.find_inputs(options.inputs, out, planned))
     if os.path.exists(directory / shard_format.MANIFEST):
         return _complete(directory, options, plan), True
     with _explaining_failures(out):
@@ -164,6 +166,12 @@ def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:
             f"{directory} was begun with other {', '.join(differing)}; repeat the first command, "
             "give another directory, or remove this one to begin anew"
         )
+
+
+def _saved_plan(directory: pathlib.Path) -> Plan:
+    """The plan with which a preparation began; empty before that, and when it is complete."""
+    path = directory / WORK / PLAN
+    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def _directory(out: str) -> pathlib.Path:

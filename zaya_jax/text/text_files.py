@@ -11,6 +11,7 @@ import collections
 import fnmatch
 import glob
 import hashlib
+import json
 import logging
 import os
 import pathlib
@@ -34,13 +35,15 @@ EXAMPLES_IN_WARNING = 3  # of files left out; the others are counted
 KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     ".parquet": "parquet",
+    ".arrow": "arrow",
     **dict.fromkeys((".7z", ".a", ".cpio", ".jar", ".rar", ".tar", ".tgz", ".warc"), "archive"),
     ".zip": "archive",
     **dict.fromkeys((".br", ".bz2", ".lz", ".lz4", ".lzma", ".xz", ".z"), "otherwise compressed"),
-    **dict.fromkeys((".arrow", ".csv", ".tsv"), "table"),
+    **dict.fromkeys((".csv", ".tsv"), "table"),
     ".tokens": "shard",
 }
 COMPRESSION = (".gz", ".zst")
+HUB_PREFIX = "hf:"
 _log = logging.getLogger(__name__)
 
 
@@ -79,7 +82,34 @@ def find_files(pattern: str) -> list[pathlib.Path]:
         paths = _glob(pathlib.Path(), pathlib.Path(pattern).parts)
     # A dangling link must not vanish silently from the input: reading it will fail.
     files = [path for path in paths if path.is_file() or (path.is_symlink() and not path.exists())]
-    return unique_files(files)
+    return unique_files(_only_saved_data(pattern, files))
+
+
+def _only_saved_data(pattern: str, paths: list[pathlib.Path]) -> list[pathlib.Path]:
+    """These files, but of a folder that `datasets` saved only those that its state.json names: it
+    keeps results of `map` and `filter` beside them. UserError where it is a dict of several
+    splits."""
+    files = set(paths)
+    splits = collections.Counter[pathlib.Path]()  # of each DatasetDict
+    for folder in sorted({path.parent for path in paths if file_kind(path.name) != "text"}):
+        try:
+            state = json.loads((folder / "state.json").read_bytes())
+            data = {folder / file["filename"] for file in state["_data_files"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # `datasets` did not save it
+        if (folder.parent / "dataset_dict.json").exists():
+            splits[folder.parent] += 1
+        if splits[folder.parent] > 1:
+            raise UserError(
+                f"{pattern} has several splits of the DatasetDict {folder.parent}; name one, such"
+                f" as {folder}"
+            )
+        # Where the whole folder is meant, a file that is not there fails when it is to be read.
+        if folder / "state.json" not in files:
+            data &= files
+        files = {path for path in files if path.parent != folder} | data
+        files.discard(folder.parent / "dataset_dict.json")
+    return sorted(files)
 
 
 def unique_files(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
@@ -147,7 +177,10 @@ def _glob(folder: pathlib.Path, segments: Sequence[str]) -> Iterator[pathlib.Pat
 
 
 def file_kind(name: str) -> str:
-    """What a file's name says that it holds: text, jsonl, parquet, or what is not read."""
+    """What a file's name says that it holds: text, jsonl, parquet, arrow, or what is not read; hub
+    for a shard of the hub."""
+    if name.startswith(HUB_PREFIX):
+        return "hub"
     name = name.lower()
     for suffix in COMPRESSION:
         name = name.removesuffix(suffix)
