@@ -148,17 +148,21 @@ def _chunk(
 def _borders(shape: tuple[int, ...], parts: list[LocatedBox], owner: Any) -> list[list[int]]:
     """Along each dim, the borders between different owners."""
     starts = [sorted({part.box[dim].start for part in parts}) for dim in range(len(shape))]
-    stops = [
-        dict(zip(s, range(len(s)), strict=True)) | {n: len(s)}
-        for s, n in zip(starts, shape, strict=True)
-    ]
-    owners = np.full([len(s) for s in starts], -1, np.int64)
+    # The starts cut each dim into cells: the number of the cell at each start, and behind the last.
+    cell_numbers = []
+    for dim_starts, length in zip(starts, shape, strict=True):
+        numbers = {start: number for number, start in enumerate(dim_starts)}
+        numbers[length] = len(dim_starts)
+        cell_numbers.append(numbers)
+    owners = np.full([len(dim_starts) for dim_starts in starts], -1, np.int64)
     for part in parts:
-        cells = tuple(slice(at[s.start], at[s.stop]) for at, s in zip(stops, part.box, strict=True))
+        dims = zip(cell_numbers, part.box, strict=True)
+        cells = tuple(slice(numbers[s.start], numbers[s.stop]) for numbers, s in dims)
         owners[cells] = owner(part)
     assert (owners >= 0).all(), "boxes must fill their array"
     borders = []
-    for dim, begin in enumerate(starts):
-        differ = np.diff(owners, axis=dim).any(tuple(d for d in range(len(shape)) if d != dim))
-        borders.append([begin[i + 1] for i in np.flatnonzero(differ)])
+    for dim, dim_starts in enumerate(starts):
+        other_dims = tuple(d for d in range(len(shape)) if d != dim)
+        differ = np.diff(owners, axis=dim).any(other_dims)
+        borders.append([dim_starts[i + 1] for i in np.flatnonzero(differ)])
     return borders

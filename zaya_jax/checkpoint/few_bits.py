@@ -24,7 +24,10 @@ class FewBits(ArraySource):
 
     def __init__(self, base: ArraySource, form: str, decoded: bool = False):
         super().__init__(base.location)
-        self.name, self._base, self._form, self._decoded = base.name, base, form, decoded
+        self.name = base.name
+        self._base = base
+        self._form = form
+        self._decoded = decoded
         self._axes = quantized.input_axes(form)
         # the weight of each array that is not the base's
         self._weights = {name: weight for weight in self._axes for name in _names(weight)}
@@ -52,7 +55,8 @@ class FewBits(ArraySource):
         """A layer's codes, scale or numbers, or a chunk of the base."""
         if array.name not in self._weights:
             return self._base.read_chunk(self._base.arrays[array.name], index)
-        weight, layer = self._weights[array.name], index[0]
+        weight = self._weights[array.name]
+        layer = index[0]
         if (weight, layer) in self._scales and array.name.startswith("scales."):
             return self._scales.pop((weight, layer))[None]
         codes, scale = self.of_layer(weight, layer)

@@ -66,7 +66,8 @@ def remove(root: Path, step: int) -> None:
 
 def rename_damaged(root: Path, step: int) -> Path:
     """Renames a damaged checkpoint, which is kept for inspection."""
-    number, target = 0, root / f"{DAMAGED}{step}"
+    number = 0
+    target = root / f"{DAMAGED}{step}"
     while target.exists():
         number += 1
         target = root / f"{DAMAGED}{step}.{number}"

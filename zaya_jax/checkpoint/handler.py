@@ -126,7 +126,8 @@ def _snapshot(tree: Any) -> _Snapshot:
             x = _copy_with(sharding)(x)
             copies[name] = {shard.device: shard.data for shard in x.addressable_shards}
         else:  # the same in each process; process 0 writes it
-            x, sharding = np.array(x), SingleDeviceSharding(first)
+            x = np.array(x)
+            sharding = SingleDeviceSharding(first)
             x = x.astype(x.dtype.newbyteorder("="))  # files do not tell the order of bytes
             if x.dtype.kind in "OSU":
                 raise UserError(f"{name} is neither an array nor a number")
@@ -156,7 +157,8 @@ def _write_together(folder: Path, step: str, snapshot: _Snapshot | Exception) ->
         if isinstance(snapshot, Exception):
             raise snapshot
         locations, device_parts = snapshot
-        plan, me = locations.plan(), jax.process_index()
+        plan = locations.plan()
+        me = jax.process_index()
         arrays: dict[str, layout.StoredArray] = {
             name: _RelativeArray(**vars(x)) for name, x in plan.arrays.items()
         }
@@ -225,7 +227,8 @@ def _load(source: SealedSource, like: Any) -> Any:
     source.check(names=[f"{_STATE_PREFIX}{name}/" for name in on_host])
     leaves = source.restore(placed)
     for name in on_host:
-        x, shape = source.read([name]), getattr(wanted[name], "shape", None)
+        x = source.read([name])
+        shape = getattr(wanted[name], "shape", None)
         if shape not in (None, x.shape):
             raise StorageError(
                 f"{source.name}: its array {name} is {list(x.shape)}, {list(shape)} is asked for"

@@ -221,7 +221,7 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
     parts = [math.prod(mesh.shape[name] for name in dim) for dim in dims]
     size = math.prod(shape) * np.dtype(dtype).itemsize // max(math.prod(parts), 1)
     used = {name for dim in dims for name in dim}
-    given = sum(map(len, dims))
+    already_cut = sum(map(len, dims))
     for name, factor in mesh.shape.items():
         if name in used or size // factor < PART_BYTES:
             continue
@@ -230,7 +230,7 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
             dims[dim].append(name)
             parts[dim] *= factor
             size //= factor
-    if sum(map(len, dims)) == given:
+    if sum(map(len, dims)) == already_cut:
         return sharding
     return NamedSharding(mesh, PartitionSpec(*(tuple(dim) or None for dim in dims)))
 
@@ -279,7 +279,8 @@ def factored(mesh: Mesh) -> tuple[Mesh, dict[str, list[str]]]:
     sizes: dict[str, int] = {}
     names: dict[str, list[str]] = {}
     for axis, size in mesh.shape.items():
-        factors, n = [], 2
+        factors = []
+        n = 2
         while size > 1:
             while size % n == 0:
                 factors.append(n)

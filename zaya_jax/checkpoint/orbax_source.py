@@ -89,7 +89,8 @@ class OrbaxSource(ArraySource):
             self.warning += "; its balancing biases begin anew, since it has none"
 
     def _context(self) -> Any:
-        context, me = self._ocp.Context(), jax.process_index()
+        context = self._ocp.Context()
+        me = jax.process_index()
         context.checkpoint_layout = "auto"
         context.memory.read_concurrent_bytes = READ_BYTES
         if jax.process_count() > 1:  # each process reads by itself, at its own pace

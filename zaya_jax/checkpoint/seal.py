@@ -106,7 +106,8 @@ def _damage_in(blocks: Iterable[memoryview], size: int, entry: list[int]) -> str
     if size != listed_size:
         kind = "truncated" if size < listed_size else "too long"
         return f"{kind}: {size} bytes instead of {listed_size}"
-    crc, end = 0, b""
+    crc = 0
+    end = b""
     rest = size - tail  # bytes before the tail that are still to come
     for block in blocks:
         data = block[: max(rest, 0)]

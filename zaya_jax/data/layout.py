@@ -43,7 +43,8 @@ class Packed:
     """
 
     def __init__(self, store: TokenStore, seq_len: int) -> None:
-        self._store, self._seq_len = store, seq_len
+        self._store = store
+        self._seq_len = seq_len
         self.unit_tokens = UNIT_ROWS * seq_len
         # of each unit: its shard, its first document there, its number of rows
         shards, firsts, counts = (array.array("q") for _ in range(3))

@@ -63,8 +63,10 @@ class RowOrder:
         key: int,
         rounds: int = MIN_ROUNDS,
     ) -> None:
-        self.num_rows, self._key = num_rows, key
-        self._usual_rows, self._lanes = usual_rows, VISIT_STEPS * usual_rows
+        self.num_rows = num_rows
+        self._key = key
+        self._usual_rows = usual_rows
+        self._lanes = VISIT_STEPS * usual_rows
         self.block_rows, self.num_blocks = self._choose_blocks(block_rows, rounds)
         self._loose = num_rows - self.num_blocks * self.block_rows
         # so many that the largest is small enough to keep a row out of the next batch

@@ -63,16 +63,16 @@ class BatchBuilder:
         tokens."""
         begins = True
         for block, start, stop in pieces:
-            at = int(self._filled[row])
-            end = at + stop - start
+            column = int(self._filled[row])
+            end = column + stop - start
             if block.real:
-                self._tokens[row, at:end] = block.tokens[start:stop]
+                self._tokens[row, column:end] = block.tokens[start:stop]
                 learn, targets = block.learn[start:stop], block.targets[start:stop]
-                self._targets[row, at:end] = np.where(learn, targets, IGNORED)
-                self._starts[row, at:end] = block.starts[start:stop]
-                self._starts[row, at] |= begins
+                self._targets[row, column:end] = np.where(learn, targets, IGNORED)
+                self._starts[row, column:end] = block.starts[start:stop]
+                self._starts[row, column] |= begins
             else:
-                self._holes.append((row, at, end))
+                self._holes.append((row, column, end))
             begins = not block.real
             self._filled[row] = end
 

@@ -153,8 +153,11 @@ class Batches:
         process: tuple[int, int] = (0, 1),
         rounds: int = order.MIN_ROUNDS,  # fewer measure the order of large sources on small ones
     ) -> None:
-        self.data, self.process, self.pad_id = config.data, process, tokenizer.pad_id
-        self._rounds, self._seed = rounds, config.run.seed
+        self.data = config.data
+        self.process = process
+        self.pad_id = tokenizer.pad_id
+        self._rounds = rounds
+        self._seed = config.run.seed
         self._tokenizer_hash = tokenizer.sha256
         if config.data.chats:
             self._tokenizer_hash += chat_template.fingerprint(tokenizer)
@@ -301,7 +304,9 @@ class Stream(Iterator[Any]):
         self._step = 0
         self._put: Callable[[Batch, int], Any] | None = None
         self._iterator: Any = None
-        self._waited, self._since, self._efficiency = 0.0, time.perf_counter(), list[float]()
+        self._waited = 0.0
+        self._since = time.perf_counter()
+        self._efficiency = list[float]()
 
     def send_with(self, put: Callable[[Batch, int], Any]) -> None:
         """From here on give `put(batch, number of its step)`, made in a thread, DEVICE_BATCHES
@@ -386,7 +391,8 @@ class Stream(Iterator[Any]):
         time that the step waited here, and the share of positions that had a token in the batches
         given out.
         """
-        counters, now = self.batches.counters(), time.perf_counter()
+        counters = self.batches.counters()
+        now = time.perf_counter()
         figures: dict[str, float] = {
             "data/retries": counters.retries,
             "data/corrupt": len(counters.corrupt | self.damaged),
@@ -409,7 +415,8 @@ class Stream(Iterator[Any]):
         # Imported here: it brings jax and orbax, 1.3 s of a core.
         import grain
 
-        first, put = self._step, self._put
+        first = self._step
+        put = self._put
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH_BATCHES)
 
         def finish(index: int, batch: Batch) -> tuple[Any, float]:

@@ -120,7 +120,9 @@ class PreparedStore:
         on_corrupt: str = "stop",
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        self.name, self.split, self.on_corrupt = directory, split, on_corrupt
+        self.name = directory
+        self.split = split
+        self.on_corrupt = on_corrupt
         self.manifest = load_manifest(directory)
         table = load_shards(directory, self.manifest)
         self.shards = table[table["split"] == shard_format.SPLITS.index(split)]
@@ -444,7 +446,8 @@ def verify(directory: str) -> list[str]:
 def _verify_shard(store: PreparedStore, number: int, sizes: dict[str, int]) -> list[str]:
     """The problems of a shard. Its records follow one another without a gap, so their checksums and
     the size say all of the file."""
-    size, name = int(store.shards["bytes"][number]), store.shard_file(number)
+    size = int(store.shards["bytes"][number])
+    name = store.shard_file(number)
     if name not in sizes:
         return [f"shard {name} is missing"]
     problems = []

@@ -39,7 +39,9 @@ class MemoryStore:
         together: int = 1,
     ) -> None:
         self.together = together
-        self.name, self.block, self.fingerprint = name, block, fingerprint
+        self.name = name
+        self.block = block
+        self.fingerprint = fingerprint
         self.note = note  # for the user
         self.files = frozenset(files)  # the identities of the files that the text is from
         self.num_tokens = len(block)
@@ -131,7 +133,8 @@ def _open_text(path: str, tokenizer: Tokenizer) -> tuple[MemoryStore, MemoryStor
 
 def _open_chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[MemoryStore, MemoryStore]:
     """A chat is held out by the hash of its content, the same in all sources of the run."""
-    context, pairs = config.data.seq_len, config.run.takes_pairs
+    context = config.data.seq_len
+    pairs = config.run.takes_pairs
     sources, _ = mix.plan_sources(config)
     paths = [source for source in sources if source == "stdlib" or not is_prepared(source)]
 

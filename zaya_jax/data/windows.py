@@ -173,8 +173,10 @@ def open_whole(config: Config, path: str, tokenizer: Tokenizer) -> MemoryStore:
             block, note = memory_chats.read_whole(path, tokenizer, context, pairs)
         else:
             texts = [text for _, text in text_files.named_texts(path)]
-            block, note = encode_texts(texts, tokenizer), ""
-        fingerprint, together = hashlib.sha256(block.tokens).hexdigest(), 2 if pairs else 1
+            block = encode_texts(texts, tokenizer)
+            note = ""
+        fingerprint = hashlib.sha256(block.tokens).hexdigest()
+        together = 2 if pairs else 1
         return MemoryStore(path, block, fingerprint, note, together=together)
 
     template = chat_template.fingerprint(tokenizer) if context else ""

@@ -32,20 +32,25 @@ class StateModel:
     """A run's state after a step, as `evaluate` asks a model."""
 
     def __init__(self, planned: PlannedStart, config: Config, state: Any, now: Step, pace: Pace):
-        self.config, self.tokenizer, self.mesh = config, planned.tokenizer, planned.setup.mesh
+        self.config = config
+        self.tokenizer = planned.tokenizer
+        self.mesh = planned.setup.mesh
         self.source = f"step {now.number}"
-        self._params, self._balance = state["params"], state["balance"].bias
+        self._params = state["params"]
+        self._balance = state["balance"].bias
         if config.run.lora:
-            at, frozen = functions.shardings(config, self.mesh)["params"], state["frozen"]["params"]
-            self._params = jax.jit(lora.merged, out_shardings=at)(frozen, self._params)
-        self._now, self._pace = now, pace
+            shardings = functions.shardings(config, self.mesh)["params"]
+            frozen = state["frozen"]["params"]
+            self._params = jax.jit(lora.merged, out_shardings=shardings)(frozen, self._params)
+        self._now = now
+        self._pace = pace
 
     def scores(self, ids: Any, labels: Any, *, segments: Any) -> tuple[np.ndarray, np.ndarray]:
         """See `library.LanguageModel.scores`; all processes call it with the same rows."""
         program = ("tasks", self._now.phase_index, ids.shape)
         self._pace.begin("evaluate", self._now.number, program)
         with chip.making(chip.made_for(self.mesh)):
-            found = _score_program(self.mesh)(
+            scored = _score_program(self.mesh)(
                 functions.essence(self.config, self.mesh),
                 self._params,
                 self._balance,
@@ -55,7 +60,7 @@ class StateModel:
                 mesh=self.mesh,
             )
         self._pace.at("evaluate", self._now.number, "wait")
-        log_probs, likeliest = map(np.asarray, found)
+        log_probs, likeliest = map(np.asarray, scored)
         return log_probs, likeliest
 
     def continued(
@@ -75,7 +80,8 @@ class StateModel:
 
     @functools.cached_property
     def _decoder(self) -> decode.Decoder:
-        config, first = self.config, self.mesh.devices.flat[0]
+        config = self.config
+        first = self.mesh.devices.flat[0]
         params, balance = jax.device_put((self._params, self._balance), first)
         return decode.Decoder(
             config.model, params, balance, config.precision, kernels=config.kernels
@@ -95,7 +101,8 @@ class TaskScores:
     """The tasks of one start, loaded."""
 
     def __init__(self, planned: PlannedStart, pace: Pace):
-        self._planned, self._pace = planned, pace
+        self._planned = planned
+        self._pace = pace
         self._keys = planned.recipe.config.eval
         base = planned.recipe.config.run.base
         if base != "compute":
@@ -119,7 +126,8 @@ class TaskScores:
 
     def scores(self, state: Any, now: Step) -> dict[str, float]:
         """Each task's metrics, by the names that they have in metrics.jsonl."""
-        planned, phase = self._planned, now.phase
+        planned = self._planned
+        phase = now.phase
         config = planned.recipe.phases[now.phase_index].config
         # as many tokens at once as in a batch of held-out text
         rows = recipe.eval_rows(planned.recipe.config, phase, planned.setup.spread)
@@ -132,13 +140,13 @@ class TaskScores:
             bootstraps=0,
             log_samples=False,
         )
-        found = {}
+        metrics = {}
         for task, table in harness.figures(results or {}).items():
             for label, (value, _) in table.items():
                 metric = label.replace(" (", "/").removesuffix(")")  # "acc (strict)": a filter's
-                found[f"eval/{task}/{metric}"] = value
+                metrics[f"eval/{task}/{metric}"] = value
         # lm-eval may give them to process 0 alone (LOCAL_RANK).
-        found = multihost.broadcast_from_zero("scores of tasks", lambda: found)
-        shown = ", ".join(f"{name.removeprefix('eval/')} {x:.4f}" for name, x in found.items())
+        metrics = multihost.broadcast_from_zero("scores of tasks", lambda: metrics)
+        shown = ", ".join(f"{name.removeprefix('eval/')} {x:.4f}" for name, x in metrics.items())
         logs.say(f"step {now.number} | tasks: {shown}")
-        return found
+        return metrics

@@ -60,7 +60,8 @@ def parse_generation_options(generation_kwargs: dict[str, Any]) -> GenerationOpt
 
     options: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, MAX_GEN_TOKS))
     stops = [stop for stop in handle_stop_sequences(options.pop("until", None), eos=None) if stop]
-    num_tokens, temperature = options.pop("max_gen_toks"), options.pop("temperature", 0.0)
+    num_tokens = options.pop("max_gen_toks")
+    temperature = options.pop("temperature", 0.0)
     names = ("top_k", "top_p", "min_p")
     limits = {name: options.pop(name) for name in names if options.get(name) is not None}
     for name, value in options.items():
@@ -118,7 +119,10 @@ class _Answers:
         in_chat: bool,
     ):
         super().__init__()
-        self._model, self._tokenizer, self._tokens, self._seed = model, tokenizer, tokens, seed
+        self._model = model
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+        self._seed = seed
         self._add_bos = tokenizer.adds_bos if add_bos is None else add_bos
         if in_chat:
             chat_template.require_turn_tokens(tokenizer, f"the tokenizer of {model.source}")
@@ -299,12 +303,12 @@ def load_tasks(
     loaded = LoadedTasks(manager, [], [])
     try:
         for name in tasks:
-            found = manager.load([name])
-            for task in found["tasks"].values():
+            definitions = manager.load([name])
+            for task in definitions["tasks"].values():
                 if task.OUTPUT_TYPE == "generate_until":
                     loaded.generating.append(task.task_name)
-            group = found["groups"].get(name)
-            loaded.tasks.extend([group] if group else found["tasks"].values())
+            group = definitions["groups"].get(name)
+            loaded.tasks.extend([group] if group else definitions["tasks"].values())
         manager.load(loaded.tasks)  # finds a task that is there twice
     except Exception as error:  # YAML, data sets and the network fail in many ways
         raise UserError(

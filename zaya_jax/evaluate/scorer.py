@@ -44,7 +44,8 @@ class Scorer:
     other rows."""
 
     def __init__(self, model: ScoredModel, tokens: int = TOKENS):
-        self.model, self._tokens = model, tokens
+        self.model = model
+        self._tokens = tokens
         together = model.mesh is not None and model.mesh.is_multi_process
         self._process = 0 if together else jax.process_index()
         self._processes = 1 if together else jax.process_count()

@@ -155,7 +155,8 @@ def _find_in_run(folder: Path, step: int | None) -> AnyModel:
     imported = NOT_IMPORTED
     if (folder / IMPORTED).exists():
         imported = {**NOT_IMPORTED, **hf.read_json(folder / IMPORTED)}
-    name, weights = f"{folder}@{source.step}", with_base(source)
+    name = f"{folder}@{source.step}"
+    weights = with_base(source)
     return AnyModel(name, folder, config, weights, tokenizer, imported, source.step)
 
 

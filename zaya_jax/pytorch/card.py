@@ -70,10 +70,10 @@ UNPUBLISHED = Publication()
 def base_of(model: AnyModel, publication: Publication) -> str | None:
     """The hub's model that this one began with; None if it began with none, or with one that has no
     name there."""
-    began = model.config.run.init_from
+    began_with = model.config.run.init_from
     if isinstance(model.source, MergedSource):
-        began = model.source.base_name
-    return publication.base_model or model.imported["hub_name"] or hub.name_of(began)
+        began_with = model.source.base_name
+    return publication.base_model or model.imported["hub_name"] or hub.name_of(began_with)
 
 
 def write(folder: Path, model: AnyModel, publication: Publication, adapters: bool = False) -> None:
@@ -113,12 +113,11 @@ def _facts(
     model: AnyModel, publication: Publication, base: str | None, adapters: bool
 ) -> dict[str, str | None]:
     """What a person wants to know; None where it is not known."""
-    counts, meta = zaya.param_counts(model.model), model.source.meta()
-    config, loss, tokenizer = (
-        model.config,
-        meta.get("metrics", {}).get("eval/loss"),
-        model.tokenizer(),
-    )
+    counts = zaya.param_counts(model.model)
+    meta = model.source.meta()
+    loss = meta.get("metrics", {}).get("eval/loss")
+    config = model.config
+    tokenizer = model.tokenizer()
     sources = parse_mixture(config.data.mixture) or [config.data.path]
     facts: dict[str, str | None] = {
         "low-rank updates of" if adapters else "model": (

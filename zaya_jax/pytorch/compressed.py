@@ -55,13 +55,13 @@ WRITTEN = {
 }
 
 
-def check(given: Mapping[str, Any], where: str) -> str:
+def check(quantization: Mapping[str, Any], where: str) -> str:
     """What is to be said about a model of this quantization_config; UserError if its tensors
     cannot be read."""
     about = ""
-    _require(given, WHOLE, where)
-    for name, group in (given.get("config_groups") or {}).items():
-        form = str(group.get("format") or given.get("format"))
+    _require(quantization, WHOLE, where)
+    for name, group in (quantization.get("config_groups") or {}).items():
+        form = str(group.get("format") or quantization.get("format"))
         _require({"format": form}, {"format": WEIGHTS}, where, f"{name}.")
         _require(group, GROUP, where, f"{name}.")
         _require(group.get("weights") or {}, WEIGHTS[form], where, f"{name}.weights.")
@@ -71,11 +71,11 @@ def check(given: Mapping[str, Any], where: str) -> str:
     return about
 
 
-def _require(found: Any, allowed: Mapping[str, Any], where: str, at: str = "") -> None:
+def _require(settings: Any, allowed: Mapping[str, Any], where: str, prefix: str = "") -> None:
     for key, values in allowed.items():
-        if found.get(key) not in values:
+        if settings.get(key) not in values:
             raise UserError(
-                f"{where}: quantization_config has {at}{key}={shown(found.get(key))}; what can be"
+                f"{where}: quantization_config has {prefix}{key}={shown(settings.get(key))}; what can be"
                 " read is compressed-tensors' float-quantized (FP8, a scale for a tensor or an"
                 f" output) and mxfp4-pack-quantized (groups of {quantized.GROUP}), symmetric, in"
                 " the order of the inputs; save the model unquantized, or in one of these"
@@ -91,7 +91,8 @@ class QuantizedMatrix:
     def __init__(self, plain: str, codes: str, files: Mapping[str, TensorFile], part: str):
         self.path = files[codes].path
         self._codes, self._scale = codes, f"{plain}_scale"
-        self._files, self._part = files, part
+        self._files = files
+        self._part = part
         self.tensors = {plain: self._info()}
 
     def _info(self) -> TensorInfo:

@@ -208,8 +208,8 @@ def _reader(
             layer = int(name.removeprefix("model.layers.").split(".")[0])
             return model.source.read(("balance", "bias"), layer)
         if name in places:
-            fused, part, expert, own = places[name]
-            return codes_and_scale(fused)[part][expert, own]
+            fused, part, expert, rows_of_expert = places[name]
+            return codes_and_scale(fused)[part][expert, rows_of_expert]
         row, row_layer = rows[name]
         path = row.path if row_layer is None else ("layers", *row.path)
         numbers = row.to_torch(model.source.read(("params", *path), row_layer))

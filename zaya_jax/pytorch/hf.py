@@ -82,7 +82,8 @@ class Directory(ArraySource):
         return TensorFile(path)
 
     def _check(self) -> None:
-        expected, stored = expected_shapes(self.model), self._joined.tensors
+        expected = expected_shapes(self.model)
+        stored = self._joined.tensors
         # Some files repeat the tied embedding.
         odd = sorted(set(expected) ^ (set(stored) - {names.HEAD}), key=names.natural)
         if odd:

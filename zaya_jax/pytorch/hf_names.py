@@ -175,25 +175,25 @@ _THEIR_DEFAULTS = {
 }
 
 
-def model_from_json(given: dict, where: str) -> Model:
+def model_from_json(config: dict, where: str) -> Model:
     """The Model of a config.json; UserError on a trait that this project does not have."""
-    if given.get("model_type") != "zaya":
+    if config.get("model_type") != "zaya":
         what = "it has no model_type"
-        if "model_type" in given:
-            what = f"model_type is {shown(given['model_type'])}"
+        if "model_type" in config:
+            what = f"model_type is {shown(config['model_type'])}"
         raise UserError(
             f"{where}: {what}; only models of transformers' 'zaya' can be read, give such a"
             " directory"
         )
-    unknown = sorted(set(given) - MODEL_KEYS - _IGNORED)
+    unknown = sorted(set(config) - MODEL_KEYS - _IGNORED)
     if unknown:
         raise UserError(
-            f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot"
+            f"{where}: unknown key {unknown[0]!r}={config[unknown[0]]!r}; this project cannot"
             " honour it"
         )
-    known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in MODEL_KEYS}
-    known["layer_types"] = tuple(given.get("layer_types") or ())
-    known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"))
+    known = _THEIR_DEFAULTS | {k: v for k, v in config.items() if k in MODEL_KEYS}
+    known["layer_types"] = tuple(config.get("layer_types") or ())
+    known["rope_parameters"] = _rope_from_json(config.get("rope_parameters"))
     if isinstance(known["eos_token_id"], list):
         known["eos_token_id"] = known["eos_token_id"][0] if known["eos_token_id"] else None
     with fields.naming(where):
@@ -209,10 +209,10 @@ def check_zaya(model: Model, where: object) -> None:
             f"{where} holds a model of model_type={model.model_type!r}; only 'zaya' has a form "
             "that transformers' `zaya` loads"
         )
-    if own := model.layer or model.router:
+    if own_class := model.layer or model.router:
         raise UserError(
-            f"{where}: {own} is of your own, and transformers' `zaya` has no form for it; read the"
-            " run as it is, by zj.load"
+            f"{where}: {own_class} is of your own, and transformers' `zaya` has no form for it;"
+            " read the run as it is, by zj.load"
         )
     if "hybrid_linear" in model.kinds:
         raise UserError(

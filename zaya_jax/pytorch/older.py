@@ -151,22 +151,22 @@ def _present_name(name: str, num_half_layers: int) -> str:
 
 
 def config_of(
-    given: dict[str, Any], tensors: Mapping[str, TensorInfo], where: str
+    config: dict[str, Any], tensors: Mapping[str, TensorInfo], where: str
 ) -> dict[str, Any]:
     """The present config.json; UserError on what this model does not have, or the tensors have not.
 
     Keys that are not known here go into it, where those with a meaning are refused.
     """
-    given = {key: value for key, value in given.items() if value is not None}
+    config = {key: value for key, value in config.items() if value is not None}
     for key, value in REQUIRED_VALUES.items():
-        if given.get(key, value) != value:
+        if config.get(key, value) != value:
             raise UserError(
-                f"{where}: {key}={shown(given[key])} in the older layout; only {value!r} can be"
+                f"{where}: {key}={shown(config[key])} in the older layout; only {value!r} can be"
                 " read"
             )
 
     def first(default: Any, *keys: str) -> Any:
-        return next((given[key] for key in keys if key in given), default)
+        return next((config[key] for key in keys if key in config), default)
 
     def size(name: str, dim: int, *keys: str, unit: int = 1) -> int:
         """A size read from layer 0's tensors, in units of `unit`. The first of `keys` present in
@@ -189,7 +189,7 @@ def config_of(
     head = max(size(f"{attention}.conv_qk_grouped.weight", 1, "head_dim", "kv_channels"), 1)
     # Only compared: half of it is the experts' width.
     size("mlp.experts.gate_up_proj", 1, "ffn_hidden_size_list", "ffn_hidden_size")
-    kinds, window = _attention(given, num_layers, where)
+    kinds, window = _attention(config, num_layers, where)
     bases = {
         "hybrid": first(None, "rope_theta", "rotary_base"),
         "hybrid_sliding": first(1e4, "swa_rotary_base"),
@@ -207,7 +207,7 @@ def config_of(
     known = (*KEYS_READ, *REQUIRED_VALUES, *KEYS_IGNORED)
     rest = {
         key: value
-        for key, value in given.items()
+        for key, value in config.items()
         if key not in known and (value or key in MODEL_KEYS)
     }
     return rest | {
@@ -225,14 +225,14 @@ def config_of(
     }
 
 
-def _attention(given: dict[str, Any], num_layers: int, where: str) -> tuple[list[str], int | None]:
+def _attention(config: dict[str, Any], num_layers: int, where: str) -> tuple[list[str], int | None]:
     """(the kind of each layer, the window), by swa_layers: the tokens before the query that each
     layer, or each half layer, sees; 0 is all."""
-    widths = given.get("swa_layers") or [0] * num_layers
+    widths = config.get("swa_layers") or [0] * num_layers
     if len(widths) == 2 * num_layers and not any(widths[1::2]):  # experts have none
         widths = widths[::2]
     sizes = {width for width in widths if width}
-    other_forms = given.get("layer_types") or given.get("sliding_window")
+    other_forms = config.get("layer_types") or config.get("sliding_window")
     if other_forms or len(widths) != num_layers or len(sizes) > 1:
         raise UserError(
             f"{where}: windows of the older layout are read from swa_layers alone, with one width"

@@ -48,7 +48,8 @@ class TensorFile:
     def read(self, name: str) -> np.ndarray:
         """A tensor in memory."""
         if self.tensors[name].dtype == NAMES[FP8.name]:  # the library gives NumPy none of these
-            begin, shape = self._begins[name], self.tensors[name].shape
+            begin = self._begins[name]
+            shape = self.tensors[name].shape
             return np.fromfile(self.path, FP8, math.prod(shape), offset=begin).reshape(shape)
         with _open(self.path) as file:
             return file.get_tensor(name)

@@ -47,7 +47,9 @@ class AnswerLocator:
     """
 
     def __init__(self, render: Render, tools: Any, turns: Sequence[Message], text: str) -> None:
-        self._render, self._turns, self._text = render, turns, text
+        self._render = render
+        self._turns = turns
+        self._text = text
         self._sentinel = SENTINEL
         while self._sentinel in text:
             self._sentinel += "q"
@@ -149,7 +151,8 @@ class AnswerLocator:
 
     def _turn_with_sentinels(self, turn: Message) -> Message:
         """A turn with sentinels behind its reasoning, its text and the names of its calls."""
-        calls, content = turn.extra_fields.get("tool_calls"), turn.content
+        calls = turn.extra_fields.get("tool_calls")
+        content = turn.content
         extra = dict(turn.extra_fields)
         if turn.reasoning:
             turn = turn.with_reasoning(self._with_sentinel(REASONING, turn.reasoning))
@@ -174,7 +177,8 @@ class AnswerLocator:
 
     def _answer_body_start(self, answer: int) -> int | None:
         """Where an answer's own words start; None where they are not written as they were given."""
-        turn, text = self._turns[answer], self._text
+        turn = self._turns[answer]
+        text = self._text
         parts = range(self._first_part[answer], self._first_part[answer + 1])
         starts = [self._part_start(part) for part in parts]
         start = starts[0]
@@ -188,7 +192,8 @@ class AnswerLocator:
 
     def _answer_start(self, answer: int, body_start: int, known_prompts: list[str]) -> int:
         """Where the generation prompt for an answer ends, whose own words start at `body_start`."""
-        before, text = self._previous_turn_end(answer), self._text
+        before = self._previous_turn_end(answer)
+        text = self._text
         fitting = [len(prompt) for prompt in known_prompts if text.startswith(prompt, before)]
         if fitting:
             return before + max(fitting)
@@ -213,7 +218,8 @@ class AnswerLocator:
         self, answer: int, closing_text: str, end_markers: Sequence[str]
     ) -> int | None:
         """Where an answer ends, its end marker included; None where it has none."""
-        part, text = self._first_part[answer + 1] - 1, self._text
+        part = self._first_part[answer + 1] - 1
+        text = self._text
         if self._parts[part][0] != ANSWER:  # behind its last name come arguments
             alone = self._render(self._tools, [QUESTION, self._marked_turns[answer]], False)
             closing_text = self._text_after_part(alone, part)

@@ -180,7 +180,8 @@ def parse_pair(record: Mapping[str, Any]) -> Pair:
     or a list of turns; or two whole conversations, which may have the prompt, as a text, in them.
     """
     prompt = record.get("prompt")
-    whole, conversations = False, []
+    whole = False
+    conversations = []
     for side in (record.get("chosen"), record.get("rejected")):
         turns = [{"role": "assistant", "content": side}] if isinstance(side, str) else side
         if not isinstance(turns, list) or not turns:

@@ -88,18 +88,18 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
     for sample in _samples(path, form):
         try:
             if pairs:
-                found = _encode_pair(template, sample.content, context, counts)
+                encoded = _encode_pair(template, sample.content, context, counts)
                 key = _hash(sample.content.shared or sample.content.chosen)
             else:
                 document, outcome = template.encode_within(sample.content, context)
                 counts.add(document, outcome, any(template.ending))
-                found = [] if document is None else [document]
+                encoded = [] if document is None else [document]
                 key = _hash(sample.content)
         except UserError as error:
             raise UserError(f"{sample.where}: {error}") from None
         hashes.add(key)
-        if found:
-            documents.setdefault(key, []).extend(found)
+        if encoded:
+            documents.setdefault(key, []).extend(encoded)
     what = "pairs" if pairs else "chats"
     if not hashes:
         raise UserError(f"{path!r} has no {what}; {form.advice}")

@@ -282,7 +282,9 @@ def _collect_records(job: Job, num_tasks: int) -> tuple[np.ndarray, LeftOut, cha
     """What the records of all tasks say: the entries of their shards, the input left out, the
     chats. They are read one at a time: a large corpus has hundreds of thousands."""
     shards = np.zeros(2 * num_tasks, shard_format.SHARD_TYPE)
-    num_shards, left_out, outcomes = 0, LeftOut(), chat.Counts()
+    num_shards = 0
+    left_out = LeftOut()
+    outcomes = chat.Counts()
     for number in range(num_tasks):
         record = json.loads(job.record(number).read_bytes())
         for entry in record["shards"]:

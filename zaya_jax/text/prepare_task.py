@@ -205,7 +205,10 @@ class _TaskWriter:
     """The shards and counts of one task."""
 
     def __init__(self, task: Task, job: Job, tokenizer: Tokenizer) -> None:
-        self._task, self._job, self._tokenizer, self._options = task, job, tokenizer, job.options
+        self._task = task
+        self._job = job
+        self._tokenizer = tokenizer
+        self._options = job.options
         self._writers: dict[str, ShardWriter] = {}
         self._outcomes = chat.Counts()
         self._left_out = LeftOut()

@@ -200,7 +200,8 @@ class ShardWriter:
     its own."""
 
     def __init__(self, path: pathlib.Path, dtype: type, corpus: int, split: int, task: int) -> None:
-        self.path, self.dtype = path, np.dtype(dtype)
+        self.path = path
+        self.dtype = np.dtype(dtype)
         self._split, self._task = split, task
         self._address = RecordAddress(corpus, shard_id(split, task), 0)
         self._size = BUNDLE_BYTES // self.dtype.itemsize  # tokens a bundle

@@ -96,7 +96,9 @@ class Tokenizer(abc.ABC):
         """The ids of a text between begin and end of document."""
         ids = self._ids(text)
         document: np.ndarray = np.empty(len(ids) + 2, self.dtype)
-        document[0], document[1:-1], document[-1] = self.bos_id, ids, self.eos_id
+        document[0] = self.bos_id
+        document[1:-1] = ids
+        document[-1] = self.eos_id
         return document
 
     @property

@@ -172,7 +172,8 @@ def require_outside(folder: Path) -> None:
 
 def require_writable(folder: str | os.PathLike) -> None:
     """UserError where a folder that may have to be made could not be; makes nothing."""
-    nearest, why = files.existing(folder), ""
+    nearest = files.existing(folder)
+    why = ""
     if not nearest.is_dir():
         why = f"{nearest} is a file"
     elif not os.access(nearest, os.W_OK | os.X_OK):

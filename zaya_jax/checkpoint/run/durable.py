@@ -261,7 +261,7 @@ class Durable:
     def find_newer(
         self,
         run: str,
-        here: list[int],
+        local_steps: list[int],
         decisions: Decisions,
         decisions_file: Path,
         check_meta: CheckMeta | None,
@@ -275,25 +275,25 @@ class Durable:
         try:
             # Before anything is deleted, fetched or copied.
             self._require_own(run)
-            if not here and check_meta:
+            if not local_steps and check_meta:
                 self._require_accepted(check_meta)
             remove = retention.find_stale(self.vault, decisions, decisions_file)
             # Uploads that never ended. Where no step is here, they may be under way: of the run
             # whose place this workdir takes over.
-            if here:
+            if local_steps:
                 remove += self.vault.unfinished()
             for step in remove:
                 self.vault.remove(step)
-            newer = [step for step in self.vault.steps() if step > max(here, default=-1)]
+            newer = [step for step in self.vault.steps() if step > max(local_steps, default=-1)]
             return newer[::-1]
         except Unreachable as failure:
-            if not here:
+            if not local_steps:
                 raise
             # Nothing is fetched from there: its steps were not compared with the decisions.
             self._unreachable = failure
             self._say(
-                f"WARNING: {failure}; continuing from the local step {here[-1]} without checking"
-                " for a newer copy there"
+                f"WARNING: {failure}; continuing from the local step {local_steps[-1]} without"
+                " checking for a newer copy there"
             )
             return []
 

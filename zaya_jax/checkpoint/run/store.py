@@ -192,7 +192,8 @@ class Store:
         waited: float,
     ) -> str | None:
         """Returns an error, if any; runs in a thread, in all processes together."""
-        me, timer = jax.process_index(), writing.StageTimer()
+        me = jax.process_index()
+        timer = writing.StageTimer()
         written_at = 0.0
         folder = self.root / f"{folders.SAVING}{step}"
 
@@ -287,8 +288,8 @@ class Store:
         newer = []
         if self.durable:
             run = folders.run_of(self.root) if self.steps() else ""
-            here = [step for step in self.steps() if step not in stale]
-            newer = self.durable.find_newer(run, here, decisions, file, self._check_meta)
+            local_steps = [step for step in self.steps() if step not in stale]
+            newer = self.durable.find_newer(run, local_steps, decisions, file, self._check_meta)
         if stale:
             folders.rename_stale(self.root, stale, len(decisions))
             self._say(
