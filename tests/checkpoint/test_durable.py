@@ -176,7 +176,7 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
     )
     for url, error, words in (
         ("s3://no-such-bucket/run", StorageError, "no-such-bucket"),
-        ("nosuch://x", UserError, "no URL that fsspec knows"),
+        ("nosuch://x", UserError, "no URL that fsspec can open here"),
         ("simplecache::file:///x", UserError, "is a chain of file systems"),
     ):
         with pytest.raises(error, match=words):

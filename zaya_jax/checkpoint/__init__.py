@@ -5,10 +5,11 @@
     seal        the list of the files with their checksums, which makes a checkpoint whole
     writing     threads that write the files, and the rename that completes them
     reading     chunks, verified, onto the devices
-    place       a folder or URL, with attempts
+    folders     the names of a run's folders: only STEP is a checkpoint
+    storage     a folder or URL, with attempts
     vault       the checkpoints of one place: list, verify, copy, complete, delete
-    source      one checkpoint to read; `foreign` if Orbax wrote it, `merged` with low-rank updates,
-                `partial` some of its arrays
+    source      one checkpoint to read; `orbax_source` if Orbax wrote it, `merged` with low-rank
+                updates, `few_bits` with experts in few bits, `partial` some of its arrays
     handler     `Handler`: the same for code that saves through Orbax
 
 What a run does with its checkpoints (when to save, what to keep, where copies go) is in `run`; that

@@ -64,12 +64,9 @@ class Storage:
             options["use_listings_cache"] = False  # others write there too
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
-        except ImportError as error:
-            # fsspec's text names the package.
-            raise UserError(f"{self.url} needs a package that is not installed: {error}") from None
-        except ValueError as error:
+        except (ImportError, ValueError) as error:  # a missing package is named by fsspec's text
             raise UserError(
-                f"{self.url} is no folder and no URL that fsspec knows ({error})"
+                f"{self.url} is no folder and no URL that fsspec can open here ({error})"
             ) from None
         except OSError as error:  # some file systems connect at once
             raise StorageError(

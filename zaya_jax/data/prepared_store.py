@@ -205,8 +205,7 @@ class PreparedStore:
         return lengths
 
     def read_spans(self, spans: Sequence[Span]) -> list[list[Piece]]:
-        """For each (start, stop) of the tape: the pieces of bundles that it is, one after
-        another."""
+        """For each (start, stop) of the tape: the pieces of bundles that make it up, in order."""
         wanted = [list(self._bundles_of(*span)) for span in spans]
         bundles = self._cached_bundles([key for pieces in wanted for key, _, _ in pieces])
         return [[(bundles[key], start, stop) for key, start, stop in pieces] for pieces in wanted]

@@ -53,8 +53,8 @@ _THINK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 
 
 class BadChat(ValueError):
-    """A conversation that is not a list of turns with role and content; its message names the kind
-    of thing that it is."""
+    """A conversation that is not a list of turns with role and content; its message says what it
+    is instead."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -224,7 +224,7 @@ class _TaskWriter:
                 self._add_chat(sample, sample.content)
 
     def close(self) -> None:
-        """Let go of the files, and delete those that were not committed."""
+        """Close the files, and delete those that were not committed."""
         for writer in self._writers.values():
             writer.discard()
 

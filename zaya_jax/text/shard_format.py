@@ -262,7 +262,7 @@ class ShardWriter:
         }
 
     def discard(self) -> None:
-        """Close the file, and remove it where it has no name of its own by now."""
+        """Close the file, and remove it unless it has its final name."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
