@@ -14,10 +14,9 @@ from refusals import check_refused, check_storage_error
 from saved_trees import save_tree
 
 from zaya_jax import config
-from zaya_jax.checkpoint import boxes, layout, partial, seal, source
+from zaya_jax.checkpoint import boxes, layout, partial, seal
 from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.run import retention, store
-from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint
 from zaya_jax.training.workdir import open_workdir
 
@@ -159,31 +158,6 @@ def test_weights_of_other_shapes_are_refused(workdir):
     ):
         wanted = boxes.of_tree(held).weights().arrays
         check_refused(says, partial.require_fit, open_source(str(workdir)), wanted)
-
-
-GONE = r"^step 9 of \S*/run no longer exists: its run has deleted it; it has 4$"
-
-
-@pytest.mark.parametrize("moment", ["found", "listed", "checked"])
-def test_a_step_that_its_run_deletes_meanwhile(workdir, monkeypatch, moment):
-    """Wherever in the reading that comes, it is one line."""
-    module, name = {
-        "found": (source, "choose_step"),
-        "listed": (Vault, "read_seal"),
-        "checked": (Vault, "check"),
-    }[moment]
-    function = getattr(module, name)
-
-    def then_gone(*args, **keys):
-        found = function(*args, **keys)
-        shutil.rmtree(workdir / "checkpoints" / "9", ignore_errors=True)
-        return found
-
-    monkeypatch.setattr(module, name, then_gone)
-    check_refused(GONE, partial.read, workdir)
-    monkeypatch.undo()
-    (workdir / "checkpoints" / "4" / layout.META).unlink()  # a damaged one stays damaged
-    check_storage_error("is damaged", partial.read, workdir, step=4)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from zaya_jax.checkpoint import boxes, folders, layout, reading
 from zaya_jax.checkpoint.boxes import Locations
 from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import Seal
-from zaya_jax.checkpoint.storage import Unreachable, for_each
+from zaya_jax.checkpoint.storage import FileError, for_each
 from zaya_jax.checkpoint.vault import CountBytes, StepName, Vault, vault_at
 from zaya_jax.config import Config, Model, StorageError, UserError, fields, shown
 
@@ -131,8 +131,7 @@ class SealedSource(ArraySource):
         location, step = split_step(location, step)
         super().__init__(location)
         self._vault, self._step_name, self.workdir = _locate(location, step)
-        with self._unless_deleted():
-            seal = self._read_seal()
+        seal = self._read_seal()
         self.files = seal.files
         self.run = seal.run or ""
         self.step = seal.step
@@ -142,9 +141,7 @@ class SealedSource(ArraySource):
         """Its list; StorageError with a way out if that is damaged."""
         try:
             return self._vault.read_seal(self._step_name)
-        except Unreachable:
-            raise
-        except StorageError as error:
+        except FileError as error:
             if not self.workdir:
                 raise
             others = [step for step in self._vault.steps() if step != self._step_name]
@@ -153,23 +150,6 @@ class SealedSource(ArraySource):
                 way_out = f", or take step {others[-1]} ({self.location}@{others[-1]})"
             raise StorageError(
                 f"{error}; `python -m experiments.checkpoint verify` lists it all{way_out}"
-            ) from None
-
-    @contextlib.contextmanager
-    def _unless_deleted(self) -> Iterator[None]:
-        """Turns errors of reading into a UserError if the run has deleted the step meanwhile."""
-        try:
-            yield
-        except Unreachable:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, StorageError):
-            left = self._vault.numbered() if self.workdir else self._vault.steps()
-            if self._step_name in left or isinstance(self._step_name, str):
-                raise
-            others = f"it has {', '.join(map(str, left))}" if left else "it has no other"
-            raise UserError(
-                f"step {self._step_name} of {self.location} no longer exists: its run has deleted"
-                f" it; {others}"
             ) from None
 
     def check(
@@ -183,17 +163,17 @@ class SealedSource(ArraySource):
         if files is None:
             wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
             files = [name for name in self.files if name.startswith(wanted)]
-        with self._unless_deleted():
-            sums = {name: self.files[name] for name in files}
-            damages = self._vault.check(self._step_name, sums, progress)
-            if damages:
-                more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
-                raise StorageError(f"{self.name} is damaged: {damages[0]}{more}")
+        sums = {name: self.files[name] for name in files}
+        damages = self._vault.check(self._step_name, sums, progress)
+        if damages:
+            more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
+            raise StorageError(
+                f"{self.name} is damaged: {damages[0]}{more} (or its run has just deleted it)"
+            )
 
     def _read_json(self, name: str) -> dict[str, Any]:
         """A small file; StorageError if it is damaged."""
-        with self._unless_deleted():
-            return json.loads(self._vault.read_checked(self._step_name, name, self.files))
+        return json.loads(self._vault.read_checked(self._step_name, name, self.files))
 
     def meta(self) -> dict[str, Any]:
         """The metadata of the step; what Orbax has saved, by `Handler` too, has none."""
@@ -217,14 +197,13 @@ class SealedSource(ArraySource):
         """One chunk, verified against the listed checksum (which also rules out a swapped
         chunk)."""
         name = array.file(index)
-        with self._unless_deleted():
-            if name not in self.files:
-                raise StorageError(f"{self.name} cannot be read: its list lacks {name}")
-            content = self._vault.read(self._step_name, name)
-            try:
-                return reading.chunk_of(content, array, index, self.files[name][1])
-            except ValueError as error:
-                raise StorageError(f"{self.name} cannot be read: {error}") from error
+        if name not in self.files:
+            raise StorageError(f"{self.name} cannot be read: its list lacks {name}")
+        content = self._vault.read(self._step_name, name)
+        try:
+            return reading.chunk_of(content, array, index, self.files[name][1])
+        except ValueError as error:
+            raise StorageError(f"{self.name} cannot be read: {error}") from error
 
 
 def _locate(location: str | Path, step: int | None) -> tuple[Vault, StepName, Path | None]:

@@ -3,7 +3,7 @@ several attempts.
 
     storage = Storage("s3://bucket/run")     the endpoint of s3:// is AWS_ENDPOINT_URL's
     storage.put("5/meta/data.json", x)       a file, complete or not at all
-    storage.get("5/meta/data.json")          StorageError about the file, Unreachable about the storage
+    storage.get("5/meta/data.json")          FileError about the file, Unreachable about the storage
 
 An error about a file (it is missing, or a disk cannot read it) is final. Any other is tried again
 after DELAYS, until nothing has succeeded for GIVE_UP_AFTER seconds.
@@ -36,7 +36,11 @@ UNREADABLE = (errno.EIO, errno.EBADMSG)
 
 
 class Unreachable(StorageError):
-    """The storage did not answer; any other StorageError is about a file."""
+    """The storage did not answer."""
+
+
+class FileError(StorageError):
+    """A file is missing, damaged, or cannot be read; the storage answers."""
 
 
 class Storage:
@@ -193,7 +197,7 @@ class Storage:
             about_file = self._is_about_file(verb, failure)
             if about_file or isinstance(failure, PermissionError):
                 self._failing_since = None  # this is an answer, too
-                kind = StorageError if about_file else Unreachable
+                kind = FileError if about_file else Unreachable
                 raise kind(self._failure_text(why, failure)) from failure
             first = self._failing_since is None
             self._failing_since = self._failing_since or begun

@@ -23,7 +23,7 @@ import jax
 from zaya_jax.checkpoint import folders, layout, seal, writing
 from zaya_jax.checkpoint.layout import COMMITTED, DONE, MARKER, META
 from zaya_jax.checkpoint.seal import Seal, Sums
-from zaya_jax.checkpoint.storage import Storage, Unreachable, for_each
+from zaya_jax.checkpoint.storage import FileError, Storage, for_each
 from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError
 
@@ -89,11 +89,11 @@ class Vault:
     # ##############################################################################################
 
     def read_seal(self, step: StepName) -> Seal:
-        """A step's list; StorageError if it is damaged or belongs to another step or run, UserError
+        """A step's list; FileError if it is damaged or belongs to another step or run, UserError
         if it is of another version's format."""
         result = self._seal_or_damage(step)
         if isinstance(result, Damage):
-            raise StorageError(f"{self.url}/{step} is damaged: {result}")
+            raise FileError(f"{self.url}/{step} is damaged: {result}")
         return result
 
     def _seal_or_damage(self, step: StepName) -> Seal | Damage:
@@ -103,9 +103,7 @@ class Vault:
             raise UserError(f"{self.url}/{step} {error}") from None
         except ValueError as error:
             return Damage(MARKER, str(error))
-        except Unreachable:
-            raise
-        except StorageError as error:
+        except FileError as error:
             return Damage(MARKER, _describe(error))
         number = step if isinstance(step, int) else None
         mismatch = listed.mismatch(number, self.owner())
@@ -122,12 +120,10 @@ class Vault:
             try:
                 content = self.read(step, name)
                 damage = seal.damage_in(content, sums[name])
-            except Unreachable:
-                raise
-            except StorageError as error:
+            except FileError as error:
                 damage = _describe(error)
         if damage:
-            raise StorageError(f"{self.url}/{step} is damaged: {Damage(name, damage)}")
+            raise FileError(f"{self.url}/{step} is damaged: {Damage(name, damage)}")
         return content
 
     def read_meta(self, step: StepName) -> dict[str, Any]:
@@ -169,9 +165,7 @@ class Vault:
                         "read", file, seal.damage_in_file, folder / file, sums[name]
                     )
                 return seal.damage_in(self.storage.get(file), sums[name])
-            except Unreachable:
-                raise
-            except StorageError as error:
+            except FileError as error:
                 return _describe(error)
 
         total = sum(entry[0] for entry in sums.values())
@@ -260,7 +254,7 @@ def vault_at(location: str | Path) -> Vault | None:
     return None
 
 
-def _describe(error: StorageError) -> str:
+def _describe(error: FileError) -> str:
     """A file's error, as the end of a sentence that begins with the file."""
     cause = error.__cause__
     if isinstance(cause, FileNotFoundError):

@@ -23,7 +23,7 @@ from zaya_jax.checkpoint import folders
 from zaya_jax.checkpoint.run import claims, retention, timings
 from zaya_jax.checkpoint.run.retention import Decisions
 from zaya_jax.checkpoint.seal import RUN, Seal
-from zaya_jax.checkpoint.storage import Unreachable, for_each
+from zaya_jax.checkpoint.storage import FileError, Unreachable, for_each
 from zaya_jax.checkpoint.vault import Vault, my_files
 from zaya_jax.checkpoint.writing import reason, run_in_all_then_first
 from zaya_jax.cluster import multihost
@@ -180,9 +180,7 @@ class Durable:
             listed = self._here.read_seal(step)
         try:
             return self.vault.has_copy_of(step, listed or self.vault.read_seal(step))
-        except Unreachable:
-            raise
-        except StorageError:
+        except FileError:
             return False
 
     def _claim(self, run: str) -> None:
@@ -362,9 +360,7 @@ class Durable:
                     f"{self._option} holds step {step} of another run"
                     f" than {self._root.parent} ({error}); give each run a place of its own"
                 ) from None
-            except Unreachable:
-                raise
-            except (StorageError, ValueError):
+            except (FileError, ValueError):
                 pass  # damage is found when it is fetched
 
     def _fetch(self, step: int) -> str | None:

@@ -24,10 +24,10 @@ from typing import Any
 
 from zaya_jax.checkpoint import folders
 from zaya_jax.checkpoint.layout import META
-from zaya_jax.checkpoint.storage import Unreachable
+from zaya_jax.checkpoint.storage import FileError
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint as CheckpointKeys
-from zaya_jax.config import StorageError, UserError, files
+from zaya_jax.config import UserError, files
 
 DECISIONS = "decisions"  # in a checkpoint's small file
 FILE = "aegis/decisions.json"  # the run's own, in its workdir
@@ -117,9 +117,7 @@ def find_stale(vault: Vault, decisions: Decisions, file: Path) -> list[int]:
     for step in vault.steps() if decisions else ():
         try:
             known = vault.read_meta(step).get(DECISIONS, [])
-        except Unreachable:
-            raise
-        except StorageError:  # damage is found elsewhere
+        except FileError:  # damage is found elsewhere
             continue
         if why := conflict(step, known, decisions):
             raise UserError(
