@@ -19,7 +19,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # its reason.
 BUDGET = {
     "zaya_jax/aegis": 2_560,
-    "zaya_jax/checkpoint": 2_620,
+    "zaya_jax/checkpoint": 2_600,
     "zaya_jax/cluster": 1_130,
     "zaya_jax/compiled": 625,
     "zaya_jax/config": 645,
@@ -31,9 +31,9 @@ BUDGET = {
     "zaya_jax/optim": 1_460,
     "zaya_jax/parallel": 1_040,
     "zaya_jax/plan": 900,
-    "zaya_jax/pytorch": 1_135,
+    "zaya_jax/pytorch": 1_210,
     "zaya_jax/report": 1_335,
-    "zaya_jax/text": 2_155,
+    "zaya_jax/text": 2_250,
     "zaya_jax/training": 1_795,
     "zaya_jax/*.py": 1_540,
     "zaya_jax": 23_565,

@@ -40,7 +40,6 @@ KINDS = {
     ".zip": "archive",
     **dict.fromkeys((".br", ".bz2", ".lz", ".lz4", ".lzma", ".xz", ".z"), "otherwise compressed"),
     **dict.fromkeys((".csv", ".tsv"), "table"),
-    ".tokens": "shard",
 }
 COMPRESSION = (".gz", ".zst")
 HUB_PREFIX = "hf:"
