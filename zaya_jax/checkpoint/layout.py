@@ -111,8 +111,11 @@ class StoredArray:
 
     def to_json(self) -> dict[str, Any]:
         """Its zarr.json."""
-        # Orbax takes no 0 for these two.
-        fill = False if self.dtype == "bool" else [0, 0] if self.dtype.startswith("complex") else 0
+        fill: Any = 0  # which Orbax does not take for these two
+        if self.dtype == "bool":
+            fill = False
+        elif self.dtype.startswith("complex"):
+            fill = [0, 0]
         return {
             "zarr_format": 3,
             "node_type": "array",
