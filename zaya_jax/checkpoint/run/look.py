@@ -9,7 +9,7 @@ from typing import Any
 from zaya_jax.checkpoint import folders, layout
 from zaya_jax.checkpoint.run import retention
 from zaya_jax.checkpoint.source import SealedSource
-from zaya_jax.config import StorageError
+from zaya_jax.config import StorageError, UserError
 
 UNFINISHED = "Not complete (being written or deleted, or left by a run that was killed)"
 # The meaning of other folders among the checkpoints, by the beginnings of their names.
@@ -65,7 +65,9 @@ def summarise_all(workdir: str | Path) -> tuple[list[Summary], list[int]]:
     for step in folders.numbered(root):
         try:
             summaries.append(summarise(workdir, step))
-        except (StorageError, FileNotFoundError):
+        except (UserError, FileNotFoundError):
+            pass
+        except StorageError:
             if (root / str(step)).exists():
                 damaged.append(step)
     return summaries, damaged
