@@ -267,3 +267,12 @@ def test_only_those_that_wait_in_one_program_wait_alike(how):
     found = run.wait(2000)
     assert found.all_wait == (how == "alike")
     assert ("same point" in found.concluded) == (how in ("alike", "saving"))
+
+
+def test_a_first_step_of_minutes_may_be_followed_by_another():
+    """Steps over a minute were taken for hanging at each start, which then learnt nothing."""
+    run = Run(2)
+    for _ in range(2):  # starts
+        run.hangs.begin()
+        for number in range(1, 9):
+            assert run.step(number, 100.0) is None

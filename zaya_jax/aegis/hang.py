@@ -162,7 +162,9 @@ class Hangs:
             usual = max(_usual(laps), self._learned.get("fetch", 0.0))
             return max(FLOORS["fetch"], FACTOR * usual)
         if len(laps) < MIN_LAPS:
-            return max(FLOOR_OF_FEW_LAPS, FACTOR * self._learned.get("step", 0.0))
+            # Its own steps count too: a run that never came to a third would learn nothing.
+            usual = max(_usual(laps), self._learned.get("step", 0.0))
+            return max(FLOOR_OF_FEW_LAPS, FACTOR * usual)
         return max(FLOORS["step"], FACTOR * _usual(laps))
 
     def _learn(self, section: str, seconds: float) -> None:
