@@ -425,3 +425,8 @@ def test_the_tokenizer_must_be_the_one_of_the_shards(make_config, directories, t
         lambda: pipeline.train_stream(make_config(path=directories[0], vocab_size=300), other),
     )
     assert prepared_store.is_prepared(directories[0])
+
+
+def test_named_evaluations_without_windows_are_refused(make_config):
+    config = make_config(eval_named=("code=x.txt",), eval_windows=0)
+    check_refused("windows=0 turns evaluation off, but eval.named", windows.named_paths, config)

@@ -216,13 +216,18 @@ def test_reasoning_inside_a_content_stays_as_it_was_given():
     assert learnt(tok, document) == ["[THINK]R[/THINK]    return 1</s>"]
 
 
-def test_several_templates_under_names_are_refused():
+def test_chats_with_tools_take_the_template_for_tools():
     named = [{"name": "default", "template": FAMILIES["chatml"]}]
-    check_refused(
-        "has several chat templates; write one into chat_template.jinja",
-        chat_template.Template,
-        tokenizer_of("", {"chat_template": named}),
+    named += [{"name": "tool_use", "template": FAMILIES["qwen_25"]}]
+    turns = chat.parse_chat(
+        [*chat.leading_turns({"tools": TOOLS}), user("q"), answer("", tool_calls=[CALL])]
     )
+    in_config = tokenizer_of("", {"chat_template": named})
+    beside = tokenizer_of(FAMILIES["chatml"], **{tokenizers.TOOLS_FILE: FAMILIES["qwen_25"]})
+    for tok in (in_config, beside):
+        form = chat_template.Template(tok)
+        assert "# Tools" in form.render(turns) and "find_sum" in form.render(turns)
+        assert form.render(turns[1:2]) == "<|im_start|>user\nq<|im_end|>\n"
 
 
 BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"

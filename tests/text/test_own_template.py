@@ -131,17 +131,20 @@ def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
 
 
 def test_the_template_is_found_where_transformers_finds_it(made):
-    in_config = with_template(made, "", {"chat_template": SOURCE})
-    assert chat_template.Template(in_config).render(messages()) == WHOLE
+    for settings in (
+        {"chat_template": SOURCE},
+        {"chat_template": [{"name": "default", "template": SOURCE}]},
+    ):
+        assert chat_template.Template(with_template(made, "", settings)).render(messages()) == WHOLE
     named = with_template(
         made, "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}}
     )
     assert chat_template.Template(named).render(chat.parse_chat(TALK)) == "<B>2+2?"
     ours = with_template(made, "{#- Written by zaya_jax: -#}")
     assert (
-        chat_template.template_source(ours)
-        == chat_template.template_source(made)
-        == chat_template.make_template(made)
+        chat_template.template_sources(ours)
+        == chat_template.template_sources(made)
+        == {"default": chat_template.make_template(made)}
     )
 
 

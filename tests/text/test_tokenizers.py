@@ -18,6 +18,7 @@ def test_bytes_are_bytes():
     tok = tokenizers.load("bytes")
     assert tok.encode("aé") == [97, 195, 169]
     assert (tok.vocab_size, tok.bos_id, tok.eos_id, tok.pad_id) == (264, 256, 257, 258)
+    assert repr(tok).startswith("<bytes tokenizer of 264 ids, sha256 ")
     assert tok.decode([tok.bos_id, *tok.encode(TEXT), tok.eos_id]) == TEXT
     assert tok.decode([255, 65]) == "�A"
     assert (

@@ -101,6 +101,10 @@ def eval_config(config: Config, phase: Phase) -> Config:
 def named_paths(config: Config) -> dict[str, str]:
     """{name: path} of config.eval.named."""
     paths: dict[str, str] = {}
+    if config.eval.named and not config.eval.windows:
+        raise UserError(
+            "config.eval.windows=0 turns evaluation off, but eval.named is set; remove one of them"
+        )
     for i, entry in enumerate(config.eval.named):
         name, _, path = entry.partition("=")
         where = f"config.eval.named[{i}]={shown(entry)}"

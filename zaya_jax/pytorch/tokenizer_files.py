@@ -60,7 +60,7 @@ def write(
 
 def came_with_template(folder: Path) -> bool:
     """Whether a tokenizer's folder has a template that is not ours."""
-    return bool(chat_template.model_template(read_files(folder)))
+    return bool(chat_template.model_templates(read_files(folder)))
 
 
 def describe_template(folder: Path) -> str:

@@ -30,6 +30,7 @@ from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import (
     CHAT_TOKENS,
     TEMPLATE_FILE,
+    TOOLS_FILE,
     Tokenizer,
     read_tokenizer_config,
     special_names,
@@ -127,15 +128,15 @@ TEMPLATE = r"""
 """
 
 
-def template_source(tokenizer: Tokenizer) -> str:
-    """The template of a model, its own or ours."""
-    return model_template(tokenizer.extra_files) or make_template(tokenizer)
+def template_sources(tokenizer: Tokenizer) -> dict[str, str]:
+    """The templates of a model by their names in transformers, its own or ours: "default", and for
+    chats with tools perhaps "tool_use"."""
+    return model_templates(tokenizer.extra_files) or {"default": make_template(tokenizer)}
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """A hash of all that decides, beside the tokenizer, how a chat becomes a document."""
-    sources = {"default": template_source(tokenizer)}
-    facts = [chat.VERSION, sources, special_names(tokenizer.extra_files)]
+    facts = [chat.VERSION, template_sources(tokenizer), special_names(tokenizer.extra_files)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -149,7 +150,7 @@ def has_turn_tokens(tokenizer: Tokenizer) -> bool:
 def require_turn_tokens(tokenizer: Tokenizer, described_as: str) -> None:
     """UserError where a model has no template of its own, and its vocabulary no tokens of turns for
     ours."""
-    if not model_template(tokenizer.extra_files) and not has_turn_tokens(tokenizer):
+    if not model_templates(tokenizer.extra_files) and not has_turn_tokens(tokenizer):
         begin, end = (", ".join(CHAT_TOKENS[purpose]) for purpose in ("turn", "end_turn"))
         raise UserError(
             f"{described_as} has no tokens of chats: it needs one of {begin} and one of {end}; give"
@@ -177,19 +178,22 @@ def make_template(tokenizer: Tokenizer) -> str:
     return re.sub(any_name, lambda name: values[name[0]], TEMPLATE.strip()) + "\n"
 
 
-def model_template(files: Mapping[str, bytes]) -> str:
-    """The template among a tokenizer's files; "" where there is none, or it is ours.
-
-    UserError for several under names, of which transformers takes one for chats with tools.
-    """
-    source = read_tokenizer_config(files).get("chat_template") or ""
-    if TEMPLATE_FILE in files:
-        source = files[TEMPLATE_FILE].decode("utf-8", "replace")
-    if not isinstance(source, str):
-        raise UserError(
-            f"tokenizer_config.json has several chat templates; write one into {TEMPLATE_FILE}"
-        )
-    return "" if OURS in source[:200] else source
+def model_templates(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The templates among a tokenizer's files that are not ours; {} where none is the default."""
+    templates: dict[str, Any] = {}
+    entries = read_tokenizer_config(files).get("chat_template")
+    if not isinstance(entries, list):
+        entries = [{"name": "default", "template": entries}]
+    for entry in entries:
+        if isinstance(entry, dict):
+            templates[str(entry.get("name"))] = entry.get("template")
+    for name, file in (("default", TEMPLATE_FILE), ("tool_use", TOOLS_FILE)):
+        if file in files:
+            templates[name] = files[file].decode("utf-8", "replace")
+    default = templates.get("default")
+    if not isinstance(default, str) or not default or OURS in default[:200]:
+        return {}
+    return {name: str(templates[name]) for name in ("default", "tool_use") if templates.get(name)}
 
 
 class Ending(NamedTuple):
@@ -205,12 +209,14 @@ class Template:
     """A Jinja template that turns conversations into text, ids and documents with one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.source = template_source(tokenizer)
+        self._tokenizer, sources = tokenizer, template_sources(tokenizer)
+        self.source = sources["default"]
         self._ours = OURS in self.source[:200]
         environment = _environment(self._ours)
         try:
-            self._template = environment.from_string(self.source)
+            self._template = self._for_tools = environment.from_string(self.source)
+            if "tool_use" in sources:
+                self._for_tools = environment.from_string(sources["tool_use"])
         except Exception as error:  # Jinja's own classes, and Python's for what it cannot compile
             raise UserError(
                 f"the model's chat template cannot be read: {first_line(error)}"
@@ -299,8 +305,9 @@ class Template:
     ) -> tuple[str, list[tuple[int, str]]]:
         """(the text, the start and body of each `{% generation %}`), reasoning in this format."""
         blocks, generations = list[str](), list[tuple[int, str]]()
+        template = self._for_tools if tools else self._template
         try:
-            for block in self._template.generate(
+            for block in template.generate(
                 messages=[self._turn(turn, form) for turn in turns],
                 tools=tools,
                 documents=None,

@@ -23,7 +23,14 @@ from zaya_jax.config import Config, UserError, files, first_line
 META_FILE = "zaya_tokenizer.json"
 FILE = "tokenizer.json"
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
-EXTRA_FILES = (CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
+TOOLS_FILE = "additional_chat_templates/tool_use.jinja"
+EXTRA_FILES = (
+    CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    TEMPLATE_FILE,
+    TOOLS_FILE,
+)
 
 # The purposes of special tokens in chats, and the names under which vocabularies have each, ours
 # first.
@@ -78,6 +85,9 @@ class Tokenizer(abc.ABC):
     _tokenizer: Any  # the tokenizers library's
     # EXTRA_FILES, which other programs read
     extra_files: Mapping[str, bytes] = types.MappingProxyType({})
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} tokenizer of {self.vocab_size:,} ids, sha256 {self.sha256[:8]}>"
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
