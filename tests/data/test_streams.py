@@ -428,5 +428,5 @@ def test_the_tokenizer_must_be_the_one_of_the_shards(make_config, directories, t
 
 
 def test_named_evaluations_without_windows_are_refused(make_config):
-    config = make_config(eval_named=("code=x.txt",), eval_windows=0)
+    config = make_config(eval_named=("code=x.txt",), windows=0)
     check_refused("windows=0 turns evaluation off, but eval.named", windows.named_paths, config)
