@@ -83,11 +83,11 @@ STEPS = {
     "runs/eight_devices": 4,
     "runs/long": 3,
 }
-SETS_UP = re.compile(r"^ *make (?:test|setup\S*)\b.*$", re.M)
+SETS_UP = re.compile(r"^ *make (?:test|one|setup\S*)\b.*$", re.M)
 
 
 def shorter(text: str) -> str:
-    """A block's commands without set-up, and with fewer steps of long runs."""
+    """A block's commands without set-up and tests, and with fewer steps of long runs."""
     text = SETS_UP.sub("", text)
     text = re.sub(r"\bmake pretrain\b", ".venv/bin/python -m experiments.pretrain", text)
     for name, steps in STEPS.items():
