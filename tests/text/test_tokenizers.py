@@ -1,6 +1,7 @@
 """Tokenizers: round trips, storage, what they refuse, and a model's ids of begin, end and padding
 against theirs."""
 
+import functools
 import json
 
 import pytest
@@ -172,24 +173,12 @@ def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
 def test_an_imported_model_may_take_its_tokenizers_ids_until_it_is_trained(tmp_path, bpe):
     imported = with_ids(2, 106, 0)
     filled = tokenizers.with_model_ids(with_ids(None, None, None), bpe)
-    check_refused(
-        r"was started with config\.model\.bos_token_id=2",
-        workdir.check_same,
-        imported,
-        filled,
-        tmp_path,
-        reached=0,
-    )
+    reason = r"was started with config\.model\.bos_token_id=2"
+    refuses = functools.partial(check_refused, reason, workdir.check_same, imported, filled)
+    refuses(tmp_path, reached=0)
     (tmp_path / workdir.IMPORTED).write_text("{}")
     workdir.check_same(imported, filled, tmp_path, reached=0)
-    check_refused(
-        r"was started with config\.model\.bos_token_id=2",
-        workdir.check_same,
-        imported,
-        filled,
-        tmp_path,
-        reached=1,
-    )
+    refuses(tmp_path, reached=1)
 
 
 def test_files_beside_a_tokenizer_count_whatever_its_name(bpe, tmp_path):
