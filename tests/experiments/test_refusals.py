@@ -106,6 +106,7 @@ def ended(here, called):
                 PREPARE[:1],
                 PREPARE[1:],
                 ["--input=nowhere", "--out=new/a"],
+                ["--input=noise.bin", "--out=new"],
                 ["--input=texts", "--out=text.txt"],
                 ["--input=texts", "--out=texts"],
                 [*PREPARE, "--tokenizer=json.json"],

@@ -185,6 +185,7 @@ def find_inputs(
         ]
         if not named:
             raise UserError(f"{pattern} names no file; give paths, directories or globs (quoted)")
+        text_files.refuse_shards(named, pattern, "give a directory without it")
         files += named
     return [*sorted(map(str, text_files.unique_files(files))), *streamed]
 

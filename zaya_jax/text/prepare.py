@@ -71,8 +71,15 @@ def prepare(
     plan = prepare_task.make_plan(options, inputs.find_inputs(options.inputs, out, planned))
     if os.path.exists(directory / shard_format.MANIFEST):
         return _complete(directory, options, plan), True
-    with _explaining_failures(out):
-        return _continue(options, directory, plan, processes, on_progress, part), False
+    try:
+        with _explaining_failures(out):
+            manifest = _continue(options, directory, plan, processes, on_progress, part)
+        return manifest, False
+    except StorageError:
+        # Another process may have finished just now, and removed `.work/`.
+        if not os.path.exists(directory / shard_format.MANIFEST):
+            raise
+        return prepare(options, out, processes, on_progress, part)
 
 
 def _complete(directory: pathlib.Path, options: Options, plan: Plan) -> dict[str, Any]:
@@ -230,9 +237,9 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     shards, left_out, outcomes = _collect_records(job, num_tasks)
     by_split = [shards[shards["split"] == index] for index in range(len(shard_format.SPLITS))]
     if not len(by_split[0]):
+        _remove_all(directory, shards)
         raise UserError(
-            f"the input has no document for training: {left_out}; the rest is dropped or held out;"
-            f" remove {directory}, and give other input"
+            f"the input has no document for training: {left_out}; the rest is dropped or held out"
         )
     # In this order, so that a directory with a manifest is complete: the table of shards, the
     # manifest, and `.work/` goes last.
@@ -293,6 +300,17 @@ def _collect_records(job: Job, num_tasks: int) -> tuple[np.ndarray, LeftOut, cha
         left_out.add(LeftOut(**record["left_out"]))
         outcomes.update(record["trim"])
     return shards[:num_shards], left_out, outcomes
+
+
+def _remove_all(directory: pathlib.Path, shards: np.ndarray) -> None:
+    """Remove what a preparation of no use has written."""
+    for shard in shards:
+        name = shard_format.shard_name(shard["split"], shard["task"])
+        (directory / name).unlink(missing_ok=True)
+    _remove_work_folder(directory)
+    shutil.rmtree(directory / shard_format.TOKENIZER)
+    with contextlib.suppress(OSError):  # where other files are in it
+        directory.rmdir()
 
 
 def _remove_work_folder(directory: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -43,6 +44,7 @@ KINDS = {
 }
 COMPRESSION = (".gz", ".zst")
 HUB_PREFIX = "hf:"
+SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
 _log = logging.getLogger(__name__)
 
 
@@ -56,6 +58,9 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
         root = pathlib.Path(path)
     else:
         root = pathlib.Path(os.path.commonpath([file.parent for file in files]) if files else "")
+    refuse_shards(
+        files, path, "give its directory, or continue its preparation if that has not finished"
+    )
     if not files:
         raise UserError(
             f"{path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
@@ -198,6 +203,15 @@ def identity(path: str | os.PathLike) -> object:
 def identities(path: str) -> dict[object, pathlib.Path]:
     """The files of `list_files` by their identity."""
     return {identity(file): file for _, file in list_files(path)}
+
+
+def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> None:
+    """UserError where files that are to be read as text are a preparation's shards."""
+    for path in files:
+        if SHARD.fullmatch(path.name):
+            raise UserError(
+                f"{what} holds {path}, a shard of prepared tokens and no text; {way_out}"
+            )
 
 
 def stdlib() -> pathlib.Path:
