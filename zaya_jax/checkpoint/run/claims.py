@@ -110,8 +110,12 @@ def release(workdir: Path) -> None:
 
 def _open(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # not through a link, whose target would lose its content
-    return os.fdopen(os.open(path, _FLAGS, 0o644), "rb+", buffering=0)
+    try:  # not through a link, whose target would lose its content
+        return os.fdopen(os.open(path, _FLAGS, 0o644), "rb+", buffering=0)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{path} is a link, and no lock of a run; remove it") from None
 
 
 def _is_still_at(file: BinaryIO, path: Path) -> bool:
