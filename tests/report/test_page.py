@@ -61,6 +61,18 @@ def test_report_of_a_run_has_all_its_parts(tmp_path):
     assert write_report(write_run(tmp_path / "run", 300)).read_text() == source
 
 
+def test_of_phases_nothing_is_said_that_only_some_have(tmp_path):
+    path = write_run(tmp_path / "run", 300)
+    config = json.loads((path / "config.json").read_text())
+    assert "complete" in drawn(path)[1] and "tokens per step" in drawn(path)[1]
+    # phases end the run before, and each has a batch of its own
+    config["run"]["num_steps"] = 1000
+    config["schedule"]["phases"] = [{"tokens": 300 * 16 * 256, "global_batch": 16}]
+    (path / "config.json").write_text(json.dumps(config))
+    _, text = drawn(path)
+    assert "complete" not in text and "planned" not in text and "tokens per step" not in text
+
+
 def test_a_sample_is_escaped_and_the_recorded_prompt_marked(tmp_path):
     path, marked = (
         write_run(tmp_path / "run", 5),

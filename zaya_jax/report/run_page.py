@@ -54,7 +54,8 @@ def _about(run: Workdir) -> Iterator[str]:
             experts = f" of {run.setting('model.num_experts')} experts"
         width = run.setting("model.hidden_size")
         yield f"{layers} layers{experts}, width {width}"
-    if seq_len := run.setting("data.seq_len"):
+    # Each phase has its own.
+    if (seq_len := run.setting("data.seq_len")) and not run.setting("schedule.phases"):
         yield f"{run.setting('data.global_batch')} × {seq_len} tokens per step"
 
 
@@ -94,9 +95,10 @@ def _tiles(run: Workdir) -> list[Tile]:
 
 
 def progress(run: Workdir) -> str:
-    """Whether the run has ended; "" where its planned steps are not known."""
+    """Whether the run has ended; "" where its planned steps are not known, as of phases, which are
+    counted in tokens."""
     planned = run.setting("run.num_steps")
-    if not isinstance(planned, int) or not run.recorded.size:
+    if not isinstance(planned, int) or run.setting("schedule.phases") or not run.recorded.size:
         return ""
     return "complete" if run.last_step >= planned else f"of {planned:,} planned"
 
