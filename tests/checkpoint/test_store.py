@@ -240,6 +240,16 @@ def test_a_slow_store_is_waited_for_a_while(tmp_path, monkeypatch):
     assert visible(tmp_path) == ["1"]
 
 
+def test_a_start_waits_for_the_save_of_a_run_that_an_error_ended(tmp_path, monkeypatch):
+    run, slow, write = Run(tmp_path), threading.Event(), writing.write_file
+    assert run.store.find_newest() is None
+    monkeypatch.setattr(writing, "write_file", lambda *args: slow.wait() and write(*args))
+    save_tree(run.store, 1, state(1), META)
+    threading.Timer(0.5, slow.set).start()
+    assert Run(tmp_path).store.find_newest() == 1
+    assert not run.messages
+
+
 # Orbax leaves coroutines of a failed load un-awaited.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damage_stops_or_goes_one_back(tmp_path):

@@ -41,6 +41,9 @@ from zaya_jax.config import StorageError
 
 RETRY_SECONDS = 5.0  # between attempts at the last save
 
+# Of each folder the store with which this process began a run there last.
+_begun: dict[Path, "Store"] = {}
+
 
 class Store:
     """The checkpoints below `workdir/checkpoints`, and their copies in a safer place."""
@@ -266,8 +269,12 @@ class Store:
 
         Checkpoints of a branch that the run's decisions have abandoned are set aside first. Damage
         is StorageError, or with on_corrupt = "previous" the damaged one is set aside for the one
-        before.
+        before. If an error ended a run of this process during a save, that is waited for: it
+        would be taken for one that a kill left half-written.
         """
+        if self.root in _begun:
+            _begun[self.root].wait_for_save()
+        _begun[self.root] = self
         newer = multihost.broadcast_from_zero("newer", functools.partial(self._prepare, decisions))
         if self.durable:
             self.durable.fetch_first_whole(newer)
