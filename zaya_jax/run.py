@@ -162,7 +162,9 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
         # fork's is its own.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
-    planned.notes.extend(kernels.notes(meta, tiles, reached))
+    planned.notes.extend(
+        [*kernels.notes(meta, tiles, reached), notes.other_devices(meta, recipe, reached)]
+    )
     decided = decisions.merge(decided, meta.get("decisions", []), folder)
     if decided:
         planned.stream.skip_batches(decisions.skipped_batches(decided))
@@ -416,6 +418,7 @@ class Loop:
             "step": number,
             "tokens": tokens,
             "data": self.stream.get_state(),
+            "devices": self.mesh.size,
             "config": config_lib.to_dict(self.config),
             "tokenizer": self.planned.tokenizer.sha256,
             "version": __version__,

@@ -132,13 +132,17 @@ def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way):
 
 
 @pytest.mark.parametrize(
-    ("keys", "note"),
+    ("keys", "devices", "note"),
     [
-        ({"data.micro_batch": 4}, "data.micro_batch (0 before, 4 now): sums have another order"),
-        ({"data.on_corrupt": "skip", "eval.every": 3, "checkpoint.max_failures": 9}, ""),
+        ({"data.micro_batch": 4}, 1, "data.micro_batch (0 before, 4 now): sums have another order"),
+        ({"data.on_corrupt": "skip", "eval.every": 3, "checkpoint.max_failures": 9}, 1, ""),
+        # no key has changed: by itself mesh.data takes the devices that there are
+        ({}, 2, "1 devices of 1 processes until step 2, 2 of 1 now: sums have another order"),
     ],
 )
-def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, monkeypatch, keys, note):
+def test_what_cannot_change_the_numbers_may_change(
+    trained, tmp_path, monkeypatch, keys, devices, note
+):
     said = []
 
     def stop(recipe, here, workdir, reached, found):
@@ -148,10 +152,9 @@ def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, monkeypatc
     monkeypatch.setattr(notes, "describe_start", stop)
     shutil.copytree(trained / "run", tmp_path / "run")
     with pytest.raises(GoesOn):
-        tiny_runs.train(
-            tmp_path / "run", **{"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys
-        )
-    (text,) = (text for text in said if text.startswith("note: changed"))
+        keys_of_all = {"data.path": str(trained / "corpus"), "run.num_steps": 4}
+        tiny_runs.train(tmp_path / "run", devices, **keys_of_all | keys)
+    text = " ".join(text for text in said if text.startswith("note: "))
     assert (
         note in text and "and so does the learning rate" in text and ("order" in text) == bool(note)
     )

@@ -50,6 +50,23 @@ def describe_run(recipe: Recipe, placed: PlacedPhase, workdir: Path, reached: in
     )
 
 
+def other_devices(meta: dict, recipe: Recipe, reached: int) -> str:
+    """A note if a phase goes on with another number of devices or processes than it had at this
+    checkpoint; "" otherwise. The config may be the same: `mesh.data` = -1 takes what is there."""
+    placed = recipe.phase_of_step(reached + 1)
+    # A fork's first checkpoint is from before its plan.
+    was_in = recipe.phase_of_step(max(reached, recipe.plan.steps_before + 1))
+    if "devices" not in meta or was_in is not placed:
+        return ""
+    before, now = (meta["devices"], meta["processes"]), (placed.mesh.size, jax.process_count())
+    if before == now:
+        return ""
+    return (
+        f"note: {before[0]} devices of {before[1]} processes until step {reached}, {now[0]} of"
+        f" {now[1]} now: sums have another order from here on, so the run rounds differently"
+    )
+
+
 def mesh_change_line(recipe: Recipe, end: int) -> str:
     """The last line of a process that ends after step `end`, because the next phase has another
     mesh."""
