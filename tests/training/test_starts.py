@@ -151,9 +151,9 @@ def test_what_cannot_change_the_numbers_may_change(
 
     monkeypatch.setattr(notes, "describe_start", stop)
     shutil.copytree(trained / "run", tmp_path / "run")
+    given = {"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys
     with pytest.raises(GoesOn):
-        keys_of_all = {"data.path": str(trained / "corpus"), "run.num_steps": 4}
-        tiny_runs.train(tmp_path / "run", devices, **keys_of_all | keys)
+        tiny_runs.train(tmp_path / "run", devices, **given)
     text = " ".join(text for text in said if text.startswith("note: "))
     assert (
         note in text and "and so does the learning rate" in text and ("order" in text) == bool(note)
