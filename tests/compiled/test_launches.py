@@ -146,8 +146,17 @@ ALL, PART = 100 * 64 * 4, 4 * 64 * 4
     ],
 )
 def test_what_a_fusion_takes_of_its_operands(body, shape, reads, writes):
-    (found,) = program_of(FUSION.format(body=body, shape=shape)).kernels
-    assert (found.reads, found.writes) == (reads, writes)
+    text = FUSION.format(body=body, shape=shape)
+    started = text.replace(
+        f"ROOT %f = {shape} fusion(",
+        f"%f-start = ((f32[100,64], f32[4,64], s32[]), {shape}, u32[]) fusion-start(",
+    )
+    beside_others = started.replace(
+        "calls=%fused\n", f"calls=%fused\n  ROOT %f = {shape} fusion-done(%f-start)\n"
+    )
+    for program in (program_of(text), program_of(beside_others)):
+        (found,) = program.kernels
+        assert (found.reads, found.writes) == (reads, writes)
 
 
 @pytest.mark.parametrize(

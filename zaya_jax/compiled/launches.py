@@ -245,7 +245,7 @@ class _Reader:
         operands = [shapes.get(name, "") for name in hlo.operands(i)]
         kind = i.op.removesuffix("-start")
         collective = kind if kind in hlo.KINDS else None
-        if i.op == "fusion":
+        if kind == "fusion":  # a slice may travel beside other kernels: `fusion-start`
             fused = _fused(i)
             reads = sum(self._reads(fused, number) for number in range(len(operands)))
             writes = self._writes(fused)
