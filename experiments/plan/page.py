@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zaya_jax import cli
+from zaya_jax import cli, schedule
 from zaya_jax.config import Config, Mesh, UserError
 from zaya_jax.hardware import chips, clusters, sizing, targets
 from zaya_jax.hardware.clusters import Cluster
@@ -53,6 +53,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"a plan does not know config.run.{key}; experiments.compile measures its step"
         )
+    if config.run.fork:
+        raise UserError(
+            f"config.run.fork={config.run.fork} has steps that a plan would count again; leave it"
+            " out, and give run.num_steps, or the phases' tokens, without the parent's"
+        )
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = clusters.CLUSTERS[args.cluster]
     hours = args.mtbf_hours or goodput.MTBF_HOURS.value
@@ -60,6 +65,12 @@ def run(args: argparse.Namespace) -> int:
     phases, notes = planned_phases.plan_run(
         config, args.devices, cluster, rates, args.at_once, hours
     )
+    last = schedule.make_plan(config).last_step
+    if config.run.num_steps < last:
+        notes.append(
+            f"The plan is of all {last:,} steps; config.run.num_steps={config.run.num_steps} ends"
+            " the run before."
+        )
     notes += dict.fromkeys(sizing.describe(phase.case.config, cluster.chip) for phase in phases)
     result = {
         "config": config.name,

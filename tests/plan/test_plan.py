@@ -1,5 +1,6 @@
 """The plan's formulas against closed forms, their limits, and what compiled programs take."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -236,9 +237,8 @@ def plan(*options: str) -> subprocess.CompletedProcess:
 
 
 def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
-    done = plan(
-        "--devices=16", "--at_once=1", f"--out={tmp_path}", "--config.model.num_hidden_layers=2"
-    )
+    few = ("--config.model.num_hidden_layers=2", "--config.run.num_steps=99")
+    done = plan("--devices=16", "--at_once=1", f"--out={tmp_path}", *few)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
     assert [p["name"] for p in found["phases"]] == ["pretrain 1", "pretrain 2", "midtrain", "sft"]
@@ -251,7 +251,15 @@ def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
         assert p["gpu_hours"] == pytest.approx(p["days"] * 24 * 16)
     text, page = (tmp_path / "plan.md").read_text(), (tmp_path / "plan.html").read_text()
     assert "Where the step goes" in text and text in done.stdout
+    assert "is of all 838,044 steps; config.run.num_steps=99 ends the run before" in text
     assert "What is assumed" in page and "Memory where it is highest" in page
+
+
+def test_a_fork_is_planned_without_its_parent(tmp_path):
+    config = config_lib.check(zaya1_base.get_config())
+    fork = dataclasses.replace(config, run=dataclasses.replace(config.run, fork="run@9"))
+    args = argparse.Namespace(out=str(tmp_path), config=fork)
+    assert "without the parent's" in refusal(page.run, args)
 
 
 def phases(devices: int, at_once: int = 0, **changes):
