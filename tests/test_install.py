@@ -190,8 +190,7 @@ def wheel(tmp_path_factory):
 def test_a_wheel_holds_the_tree(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     data = f"zaya_jax-{zaya_jax.__version__}.data/data/share/zaya_jax/"
-    held = {name.removeprefix(data) for name in names if ".dist-info/" not in name}
-    assert held == tree()
+    assert {name.removeprefix(data) for name in names if ".dist-info/" not in name} == tree()
 
 
 @pytest.fixture(scope="module")

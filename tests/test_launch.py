@@ -180,8 +180,7 @@ def parsed(monkeypatch, arguments):
 
 
 def test_parts_and_the_last_job_under_kubernetes_are_one_preparation(monkeypatch):
-    jobset = yaml.safe_load((LAUNCH / "prepare.yaml").read_text())
-    parts, last = jobset["spec"]["replicatedJobs"]
+    parts, last = yaml.safe_load((LAUNCH / "prepare.yaml").read_text())["spec"]["replicatedJobs"]
     assert last["dependsOn"] == [{"name": parts["name"], "status": "Complete"}]
     commands = []
     for job in (parts, last):

@@ -109,8 +109,7 @@ def test_a_phase_has_a_rate_of_its_own_after_the_run_s_warm_up():
     assert rates["cosine"][0] == pytest.approx(6e-4 * plan.tokens_of_step(1) / warmup)
     assert max(rates["cosine"]) == pytest.approx(6e-4, rel=1e-2)
     middle = next(s for s in plan.segments if s.sequences == 8)
-    half = (warmup + 40_000) / 2
-    assert schedule.learning_rate(plan, half, middle) == pytest.approx(4e-4)
+    assert schedule.learning_rate(plan, (warmup + 40_000) / 2, middle) == pytest.approx(4e-4)
     assert [found[-1] for found in rates.values()] == [2e-4, 2e-4, rates["run's"][-1], 5e-4]
     assert set(rates["constant"]) == {2e-4}
     shared = [dataclasses.replace(p, lr=0.0, lr_end=None, schedule="") for p in FOUR_RATES]

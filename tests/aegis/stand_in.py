@@ -4,7 +4,7 @@ WORKDIR OPTIONS`.
 Its "run" is a counter: all processes of a start meet at each step through files, every fifth step
 is a checkpoint, and a file WORKDIR/do-INDEX says what befalls process INDEX once, and at which
 step:
-`STEP kill|stop|exit N|spin|lock|orphan|print TEXT|pause SECONDS`.
+`STEP kill|stop|exit N|spin|lock|orphan|print TEXT`.
 """
 
 import dataclasses
@@ -35,8 +35,7 @@ def train(workdir: Path, steps: int, seconds: float) -> int:
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     beats.begin(index)
     (workdir / "config.json").write_text("{}")
-    whole = [int(path.name) for path in (workdir / "checkpoints").glob("*")]
-    begun = max(whole, default=0)
+    begun = max((int(path.name) for path in (workdir / "checkpoints").glob("*")), default=0)
     meeting = workdir / "meet" / os.environ["JAX_COORDINATOR_ADDRESS"]
     meeting.mkdir(parents=True, exist_ok=True)
     print(f"process {index} of {count} begins after {begun}", flush=True)
@@ -98,8 +97,6 @@ def befall(file: Path, step: int) -> None:
             import ctypes
 
             ctypes.PyDLL(None).sleep(1000)
-        case "pause":
-            time.sleep(float(how[0]))
         case "orphan":  # a child that leaves the group prints for as long as the pipe is there
             subprocess.Popen(["yes"], start_new_session=True)
             os._exit(9)

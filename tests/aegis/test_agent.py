@@ -93,25 +93,6 @@ def test_a_process_that_stands_still_is_named_with_its_line_and_all_start_again(
     assert run.steps()[-1] == STEPS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("patience", "starts"), [(30, 1), (6, 2)])
-def test_processes_that_wait_alike_have_the_time_of_a_link_that_comes_back(
-    tmp_path, patience, starts
-):
-    """They wait in one step as for a collective; a wait longer than the patience is a hang."""
-    befalls = dict.fromkeys(range(2), "12 pause 9")
-    with start(tmp_path, "--processes=2", f"--patience={patience}", befalls=befalls) as run:
-        assert run.codes() == [0]
-        assert len(run.events("started")) == starts and run.steps()[-1] == STEPS
-    (waits,) = run.events("waits")
-    assert 4.5 < waits.seconds < 7 and "stuck at the same point" in waits.concluded
-    if starts == 1:
-        assert not run.events("hangs")
-    else:
-        (hangs,) = run.events("hangs")
-        assert 6 <= hangs.seconds < 9
-
-
 def test_a_run_that_wants_a_person_ends_with_its_code_and_what_was_not_written_is_said(tmp_path):
     with start(tmp_path, befalls={0: f"7 exit {cli.UNHEALTHY}"}) as run:
         (run.workdir / "aegis").write_text(
@@ -175,20 +156,6 @@ def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [4.9, 7.0])
-def test_an_agent_that_pauses_while_its_process_goes_on_blames_nobody(tmp_path, seconds):
-    variables = {"ZAYA_HEARTBEAT_SECONDS": "20"}
-    with start(tmp_path, agents=2, steps=400, variables=variables) as run:
-        run.until_step(30)
-        run.processes[1].send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        run.processes[1].send_signal(signal.SIGCONT)
-        run.until_step(run.steps()[-1] + 100)
-        assert not [e for e in run.events() if e.kind in ("hangs", "lost", "died")]
-        assert len(run.events("started")) == 1
-
-
-@pytest.mark.slow
 def test_an_agent_of_another_job_is_refused(tmp_path):
     with start(tmp_path, agents=2, steps=40_000, variables={"ZAYA_JOIN_SECONDS": "5"}) as run:
         run.until_step(2)
@@ -245,24 +212,14 @@ def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
     assert agent.returncode == cli.PREEMPTED and "while it looked for its leader" in err, err
 
 
-@pytest.mark.slow
-def test_a_second_agent_leaves_a_run_s_events_alone(tmp_path):
-    """Its training was refused, but "ended: exit code 2" stood in the midst of the events of a run
-    that went on."""
-    claims.take(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    asked = command(tmp_path, 5, 0.01)
-    try:
-        second = subprocess.run(
-            asked, env=ALONE, timeout=60, check=False, capture_output=True, text=True
-        )
-    finally:
-        claims.release(tmp_path)
-    assert (
-        second.returncode == cli.BAD_INPUT
-        and f"in use by process {os.getpid()} on" in second.stderr
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json"]
+def test_a_second_agent_is_refused_before_it_starts_anything(tmp_path, called, monkeypatch):
+    def refuse(workdir):
+        raise cli.UserError(f"{workdir} is in use")
+
+    monkeypatch.setattr(claims, "require_free", refuse)
+    code, _, err = called(supervise, "--", f"--workdir={tmp_path}")
+    assert code == cli.BAD_INPUT and err == f"error: --workdir={tmp_path} is in use\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_refused_start_leaves_nothing(tmp_path):

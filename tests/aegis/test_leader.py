@@ -1,6 +1,7 @@
 """The leader hears sound messages, and no odd one of an agent that it knows ends it. Events passed to a
 command are never waited for, and failures counted."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -117,6 +118,20 @@ def test_the_last_save_before_an_exit_counts(leader, tmp_path, monkeypatch):
     go_on.set()
     leader.receive(1, ["exited", 1, 1, 75], 1.0)
     assert leader.decider.state == "ending" and leader._newest == 10
+
+
+@pytest.mark.parametrize(("patience", "state"), [(30.0, "running"), (6.0, "dumping")])
+def test_all_who_wait_alike_have_the_time_of_a_link_that_comes_back(
+    leader, monkeypatch, patience, state
+):
+    said, options = [], dataclasses.replace(leader._options, patience=patience)
+    monkeypatch.setattr(leader, "_options", options)
+    monkeypatch.setattr(leader, "_log", lambda kind, fields: said.append(kind))
+    for now in (5.0, 5.5, 6.5):
+        hung = facts.Hung(1, 1, "seen", "stuck at the same point", now, all_wait=True)
+        monkeypatch.setattr(leader._hangs, "find", lambda _, hung=hung: hung)
+        leader.poll(now)
+    assert leader.decider.state == state and said.count("waits") == 1
 
 
 def test_training_that_goes_back_is_heard_of_again(leader):

@@ -3,10 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from saved_trees import save_tree
 
 from zaya_jax.checkpoint.run import store
 from zaya_jax.config import Checkpoint
+
+
+def put(x, *spec, shape=(4, 2)):
+    """An array on the eight devices, as a mesh of this shape."""
+    devices = np.array(jax.devices()).reshape(shape)
+    mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def small(number):

@@ -81,8 +81,7 @@ def test_an_old_copy_that_stays_is_no_failure_of_the_new_one(run, monkeypatch, c
         raise storage.Unreachable("cannot delete")
 
     monkeypatch.setattr(Vault, "remove", dies)
-    settings = Checkpoint(keep=1, durable=str(copies))
-    checkpoints = store.Store(root.parent, settings, print)
+    checkpoints = store.Store(root.parent, Checkpoint(keep=1, durable=str(copies)), print)
     checkpoints.find_newest()
     checkpoint_helpers.save(checkpoints, 8)
     assert checkpoints.close() == [] and 8 in Vault(str(copies)).steps()

@@ -9,8 +9,7 @@ import multiprocess_runs
 import numpy as np
 import optax
 import pytest
-from checkpoint_helpers import same
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from checkpoint_helpers import put, same
 from orbax.checkpoint import v1 as ocp
 from refusals import check_storage_error
 
@@ -53,13 +52,10 @@ def rows(seed):
 
 def state(seed, shape=(4, 2)):
     """A state whose optimizer is no tree of dicts, on a mesh."""
-    mesh = Mesh(
-        np.array(jax.devices()).reshape(shape), ("data", "expert"), axis_types=(AxisType.Auto,) * 2
-    )
-    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    normal = np.random.default_rng(seed).normal(size=(2, 64, 8))
     params = {
-        "layers": {"w": put(np.random.default_rng(seed).normal(size=(2, 64, 8)), None, "data")},
-        "whole": put(jnp.full((64, 3), seed, jnp.bfloat16)),
+        "layers": {"w": put(normal, None, "data", shape=shape)},
+        "whole": put(jnp.full((64, 3), seed, jnp.bfloat16), shape=shape),
     }
     return {"params": params, "optimizer": optax.adam(1e-3).init(params), "seen": np.float32(seed)}
 

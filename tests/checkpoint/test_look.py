@@ -8,11 +8,10 @@ import os
 import re
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from checkpoint_helpers import put
 from saved_trees import save_tree
 
 from experiments.checkpoint import __main__ as checkpoint
@@ -27,14 +26,9 @@ from zaya_jax.training.workdir import open_workdir
 def workdir(tmp_path_factory):
     """A run's folder with steps 4 and 9, of eight devices."""
     folder = open_workdir(tmp_path_factory.mktemp("look") / "run", config.check(config.default()))
-    mesh = Mesh(
-        np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2
-    )
-    cut = NamedSharding(mesh, PartitionSpec(("data", "expert"), None))
-    whole = NamedSharding(mesh, PartitionSpec())
     checkpoints = store.Store(folder, Checkpoint())
     for step in (4, 9):
-        w, b = jax.device_put(jnp.ones((32, 1000)), cut), jax.device_put(jnp.ones(7), whole)
+        w, b = put(jnp.ones((32, 1000)), ("data", "expert"), None), put(jnp.ones(7))
         state = {"params": {"w": w, "b": b}, "optimizer": {"w": w.astype(jnp.bfloat16)}}
         meta = {
             "step": step,

@@ -95,8 +95,7 @@ def test_an_error_of_one_is_everybodys_once_all_have_answered():
     for thread in run.begin([0, 1, 2]):
         thread.join()
     run.lifelines[2].report(1, "by none", certain=False)
-    ends = run.wait_for_ends(3)
-    assert set(ends.values()) == {RunEnd(1, 2, HOST, "by none")}
+    assert set(run.wait_for_ends(3).values()) == {RunEnd(1, 2, HOST, "by none")}
 
 
 def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():

@@ -89,8 +89,7 @@ def store_of(lengths, shards=1):
 def test_layouts_hold_every_token_once(lengths, seq_len, packing, shards):
     lengths = np.array(lengths)
     shards = min(shards, len(lengths))
-    store = store_of(lengths, shards)
-    layout = layouts.layout_of(store, seq_len, packing)
+    layout = layouts.layout_of(store_of(lengths, shards), seq_len, packing)
     rows = [layout.spans(r) for r in range(layout.num_rows)]
     assert all(0 < sum(b - a for a, b in row) <= seq_len for row in rows)
     spans = sorted(span for row in rows for span in row)

@@ -222,8 +222,7 @@ def of_module(name: str, args: list[str], needs: bool) -> str:
 
 def of_make(args: list[str], needs: bool) -> str:
     """Commands of make: its targets, their arguments, and the programs that receive these."""
-    text = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z-]+):", text, re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     given = dict(arg.split("=", 1) for arg in args if "=" in arg)
     names = [arg for arg in args if "=" not in arg]
     for name in names:

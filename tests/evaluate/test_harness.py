@@ -121,8 +121,7 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
     found = lm.generate_until(requests("generate_until", *asked), disable_tqdm=True)
     assert found[1] == found[0].split(plain[3])[0]
     assert found[2] != found[3]  # requests have seeds of their own
-    again = lm.generate_until(requests("generate_until", *asked), disable_tqdm=True)
-    assert again == found
+    assert lm.generate_until(requests("generate_until", *asked), disable_tqdm=True) == found
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,7 @@ def test_what_it_writes_adds_up(small, tmp_path):
     done = run(f"--config={small}", "--target=cpu", "--devices=2", f"--out={out}")
     assert done.returncode == 0, done.stderr
     assert "two: the same program as 'one'" in done.stdout
-    found = json.loads((out / "compile.json").read_text())
-    one, two = found["phases"]
+    one, two = json.loads((out / "compile.json").read_text())["phases"]
     assert (one["sequences"], one["micro_batches"], one["tokens_per_device"]) == (4, 2, 64)
     assert two["same_as"] == "one" and {**two, "phase": "one"} == {**one, "same_as": "one"}
     memory = one["memory"]

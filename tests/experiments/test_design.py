@@ -105,8 +105,7 @@ def test_the_front_is_of_depth_training_and_answering_without_strains(result):
 
 def test_shapes_are_near_the_budgets_and_fit_the_tiles(result):
     for row in result["shapes"]:
-        model = config_lib.check(search.configured(row["settings"])).model
-        counts = zaya.param_counts(model)
+        counts = zaya.param_counts(config_lib.check(search.configured(row["settings"])).model)
         # Vectors, which the search does not count, are a hundredth at this size.
         assert counts["active_without_embedding"] == pytest.approx(ACTIVE, rel=0.03)
         assert counts["without_embedding"] == pytest.approx(TOTAL, rel=0.03)
@@ -165,10 +164,8 @@ def test_long_contexts_lie_over_devices_as_in_zaya1_s_phases():
 
 
 def test_the_picture_is_whole_and_no_two_labels_overlap(result):
-    drawn = picture.draw(result)
-    svg = ET.fromstring(re.search(r"<svg.*</svg>", drawn, re.DOTALL)[0])
-    circles = svg.findall(".//circle")
-    assert len(circles) == len(result["shapes"])
+    svg = ET.fromstring(re.search(r"<svg.*</svg>", picture.draw(result), re.DOTALL)[0])
+    assert len(svg.findall(".//circle")) == len(result["shapes"])
     labels = [text for text in svg.findall(".//text") if text.get("class") == "value"]
     boxes = []
     for text in labels:

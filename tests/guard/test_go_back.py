@@ -137,8 +137,7 @@ SHORT = {
 
 @pytest.mark.slow
 def test_a_wrong_device_is_named_and_what_it_may_have_spoilt_is_given_up(run, tmp_path, capsys):
-    flip = {"kind": "flip", "device": 2, "first": 8}
-    assert run("run", bad=[flip], **SHORT) == cli.HARDWARE
+    assert run("run", bad=[{"kind": "flip", "device": 2, "first": 8}], **SHORT) == cli.HARDWARE
     out = capsys.readouterr().out
     assert (
         "computes wrongly" in out

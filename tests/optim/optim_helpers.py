@@ -92,8 +92,7 @@ def mesh_step(optimizer, mesh, specs):
     a first dim of one part per device, whose sum is the gradient."""
 
     def step(params, state, parts, lr):
-        grads = jax.tree.map(lambda x: x[0], parts)
-        updates, state = optimizer.update(grads, state, params, lr=lr)
+        updates, state = optimizer.update(jax.tree.map(lambda x: x[0], parts), state, params, lr=lr)
         return optax.apply_updates(params, updates), state
 
     axes = tuple(mesh.shape)

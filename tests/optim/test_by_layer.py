@@ -187,8 +187,7 @@ def test_a_step_is_the_same(devices, monkeypatch):
     monkeypatch.setattr(by_layer, "MIN_LAYER_SIZE", 2**60)
     optimizer, theirs, args = program(SETTINGS, devices)
     assert not optimizer.layout.by_layer
-    expected = jax.device_get(theirs(*args))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.device_get(theirs(*args)))
 
 
 @pytest.mark.slow

@@ -140,8 +140,7 @@ def test_clipping_is_by_the_norm_of_all_weights(params):
         assert float(state.figures["clipped"]) == clipped
         np.testing.assert_allclose(state.figures["grad_norm"], norm, rtol=1e-6)
         factor = min(1, limit / norm) if limit else 1
-        optimizer = chain.build(Optim(), Precision(), params)
-        arrays = optimizer.arrays(state)
+        arrays = chain.build(Optim(), Precision(), params).arrays(state)
         momentum = arrays["momentum"]["layers/router/out/kernel"]
         np.testing.assert_allclose(
             momentum, 0.05 * factor * grads["layers"]["router"]["out"]["kernel"], rtol=1e-4

@@ -140,8 +140,7 @@ def test_memory_is_an_eighth_where_stacks_divide():
 
 
 def test_one_device_needs_no_bucket(like):
-    optimizer = chain.build(Optim(), Precision(), like, axes=dict(data=1, expert=1))
-    assert not optimizer.layout.sharded
+    assert not chain.build(Optim(), Precision(), like, axes=dict(data=1, expert=1)).layout.sharded
 
 
 def test_buckets_join_stacks_of_one_shape():

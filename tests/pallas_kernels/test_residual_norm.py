@@ -100,8 +100,7 @@ def test_many_programs_of_many_tiles(columns, monkeypatch):
 
 
 def small_tiles(make, rows, columns, kernel):
-    tile = make(rows, columns, kernel)
-    return tile._replace(tall=2, steps=3)
+    return make(rows, columns, kernel)._replace(tall=2, steps=3)
 
 
 def test_rows_too_wide_for_registers_are_left_to_xla(monkeypatch):

@@ -76,8 +76,7 @@ def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np
     """Rows of documents of uneven lengths, and very uneven numbers of real targets."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 64, (rows, length + 1)).astype(np.int32)
-    starts = rng.random((rows, length)) < 0.1
-    segments = (1 + np.cumsum(starts, 1)).astype(np.int32)
+    segments = (1 + np.cumsum(rng.random((rows, length)) < 0.1, 1)).astype(np.int32)
     mask = (np.arange(length) < rng.integers(0, length + 1, (rows, 1))).astype(np.float32)
     mask[3], mask[5] = 0, 1
     return {

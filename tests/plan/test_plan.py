@@ -208,8 +208,7 @@ def test_a_plan_has_the_settings_that_follow_from_figures(figures, levels, tmp_p
     (tmp_path / "all.json").write_text(measured.to_json(figures))
     found = case(1280, hardware__figures=str(tmp_path))
     assert {len(way.levels) for way in found.layout.by_layer.values()} == {levels}
-    likely = rates.for_cluster(CLUSTER, tmp_path)
-    assert likely.ring.value == pytest.approx(figures.ring_step())
+    assert rates.for_cluster(CLUSTER, tmp_path).ring.value == pytest.approx(figures.ring_step())
 
 
 def test_context_across_nodes_uses_the_cards():

@@ -142,8 +142,7 @@ def test_a_trained_workdir_is_exported_in_float32_with_its_phase_s_rope(tmp_path
     params, bias = train_state(tmp_path / "work", config.check(given), 3)
     out = exchange.to_hf(f"{tmp_path / 'work'}@3", tmp_path / "out")
     assert all(x.dtype == np.float32 for x in read_all(out).values())
-    loaded = hf.Directory(out)
-    assert loaded.model.rope_parameters.hybrid.rope_theta == 777.0
+    assert hf.Directory(out).model.rope_parameters.hybrid.rope_theta == 777.0
     params["layers"]["router"]["eda"] = params["layers"]["router"]["eda"].at[0].set(1.0)
     for name in (out, f"{tmp_path / 'work'}@3"):
         ours, our_bias = any_model.find(name).load_weights()

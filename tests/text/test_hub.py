@@ -59,8 +59,7 @@ def test_a_saved_dict_needs_a_split_named(splits, tmp_path, pattern):
         lambda: here(Options([pattern.format(splits)]), tmp_path / "out"),
     )
     # Both by name, or the one that there is.
-    given = [str(splits / "train"), str(splits / "test")]
-    manifest, _ = here(Options(given), tmp_path / "out")
+    manifest, _ = here(Options([str(splits / "train"), str(splits / "test")]), tmp_path / "out")
     assert manifest["trim"]["kept"] == 3
     shutil.rmtree(splits / "test")
     here(Options([str(splits)]), tmp_path / "one")

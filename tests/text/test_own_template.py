@@ -105,8 +105,7 @@ def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_
     learnt = own.decode_with_specials(document.tokens[document.predicted].tolist())
     assert learnt == "".join(ANSWERS)
     assert form.ending == (own.encode_with_specials("<|im_end|>")[0], [])
-    prompt = form.prompt_ids(messages()[:2])
-    assert own.decode_with_specials(prompt) == BETWEEN[0]
+    assert own.decode_with_specials(form.prompt_ids(messages()[:2])) == BETWEEN[0]
 
 
 @pytest.mark.parametrize(("room", "outcome"), [(-1, chat.REDUCED), (-30, chat.DROPPED)])

@@ -11,8 +11,7 @@ from zaya_jax.text.shard_format import SPLITS
 
 
 def test_the_standard_library_is_a_corpus():
-    files = text_files.list_files("stdlib")
-    names = [name for name, _ in files]
+    names = [name for name, _ in text_files.list_files("stdlib")]
     assert names == sorted(names) and "json/decoder.py" in names
     assert not any("site-packages" in name for name in names)
     share = sum(text_files.hash_below(name, text_files.HELD_OUT_SHARE) for name in names) / len(

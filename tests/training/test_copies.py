@@ -56,8 +56,7 @@ def keys(tmp_path_factory):
 def on(devices, **keys):
     """(config, setup, state's shapes, its snapshots) on so many devices."""
     config = settings(**keys)
-    mesh = make_mesh(config.mesh, tiny_runs.ALL_DEVICES[:devices])
-    setup = states.set_up(config, mesh)
+    setup = states.set_up(config, make_mesh(config.mesh, tiny_runs.ALL_DEVICES[:devices]))
     state = states.abstract(config, setup)
     return config, setup, state, snapshot.Snapshots(setup.optimizer, state)
 
@@ -74,8 +73,7 @@ def run(keys, tmp_path_factory):
     }
     meta = {"step": 6, "tokens": 6}
     save_tree(store.Store(folder / "given"), 6, trees.nested(numbers), meta, last=True)
-    state = restored(snapshots, folder / "given")
-    copy = snapshots.take(state)
+    copy = snapshots.take(restored(snapshots, folder / "given"))
     store.Store(folder / "run").save_now(6, copy, meta, snapshots.locations)
     for name, x in trees.flat(partial.read(folder / "run", "*")).items():
         np.testing.assert_array_equal(x, numbers[name], name)
@@ -90,8 +88,7 @@ def restored(snapshots, folder):
 def check_copies(optimizer, state, weights):
     """Params are these weights: copies rounded once, all others in full."""
     for path, x in trees.flat(state["params"], "/").items():
-        copied = path in optimizer.layout.copied
-        assert x.dtype == ("bfloat16" if copied else "float32")
+        assert x.dtype == ("bfloat16" if path in optimizer.layout.copied else "float32")
         np.testing.assert_array_equal(x, weights[path].astype(x.dtype), path)
 
 
@@ -117,9 +114,11 @@ def check_same(ours, theirs):
 
 
 @pytest.mark.slow
-def test_a_run_with_copies_is_the_run_without(keys, tmp_path):
-    """From its beginning, and from the other's checkpoint."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+@pytest.mark.parametrize("more", [{}, {"data__micro_batch": 4, "guard__replay_every": 2}])
+def test_a_run_with_copies_is_the_run_without(keys, tmp_path, more):
+    """From its beginning, and from the other's checkpoint; of two micro-batches and gradients made
+    again, too."""
+    ours, theirs, keys = tmp_path / "ours", tmp_path / "theirs", keys | more
     assert train(ours, 4, **keys) == cli.DONE
     assert train(theirs, 4, precision__weights="float32", **keys) == cli.DONE
     check_same(ours, theirs)
@@ -129,14 +128,6 @@ def test_a_run_with_copies_is_the_run_without(keys, tmp_path):
         assert train(again, 4, **keys) == cli.DONE
         check_same(again, ours)
         shutil.rmtree(again)
-
-
-@pytest.mark.slow
-def test_the_same_of_two_micro_batches_and_gradients_made_again(keys, tmp_path):
-    keys = keys | {"data__micro_batch": 4, "run__num_steps": 3, "guard__replay_every": 2}
-    assert train(tmp_path / "ours", 4, **keys) == cli.DONE
-    assert train(tmp_path / "theirs", 4, precision__weights="float32", **keys) == cli.DONE
-    check_same(tmp_path / "ours", tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])

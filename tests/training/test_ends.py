@@ -155,8 +155,7 @@ def test_unhealthy(run, tmp_path, capsys, monkeypatch):
     workdir = tmp_path / "run"
     assert last_step(workdir) == 16  # the sixth of them, and the step in flight
     assert (workdir / "report.html").exists()
-    steps = folders.steps_in(workdir / "checkpoints")
-    assert steps == [4, 8, 12, 16]
+    assert folders.steps_in(workdir / "checkpoints") == [4, 8, 12, 16]
     assert (
         "step 8's: a run in a new workdir begins with its weights by"
         f" --config.run.init_from={workdir}@8" in (capsys.readouterr().out)

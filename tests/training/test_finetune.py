@@ -233,8 +233,7 @@ def test_bad_chats_are_one_line(folder, tmp_path, content, message):
 def test_other_bad_input_is_one_line(folder, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
-    content = re.sub(r"turn\|>", "x|>", tokenizers.Bytes().json())
-    (bare / "tokenizer.json").write_text(content)
+    (bare / "tokenizer.json").write_text(re.sub(r"turn\|>", "x|>", tokenizers.Bytes().json()))
     prepared = tmp_path / "prepared"
     prepare.prepare(Options([str(folder / "text")]), str(prepared), 1, lambda *_: None)
     chats = str(folder / "chats.jsonl")

@@ -291,8 +291,7 @@ def test_the_export_is_the_run_over_few_bits(in_few_bits, untrained, tmp_path):
 def test_a_published_base_keeps_its_codes(untrained, tmp_path):
     """A run has the numbers of a quantized directory, not those of a second rounding."""
     for form in quantized.FORMATS:
-        folder = exchange.to_hf(f"{untrained}/base", tmp_path / form, quantize=form)
-        source = hf.Directory(folder)
+        source = hf.Directory(exchange.to_hf(f"{untrained}/base", tmp_path / form, quantize=form))
         decoded = few_bits.FewBits(source, form, decoded=True)
         for name, axis in quantized.INPUT_AXES.items():
             codes, scale = few_bits.FewBits(source, form).of_layer(name, 1)

@@ -45,8 +45,7 @@ ROWS, LENGTH = 16, 16
 def batch(rng):
     """Rows of documents of uneven lengths, and very uneven numbers of real targets."""
     tokens = rng.integers(0, 64, (ROWS, LENGTH + 1)).astype(np.int32)
-    starts = rng.random((ROWS, LENGTH)) < 0.15
-    segments = (1 + np.cumsum(starts, 1)).astype(np.int32)
+    segments = (1 + np.cumsum(rng.random((ROWS, LENGTH)) < 0.15, 1)).astype(np.int32)
     mask = (np.arange(LENGTH) < rng.integers(0, LENGTH + 1, (ROWS, 1))).astype(np.float32)
     mask[3] = 0
     return {
