@@ -290,11 +290,11 @@ def run_processes(job: Job, tasks: list[Task], max_running: int) -> Iterator[tup
     each when it is done, with its number of tokens.
     """
     spawn = multiprocessing.get_context("spawn")
-    stop = spawn.Event()
+    # The workers end when its other end is closed. No event: its `set` waits for each worker that
+    # waited for it, for ever if one has ended meanwhile.
+    lifeline, held = spawn.Pipe(duplex=False)
     count = min(max_running or os.cpu_count() or 1, len(tasks))
-    with concurrent.futures.ProcessPoolExecutor(
-        count, spawn, _start_worker, (stop, os.getpid())
-    ) as pool:
+    with concurrent.futures.ProcessPoolExecutor(count, spawn, _start_worker, (lifeline,)) as pool:
         try:
             running = {pool.submit(run_task, task, job): task for task in tasks}
             for future in concurrent.futures.as_completed(running):
@@ -306,19 +306,18 @@ def run_processes(job: Job, tasks: list[Task], max_running: int) -> Iterator[tup
             ) from None
         except BaseException:  # the other tasks must not go on writing
             pool.shutdown(wait=False, cancel_futures=True)
-            stop.set()
+            held.close()
             raise
 
 
-def _start_worker(stop: Any, parent: int) -> None:
+def _start_worker(lifeline: Any) -> None:
     """In a worker: leave Ctrl-C to the parent, and end when the parent has ended or says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Before its first use: the tokenizers library has threads, and processes share the cores.
     os.environ["RAYON_NUM_THREADS"] = "1"
 
     def watch() -> None:
-        while os.getppid() == parent and not stop.wait(0.2):
-            pass
+        lifeline.poll(None)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
