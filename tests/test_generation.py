@@ -159,12 +159,14 @@ def test_rows_stop_each_by_itself(weights):
         rows = decode.Continuation(
             decoder, prompts, 20, seeds=[1, 2, 3], sampling=Sampling(5.0), ends=ends
         )
-        return generation.generate(rows, BYTES, prompts, stop)
+        return generation.generate(rows, BYTES, prompts, stop), rows.ids
 
-    free = generate()
+    free, free_ids = generate()
     assert [len(text) for text in free] == [20] * 3 and len(set(free)) == 3
     stop = free[1][9:12]
-    stopped = generate([stop])
+    stopped, ids = generate([stop])
     assert stopped == [text.split(stop)[0] for text in free]
     assert len(stopped[1]) <= 9
-    assert generate(ends=BYTES.encode(free[0][0]))[0] == ""
+    # One character of these texts is one id: a stopped row has no ids beyond its text.
+    assert ids == [row[: len(text)] for row, text in zip(free_ids, stopped, strict=True)]
+    assert generate(ends=BYTES.encode(free[0][0]))[0][0] == ""

@@ -387,6 +387,10 @@ def test_it_continues_whatever_it_is_given(model, ids):
     assert (
         model.generate(rows, 5, ends=[found[0][4]])[0] == found[0][: found[0].index(found[0][4], 2)]
     )
+    whole = model.generate("ab", 9)
+    (text, until) = model.generate("ab", 9, stop=[whole[5]], log_probs=True)
+    assert len(until) == len(text) - 2 < 9  # a character is a token here
+    assert len(model.generate([5], 0, log_probs=True)[1]) == 0
     seed = np.int64(7)  # as of an array
     several = model.generate("ab", 4, temperature=1.0, samples=2, seed=seed)
     assert several == model.generate(iter(["ab", "ab"]), 4, temperature=1.0, seed=[7, 8])

@@ -6,6 +6,7 @@ end of document, or after its number of tokens.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -31,13 +32,17 @@ def stream(
     """The text that each row gains, as it comes; `prompts` are the ids that `rows` continues.
 
     With `follows` a row's text continues its prompt; otherwise it stands alone, as an answer does.
+    A row that a stop string ends keeps in `rows.ids` the ids of its text alone.
     """
     texts = [Text(tokenizer, stop, ids if follows else ()) for ids in prompts]
     while not rows.ended:
-        new = [text.add(ids) for text, ids in zip(texts, rows.more(), strict=True)]
+        added = rows.more()
+        new = [text.add(ids) for text, ids in zip(texts, added, strict=True)]
         for row, text in enumerate(texts):
-            if text.stopped:
+            if text.stopped and added[row]:
                 rows.end(row)
+                again = Text(tokenizer, before=prompts[row] if follows else ())
+                rows.ids[row] = _spelling(text.length, rows.ids[row], again)
         yield new
     yield [text.rest() for text in texts]
 
@@ -72,6 +77,7 @@ class Text:
         self._settled = len(text)  # characters of these ids' text
         # The settled text that may begin a stop string.
         self.stopped, self._held = False, ""
+        self.length = 0  # of the text so far
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that these tokens settle."""
@@ -98,22 +104,22 @@ class Text:
         text = self._held + new
         end = len(text)
         if not to_the_end:
-            end -= max((_begun(text, stop) for stop in self._stop), default=0)
+            begun = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+            end -= max((len(part) for part in begun if text.endswith(part)), default=0)
         # Of several stop strings the one that ends first counts, however many tokens came at once.
         begins = [(text.find(stop), stop) for stop in self._stop if stop in text]
         if begins:
             self.stopped = True
             _, end = min((begin + len(stop), begin) for begin, stop in begins)
         self._held = text[end:]
+        self.length += end
         return text[:end]
 
 
-def _begun(text: str, stop: str) -> int:
-    """The length of the longest beginning of a stop string with which a text ends."""
-    for length in range(len(stop) - 1, 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def _spelling(length: int, ids: Sequence[int], text: Text) -> list[int]:
+    """The first ids that spell so many characters of a text, as few as there are."""
+    lengths = itertools.accumulate(len(text.add([token])) for token in ids)
+    return [*ids[: sum(shorter < length for shorter in lengths) + (length > 0)]]
 
 
 def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:

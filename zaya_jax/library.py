@@ -269,15 +269,10 @@ class LanguageModel:
     ) -> list[np.ndarray]:
         """The log-probability of each new token, given all before it."""
         wholes = [[*row, *added] for row, added in zip(rows, new, strict=True)]
-        shape = len(wholes), max(map(len, wholes))
-        ids, labels = np.zeros(shape, int), np.full(shape, functions.IGNORED)
-        for i, (row, added) in enumerate(zip(rows, new, strict=True)):
-            end = len(wholes[i])
-            ids[i, :end] = wholes[i]
-            labels[i, len(row) - 1 : end - 1] = added
-        scores = np.zeros(shape, np.float32)
-        if any(new):
-            scores = self.scores(ids, labels)[0]
+        longest = max(map(len, wholes))
+        # One more column, since a prompt of one token may have gained none.
+        ids = np.asarray([[*whole, *[0] * (longest + 1 - len(whole))] for whole in wholes])
+        scores = self.scores(ids[:, :-1], ids[:, 1:])[0]
         return [
             scores[i, len(row) - 1 :][: len(added)]
             for i, (row, added) in enumerate(zip(rows, new, strict=True))
