@@ -155,6 +155,19 @@ def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, p
         check_refused(words, tokenizers.with_model_ids, with_ids(None, None, given), tok)
 
 
+def test_a_tokenizer_without_known_names_is_read_as_its_refusal_advises(tmp_path):
+    content = tokenizers.Bytes().json()
+    for names in (tokenizers.BOS_NAMES, tokenizers.EOS_NAMES):
+        for name in names:
+            content = content.replace(name, name.strip("<>").upper())
+    (tmp_path / "mine.json").write_text(content)
+    says = f"into {tokenizers.META_FILE} next to it, and name the file {tokenizers.FILE}"
+    check_refused(says, tokenizers.load, tmp_path / "mine.json")
+    (tmp_path / tokenizers.META_FILE).write_text('{"bos_id": 5, "eos_id": 6, "pad_id": 7}')
+    (tmp_path / "mine.json").rename(tmp_path / tokenizers.FILE)
+    assert tokenizers.load(tmp_path / tokenizers.FILE).eos_id == 6
+
+
 def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(bpe._content)
     assert tokenizers.load(tmp_path / "tokenizer.json").bos_id == bpe.bos_id

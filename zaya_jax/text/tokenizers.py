@@ -307,14 +307,16 @@ class HuggingFace(Tokenizer):
             raise UserError(
                 f"tokenizer {where} has no begin- or end-of-document token under a known name "
                 f"({', '.join(BOS_NAMES)}); "
-                f"write its ids as bos_id, eos_id, pad_id into {META_FILE} next to it"
+                f"write its ids as bos_id, eos_id, pad_id into {META_FILE} next to it, and name the"
+                f" file {FILE}"
             )
         for key, value in ids.items():
             chosen = end if value is None else value
             if type(chosen) is not int or not 0 <= chosen < self.vocab_size:
                 raise UserError(
                     f"tokenizer {where} has ids below {self.vocab_size:,}, but {key}={chosen!r} in"
-                    f" {META_FILE} or config.json next to it; write the right one into {META_FILE}"
+                    f" {META_FILE} or config.json next to it; write the right one into {META_FILE},"
+                    f" and name the file {FILE}"
                 )
             setattr(self, key, chosen)
 
