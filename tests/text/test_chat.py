@@ -353,6 +353,11 @@ FORMS = {
         "chosen": [ASKED, answer("two")],
         "rejected": [ASKED, answer("three")],
     },
+    "the prompt's turns twice": {
+        "prompt": [ASKED],
+        "chosen": [ASKED, answer("two")],
+        "rejected": [ASKED, answer("three")],
+    },
     "a text and turns": {
         "prompt": "How many?",
         "chosen": [answer("two")],

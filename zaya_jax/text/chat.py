@@ -177,7 +177,7 @@ class Pair(NamedTuple):
 
 def parse_pair(record: Mapping[str, Any]) -> Pair:
     """A record with `chosen` and `rejected`: two answers to its `prompt`, each of the three a text
-    or a list of turns; or two whole conversations, which may have the prompt, as a text, in them.
+    or a list of turns; or two whole conversations, which may have the prompt in them.
     """
     prompt = record.get("prompt")
     whole = False
@@ -186,6 +186,8 @@ def parse_pair(record: Mapping[str, Any]) -> Pair:
         turns = [{"role": "assistant", "content": side}] if isinstance(side, str) else side
         if not isinstance(turns, list) or not turns:
             raise BadChat(f"{PAIR_FORM}; this one has {named_fields(record)}")
+        if isinstance(prompt, list) and turns[: len(prompt)] == prompt:  # a whole conversation
+            turns = turns[len(prompt) :]
         before: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         whole = not isinstance(prompt, list) and not parse_turn(turns[0]).is_answer
         if not whole and not isinstance(before, list):
