@@ -150,8 +150,8 @@ class PreparedStore:
             raise UserError(
                 f"{self.name} was prepared with another tokenizer ({made_by['kind']},"
                 f" {made_by['vocab_size']} ids) than {described_as} ({tokenizer.kind},"
-                f" {tokenizer.vocab_size} ids); give {copied}{join(self.name, 'tokenizer')}"
-                " instead, or prepare the text again"
+                f" {tokenizer.vocab_size} ids); prepare the text again with the latter, or for fresh"
+                f" weights give {copied}{join(self.name, 'tokenizer')}"
             )
         template = (self.manifest.get("chats") or {}).get("template")
         if template not in (None, chat_template.fingerprint(tokenizer)):
