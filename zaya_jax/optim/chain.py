@@ -100,12 +100,13 @@ class Optimizer:
         With copies, `weights` are zeros until the caller puts in those of
         `layout.split_master_weights`.
         """
-        shapes = self.layout.state_shapes().items()
-        shares = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes}
+        shapes = self.layout.state_shapes()
+        shares = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
         matrices, vectors = self._by_method(shares)
-        groups = self.layout.metric_groups
-        names = [*NORMS, *(f"{norm}/{group}" for norm in NORMS for group in groups)]
-        figures = {name: jnp.zeros((), jnp.float32) for name in (*names, "clipped", "skipped")}
+        names = [*NORMS, "clipped", "skipped"]
+        for norm in NORMS:
+            names += [f"{norm}/{group}" for group in self.layout.metric_groups]
+        figures = {name: jnp.zeros((), jnp.float32) for name in names}
         weights = {name: shares[name] for name in self.layout.copied.values()}
         adam, momentum = self.adam.init(vectors), self.muon.init(matrices)
         return OptimizerState(adam, momentum, skip.init(), figures, weights)
@@ -140,25 +141,25 @@ class Optimizer:
         squares = layout.sum_squares(apart(shares))
         norm = jnp.sqrt(sum(squares.values()))
         keep, skip_state = skip.decide(self.skip_update, norm, state.skip, self.spike_deviations)
-        clip_norm = self.optim.clip_norm
-        factor = jnp.ones(())
-        if clip_norm:
-            factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
-        # Clip on read. On one device the shares are the gradients themselves, so a clipped tree
-        # would be a second full copy.
-        clip = functools.partial(jnp.multiply, factor) if clip_norm else lambda g: g
+        factor, clip = jnp.ones(()), lambda g: g
+        if self.optim.clip_norm:
+            factor = jnp.minimum(1.0, self.optim.clip_norm / jnp.maximum(norm, 1e-30))
+            # Clip on read. On one device the shares are the gradients themselves, so a clipped
+            # tree would be a second full copy.
+            clip = functools.partial(jnp.multiply, factor)
         directions, momentum, adam = self._directions(shares, state, always or keep, clip)
-        lr = lr if always else lr * keep  # directions are finite in any case
+        if not always:
+            lr = lr * keep  # directions are finite in any case
         directions = layout.gather_directions(directions)
-        own = {path: state.weights[name] for path, name in layout.copied.items()}
-        weights = layout.replace_leaves(params, own)
-        # Updates are made twice: for the norms on each device's own part of the weights, and then
-        # of all weights. All norms are read before the weights are overwritten; otherwise XLA
-        # cannot update them in place and inserts a copy.
-        own_weights = layout.disjoint_shares(weights)
-        own_updates = self._finish(layout.disjoint_shares(directions), own_weights, lr)
+        masters = {path: state.weights[name] for path, name in layout.copied.items()}
+        weights = layout.replace_leaves(params, masters)
+        # Updates are made twice: for the norms on each device's share of the weights, and then of
+        # all weights. All norms are read before the weights are overwritten; otherwise XLA cannot
+        # update them in place and inserts a copy.
+        share = layout.disjoint_shares(weights)
+        share_updates = self._finish(layout.disjoint_shares(directions), share, lr)
         figures = _norms("grad_norm", squares)
-        of_updates, of_weights = layout.tree_sum_squares(own_updates, own_weights)
+        of_updates, of_weights = layout.tree_sum_squares(share_updates, share)
         figures |= _norms("update_norm", of_updates) | _norms("param_norm", of_weights)
         weights, figures = jax.lax.optimization_barrier((weights, figures))
         result, masters = result_of(weights, self._finish(directions, weights, lr))
@@ -180,27 +181,26 @@ class Optimizer:
     def _finish(self, directions, weights, lr):
         """Updates of directions, all in float32: their size, decay of the weights, learning
         rate."""
-        optim, of_layout = self.optim, self.layout.weights
-
-        def scale(direction, w):  # from the whole matrix; a device may hold only a part
-            size = muon.matrix_scale(optim.muon_scale, w.matrix) if w.method == "muon" else 1.0
-            return direction.astype(jnp.float32) * size
-
-        def decay(update, w, weight):
-            decays = optim.weight_decay != 0 and self.rules[w.path].decay
-            return update + optim.weight_decay * weight if decays else update
-
-        leaves = list(map(scale, jax.tree.leaves(directions), of_layout))
-        leaves = list(map(decay, leaves, of_layout, jax.tree.leaves(weights)))
+        optim, layout = self.optim, self.layout
         rates = {"muon": -lr, "adamw": -lr * optim.adamw_lr_factor}
-        leaves = [rates[w.method] * x for x, w in zip(leaves, of_layout, strict=True)]
-        return jax.tree.unflatten(self.layout.treedef, leaves)
+        directions, weights = jax.tree.leaves(directions), jax.tree.leaves(weights)
+        updates = []
+        for w, direction, weight in zip(layout.weights, directions, weights, strict=True):
+            size = 1.0
+            if w.method == "muon":  # from the whole matrix; a device may hold only a part
+                size = muon.matrix_scale(optim.muon_scale, w.matrix)
+            update = direction.astype(jnp.float32) * size
+            if optim.weight_decay and self.rules[w.path].decay:
+                update = update + optim.weight_decay * weight
+            updates.append(rates[w.method] * update)
+        return jax.tree.unflatten(layout.treedef, updates)
 
     def _by_method(self, shares: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Muon's buckets, and AdamW's."""
-        of_muon = {name for name, method in self.layout.methods.items() if method == "muon"}
-        matrices = {name: x for name, x in shares.items() if name in of_muon}
-        return matrices, {name: x for name, x in shares.items() if name not in of_muon}
+        buckets: dict[str, dict[str, Any]] = {"muon": {}, "adamw": {}}
+        for name, x in shares.items():
+            buckets[self.layout.methods[name]][name] = x
+        return buckets["muon"], buckets["adamw"]
 
     # ############################################################################################
     # The state in programs and checkpoints
@@ -275,7 +275,7 @@ def match_rules(
     return matches
 
 
-def _row_of_ones_own(row: str) -> WeightRule:
+def _rule_of_row(row: str) -> WeightRule:
     """The rule of an entry of `optim.rows`."""
     pattern, _, method = row.rpartition("=")
     if method not in ("muon", "adamw"):
@@ -308,8 +308,7 @@ def build(
     leaves = jax.tree_util.tree_leaves_with_path(params)
     treedef: Any = jax.tree.structure(params)
     shapes = {trees.name_of(path, SLASH): tuple(leaf.shape) for path, leaf in leaves}
-    own = map(_row_of_ones_own, optim.rows)
-    rules = match_rules(shapes, (*table, *own))
+    rules = match_rules(shapes, (*table, *map(_rule_of_row, optim.rows)))
     if optim.name == "adamw":
         rules = {path: rule._replace(method="adamw") for path, rule in rules.items()}
     flat_specs = [PartitionSpec()] * len(shapes)
@@ -318,7 +317,7 @@ def build(
     copies = precision.weights == "compute" and precision.compute == "bfloat16"
     weights = []
     for (path, rule), spec in zip(rules.items(), flat_specs, strict=True):
-        # Products read these in the compute format, but those of the router.
+        # Products read matrices in the compute format, except the router's.
         copied = copies and rule.method == "muon" and rule.group != "router"
         weight = zero.Weight(
             path,
@@ -349,9 +348,10 @@ def build(
 def _axes_of_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     """The mesh axes of more than one device that split each dim."""
     dims = []
-    for dim in spec:
-        axes = (dim,) if isinstance(dim, str) else dim or ()
-        dims.append(tuple(axis for axis in axes if sizes.get(axis, 1) > 1))
+    for axes in spec:
+        if isinstance(axes, str):
+            axes = (axes,)
+        dims.append(tuple(axis for axis in axes or () if sizes.get(axis, 1) > 1))
     return tuple(dims)
 
 

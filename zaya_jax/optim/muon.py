@@ -139,7 +139,7 @@ def scale_by_muon(
             """A few matrices of a large stack at a time, with its momentum in place."""
             shape, size = g.shape, math.prod(g.shape[-2:])
             g, buf = g.reshape(-1, *shape[-2:]), buf.reshape(-1, *shape[-2:])
-            at_once = _greatest_divisor(len(g), max(CHUNK // size, 1))
+            at_once = greatest_divisor(len(g), max(CHUNK // size, 1))
 
             def iteration(i, carry):
                 buf, result = carry
@@ -174,8 +174,8 @@ def scale_by_muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _greatest_divisor(n: int, most: int) -> int:
-    """The greatest divisor of n that is at most this."""
+def greatest_divisor(n: int, most: int) -> int:
+    """The greatest divisor of n that is at most `most`."""
     return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
 
 

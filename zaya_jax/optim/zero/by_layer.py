@@ -28,8 +28,8 @@ import numpy as np
 from jax import lax
 
 from zaya_jax.optim.zero import owners
-from zaya_jax.optim.zero.grid import UNIT
-from zaya_jax.optim.zero.matrices import WASTE, Matrices, pad
+from zaya_jax.optim.zero.grid import UNIT, pad
+from zaya_jax.optim.zero.matrices import WASTE, Matrices
 
 # Numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB.
 MIN_LAYER_SIZE = 2**24
@@ -40,8 +40,8 @@ class ByLayer:
     bucket's."""
 
     def __init__(self, bucket: Matrices):
-        (weight,) = bucket.weights
-        self.bucket, self.layers = bucket, weight.shape[0]
+        (self.weight,) = bucket.weights
+        self.bucket, self.layers = bucket, self.weight.shape[0]
         self.matrices = bucket.count // self.layers  # per layer
         self.per_device, self.per_matrix, self.piece_size = _best_pieces(
             self.matrices, bucket.rows_per_matrix, bucket.num_replicas
@@ -87,7 +87,8 @@ class ByLayer:
     @property
     def stages(self) -> int:
         """The number of all-to-alls to the owners."""
-        return owners.num_stages(list(self.bucket.grid.axes.values()))
+        sizes = self.bucket.grid.shape
+        return len(sizes) + sum(owners.first_stage(size) > 1 for size in sizes)
 
     @property
     def sent(self) -> int:

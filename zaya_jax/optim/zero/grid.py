@@ -22,7 +22,7 @@ class Grid:
 
     def __init__(self, axes: Mapping[str, int], node: int = 1):
         self.axes = {axis: size for axis, size in axes.items() if size > 1}
-        self.names = tuple(self.axes)
+        self.names, self.shape = tuple(self.axes), tuple(self.axes.values())
         self.num_devices = math.prod(self.axes.values())
         self.nodes = np.arange(self.num_devices).reshape(-1, node)  # the devices of each
 
@@ -30,45 +30,39 @@ class Grid:
         """The number of devices along these axes."""
         return math.prod(self.axes[axis] for axis in axes)
 
+    def other_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The mesh's axes without these."""
+        return tuple(axis for axis in self.names if axis not in axes)
+
     def device_groups(self, outer: tuple[str, ...], inner: tuple[str, ...]) -> np.ndarray:
         """Devices [outer, inner] by their coordinates along these axes, which together are all axes."""
-        numbers = np.arange(self.num_devices).reshape(tuple(self.axes.values()))
+        numbers = np.arange(self.num_devices).reshape(self.shape)
         order = [self.names.index(axis) for axis in (*outer, *inner)]
         return numbers.transpose(order).reshape(self.size(outer), self.size(inner))
-
-    def coordinates(self, axes: tuple[str, ...], number: int) -> dict[str, int]:
-        """The coordinate along each axis of the number-th device along them all."""
-        places = {}
-        for axis in reversed(axes):
-            number, places[axis] = divmod(number, self.axes[axis])
-        return places
-
-    def flat_index(self, axes: tuple[str, ...], places: Mapping[str, int]) -> int:
-        """The inverse of `coordinates`."""
-        result = 0
-        for axis in axes:
-            result = result * self.axes[axis] + places[axis]
-        return result
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """The numbers from start to stop of an array in row-major order, as boxes in that order."""
-    if start >= stop:
-        return
     if not shape:
         yield ()
         return
     inner = math.prod(shape[1:])
-    (first, before), (last, after) = divmod(start, inner), divmod(stop, inner)
-    if first == last:
-        yield from ((slice(first, first + 1), *box) for box in boxes(shape[1:], before, after))
-        return
-    if before:
-        yield from ((slice(first, first + 1), *box) for box in boxes(shape[1:], before, inner))
-        first += 1
-    if first < last:
-        yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
-    yield from ((slice(last, last + 1), *box) for box in boxes(shape[1:], 0, after))
+    while start < stop:
+        first, before = divmod(start, inner)
+        last = stop // inner
+        if before == 0 and first < last:  # whole entries of the first dim
+            yield (slice(first, last), *whole_box(shape[1:]))
+            start = last * inner
+            continue
+        end = min(stop, (first + 1) * inner)
+        for box in boxes(shape[1:], before, before + end - start):
+            yield (slice(first, first + 1), *box)
+        start = end
+
+
+def whole_box(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """All numbers of an array, as a box."""
+    return tuple(slice(0, size) for size in shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +98,11 @@ class Weight:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that it is sharded over."""
-        return tuple(axis for dim in self.spec for axis in dim)
+        return sum(self.spec, ())
 
     def local(self, grid: Grid) -> tuple[int, ...]:
         """The shape of a device's part; UserError where the mesh does not divide it."""
+        local = []
         for size, axes in zip(self.shape, self.dims, strict=True):
             if size % grid.size(axes):
                 raise UserError(
@@ -115,9 +110,19 @@ class Weight:
                     f" devices ({', '.join(axes)}) along a dim of {size}; give the mesh sizes that"
                     " divide it"
                 )
-        return tuple(
-            size // grid.size(axes) for size, axes in zip(self.shape, self.dims, strict=True)
-        )
+            local.append(size // grid.size(axes))
+        return tuple(local)
+
+    def part(self, grid: Grid, device: int) -> tuple[slice, ...]:
+        """The box that a device holds."""
+        coordinates = dict(zip(grid.names, np.unravel_index(device, grid.shape), strict=True))
+        box = []
+        for size, axes in zip(self.local(grid), self.dims, strict=True):
+            number = 0  # of the part, along this dim
+            for axis in axes:
+                number = number * grid.axes[axis] + int(coordinates[axis])
+            box.append(slice(number * size, (number + 1) * size))
+        return tuple(box)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,13 +195,15 @@ class Bucket(abc.ABC):
         hold count on one of them."""
 
 
-def group_sums(
-    counts: Sequence[tuple[Weight, int]], index: jax.Array, values: jax.Array
-) -> Iterator[tuple[str, jax.Array]]:
-    """Sums of values by group; value i is the index[i]-th of all, and `counts` says how many each
-    weight has."""
-    start = 0
-    for w, count in counts:
-        inside = (index >= start) & (index < start + count)
-        yield w.group, jnp.sum(jnp.where(inside, values, 0.0))
-        start += count
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """Of an array's numbers, in float32."""
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def pad(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """Zeros behind a dim, up to this size."""
+    if x.shape[dim] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, size - x.shape[dim])
+    return jnp.pad(x, widths)

@@ -2,6 +2,7 @@
 package's head explains them."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.optim.zero import owners
 from zaya_jax.optim.zero.by_layer import ByLayer
-from zaya_jax.optim.zero.grid import Bucket, Grid, StateBox, Weight
+from zaya_jax.optim.zero.grid import Bucket, Grid, StateBox, Weight, sum_of_squares, whole_box
 from zaya_jax.optim.zero.matrices import Form, Matrices
 from zaya_jax.optim.zero.vectors import Vectors
 
@@ -42,10 +43,7 @@ class Unsharded(Bucket):
         return {}
 
     def state_boxes(self, name: str) -> list[StateBox]:
-        place, box = (
-            tuple(slice(0, n) for n in shape) for shape in (self.shape(name), self.weight.shape)
-        )
-        return [StateBox(name, 0, place, box)]
+        return [StateBox(name, 0, whole_box(self.shape(name)), whole_box(self.weight.shape))]
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         path = self.weight.path
@@ -56,7 +54,7 @@ class Unsharded(Bucket):
         return {path: buckets[path].reshape(self.weight.shape)}
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> GroupSums:
-        return [(self.weight.group, _square(buckets[self.weight.path]))]
+        return [(self.weight.group, sum_of_squares(buckets[self.weight.path]))]
 
 
 class Layout:
@@ -86,11 +84,8 @@ class Layout:
         self.methods = {name: bucket.method for name, bucket in self.bucket_of.items()}
         # The bucket of each weight that devices hold as a copy: the weights of its state are the
         # owner's, in float32.
-        self.copied = {
-            path: by_layer.bucket.name
-            for path, by_layer in self.by_layer.items()
-            if by_layer.bucket.weights[0].copy
-        }
+        by_layer = self.by_layer.items()
+        self.copied = {path: way.bucket.name for path, way in by_layer if way.weight.copy}
         # The number format of copies that products make of a weight, whether devices hold such
         # copies or not.
         self.copy_dtypes = {w.path: w.copy for w in weights if w.copy}
@@ -118,7 +113,7 @@ class Layout:
             bucket.by_layer = ByLayer.if_possible(bucket)
             self.matrices[bucket.name] = bucket
             if bucket.by_layer:
-                self.by_layer[bucket.weights[0].path] = bucket.by_layer
+                self.by_layer[bucket.by_layer.weight.path] = bucket.by_layer
         total = sum(math.prod(w.shape) for w in self.weights)
         self.vectors = [Vectors(axes, same, total, self.grid) for axes, same in by_axes.items()]
 
@@ -161,7 +156,9 @@ class Layout:
 
     def replace_leaves(self, tree: Any, new: Mapping[str, Any]) -> Any:
         """A tree like the parameters', with new leaves in the place of some, by path."""
-        leaves = {**self.leaves_by_path(tree), **new}
+        return self._tree({**self.leaves_by_path(tree), **new})
+
+    def _tree(self, leaves: Mapping[str, Any]) -> Any:  # the inverse of `leaves_by_path`
         return jax.tree.unflatten(self.treedef, [leaves[w.path] for w in self.weights])
 
     def split_master_weights(self, params: Any) -> tuple[Any, dict[str, jax.Array]]:
@@ -209,7 +206,7 @@ class Layout:
         For copied weights the owner's share is returned as it is: the owner updates its master
         weights and then broadcasts `copies`.
         """
-        leaves: dict[str, jax.Array] = {path: buckets[name] for path, name in self.copied.items()}
+        leaves = {path: buckets[name] for path, name in self.copied.items()}
         to_sum: dict[str, tuple[tuple[str, ...], jax.Array]] = {}
         with self._exchange():
             for bucket in self.buckets:
@@ -221,7 +218,7 @@ class Layout:
                     leaves |= bucket.gather(buckets)
             for name, x in _sums(to_sum).items():
                 leaves |= self.matrices[name].of_sum(x, buckets[name].dtype)
-        return jax.tree.unflatten(self.treedef, [leaves[w.path] for w in self.weights])
+        return self._tree(leaves)
 
     def copies(self, masters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Every device's copies of the owners' weights, by path."""
@@ -238,7 +235,8 @@ class Layout:
     def sum_squares(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The sum of squares of each group of weights over all devices: one all-reduce of one
         number per group."""
-        (sums,) = self._over_devices(x for bucket in self.buckets for x in bucket.sums(buckets))
+        of_buckets = (bucket.sums(buckets) for bucket in self.buckets)
+        (sums,) = self._over_devices(itertools.chain.from_iterable(of_buckets))
         return sums
 
     def disjoint_shares(self, tree: Any) -> Any:
@@ -253,7 +251,7 @@ class Layout:
     def _disjoint_share(self, w: Weight, x: jax.Array) -> jax.Array:
         if w.path in self.copied:
             return x
-        replica_axes = tuple(name for name in self.grid.names if name not in w.axes)
+        replica_axes = self.grid.other_axes(w.axes)
         # rows, not numbers: there may be more numbers than an int32 counts
         x = x.reshape(-1, x.shape[-1])
         count = -(-len(x) // self.grid.size(replica_axes))
@@ -268,7 +266,7 @@ class Layout:
 
         def sums(tree: Any) -> GroupSums:
             for w, x in zip(self.weights, jax.tree.leaves(tree), strict=True):
-                yield w.group, _square(x)
+                yield w.group, sum_of_squares(x)
 
         return self._over_devices(*map(sums, trees))
 
@@ -281,25 +279,21 @@ class Layout:
         if not self.sharded:
             return totals
         groups = self.metric_groups
-        rows = jnp.stack([jnp.stack([total[group] for group in groups]) for total in totals])
-        return [dict(zip(groups, row, strict=True)) for row in lax.psum(rows, self.grid.names)]
-
-
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+        rows = [[total[group] for group in groups] for total in totals]
+        sums = lax.psum(jnp.stack([*map(jnp.stack, rows)]), self.grid.names)
+        return [dict(zip(groups, row, strict=True)) for row in sums]
 
 
 def _sums(arrays: dict[str, tuple[tuple[str, ...], jax.Array]]) -> dict[str, jax.Array]:
     """Small arrays summed over their axes: one all-reduce for all arrays with the same axes."""
-    result: dict[str, jax.Array] = {}
-    for axes in dict.fromkeys(axes for axes, _ in arrays.values()):
-        same = {name: x for name, (other, x) in arrays.items() if other == axes}
-        if not axes:
-            result |= same
-            continue
+    by_axes: dict[tuple[str, ...], dict[str, jax.Array]] = {}
+    for name, (axes, x) in arrays.items():
+        by_axes.setdefault(axes, {})[name] = x
+    result = by_axes.pop((), {})
+    for axes, same in by_axes.items():
         flat = [x.reshape(-1) for x in same.values()]
-        total = lax.psum(jnp.concatenate(flat) if len(flat) > 1 else flat[0], axes)
-        ends = np.cumsum([x.size for x in flat])[:-1].tolist()
+        ends = np.cumsum([len(x) for x in flat])[:-1].tolist()
+        total = lax.psum(jnp.concatenate(flat), axes)
         for (name, x), part in zip(same.items(), jnp.split(total, ends), strict=True):
             result[name] = part.reshape(x.shape)
     return result

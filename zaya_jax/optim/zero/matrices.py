@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.optim.zero import owners
-from zaya_jax.optim.zero.grid import UNIT, Bucket, Grid, StateBox, Weight, group_sums
+from zaya_jax.optim.zero.grid import UNIT, Bucket, Grid, StateBox, Weight, pad, whole_box
 
 # A bucket with more padding than this share of its own numbers, and of all buckets', is summed as a
 # whole.
@@ -51,12 +51,14 @@ class Form:
     def of(weight: Weight, grid: Grid) -> "Form":
         """The form of a weight."""
         stack = len(weight.stack)
-        matrix_dim_axes = tuple(
-            (dim + 1 - stack, axes) for dim, axes in enumerate(weight.dims) if dim >= stack and axes
+        of_matrix = enumerate(weight.dims[stack:], start=1)
+        matrix_dim_axes = tuple((dim, axes) for dim, axes in of_matrix if axes)
+        return Form(
+            weight.shape[stack:],
+            replica_axes=grid.other_axes(weight.axes),
+            sharded_axes=sum(weight.dims[:stack], ()),
+            matrix_dim_axes=matrix_dim_axes,
         )
-        sharded_axes = tuple(axis for dim in weight.dims[:stack] for axis in dim)
-        replica_axes = tuple(axis for axis in grid.names if axis not in weight.axes)
-        return Form(weight.shape[stack:], replica_axes, sharded_axes, matrix_dim_axes)
 
     @property
     def name(self) -> str:
@@ -71,7 +73,7 @@ class Form:
     @property
     def matrix_axes(self) -> tuple[str, ...]:
         """The axes that split matrix dims."""
-        return tuple(axis for _, axes in self.matrix_dim_axes for axis in axes)
+        return sum((axes for _, axes in self.matrix_dim_axes), ())
 
 
 class Matrices(Bucket):
@@ -88,18 +90,19 @@ class Matrices(Bucket):
         self.name, self.names, self.replica_axes = form.name, (form.name,), form.replica_axes
         self.matrix = weights[0].matrix
         self.by_layer: Any = None  # if gradients leave layer by layer: a `ByLayer`
-        self.stack_sizes = [(w, math.prod(w.local(grid)[: len(w.stack)])) for w in weights]
-        self.count = sum(count for _, count in self.stack_sizes)  # matrices in a group
+        self.count = 0  # matrices in a group
+        self.spans: dict[str, slice] = {}  # those of each weight among them
+        for w in weights:
+            start = self.count
+            self.count += math.prod(w.local(grid)[: len(w.stack)])
+            self.spans[w.path] = slice(start, self.count)
         self.device_groups = grid.device_groups(
             form.sharded_axes, (*form.replica_axes, *form.matrix_axes)
         )
         self.num_replicas = grid.size(form.replica_axes)
         # Devices that share each matrix, and the part of one that a device has.
         self.matrix_shards = grid.size(form.matrix_axes)
-        axes_of_dims = dict(form.matrix_dim_axes)
-        self.local_matrix = tuple(
-            n // grid.size(axes_of_dims.get(dim + 1, ())) for dim, n in enumerate(form.dims)
-        )
+        self.local_matrix = weights[0].local(grid)[len(weights[0].stack) :]
         self.rows_per_matrix = -(-math.prod(self.local_matrix) // UNIT)
         devices = self.device_groups.shape[1]
         # The run of rows of all matrices, and each device's chunk of it.
@@ -161,9 +164,9 @@ class Matrices(Bucket):
             traffic["padding"] += padding // self.num_replicas
         if not self.plan.is_noop:
             row, devices = self.matrix_shards * UNIT * there_and_back, self.device_groups.size
-            sent, valid = (rows * row // devices for rows in self.plan.sent_rows())
-            traffic["exchange"] = sent
-            traffic["padding"] += sent - valid
+            sent, valid = self.plan.sent_rows()
+            traffic["exchange"] = sent * row // devices
+            traffic["padding"] += traffic["exchange"] - valid * row // devices
         return traffic
 
     # ############################################################################################
@@ -172,10 +175,11 @@ class Matrices(Bucket):
 
     def stacked_local(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
         """A device's parts of all matrices, [n, *part]."""
-        parts = [
-            leaves[w.path].astype(jnp.float32).reshape(-1, *self.local_matrix) for w in self.weights
-        ]
-        return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        parts = []
+        for w in self.weights:
+            x = leaves[w.path].astype(jnp.float32)
+            parts.append(x.reshape(-1, *self.local_matrix))
+        return jnp.concatenate(parts)
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Partial gradients to the matrices [slots, a, b] that a device owns, or if `summed_whole` to
@@ -228,12 +232,13 @@ class Matrices(Bucket):
 
     def after_sum(self, name: str, x: jax.Array) -> jax.Array:
         """The matrices that this device owns, from the summed parts [n, *part]."""
-        x = self._merge_parts(
-            lax.all_gather(x, self.form.matrix_axes) if self.matrix_shards > 1 else x[None]
-        )
-        start, count = (owners.of_device(t, self.grid.names) for t in (self.starts, self.counts))
-        x = lax.dynamic_slice_in_dim(pad(x, 0, self.count + self.slots), start, self.slots)
-        return jnp.where((np.arange(self.slots) < count)[:, None, None], x, 0)
+        parts = x[None]
+        if self.matrix_shards > 1:
+            parts = lax.all_gather(x, self.form.matrix_axes)
+        matrices = pad(self._merge_parts(parts), 0, self.count + self.slots)
+        start, count = self._first_and_number()
+        owned = lax.dynamic_slice_in_dim(matrices, start, self.slots)
+        return jnp.where((np.arange(self.slots) < count)[:, None, None], owned, 0)
 
     def contribution(
         self, buckets: Mapping[str, jax.Array]
@@ -267,11 +272,7 @@ class Matrices(Bucket):
 
     def leaves(self, x: jax.Array) -> dict[str, jax.Array]:
         """Parts of all matrices as parts of the weights."""
-        result, start = {}, 0
-        for w, count in self.stack_sizes:
-            result[w.path] = x[start : start + count].reshape(w.local(self.grid))
-            start += count
-        return result
+        return {w.path: x[self.spans[w.path]].reshape(w.local(self.grid)) for w in self.weights}
 
     def owned(self) -> jax.Array | int:
         """The number of matrices that this device owns."""
@@ -279,11 +280,20 @@ class Matrices(Bucket):
             return self.slots
         return owners.of_device(self.counts, self.grid.names)
 
+    def _first_and_number(self) -> tuple[jax.Array, jax.Array]:
+        """Of the matrices that this device owns."""
+        axes = self.grid.names
+        return owners.of_device(self.starts, axes), owners.of_device(self.counts, axes)
+
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
         by_slot = jnp.sum(jnp.square(buckets[self.name].astype(jnp.float32)), (1, 2))
-        start, count = (owners.of_device(t, self.grid.names) for t in (self.starts, self.counts))
+        start, count = self._first_and_number()
         slot = np.arange(self.slots)
-        return group_sums(self.stack_sizes, jnp.where(slot < count, start + slot, -1), by_slot)
+        matrix = jnp.where(slot < count, start + slot, -1)
+        for w in self.weights:
+            span = self.spans[w.path]
+            of_weight = (matrix >= span.start) & (matrix < span.stop)
+            yield w.group, jnp.sum(jnp.where(of_weight, by_slot, 0.0))
 
     def _merge_parts(self, x: jax.Array) -> jax.Array:
         """[T, n, *part] to [n, a, b]."""
@@ -311,23 +321,14 @@ class Matrices(Bucket):
 
     def slot_of_each_matrix(self, weight: Weight) -> np.ndarray:
         """Index of each matrix of the stack in the global state array: device · slots + slot."""
-        before = 0
-        for w, count in self.stack_sizes:
-            if w is weight:
-                break
-            before += count
-        stack = weight.stack
-        local = weight.local(self.grid)[: len(stack)]
-        result = np.zeros(stack, np.int64)
-        for number, group in enumerate(self.device_groups):
+        result = np.zeros(weight.stack, np.int64)
+        for group in self.device_groups:
             # For all matrices of the group: the device's number in it, and the slot.
             owner = np.repeat(np.arange(len(group)), self.counts[group])
             slot = np.arange(self.count) - self.starts[group][owner]
-            index = (group[owner] * self.slots + slot)[before : before + math.prod(local)]
-            places = self.grid.coordinates(self.form.sharded_axes, number)
-            part = [self.grid.flat_index(axes, places) for axes in weight.dims[: len(stack)]]
-            box = tuple(slice(i * n, (i + 1) * n) for i, n in zip(part, local, strict=True))
-            result[box] = index.reshape(local)
+            index = group[owner] * self.slots + slot
+            box = weight.part(self.grid, int(group[0]))[: result.ndim]
+            result[box] = index[self.spans[weight.path]].reshape(result[box].shape)
         return result
 
     def scatter_to_slots(self, x: jax.Array) -> jax.Array:
@@ -340,18 +341,10 @@ class Matrices(Bucket):
         return jnp.take(x.reshape(-1, *self.matrix), source, 0, mode="fill", fill_value=0)
 
     def state_boxes(self, name: str) -> Iterator[StateBox]:
-        place, whole = (tuple(slice(0, n) for n in of) for of in (self.matrix, self.form.dims))
+        matrix, dims = whole_box(self.matrix), whole_box(self.form.dims)
         for w in self.weights:
-            for index, at in np.ndenumerate(self.slot_of_each_matrix(w)):
-                device, slot = divmod(int(at), self.slots)
-                box = tuple(slice(i, i + 1) for i in index)
-                yield StateBox(w.path, device, (slice(slot, slot + 1), *place), (*box, *whole))
-
-
-def pad(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """Zeros behind a dim, up to this size."""
-    if x.shape[dim] == size:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[dim] = (0, size - x.shape[dim])
-    return jnp.pad(x, widths)
+            for index, number in np.ndenumerate(self.slot_of_each_matrix(w)):
+                device, slot = divmod(int(number), self.slots)
+                place = (slice(slot, slot + 1), *matrix)
+                box = (*(slice(i, i + 1) for i in index), *dims)
+                yield StateBox(w.path, device, place, box)

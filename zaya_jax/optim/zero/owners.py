@@ -12,12 +12,16 @@ has one piece in common. The package's head has an example.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from zaya_jax.optim.muon import greatest_divisor
+from zaya_jax.optim.zero.grid import pad
 
 # ################################################################################################
 # Owners, in NumPy
@@ -121,8 +125,10 @@ class Exchange:
 
     def sent_rows(self) -> tuple[int, int]:
         """Rows that all devices together send on the way out, and the number of valid ones."""
-        joined = sum(len(pairs) * (self.chunk << j) for j, pairs in enumerate(self.joins))
-        sent = valid = joined
+        sent = valid = 0
+        for j, pairs in enumerate(self.joins):
+            sent += len(pairs) * (self.chunk << j)
+        valid = sent
         for leg in self.out:
             if leg.pairs is not None:
                 sent += len(leg.pairs) * leg.length
@@ -159,15 +165,12 @@ def plan(counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int) -> Exc
     rows."""
     size, owned = groups.shape[1], int(counts.max()) * matrix
     doublings, pieces = _fewest_messages(counts, groups, matrix, chunk)
-    stays = pieces.source == pieces.target
-    legs: list[tuple[Pieces, bool]] = []
-    if stays.any():
-        legs.append((pieces.chosen(stays), True))
-    moving = pieces.chosen(~stays)
-    rounds = _rounds(moving, groups.size)
-    legs += [(moving.chosen(rounds == n), False) for n in np.unique(rounds)]
-    out = [_leg(groups.size, p, chunk << doublings, stay) for p, stay in legs]
-    back = [_leg(groups.size, p.back(), owned, stay) for p, stay in legs]
+    rounds = _rounds(pieces, groups.size)
+    out, back = [], []
+    for number in np.unique(rounds):
+        of_round = pieces.chosen(rounds == number)
+        out.append(_leg(groups.size, of_round, chunk << doublings))
+        back.append(_leg(groups.size, of_round.back(), owned))
     rank = np.zeros(groups.size, np.int32)
     rank[groups] = np.arange(size)
     joins = []
@@ -191,10 +194,9 @@ def _fewest_messages(
         too_long = chunk << doublings > owned
         if doublings and (too_long or 1 << (doublings - 1) >= groups.shape[1]):
             break
-        by_group = [
-            _pieces(of_device, group, matrix, chunk, doublings)
-            for of_device, group in zip(counts, groups, strict=True)
-        ]
+        by_group = []
+        for number, group in enumerate(groups):
+            by_group.append(_pieces(counts[number], group, matrix, chunk, doublings))
         pieces = Pieces(*map(np.concatenate, zip(*by_group, strict=True)))
         messages = doublings + pieces.busiest()
         if best is None or messages < best[0]:
@@ -218,21 +220,23 @@ def _pieces(
 
 
 def _rounds(pieces: Pieces, num_devices: int) -> np.ndarray:
-    """A round for each piece: no device sends or receives two in one round. The longest pieces
-    choose first, so that those of a round are of similar length."""
+    """A round for each piece, 0 for those that stay: no device sends or receives two in one round.
+    The longest pieces choose first, so that those of a round are of similar length."""
     number = np.zeros(len(pieces.source), np.int64)
     sends, receives = [0] * num_devices, [0] * num_devices  # rounds taken, as bits
     for i in np.argsort(-pieces.length, kind="stable").tolist():
         source, target = int(pieces.source[i]), int(pieces.target[i])
+        if source == target:
+            continue
         taken = sends[source] | receives[target]
         first_free = ~taken & (taken + 1)
         sends[source] |= first_free
         receives[target] |= first_free
-        number[i] = first_free.bit_length() - 1
+        number[i] = first_free.bit_length()
     return number
 
 
-def _leg(num_devices: int, pieces: Pieces, source_rows: int, stays: bool) -> Leg:
+def _leg(num_devices: int, pieces: Pieces, source_rows: int) -> Leg:
     longest, target = int(pieces.length.max()), pieces.target
     send_start, recv_start, valid_from, valid_to = np.zeros((4, num_devices), np.int32)
     # A slice must not reach past the source's end; it then begins earlier, by `shift`.
@@ -242,7 +246,9 @@ def _leg(num_devices: int, pieces: Pieces, source_rows: int, stays: bool) -> Leg
     recv_start[target] = pieces.target_row - shift
     valid_from[target] = shift
     valid_to[target] = shift + pieces.length
-    pairs = None if stays else np.stack([pieces.source, target], 1)
+    pairs = None
+    if (pieces.source != target).any():
+        pairs = np.stack([pieces.source, target], 1)
     return Leg(longest, pairs, send_start, recv_start, valid_from, valid_to)
 
 
@@ -258,7 +264,7 @@ MOST_AT_ONCE = 64
 def to_owners(x: jax.Array, plan: Exchange, axes: tuple[str, ...]) -> jax.Array:
     """A device's chunk to the rows that it owns, zeros past the last one."""
     if plan.is_noop:
-        return _fit(x, plan.owned)
+        return pad(x[:, : plan.owned], 1, plan.owned)
     for pairs in plan.joins:
         x = jnp.concatenate([x, _send(x, axes, pairs)], 1)
     return _run_legs(x, plan.out, plan.owned, axes)
@@ -267,7 +273,7 @@ def to_owners(x: jax.Array, plan: Exchange, axes: tuple[str, ...]) -> jax.Array:
 def from_owners(x: jax.Array, plan: Exchange, axes: tuple[str, ...]) -> jax.Array:
     """The inverse of `to_owners`."""
     if plan.is_noop:
-        return _fit(x, plan.chunk)
+        return pad(x[:, : plan.chunk], 1, plan.chunk)
     x = _run_legs(x, plan.back, plan.chunk << len(plan.joins), axes)
     rank = of_device(plan.rank, axes)
     # Widest joins first. A device that is in no pair of a round has nothing yet, whichever half it
@@ -297,7 +303,7 @@ def all_to_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _all_to_all_of_axis(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
-    low = _near_root(size)
+    low = first_stage(size)
     if low == 1:
         return lax.all_to_all(x, axis, dim, dim, tiled=True)
     numbers, shape = np.arange(size).reshape(size // low, low), x.shape
@@ -307,23 +313,20 @@ def _all_to_all_of_axis(x: jax.Array, axis: str, size: int, dim: int) -> jax.Arr
     return x.reshape(shape)
 
 
-def _near_root(size: int) -> int:
-    """The divisor nearest to the square root of so many devices, which exchange in two stages; 1
-    for few devices, or without such a divisor: one stage."""
+def first_stage(size: int) -> int:
+    """The devices that exchange first, if `size` of them exchange in two stages: about the square
+    root. 1 for few devices, and without such a divisor: one stage."""
     if size <= MOST_AT_ONCE:
         return 1
-    return max(n for n in range(1, MOST_AT_ONCE + 1) if size % n == 0 and n * n <= size)
-
-
-def num_stages(sizes: list[int]) -> int:
-    """The number of exchanges of an `all_to_all` over axes of these sizes."""
-    return sum(1 if _near_root(size) == 1 else 2 for size in sizes)
+    return greatest_divisor(size, min(math.isqrt(size), MOST_AT_ONCE))
 
 
 def _run_legs(x: jax.Array, legs: tuple[Leg, ...], rows: int, axes: tuple[str, ...]) -> jax.Array:
     """The target's rows, assembled from the slices of all rounds."""
-    before = max(0, *(-int(leg.recv_start.min()) for leg in legs))
-    behind = max(0, *(int(leg.recv_start.max()) + leg.length - rows for leg in legs))
+    before = behind = 0  # rows that slices put before the target's first, and behind its last
+    for leg in legs:
+        before = max(before, -int(leg.recv_start.min()))
+        behind = max(behind, int(leg.recv_start.max()) + leg.length - rows)
     target = jnp.zeros((x.shape[0], before + rows + behind, x.shape[2]), x.dtype)
     for leg in legs:
         piece = lax.dynamic_slice_in_dim(x, of_device(leg.send_start, axes), leg.length, 1)
@@ -339,9 +342,3 @@ def _run_legs(x: jax.Array, legs: tuple[Leg, ...], rows: int, axes: tuple[str, .
 
 def _send(x: jax.Array, axes: tuple[str, ...], pairs: np.ndarray) -> jax.Array:
     return lax.ppermute(x, axes, [(int(source), int(target)) for source, target in pairs])
-
-
-def _fit(x: jax.Array, rows: int) -> jax.Array:
-    if x.shape[1] >= rows:
-        return x[:, :rows]
-    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0)))

@@ -8,6 +8,7 @@ summed and kept on all devices, as are weights of less than `SMALL` of all numbe
 and scales are together a thousandth of ZAYA1.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.optim.zero.grid import Bucket, Grid, StateBox, Weight, boxes
+from zaya_jax.optim.zero.grid import Bucket, Grid, StateBox, Weight, boxes, sum_of_squares
 
 MAX_LEFT_OVER = 0.01  # of a weight, on all devices for the sake of larger units
 SMALL = 1e-3  # of all weights' numbers
@@ -46,7 +47,7 @@ class Vectors(Bucket):
         self, sharded_axes: tuple[str, ...], weights: list[Weight], total: int, grid: Grid
     ):
         self.sharded_axes, self.weights, self.grid = sharded_axes, weights, grid
-        self.replica_axes = tuple(axis for axis in grid.names if axis not in sharded_axes)
+        self.replica_axes = grid.other_axes(sharded_axes)
         self.num_replicas = grid.size(self.replica_axes)
         # Numbers of each weight on a device: its part of the cut, and what all replicas have.
         self.cut: dict[str, int] = {}
@@ -104,7 +105,7 @@ class Vectors(Bucket):
             for path, size in self.cut.items():
                 if size:
                     parts.append(flat[path][: replicas * size].reshape(replicas, size))
-            x = jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
+            x = jnp.concatenate(parts, 1)
             if replicas > 1:
                 x = lax.psum_scatter(x, self.replica_axes, scatter_dimension=0, tiled=True)
             shares[self.cut_name] = x.reshape(-1)
@@ -117,61 +118,56 @@ class Vectors(Bucket):
         return shares
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        parts: dict[str, list[jax.Array]] = {w.path: [] for w in self.weights}
+        parts = collections.defaultdict(list)
         if self.cut_name in self.sizes:
             x = buckets[self.cut_name][None]
             if self.num_replicas > 1:
                 x = lax.all_gather(x, self.replica_axes, tiled=True)
-            for path, start, stop in _spans(self.cut):
-                parts[path].append(x[:, start:stop].reshape(-1))
-        for path, start, stop in _spans(self.left_over):
-            parts[path].append(buckets[self.whole_name][start:stop])
-        joined = {
-            path: jnp.concatenate(both) if len(both) > 1 else both[0]
-            for path, both in parts.items()
-        }
+            for w, start, stop in self._spans(self.cut):
+                parts[w.path].append(x[:, start:stop].reshape(-1))
+        for w, start, stop in self._spans(self.left_over):
+            parts[w.path].append(buckets[self.whole_name][start:stop])
+        joined = {path: jnp.concatenate(both) for path, both in parts.items()}
         return {w.path: joined[w.path].reshape(w.local(self.grid)) for w in self.weights}
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
-        groups = {w.path: w.group for w in self.weights}
-
-        def square(name: str, start: int, stop: int) -> jax.Array:
-            return jnp.sum(jnp.square(buckets[name][start:stop].astype(jnp.float32)))
-
-        for path, start, stop in _spans(self.cut):
-            yield groups[path], square(self.cut_name, start, stop)
+        for w, start, stop in self._spans(self.cut):
+            yield w.group, sum_of_squares(buckets[self.cut_name][start:stop])
         if self.whole_name in self.sizes:
-            single = self.num_replicas == 1
-            counts = True if single else lax.axis_index(self.replica_axes) == 0
-            for path, start, stop in _spans(self.left_over):
-                yield groups[path], jnp.where(counts, square(self.whole_name, start, stop), 0.0)
+            counts = lax.axis_index(self.replica_axes) == 0
+            for w, start, stop in self._spans(self.left_over):
+                numbers = buckets[self.whole_name][start:stop]
+                yield w.group, jnp.where(counts, sum_of_squares(numbers), 0.0)
+
+    def _spans(self, sizes: Mapping[str, int]) -> Iterator[tuple[Weight, int, int]]:
+        """(weight, start, stop) of each weight that has numbers, one after the other."""
+        start = 0
+        for w in self.weights:
+            stop = start + sizes[w.path]
+            if start < stop:
+                yield w, start, stop
+            start = stop
 
     # ############################################################################################
     # Outside, on global arrays
     # ############################################################################################
 
     def state_boxes(self, name: str) -> Iterator[StateBox]:
-        weights = {w.path: w for w in self.weights}
-        for path, start, _ in _spans(self.cut if name == self.cut_name else self.left_over):
-            w, cut = weights[path], self.cut[path]
-            local = w.local(self.grid)
-            groups = self.grid.device_groups(self.sharded_axes, self.replica_axes).tolist()
-            for number, group in enumerate(groups):
-                places = self.grid.coordinates(self.sharded_axes, number)
-                indices = [self.grid.flat_index(axes, places) for axes in w.dims]
-                corner = [i * n for i, n in zip(indices, local, strict=True)]
+        sizes = self.cut if name == self.cut_name else self.left_over
+        groups = self.grid.device_groups(self.sharded_axes, self.replica_axes).tolist()
+        for w, start, _ in self._spans(sizes):
+            local, cut = w.local(self.grid), self.cut[w.path]
+            for group in groups:
+                part = w.part(self.grid, group[0])
                 for replica, device in enumerate(group):
                     begin, end = replica * cut, (replica + 1) * cut
                     if name == self.whole_name:
                         begin, end = self.num_replicas * cut, math.prod(local)
-                    at = start
+                    first = start
                     for box in boxes(local, begin, end):
-                        size = math.prod(b.stop - b.start for b in box)
-                        moved = (
-                            slice(b.start + c, b.stop + c) for b, c in zip(box, corner, strict=True)
-                        )
-                        yield StateBox(path, device, (slice(at, at + size),), tuple(moved))
-                        at += size
+                        last = first + math.prod(dim.stop - dim.start for dim in box)
+                        yield StateBox(w.path, device, (slice(first, last),), inside(part, box))
+                        first = last
 
 
 @functools.cache
@@ -179,10 +175,7 @@ def _divisors(size: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, size + 1) if size % n == 0)
 
 
-def _spans(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """(path, start, stop) of each weight that has numbers, one after the other."""
-    start = 0
-    for path, size in sizes.items():
-        if size:
-            yield path, start, start + size
-        start += size
+def inside(part: tuple[slice, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
+    """A box of a part, as a box of the whole."""
+    pairs = zip(part, box, strict=True)
+    return tuple(slice(outer.start + b.start, outer.start + b.stop) for outer, b in pairs)
