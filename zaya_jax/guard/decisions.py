@@ -33,7 +33,7 @@ def read(workdir: str | os.PathLike) -> list[Decision]:
     path = Path(workdir) / events.FOLDER / FILE
     try:
         made = files.read_json(path)
-        if not isinstance(made, list) or not all(_is_valid(decision) for decision in made):
+        if not isinstance(made, list) or not all(map(_is_valid, made)):
             raise ValueError("no list of decisions")
         return made
     except FileNotFoundError:

@@ -80,7 +80,7 @@ class Guard:
     def figures(self, step: int) -> dict[str, int]:
         """How many batches were skipped just before a step, if any were."""
         skipped = decisions.skipped_batches(self._made)
-        count = sum(batches for at, batches in skipped if at + 1 == step)
+        count = sum(batches for last, batches in skipped if last + 1 == step)
         return {"data/left_out": count} if count else {}
 
     def go_back(self, saved: Sequence[int], steps_before: int) -> Decision | None:
@@ -139,9 +139,9 @@ class Guard:
                 "seen": f"{in_words(devices, hosts)} computes wrongly: {finding.why} (of"
                 f" {weights})",
                 "reproduces": finding.kind == "disagrees",
-                "devices": [int(d.id) for d in devices],
-                "processes": sorted({d.process_index for d in devices}),
-                "hosts": sorted({hosts[d.process_index] for d in devices if hosts}),
+                "devices": [int(device.id) for device in devices],
+                "processes": sorted({device.process_index for device in devices}),
+                "hosts": sorted({hosts[device.process_index] for device in devices if hosts}),
             }
 
         return self._decide(decide)
@@ -173,4 +173,5 @@ def in_words(devices: Sequence[Any], hosts: Sequence[str] | None) -> str:
     processes = sorted({device.process_index for device in devices})
     if not hosts or len(processes) > MOST_PROCESSES:
         return f"{what} of {len(processes)} processes"
-    return f"{what} of {', '.join(f'process {p} on {hosts[p]}' for p in processes)}"
+    places = [f"process {process} on {hosts[process]}" for process in processes]
+    return f"{what} of {', '.join(places)}"

@@ -27,6 +27,7 @@ A replay sees one micro-batch. A hash changes with each bit of a gradient, and w
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from typing import Any, Literal
@@ -83,12 +84,14 @@ class Replay:
 
             grads, sums = gradients(loss_of, params, batch, by_layer, in_place=False)
             grads = trees.flat(grads, "/")
-            rest = {path: x for path, x in grads.items() if path not in by_layer}
-            rest = hook(rest) if hook else rest
-            words = {path: hashed(x) for path, x in rest.items()}
-            words |= {path: grads[path].reshape(-1) for path in by_layer}
+            of_layers = {path: grads.pop(path).reshape(-1) for path in by_layer}  # hashes already
+            if hook:
+                grads = hook(grads)
+            words = {path: hashed(x) for path, x in grads.items()} | of_layers
             words[LOSS] = jnp.concatenate([hashed(x) for x in jax.tree.leaves(sums)])
-            self._weight_of_word = [path for path, x in words.items() for _ in range(x.size)]
+            self._weight_of_word = []
+            for path, x in words.items():
+                self._weight_of_word += [path] * x.size
             return jnp.concatenate(list(words.values()))[None]
 
         def move(batch, by):
@@ -229,11 +232,13 @@ def differs_from_others(
             part = (batch + moved_by) % parts
             hashes[part] = result[part].tobytes()
         most, count = Counter(hashes.values()).most_common(1)[0]
-        majority = most if count > 1 else None
-        votes.update(part for part, value in hashes.items() if value != majority)
+        for part, value in hashes.items():
+            if count == 1 or value != most:
+                votes[part] += 1
     if not votes:
         return None
-    guilty = sorted(part for part, count in votes.items() if count == max(votes.values()))
+    most_votes = max(votes.values())
+    guilty = sorted(part for part, number in votes.items() if number == most_votes)
     group = results[0].shape[0] // parts
     # Back to the places of the batch that did not move.
     moved = np.roll(results[1].reshape(parts, group, -1), -1, axis=0)
@@ -253,4 +258,4 @@ def _devices_of(parts: list[int], group: int) -> tuple[int, ...]:
 
 
 def _weights(wrong: np.ndarray, names: list[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name, bad in zip(names, wrong, strict=True) if bad))
+    return tuple(dict.fromkeys(itertools.compress(names, wrong)))

@@ -23,9 +23,10 @@ those of other text or lengths.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from zaya_jax.config import Guard
 
@@ -91,8 +92,8 @@ class Spikes:
         self._settings = settings
         self._phase: int = state.get("phase", -1)
         # Pairs of loss and norm: of the last normal steps, and of their residuals.
-        self._normal: list[list[float]] = [list(pair) for pair in state.get("usual", [])]
-        self._residuals: list[list[float]] = [list(pair) for pair in state.get("off", [])]
+        self._normal: list[list[float]] = state.get("usual", [])
+        self._residuals: list[list[float]] = state.get("off", [])
         self._streak = _Streak(*state.get("high", []))
 
     @property
@@ -126,7 +127,7 @@ class Spikes:
             return None
         levels = self._levels()
         limits = self._limits(levels)
-        if finite and all(value <= limit for value, limit in zip(pair, limits, strict=True)):
+        if finite and (np.array(pair) <= limits).all():
             self._add_normal(pair)
             self._streak = self._streak.add_normal()
             return None
@@ -137,28 +138,26 @@ class Spikes:
 
     def _add_normal(self, pair: list[float]) -> None:
         if len(self._normal) == LEVEL:
-            residuals = [value - level for value, level in zip(pair, self._levels(), strict=True)]
-            self._residuals = [*self._residuals, residuals][-WINDOW:]
+            residual = np.array(pair) - self._levels()
+            self._residuals = [*self._residuals, residual.tolist()][-WINDOW:]
         self._normal = [*self._normal, pair][-LEVEL:]
 
-    def _levels(self) -> list[float]:
-        return [statistics.median(values) for values in zip(*self._normal, strict=True)]
+    def _levels(self) -> np.ndarray:  # of loss and norm
 
-    def _limits(self, levels: list[float]) -> list[float]:
-        """The value of each figure above which a step is high."""
-        limits = []
-        by_figure = zip(LEAST.values(), levels, zip(*self._residuals, strict=True), strict=True)
-        for least, level, residuals in by_figure:
-            middle = statistics.median(residuals)
-            distance = statistics.median(abs(residual - middle) for residual in residuals)
-            deviation = max(ROBUST * distance, least * abs(level))
-            limits.append(level + self._settings.spike_deviations * deviation)
-        return limits
+        return np.median(self._normal, 0)
 
-    def _spike(self, step: int, levels: list[float], limits: list[float]) -> Spike:
+    def _limits(self, levels: np.ndarray) -> np.ndarray:
+        """The loss and the norm above which a step is high."""
+        residuals = np.array(self._residuals)
+        distance = np.median(abs(residuals - np.median(residuals, 0)), 0)
+        deviation = np.maximum(ROBUST * distance, np.array([*LEAST.values()]) * abs(levels))
+        return levels + self._settings.spike_deviations * deviation
+
+    def _spike(self, step: int, levels: np.ndarray, limits: np.ndarray) -> Spike:
         worst = (-math.inf, "", 0.0, 0.0)
         tops = (self._streak.top_loss, self._streak.top_norm)
-        for name, top, level, limit in zip(LEAST, tops, levels, limits, strict=True):
+        by_figure = zip(LEAST, tops, levels.tolist(), limits.tolist(), strict=True)
+        for name, top, level, limit in by_figure:
             value = math.inf if top is None else top
             over = (value - level) / (limit - level) if limit > level else math.inf
             worst = max(worst, (over, name, value, level))
