@@ -10,6 +10,7 @@ is XLA's own and the same on every backend; asynchronous pairs (`all-gather-star
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(SCOPES)})(?![\w.])")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
+    r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
     r"=\{?([^,}\s]+(?:, ?%[^,}\s]+)*)"
 )
 
@@ -110,6 +111,8 @@ class Instruction:
     shape: str
     op: str
     rest: str  # all that follows the op's opening parenthesis
+    operands: list[str]  # their names
+    operand_shapes: list[str]  # "" for one that is not in the same computation
 
     @property
     def op_name(self) -> str:
@@ -138,13 +141,12 @@ def collectives(compiled: Any) -> list[Collective]:
     num_devices = int(devices[1]) if devices else 1
     all_collectives = []
     for computation, instructions in computations.items():
-        shapes = {i.name: i.shape for i in instructions}
         lengths = loops.get(computation, ())
         for i in instructions:
             kind = i.op.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            inputs = tuple(a for name in operands(i) for a in arrays(shapes.get(name, "")))
+            inputs = arrays(" ".join(i.operand_shapes))
             results = arrays(i.shape)
             # An asynchronous start gives a tuple of operands, results and contexts.
             if i.op.endswith("-start") and len(results) > len(inputs):
@@ -170,22 +172,25 @@ def parse(text: str) -> dict[str, list[Instruction]]:
     """The instructions of each computation, in the order in which they run."""
     computations: dict[str, list[Instruction]] = {}
     instructions: list[Instruction] = []
+    shapes: dict[str, str] = {}
     for line in text.splitlines():
         if not line.startswith(" "):
-            instructions = []
+            instructions, shapes = [], {}
             if start := _COMPUTATION.match(line):
                 computations[start.group(2)] = instructions
         elif match := _INSTRUCTION.match(line):
-            instructions.append(Instruction(*match.groups()))
+            name, shape, op, rest = match.groups()
+            shapes[name] = shape
+            operands = _operands(rest)
+            operand_shapes = [shapes.get(operand, "") for operand in operands]
+            instructions.append(Instruction(name, shape, op, rest, operands, operand_shapes))
     return computations
 
 
 def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | None, ...]]:
     """For every computation that runs inside loops, the lengths of these, outermost first."""
-    called: set[str] = set()
-    for instructions in computations.values():
-        for i in instructions:
-            called.update(callee for _, callee in calls(i))
+    instructions = itertools.chain(*computations.values())
+    called = {*itertools.chain(*map(callees, instructions))}
     lengths_of: dict[str, tuple[int | None, ...]] = {}
     pending: list[tuple[str, tuple[int | None, ...]]] = [
         (name, ()) for name in computations if name not in called
@@ -198,26 +203,21 @@ def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | 
         lengths_of[name] = lengths
         for i in computations.get(name, []):
             inside = (*lengths, i.trip_count) if i.op == "while" else lengths
-            pending += [(callee, inside) for _, callee in calls(i)]
+            pending += [(callee, inside) for callee in callees(i)]
     return lengths_of
 
 
-def calls(i: Instruction) -> list[tuple[str, str]]:
-    """The computations that an instruction runs, each with its role: "body", "calls", ..."""
-    return [
-        (match.group(1), name.strip().lstrip("%"))
-        for match in _CALLED.finditer(i.rest)
-        for name in match.group(2).split(",")
-    ]
+def callees(i: Instruction) -> list[str]:
+    """The computations that an instruction runs; of a loop the condition, then the body."""
+    return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(i.rest)))
 
 
-def operands(i: Instruction) -> list[str]:
-    """The names of its operands."""
+def _operands(rest: str) -> list[str]:
     depth = 1
-    for end, char in enumerate(i.rest):
+    for end, char in enumerate(rest):
         depth += (char == "(") - (char == ")")
         if depth == 0:
-            return re.findall(r"%([\w.\-]+)", i.rest[:end])
+            return re.findall(r"%([\w.\-]+)", rest[:end])
     return []
 
 

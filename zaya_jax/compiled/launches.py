@@ -171,7 +171,7 @@ def table(
 
 def _fused(fusion: Instruction) -> str:
     """The computation that a fusion runs."""
-    return dict(hlo.calls(fusion))["calls"]
+    return hlo.callees(fusion)[0]
 
 
 def _stated(op_name: str, whole: str, each: str | None) -> float:
@@ -207,27 +207,26 @@ class _Reader:
 
     def run(self, name: str, times: float) -> None:
         """Adds the kernels of a computation that runs so often."""
-        instructions = self.computations[name]
-        shapes = {i.name: i.shape for i in instructions}
-        for i in instructions:
+        for i in self.computations[name]:
             if i.op.endswith("-done"):
-                for start in hlo.operands(i):
+                for start in i.operands:
                     if start in self.under:
                         self.under[start] = self.under[start][0], len(self.kernels)
             elif i.op == "while":
-                turns, called = self._turns(i), dict(hlo.calls(i))
+                turns = self._turns(i)
+                condition, body = hlo.callees(i)
                 if i.trip_count is None:  # otherwise the condition is not evaluated
-                    self.run(called["condition"], times * (turns + 1))
-                self.run(called["body"], times * turns)
+                    self.run(condition, times * (turns + 1))
+                self.run(body, times * turns)
             elif i.op == "conditional":
-                branches = [callee for _, callee in hlo.calls(i)]
+                branches = hlo.callees(i)
                 for branch in branches:  # they count equally
                     self.run(branch, times / len(branches))
             elif i.op in ("call", "async-start"):
-                for _, callee in hlo.calls(i):
+                for callee in hlo.callees(i):
                     self.run(callee, times)
             elif i.op not in FREE:
-                kernel = self._kernel(i, shapes, times)
+                kernel = self._kernel(i, times)
                 self.kernels.append(kernel)
                 if kernel.collective:
                     self.under[i.name] = len(self.kernels), len(self.kernels)
@@ -241,36 +240,35 @@ class _Reader:
             return 1
         return _stated(loop.op_name, stated[1], stated[2])
 
-    def _kernel(self, i: Instruction, shapes: Mapping[str, str], times: float) -> GpuKernel:
-        operands = [shapes.get(name, "") for name in hlo.operands(i)]
+    def _kernel(self, i: Instruction, times: float) -> GpuKernel:
         kind = i.op.removesuffix("-start")
         collective = kind if kind in hlo.KINDS else None
         if kind == "fusion":  # a slice may travel beside other kernels: `fusion-start`
             fused = _fused(i)
-            reads = sum(self._reads(fused, number) for number in range(len(operands)))
+            reads = sum(self._reads(fused, number) for number in range(len(i.operands)))
             writes = self._writes(fused)
             flops, wide = self._flops(fused)
         else:
-            reads, writes = sum(map(size, operands)), size(i.shape)
-            flops, wide = _product(i, operands)
+            reads, writes = sum(map(size, i.operand_shapes)), size(i.shape)
+            flops, wide = _product(i)
             if collective and i.op.endswith("-start"):  # its tuple holds the operands too
                 writes = max(writes - reads, 0)
             elif i.op == "dynamic-update-slice":
-                reads = writes = size(operands[1])
+                reads = writes = size(i.operand_shapes[1])
             elif i.op in SLICES:
                 reads = writes
         if i.op == "custom-call" and (stated := _SAID.search(i.op_name)):
             flops = _stated(i.op_name, stated[1], stated[2])
             if stated[3]:
                 reads, writes = int(float(stated[3])), int(float(stated[4]))
-            wide = flops > 0 and hlo.arrays(operands[0])[0].dtype == "f32"
+            wide = flops > 0 and hlo.arrays(i.operand_shapes[0])[0].dtype == "f32"
         return GpuKernel(i.name, i.op, i.op_name, times, reads, writes, flops, wide, collective)
 
     def _find_users(self, fused: str) -> dict[str, list[tuple[Instruction, int]]]:
         """The instructions that take each value of a computation, and as which operand."""
         users: dict[str, list[tuple[Instruction, int]]] = {}
         for i in self.computations[fused]:
-            for place, name in enumerate(hlo.operands(i)):
+            for place, name in enumerate(i.operands):
                 users.setdefault(name, []).append((i, place))
         return users
 
@@ -315,7 +313,7 @@ class _Reader:
         by_name = {i.name: i for i in self.computations[fused]}
 
         def written(i: Instruction) -> int:
-            inputs = [by_name[name] for name in hlo.operands(i) if name in by_name]
+            inputs = [by_name[name] for name in i.operands if name in by_name]
             if i.op == "tuple":
                 return sum(map(written, inputs))
             if i.op == "bitcast":
@@ -323,7 +321,7 @@ class _Reader:
             if i.op == "dynamic-update-slice":
                 base = inputs[0]
                 while base.op == "bitcast":
-                    base = by_name[hlo.operands(base)[0]]
+                    base = by_name[base.operands[0]]
                 return size(inputs[1].shape if base.op == "parameter" else i.shape)
             if i.op == "scatter":
                 return size(inputs[-1].shape)
@@ -337,19 +335,18 @@ class _Reader:
 
     def _flops(self, fused: str) -> tuple[float, bool]:
         """FLOPs of a fusion's products, and whether any multiplies float32."""
-        shapes = {i.name: i.shape for i in self.computations[fused]}
         total, any_wide = 0.0, False
         for i in self.computations[fused]:
             if i.op == "fusion":
                 flops, wide = self._flops(_fused(i))
             else:
-                flops, wide = _product(i, [shapes.get(name, "") for name in hlo.operands(i)])
+                flops, wide = _product(i)
             total += flops
             any_wide = any_wide or wide
         return total, any_wide
 
 
-def _product(i: Instruction, operands: list[str]) -> tuple[float, bool]:
+def _product(i: Instruction) -> tuple[float, bool]:
     """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for anything
     else."""
     library = ""
@@ -357,7 +354,7 @@ def _product(i: Instruction, operands: list[str]) -> tuple[float, bool]:
         library = target[1]
     if i.op != "dot" and not re.search("gemm|matmul", library, re.IGNORECASE):
         return 0.0, False
-    left, out = hlo.arrays(operands[0])[0], hlo.arrays(i.shape)[0]
+    left, out = hlo.arrays(i.operand_shapes[0])[0], hlo.arrays(i.shape)[0]
     wide = left.dtype == "f32"
     # each row meets one matrix, or each pair of rows one group
     if "grouped" in library:
