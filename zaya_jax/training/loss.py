@@ -54,7 +54,8 @@ def make_pass(config: Config, model: Model, spread: Spread) -> Callable:
             adapters = trees.flat(params["layers"], "/") if params else {}
             hooks = dataclasses.replace(hooks, beside=adapters | trees.flat(frozen["scales"], "/"))
             params = frozen["params"]
-        params = whole_outside(params, axes) if spread.fsdp else params
+        if spread.fsdp:
+            params = whole_outside(params, axes)
         rows = TokenRows(batch["tokens"], batch["segment_ids"], batch["positions"])
         out = zaya.apply(
             model,

@@ -63,7 +63,8 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
         ways = {} if adapted else optimizer.layout.by_layer
         formats = optimizer.layout.copy_dtypes
         grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place, formats)
-        grads = hook(grads) if hook else grads
+        if hook:
+            grads = hook(grads)
 
         parts = jax.lax.psum(parts, AXES)
         sums = jax.lax.psum(sums, spread.token_axes)
@@ -84,7 +85,8 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
                 enabled=config.balance.enabled,
                 keep=figures["skipped"] == 0,
             )
-        figures |= load if model.model_type == "zaya" else {}  # a dense model has no experts
+        if model.model_type == "zaya":  # a dense model has no experts
+            figures |= load
         figures |= parts | means | {loss.unit: found, "lr": lr}
         state = {**state, "params": new_params, "optimizer": opt_state, "balance": new_balance}
         return state, figures
