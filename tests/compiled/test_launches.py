@@ -207,6 +207,38 @@ def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
     assert (found.hidden, found.links) == pytest.approx((measure.LAUNCH, travel - measure.LAUNCH))
 
 
+def test_a_copy_beside_products_takes_only_what_they_do_not_cover():
+    def seconds(rows: int, beside: bool) -> float:
+        copied, product = f"f32[{rows},4096]", "bf16[4096,4096]"
+        start = f"%s = (({copied}), {copied}, u32[]) fusion-start(%a), kind=kLoop, calls=%fused"
+        wait = f"%w = {copied} fusion-done(%s)"
+        multiply = f"%d = {product} dot(%x, %x), lhs_contracting_dims={{1}}"
+        order = [start, multiply, wait] if beside else [start, wait, multiply]
+        text = f"""\
+%fused (a: {copied}) -> {copied} {{
+  %a = {copied} parameter(0)
+  ROOT %n = {copied} negate(%a)
+}}
+
+ENTRY %main (a: {copied}, x: {product}) -> {copied} {{
+  %a = {copied} parameter(0)
+  %x = {product} parameter(1)
+  {order[0]}
+  {order[1]}
+  {order[2]}
+}}
+"""
+        return measure.bound_of(program_of(text), [], "AMD Instinct MI300X", CLUSTER).seconds
+
+    chip = chips.CHIPS["mi300x"]
+    product = 2 * 4096**3 / chip.peaks["bfloat16"]
+    idle = product - 3 * 2 * 4096**2 / chip.bandwidth
+    for rows in (1024, 32768):  # the copy fits beside the product, and does not
+        copy = 2 * 4 * rows * 4096 / chip.bandwidth
+        assert seconds(rows, beside=False) == pytest.approx(product + copy)
+        assert seconds(rows, beside=True) == pytest.approx(product + max(copy - idle, 0))
+
+
 def test_memory_over_a_program_is_the_compilers():
     """It adds up to the compiler's own sum, and no byte counts twice."""
 

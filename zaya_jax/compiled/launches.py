@@ -129,7 +129,7 @@ class Program:
 
     kernels: tuple[GpuKernel, ...]
     unknown: Mapping[str, int]
-    # by a collective's name: the kernels [from, to) between its start and end
+    # by the name of what is started and awaited later: the kernels [from, to) between
     under: Mapping[str, tuple[int, int]]
 
     @property
@@ -228,7 +228,7 @@ class _Reader:
             elif i.op not in FREE:
                 kernel = self._kernel(i, times)
                 self.kernels.append(kernel)
-                if kernel.collective:
+                if i.op.endswith("-start"):
                     self.under[i.name] = len(self.kernels), len(self.kernels)
 
     def _turns(self, loop: Instruction) -> float:

@@ -8,7 +8,7 @@ shape, a number format and a place on the mesh, but no content.
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -231,10 +231,11 @@ def bound_of(
     """The bound on a chip of this kind (JAX's device_kind) in a cluster; None where its rates are
     not known.
 
-    Caches aside, no such chip runs these kernels one by one any faster. A kernel takes the longest
-    of its products at the peak for their format, its bytes at the HBM's bandwidth, and LAUNCH. A
-    collective takes the time to send its bytes over the links of its group; the part that the
-    kernels between its start and its end do not cover is exposed.
+    Caches aside, no such chip runs these kernels any faster. A kernel takes the longest of its
+    products at the peak for their format, its bytes at the HBM's bandwidth, and LAUNCH. A copy that
+    is started and awaited later moves its bytes while the kernels between leave the HBM idle, as
+    products do. A collective takes the time to send its bytes over the links of its group; the part
+    that the kernels between its start and its end do not cover is exposed.
     """
     name = chips.named(kind)
     if name is None or cluster is None:
@@ -251,12 +252,7 @@ def bound_of(
             "launches": LAUNCH,
         }
 
-    totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
-    for kernel in program.kernels:
-        if not kernel.collective:
-            parts = seconds(kernel)
-            binds = max(parts, key=lambda part: parts[part])
-            totals[binds] += kernel.times * parts[binds]
+    totals = _kernel_seconds(program, seconds)
     exposed = hidden = 0.0
     times_of = {kernel.name: kernel.times for kernel in program.kernels}
     for c in collectives:
@@ -274,3 +270,26 @@ def bound_of(
         hidden += times * min(cover, sending)
         exposed += times * max(sending - cover, 0.0)
     return Bound(**totals, links=exposed, hidden=hidden)
+
+
+def _kernel_seconds(
+    program: launches.Program, seconds: Callable[[launches.GpuKernel], dict[str, float]]
+) -> dict[str, float]:
+    """The time of all kernels but collectives, by what binds each."""
+    idle = []  # seconds in which each kernel leaves the HBM to copies beside it
+    for kernel in program.kernels:
+        parts = seconds(kernel)
+        beside = kernel.collective or kernel.name in program.under
+        idle.append(0.0 if beside else kernel.times * (max(parts.values()) - parts["memory"]))
+    totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
+    for kernel in program.kernels:
+        if not kernel.collective:
+            parts = seconds(kernel)
+            binds = max(parts, key=lambda part: parts[part])
+            exposed = kernel.times * parts[binds]
+            for place in range(*program.under.get(kernel.name, (0, 0))):
+                covered = min(exposed, idle[place])
+                exposed -= covered
+                idle[place] -= covered
+            totals[binds] += exposed
+    return totals
