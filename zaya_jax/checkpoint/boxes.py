@@ -62,8 +62,7 @@ class Locations:
         """The locations of the parameters and balancing biases only."""
         arrays = {name: x for name, x in self.arrays.items() if layout.is_weight(name)}
         parts = [part for part in self.parts if part.name in arrays]
-        with_weights = {part.leaf for part in parts}
-        leaves = {leaf: x for leaf, x in self.leaves.items() if leaf in with_weights}
+        leaves = {part.leaf: self.leaves[part.leaf] for part in parts}
         return Locations(arrays, leaves, parts)
 
     def plan(self) -> Writers:
@@ -107,16 +106,12 @@ class Locations:
 
 def of_tree(abstract: Any) -> Locations:
     """The locations of a tree whose arrays are the checkpoint's own, by their shardings."""
-    leaves = {name: _without_numbers(x) for name, x in trees.flat(abstract).items()}
-    parts = [part for name, x in leaves.items() for part in parts_of(name, x)]
+    leaves, parts = {}, []
+    for name, x in trees.flat(abstract).items():
+        # without the numbers, which may be freed before the plan is
+        leaves[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        parts += parts_of(name, x)
     return Locations(leaves, leaves, parts)
-
-
-def _without_numbers(x: Any) -> Any:
-    """What describes an array whose numbers may be freed before the plan is."""
-    if isinstance(x, jax.Array):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    return x
 
 
 def parts_of(name: str, x: Any) -> list[LocatedBox]:
@@ -124,8 +119,8 @@ def parts_of(name: str, x: Any) -> list[LocatedBox]:
     parts = []
     for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
         box = layout.box_of(index, tuple(x.shape))
-        whole = tuple(slice(0, n) for n in layout.shape_of(box))
-        parts.append(LocatedBox(name, box, name, device, whole))
+        place = layout.full_box(layout.shape_of(box))
+        parts.append(LocatedBox(name, box, name, device, place))
     return parts
 
 
@@ -147,22 +142,22 @@ def _chunk(
 
 def _borders(shape: tuple[int, ...], parts: list[LocatedBox], owner: Any) -> list[list[int]]:
     """Along each dim, the borders between different owners."""
-    starts = [sorted({part.box[dim].start for part in parts}) for dim in range(len(shape))]
-    # The starts cut each dim into cells: the number of the cell at each start, and behind the last.
-    cell_numbers = []
-    for dim_starts, length in zip(starts, shape, strict=True):
-        numbers = {start: number for number, start in enumerate(dim_starts)}
-        numbers[length] = len(dim_starts)
-        cell_numbers.append(numbers)
-    owners = np.full([len(dim_starts) for dim_starts in starts], -1, np.int64)
+    # The parts' starts cut each dim into cells; every cell has one owner.
+    starts = []
+    for dim in range(len(shape)):
+        of_parts = [part.box[dim].start for part in parts]
+        starts.append(np.unique(of_parts))
+    owners = np.full([*map(len, starts)], -1, np.int64)
     for part in parts:
-        dims = zip(cell_numbers, part.box, strict=True)
-        cells = tuple(slice(numbers[s.start], numbers[s.stop]) for numbers, s in dims)
-        owners[cells] = owner(part)
+        cells = []
+        for dim_starts, side in zip(starts, part.box, strict=True):
+            first, end = np.searchsorted(dim_starts, [side.start, side.stop])
+            cells.append(slice(first, end))
+        owners[tuple(cells)] = owner(part)
     assert (owners >= 0).all(), "boxes must fill their array"
     borders = []
     for dim, dim_starts in enumerate(starts):
         other_dims = tuple(d for d in range(len(shape)) if d != dim)
         differ = np.diff(owners, axis=dim).any(other_dims)
-        borders.append([dim_starts[i + 1] for i in np.flatnonzero(differ)])
+        borders.append(dim_starts[1:][differ].tolist())
     return borders

@@ -133,8 +133,8 @@ class StoredArray:
 
 def array_of_file(file: str) -> str:
     """The name of the array that one of its files belongs to; "" for other files."""
-    parts = file.split("/")
-    return parts[1] if parts[0] == STATE and len(parts) > 2 else ""
+    folder, *rest = file.split("/")
+    return rest[0] if folder == STATE and len(rest) > 1 else ""
 
 
 def is_chunk(file: str) -> bool:
@@ -164,16 +164,17 @@ def volume(box: Box) -> int:
 
 def overlap(a: Box, b: Box) -> Box:
     """The intersection of two boxes, with empty stretches if there is none."""
-    low = [max(s.start, t.start) for s, t in zip(a, b, strict=True)]
-    high = [min(s.stop, t.stop) for s, t in zip(a, b, strict=True)]
-    return tuple(slice(x, max(x, y)) for x, y in zip(low, high, strict=True))
+    both = []
+    for s, t in zip(a, b, strict=True):
+        start = max(s.start, t.start)
+        both.append(slice(start, max(start, min(s.stop, t.stop))))
+    return tuple(both)
 
 
 def within(box: Box, outer: Box) -> Box:
     """A box in the coordinates of an outer one."""
-    return tuple(
-        slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True)
-    )
+    dims = zip(box, outer, strict=True)
+    return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in dims)
 
 
 def is_real(dtype: Any) -> bool:
@@ -200,14 +201,11 @@ def chunk_shape(
     chunk = list(part)
     if is_stored_by_layer(name, shape):
         layer = math.prod(part[1:]) * itemsize
-        chunk[0] = max(
-            n for n in _divisors(part[0]) if n == 1 or n * layer <= min(PART_BYTES, CHUNK_BYTES)
-        )
+        chunk[0] = _greatest_divisor(part[0], min(PART_BYTES, CHUNK_BYTES) // layer)
     for dim, size in enumerate(part):
         rest = math.prod(chunk) * itemsize
         if rest > CHUNK_BYTES:
-            wanted = chunk[dim] / math.ceil(rest / CHUNK_BYTES)
-            chunk[dim] = max((n for n in _divisors(size) if n <= wanted), default=1)
+            chunk[dim] = _greatest_divisor(size, chunk[dim] // math.ceil(rest / CHUNK_BYTES))
     return tuple(chunk)
 
 
@@ -220,22 +218,31 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
     """
     assert isinstance(sharding.mesh, Mesh)
     mesh, names = factored(sharding.mesh)
-    dims = [list(dim) for dim in in_factors(names, sharding.spec, len(shape))]
-    parts = [math.prod(mesh.shape[name] for name in dim) for dim in dims]
-    size = math.prod(shape) * np.dtype(dtype).itemsize // max(math.prod(parts), 1)
-    used = {name for dim in dims for name in dim}
-    already_cut = sum(map(len, dims))
+    # The axes of each dim that the sharding names, in the names of `factored`.
+    already_cut: list[tuple[str, ...]] = [()] * len(shape)
+    for dim, axes in enumerate(sharding.spec):
+        if isinstance(axes, str):
+            axes = (axes,)
+        already_cut[dim] = sum((names[axis] for axis in axes or ()), ())
+    used = sum(already_cut, ())
+
+    def num_parts(axes: tuple[str, ...]) -> int:
+        return math.prod(mesh.shape[name] for name in axes)
+
+    dims, parts = [*already_cut], [*map(num_parts, already_cut)]
+    size = math.prod(shape) * np.dtype(dtype).itemsize // max(num_parts(used), 1)
     for name, factor in mesh.shape.items():
         if name in used or size // factor < PART_BYTES:
             continue
-        dim = next((d for d, n in enumerate(shape) if n % (parts[d] * factor) == 0), None)
-        if dim is not None:
-            dims[dim].append(name)
-            parts[dim] *= factor
-            size //= factor
-    if sum(map(len, dims)) == already_cut:
+        for dim, length in enumerate(shape):
+            if length % (parts[dim] * factor) == 0:
+                dims[dim] += (name,)
+                parts[dim] *= factor
+                size //= factor
+                break
+    if dims == already_cut:
         return sharding
-    return NamedSharding(mesh, PartitionSpec(*(tuple(dim) or None for dim in dims)))
+    return NamedSharding(mesh, PartitionSpec(*(dim or None for dim in dims)))
 
 
 def metadata_files(arrays: tuple[StoredArray, ...], meta: dict[str, Any]) -> dict[str, bytes]:
@@ -266,21 +273,10 @@ def metadata_files(arrays: tuple[StoredArray, ...], meta: dict[str, Any]) -> dic
     return {COMMITTED: DONE} | {name: json.dumps(value).encode() for name, value in files.items()}
 
 
-def in_factors(
-    names: dict[str, list[str]], spec: PartitionSpec, ndim: int
-) -> list[tuple[str, ...]]:
-    """The axes of each dim that a spec names, in the names of `factored`."""
-    dims = []
-    for axes in [*spec, *[None] * (ndim - len(spec))]:
-        axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        dims.append(tuple(name for axis in axes for name in names[axis]))
-    return dims
-
-
-def factored(mesh: Mesh) -> tuple[Mesh, dict[str, list[str]]]:
+def factored(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
     """The same devices with each axis as several of prime sizes, and which these are."""
     sizes: dict[str, int] = {}
-    names: dict[str, list[str]] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for axis, size in mesh.shape.items():
         factors = []
         n = 2
@@ -289,14 +285,13 @@ def factored(mesh: Mesh) -> tuple[Mesh, dict[str, list[str]]]:
                 factors.append(n)
                 size //= n
             n += 1
-        names[axis] = [f"{axis}/{i}" for i in range(len(factors))]
+        names[axis] = tuple(f"{axis}/{i}" for i in range(len(factors)))
         sizes |= dict(zip(names[axis], factors, strict=True))
     if not sizes:
-        return mesh, {axis: [axis] for axis in mesh.shape}
+        return mesh, {axis: (axis,) for axis in mesh.shape}
     devices = mesh.devices.reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)), names
 
 
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return [*small, *(n // d for d in small)]
+def _greatest_divisor(n: int, most: int) -> int:  # at least 1, also for a smaller `most`
+    return next(d for d in range(max(min(n, most), 1), 0, -1) if n % d == 0)

@@ -13,6 +13,7 @@ goes with it.
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,8 +66,7 @@ class Vault:
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
         numbered = self.numbered()
-        complete = for_each(self.is_complete, numbered)
-        return [step for step, is_complete in zip(numbered, complete, strict=True) if is_complete]
+        return list(itertools.compress(numbered, for_each(self.is_complete, numbered)))
 
     def unfinished(self) -> list[int]:
         """Steps whose upload is under way, or was cut short."""
@@ -148,9 +148,9 @@ class Vault:
             damages = self.check(step, {name: listed.files[name] for name in names})
             if multihost.is_writer():
                 damages += self._unlisted(step, listed)
-        reports = multihost.gather_to_zero(barrier, [str(damage) for damage in damages[:100]])
+        reports = multihost.gather_to_zero(barrier, [*map(str, damages[:100])]) or []
         return multihost.broadcast_from_zero(
-            f"{barrier}: all", lambda: sorted({text for report in reports or [] for text in report})
+            f"{barrier}: all", lambda: sorted({*itertools.chain(*reports)})
         )
 
     def check(self, step: StepName, sums: Sums, progress: CountBytes | None = None) -> list[Damage]:

@@ -115,7 +115,7 @@ class Durable:
             missing, error = self._missing()
         self._thread.shutdown()
         if missing:
-            reasons = [error, *(self._failed.get(step, "") for step in missing)]
+            reasons = [error, *map(self._failed.get, missing)]
             why = next((f" ({text})" for text in reasons if text), "")
             self._say(
                 f"error: {self._keys.durable} has no complete copy of step"

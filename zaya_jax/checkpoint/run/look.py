@@ -82,17 +82,15 @@ def remarks(workdir: str | Path, summaries: list[Summary], damaged: list[int]) -
             suspicious.append(str(summary.step))
         elif not retention.is_sound(figures):
             unsound.append(str(summary.step))
-    steps = {
+    names = {
         "DAMAGED, `verify` says where": [str(step) for step in damaged],
         "Saved after an update that was skipped or not finite": unsound,
         "Saved among losses or gradients that were too high": suspicious,
     }
-    names = sorted(path.name for path in (Path(workdir) / "checkpoints").iterdir())
-    others = {
-        meaning: [name for name in names if name.startswith(prefixes)]
-        for meaning, prefixes in OTHER_FOLDERS.items()
-    }
-    return [f"{what}: {', '.join(which)}." for what, which in (steps | others).items() if which]
+    folders_there = sorted(path.name for path in (Path(workdir) / "checkpoints").iterdir())
+    for meaning, prefixes in OTHER_FOLDERS.items():
+        names[meaning] = [name for name in folders_there if name.startswith(prefixes)]
+    return [f"{what}: {', '.join(which)}." for what, which in names.items() if which]
 
 
 def loss_text(summary: Summary) -> str:
