@@ -82,23 +82,21 @@ def nodes_of(devices: Sequence[Any]) -> list[int]:
 
 def groups(devices: Sequence[Any], nodes: Sequence[int]) -> list[Group]:
     """The sets that are measured, smallest first; the first node's devices alone, then across."""
-    of_node = [
-        [d for d, n in zip(devices, nodes, strict=True) if n == node]
-        for node in range(max(nodes) + 1)
-    ]
+    of_node: list[list[Any]] = [[] for _ in range(max(nodes) + 1)]
+    for device, node in zip(devices, nodes, strict=True):
+        of_node[node].append(device)
     sets = [Group(tuple(of_node[0][:n]), 1) for n in _counts(len(of_node[0]))]
     for count in _counts(len(of_node)):
-        for per_node in sorted({1, min(len(own) for own in of_node)}):
-            chosen = tuple(d for own in of_node[:count] for d in own[:per_node])
+        for per_node in sorted({1, min(map(len, of_node))}):
+            chosen = tuple(d for in_node in of_node[:count] for d in in_node[:per_node])
             sets.append(Group(chosen, count))
     return sets
 
 
 def _counts(most: int) -> list[int]:
     """2, 4, 8, ... and the last."""
-    return sorted(
-        {1 << i for i in range(1, most.bit_length()) if 1 << i <= most} | ({most} - {0, 1})
-    )
+    powers = {1 << i for i in range(1, most.bit_length())}
+    return sorted(powers | {most} - {0, 1})
 
 
 def sizes(num_devices: int, room: int) -> Iterator[int]:
@@ -149,9 +147,8 @@ def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Coll
         call = _program(name, group, size) if mine else None
         local_course = timing.course(timing.warm_up(call), seconds, queue) if call else None
         course = timing.Course(*multihost.broadcast_from_zero("course", lambda: local_course))  # noqa: B023
-        all_taken = multihost.gather_to_zero(
-            "timing", timing.sample(call, course) if call else None
-        )
+        taken = timing.sample(call, course) if call else None
+        all_taken = multihost.gather_to_zero("timing", taken)
         longest = max(tuple(t) for t in all_taken if t) if all_taken else None
         slowest = Timing(*multihost.broadcast_from_zero("slowest", lambda: longest))  # noqa: B023
         yield CollectiveTiming(name, n, group.num_nodes, size, slowest)

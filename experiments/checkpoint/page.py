@@ -106,12 +106,13 @@ def slow_processes(saves: Sequence[StepTiming]) -> list[str]:
             [statistics.median(row[np.isfinite(row)].tolist() or [math.nan]) for row in cells]
         )
         usual = float(np.nanmedian(medians)) if np.isfinite(medians).any() else math.nan
-        sentences += [
-            f"Process {i} is slow: its {stage} takes {duration(medians[i])}, the others'"
-            f" {duration(usual)} (medians of {counted(len(saves), 'save')})."
-            for i in np.argsort(-np.nan_to_num(medians))[:3]
-            if medians[i] > SLOW * usual and medians[i] - usual > 0.05
-        ]
+        for process in np.argsort(-np.nan_to_num(medians))[:3]:
+            seconds = medians[process]
+            if seconds > SLOW * usual and seconds - usual > 0.05:
+                sentences.append(
+                    f"Process {process} is slow: its {stage} takes {duration(seconds)}, the"
+                    f" others' {duration(usual)} (medians of {counted(len(saves), 'save')})."
+                )
     return sentences
 
 
@@ -170,12 +171,9 @@ def _load_map(load: StepTiming | None) -> str:
     starts, _ = grouped(load.processes)
     cells = np.stack([np.fmax.reduceat(load.by_process(stage), starts) for stage in load.stages])
     longest = float(np.nanmax(np.append(cells, 0.0)))
-    many = (
-        f"Each column is the slowest of {starts[1]} processes. "
-        if len(starts) < load.processes
-        else ""
-    )
-    size = byte_size(sum(load.sizes.values()))
+    note = f"{byte_size(sum(load.sizes.values()))} onto all processes."
+    if len(starts) < load.processes:
+        note = f"Each column is the slowest of {starts[1]} processes. {note}"
     return HeatMap(
         f"Step {load.step:,} by process",
         [float(s) for s in starts],
@@ -184,7 +182,7 @@ def _load_map(load: StepTiming | None) -> str:
         (-0.5, load.processes - 0.5),
         "stage",
         ("0 s", duration(longest)),
-        f"{many}{size} onto all processes.",
+        note,
         list(load.stages),
         "process",
     ).draw()

@@ -76,16 +76,19 @@ def get_config(weights: str = "") -> ConfigDict:
     c.data.chats = True
     c.data.packing = "best_fit"
     c.data.tokenizer = found.tokenizer_folder
-    phase = schedule.phase_at(before, step) if step else None
-    context = phase.seq_len if phase else before.model.max_position_embeddings
+    # A second set of chats is not learnt at a tenth of a tenth.
+    smaller = 1 if step and _tuned(before, found.folder) else SMALLER
+    context, lr = before.model.max_position_embeddings, IMPORTED_LR
+    if step:
+        phase = schedule.phase_at(before, step)
+        context, lr = phase.seq_len, smaller * (phase.lr or before.optim.lr)
     c.data.seq_len = min(CONTEXT, context)
     c.data.global_batch = 16
 
-    # A second set of chats is not learnt at a tenth of a tenth.
-    smaller = 1 if step and _tuned(before, found.folder) else SMALLER
-    c.optim.lr = smaller * (phase.lr or before.optim.lr) if phase else IMPORTED_LR
+    c.optim.lr = lr
     if of_pairs:
-        c.optim.lr *= 1 if before.run.takes_pairs else PREFERRING
+        if not before.run.takes_pairs:
+            c.optim.lr *= PREFERRING
         c.optim.z_loss = 0.0
     c.balance.lr = smaller * before.balance.lr  # the biases themselves come with the weights
     c.schedule.warmup_fraction = 0.05
@@ -139,11 +142,9 @@ def _tuned(before: config.Config, folder: Path) -> bool:
         return before.data.chats
     path = folder / "lineage.json"
     try:
-        changed = (
-            [parent["changed"] for parent in files.read_json(path)["forked"]]
-            if path.is_file()
-            else []
-        )
+        changed = []
+        if path.is_file():
+            changed = [parent["changed"] for parent in files.read_json(path)["forked"]]
         return bool(changed) and not any("data.chats" in keys for keys in changed)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise config.UserError(

@@ -147,7 +147,7 @@ def _gains(
 def _rows(ask: Ask, candidates: list[Candidate], rates: Rates) -> list[dict[str, Any]]:
     """Each shape's numbers; what depends on rates as [likely, fast, slow]."""
     best, rows = search.front(_gains(ask, candidates, rates, BATCHES[0])), []
-    three = (rates, *(rates.at_ends(end, rates.uncertain) for end in (0, 1)))
+    three = rates, rates.at_ends(0, rates.uncertain), rates.at_ends(1, rates.uncertain)
     for number, (case, settings, strains) in enumerate(candidates, 1):
         by_batch = {n: [search.gains(ask, case, r, n) for r in three] for n in BATCHES}
         rows.append(
@@ -179,22 +179,22 @@ def _beside(
 ) -> list[tuple[str, int, float, int, float]]:
     """By assumption: the shape that trains fastest and answers no later than ZAYA1-base, with its
     gain, and the one that answers first and trains no slower; nothing where ZAYA1-base is none."""
-    base = next(
-        (n for n, candidate in enumerate(candidates, 1) if candidate.case.model == search.BASE),
-        None,
-    )
+    models = [candidate.case.model for candidate in candidates]
+    base = 1 + models.index(search.BASE) if search.BASE in models else None
     free = dataclasses.replace(rates, launch=Rate(0.0, "none"))
-    table: list[tuple[str, int, float, int, float]] = []
-    for what, these, batch, strained, shallow in (
-        *((f"as planned, batch {batch}", rates, batch, False, False) for batch in BATCHES),
-        *(
-            (f"rules may be strained, batch {batch}", rates, batch, True, False)
-            for batch in BATCHES
-        ),
-        *((f"and no launches, batch {batch}", free, batch, True, False) for batch in BATCHES),
+    assumptions = []
+    for what, these, strained in (
+        ("as planned", rates, False),
+        ("rules may be strained", rates, True),
+        ("and no launches", free, True),
+    ):
+        assumptions += [(f"{what}, batch {n}", these, n, strained, False) for n in BATCHES]
+    assumptions += [
         ("fewer layers are as good", rates, BATCHES[0], False, True),
         ("and rules may be strained", rates, BATCHES[0], True, True),
-    ):
+    ]
+    table: list[tuple[str, int, float, int, float]] = []
+    for what, these, batch, strained, shallow in assumptions:
         every = _gains(ask, candidates, these, batch, strained)
         if base not in every:
             continue
@@ -248,11 +248,16 @@ def document(result: dict[str, Any]) -> Page:
         row["number"]: f"{row['number']}: {row['name']}, {row['layers']} layers" for row in shapes
     }
     names |= {row["number"]: "ZAYA1-base" for row in shapes if row["zaya1_base"]}
-    compared = [
-        [what, names[trains], f"{faster:+.1%}", names[answers], f"{sooner:+.1%}"]
-        for what, trains, faster, answers, sooner in result["zaya1_base"]
-    ]
-    head = ("assumption", "trains fastest", "tokens/s", "answers first", "ms a token")
+    beside = Section(
+        "ZAYA1-base is not near these budgets", notes=("It has 754M active and 8.3B weights.",)
+    )
+    if result["zaya1_base"]:
+        compared = [
+            [what, names[trains], f"{faster:+.1%}", names[answers], f"{sooner:+.1%}"]
+            for what, trains, faster, answers, sooner in result["zaya1_base"]
+        ]
+        head = ("assumption", "trains fastest", "tokens/s", "answers first", "ms a token")
+        beside = Section("ZAYA1-base beside it", BESIDE, [Table("By assumption", head, compared)])
     assumed = [[name, f"{value:.3g}", source] for name, value, source in result["assumed"]]
     return Page(
         f"Shapes for {result['devices']:,} {result['chip']}",
@@ -269,12 +274,7 @@ def document(result: dict[str, Any]) -> Page:
                 [Table("From the shallowest on", HEAD, [_cells(row) for row in front])],
                 below=picture.draw(result),
             ),
-            Section(
-                "ZAYA1-base beside it" if compared else "ZAYA1-base is not near these budgets",
-                BESIDE if compared else "",
-                [Table("By assumption", head, compared)] if compared else [],
-                notes=() if compared else ("It has 754M active and 8.3B weights.",),
-            ),
+            beside,
             Section(
                 "All shapes",
                 tables=[Table("Fastest first", HEAD, [_cells(row) for row in shapes], folded=True)],
