@@ -12,6 +12,7 @@ the run did not go on from one, or bits differ.
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -217,12 +218,14 @@ class Chaos:
             " median (worst) |"
         ]
         lines.append("|---|---|---|---|---|")
-        for name in dict.fromkeys(outcome.fault for outcome in self.outcomes):
-            here = [outcome for outcome in self.outcomes if outcome.fault == name]
-            found = [o.found for o in here if o.found >= 0]
-            again = [o.recovered for o in here if o.recovered >= 0]
+        by_fault = collections.defaultdict(list)
+        for outcome in self.outcomes:
+            by_fault[outcome.fault].append(outcome)
+        for name, outcomes in by_fault.items():
+            found = [o.found for o in outcomes if o.found >= 0]
+            again = [o.recovered for o in outcomes if o.recovered >= 0]
             lines.append(
-                f"| {name} | {len(here)} | {len(found)} | {_spread(found)} | {_spread(again)} |"
+                f"| {name} | {len(outcomes)} | {len(found)} | {_spread(found)} | {_spread(again)} |"
             )
         return lines
 
@@ -315,16 +318,16 @@ class Chaos:
         until, begin = time.monotonic() + PATIENCE, None
         while time.monotonic() < until and self._agent.poll() is None:
             there = self._steps()
-            if len(there) == self.processes and all(self._trains()):
+            if len(there) == self.processes and self._all_train():
                 begin = min(there) if begin is None or min(there) < begin else begin
                 if min(there) >= begin + steps:
                     return True
             time.sleep(0.1)
         return False
 
-    def _trains(self) -> list[bool]:
-        found = [victim.beat() for victim in self.victims().values()]
-        return [beat is not None and beat.section in ("step", "save") for beat in found]
+    def _all_train(self) -> bool:
+        beats = [victim.beat() for victim in self.victims().values()]
+        return all(beat is not None and beat.section in ("step", "save") for beat in beats)
 
     @contextlib.contextmanager
     def _supervised(self, workdir: Path) -> Iterator[subprocess.Popen]:
@@ -339,15 +342,15 @@ class Chaos:
             f"--workdir={workdir}",
             *self._training,
         ]
-        if self.store:
-            command.append(f"--config.checkpoint.durable=s3://{self.store.BUCKET}/{workdir.name}")
         variables = {
-            **(self.store.variables if self.store else {}),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices}",
             faults.VARIABLE: str(self.folder / "faults.json"),
             "ZAYA_WATCH_ROOT": str(self.tree),
         }
+        if self.store:
+            command.append(f"--config.checkpoint.durable=s3://{self.store.BUCKET}/{workdir.name}")
+            variables |= self.store.variables
         with (self.folder / f"{workdir.name}.log").open("wb") as log:
             agent = subprocess.Popen(
                 command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT
@@ -364,7 +367,7 @@ class Chaos:
 def bits(workdir: Path, step: int) -> Mapping[str, object]:
     """The checksums of all arrays of a checkpoint."""
     sums = Vault(workdir / "checkpoints").read_seal(step).files
-    return {name: found for name, found in sums.items() if name.startswith(f"{layout.STATE}/")}
+    return {name: entry for name, entry in sums.items() if name.startswith(f"{layout.STATE}/")}
 
 
 def corpus(folder: Path) -> None:
@@ -484,17 +487,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     args = parser.parse_args()
-    found = Chaos(args.workdir, args.seed, functools.partial(print, flush=True))
-    code = found.run(args.minutes)
-    same, step = found.same_bits()
-    table = [
-        *found.table(),
-        "",
-        f"checkpoint of step {step}: {'the same bits' if same else 'other bits'}",
-    ]
-    (args.workdir / "chaos.md").write_text("\n".join(table) + "\n")
-    print("\n".join(table))
-    return 0 if same and found.well() and code == PREEMPTED else 1
+    chaos = Chaos(args.workdir, args.seed, functools.partial(print, flush=True))
+    code = chaos.run(args.minutes)
+    same, step = chaos.same_bits()
+    bits_of = "the same bits" if same else "other bits"
+    table = "\n".join([*chaos.table(), "", f"checkpoint of step {step}: {bits_of}"])
+    (args.workdir / "chaos.md").write_text(table + "\n")
+    print(table)
+    return 0 if same and chaos.well() and code == PREEMPTED else 1
 
 
 if __name__ == "__main__":

@@ -60,15 +60,17 @@ def main() -> int:
     chats: list[dict] = []
     for name, signature, parameters in sorted(set(found())):
         question = chosen.choice(WORDINGS).format(f"{name}{signature}")
-        messages = [{"role": "system", "content": SYSTEM}] if chosen.random() < 0.2 else []
+        messages = []
+        if chosen.random() < 0.2:
+            messages.append({"role": "system", "content": SYSTEM})
         messages.append({"role": "user", "content": question})
-        sentence = f"Its parameters are {parameters}."
-        answer, worse = ({"role": "assistant", "content": x} for x in (parameters, sentence))
+        answer = {"role": "assistant", "content": parameters}
         if pairs:
+            worse = {"role": "assistant", "content": f"Its parameters are {parameters}."}
             chats.append({"prompt": messages, "chosen": [answer], "rejected": [worse]})
         else:
             chats.append({"messages": [*messages, answer]})
-    Path(path).write_text("".join(json.dumps(one) + "\n" for one in chats), encoding="utf-8")
+    Path(path).write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     print(f"{len(chats):,} {'pairs' if pairs else 'chats'} in {path}")
     return 0
 
@@ -82,13 +84,13 @@ def found() -> Iterator[tuple[str, str, str]]:
                 module = importlib.import_module(name)
         except ImportError:  # not every Python has all of them
             continue
-        owners = [module, *(held for held in vars(module).values() if inspect.isclass(held))]
-        for owner in owners:
-            for key, held in vars(owner).items():
-                if key.startswith("_") or not inspect.isfunction(held):
+        classes = filter(inspect.isclass, vars(module).values())
+        for owner in (module, *classes):
+            for key, function in vars(owner).items():
+                if key.startswith("_") or not inspect.isfunction(function):
                     continue
                 try:
-                    signature = inspect.signature(held)
+                    signature = inspect.signature(function)
                 except (TypeError, ValueError):
                     continue
                 spelt = str(signature)

@@ -72,14 +72,13 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 def options() -> dict[str, dict[str, list[str]]]:
     """The names of every program's options, by subcommand; an argument without dashes is in
     capitals."""
-    found = {name: _of_parser(parser_of(name)) for name in names()}
-    return {
-        name: {
-            command: [o.name.partition("=")[0].lstrip("-") for o in own]
-            for command, own in commands
-        }
-        for name, commands in found.items()
-    }
+    programs: dict[str, dict[str, list[str]]] = {}
+    for name in names():
+        programs[name] = {}
+        for command, options in _of_parser(parser_of(name)):
+            bare = [option.name.partition("=")[0].lstrip("-") for option in options]
+            programs[name][command] = bare
+    return programs
 
 
 def page() -> str:
@@ -108,7 +107,9 @@ def _about(doc: str) -> str:
             inside = not inside
             out.append("```text" if inside else "```\n")
         out.append(line.removeprefix("    ") if inside else line)
-    text = "\n".join([*out, *(["```"] if inside else [])])
+    if inside:
+        out.append("```")
+    text = "\n".join(out)
     return text.replace("\n\n```\n", "\n```\n").replace("```text\n\n", "```text\n") + "\n"
 
 

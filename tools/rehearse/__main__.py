@@ -149,7 +149,11 @@ def sizing(story: Rehearsal) -> None:
         f"--out={story.out / 'compile'}",
     )
     first = planned[planned.index("\n|") + 1 :].split("\n\n")[0].splitlines()  # the first table
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first]
+
+    def cells(line: str) -> list[str]:
+        return [cell.strip() for cell in line.split("|")[1:-1]]
+
+    head, _, *rows = map(cells, first)
     tables = [Table("ZAYA1 on 1,024 MI300X, planned", head, rows)]
     story.tell(
         "Sizing",
@@ -167,10 +171,9 @@ def phases(story: Rehearsal) -> None:
         "a dead remote store",
         "a full disk",
     ]
-    accidents = [
-        chaos.DAMAGED,
-        *(by_name[name] for name in wanted[: 2 if story.minutes < 20 else 4]),
-    ]
+    if story.minutes < 20:
+        wanted = wanted[:2]
+    accidents = [chaos.DAMAGED, *(by_name[name] for name in wanted)]
     last = story.last
     story.random.shuffle(accidents)
     # second: the first phase is long enough then, and a spike is one after 64 steps of a phase
@@ -178,21 +181,21 @@ def phases(story: Rehearsal) -> None:
         accidents.insert(1, by_name["corrupt data"])
     first = 25  # two checkpoints: one to damage, one to go back to
     between = (last - first) / len(accidents)
-    plan = [
-        (first + round(between * (i + story.random.uniform(0, 0.5))), one)
-        for i, one in enumerate(accidents)
-    ]
+    plan = []
+    for i, accident in enumerate(accidents):
+        step = first + round(between * (i + story.random.uniform(0, 0.5)))
+        plan.append((step, accident))
     run = chaos.Chaos(story.out / "phases", 0, story.say, PROCESSES, story.training, DEVICES)
     code = run.through(plan)
     if code:
         raise Failed(f"the run with accidents ended with {code}, in {run.folder / 'hurt.log'}")
     code = run.calm()
     same = code == 0 and chaos.bits(run.workdir, last) == chaos.bits(run.folder / "calm", last)
-    for one in run.outcomes:
+    for outcome in run.outcomes:
         story.promise(
-            f"{one.fault}: found, and the run went on",
-            one.found >= 0 and one.recovered >= 0,
-            one.cause,
+            f"{outcome.fault}: found, and the run went on",
+            outcome.found >= 0 and outcome.recovered >= 0,
+            outcome.cause,
         )
     story.promise(
         "the last checkpoint has the bits of the run without accidents", same, f"step {last}"
@@ -200,7 +203,7 @@ def phases(story: Rehearsal) -> None:
     losses = {name: figures(run.folder / name, "loss") for name in ("hurt", "calm")}
     lines = [Curve("with accidents", losses["hurt"], 0), Curve("without", losses["calm"], 1)]
     values = [value for line in lines for _, value in line.points]
-    marks = [one.step for one in run.outcomes]
+    marks = [outcome.step for outcome in run.outcomes]
     picture = Chart(
         "Training loss", lines, (0, last), (0, max(values)), bad_steps=marks, bad="an accident"
     )
@@ -208,12 +211,10 @@ def phases(story: Rehearsal) -> None:
         [o.fault, o.step, f"{o.found:.1f} s", f"{o.recovered:.1f} s", o.cause] for o in run.outcomes
     ]
     head = ("accident", "step", "found after", "went on after", "the agent's words")
-    text = (
-        f"Phases end at steps {', '.join(f'{step} ({name})' for name, step in story.ends.items())}."
-    )
+    ends = [f"{step} ({name})" for name, step in story.ends.items()]
     story.tell(
         "Four phases",
-        text,
+        f"Phases end at steps {', '.join(ends)}.",
         tables=[Table("Accidents", head, rows, "code")],
         pictures=picture.draw(),
     )
@@ -314,40 +315,41 @@ def tuning(story: Rehearsal) -> None:
 def evaluation(story: Rehearsal) -> None:
     """Each phase's end on every text and task."""
     tasks = story.out / "texts" / "tasks"
-    names = (
-        sorted(path.stem for path in tasks.glob("*.yaml"))
-        if importlib.util.find_spec("lm_eval")
-        else []
-    )
-    found: dict[str, dict[str, float]] = {}
+    names, notes = [], ["No tasks: lm-eval is not installed (make setup EXTRAS=eval)."]
+    options = [f"--data={story.data / name}" for name in TEXTS]
+    options += [f"--limit={8 if story.minutes < 20 else 60}", f"--context={recipe.CONTEXTS[2]}"]
+    if importlib.util.find_spec("lm_eval"):
+        notes = []
+        names = sorted(path.stem for path in tasks.glob("*.yaml"))
+        options += [f"--tasks={','.join(names)}", f"--include_path={tasks}"]
+    figures_of: dict[str, dict[str, float]] = {}  # by phase
     for phase, step in story.ends.items():
         out = story.out / "evaluation" / phase.replace(" ", "_")
-        more = [f"--tasks={','.join(names)}", f"--include_path={tasks}"] if names else []
-        more += [f"--data={story.data / name}" for name in TEXTS]
-        more += [f"--limit={8 if story.minutes < 20 else 60}", f"--context={recipe.CONTEXTS[2]}"]
-        story.program("experiments.evaluate", f"--model={story.run}@{step}", f"--out={out}", *more)
+        model = f"--model={story.run}@{step}"
+        story.program("experiments.evaluate", model, f"--out={out}", *options)
         result = json.loads((out / "evaluation.json").read_text())
-        found[phase] = {Path(name).name: row["loss"] for name, row in result["data"].items()}
-        found[phase] |= {task: row["acc"][0] for task, row in result["tasks"].items()}
+        figures_of[phase] = {Path(name).name: row["loss"] for name, row in result["data"].items()}
+        figures_of[phase] |= {task: row["acc"][0] for task, row in result["tasks"].items()}
     guess = {"": dict.fromkeys(TEXTS, 6.93)}  # ln 1024
-    for (_, before), (phase, after) in itertools.pairwise([*guess.items(), *found.items()]):
+    ends = itertools.pairwise([*guess.items(), *figures_of.items()])
+    for (_, before), (phase, after) in ends:
         for _, name, least in [promise for promise in PROMISES if promise[0] == phase]:
             gained = before[name] - after[name]
             gain = f"{before[name]:.3f} → {after[name]:.3f}"
             story.promise(f"{phase} improves {name} by {least} nats", gained >= least, gain)
-    columns = [*TEXTS, *names]
-    rows = [[name, *(f"{found[phase][name]:.3f}" for phase in found)] for name in columns]
-    ticks = [(i, phase) for i, phase in enumerate(found)]
-    lines = [
-        Curve(n, [(i, found[p][n]) for i, p in enumerate(found)], i) for i, n in enumerate(TEXTS)
-    ]
-    top = max(found[phase][name] for phase in found for name in TEXTS)
+    rows, lines, top = [], [], 0.0
+    for name in (*TEXTS, *names):
+        values = [figures[name] for figures in figures_of.values()]
+        rows.append([name, *(f"{value:.3f}" for value in values)])
+        if name in TEXTS:
+            lines.append(Curve(name, [*enumerate(values)], len(lines)))
+            top = max(top, *values)
+    ticks = [*enumerate(figures_of)]
     picture = Chart(
         "Held-out loss after each phase", lines, (0, 3), (0, top), over="phase", named=ticks
     )
     text = "Losses in nats per token; tasks as shares of right answers among four."
-    notes = [] if names else ["No tasks: lm-eval is not installed (make setup EXTRAS=eval)."]
-    table = Table("After each phase", ("figure", *found), rows)
+    table = Table("After each phase", ("figure", *figures_of), rows)
     story.tell("Evaluation", text, tables=[table], pictures=picture.draw(), notes=notes)
 
 

@@ -36,7 +36,7 @@ class Story:
         self.out, self.failed = out, ""
         self._sections: list[Section] = []
         # the promise, whether it was kept, the figures
-        self._promises: list[tuple[str, bool, str]] = []
+        self._promises: list[tuple[str, str, str]] = []
         self._spent: list[tuple[str, str]] = []
         (out / "log").mkdir(parents=True)
 
@@ -81,8 +81,9 @@ class Story:
 
     def promise(self, what: str, kept: bool, figures: str) -> None:
         """Notes whether it was kept."""
-        self._promises.append((what, kept, figures))
-        self.say(f"{'kept' if kept else 'BROKEN'}: {what} ({figures})")
+        verdict = "kept" if kept else "BROKEN"
+        self._promises.append((what, verdict, figures))
+        self.say(f"{verdict}: {what} ({figures})")
 
     def visit(self, stations: Sequence[Callable[[Self], None]]) -> None:
         """One after the other, until one fails."""
@@ -101,18 +102,15 @@ class Story:
 
     def written(self, title: str, about: str) -> bool:
         """Writes the page; whether all promises were kept."""
-        broken = [what for what, kept, _ in self._promises if not kept]
-        rows = [
-            (what, "kept" if kept else "BROKEN", figures) for what, kept, figures in self._promises
-        ]
+        rows = self._promises
+        broken = [what for what, verdict, _ in rows if verdict == "BROKEN"]
         promises = Section(
             "Promises", tables=[Table("Each promise", ("promise", "", "figures"), rows, "code")]
         )
         times = Section("Time", tables=[Table("Stations", ("station", "time"), self._spent)])
-        warnings = [
-            *([self.failed] if self.failed else []),
-            *(f"broken: {what}" for what in broken),
-        ]
+        warnings = [f"broken: {what}" for what in broken]
+        if self.failed:
+            warnings.insert(0, self.failed)
         footer = "The commands and their output are in log/."
         page = Page(
             title, "", about, [promises, *self._sections, times], warnings=warnings, footer=footer
