@@ -130,7 +130,8 @@ def require_same_source(
         )
         if not changed_source:
             raise UserError(
-                f"{difference}; restore it, or allow the other by changed_source=True"
-                " (config.run.changed_source, --changed_source)"
+                f"{difference}; name the one of the training (config.model.{part}, --{part}), restore"
+                " its file, or allow the other by changed_source=True (config.run.changed_source,"
+                " --changed_source)"
             )
         say(f"note: {difference}")
