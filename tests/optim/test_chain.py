@@ -196,6 +196,14 @@ def test_numbers_of_the_formats(params):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {np.dtype("float32")}
 
 
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_products_copy_the_experts_weights_once_a_step_whatever_trains_them(like, name):
+    precision = Precision(weights="compute", compute="bfloat16")
+    copied = chain.build(Optim(name=name), precision, like).layout.copy_dtypes
+    assert copied["layers/experts/gate_up"] == copied["layers/experts/down"] == "bfloat16"
+    assert not any(path.startswith("layers/router/") and "kernel" in path for path in copied)
+
+
 def test_the_update_copies_no_weights():
     """It updates donated weights in place: all reads of the old ones come before the writes."""
     like = optim_helpers.shapes(L=2, D=64, H=2, K=1, C=32, E=4, F=64, R=16, V=512)

@@ -317,8 +317,8 @@ def build(
     copies = precision.weights == "compute" and precision.compute == "bfloat16"
     weights = []
     for (path, rule), spec in zip(rules.items(), flat_specs, strict=True):
-        # Products read matrices in the compute format, except the router's.
-        copied = copies and rule.method == "muon" and rule.group != "router"
+        # Products read matrices in the compute format, except the router's, whatever trains them.
+        copied = copies and rule.group != "router"
         weight = zero.Weight(
             path,
             shapes[path],
