@@ -135,7 +135,8 @@ def test_defaults_and_records_pass():
         checked == config.Config() == config.check(config.to_dict(checked)) == config.check(checked)
     )
     assert config.check({}) == checked  # an older version's record has fewer keys
-    assert config.check({"checkpoint": {"local": "/fast"}}) == checked  # or one that was withdrawn
+    withdrawn = {"checkpoint": {"local": "/fast", "keep_tokens": 0}, "data": {"workers": 8}}
+    assert config.check(withdrawn) == checked
     assert isinstance(config.editable(checked), config_dict.ConfigDict)
 
 

@@ -39,7 +39,12 @@ def naming(what: str) -> Iterator[None]:
 # Of strings; a path may be an address, a source is "path=weight".
 KINDS = ("name", "path", "text", "source")
 # keys of older versions' records, which are not read
-WITHDRAWN = ("config.checkpoint.keep_tokens", "config.checkpoint.local", "config.run.init_grow")
+WITHDRAWN = (
+    "config.checkpoint.keep_tokens",
+    "config.checkpoint.local",
+    "config.data.workers",
+    "config.run.init_grow",
+)
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
 MODEL_FORMS = (
