@@ -70,7 +70,8 @@ def print_summary(manifest: dict, out: str) -> None:
     if manifest["trim"]:
         outcomes = {name: count for name, count in manifest["trim"].items() if name != "context"}
         print(f"chats     {chat.Counts(outcomes)}")
-        learnt = {name: n for name, n in manifest["chats"].items() if name != "template"}
+    if chats := manifest.get("chats"):  # not of older versions
+        learnt = {name: n for name, n in chats.items() if name != "template"}
         print(f"learnt    {chat.Counts(learnt).learnt_summary}")
     left_out = prepare.LeftOut(**manifest["left_out"])
     print(f"left out  {left_out}")

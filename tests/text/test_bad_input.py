@@ -17,6 +17,7 @@ import pytest
 from data_helpers import here, jsonl, texts_of, zstd
 from refusals import check_refused, refusal
 
+from experiments.prepare_data import make
 from zaya_jax.data import prepared_store
 from zaya_jax.data.prepared_store import PreparedStore
 from zaya_jax.text import text_files, tokenizers
@@ -305,7 +306,7 @@ def test_every_format_gives_its_documents(tmp_path, part_bytes):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_chats_are_trimmed_and_counted(tmp_path):
+def test_chats_are_trimmed_and_counted(tmp_path, capsys):
     long = [CHAT[0], {"role": "assistant", "content": f"<think>{'r' * 500}</think>hello"}]
     several = [*long, *long]
     dropped = [CHAT[0], {"role": "assistant", "content": "a" * 500}]
@@ -317,6 +318,11 @@ def test_chats_are_trimmed_and_counted(tmp_path):
     learnt = {name: number for name, number in manifest["chats"].items() if name != "template"}
     assert learnt.pop("tokens learnt") > 5 * len("hello")
     assert learnt == {"answers learnt": 5, "answers rewritten": 0}
+    make.print_summary(manifest, "out")
+    assert "learnt    5 answers learnt" in capsys.readouterr().out
+    del manifest["chats"]  # as older versions wrote it
+    make.print_summary(manifest, "out")
+    assert "2 kept, 1 trimmed" in (summary := capsys.readouterr().out) and "learnt" not in summary
     store = PreparedStore(str(tmp_path / "out"))
     (((bundle, _, _),),) = store.read_spans([(0, store.num_tokens)])
     assert 0 < bundle.learn.sum() < len(bundle) - 4
