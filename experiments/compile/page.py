@@ -100,13 +100,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _segments(config: Config, phase: str | None) -> list[Segment]:
     """The phase of this name, or each; of a batch ramp the full batch, which comes last."""
-    last = {segment.phase.name: segment for segment in schedule.make_plan(config).segments}
-    if phase is None:
-        return list(last.values())
-    if phase not in last:
-        names = ", ".join(map(repr, last))
+    last = {segment.phase_index: segment for segment in schedule.make_plan(config).segments}
+    chosen = [segment for segment in last.values() if phase in (None, segment.phase.name)]
+    if not chosen:
+        names = ", ".join(repr(segment.phase.name) for segment in last.values())
         raise UserError(f"--phase={phase} is not a phase of {config.name}; it has {names}")
-    return [last[phase]]
+    return chosen
 
 
 def _with_ids(config: Config) -> Config:

@@ -64,6 +64,17 @@ def test_it_says_which_kernels_and_tiles_the_program_has():
     assert page._kernels(none, mi300x) == "kernels: ours for nothing, otherwise XLA's"
 
 
+def test_phases_of_one_name_are_all_compiled():
+    phases = [config.Phase(name=name, tokens=2**34, seq_len=4096) for name in "aba"]
+    given = config.default()
+    given.schedule.phases = tuple(phases)
+    given = config.check(given)
+    assert [segment.phase_index for segment in page._segments(given, None)] == [0, 1, 2]
+    assert [segment.phase_index for segment in page._segments(given, "a")] == [0, 2]
+    with pytest.raises(config.UserError, match=r"not a phase of .*; it has 'a', 'b', 'a'"):
+        page._segments(given, "c")
+
+
 def test_it_compiles_the_step_that_pretrain_runs(small):
     """The program for arrays as `pretrain` has them is the one for their shapes, to the letter."""
     space: dict = {}
