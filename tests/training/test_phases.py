@@ -145,6 +145,16 @@ def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch)
     assert [eight.last_step_here(n) for n in (1, 3, 4, 9, 10)] == [3, 3, 6, 9, LAST]
 
 
+def test_a_phase_whose_rows_the_processes_cannot_share_does_not_fit_and_has_no_mesh(monkeypatch):
+    def refuse(mesh):
+        raise config.UserError("no process has whole rows")
+
+    (first, *_), devices = recipe.make_recipe(settings()).phases.values(), jax.devices()
+    monkeypatch.setattr(recipe, "rows_of_process", refuse)
+    placed = recipe.make_recipe(settings(), devices).phases[first.index]
+    assert placed.misfit and placed.mesh is None and placed.spread == first.spread
+
+
 @pytest.mark.parametrize(
     ("index", "keys", "words"),
     [

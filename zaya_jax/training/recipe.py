@@ -75,9 +75,9 @@ def make_recipe(config: Config, devices: list | None = None) -> Recipe:
         mesh, rows, misfit = None, (0, 1), None
         if devices:
             try:
-                mesh = make_mesh(phase_config.mesh, devices, key("mesh"))
-                shape = mesh.shape
-                rows = rows_of_process(mesh)
+                fitting = make_mesh(phase_config.mesh, devices, key("mesh"))
+                rows = rows_of_process(fitting)
+                mesh, shape = fitting, fitting.shape
             except UserError as error:
                 misfit = error
         spread = spread_of(phase_config.mesh, shape)
