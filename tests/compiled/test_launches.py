@@ -124,6 +124,15 @@ ALL, PART = 100 * 64 * 4, 4 * 64 * 4
             ALL + PART + 4,
             ALL,
         ),
+        (  # forty products of a value with itself: 2^40 ways from the operand to the result
+            "\n".join(
+                f"  {'ROOT ' * (n == 39)}%m{n} = f32[100,64]{{1,0}} multiply(%{of}, %{of})"
+                for n, of in enumerate(["a", *(f"m{n}" for n in range(39))])
+            ),
+            "f32[100,64]{1,0}",
+            ALL,
+            ALL,
+        ),
         (  # a slice of an array made of it element by element takes that slice
             (
                 "  %e = bf16[100,64]{1,0} convert(%a)\n  ROOT %s = bf16[4,64]{1,0}"

@@ -111,8 +111,8 @@ class Instruction:
     shape: str
     op: str
     rest: str  # all that follows the op's opening parenthesis
-    operands: list[str]  # their names
-    operand_shapes: list[str]  # "" for one that is not in the same computation
+    operands: tuple[str, ...]  # their names
+    operand_shapes: tuple[str, ...]  # "" for one that is not in the same computation
 
     @property
     def op_name(self) -> str:
@@ -181,8 +181,8 @@ def parse(text: str) -> dict[str, list[Instruction]]:
         elif match := _INSTRUCTION.match(line):
             name, shape, op, rest = match.groups()
             shapes[name] = shape
-            operands = _operands(rest)
-            operand_shapes = [shapes.get(operand, "") for operand in operands]
+            operands = tuple(_operands(rest))
+            operand_shapes = tuple(shapes.get(operand, "") for operand in operands)
             instructions.append(Instruction(name, shape, op, rest, operands, operand_shapes))
     return computations
 

@@ -204,6 +204,7 @@ class _Reader:
         self.under: dict[str, tuple[int, int]] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
         self._users = functools.cache(self._find_users)
+        self._share = functools.cache(self._find_share)  # else paths are walked, not instructions
 
     def run(self, name: str, times: float) -> None:
         """Adds the kernels of a computation that runs so often."""
@@ -278,7 +279,7 @@ class _Reader:
         value = next(i for i in parameters if i.rest.startswith(f"{number})"))
         return math.ceil(size(value.shape) * self._share(fused, value))
 
-    def _share(self, fused: str, value: Instruction, made: bool = False) -> float:
+    def _find_share(self, fused: str, value: Instruction, made: bool = False) -> float:
         """Which share of a value's numbers the rest of a fusion takes; of one that is `made` there,
         all to give it."""
         total, numbers = 0.0, max(_numbers(value.shape), 1)
