@@ -29,8 +29,8 @@ setup-docs: ## The packages that build the site, in .venv-docs
 pretrain: setup-base ## Train: the embedded tiny run, or ARGS='--config=... --workdir=...'
 	@$(bin)/python -m experiments.pretrain $(ARGS)
 
-one: setup ## Some tests in one process, slow ones too: T=tests/optim/test_muon.py ARGS='-k bucket --pdb'
-	@$(if $(T),,$(error make one T=tests/optim/test_muon.py: T is what to test))
+one: setup ## Some tests in one process, slow ones too: T=tests/optim/test_against_torch.py ARGS='-k bucket --pdb'
+	@$(if $(T),,$(error make one T=tests/optim/test_against_torch.py: T is what to test))
 	@$(bin)/python -m pytest -n 0 -m "slow or not slow" $(T) $(ARGS)
 
 test: setup setup-docs ## The default tests (ARGS='tests/model -k rope' for some)

@@ -1,24 +1,31 @@
-"""States that a program without this package saved with plain Orbax, in each of its layouts, become
-weights here."""
+"""Checkpoints read in part, by other programs, and while their run goes on, all bit for bit; states
+that plain Orbax saved, in each of its layouts, become weights here."""
 
+import shutil
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import multiprocess_runs
 import numpy as np
 import pytest
 import tiny_runs
-from checkpoint_helpers import same
+from checkpoint_helpers import same, train
 from orbax.checkpoint import v1 as ocp
-from refusals import check_refused
+from refusals import check_refused, check_storage_error
+from saved_trees import save_tree
 
 import zaya_jax as zj
-from zaya_jax import trees
-from zaya_jax.checkpoint import boxes, partial
+from zaya_jax import config, trees
+from zaya_jax.checkpoint import boxes, layout, partial, seal
 from zaya_jax.checkpoint.orbax_source import open_source
+from zaya_jax.checkpoint.run import retention, store
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import UserError
+from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.model import zaya
+from zaya_jax.training.workdir import open_workdir
 
 SAVE = """
 import sys
@@ -156,3 +163,153 @@ def test_two_processes_each_read_their_parts(saved, tmp_path):
         for result in run.wait(120):
             assert result.code == 0, result.err
             assert result.out.count("equal") == 2 * len(LAYOUTS)
+
+
+def params(layers=2, experts=3, width=8, seed=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 20))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)  # noqa: E731
+    return {
+        "params": {
+            "embed": {"embedding": normal(50, width)},
+            "layers": {
+                "experts": {"down": normal(layers, experts, 4, width)},
+                "router": {
+                    "out": {"kernel": normal(layers, 6, experts + 1)},
+                    "eda": normal(layers, 6),
+                },
+            },
+        },
+        "balance": {"bias": normal(layers, experts + 1), "steps": jnp.int32(3)},
+        "optimizer": {"momentum": normal(50, width)},
+    }
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A run's folder with steps 4 and 9."""
+    folder = open_workdir(tmp_path / "run", config.check(config.default()))
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    checkpoints = store.Store(folder, Checkpoint())
+    checkpoints.find_newest()
+    for step in (4, 9):
+        save_tree(
+            checkpoints,
+            step,
+            params(seed=step),
+            {"step": step, "tokens": step, "data": {"at": step}},
+        )
+    checkpoints.close()
+    return folder
+
+
+NOTEBOOK = """
+import sys
+import jax, numpy as np, optax
+from pathlib import Path
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.options import AtomicityMode
+place, out = map(Path, sys.argv[1:])
+state = ocp.load_checkpointables(place)["state"]
+down = state["params"]["layers"]["experts"]["down"]
+np.savez(out, down=down.view(np.uint8), bias=state["balance"]["bias"])
+print(down.dtype, sorted(state))
+mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+put = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+table = state["params"]["embed"]["embedding"]
+like = {"params": {"embed": {"embedding": jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=put)}}}
+def continued(mode):
+    context = ocp.Context(atomicity_options=ocp.options.AtomicityOptions(mode=mode))
+    context.pytree.loading.partial_load = True
+    with context:
+        x = ocp.load_checkpointables(place, {"state": like})["state"]["params"]["embed"]["embedding"]
+    assert x.sharding == put and (x == table).all()
+    with ocp.training.Checkpointer(place.parent, context=context) as checkpointer:
+        print("newest", checkpointer.latest.step)
+    step = jax.jit(jax.value_and_grad(lambda x: ((x @ x.T - jax.numpy.eye(50)) ** 2).mean()))
+    optimizer, losses = optax.adam(0.01), []
+    moments = optimizer.init(x)
+    for _ in range(3):
+        loss, gradients = step(x)
+        updates, moments = optimizer.update(gradients, moments)
+        x = optax.apply_updates(x, updates)
+        losses.append(float(loss))
+    return losses
+first = continued(AtomicityMode.ATOMIC_RENAME)
+assert first[2] < first[1] < first[0] and first == continued(AtomicityMode.COMMIT_FILE)
+assert not any(name.startswith("zaya") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("place", ["run/checkpoints/9", "copies/9"])
+def test_a_program_without_this_package_loads_shards_and_trains_on(workdir, tmp_path, place):
+    """A step that was saved anew after its run had gone back, and its copy."""
+    back = {"kind": "spike", "step": 4, "batches": 2, "at": 9, "seen": "a loss"}
+    checkpoints = store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")))
+    assert checkpoints.find_newest([back]) == 4
+    save_tree(
+        checkpoints, 9, params(seed=19), {"step": 9, "tokens": 9, retention.DECISIONS: [back]}
+    )
+    checkpoints.close()
+    command = [sys.executable, "-c", NOTEBOOK, tmp_path / place, tmp_path / "read.npz"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "float32 ['balance', 'optimizer', 'params']\nnewest 9\nnewest 9\n"
+    read, expected = np.load(tmp_path / "read.npz"), params(seed=19)
+    np.testing.assert_array_equal(read["bias"], expected["balance"]["bias"])
+    down = np.asarray(expected["params"]["layers"]["experts"]["down"])
+    np.testing.assert_array_equal(read["down"].view(np.float32), down)
+
+
+def test_reading_a_part(workdir, tmp_path):
+    same(
+        partial.read(workdir, "params.*"),
+        {"params": jax.tree.map(np.asarray, params(seed=9)["params"])},
+    )
+    got = partial.read(workdir, "*.router.*", step=4, dtype="bfloat16")
+    router = params(seed=4)["params"]["layers"]["router"]
+    assert list(got["params"]["layers"]) == ["router"]
+    np.testing.assert_array_equal(
+        got["params"]["layers"]["router"]["eda"],
+        np.asarray(router["eda"]).astype(ml_dtypes.bfloat16),
+    )
+    assert partial.read(workdir, "balance.*", dtype="float16")["balance"]["steps"].dtype == np.int32
+    check_refused(
+        r"no array of step 9 .* is called 'parms'; it has balance.*params",
+        partial.read,
+        workdir,
+        "parms",
+    )
+    # a folder may be called like a step of another
+    shutil.copytree(workdir, tmp_path / "out@9")
+    same(partial.read(tmp_path / "out@9"), partial.read(workdir))
+    same(partial.read(f"{workdir}@4"), partial.read(workdir, step=4))
+    victim = next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    partial.read(workdir, "*.router.*")  # other files may be damaged
+    check_storage_error(r"array params.embed.embedding\) is truncated", partial.read, workdir)
+
+
+def test_weights_of_other_shapes_are_refused(workdir):
+    larger, width = params(layers=3, experts=5), params(width=12)
+    more, fewer = params(), params()
+    more["params"]["more"], fewer["params"]["embed"] = jnp.ones(3), {}
+    for held, says in (
+        (larger, r"its array balance.bias is \[2, 4\], \[3, 6\] is needed"),
+        (width, r"its array params.embed.embedding is \[50, 8\], \[50, 12\] is needed"),
+        (more, r"it has no array params.more; give a checkpoint of the same"),
+        (fewer, r"it has arrays that are not wanted, such as params.embed.embedding"),
+    ):
+        wanted = boxes.of_tree(held).weights().arrays
+        check_refused(says, partial.require_fit, open_source(str(workdir)), wanted)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_step_without_its_list_is_not_taken_for_orbax_s(tmp_path, named):
+    """It was read without checksums: an upload under way, or a damaged step."""
+    root = train(tmp_path / "run", 1, 2)
+    (root / "2" / layout.MARKER).unlink()
+    if not named:
+        (root / seal.RUN).unlink()
+    assert open_source(root).step == 1
+    check_storage_error(r"checksums\.json is missing", open_source, tmp_path / "run")

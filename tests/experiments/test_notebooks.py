@@ -89,15 +89,14 @@ def files_in(notebook):
     return re.findall(r"^\w+\.(?:html|jinja|jsonl?|safetensors|txt)\b", text, re.MULTILINE)
 
 
-def run(path, folder, steps=None):
+def run(path, folder):
     """The contents of a copy of a notebook, after a run by the tool on one device."""
     copy = folder / path.name
     copy.write_bytes(path.read_bytes())
     environment = {
         name: value for name, value in os.environ.items() if name != "ZAYA_NOTEBOOK_STEPS"
     }
-    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0" if steps else ""
-    environment |= {"ZAYA_NOTEBOOK_STEPS": str(steps)} if steps else {}
+    environment["XLA_FLAGS"] = ""
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "run_notebooks.py", "--write", copy],
         env=environment,
@@ -129,18 +128,6 @@ def test_its_form(path):
 # ################################################################################################
 # Run
 # ##################################################################################################
-
-
-@pytest.mark.slow
-def test_the_first_one_runs_at_three_steps(tmp_path):
-    stored, again = (
-        read(FOLDER / "first_model.ipynb"),
-        run(FOLDER / "first_model.ipynb", tmp_path, steps=3),
-    )
-    assert not faults(again)
-    assert shape_of(again) == shape_of(stored) and files_in(again) == files_in(stored) != []
-    text = "".join(text_of(output) for cell in code_of(again) for output in cell["outputs"])
-    assert "done: 3 steps" in text and re.search(r"held out at the end [45]\.\d\d", text)
 
 
 def test_the_plan_of_a_cluster_is_as_stored(tmp_path):

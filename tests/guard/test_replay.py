@@ -80,25 +80,27 @@ def test_sound_devices_agree_wherever_the_batch_lies(devices, keys):
 
 
 @pytest.mark.slow
-def test_one_that_is_wrong_once_differs_from_itself(faulty):
-    found = checked(small(), 4, faulty({"kind": "flip", "device": 1, "times": 1}))
-    assert (found.kind, found.devices) == ("unstable", (1,))
-    found = checked(small(), 4, faulty({"kind": "nonfinite", "device": 3}))
-    assert (found.kind, found.devices) == ("disagrees", (3,))
+@pytest.mark.parametrize(
+    ("devices", "keys", "fault", "kind", "named"),
+    [
+        # one that is wrong once differs from itself
+        (4, {}, {"kind": "flip", "device": 1, "times": 1}, "unstable", (1,)),
+        (1, {}, {"kind": "flip", "device": 0, "times": 1}, "unstable", (0,)),
+        (4, {}, {"kind": "nonfinite", "device": 3}, "disagrees", (3,)),
+        (2, {}, {"kind": "flip", "device": 1}, "disagrees", (0, 1)),
+        # of devices that compute together the group is named
+        (8, {"mesh__tensor": 2}, {"kind": "flip", "device": 6}, "disagrees", (6, 7)),
+    ],
+)
+def test_a_wrong_device_is_named(devices, keys, fault, kind, named, faulty):
+    found = checked(small(**keys), devices, faulty(fault))
+    assert (found.kind, found.devices) == (kind, named)
+    assert ("a third to decide is not there" in found.why) == (devices == 2)
 
 
 @pytest.mark.slow
-def test_with_fewer_shards_less_can_be_told(faulty):
-    found = checked(small(), 2, faulty({"kind": "flip", "device": 1}))
-    assert (found.kind, found.devices) == ("disagrees", (0, 1))
-    assert "a third to decide is not there" in found.why
-    # the same each time
+def test_one_alone_that_is_always_wrong_is_not_found(faulty):
     assert checked(small(), 1, faulty({"kind": "flip", "device": 0})) is None
-    found = checked(small(), 1, faulty({"kind": "flip", "device": 0, "times": 1}))
-    assert (found.kind, found.devices) == ("unstable", (0,))
-    # Of devices that compute together the group is named.
-    found = checked(small(mesh__tensor=2), 8, faulty({"kind": "flip", "device": 6}))
-    assert (found.kind, found.devices) == ("disagrees", (6, 7))
 
 
 def hashes(parts, words=5, seed=0):

@@ -1,9 +1,20 @@
-"""Chips' peaks, and what joins them in a cluster."""
+"""Chips' peaks, and what joins them in a cluster; chips that are not here call themselves as real
+ones do."""
 
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax._src.lib import xla_client
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from refusals import check_refused
 
+from pallas_kernels import chip
+from zaya_jax.compiled import buffers, launches
 from zaya_jax.config import Precision
-from zaya_jax.hardware import clusters
+from zaya_jax.hardware import clusters, targets
 from zaya_jax.hardware.chips import peak_flops
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
@@ -51,3 +62,58 @@ def test_nodes_are_alike():
     assert twelve.bandwidth(list(range(6))) == CLUSTER.inside
     assert twelve.bandwidth([5, 6]) == CLUSTER.card
     assert twelve.bandwidth(list(range(12))) == 6 * CLUSTER.card
+
+
+absent = pytest.mark.skipif(
+    not targets.FOLDER.exists(), reason="make setup-targets installs the compilers"
+)
+
+
+@absent
+@pytest.mark.parametrize(
+    ("name", "kind", "capability"),
+    [
+        ("mi300x", "AMD Instinct MI300X", "gfx942"),
+        ("mi355x", "AMD Instinct MI355X", "gfx950"),
+        ("h200", "NVIDIA H200", "9.0"),
+        ("h100", "NVIDIA H100 80GB HBM3", "9.0"),
+    ],
+)
+def test_an_absent_chip_is_compiled_for_as_a_real_one(name, kind, capability, monkeypatch):
+    """A product of known size has its FLOPs and bytes, and takes the memory that the chip's own
+    compiler says."""
+    jax.devices("cpu")  # while XLA_FLAGS still asks for eight
+    monkeypatch.setenv("XLA_FLAGS", "")  # its value ends with this test
+    mesh = Mesh(np.array(targets.devices(name, 2)), ("x",))
+    real = chip.chip_of(
+        SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    )
+    assert mesh.devices[0].device_kind == kind
+    assert chip.made_for(mesh) == chip.made_for(mesh.abstract_mesh) == real
+    like = [
+        jax.ShapeDtypeStruct(
+            shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+        for shape, spec in (((512, 1024), ("x", None)), ((1024, 256), ()))
+    ]
+    lowered = jax.jit(lambda x, w: x @ w, out_shardings=like[0].sharding).lower(*like)
+    compiled, memory = buffers.compile_watched(lowered)
+    program = launches.read_program(compiled)
+    assert program.flops == 2 * 256 * 1024 * 256
+    assert program.bytes >= 2 * (256 * 1024 + 1024 * 256 + 256 * 256)
+    assert memory.arguments == 2 * (256 * 1024 + 1024 * 256)
+
+
+def test_a_missing_compiler_is_reported(monkeypatch, tmp_path):
+    monkeypatch.setattr(targets, "FOLDER", tmp_path)
+    # other tests may have them
+    monkeypatch.setattr(xla_client._xla, "pjrt_plugin_loaded", lambda platform: False)
+    for platform in ("rocm", "cuda"):
+        check_refused("is not installed; run: make setup-targets", targets._register, platform)
+    plugin = tmp_path / "jax_plugins" / "xla_rocm7" / "xla_rocm_plugin.so"
+    plugin.parent.mkdir(parents=True)
+    plugin.touch()
+    (tmp_path / ".stamp").write_text("jax 0.1.0, made\n")
+    check_refused(
+        r"for jax 0\.1\.0, this is .*; run: make setup-targets", targets._register, "rocm"
+    )

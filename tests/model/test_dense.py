@@ -1,4 +1,4 @@
-"""The dense model: its definition, its cache, its sizes."""
+"""The dense model: its definition and its sizes; test_rows.py has its cache."""
 
 import dataclasses
 import functools
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from model_helpers import EXACT, weights
 from refusals import check_refused
 
@@ -15,9 +14,8 @@ from experiments.configs import dense_7b
 from zaya_jax import config
 from zaya_jax.config import Model, Rope, RopeKinds
 from zaya_jax.hardware.chips import model_flops
-from zaya_jax.model import decode, zaya
+from zaya_jax.model import zaya
 from zaya_jax.model.placement import TokenRows
-from zaya_jax.parallel.tree import DecodeDevices
 
 
 def small(**changes):
@@ -98,27 +96,6 @@ def test_packed_documents_are_documents_alone():
     packed = run(model, params, bias, ids, segments, positions).hidden
     alone = [run(model, params, bias, ids[:, a:b]).hidden for a, b in ((0, 5), (5, 12))]
     np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), atol=2e-6)
-
-
-@pytest.mark.slow
-def test_cached_decoding_is_the_whole_pass():
-    model = small(layer_types=("hybrid", "hybrid_sliding"), sliding_window=3)
-    params, bias = weights(model)
-    ids = jax.random.randint(jax.random.key(2), (2, 5), 0, 32)
-    with jax.default_matmul_precision("highest"):
-        new = decode.generate(decode.Decoder(model, params, bias, EXACT), ids, 6)
-        mesh = jax.make_mesh(
-            (4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
-        )
-        in_parts = decode.generate(
-            decode.Decoder(model, params, bias, EXACT, DecodeDevices(mesh)), ids, 6
-        )
-    assert in_parts == new
-    new = jnp.asarray(new)
-    hidden = run(model, params, bias, jnp.concatenate([ids, new], axis=1)).hidden
-    np.testing.assert_array_equal(
-        new, jnp.argmax(zaya.logits(model, params, hidden[:, 4:-1], EXACT), -1)
-    )
 
 
 def test_the_7b_shape():

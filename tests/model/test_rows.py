@@ -1,5 +1,5 @@
-"""Rows of a batch: each equals itself alone, for any batch, padding, pieces and devices, and what it is
-without a cache."""
+"""Rows of a batch: each equals itself alone, for any batch, padding, pieces and devices, and what
+it is without a cache."""
 
 import functools
 
@@ -24,6 +24,19 @@ from zaya_jax.parallel.tree import DecodeDevices
 FULL, SLIDING, LINEAR = LAYER_KINDS
 EXACT = model_helpers.EXACT
 PROMPTS = [[(5 * i + 3 * n) % 32 for i in range(n)] for n in (1, 20, 37, 5)]
+
+
+def mesh_of(size):
+    return jax.make_mesh(
+        (size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
+    )
+
+
+def small(kinds, **changes):
+    """A small model of layers of these kinds, or a dense one."""
+    if kinds == "dense":
+        return model_helpers.small(**model_helpers.DENSE)
+    return model_helpers.small(layer_types=kinds, num_hidden_layers=len(kinds), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +114,8 @@ def test_a_long_prompt_takes_the_cache_and_a_piece():
 @pytest.mark.parametrize("kinds", [(FULL, SLIDING), (LINEAR, FULL), "dense"])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
-    model = model_helpers.small(
-        **(model_helpers.DENSE if kinds == "dense" else {"layer_types": kinds})
-    )
-    mesh = jax.make_mesh(
-        (devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
-    where = DecodeDevices(mesh)
+    model = small(kinds)
+    where = DecodeDevices(mesh_of(devices))
     sizes = decode.cache_bytes(model, EXACT, 3, 40, where)
     held = decode._empty_cache(model, EXACT, 3, where.cache_layout().local_length(40))
     assert sizes.total == sum(x.nbytes for x in held.values())
@@ -208,15 +216,14 @@ def test_what_is_drawn_has_the_probabilities():
 BOTH, MIXED = (FULL, SLIDING), (LINEAR, FULL, LINEAR, SLIDING)
 FAST = [((3, 4), 6, BOTH), ((2, 2), 5, MIXED)]
 SLOW = [(taps, prompt, BOTH) for taps in ((2, 2), (3, 4), (1, 1)) for prompt in (1, 6)]
-SLOW += [((2, 2), 5, (LINEAR, LINEAR))]
+SLOW += [((2, 2), 5, (LINEAR, LINEAR)), ((2, 2), 5, "dense")]
 
 
 @pytest.mark.parametrize(
     ("taps", "prompt", "kinds"), [*FAST, *(slow(*case) for case in SLOW if case not in FAST)]
 )
 def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt, kinds):
-    changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}
-    model = model_helpers.small(num_hidden_layers=len(kinds), **changes)
+    model = small(kinds, cca_time0=taps[0], cca_time1=taps[1])
     params, bias = model_helpers.weights(model)
     length, padded = 14, min(prompt - 1, 3)
     ids = np.random.default_rng(1).integers(0, model.vocab_size, (2, length)).astype(np.int32)
@@ -263,18 +270,15 @@ def test_the_stream_is_what_generate_gives(temperature):
     assert decode.generate(decoder, ids, 0) == [[]]
 
 
-def mesh_of(size):
-    return jax.make_mesh(
-        (size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
-    )
-
-
-@pytest.mark.slow  # test_rows.py has pieces on one device, the next two tests one piece on several
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_prompts_in_pieces_are_continued_as_on_one_device(size, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "kinds"),
+    [*((size, (FULL, LINEAR, SLIDING, LINEAR)) for size in (2, 3, 8)), (4, "dense")],
+)
+def test_prompts_in_pieces_are_continued_as_on_one_device(size, kinds, monkeypatch):
     """All kinds of layers; pieces that no power of two divides, rows that end in each of them,
     windows over their borders."""
-    model = model_helpers.small(layer_types=(FULL, LINEAR, SLIDING, LINEAR), num_hidden_layers=4)
+    model = small(kinds)
     params, bias = model_helpers.weights(model)
     prompts = [[(7 * i + n) % 32 for i in range(n)] for n in (50, 1, 20)]
     ours = decode.Decoder(model, params, bias, EXACT, DecodeDevices(mesh_of(size)))

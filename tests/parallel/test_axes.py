@@ -108,7 +108,7 @@ def test_a_mesh_with_a_gpus_algorithm_gives_it_too(settings, devices, sizes):
         slow(DENSE, 4, dict(tensor=4)),
         slow(GROUPED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
         # Layers of linear attention between others.
-        slow(MIXED, 2, dict(context=2)),  # test_linear.py has the operator
+        slow(MIXED, 2, dict(context=2)),  # test_context.py has the operator
         slow(MIXED, 8, dict(context=8)),
         slow(MIXED, 4, dict(context=4, ring=True)),
         slow(MIXED, 4, dict(context=2, tensor=2, tsp=True)),

@@ -1,5 +1,5 @@
-"""Sequences cut over devices: traffic, skipped blocks, balance of work, and a new token's attention to
-a cache in parts; test_axes.py has loss and gradients."""
+"""Sequences cut over devices: traffic, skipped blocks, balance of work, a new token's attention to
+a cache in parts, and LASP-2; test_axes.py has loss and gradients."""
 
 import functools
 
@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 import rivals
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rows import slow
 
 from pallas_kernels import chip
 from pallas_kernels.attention import SAVED, decode_attention
 from pallas_kernels.attention.reference import attention as reference_attention
+from pallas_kernels.linear_attention import linear_attention
 from pallas_kernels.rotary import rope_table
 from zaya_jax import config
 from zaya_jax.compiled import buffers, hlo, launches
 from zaya_jax.model.cache import LayerSlice
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
-from zaya_jax.parallel import context, ring, tree
+from zaya_jax.parallel import context, linear, ring, tree
 from zaya_jax.parallel.spread import Spread
 
 BATCH, LENGTH = 2, 64
@@ -169,23 +170,6 @@ def test_the_projection_does_not_wait_for_the_halo():
         waits += [late for v in eqn.outvars if v.aval.shape == projection]
     assert waits and not any(waits)
     assert all(str(v) in waiting for v in program.outvars)
-
-
-@pytest.mark.slow
-def test_the_ring_needs_no_more_memory_on_more_devices():
-    """1024 tokens per device: gathered keys and values grow with the number of devices, a ring's
-    don't."""
-
-    @functools.cache
-    def temporaries(parts, by_ring):
-        spread = Spread(context=parts, ring=by_ring)
-        compiled = compiled_layer(spread, batch=1, length=1024 * parts, channels=32)
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    own = 2 * 1024 * 2 * 32 * 4  # a device's keys and values
-    assert temporaries(8, True) < temporaries(4, True) + own / 10
-    assert temporaries(8, False) > temporaries(4, False) + 4 * own
-    assert temporaries(8, True) < temporaries(8, False) / 3
 
 
 # Skipped blocks, and the balance of work
@@ -345,3 +329,138 @@ def test_a_prompt_and_new_columns_go_where_they_belong():
     filled, others = jax.jit(run)(x)
     np.testing.assert_array_equal(filled, lay_out(x, size))
     np.testing.assert_array_equal(others, -1)  # the layers below and above
+
+
+def inputs(length):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (B, length, H, C))
+    k, v = (jax.random.normal(key, (B, length, K, C)) for key in keys[1:3])
+    return q, k, v, jax.random.normal(keys[3], q.shape)
+
+
+def documents(length):
+    """One row whose documents are long and short, begin on a piece's edge or not; one with a single
+    long document."""
+    ids = np.ones((B, length), np.int32)
+    for start in (3, 16, 17, 40, 41, length // 2, length - 9):
+        ids[0, start:] += 1
+    ids[:, length - 5 :] = 0
+    return jnp.asarray(ids)
+
+
+def linear_on_devices(function, size, **options):
+    """The function on whole arrays: cut over devices, put together again."""
+    mapped = jax.shard_map(
+        functools.partial(function, axis="context", **options),
+        mesh=mesh_of(size),
+        in_specs=(PARTS,) * 4,
+        out_specs=PARTS,
+        check_vma=False,
+    )
+
+    def run(q, k, v, segments):
+        columns = context.zigzag(q.shape[1], size)
+        out = mapped(*(x[:, columns] for x in (q, k, v, segments)))
+        return out[:, np.argsort(columns)]
+
+    return run
+
+
+@pytest.mark.parametrize("size", [slow(2), 4, slow(8)])
+def test_linear_attention_is_that_of_one_device(size):
+    q, k, v, d_out = inputs(96)
+    segments = documents(96)
+
+    def with_gradients(run):
+        def loss(q, k, v):
+            out = run(q, k, v, segments)
+            return jnp.sum(out * d_out), out
+
+        (value, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
+            q, k, v
+        )
+        return value, out, *grads
+
+    ours = with_gradients(linear_on_devices(linear.lasp2, size, chunk=4))
+    theirs = with_gradients(functools.partial(linear_attention, chunk=16))
+    assert abs(ours[0] - theirs[0]) <= 1e-6 * np.sum(np.abs(theirs[1] * d_out))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), ours[1:], theirs[1:], strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b), name
+
+
+def test_a_sequence_over_two_axes():
+    """As with TSP, where the tensor axis carries the sequence too."""
+    mesh = jax.make_mesh(
+        (2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    axes = ("context", "tensor")
+    spec = PartitionSpec(None, axes)
+    q, k, v, _ = inputs(32)
+    columns = context.zigzag(32, 4)
+    mapped = jax.shard_map(
+        lambda q, k, v: linear.lasp2(q, k, v, axis=axes),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    out = jax.jit(mapped)(*(x[:, columns] for x in (q, k, v)))
+    np.testing.assert_allclose(out, linear_attention(q, k, v)[:, columns], atol=1e-6)
+
+
+def compiled_linear(
+    function, length, size=8, gradient=False, batch=1, heads=H, kv_heads=K, channels=C
+):
+    """One call compiled_linear for shapes alone."""
+    sharding = NamedSharding(mesh_of(size), PARTS)
+
+    def shape(*dims, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((batch, length, *dims), dtype, sharding=sharding)
+
+    q, k = shape(heads, channels), shape(kv_heads, channels)
+    mapped = jax.shard_map(
+        functools.partial(function, axis="context"),
+        mesh=mesh_of(size),
+        in_specs=(PARTS,) * 4,
+        out_specs=PARTS,
+        check_vma=False,
+    )
+
+    def backward(q, k, v, segments, d_out):
+        return jax.vjp(lambda *a: mapped(*a, segments), q, k, v)[1](d_out)
+
+    segments = shape(dtype=jnp.int32)
+    args = (q, k, k, segments, q) if gradient else (q, k, k, segments)
+    return jax.jit(backward if gradient else mapped).lower(*args).compile()
+
+
+@pytest.mark.parametrize("length", [8 * 1024, 512 * 1024])
+def test_one_all_gather_each_way_whatever_the_length(length):
+    forward, backward = formulas.gathered_bytes(8, 1, K, C)
+    assert [
+        (c.kind, c.bytes, c.times) for c in hlo.collectives(compiled_linear(linear.lasp2, length))
+    ] == [("all-gather", forward, 1)]
+    both = hlo.collectives(compiled_linear(linear.lasp2, length, gradient=True))
+    assert [(c.kind, c.bytes, c.times) for c in both] == [
+        ("all-gather", n, 1) for n in (forward, backward)
+    ]
+
+
+def test_the_states_do_not_wait_for_the_work_within_a_device():
+    """The all-gather's operand does not come from the loop over chunks, so both can run at once."""
+    text = compiled_linear(linear.lasp2, 8 * 1024).as_text()
+    entry = text[text.index("ENTRY") :]
+    made = {
+        line.split(" = ")[0].split()[-1].lstrip("%"): line
+        for line in entry.splitlines()
+        if " = " in line
+    }
+    pending, seen = [name for name, line in made.items() if " all-gather(" in line], set()
+    while pending:
+        name = pending.pop()
+        if name in made and name not in seen:
+            seen.add(name)
+            pending += [
+                word.strip("%,() ") for word in made[name].split(" = ")[1].replace("(", " ").split()
+            ]
+    assert len(seen) > 2 and not any(" while(" in made[name] for name in seen)
