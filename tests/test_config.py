@@ -1,5 +1,5 @@
-"""Every key of the config is declared with its range and meaning, and checked by name; a config file
-that gives no config ends in one line in any case; changed keys are read as their types."""
+"""Every key of the config is declared with its range and meaning, and checked by name; a config
+file that gives no config ends in one line in any case; changed keys are read as their types."""
 
 import dataclasses
 import math
@@ -141,7 +141,7 @@ def test_defaults_and_records_pass():
 
 
 def test_kernels_are_named_by_their_operators():
-    """What takes one is in tests/training/test_absent_chips.py."""
+    """What takes one is in tests/training/test_step.py."""
     for names in (("all",), ("none",), ("cca_mix",), ("attention", "cca_mix"), ()):
         assert config.check(with_value("kernels", names)).kernels == names
     assert "kernels[0]='cca_mixx' is not one of" in refused("kernels", ["cca_mixx"])

@@ -2,9 +2,8 @@
 OPERATOR=FAULT[@CASE] ..`.
 
 XLA's implementations take SLOW seconds more than they need, so that ours, interpreted here, are
-faster where they are right. OPERATOR's own kernels have the FAULT, in all cases or in those whose
-label begins with CASE; `@tiles`: with other tiles than those that ship. Each kernel has one other
-tile at most.
+faster where they are right. OPERATOR's own kernels have the FAULT (kills or hangs), in all cases or
+in those whose label begins with CASE. Each kernel has as many other tiles as `tiles=` says.
 """
 
 import functools
@@ -16,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import chip, trying
@@ -36,38 +34,20 @@ def late(x: Any, seconds: float) -> Any:
     return jax.tree.unflatten(jax.tree.structure(x), [first, *others])
 
 
-def wrong(fault: str, plain: Callable, arguments: Any, sums: Any) -> Any:
-    """The results with the fault, which may also come while they are traced."""
-    if fault == "raises":
-        raise NotImplementedError("no such instruction")
-    if fault == "kills":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "hangs":
-        time.sleep(1e4)
-    (out, gradients), sums = plain(arguments, sums)
-    by = {"NaN": jnp.nan, "wrong": 0.5}.get(fault, 0.0)
-    first, *others = jax.tree.leaves(gradients)
-    if fault == "scaled":  # by less than any limit of the worst place
-        first = 1.05 * first
-    elif by:
-        first = first.at[(0,) * first.ndim].add(by * 10)
-    gradients = jax.tree.unflatten(jax.tree.structure(gradients), [first, *others])
-    return late((out, gradients), 2 * SLOW if fault == "slow" else 0.0), sums
-
-
-def with_faults(case: trying.TriedCall, fault: str, xlas: str, dtype: Any) -> Callable:
+def with_faults(case: trying.TriedCall, fault: str, dtype: Any) -> Callable:
     plain = case.call(dtype)
     what, _, where = fault.partition("@")
 
     def run(arguments, sums):
-        here = chip.current()
-        if case.operator not in here.kernels:
-            if xlas and dtype != jnp.float32:
-                return wrong(xlas, plain, arguments, sums)
+        if case.operator not in chip.current().kernels:
             results, sums = plain(arguments, sums)
             return late(results, SLOW * case.timed), sums
-        there = bool(here.tiles) if where == "tiles" else case.label.startswith(where)
-        return wrong(what if there else "", plain, arguments, sums)
+        if case.label.startswith(where):  # while it is traced
+            if what == "kills":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "hangs":
+                time.sleep(1e4)
+        return plain(arguments, sums)
 
     return run
 
@@ -77,9 +57,9 @@ def main() -> int:
     request_cases, tiles_to_measure = trying.request_cases, trying.candidates.tiles_to_measure
 
     def planted(asked: Mapping[str, Any], operator: str) -> list[trying.TriedCall]:
-        both = faults.get(operator, ""), faults.get(f"XLA's {operator}", "")
+        fault = faults.get(operator, "")
         return [
-            case._replace(call=functools.partial(with_faults, case, *both))
+            case._replace(call=functools.partial(with_faults, case, fault))
             for case in request_cases(asked, operator)
         ]
 
