@@ -39,6 +39,13 @@ def small(**changes):
     )
 
 
+def of_kinds(kinds, **changes):
+    """A small model of layers of these kinds, or a dense one."""
+    if kinds == "dense":
+        return small(**DENSE, **changes)
+    return small(layer_types=kinds, num_hidden_layers=len(kinds), **changes)
+
+
 def weights(model, seed=0):
     """(parameters, balancing biases), all random."""
     shapes = zaya.abstract(model)

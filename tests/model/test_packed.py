@@ -30,11 +30,15 @@ SLOW = [((2, 2), BOTH), ((1, 2), BOTH), ((2, 1), BOTH), ((2, 2), (LINEAR, FULL, 
 
 @pytest.mark.parametrize(
     ("taps", "kinds"),
-    [((3, 4), BOTH), slow((2, 2), (LINEAR, LINEAR)), *(slow(*case) for case in SLOW)],
+    [
+        ((3, 4), BOTH),
+        ((2, 2), "dense"),
+        slow((2, 2), (LINEAR, LINEAR)),
+        *(slow(*case) for case in SLOW),
+    ],
 )
 def test_packed_documents_equal_lone_ones(taps, kinds):
-    changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}
-    model = model_helpers.small(num_hidden_layers=len(kinds), **changes)
+    model = model_helpers.of_kinds(kinds, cca_time0=taps[0], cca_time1=taps[1])
     params, bias = model_helpers.weights(model)
     rng = np.random.default_rng(0)
     docs = [rng.integers(0, model.vocab_size, n) for n in LENGTHS]
