@@ -1,6 +1,8 @@
-"""Gradients computed again on the same devices and on others: sound ones agree bit for bit, a wrong
-one is named."""
+"""A small step of the run's own form is compared with a CPU's numbers, and gradients are computed
+again on the same devices and on others: sound ones pass on every mesh, planted faults are found and
+named."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,10 +11,14 @@ import numpy as np
 import pytest
 import tiny_runs
 
+from pallas_kernels import chip
+from pallas_kernels.attention import triton
 from tools import faults
-from zaya_jax import schedule
-from zaya_jax.guard import replay
+from zaya_jax import cli, config, schedule
+from zaya_jax.config import files
+from zaya_jax.guard import first_step, replay
 from zaya_jax.guard.replay import Replay
+from zaya_jax.hardware import sizing
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
@@ -165,3 +171,146 @@ def test_a_hash_sees_every_bit_and_every_place(dtype):
     assert len({x.tobytes() for x in found}) == len(others)
     assert (found == found.astype(np.int64)).all() and found.max() < 1 << 16
     np.testing.assert_array_equal(found, np.asarray(of(jnp.array(others))))
+
+
+INTERPRETED = chip.Chip("cpu", "gfx942")
+PLAIN = {"compute": "float32", "newton_schulz": "float32", "matmul": "highest"}
+
+
+def given(mesh=None, precision=None, **keys) -> config.Config:
+    kinds = keys.pop("kinds", ("hybrid",))
+    model = {"layer_types": kinds, "num_hidden_layers": len(kinds), "sliding_window": 9}
+    wanted = {"model": model, "mesh": mesh or {}, "precision": PLAIN | (precision or {})}
+    return config.check(wanted | {"guard": {"try_step": "always"}} | keys)
+
+
+def tried(of: config.Config, devices: int, micro_batches: int = 1) -> tuple[str, list[str]]:
+    """The line of a fault, and what was said."""
+    said: list[str] = []
+    mesh = make_mesh(of.mesh, jax.devices()[:devices])
+    return first_step.fault(of, mesh, micro_batches, said.append), said
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def expected(monkeypatch):
+    """In the place of the step its expected numbers; gives a list of what was asked."""
+    asked = []
+
+    def numbers(of, mesh, micro_batches, options=None):
+        case = files.read_json(first_step.EXPECTED)["numbers"][
+            first_step.small_model_name(of.model)
+        ]
+        asked.append((of, mesh.size, options))
+        found = case["step"] | case[of.optim.name]
+        return {name: np.array(x) for name, x in found.items()}
+
+    monkeypatch.setattr(first_step, "run_small_model", numbers)
+    return asked
+
+
+KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")
+BFLOAT16 = {"compute": "bfloat16", "newton_schulz": "compute"}
+RIGHT = {"data, two micro-batches": (2, 2, {"optim": {"name": "adamw"}})}
+SLOW = {
+    "fsdp and experts": (4, 1, {"mesh": {"expert": 2, "fsdp": True}, "precision": BFLOAT16}),
+    "one device": (1, 1, {"optim": {"name": "adamw"}}),
+    "one device in bfloat16": (1, 1, {"precision": BFLOAT16}),
+    "context and tensor": (4, 1, {"mesh": {"context": 2, "tensor": 2}, "kinds": KINDS[:2]}),
+    "all kinds of layers": (2, 1, {"kinds": KINDS, "remat": "attention"}),
+    "TSP": (4, 1, {"mesh": {"tensor": 2, "tsp": True}, "precision": BFLOAT16}),
+}
+CASES = [pytest.param(*case, id=name) for name, case in RIGHT.items()]
+CASES += [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()]
+
+
+@pytest.mark.parametrize(("devices", "micro_batches", "keys"), CASES)
+def test_a_right_step_is_within_its_formats_limits(devices, micro_batches, keys):
+    wrong, said = tried(given(**keys), devices, micro_batches)
+    assert not wrong
+    assert len(said) == 1 and said[0].startswith("the step was tried on this machine: right")
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_is_named_with_the_line_that_goes_on_without_it(monkeypatch):
+    forward = triton.forward
+
+    def wrong(*args, **kwargs):
+        out, lse = forward(*args, **kwargs)
+        return out.at[:, -16:].multiply(1.5), lse
+
+    monkeypatch.setattr(triton, "forward", wrong)
+    with chip.making(INTERPRETED):
+        line, _ = tried(given(kernels=("attention", "cca_mix"), precision=BFLOAT16), 1)
+    assert line.startswith("error: the step is wrong on this machine")
+    assert "right without our kernels of attention: repeat" in line
+    assert line.endswith("--config.kernels=cca_mix")
+
+
+def test_a_wrong_collective_is_told_from_a_wrong_device(monkeypatch):
+    monkeypatch.setattr(sizing, "CAUTIOUS", {})
+    scatter = jax.lax.psum_scatter
+    monkeypatch.setattr(
+        jax.lax, "psum_scatter", lambda x, *args, **kwargs: scatter(x[::-1], *args, **kwargs)[::-1]
+    )
+    line, _ = tried(given(optim={"name": "adamw"}), 2)
+    assert "embed.embedding by " in line
+    assert "It is right on one device: the exchange between devices is wrong" in line
+
+
+def test_a_swapped_format_is_no_kernels_fault(monkeypatch):
+    made = steps.make_train_step
+
+    def swapped(of, *args):
+        rounded = dataclasses.replace(of.precision, router="bfloat16")
+        return made(dataclasses.replace(of, precision=rounded), *args)
+
+    monkeypatch.setattr(steps, "make_train_step", swapped)
+    line, said = tried(given(optim={"name": "adamw"}), 1)
+    assert "error: the step is wrong" in line and "nor a compiler flag explains it: XLA or" in line
+    assert not said
+
+
+def test_a_wrong_schedule_is_named_by_the_flag(monkeypatch, expected):
+    right = first_step.run_small_model
+
+    def wrong(of, mesh, micro_batches, options=None):
+        found = right(of, mesh, micro_batches, options)
+        spoilt = "xla_gpu_enable_pipelined_all_gather" not in (options or {})
+        return found | ({"layers.experts.down": np.full(8, np.nan)} if spoilt else {})
+
+    monkeypatch.setattr(first_step, "run_small_model", wrong)
+    line, _ = tried(given(), 4)
+    assert "layers.experts.down by nan" in line
+    assert line.endswith('XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_pipelined_all_gather=false"')
+
+
+def test_a_right_step_is_remembered_until_the_machine_changes(monkeypatch, expected):
+    auto = given(guard={"try_step": "auto"})
+    assert tried(auto, 1) == ("", []) and not expected  # a CPU's own step is not tried
+    monkeypatch.setattr(chip.Chip, "is_host", False)
+    assert len(tried(auto, 1)[1]) == 1 and tried(auto, 1) == ("", []) and len(expected) == 1
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    tried(auto, 1)
+    tried(dataclasses.replace(auto, remat="layer"), 1)
+    tried(auto, 2)
+    assert len(expected) == 4
+    assert tried(given(guard={"try_step": "never"}), 1) == ("", []) and len(expected) == 4
+
+
+def test_a_mesh_that_does_not_divide_the_small_model_is_said_and_not_tried():
+    line, said = tried(given(mesh={"expert": 3}), 3)
+    assert not line and said[0].startswith("note: the step was not tried on this machine: ")
+    assert first_step.EXPECTED.stat().st_size < 200_000
+
+
+def test_a_wrong_step_ends_the_run_before_it_trains(monkeypatch, expected, tmp_path, capsys):
+    monkeypatch.setattr(first_step, "differences", lambda *args: ["loss by 1 (at most 0.1)"])
+    keys = {"data__path": tiny_runs.write_corpus(tmp_path / "corpus"), "run__num_steps": 1}
+    code = tiny_runs.train(tmp_path / "run", guard__try_step="always", **keys)
+    assert code == cli.HARDWARE and "error: the step is wrong" in capsys.readouterr().out
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))

@@ -1,4 +1,5 @@
-"""The plan's formulas against closed forms, their limits, and what compiled programs take."""
+"""The plan's formulas, of a step, a token and a prompt, against closed forms, their limits, and
+what compiled programs take."""
 
 import argparse
 import dataclasses
@@ -19,9 +20,11 @@ from pallas_kernels.timing import Timing
 from zaya_jax import config as config_lib
 from zaya_jax.config import UserError
 from zaya_jax.hardware import chips, clusters, measured, targets
-from zaya_jax.plan import footprint, goodput, network, rates, step_time, work
+from zaya_jax.model import decode, zaya
+from zaya_jax.plan import footprint, goodput, network, rates, serving, step_time, work
 from zaya_jax.plan import phases as planned_phases
 from zaya_jax.plan.case import StepCase
+from zaya_jax.plan.rates import Rate
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
 RATES = rates.for_cluster(CLUSTER)
@@ -280,3 +283,58 @@ def test_a_phase_for_more_devices_is_a_note():
 def test_a_config_without_own_kernels_is_a_note():
     _, notes = phases(1024, kernels=("none",))
     assert len(notes) == 1 and "--config.kernels=none" in notes[0]
+
+
+FREE = dataclasses.replace(RATES, launch=Rate(0.0, "none"))
+HBM = chips.CHIPS["mi300x"].bandwidth * RATES.memory.value
+
+
+@pytest.fixture(scope="module")
+def served():
+    """ZAYA1-base as it is trained."""
+    return compared.planned(1024, 4, 1, {"model.num_hidden_layers": 40})
+
+
+def test_tokens_reach_one_expert_then_most_and_never_more_than_all():
+    assert serving.experts_reached(16, 1) == pytest.approx(1)
+    assert serving.experts_reached(16, 2) == pytest.approx(2 - 1 / 16)
+    assert serving.experts_reached(16, 10_000) == pytest.approx(16)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_token_takes_the_bytes_of_active_weights_of_reached_experts_and_of_the_cache(
+    served, rows
+):
+    counts = zaya.param_counts(served.model)
+    experts = 3 * served.model.hidden_size * served.model.moe_intermediate_size * 40
+    reached = counts["active"] + (serving.experts_reached(16, rows) - 1) * experts
+    cache = decode.cache_bytes(served.model, served.config.precision, 1, 1).per_token * rows * 4096
+    expected = (2 * reached + cache) / HBM
+    found = serving.seconds(served, FREE, rows, 1, seen=4096)
+    # Above are the router's float32 and the tokens' own arrays, which are small.
+    assert expected < found < 1.1 * expected
+
+
+def test_each_layer_s_kernels_take_their_launches(served):
+    kernels = sum(work.PASSES[name][work.FORWARD][2] for name, *_ in work.layer_parts(served))
+    slow, fast = (serving.seconds(served, r, 1, 1, seen=4096) for r in (RATES, FREE))
+    launches = (40 * kernels + serving.LAUNCHES) * RATES.launch.value
+    assert kernels == 33
+    assert slow - fast == pytest.approx(launches)
+
+
+def test_a_long_prompt_takes_the_flops_of_the_training_step_s_forward_pass(served):
+    parts = [p for p in work.list_work(served) if p.stage == work.FORWARD and p.scope != "head"]
+    trained = sum(p.flops for p in parts) / served.sequences_per_device  # sequences of 4,096 tokens
+    peak = chips.CHIPS["mi300x"].peaks["bfloat16"]
+    found = serving.seconds(served, FREE, 1, 4096)
+    assert trained / peak < found
+    assert serving.seconds(served, FREE, 2, 4096) == pytest.approx(2 * found, rel=0.1)
+    # Attention's work grows with the square, all else with the length.
+    assert 8 * found < serving.seconds(served, FREE, 1, 32_768) < 64 * found
+
+
+def test_a_window_of_texts_reads_what_it_has_seen(served):
+    near, far = (serving.seconds(served, FREE, 64, 1, seen=n) for n in (4096, 32_768))
+    cache = decode.cache_bytes(served.model, served.config.precision, 1, 1).per_token * 64 * 28_672
+    assert far - near == pytest.approx(cache / HBM, rel=0.05)

@@ -1,21 +1,21 @@
-"""Experts in FP8 and MXFP4 are read as compressed-tensors decodes them, and written in its form.
-
-The golden cases are the library's own files and numbers (tools/golden/make_quantized.py).
-"""
+"""Quantized experts: the numbers, codes and scales of compressed-tensors, and other schemes refused
+(golden cases by tools/golden/make_quantized.py); the older layout is read as the present one."""
 
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import refusal
+from refusals import check_refused, refusal
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+from test_exchange import MODEL, read_all, write_model
 
 import zaya_jax as zj
 from zaya_jax.model import quantized
-from zaya_jax.pytorch import exchange, hf, tensor_files
+from zaya_jax.pytorch import compressed, exchange, hf, tensor_files
 from zaya_jax.pytorch.hf_names import natural
 
 FORMS = {"fp8": "fp8", "fp8_tensor": "fp8", "mxfp4": "mxfp4"}  # of the cases
@@ -136,3 +136,239 @@ def test_other_schemes_are_refused(golden_dir, tmp_path, changes, says):
     (folder / "config.json").write_text(json.dumps(config))
     message = refusal(hf.Directory, folder)
     assert f"quantization_config has {says}" in message and "float-quantized (FP8" in message
+
+
+CONFIG = {  # the keys of ZAYA1-8B-legacy's, at this size
+    "architectures": ["ZayaForCausalLM"],
+    "model_type": "zaya",
+    "activation_func": "swiglu",
+    "activation_func_fp8_input_store": False,
+    "add_bias_linear": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bias_activation_fusion": True,
+    "bos_token_id": 2,
+    "cca": True,
+    "cca_time0": 2,
+    "cca_time1": 2,
+    "dtype": "bfloat16",
+    "eos_token_id": 3,
+    "ffn_hidden_size": 24,
+    "gated_linear_unit": True,
+    "head_dim": 8,
+    "hidden_size": 16,
+    "kv_channels": 8,
+    "lm_head_bias": False,
+    "mamba_cache_dtype": "float32",
+    "max_position_embeddings": 64,
+    "moe_router_topk": 1,
+    "norm_epsilon": 1e-5,
+    "normalization": "RMSNorm",
+    "num_attention_heads": 2,
+    "num_experts": 2,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 1,
+    "num_query_groups": 1,
+    "pad_token_id": 0,
+    "partial_rotary_factor": 0.5,
+    "residual_in_fp32": True,
+    "rope_scaling": False,
+    "rope_theta": 5000000,
+    "scale_residual_merge": True,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.1",
+    "use_cache": True,
+    "vocab_size": 40,
+    "zaya_mlp_expansion": 6,
+    "zaya_use_eda": True,
+    "zaya_use_mod": True,
+}
+INSIDE = {
+    "self_attn.qkv_proj.q_proj": "self_attn.qkv.linear_q",
+    "self_attn.qkv_proj.k_proj": "self_attn.qkv.linear_k",
+    "self_attn.qkv_proj.v_proj_current": "self_attn.qkv.val_proj1",
+    "self_attn.qkv_proj.v_proj_delayed": "self_attn.qkv.val_proj2",
+    "self_attn.qkv_proj.conv_qk_depthwise": "self_attn.qkv.conv_qk.0",
+    "self_attn.qkv_proj.conv_qk_grouped": "self_attn.qkv.conv_qk.1",
+    "self_attn.qk_norm.temp": "self_attn.qkv.temp",
+    "mlp.gate.router_mlp.norm": "zaya_block.router.rmsnorm_eda",
+    "mlp.gate.router_mlp.fc1": "zaya_block.router.router_mlp.0",
+    "mlp.gate.router_mlp.fc2": "zaya_block.router.router_mlp.2",
+    "mlp.gate.router_mlp.out_proj": "zaya_block.router.router_mlp.4",
+    "mlp.gate": "zaya_block.router",
+}
+
+
+def older_names(name, x):
+    """(old name, tensor) of a tensor of three layers."""
+    if name in ("model.input_hidden_states_scale", "model.input_hidden_states_bias"):
+        return [(f"model.layers.0.res_scale.{name.removeprefix('model.input_')}", x)]
+    if not name.startswith("model.layers."):
+        return [(name.replace("model.norm.", "model.final_norm."), x)]
+    _, _, number, rest = name.split(".", 3)
+    at = 2 * int(number)
+    for there, layer in (
+        ("post_attention_residual_scale", at + 1),
+        ("post_mlp_residual_scale", at + 2),
+    ):
+        if rest.startswith(there):
+            place = f"model.layers.{layer}." if layer < 6 else "model."
+            return [(f"{place}res_scale.{rest.removeprefix(there + '.')}", x)]
+    if rest.startswith("mlp.experts."):
+        fc = "linear_fc1" if "gate_up" in rest else "linear_fc2"
+        return [
+            (f"model.layers.{at + 1}.zaya_block.experts.local_experts.{e}.{fc}.weight", x[e])
+            for e in range(len(x))
+        ]
+    if "layernorm" in rest:
+        return [(f"model.layers.{at + ('post' in rest)}.input_norm.weight", x)]
+    part = (
+        next(part for part in INSIDE if rest.startswith(part))
+        if not rest.startswith("self_attn.o_proj")
+        else ""
+    )
+    return [
+        (
+            (
+                f"model.layers.{at + rest.startswith('mlp')}.{INSIDE.get(part, '')}{rest.removeprefix(part)}"
+            ),
+            x,
+        )
+    ]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A directory of the older layout, and its tensors under the present names."""
+    _, tensors = write_model(tmp_path / "present")
+    folder = tmp_path / "older"
+    folder.mkdir()
+    old = dict(pair for name, x in tensors.items() for pair in older_names(name, x))
+    save_file(
+        {name: np.ascontiguousarray(x) for name, x in old.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder, tensors
+
+
+def test_quantized_experts_are_read(made):
+    """As compressed-tensors names them in any model: beside each matrix its scale."""
+    folder, tensors = made
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if "local_experts" in name]:
+        stored[name], stored[f"{name}_scale"] = quantized.encode(stored[name], "fp8", -1)
+    specs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in stored.items()}
+    tensor_files.write_sharded(folder, specs, stored.__getitem__, 10**9)
+    given = {"quantization_config": compressed.quantization_config("fp8")}
+    (folder / "config.json").write_text(json.dumps(CONFIG | given))
+    source = hf.Directory(folder)
+    for name, x in tensors.items():
+        if "mlp.experts." in name:
+            x = quantized.decode(*quantized.encode(x, "fp8", -1), -1)
+        np.testing.assert_array_equal(source.tensor(name), x, name)
+    assert source.stored_codes("fp8", "experts/gate_up", 1)[0].shape == (2, 16, 2, 12)
+
+
+def test_it_is_read_as_the_present_layout_and_exported_in_it(made, tmp_path):
+    folder, tensors = made
+    model = hf.Directory(folder).model
+    sizes = (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_experts",
+        "moe_intermediate_size",
+    )
+    assert [getattr(model, name) for name in sizes] == [getattr(MODEL, name) for name in sizes]
+    assert (
+        model.rope_parameters.hybrid.partial_rotary_factor == 0.5 and model.router_hidden_size == 6
+    )
+    written = read_all(exchange.to_hf(folder, tmp_path / "out"))
+    assert written.keys() == tensors.keys()
+    assert all(written[name].tobytes() == x.tobytes() for name, x in tensors.items())
+
+
+def read_with(folder, changes):
+    """The model of the directory with other keys in its config; None takes one away."""
+    config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return hf.Directory(folder).model
+
+
+FULL, SLIDING = "hybrid", "hybrid_sliding"
+TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"swa_layers": [0, 0, 4, 0, 4, 0]}, ((FULL, SLIDING, SLIDING), 5, 5e6)),
+        ({"swa_layers": [4, 4, 0]}, ((SLIDING, SLIDING, FULL), 5, 5e6)),
+        ({"swa_layers": [0] * 6}, ((FULL,) * 3, None, 5e6)),
+        ({"rope_theta": None, "rotary_base": 1000000}, ((FULL,) * 3, None, 1e6)),
+        (  # ZAYA1-base's form
+            {
+                "zaya_layers": ["a", 2] * 3,
+                "num_attention_heads": 4,
+                "cca_num_q_heads": [2, 0] * 3,
+                "num_query_groups": 4,
+                "num_query_groups_list": [1, 0] * 3,
+                "ffn_hidden_size": 96,
+                "ffn_hidden_size_list": [0, 24] * 3,
+                "zaya_mlp_expansion": [0, 6] * 3,
+                "num_hidden_layers": 9,
+                "head_dim": None,
+                "final_logit_softcapping": None,
+                "use_lora_att": False,
+            },
+            ((FULL,) * 3, None, 5e6),
+        ),
+    ],
+)
+def test_each_way_of_saying_the_same_is_read(made, changes, expected):
+    model = read_with(made[0], changes)
+    assert (model.kinds, model.sliding_window, model.rope_parameters.hybrid.rope_theta) == expected
+    assert (model.num_attention_heads, model.num_experts) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"activation_func": "gelu"}, "activation_func='gelu' in the older layout; only"),
+        ({"zaya_use_mod": False}, "zaya_use_mod=False in the older layout; only"),
+        ({"moe_router_topk": 2}, "moe_router_topk=2"),
+        ({"clamp_temp": True}, "clamp_temp=True in the older layout; only False"),
+        ({"residual_in_fp32": False}, "residual_in_fp32"),
+        ({"zaya_high_prec": False}, "zaya_high_prec"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "unknown key 'rope_scaling'"),
+        ({"rope_scaling": "yarn"}, "unknown key 'rope_scaling'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters"),
+        ({"rope_parameters": {"hybrid": {"rope_theta": 1e6}}}, "rope_parameters"),
+        ({"rope_theta": None}, "no rope_theta"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"use_lora_att": True}, "use_lora_att"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"swa_layers": [0, 0, 4, 0, 16, 0]}, "from swa_layers alone, with one width in 3 layers"),
+        ({"swa_layers": [0, 4, 4, 0, 4, 0]}, "from swa_layers alone"),
+        ({"swa_layers": [4, 4]}, "from swa_layers alone"),
+        ({"swa_layers": [4, 4, 0], "sliding_window": 7}, "from swa_layers alone"),
+        ({"swa_layers": [4, 4, 0], "layer_types": TYPES}, "from swa_layers alone"),
+        ({"sliding_window": 7}, "from swa_layers alone"),
+        ({"layer_types": TYPES}, "from swa_layers alone"),
+        ({"num_query_groups": 2}, "num_query_groups"),
+        (
+            {"cca_num_q_heads": 4},
+            "cca_num_q_heads or num_attention_heads is 4, but the tensors have 2",
+        ),
+        ({"num_attention_heads": 4}, "is 4, but the tensors have 2"),
+        ({"head_dim": 4}, "head_dim"),
+        ({"num_experts": 4}, "is 4, but"),
+        ({"ffn_hidden_size": 48}, "is 48"),
+        ({"zaya_mlp_expansion": [0, 6, 0, 7, 0, 6]}, "zaya_mlp_expansion"),
+        ({"zaya_layers": ["a", 2, "m", 2, "a", 2]}, "zaya_layers"),
+    ],
+)
+def test_what_this_model_has_not_is_named(made, changes, named):
+    check_refused(named, read_with, made[0], changes)

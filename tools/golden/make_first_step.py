@@ -4,7 +4,7 @@
 
 One device, float32, XLA's plain algorithms: a small step for each set of layer kinds and each
 optimizer. Weights and batch come from NumPy's RandomState, whose streams are frozen, so that only
-results are kept. `tests/guard/test_first_step.py` says how far other forms may lie from them.
+results are kept. `tests/guard/test_replay.py` says how far other forms may lie from them.
 """
 
 import dataclasses
