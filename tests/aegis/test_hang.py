@@ -216,9 +216,8 @@ def test_silent_agents_blame_nobody_while_the_run_goes_on(seconds, unheard):
     assert run.step(number + 2, seconds) is None
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 9])
-def test_a_run_that_stands_while_an_agent_is_silent_hangs_as_soon_as_before(ahead):
-    """The others stand too, at the same step or at those that they came to meanwhile."""
+def others_go_on(ahead):
+    """A run whose process 1 is silent while the others take so many steps, and its step."""
     run = Run(3)
     number = steady(run, 0.5)
     run.at("step", number, "dispatch")
@@ -226,6 +225,13 @@ def test_a_run_that_stands_while_an_agent_is_silent_hangs_as_soon_as_before(ahea
     run.unheard = {1}
     for later in range(number, number + ahead):
         assert run.step(later, 0.5) is None
+    return run, number
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_a_run_that_stands_while_an_agent_is_silent_hangs_as_soon_as_before(ahead):
+    """The others stand too, at the same step or at those that they came to meanwhile."""
+    run, number = others_go_on(ahead)
     run.at("step", number + ahead, "wait")
     run.at("step", number, "dispatch", of=[1])
     begun = run.now
@@ -237,13 +243,7 @@ def test_a_run_that_stands_while_an_agent_is_silent_hangs_as_soon_as_before(ahea
 @pytest.mark.parametrize("ahead", [1, 9])
 def test_one_that_is_known_to_be_behind_stopped_before_a_silent_one(ahead):
     """The others came to a later step than the silent one's last report: it came there too."""
-    run = Run(3)
-    number = steady(run, 0.5)
-    run.at("step", number, "dispatch")
-    run.look()
-    run.unheard = {1}
-    for later in range(number, number + ahead):
-        assert run.step(later, 0.5) is None
+    run, number = others_go_on(ahead)
     run.at("step", number + ahead, "dispatch", of=[2])
     run.at("step", number + ahead, "wait", of=[0])
     assert run.wait(100).process == 2
