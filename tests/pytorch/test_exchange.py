@@ -26,7 +26,7 @@ from zaya_jax import config
 from zaya_jax.checkpoint.run import store
 from zaya_jax.config import Model
 from zaya_jax.model import zaya
-from zaya_jax.pytorch import any_model, exchange, hf, hub
+from zaya_jax.pytorch import any_model, exchange, hf, hub, tensor_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch.card import UNPUBLISHED, Publication
 from zaya_jax.text import tokenizers
@@ -177,6 +177,58 @@ def test_the_tokenizer_goes_along(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert not (out / tokenizers.META_FILE).exists()
+
+
+PEAK = """
+import resource, sys
+from zaya_jax.pytorch import exchange
+import jax
+jax.devices()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+if sys.argv[1] == "from_hf":
+    exchange.from_hf(sys.argv[2], sys.argv[3])
+else:
+    exchange.to_hf(sys.argv[2], sys.argv[3], shard_gb=0.04)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_host_memory_stays_near_one_shard(tmp_path):
+    """290 MB with tensors of at most 17 MB: both ways need less than half of it."""
+    model = Model(
+        vocab_size=8000,
+        hidden_size=512,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        head_dim=32,
+        moe_intermediate_size=256,
+        num_experts=14,
+        router_hidden_size=32,
+    )
+    source, tensors = tmp_path / "in", hf.expected_shapes(model)
+    source.mkdir()
+    specs = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in tensors.items()}
+    rng = np.random.default_rng(0)
+    tensor_files.write_sharded(
+        source, specs, lambda n: rng.standard_normal(tensors[n], np.float32), 40_000_000
+    )
+    (source / "config.json").write_text(json.dumps(names.model_to_json(model, "float32")))
+    size = sum(map(tensor_files.num_bytes, specs.values()))
+    assert size > 250e6
+    for way in (
+        ("from_hf", source, tmp_path / "work"),
+        ("to_hf", tmp_path / "work", tmp_path / "out"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, *map(str, way)], capture_output=True, text=True, check=True
+        )
+        assert int(done.stdout) < size / 2, way[0]
+    there, back = hf.Directory(source), hf.Directory(tmp_path / "out")
+    for name in tensors:
+        np.testing.assert_array_equal(there.tensor(name), back.tensor(name))
 
 
 def test_a_model_with_linear_attention_is_not_exported(tmp_path):
