@@ -30,21 +30,21 @@ RESET = "/reset"  # a line of a chat
 
 def parser() -> cli.Parser:
     """The options."""
-    found = cli.Parser(prog="python -m experiments.generate", description=__doc__)
-    add, share = found.add_argument, cli.number(float, 0, 1)
+    options = cli.Parser(prog="python -m experiments.generate", description=__doc__)
+    add, share = options.add_argument, cli.number(float, 0, 1)
     add("--model", required=True, metavar="MODEL", help=f"the model: {fields.MODEL_FORMS}")
-    found.add_own_parts()
-    given = found.add_mutually_exclusive_group()
-    given.add_argument(
+    options.add_own_parts()
+    texts = options.add_mutually_exclusive_group()
+    texts.add_argument(
         "--prompt",
         action="append",
         metavar="TEXT",
         help="text to continue; may be repeated; by default empty",
     )
-    given.add_argument(
+    texts.add_argument(
         "--prompt_file", type=cli.path, metavar="FILE", help="a UTF-8 file to continue"
     )
-    given.add_argument(
+    texts.add_argument(
         "--chat",
         action="store_true",
         help="answer each line of the input, until it ends; /reset forgets",
@@ -100,7 +100,7 @@ def parser() -> cli.Parser:
         metavar="AXIS=N",
         help="context=8 splits the cache; by default one device",
     )
-    return found
+    return options
 
 
 def main() -> int:
@@ -137,13 +137,13 @@ def main() -> int:
         )
 
     def say_cache(rows: decode.Continuation, count: int) -> None:
-        own, precision = model.config.model, model.config.precision
-        per_token, per_row, here = decode.cache_bytes(
-            own, precision, rows.num_rows, rows.cache_length, tree.cache_over(model.mesh)
+        settings, precision = model.config.model, model.config.precision
+        per_token, per_row, total = decode.cache_bytes(
+            settings, precision, rows.num_rows, rows.cache_length, tree.cache_over(model.mesh)
         )
         print(
-            f"cache: {per_token:,} bytes a token and {per_row:,} a row, {here / 2**20:,.1f} MiB on a"
-            f" device for {count} of up to {rows.cache_length:,} tokens",
+            f"cache: {per_token:,} bytes a token and {per_row:,} a row, {total / 2**20:,.1f} MiB on"
+            f" a device for {count} of up to {rows.cache_length:,} tokens",
             file=sys.stderr,
             flush=True,
         )

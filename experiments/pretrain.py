@@ -44,13 +44,13 @@ def main() -> int:
     from zaya_jax.training.workdir import folder_of
 
     if args.describe:
-        found = recipe.make_recipe(
+        planned = recipe.make_recipe(
             fork.fill_in(
                 args.config, fork.resolve(args.config, folder_of(args.config, args.workdir))
             )
         )
-        recipe.check(found, found.config.run.fork_step)
-        print(notes.phase_table(found))
+        recipe.check(planned, planned.config.run.fork_step)
+        print(notes.phase_table(planned))
         return cli.DONE
     # on CPUs: freed memory stays with the process, steps are dispatched one by one
     host.keep_memory()

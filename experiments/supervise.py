@@ -27,20 +27,20 @@ PATIENCE = 120.0  # seconds; a link that flaps is often back after a minute
 
 def main() -> int:
     """Supervises, reports or checks, by the first word."""
-    given = sys.argv[1:]
-    cut = given.index("--") if "--" in given else len(given)
-    args = parser().parse_args(given[:cut])
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    args = parser().parse_args(words[:cut])
     if args.what == "report":
         return report(args.workdir)
     if args.what == "check":
         return check(args.devices)
-    return supervise(args, given[cut + 1 :])
+    return supervise(args, words[cut + 1 :])
 
 
 def parser() -> cli.Parser:
     """The options."""
-    found = cli.Parser(prog="python -m experiments.supervise", description=__doc__)
-    add = found.add_argument
+    options = cli.Parser(prog="python -m experiments.supervise", description=__doc__)
+    add = options.add_argument
     whole = cli.number(int, 1, 2**20)
     add("--processes", type=whole, metavar="N", help="processes on this node; one per GPU, or 1")
     add("--nodes", type=whole, metavar="N", help="nodes that train; further agents are spares")
@@ -77,7 +77,7 @@ def parser() -> cli.Parser:
         metavar="COMMAND",
         help="run this at each event, with the event as JSON on stdin",
     )
-    what = found.add_subparsers(dest="what", metavar="report|check")
+    what = options.add_subparsers(dest="what", metavar="report|check")
     report = what.add_parser(
         "report", help="the history of a run", description="The events of a run, by time."
     )
@@ -88,7 +88,7 @@ def parser() -> cli.Parser:
         "check", help="the faults of this node", description="The check before a start."
     )
     checked.add_argument("--devices", type=whole, metavar="N", help="expected number of devices")
-    return found
+    return options
 
 
 def command_line(text: str) -> list[str]:
@@ -142,18 +142,18 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
 
 def workdir_of(training: list[str]) -> Path:
     """The --workdir among the training's options; the last one, as it is the training's."""
-    found = None
+    folder = None
     for i, option in enumerate(training):
         name, _, value = option.lstrip("-").partition("=")
         if option.startswith("-") and name == "workdir":
-            found = value or "".join(training[i + 1 : i + 2])
-            fields.check_path("--workdir", found)
-    if found is None:
+            folder = value or "".join(training[i + 1 : i + 2])
+            fields.check_path("--workdir", folder)
+    if folder is None:
         raise UserError(
             "--workdir=DIR is missing after --; give the training's options there, its folder among"
             " them"
         )
-    return Path(found)
+    return Path(folder)
 
 
 def report(workdir: Path) -> int:
@@ -163,19 +163,19 @@ def report(workdir: Path) -> int:
     from zaya_jax.report import write_report
     from zaya_jax.report.supervised import account_text
 
-    found = events.read(workdir)
-    if not found:
+    history = events.read(workdir)
+    if not history:
         raise UserError(
             f"--workdir={workdir} has no events; give the folder of a run that was supervised"
         )
-    for event in found:
+    for event in history:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
         who = f"process {event.process}" if event.process >= 0 else ""
-        took = f"{event.seconds:.1f} s" if event.seconds else ""
-        words = [event.node, who, event.seen, event.concluded, event.done, took]
+        seconds = f"{event.seconds:.1f} s" if event.seconds else ""
+        words = [event.node, who, event.seen, event.concluded, event.done, seconds]
         if event.kind != "spent":
             print(f"{when}  {event.kind:<12}{'; '.join(filter(None, words))}")
-    print(f"\n{account_text(accounts.account_of(found))}\nReport: {write_report(workdir)}")
+    print(f"\n{account_text(accounts.account_of(history))}\nReport: {write_report(workdir)}")
     return cli.DONE
 
 
@@ -183,12 +183,12 @@ def check(devices: int | None) -> int:
     """Prints the faults of this node."""
     from zaya_jax.aegis import preflight
 
-    found = preflight.check(devices)
-    for finding in found:
+    findings = preflight.check(devices)
+    for finding in findings:
         device = f"{finding.device}: " if finding.device else ""
         print(f"{finding.action:<8}{device}{finding.name}: {finding.seen}")
-    unfit = [finding for finding in found if finding.action in ("exclude", "stop")]
-    print(f"{len(found)} findings, {len(unfit)} for which the node should not be used")
+    unfit = [finding for finding in findings if finding.action in ("exclude", "stop")]
+    print(f"{len(findings)} findings, {len(unfit)} for which the node should not be used")
     return cli.HARDWARE if unfit else cli.DONE
 
 

@@ -222,10 +222,10 @@ class Chaos:
         for outcome in self.outcomes:
             by_fault[outcome.fault].append(outcome)
         for name, outcomes in by_fault.items():
-            found = [o.found for o in outcomes if o.found >= 0]
+            waits = [o.found for o in outcomes if o.found >= 0]
             again = [o.recovered for o in outcomes if o.recovered >= 0]
             lines.append(
-                f"| {name} | {len(outcomes)} | {len(found)} | {_spread(found)} | {_spread(again)} |"
+                f"| {name} | {len(outcomes)} | {len(waits)} | {_spread(waits)} | {_spread(again)} |"
             )
         return lines
 
@@ -275,13 +275,13 @@ class Chaos:
         began = time.time()
         undo = fault.harm(self, victim)
         try:
-            found = self._event(lambda e: e.time >= began - 0.5 and fault.named(e, victim))
+            event = self._event(lambda e: e.time >= began - 0.5 and fault.named(e, victim))
         finally:
             if undo:
                 undo()
-        if found:
-            outcome.found = max(found.time - began, 0.0)
-            outcome.cause = ": ".join(filter(None, (found.kind, found.concluded or found.seen)))
+        if event:
+            outcome.found = max(event.time - began, 0.0)
+            outcome.cause = ": ".join(filter(None, (event.kind, event.concluded or event.seen)))
             if fault.ends:
                 again = self._event(lambda e: e.kind == "restarted" and e.time >= began)
                 outcome.recovered = again.time - began if again else -1.0
@@ -289,7 +289,7 @@ class Chaos:
             elif self._settle(SETTLED):
                 outcome.recovered = 0.0  # it went on all the time, but where it went back
                 if fault.back:
-                    outcome.recovered = self._past(found.step) - began
+                    outcome.recovered = self._past(event.step) - began
                     self._settle(SETTLED)
         self.outcomes.append(outcome)
         self._say(

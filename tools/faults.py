@@ -141,8 +141,8 @@ class Victim(NamedTuple):
 
     def beat(self) -> Beat | None:
         """Its place; None until it has reported one."""
-        found = beats.read(self.beats, self.number)
-        return found if found and found.pid == self.pid else None
+        beat = beats.read(self.beats, self.number)
+        return beat if beat and beat.pid == self.pid else None
 
 
 class Store:
@@ -186,14 +186,14 @@ class Store:
 
 def processes_of(agent: int) -> dict[int, Victim]:
     """The training's processes below an agent, by their index."""
-    found = {}
+    victims = {}
     for pid in _below(agent):
         variables = _environ(pid)
         if beats.VARIABLE in variables and "JAX_PROCESS_ID" in variables:
             victim = Victim(int(variables["JAX_PROCESS_ID"]), pid, variables[beats.VARIABLE])
             if victim.beat():  # not the program that becomes it, nor a worker of its own
-                found[victim.number] = victim
-    return found
+                victims[victim.number] = victim
+    return victims
 
 
 def kill(victim: Victim) -> None:
@@ -229,14 +229,16 @@ def cut(victim: Victim, other: Victim) -> int:
     try:
         for number, pair in _connections(victim.pid):
             if frozenset(pair) in ends:
-                own = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, handle, number, 0)
-                if own < 0:
+                descriptor = ctypes.CDLL(None, use_errno=True).syscall(
+                    PIDFD_GETFD, handle, number, 0
+                )
+                if descriptor < 0:
                     raise OSError(
                         ctypes.get_errno(),
                         os.strerror(ctypes.get_errno()),
                         f"pidfd_getfd({victim.pid})",
                     )
-                with socket.socket(fileno=own) as connection:
+                with socket.socket(fileno=descriptor) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     finally:
@@ -271,10 +273,10 @@ def _port(address: str) -> str:
 
 def _below(pid: int) -> Iterator[int]:
     try:
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return
-    for child in map(int, found):
+    for child in map(int, children):
         yield child
         yield from _below(child)
 

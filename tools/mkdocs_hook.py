@@ -53,7 +53,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns links to files of the repository into links to their pages."""
-    here = posixpath.dirname(page.file.src_uri)
+    folder = posixpath.dirname(page.file.src_uri)
 
     def changed(match):
         begin, link, anchor = match[1], match[2], match[3] or ""
@@ -63,7 +63,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if not (ROOT / target).is_file():
             log.warning("%s: %s is no file of the repository", page.file.src_uri, link)
             return match[0]
-        return begin + posixpath.relpath(site_name(target), here or ".") + anchor
+        return begin + posixpath.relpath(site_name(target), folder or ".") + anchor
 
     return outside_code(markdown, lambda text: LINK.sub(changed, text))
 
@@ -76,9 +76,9 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 def targets(file: File) -> list[str]:
     """The files of the repository that a page links to."""
-    found = []
-    outside_code(file.content_string, lambda text: found.extend(LINK.finditer(text)) or text)
-    paths = [repository_path(file, match[2]) for match in found]
+    links = []
+    outside_code(file.content_string, lambda text: links.extend(LINK.finditer(text)) or text)
+    paths = [repository_path(file, match[2]) for match in links]
     return [path for path in paths if path is not None]
 
 

@@ -48,10 +48,10 @@ def names() -> list[str]:
 
 def program(name: str) -> ModuleType:
     """A program's module; a package's is its `__main__`."""
-    found = importlib.import_module(f"experiments.{name}")
-    if hasattr(found, "__path__"):
+    module = importlib.import_module(f"experiments.{name}")
+    if hasattr(module, "__path__"):
         return importlib.import_module(f"experiments.{name}.__main__")
-    return found
+    return module
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

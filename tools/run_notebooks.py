@@ -38,13 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     # a notebook's own process
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("notebooks", nargs="*", type=Path)
-    given = parser.parse_args(arguments)
-    notebooks = [path.resolve() for path in given.notebooks] or sorted(FOLDER.glob("*.ipynb"))
+    args = parser.parse_args(arguments)
+    notebooks = [path.resolve() for path in args.notebooks] or sorted(FOLDER.glob("*.ipynb"))
     for path in notebooks:
         if path.suffix != ".ipynb" or not path.is_file():
             parser.error(f"{path} is no notebook; give a file NAME.ipynb")
-    if given.here:
-        return _run(notebooks[0], given.write)
+    if args.here:
+        return _run(notebooks[0], args.write)
     failed = 0
     for path in notebooks:
         began = time.monotonic()
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             # found.
             environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
             code = subprocess.run(
-                command + ["--write"] * given.write, cwd=scratch, env=environment, check=False
+                command + ["--write"] * args.write, cwd=scratch, env=environment, check=False
             ).returncode
         failed += code != 0
         print(

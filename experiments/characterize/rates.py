@@ -43,7 +43,7 @@ def weights(model: Model) -> dict[str, tuple[int, int]]:
 
 def shapes(model: Model, host: bool) -> list[ProductShape]:
     """All measured products, small ones first, so that the rate is known before the large ones."""
-    found = [
+    products = [
         ProductShape("dense", name, m, n, k, 1)
         for m in ROWS[host]
         for name, (k, n) in weights(model).items()
@@ -51,12 +51,12 @@ def shapes(model: Model, host: bool) -> list[ProductShape]:
     if model.model_type != "dense":
         d, f, e = model.hidden_size, model.moe_intermediate_size, model.num_experts
         names = ("grouped forward", "grouped backward")
-        found += [
+        products += [
             ProductShape(name, "experts", m, f, d, e)
             for m in ROWS_OF_EXPERTS[host]
             for name in names
         ]
-    return sorted(found, key=lambda shape: (shape.flops, shape))
+    return sorted(products, key=lambda shape: (shape.flops, shape))
 
 
 def measure_products(
@@ -89,7 +89,7 @@ def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timin
     def numbers(*shape: int) -> jax.Array:
         return jax.random.uniform(jax.random.key(0), shape, dtype, -1, 1)
 
-    given: tuple = (numbers(shape.m, shape.k), numbers(shape.k, shape.n))
+    operands: tuple = (numbers(shape.m, shape.k), numbers(shape.k, shape.n))
     call: Any = lambda x, w: products.dot(x, w, dtype)  # noqa: E731
     if shape.groups > 1:
         operator = chip.choose(grouped_mlp.IMPLEMENTATIONS)
@@ -98,15 +98,15 @@ def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timin
             jnp.full(shape.groups, shape.m, jnp.int32),
         )
         gate_up = numbers(shape.groups, shape.k, 2 * shape.n)
-        given, call = (
+        operands, call = (
             (rows, sizes, gate_up, numbers(shape.groups, shape.n, shape.k)),
             operator.forward,
         )
         if shape.name == "grouped backward":
-            out, hidden = jax.jit(operator.forward)(*given)
-            given, call = (*given, hidden, out), operator.backward
-    compiled = jax.jit(call).lower(*given).compile()
-    return timing.time_call(lambda: compiled(*given), seconds, queue)
+            out, hidden = jax.jit(operator.forward)(*operands)
+            operands, call = (*operands, hidden, out), operator.backward
+    compiled = jax.jit(call).lower(*operands).compile()
+    return timing.time_call(lambda: compiled(*operands), seconds, queue)
 
 
 def room(device: Any, sharing: int = 1) -> int:

@@ -40,14 +40,14 @@ EXAMPLES = {"lora": 16, "beta": 0.1}
 def get_config(weights: str = "") -> ConfigDict:
     """The whole config of a run that fine-tunes these weights: MODEL, or MODEL,lora=RANK and what
     else OPTIONS has."""
-    given = weights
-    weights, options = _parse(given)
-    found = _find(weights)
-    before, step = found.config, found.step
+    asked = weights
+    weights, options = _parse(asked)
+    base = _find(weights)
+    before, step = base.config, base.step
     # Ids of begin, end and padding are the tokenizer's. A layer that a record names is imported
     # only where you name it too: --config.model.layer.
     model = dataclasses.replace(
-        found.model, bos_token_id=None, eos_token_id=None, pad_token_id=None, layer="", router=""
+        base.model, bos_token_id=None, eos_token_id=None, pad_token_id=None, layer="", router=""
     )
     c = config.editable(
         config.Config(
@@ -66,7 +66,7 @@ def get_config(weights: str = "") -> ConfigDict:
             c.run[name] = OPTIONS[name](value)
         except ValueError:
             raise config.UserError(
-                f"finetune.py:{given}: {name}={value} is not a number such as {EXAMPLES[name]}"
+                f"finetune.py:{asked}: {name}={value} is not a number such as {EXAMPLES[name]}"
             ) from None
     of_pairs = options.get("preference", "none") != "none"
     if "lora" in options or of_pairs:
@@ -75,9 +75,9 @@ def get_config(weights: str = "") -> ConfigDict:
     c.data.path = "chats.jsonl"
     c.data.chats = True
     c.data.packing = "best_fit"
-    c.data.tokenizer = found.tokenizer_folder
+    c.data.tokenizer = base.tokenizer_folder
     # A second set of chats is not learnt at a tenth of a tenth.
-    smaller = 1 if step and _tuned(before, found.folder) else SMALLER
+    smaller = 1 if step and _tuned(before, base.folder) else SMALLER
     context, lr = before.model.max_position_embeddings, IMPORTED_LR
     if step:
         phase = schedule.phase_at(before, step)
@@ -101,18 +101,18 @@ def get_config(weights: str = "") -> ConfigDict:
     return c
 
 
-def _parse(given: str) -> tuple[str, dict[str, str]]:
+def _parse(asked: str) -> tuple[str, dict[str, str]]:
     """(the name of the weights, the options behind it): "MODEL,lora=16,preference=dpo"."""
-    weights, *parts = re.split(r",(?=\w+=)", given)
+    weights, *parts = re.split(r",(?=\w+=)", asked)
     options = dict(part.split("=", 1) for part in parts)
     for name in options:
         if name not in OPTIONS:
             raise config.UserError(
-                f"finetune.py:{given}: {name} is not one of {', '.join(OPTIONS)}; other keys are"
+                f"finetune.py:{asked}: {name} is not one of {', '.join(OPTIONS)}; other keys are"
                 " given as --config.KEY=VALUE"
             )
     if "beta" in options and "preference" not in options:
-        raise config.UserError(f"finetune.py:{given}: beta is of preference=dpo; add that")
+        raise config.UserError(f"finetune.py:{asked}: beta is of preference=dpo; add that")
     return weights, options
 
 
@@ -124,15 +124,15 @@ def _find(weights: str) -> any_model.AnyModel:
             f" --config=experiments/configs/finetune.py:MODEL, with {any_model.ACCEPTED_NAMES}"
         )
     try:
-        found = any_model.find(weights)
+        base = any_model.find(weights)
     except config.UserError as error:
         raise config.UserError(f"finetune.py:{weights}: {error}") from None
-    if found.tokenizer_folder is None:
-        place = found.folder / "tokenizer" if any_model.is_run(found.folder) else found.folder
+    if base.tokenizer_folder is None:
+        place = base.folder / "tokenizer" if any_model.is_run(base.folder) else base.folder
         raise config.UserError(
             f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {place}"
         )
-    return found
+    return base
 
 
 def _tuned(before: config.Config, folder: Path) -> bool:

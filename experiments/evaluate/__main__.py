@@ -17,10 +17,10 @@ from zaya_jax.config import fields
 
 def parser() -> cli.Parser:
     """The options."""
-    found = cli.Parser(prog="python -m experiments.evaluate", description=__doc__)
-    add, whole = found.add_argument, cli.number(int, 1, 2**31 - 1)
+    options = cli.Parser(prog="python -m experiments.evaluate", description=__doc__)
+    add, whole = options.add_argument, cli.number(int, 1, 2**31 - 1)
     add("--model", required=True, metavar="MODEL", help=f"the model: {fields.MODEL_FORMS}")
-    found.add_own_parts()
+    options.add_own_parts()
     add("--out", required=True, metavar="DIR", help="the folder for the results")
     add("--data", action="append", metavar="PATH", help="text to score; may be repeated")
     add("--tasks", metavar="NAMES", help="lm-eval-harness tasks, separated by commas")
@@ -89,7 +89,7 @@ def parser() -> cli.Parser:
         metavar="N",
         help="for tasks that sample; 0",
     )
-    return found
+    return options
 
 
 def main() -> int:

@@ -63,29 +63,29 @@ def batch() -> dict[str, np.ndarray]:
     }
 
 
-def rounded(found: dict[str, np.ndarray]) -> dict[str, list[float]]:
+def rounded(numbers: dict[str, np.ndarray]) -> dict[str, list[float]]:
     """Eight digits of each number: float32 has seven."""
-    return {name: [float(f"{x:.8g}") for x in values] for name, values in found.items()}
+    return {name: [float(f"{x:.8g}") for x in values] for name, values in numbers.items()}
 
 
 def main() -> None:
     """Writes the file, and prints each case's losses."""
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    found: dict[str, dict] = {"batch": {name: x.tolist() for name, x in batch().items()}}
+    record: dict[str, dict] = {"batch": {name: x.tolist() for name, x in batch().items()}}
     configs = [config.check({"model": model, "precision": PLAIN}) for model in models()]
-    names = [first_step.small_model_name(one.model) for one in configs]
-    found |= {"models": dict(zip(names, models(), strict=True)), "numbers": {}}
-    first_step.EXPECTED.write_text(json.dumps(found))
-    for name, given in zip(names, configs, strict=True):
+    names = [first_step.small_model_name(case_config.model) for case_config in configs]
+    record |= {"models": dict(zip(names, models(), strict=True)), "numbers": {}}
+    first_step.EXPECTED.write_text(json.dumps(record))
+    for name, case_config in zip(names, configs, strict=True):
         case: dict[str, dict] = {}
         for optim in ("muon", "adamw"):
-            tried = dataclasses.replace(given, optim=config.Optim(name=optim))
+            tried = dataclasses.replace(case_config, optim=config.Optim(name=optim))
             step = rounded(first_step.run_small_model(tried, mesh, 1))
             case[optim] = {first_step.AFTER_UPDATE: step.pop(first_step.AFTER_UPDATE)}
             case["step"] = step
-        found["numbers"][name] = case
+        record["numbers"][name] = case
         print(name, *case["step"]["loss"], *case["muon"].values(), *case["adamw"].values())
-    first_step.EXPECTED.write_text(json.dumps(found).replace("}, ", "},\n") + "\n")
+    first_step.EXPECTED.write_text(json.dumps(record).replace("}, ", "},\n") + "\n")
 
 
 if __name__ == "__main__":

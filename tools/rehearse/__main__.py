@@ -114,18 +114,22 @@ def corpus(story: Rehearsal) -> None:
         "--seconds=1",
     )
     rows = []
-    for made in sorted(story.data.iterdir()):
-        if (made / "manifest.json").is_file():
-            manifest = json.loads((made / "manifest.json").read_text())
-            train, held = manifest["totals"]["train"], manifest["totals"]["held_out"]
+    for folder in sorted(story.data.iterdir()):
+        if (folder / "manifest.json").is_file():
+            manifest = json.loads((folder / "manifest.json").read_text())
+            train, held_out = manifest["totals"]["train"], manifest["totals"]["held_out"]
             fitted = ", ".join(
                 f"{n:,} {word}" for word, n in (manifest["trim"] or {}).items() if word != "context"
             )
-            rows.append([made.name, f"{train['tokens']:,}", f"{held['tokens']:,}", fitted or "–"])
+            rows.append(
+                [folder.name, f"{train['tokens']:,}", f"{held_out['tokens']:,}", fitted or "–"]
+            )
     faults.flip(min((story.data / "web").glob("train-*.tokens")))
-    found = story.program("experiments.prepare_data", f"--verify={story.data / 'web'}", ok=(4,))
+    verified = story.program("experiments.prepare_data", f"--verify={story.data / 'web'}", ok=(4,))
     story.promise(
-        "a flipped bit in the prepared data is found", "damaged" in found, found.splitlines()[0]
+        "a flipped bit in the prepared data is found",
+        "damaged" in verified,
+        verified.splitlines()[0],
     )
     head = ("data", "training tokens", "held-out tokens", "chats")
     story.tell(

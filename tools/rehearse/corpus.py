@@ -77,14 +77,16 @@ def make(folder: Path, mib: float, contexts: Sequence[int]) -> None:
     for name, part in parts.items():
         _write(folder / f"{name}.jsonl", part, int(mib * 2**20))
     (folder / "tasks").mkdir(exist_ok=True)
-    held = random.Random(4)
+    chosen = random.Random(4)
     task(
-        folder / "tasks", "rehearsal_sums", [sum_question(held, held_out=True) for _ in range(200)]
+        folder / "tasks",
+        "rehearsal_sums",
+        [sum_question(chosen, held_out=True) for _ in range(200)],
     )
-    task(folder / "tasks", "rehearsal_tools", [tool_question(held) for _ in range(100)])
+    task(folder / "tasks", "rehearsal_tools", [tool_question(chosen) for _ in range(100)])
     for context in (contexts[0] * 4, longest):
-        asked = [needle_question(held, context) for _ in range(60)]
-        task(folder / "tasks", f"rehearsal_needle_{context}", asked)
+        questions = [needle_question(chosen, context) for _ in range(60)]
+        task(folder / "tasks", f"rehearsal_needle_{context}", questions)
 
 
 def _write(path: Path, records: Iterator[dict[str, Any]], most: int) -> None:
@@ -175,10 +177,10 @@ def needles(chosen: random.Random, contexts: Sequence[int]) -> Iterator[dict[str
         pairs = _pairs(chosen, chosen.choice(contexts) // 3)
         asked = chosen.sample(list(pairs), max(1, len(pairs) // 2))
         question = f"{_lines(pairs.items())}What have {', '.join(asked)}?"
-        found = [(name, pairs[name]) for name in asked]
-        answer = f"Together {sum(number for _, number in found)}."
+        lines = [(name, pairs[name]) for name in asked]
+        answer = f"Together {sum(number for _, number in lines)}."
         again = chosen.choice((1, 1, 1, 5))  # long reasoning is what trimming is for
-        turn = {"role": "assistant", "reasoning": _lines(found) * again, "content": answer}
+        turn = {"role": "assistant", "reasoning": _lines(lines) * again, "content": answer}
         yield {"messages": [{"role": "user", "content": question}, turn]}
 
 
