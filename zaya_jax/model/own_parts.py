@@ -39,14 +39,14 @@ def customized(model: Model, **parts: type | str | None) -> Model:
     """The model with a layer or router of the user's, a class or "MODULE:CLASS"; None leaves the
     model's."""
     changes: dict[str, Any] = {}
-    for name, given in parts.items():
-        if not given:
+    for name, choice in parts.items():
+        if not choice:
             continue
-        part = _imported(name, given) if isinstance(given, str) else given
+        part = _imported(name, choice) if isinstance(choice, str) else choice
         base = BASES[name]
         if not (isinstance(part, type) and issubclass(part, base)) or model.model_type != "zaya":
             raise UserError(
-                f"{name}={shown(given)} must be a subclass of {base.__name__}, and model_type must"
+                f"{name}={shown(choice)} must be a subclass of {base.__name__}, and model_type must"
                 " be 'zaya'"
             )
         changes[name] = f"{part.__module__}:{part.__qualname__}"
@@ -77,22 +77,22 @@ def own_class(model: Model, part: str) -> type | None:
 
     UserError for one that only a record names.
     """
-    name, found = getattr(model, part), getattr(model, f"{part}_class", None)
-    if name and found is None:
+    name, part_class = getattr(model, part), getattr(model, f"{part}_class", None)
+    if name and part_class is None:
         raise UserError(
             f"the model has a {part} of its own, {name}, which is imported only where you name it:"
             f" --{part}={name}, or zj.load(.., {part}={name!r})"
         )
-    return found
+    return part_class
 
 
 def sources(model: Model) -> dict[str, str]:
     """The name of each part of the user's own, and a hash of the file that it is written in."""
     parts = {part: own_class(model, part) for part in BASES}
     return {
-        part: f"{getattr(model, part)} {_hash_of_file(found)}"
-        for part, found in parts.items()
-        if found
+        part: f"{getattr(model, part)} {_hash_of_file(part_class)}"
+        for part, part_class in parts.items()
+        if part_class
     }
 
 

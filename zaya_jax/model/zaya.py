@@ -404,9 +404,11 @@ def scores(
 
     def of_chunk(piece: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, wanted = piece
-        given = logits(model, params, hidden[None], precision)[0]
-        found = jnp.take_along_axis(given, wanted[:, None], axis=-1)[:, 0]
-        return found - jax.nn.logsumexp(given, axis=-1), jnp.argmax(given, axis=-1) == wanted
+        of_tokens = logits(model, params, hidden[None], precision)[0]
+        of_targets = jnp.take_along_axis(of_tokens, wanted[:, None], axis=-1)[:, 0]
+        return of_targets - jax.nn.logsumexp(of_tokens, axis=-1), jnp.argmax(
+            of_tokens, axis=-1
+        ) == wanted
 
     pieces = jnp.pad(hidden, ((0, pad), (0, 0))), jnp.pad(targets, (0, pad))
     pieces = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), pieces)

@@ -39,17 +39,17 @@ class Evaluation:
             sums[name] = [program(state, batch) for batch in batches]
         self._pace.at("evaluate", now.number, "wait")
         losses = {}
-        for name, found in jax.device_get(sums).items():
-            count = sum(float(count) for _, count in found)
+        for name, of_batches in jax.device_get(sums).items():
+            count = sum(float(count) for _, count in of_batches)
             if not count:
                 logs.say(
                     f"warning: no text of {name} could be read; step {now.number} has no loss for"
                     " it"
                 )
                 continue
-            for part in sorted(found[0][0].keys() - {"z"}):
+            for part in sorted(of_batches[0][0].keys() - {"z"}):
                 figure = name if part == "loss" else f"{name.removesuffix('/loss')}/{part}"
-                losses[figure] = sum(float(parts[part]) for parts, _ in found) / count
+                losses[figure] = sum(float(parts[part]) for parts, _ in of_batches) / count
         return losses
 
     def before_training(self, state: Any, writer: Writer, scores: dict[str, float]) -> None:

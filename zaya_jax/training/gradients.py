@@ -87,12 +87,12 @@ def gradients(
 
     if single:
         micro = jax.tree.map(lambda x: x[0], batch)
-        (found, shared), sums = jax.grad(loss, (0, 1), has_aux=True)(plain, slots, micro)
+        (of_plain, of_slots), sums = jax.grad(loss, (0, 1), has_aux=True)(plain, slots, micro)
     else:
-        (found, shared), sums = _accumulated(
+        (of_plain, of_slots), sums = _accumulated(
             lambda both, micro: loss(both[0], both[1], micro), (plain, slots), batch
         )
-    return trees.nested(found | shared | jax.tree.map(jax.freeze, places), "/"), sums
+    return trees.nested(of_plain | of_slots | jax.tree.map(jax.freeze, places), "/"), sums
 
 
 def _accumulated(loss: Callable, weights: Any, batch: dict) -> tuple[Any, Any]:
@@ -101,9 +101,9 @@ def _accumulated(loss: Callable, weights: Any, batch: dict) -> tuple[Any, Any]:
 
     def accumulate(carry, micro):
         pull: Any
-        _, pull, found = jax.vjp(lambda w: loss(w, micro), weights, has_aux=True)
+        _, pull, results = jax.vjp(lambda w: loss(w, micro), weights, has_aux=True)
         pull.with_refs(places)(jnp.ones(()))  # adds each gradient to its reference
-        return jax.tree.map(jnp.add, carry, found), None
+        return jax.tree.map(jnp.add, carry, results), None
 
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     like = jax.eval_shape(loss, weights, first)[1]

@@ -36,8 +36,8 @@ def loss_of_pairs(config: Config, spread: Spread) -> Objective:
         with jax.named_scope("reference"):
             reference = log_probs(run(None, bias, batch, frozen=frozen), batch)
         params, out = run(params, bias, batch, hooks, frozen if config.run.lora else None)
-        found = log_probs(jax.lax.stop_gradient((params, out)), batch)
-        rewards = beta * (found - reference)
+        policy = log_probs(jax.lax.stop_gradient((params, out)), batch)
+        rewards = beta * (policy - reference)
         margins = rewards[..., 0] - rewards[..., 1]
         real = (of_answers(mask, segments) > 0).all(-1)
         # how much a nat more of the better answer, or less of the worse one, takes from the loss
@@ -59,8 +59,8 @@ def loss_of_pairs(config: Config, spread: Spread) -> Objective:
             "rewards/rejected": rewards[..., 1],
             "rewards/margins": margins,
             "rewards/accuracies": margins > 0,
-            "logps/chosen": found[..., 0],
-            "logps/rejected": found[..., 1],
+            "logps/chosen": policy[..., 0],
+            "logps/rejected": policy[..., 1],
         }
         parts = {
             name: jnp.sum(jnp.where(real, x, 0.0)) / total / sharing for name, x in by_pair.items()

@@ -192,11 +192,11 @@ def first_state(
         _say_what_differs(base, planned)
     named = put_frozen_under(state, planned, base, known)
     if run.lora:
-        kept = "" if run.base == "compute" else f", experts in {run.base}"
+        in_few_bits = "" if run.base == "compute" else f", experts in {run.base}"
         frozen = _size(zaya.abstract(planned.recipe.config.model))
         say(
             f"training {_size(state['params']):,} parameters of low-rank updates on top of"
-            f" {base.name}{base.warning} ({frozen:,} frozen{kept})"
+            f" {base.name}{base.warning} ({frozen:,} frozen{in_few_bits})"
         )
     if run.takes_pairs:
         say(f"answers are compared with those of {base.name}{base.warning}")

@@ -54,8 +54,8 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
         params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
         elsewhere = spread.fsdp or spread.tsp or spread.expert_axes or adapted
         in_place = routes() and model.model_type == "zaya" and not elsewhere
-        found = jax.lax.psum(loss.count(batch), spread.token_axes)
-        total = jnp.maximum(found, 1.0)
+        count = jax.lax.psum(loss.count(batch), spread.token_axes)
+        total = jnp.maximum(count, 1.0)
 
         def loss_of(params, micro, hooks):
             return loss.value(params, bias, micro, total, hooks, frozen)
@@ -87,7 +87,7 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
             )
         if model.model_type == "zaya":  # a dense model has no experts
             figures |= load
-        figures |= parts | means | {loss.unit: found, "lr": lr}
+        figures |= parts | means | {loss.unit: count, "lr": lr}
         state = {**state, "params": new_params, "optimizer": opt_state, "balance": new_balance}
         return state, figures
 
@@ -150,11 +150,11 @@ def put_batch(
         if spread.sequence_parts > 1:
             x = x[:, zigzag(x.shape[1], spread.sequence_parts)]
         x = x.reshape(micro_batches, -1, x.shape[-1])
-        own = part * x.shape[1]
+        first_row = part * x.shape[1]
 
         def piece(index):
             rows = index[1].indices(x.shape[1] * parts)
-            return x[index[0], rows[0] - own : rows[1] - own, index[2]]
+            return x[index[0], rows[0] - first_row : rows[1] - first_row, index[2]]
 
         return jax.make_array_from_callback(
             (x.shape[0], x.shape[1] * parts, x.shape[2]), sharding, piece

@@ -142,9 +142,10 @@ class Durable:
             # Copied before the look at the folder: another thread adds the step that it has just
             # saved.
             waiting = set(self._waiting)
-            here = {*folders.steps_in(self._root)}  # the rules delete some before their turn comes
-            self._copying = max(waiting & here, default=None)
-            self._waiting -= (waiting - here) | {self._copying}
+            # The rules delete some before their turn comes.
+            complete = set(folders.steps_in(self._root))
+            self._copying = max(waiting & complete, default=None)
+            self._waiting -= (waiting - complete) | {self._copying}
             return self._copying
 
     def _missing_without_asking(self) -> list[int]:
@@ -158,16 +159,16 @@ class Durable:
         """Steps here without a complete copy, and the error if that could not be determined."""
 
         def compare() -> list:
-            here = folders.steps_in(self._root)
+            complete = folders.steps_in(self._root)
             unreachable, self._unreachable = self._unreachable, None  # the next time it is asked
             try:
                 if unreachable:
                     raise unreachable
-                there = set(self.vault.steps())
-                copied = for_each(lambda step: step in there and self._has_copy(step), here)
+                at_place = set(self.vault.steps())
+                copied = for_each(lambda step: step in at_place and self._has_copy(step), complete)
             except StorageError as error:
-                return [here, str(error)]
-            return [[step for step, has in zip(here, copied, strict=True) if not has], ""]
+                return [complete, str(error)]
+            return [[step for step, has in zip(complete, copied, strict=True) if not has], ""]
 
         missing, error = multihost.broadcast_from_zero("missing", compare)
         return missing, error
