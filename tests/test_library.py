@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import small_models
 from refusals import check_refused, refusal
-from test_public_names import OF_A_MODEL
+from test_install import OF_A_MODEL
 from traced_once import traced_once
 
 import zaya_jax as zj
