@@ -108,11 +108,11 @@ def test_a_missing_compiler_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "FOLDER", tmp_path)
     # other tests may have them
     monkeypatch.setattr(xla_client._xla, "pjrt_plugin_loaded", lambda platform: False)
-    for platform in ("rocm", "cuda"):
-        check_refused("is not installed; run: make setup-targets", targets._register, platform)
     plugin = tmp_path / "jax_plugins" / "xla_rocm7" / "xla_rocm_plugin.so"
     plugin.parent.mkdir(parents=True)
-    plugin.touch()
+    plugin.touch()  # as an interrupted set-up leaves it
+    for platform in ("rocm", "cuda"):
+        check_refused("is not installed; run: make setup-targets", targets._register, platform)
     (tmp_path / ".stamp").write_text("jax 0.1.0, made\n")
     check_refused(
         r"for jax 0\.1\.0, this is .*; run: make setup-targets", targets._register, "rocm"

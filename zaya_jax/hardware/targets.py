@@ -139,9 +139,9 @@ def _register(platform: str) -> None:
     if xla_client._xla.pjrt_plugin_loaded(platform):
         return
     plugins = [*FOLDER.glob(f"jax_plugins/xla_{platform}*/xla_{platform}_plugin.so")]
-    if not plugins:
+    stamp = FOLDER / ".stamp"  # comes last
+    if not plugins or not stamp.exists():
         raise UserError(f"the compiler for {platform} is not installed; run: make setup-targets")
-    stamp = FOLDER / ".stamp"
     version = stamp.read_text().partition(",")[0]
     if version != f"jax {jax.__version__}":
         raise UserError(
