@@ -4,6 +4,7 @@ goes on from another run's checkpoint, as its config says."""
 import dataclasses
 import json
 import shutil
+import types
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.config import Phase
 from zaya_jax.pytorch import exchange
 from zaya_jax.text import tokenizers
-from zaya_jax.training import fork, notes, snapshot
+from zaya_jax.training import fork, notes, snapshot, start
 from zaya_jax.training import state as states
 from zaya_jax.training.snapshot import Snapshots
 from zaya_jax.training.workdir import check_same, open_workdir, read_config
@@ -553,3 +554,17 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(
     assert forked[1]["changed"]["optim.lr"] == [3e-3, 1e-3] and forked[0]["changed"][
         "mesh.data"
     ] == [-1, 2]
+
+
+def test_weights_of_another_tokenizer_are_told(capsys):
+    weights = exchange.InMemory({})
+    meta = {"tokenizer": tokenizers.load("bytes").sha256}
+    weights.meta = lambda: meta
+    planned = types.SimpleNamespace(
+        phase=types.SimpleNamespace(config=config.Config()), tokenizer=tokenizers.load("bytes")
+    )
+    start._say_what_differs(weights, planned)
+    assert capsys.readouterr().out == ""
+    planned.tokenizer = tokenizers.train_bpe(["other words"], 270)
+    start._say_what_differs(weights, planned)
+    assert "note: a model in memory was trained with another tokenizer" in capsys.readouterr().out

@@ -204,9 +204,15 @@ def first_state(
 
 
 def _say_what_differs(source: ArraySource, planned: PlannedStart) -> None:
-    """Reports model keys whose values differ from the model that the weights were trained with."""
+    """Reports model keys whose values differ from the model that the weights were trained with, and
+    another tokenizer than theirs."""
     if changed := model_differences(source.model, planned.phase.config.model):
         say(f"note: {source.name} was trained with another model config: {'; '.join(changed)}")
+    if source.meta().get("tokenizer") not in (None, planned.tokenizer.sha256):
+        say(
+            f"note: {source.name} was trained with another tokenizer than config.data.tokenizer,"
+            " whose ids may mean other text to it"
+        )
 
 
 def _initial_state(planned: PlannedStart) -> Any:
