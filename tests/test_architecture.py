@@ -41,7 +41,7 @@ BUDGET = {
     "experiments": 2_620,
     "benchmarks": 2_190,
     "tools": 1_830,
-    "tests": 17_640,
+    "tests": 17_630,
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
