@@ -172,7 +172,8 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
 
 
 def already_complete(opened: OpenedRun) -> int:
-    """Handles a start after the last step: writes a missing report or durable copy, and says so."""
+    """Handles a start after the last step: writes a missing tokenizer, report or durable copy, and
+    says so."""
     recipe = opened.planned.recipe
     updates = opened.planned.reached - recipe.plan.steps_before
     figures = opened.meta.get("metrics") or {}
@@ -181,8 +182,8 @@ def already_complete(opened: OpenedRun) -> int:
     if uncopied_steps:
         code = cli.STORAGE
     if multihost.is_writer():
-        report = write_report(opened.workdir)
-        logs.say(notes.complete_line(recipe, opened.workdir, report))
+        start.restore_tokenizer(opened.workdir, opened.planned.tokenizer, opened.meta)
+        logs.say(notes.complete_line(recipe, opened.workdir, write_report(opened.workdir)))
     return code
 
 

@@ -73,6 +73,18 @@ def test_a_run_whose_tokenizer_was_replaced_is_not_read(trained, tmp_path):
     assert zj.load(tmp_path / "run").tokenizer is None
 
 
+def test_a_complete_run_comes_from_its_durable_place_with_its_tokenizer(trained, tmp_path):
+    keys = {
+        "data__path": str(trained / "corpus"),
+        "run__num_steps": 2,
+        "checkpoint__durable": str(tmp_path / "copies"),
+    }
+    for name in ("run", "again"):
+        assert tiny_runs.train(tmp_path / name, **keys) == cli.DONE
+    assert not (tmp_path / "again" / "metrics.jsonl").exists()
+    assert zj.load(tmp_path / "again").tokenizer.kind == "bytes"
+
+
 BASE = config.Model(num_hidden_layers=2)
 WINDOWS = dict(layer_types=("hybrid", "hybrid_sliding"), sliding_window=8)
 OTHER_ROPE = config.RopeKinds(config.Rope(rope_theta=1e6), config.Rope(rope_theta=1.0))

@@ -248,5 +248,12 @@ def put_frozen_under(
     return {"name": name, "mark": mark, "form": config.run.base}
 
 
+def restore_tokenizer(workdir: Path, tokenizer: tokenizers.Tokenizer, meta: dict[str, Any]) -> None:
+    """Puts back the tokenizer of a complete run that came from its durable place, where only
+    checkpoints are; `meta` is the newest one's."""
+    if not (workdir / "tokenizer").exists() and tokenizer.sha256 == meta.get("tokenizer"):
+        tokenizer.save(workdir / "tokenizer")
+
+
 def _size(tree: Any) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
