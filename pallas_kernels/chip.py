@@ -104,13 +104,13 @@ class Chip(NamedTuple):
         """ "gfx942", "sm_90"; "gfx" or "sm" of a chip without a known name, "" of a CPU."""
         if self.kind.startswith("gfx"):
             return self.kind
-        own = "gfx" if self.maker == "rocm" else "sm"
-        found = (
-            name
-            for part, name in ARCHITECTURES.items()
-            if part in self.kind and name.startswith(own)
-        )
-        return next(found, own) if self.maker in ("cuda", "rocm") else ""
+        if self.maker not in ("cuda", "rocm"):
+            return ""
+        prefix = "gfx" if self.maker == "rocm" else "sm"
+        for part, name in ARCHITECTURES.items():
+            if part in self.kind and name.startswith(prefix):
+                return name
+        return prefix
 
     @property
     def lanes(self) -> int:
@@ -120,10 +120,10 @@ class Chip(NamedTuple):
     @property
     def formats(self) -> tuple[str, ...]:
         """Number formats of its matrix units, whole: NVIDIA's take float32 as TF32."""
+        if self.architecture in ("sm_70", "sm_75"):
+            return ("float16",)
         if self.maker == "cuda":
-            return (
-                ("float16",) if self.architecture in ("sm_70", "sm_75") else ("bfloat16", "float16")
-            )
+            return "bfloat16", "float16"
         return "bfloat16", "float16", "float32"
 
     def taking(self, operators: tuple[str, ...]) -> "Chip":
@@ -137,7 +137,8 @@ class Chip(NamedTuple):
         if operators == (AUTO,):
             known = table.has(self.architecture) or self.maker not in ("cuda", "rocm")
             operators = OPERATORS if known else ()
-            operators = operators if kernels is None else kernels
+            if kernels is not None:
+                operators = kernels
         if operators == ("all",):
             return here
         return here._replace(kernels=tuple(name for name in self.kernels if name in operators))
@@ -178,7 +179,9 @@ def made_for(where: Mesh | AbstractMesh | Any) -> Chip:
     # its devices know more of themselves than the abstract mesh inside a program
     if isinstance(where, Mesh):
         return chip_of(where.devices.flat[0])
-    return (_of_mesh(where) or current()) if isinstance(where, AbstractMesh) else holding(where)
+    if isinstance(where, AbstractMesh):
+        return _of_mesh(where) or current()
+    return holding(where)
 
 
 def holding(tree: Any) -> Chip:
@@ -221,8 +224,9 @@ def chip_of(device: Any) -> Chip:
     if capability.startswith("gfx"):
         return Chip(device.platform, capability)
     found = Chip(device.platform, kind)
-    known = "AMD" in kind and found.architecture != "gfx"
-    return found._replace(kind=found.architecture) if known else found
+    if "AMD" in kind and found.architecture != "gfx":
+        return found._replace(kind=found.architecture)
+    return found
 
 
 def _of_mesh(mesh: AbstractMesh) -> Chip | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import chip, tiles
+from pallas_kernels import chip, table, tiles
 
 LOG2E = math.log2(math.e)
 NARROW = (jnp.bfloat16, jnp.float16)
@@ -24,8 +24,8 @@ class Tile(NamedTuple):
     @classmethod
     def of(cls, kernel: str, channels: int, dtype: Any) -> "Tile":
         """The table's, for heads of so many channels."""
-        wide = jnp.dtype(dtype).itemsize > 2 or channels > 128
-        return tiles.tile_of(cls, kernel, "wide" if wide else "64" if channels <= 64 else "")
+        variant = table.variant_of(channels, jnp.dtype(dtype).itemsize)
+        return tiles.tile_of(cls, kernel, variant)
 
     def heads_of(self, group: int) -> int:
         """Heads of a group in one tile: the largest power of two that divides the group."""
@@ -40,11 +40,6 @@ def formats() -> tuple[Any, ...]:
 def wide(channels: int) -> int:
     """Channels of a tile."""
     return max(16, tiles.power(channels))
-
-
-def masked(place: Any, mask: jax.Array | None, other: float = 0) -> jax.Array:
-    """The numbers there, or `other` where the mask leaves them out."""
-    return tiles.load(place) if mask is None else tiles.load(place, mask=mask, other=other)
 
 
 class HeadRows:
@@ -67,7 +62,7 @@ class HeadRows:
         """
         real = None if inner else self.real
         if len(ref.shape) < 3:
-            return masked(ref.at[self.batch, self.index], real, other)
+            return tiles.masked(ref.at[self.batch, self.index], real, other)
         columns, own = self.at_columns(columns)
         return tiles.take(ref, self.batch, rows=self.index, columns=columns, own=(real, own))
 
@@ -85,4 +80,4 @@ class HeadRows:
 
     def ids(self, ref) -> jax.Array | None:
         """The tokens' segments, if any."""
-        return None if ref is None else masked(ref.at[self.batch, self.tokens], self.real)
+        return None if ref is None else tiles.masked(ref.at[self.batch, self.tokens], self.real)

@@ -52,6 +52,13 @@ def rows(architecture: str) -> dict[str, Row]:
     return {name.removesuffix(" wide"): row for name, row in shared.items()} | shared | own
 
 
+def variant_of(channels: int, number_bytes: int) -> str:
+    """The variant for heads of so many channels, in a format of so many bytes."""
+    if number_bytes > 2 or channels > 128:
+        return "wide"
+    return "64" if channels <= 64 else ""
+
+
 def rows_of_operators(found: dict[str, Row], operators: Iterable[str]) -> dict[str, Row]:
     """The rows of these operators' kernels, without variants."""
     begin = tuple(BEGIN[name] for name in operators)

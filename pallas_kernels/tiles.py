@@ -47,12 +47,12 @@ class Work(NamedTuple):
 
     @property
     def scope(self) -> str:
-        words = f"flops={self.flops:g}" + (f"of{self.most:g}" if self.most else "")
-        return (
-            words
-            if self.moved is None
-            else f"{words},reads={self.moved[0]:g},writes={self.moved[1]:g}"
-        )
+        words = f"flops={self.flops:g}"
+        if self.most:
+            words += f"of{self.most:g}"
+        if self.moved is not None:
+            words += f",reads={self.moved[0]:g},writes={self.moved[1]:g}"
+        return words
 
 
 NOTHING_SAID = Work()
@@ -149,8 +149,13 @@ def take(
     """A matrix of any rows and columns of what `lead` leaves of an array; zeros where a row or
     column is not `own`."""
     place, mask = _matrix(ref, lead, rows, columns, own)
-    x = load(place) if mask is None else load(place, mask=mask, other=0)
+    x = masked(place, mask)
     return x if dtype is None else narrow(x, dtype)
+
+
+def masked(place: Any, mask: jax.Array | None, other: float = 0) -> jax.Array:
+    """The numbers there, or `other` where the mask leaves them out."""
+    return load(place) if mask is None else load(place, mask=mask, other=other)
 
 
 def put(
@@ -177,12 +182,12 @@ def _matrix(
     place = ref.at[
         (*lead, jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape))
     ]
-    masks = [jnp.expand_dims(m, 1 - side) for side, m in enumerate(own) if m is not None]
-    return place, (
-        functools.reduce(operator.and_, (jnp.broadcast_to(m, shape) for m in masks))
-        if masks
-        else None
-    )
+    masks = []
+    for side, m in enumerate(own):
+        if m is not None:
+            m = jnp.expand_dims(m, 1 - side)
+            masks.append(jnp.broadcast_to(m, shape))
+    return place, functools.reduce(operator.and_, masks) if masks else None
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:

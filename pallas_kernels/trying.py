@@ -122,15 +122,15 @@ def shipped_tiles(asked: Mapping[str, Any], operator: str, here: Chip) -> dict[s
     """The tiles that ship for an operator's kernels, by the name of the variant that the request
     meets."""
     rows = table.rows(here.architecture)
-    narrow = jnp.dtype(asked["dtype"]).itemsize == 2
     heads = operator in ("attention", "linear_attention")
     channels = asked["model"]["head_dim"] if heads else 128
-    variant = "wide" if not narrow or channels > 128 else "64" if channels <= 64 else ""
-    found = {}
+    variant = table.variant_of(channels, jnp.dtype(asked["dtype"]).itemsize)
+    shipped = {}
     for kernel, row in table.rows_of_operators(rows, [operator]).items():
         own = rows.get(f"{kernel} {variant}", row)
-        found[f"{kernel} {variant}".strip() if own is not row else kernel] = own["tile"]
-    return found
+        name = kernel if own is row else f"{kernel} {variant}"
+        shipped[name] = own["tile"]
+    return shipped
 
 
 def implementations(

@@ -66,7 +66,9 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
 
 def default_block(length: int) -> int:
     """Side of a block of scores: small enough for a core's cache."""
-    return 64 if length <= 256 else 128 if length <= 4096 else 256
+    if length <= 256:
+        return 64
+    return 128 if length <= 4096 else 256
 
 
 def _is_short(q_len, k_len, window, offset, block):

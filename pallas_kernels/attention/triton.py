@@ -83,12 +83,14 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     d_out = d_out.astype(v.dtype)
     masks = q_segments, k_segments, window, offset, scale, block
     at = _Call("queries", q, k, *masks)
-    given = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
+    given = [q, k, v, out, lse, d_out]
+    if d_lse is not None:
+        given.append(d_lse)
     body = functools.partial(_queries, d_lse is not None)
     results = [(q, dtype), (at.sums, jnp.float32)]
     dq, delta = at.run(body, "attention_queries", at.grid_of_queries, given, results, 3)
     at = _Call("keys", q, k, *masks)
-    given = (q, k, v, d_out, lse, delta)
+    given = [q, k, v, d_out, lse, delta]
     dk, dv = at.run(_keys, "attention_keys", at.grid_of_keys, given, [(k, dtype), (v, dtype)], 4)
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
@@ -189,8 +191,9 @@ class _Call:
             * at.keys
             * tiles.power(at.channels)
         )
-        known = not (at.offset or at.window)
-        return tiles.Work(each * (most / 2 if at.offset else met), None if known else each * most)
+        if not at.offset and not at.window:
+            return tiles.Work(each * met)
+        return tiles.Work(each * (most / 2 if at.offset else met), each * most)
 
 
 def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -255,9 +258,9 @@ class _Masks:
 
     def _by_segments(self, lo, hi, start, end, side, index) -> Met:
         if self.at.segments:
-            own, others = (
-                (self.q_ranges, self.k_ranges) if side == "q" else (self.k_ranges, self.q_ranges)
-            )
+            own, others = self.q_ranges, self.k_ranges
+            if side == "k":
+                own, others = others, own
             least, greatest, padded = (x[self.batch, index] for x in own)
             num = others[0].shape[1]
             blocks = tiles.steps(num)
@@ -282,9 +285,9 @@ class _Masks:
         """Whether each row sees each key, [rows, keys] where `by_query`, otherwise [keys, rows]."""
 
         def both(of_rows, of_keys):
-            return (
-                (of_rows[:, None], of_keys[None]) if by_query else (of_rows[None], of_keys[:, None])
-            )
+            if by_query:
+                return of_rows[:, None], of_keys[None]
+            return of_rows[None], of_keys[:, None]
 
         query, key = both(rows.tokens, keys.tokens)
         back = query + self.offset - key

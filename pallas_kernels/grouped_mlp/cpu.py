@@ -191,12 +191,10 @@ def _times_stacked(x, stack, layer, expert):
         own = lax.dynamic_slice_in_dim(x, i * strip, strip, 1)
         return jnp.matmul(own, w.astype(x.dtype), preferred_element_type=jnp.float32)
 
+    if strip == depth:
+        return product(0).astype(x.dtype)
     zeros = jnp.zeros((x.shape[0], width), jnp.float32)
-    y = (
-        lax.fori_loop(0, depth // strip, lambda i, y: y + product(i), zeros)
-        if strip < depth
-        else product(0)
-    )
+    y = lax.fori_loop(0, depth // strip, lambda i, y: y + product(i), zeros)
     return y.astype(x.dtype)
 
 

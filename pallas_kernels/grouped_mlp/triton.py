@@ -340,11 +340,9 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
     # The rows' numbers are loaded first, which takes two stages: on NVIDIA's chips 3 and 4 are the
     # same code, with one turn's loads in flight; with 5 two turns' are.
     tile = _tile(kernel, height, width, num, dtype=dtype)
-    given = (
-        {"order": order}
-        if layer is None
-        else {"order": order, "layer": layer.reshape(1), "sums": sums}
-    )
+    given = {"order": order}
+    if layer is not None:
+        given |= {"layer": layer.reshape(1), "sums": sums}
     there = {name: a for name, a in given.items() if a is not None}
 
     def body(sizes_ref, x_ref, y_ref, *refs):
@@ -387,9 +385,9 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
 
     operands = (sizes, x, y, *there.values())
     written = 4.0 * sizes.size * height * width
-    reads = (
-        x.nbytes + y.nbytes + sizes.nbytes + (0 if order is None else order.nbytes) + written * add
-    )
+    reads = x.nbytes + y.nbytes + sizes.nbytes + written * add
+    if order is not None:
+        reads += order.nbytes
     shape = (*sizes.shape, height, width) if layer is None else sums.shape
     return tiles.call(
         body,

@@ -35,7 +35,7 @@ from pallas_kernels import tiles
 from pallas_kernels.attention import SAVED
 from pallas_kernels.linear_attention.reference import features
 from pallas_kernels.linear_attention.shapes import FilledTile, Shape, chunk_of, shape_of
-from pallas_kernels.rows import LOG2E, NARROW, HeadRows, Tile, formats, masked
+from pallas_kernels.rows import LOG2E, NARROW, HeadRows, Tile, formats
 
 AHEAD = 8  # chunks whose states `linear_carry` loads before it adds them up
 CARRIED = 1024  # numbers of a state that one of its programs has
@@ -112,7 +112,8 @@ _parts.defvjp(_parts_fwd, _parts_bwd)
 
 def _call(at: Shape, kernel, body, given, segments, grid, outs, flops, cut=None):
     """body(refs by name, results)."""
-    given = given | {"segments": segments} if at.segments else given
+    if at.segments:
+        given = given | {"segments": segments}
     tile = cut.tile if cut else Tile(0, 0)
 
     def run(*refs):
@@ -321,7 +322,9 @@ def _rows(at: Shape, batch, tokens, head, num_heads) -> HeadRows:
 
 def _last(at: Shape, refs, batch, n):
     """The document that chunk n ended with; the first token's, of the chunk before the first
-    one."""
+    one. None where there is only one document."""
+    if not at.segments:
+        return None
     return refs["segments"][batch, jnp.clip((n + 1) * at.chunk - 1, 0, at.length - 1)]
 
 
@@ -347,7 +350,7 @@ def _states_body(at: Shape, cut: FilledTile, columns, of_keys, refs, states, tot
     state, n, column = (tiles.program_id(i) for i in range(3))
     batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
     place = column * columns, columns
-    document = _last(at, refs, batch, n if of_keys else n - 1) if at.segments else None
+    document = _last(at, refs, batch, n if of_keys else n - 1)
     steps = at.chunk // cut.queries
 
     def add(part, i, carry):
@@ -395,13 +398,12 @@ def _carry_body(at: Shape, size, back, refs, states, totals):
                 n = i * ahead + count
                 there = own & (n < at.chunks)
                 n = jnp.minimum(n, at.chunks - 1)
-                n = at.chunks - 1 - n if back else n
+                if back:
+                    n = at.chunks - 1 - n
                 x = tiles.load(given.at[state, n, places], mask=there, other=0)
-                link = (
-                    _last(at, refs, batch, n) == _last(at, refs, batch, n - 1)
-                    if at.segments
-                    else None
-                )
+                link = None
+                if at.segments:
+                    link = _last(at, refs, batch, n) == _last(at, refs, batch, n - 1)
                 found.append((n, there, x, link))
             for n, there, x, link in found:
                 tiles.store(
@@ -450,7 +452,7 @@ def _along(x):
 def _totals(at: Shape, refs, state, n, columns=None):
     start, size = (jnp.int32(0), at.wide) if columns is None else columns
     places, own = tiles.within(start, size, at.channels)
-    return masked(refs["totals"].at[state, n, places], own)[None]
+    return tiles.masked(refs["totals"].at[state, n, places], own)[None]
 
 
 def _slice_of_state(at: Shape, refs, state, n, columns, by_row=True):
@@ -469,7 +471,7 @@ def _outputs_body(at: Shape, cut: FilledTile, refs, out, denominator):
     q_ids = rows.ids(refs.get("segments"))
     carry = jnp.zeros((cut.rows, at.wide), jnp.float32), jnp.zeros(cut.rows, jnp.float32)
     if at.chunks > 1:
-        document = _last(at, refs, batch, n - 1) if at.segments else None
+        document = _last(at, refs, batch, n - 1)
 
         def add(columns, carry):
             numerator, total = carry
@@ -510,7 +512,7 @@ def _d_queries_body(at: Shape, cut: FilledTile, refs, dq, *more):
         d_total = rows.load(refs["d_denominator"])
     dq_i = jnp.zeros((cut.rows, at.wide), jnp.float32)
     if at.chunks > 1:
-        document = _last(at, refs, batch, n - 1) if at.segments else None
+        document = _last(at, refs, batch, n - 1)
 
         def add(columns, dq_i):
             of_state = _slice_of_state(at, refs, state, n, columns, by_row=False)
@@ -550,7 +552,7 @@ def _d_keys_body(at: Shape, cut: FilledTile, refs, dk, dv):
     zero = jnp.zeros((cut.keys, at.wide), jnp.float32)
     carry = zero, zero
     if at.chunks > 1:
-        document = _last(at, refs, batch, n) if at.segments else None
+        document = _last(at, refs, batch, n)
 
         def add(columns, carry):
             dk_j, dv_j = carry

@@ -212,8 +212,7 @@ class _At:
 
     def take(self, ref):
         """The tile, float32, zero where there is nothing."""
-        other = None if self.in_both is None else 0.0
-        return tiles.load(self._of(ref), mask=self.in_both, other=other).astype(jnp.float32)
+        return tiles.masked(self._of(ref), self.in_both).astype(jnp.float32)
 
     def give(self, ref, x):
         tiles.store(self._of(ref), x.astype(ref.dtype), mask=self.in_both)
@@ -221,10 +220,7 @@ class _At:
     def take_each(self, ref):
         """A number of each row, [tall, 1]."""
         mask = None if self.in_rows is None else self.in_rows[:, 0]
-        other = None if mask is None else 0.0
-        return tiles.load(ref.at[tiles.slice_of(self.row, self.tile.tall)], mask=mask, other=other)[
-            :, None
-        ]
+        return tiles.masked(ref.at[tiles.slice_of(self.row, self.tile.tall)], mask)[:, None]
 
     def give_each(self, ref, x):
         mask = None if self.in_rows is None else self.in_rows[:, 0]
@@ -233,8 +229,7 @@ class _At:
     def vector(self, ref):
         """A number of each column, [1, wide]."""
         mask = None if self.in_columns is None else self.in_columns[0]
-        other = None if mask is None else 0.0
-        return tiles.load(ref.at[self.columns], mask=mask, other=other)[None]
+        return tiles.masked(ref.at[self.columns], mask)[None]
 
 
 def _joined(y, h, how):
