@@ -29,8 +29,8 @@ PRODUCTS = (
 def tiles_to_measure(architecture: str, kernel: str, tile: Tile) -> list[Tile]:
     """The tiles to measure beside this one."""
     known = _compiled().get(architecture, {}).get(kernel)
-    found = points(tile) if known is None else known
-    return [one for one in found if one != tile]
+    tiles = points(tile) if known is None else known
+    return [other for other in tiles if other != tile]
 
 
 @functools.cache
@@ -40,12 +40,12 @@ def _compiled() -> dict[str, Any]:
 
 def points(tile: Tile) -> list[Tile]:
     """Tiles near this one: one size doubled or halved, with as many stages or more."""
-    found = [tile, *_steps(tile)]
+    tiles = [tile, *_steps(tile)]
     if "stages" in tile:
-        found += [one | {"stages": one["stages"] + more} for one in found for more in (1, 2)]
+        tiles += [other | {"stages": other["stages"] + more} for other in tiles for more in (1, 2)]
     if "depth" in tile:
-        found += [dict(zip(tile, sizes, strict=True)) for sizes in PRODUCTS]
-    return [one for i, one in enumerate(found) if one not in found[:i]]
+        tiles += [dict(zip(tile, sizes, strict=True)) for sizes in PRODUCTS]
+    return [other for i, other in enumerate(tiles) if other not in tiles[:i]]
 
 
 def _steps(tile: Tile) -> Iterator[Tile]:

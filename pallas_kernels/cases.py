@@ -115,9 +115,11 @@ def values_of(
     rng = np.random.default_rng(seed)
 
     def value(a: RandomInput) -> jax.Array:
-        own = a.dtype == jnp.bfloat16
-        x = jnp.asarray(a.draw(rng, a.shape), drawn if own and drawn is not None else a.dtype)
-        return x.astype(dtype) if own else x
+        is_bfloat16 = a.dtype == jnp.bfloat16
+        x = jnp.asarray(
+            a.draw(rng, a.shape), drawn if is_bfloat16 and drawn is not None else a.dtype
+        )
+        return x.astype(dtype) if is_bfloat16 else x
 
     return tuple(map(value, arrays))
 
@@ -146,9 +148,9 @@ def attending(window: int | None = None, lse: bool = False) -> Callable[[Any], C
     def call(dtype):
         def attend(q, k, v, *ids):
             before = k.shape[1] - q.shape[1]
-            own, every = (ids[0][:, before:], ids[0]) if ids else (None, None)
+            q_ids, k_ids = (ids[0][:, before:], ids[0]) if ids else (None, None)
             scale = softmax_scale(q.shape[-1])
-            both = attention(q, k, v, own, every, window, before, scale=scale)
+            both = attention(q, k, v, q_ids, k_ids, window, before, scale=scale)
             return both if lse else both[0]
 
         return attend

@@ -133,15 +133,15 @@ class Chip(NamedTuple):
         all on an architecture that the table knows, and none on others.
         """
         kernels, tiles = _used.get(self.kind, (None, self.tiles))
-        here = self._replace(tiles=tiles)
+        chip = self._replace(tiles=tiles)
         if operators == (AUTO,):
             known = table.has(self.architecture) or self.maker not in ("cuda", "rocm")
             operators = OPERATORS if known else ()
             if kernels is not None:
                 operators = kernels
         if operators == ("all",):
-            return here
-        return here._replace(kernels=tuple(name for name in self.kernels if name in operators))
+            return chip
+        return chip._replace(kernels=tuple(name for name in self.kernels if name in operators))
 
     def unrolls(self, repeats: int, numbers: int) -> bool:
         """Whether a loop over layers, with streams of this many numbers, is faster written out.

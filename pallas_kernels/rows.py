@@ -63,8 +63,10 @@ class HeadRows:
         real = None if inner else self.real
         if len(ref.shape) < 3:
             return tiles.masked(ref.at[self.batch, self.index], real, other)
-        columns, own = self.at_columns(columns)
-        return tiles.take(ref, self.batch, rows=self.index, columns=columns, own=(real, own))
+        columns, real_columns = self.at_columns(columns)
+        return tiles.take(
+            ref, self.batch, rows=self.index, columns=columns, real=(real, real_columns)
+        )
 
     def at_columns(self, columns=None) -> tuple[jax.Array, jax.Array | None]:
         """The places of these channels, and which of them there are."""
@@ -75,8 +77,10 @@ class HeadRows:
         if len(ref.shape) < 3:
             tiles.store(ref.at[self.batch, self.index], x, mask=self.real)
         else:
-            columns, own = self.at_columns()
-            tiles.put(ref, x, self.batch, rows=self.index, columns=columns, own=(self.real, own))
+            columns, real_columns = self.at_columns()
+            tiles.put(
+                ref, x, self.batch, rows=self.index, columns=columns, real=(self.real, real_columns)
+            )
 
     def ids(self, ref) -> jax.Array | None:
         """The tokens' segments, if any."""

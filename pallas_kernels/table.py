@@ -46,10 +46,10 @@ def has(architecture: str) -> bool:
 def rows(architecture: str) -> dict[str, Row]:
     """The row of each kernel on an architecture; the wide ones, which fit every card, for kernels
     without one."""
-    shared, own = SHIPPED["gpu"], SHIPPED.get(architecture, {})
-    if isinstance(own, str):  # as another architecture
-        own = SHIPPED[own]
-    return {name.removesuffix(" wide"): row for name, row in shared.items()} | shared | own
+    shared, of_chip = SHIPPED["gpu"], SHIPPED.get(architecture, {})
+    if isinstance(of_chip, str):  # as another architecture
+        of_chip = SHIPPED[of_chip]
+    return {name.removesuffix(" wide"): row for name, row in shared.items()} | shared | of_chip
 
 
 def variant_of(channels: int, number_bytes: int) -> str:

@@ -61,9 +61,9 @@ NOTHING_SAID = Work()
 def tile_of[Tile: tuple](make: Callable[..., Tile], kernel: str, variant: str = "") -> Tile:
     """A kernel's tile on the chip: one that the chip was given, otherwise the table's; of the
     variant if that has a row."""
-    here = chip.current()
-    known = {name: row["tile"] for name, row in table.rows(here.architecture).items()}
-    known |= {name: dict(tile) for name, tile in here.tiles}
+    target = chip.current()
+    known = {name: row["tile"] for name, row in table.rows(target.architecture).items()}
+    known |= {name: dict(tile) for name, tile in target.tiles}
     name = f"{kernel} {variant}"
     return make(**known[name if name in known else kernel])
 
@@ -143,12 +143,12 @@ def take(
     *lead: Any,
     rows: jax.Array,
     columns: jax.Array,
-    own: Masks = (None, None),
+    real: Masks = (None, None),
     dtype: Any = None,
 ) -> jax.Array:
     """A matrix of any rows and columns of what `lead` leaves of an array; zeros where a row or
-    column is not `own`."""
-    place, mask = _matrix(ref, lead, rows, columns, own)
+    column is not `real`."""
+    place, mask = _matrix(ref, lead, rows, columns, real)
     x = masked(place, mask)
     return x if dtype is None else narrow(x, dtype)
 
@@ -164,26 +164,26 @@ def put(
     *lead: Any,
     rows: jax.Array,
     columns: jax.Array,
-    own: Masks = (None, None),
+    real: Masks = (None, None),
 ) -> None:
-    """Writes a matrix in the same way; of rows and columns that are not `own`, nothing.
+    """Writes a matrix in the same way; of rows and columns that are not `real`, nothing.
 
     When interpreted, unselected rows must be past the array's end: their old numbers would
     overwrite new ones.
     """
-    place, mask = _matrix(ref, lead, rows, columns, own)
+    place, mask = _matrix(ref, lead, rows, columns, real)
     store(place, x.astype(ref.dtype), mask=mask)
 
 
 def _matrix(
-    ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, own: Masks
+    ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, real: Masks
 ) -> tuple[Any, jax.Array | None]:
     shape = rows.size, columns.size
     place = ref.at[
         (*lead, jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape))
     ]
     masks = []
-    for side, m in enumerate(own):
+    for side, m in enumerate(real):
         if m is not None:
             m = jnp.expand_dims(m, 1 - side)
             masks.append(jnp.broadcast_to(m, shape))
@@ -219,14 +219,14 @@ def exp2(x: jax.Array, factor: float, less: jax.Array) -> jax.Array:
     see what is inside: on CDNA the wait that the next instruction may need comes with it, and
     what matrix instructions gave is read outside.
     """
-    here = chip.current()
-    if here.maker == "cuda" and not here.is_host:
+    target = chip.current()
+    if target.maker == "cuda" and not target.is_host:
         less = jnp.broadcast_to(less, x.shape)
         scale = struct.pack(">f", factor).hex()
         asm = "{.reg .f32 t; neg.f32 t, $2; fma.rn.f32 t, $1, 0f%s, t; ex2.approx.ftz.f32 $0, t;}"
         return _assembled(asm % scale, "=f,f,f", x, less)
     power = x * factor - less
-    if here.architecture.startswith("gfx9") and not here.is_host:
+    if target.architecture.startswith("gfx9") and not target.is_host:
         return _assembled("v_exp_f32 $0, $1\ns_nop 0", "=v,v", power)
     return jnp.exp2(power)
 

@@ -82,10 +82,10 @@ def request_cases(asked: Mapping[str, Any], operator: str) -> list[TriedCall]:
     more = cases.further(operator, asked.get("windows", ()))
     if operator == "grouped_mlp":
         stacks = TriedCall(operator, "in stacks", True, size, _in_stacks, cases.stacked, cases.sums)
-        found, more = [stacks], [*more, *plain]
+        chosen, more = [stacks], [*more, *plain]
     else:
-        found = [_case(case, size, True) for case in plain]
-    return found + [_case(case, small, False) for case in more]
+        chosen = [_case(case, size, True) for case in plain]
+    return chosen + [_case(case, small, False) for case in more]
 
 
 def _case(case: cases.OperatorCase, size: Size, timed: bool) -> TriedCall:
@@ -102,8 +102,8 @@ def _case(case: cases.OperatorCase, size: Size, timed: bool) -> TriedCall:
 def _in_stacks(dtype: Any) -> Callable:
     def run(arguments, sums):
         x, choice, *weights = arguments
-        found = cases.mlp_in_stacks(x.astype(dtype), choice, weights, sums, _cotangent)
-        out, gradient, added = found
+        results = cases.mlp_in_stacks(x.astype(dtype), choice, weights, sums, _cotangent)
+        out, gradient, added = results
         return (out, gradient), added
 
     return run
@@ -118,44 +118,44 @@ def _cotangent(x: jax.Array) -> jax.Array:
 # ################################################################################################
 
 
-def shipped_tiles(asked: Mapping[str, Any], operator: str, here: Chip) -> dict[str, Tile]:
+def shipped_tiles(asked: Mapping[str, Any], operator: str, card: Chip) -> dict[str, Tile]:
     """The tiles that ship for an operator's kernels, by the name of the variant that the request
     meets."""
-    rows = table.rows(here.architecture)
+    rows = table.rows(card.architecture)
     heads = operator in ("attention", "linear_attention")
     channels = asked["model"]["head_dim"] if heads else 128
     variant = table.variant_of(channels, jnp.dtype(asked["dtype"]).itemsize)
     shipped = {}
     for kernel, row in table.rows_of_operators(rows, [operator]).items():
-        own = rows.get(f"{kernel} {variant}", row)
-        name = kernel if own is row else f"{kernel} {variant}"
-        shipped[name] = own["tile"]
+        of_variant = rows.get(f"{kernel} {variant}", row)
+        name = kernel if of_variant is row else f"{kernel} {variant}"
+        shipped[name] = of_variant["tile"]
     return shipped
 
 
 def implementations(
-    asked: Mapping[str, Any], operator: str, here: Chip
+    asked: Mapping[str, Any], operator: str, card: Chip
 ) -> dict[str, dict[str, Tile]]:
     """Names of implementations, each with the tiles that it has in place of those that ship."""
-    found: dict[str, dict[str, Tile]] = {XLA: {}, SHIPPED: {}}
-    for kernel, tile in shipped_tiles(asked, operator, here).items():
-        for other in candidates.tiles_to_measure(here.architecture, kernel, tile):
+    by_name: dict[str, dict[str, Tile]] = {XLA: {}, SHIPPED: {}}
+    for kernel, tile in shipped_tiles(asked, operator, card).items():
+        for other in candidates.tiles_to_measure(card.architecture, kernel, tile):
             sizes = " ".join(f"{name} {size}" for name, size in other.items())
-            found[f"{kernel}: {sizes}"] = {kernel: other}
-    return found
+            by_name[f"{kernel}: {sizes}"] = {kernel: other}
+    return by_name
 
 
 def best_of_each(rows: Sequence[Row], cases: Sequence[TriedCall]) -> dict[str, Tile]:
     """The fastest right tile of each kernel, of those that are faster than what ships."""
     times = total_seconds(rows, [case for case in cases if case.timed])
-    found: dict[str, Tile] = {}
+    fast: dict[str, Tile] = {}
     fastest: dict[str, float] = {}
     for row in rows:
         for kernel, tile in row.get("tiles", {}).items() if row["name"] != BEST else ():
             time_of = times.get(row["name"], np.inf)
             if time_of < min(times.get(SHIPPED, np.inf) / GAIN, fastest.get(kernel, np.inf)):
-                found[kernel], fastest[kernel] = tile, time_of
-    return found
+                fast[kernel], fastest[kernel] = tile, time_of
+    return fast
 
 
 def total_seconds(rows: Sequence[Row], needed: Sequence[TriedCall]) -> dict[str, float]:
@@ -163,38 +163,38 @@ def total_seconds(rows: Sequence[Row], needed: Sequence[TriedCall]) -> dict[str,
     right: dict[str, dict[tuple, float]] = {}
     for row in rows:
         if "fault" not in row:
-            own = right.setdefault(row["name"], {})
-            own[row["operator"], row["case"]] = row.get("seconds", 0.0)
+            seconds = right.setdefault(row["name"], {})
+            seconds[row["operator"], row["case"]] = row.get("seconds", 0.0)
     names = [case.name for case in needed]
     return {
-        name: sum(own[case] for case in names)
-        for name, own in right.items()
-        if all(case in own for case in names)
+        name: sum(seconds[case] for case in names)
+        for name, seconds in right.items()
+        if all(case in seconds for case in names)
     }
 
 
 def try_all(
-    asked: Mapping[str, Any], here: Chip, rows: list[Row], until: float, alone: bool
+    asked: Mapping[str, Any], card: Chip, rows: list[Row], until: float, alone: bool
 ) -> Iterator[dict[str, Any]]:
     """{"begin": [operator, case, name]} and {"row": ..} of each implementation that `rows` does not
     have; `alone`: one compiles at a time."""
     for operator in asked["operators"]:
-        own = request_cases(asked, operator)
+        of_operator = request_cases(asked, operator)
         exact: dict[str, Reference] = {}
-        every = implementations(asked, operator, here)
-        for case in own:
-            chosen = every if case.timed else {name: every[name] for name in (XLA, SHIPPED)}
-            yield from _try_case(case, chosen, asked, here, rows, exact, until, alone)
-        if best := best_of_each(rows, own):
-            for case in own:
-                yield from _try_case(case, {BEST: best}, asked, here, rows, exact, np.inf, alone)
+        tiles_of = implementations(asked, operator, card)
+        for case in of_operator:
+            chosen = tiles_of if case.timed else {name: tiles_of[name] for name in (XLA, SHIPPED)}
+            yield from _try_case(case, chosen, asked, card, rows, exact, until, alone)
+        if best := best_of_each(rows, of_operator):
+            for case in of_operator:
+                yield from _try_case(case, {BEST: best}, asked, card, rows, exact, np.inf, alone)
 
 
 def _try_case(
     case: TriedCall,
     chosen: Mapping[str, dict[str, Tile]],
     asked: Mapping[str, Any],
-    here: Chip,
+    card: Chip,
     rows: list[Row],
     exact: "dict[str, Reference]",
     until: float,
@@ -206,13 +206,13 @@ def _try_case(
         return
     if case.label not in exact:
         yield {"begin": [*case.name, "float32"]}
-        exact[case.label] = Reference(case, asked, here)
+        exact[case.label] = Reference(case, asked, card)
     reference = exact[case.label]
     reference.limit_by(known.get(XLA, {}))
     programs: dict[str, Any] = {}
     if not alone:  # in this program's threads: which one a crash was, the next child finds
         yield {"begin": [*case.name, ""]}
-        for name, program in reference.compiled(todo, here):
+        for name, program in reference.compiled(todo, card):
             programs[name] = program
             yield {"alive": name}
     for name, tiles in todo.items():
@@ -221,7 +221,7 @@ def _try_case(
         yield {"begin": [*case.name, name]}
         row = {"operator": case.operator, "case": case.label, "name": name, "tiles": tiles}
         if name not in programs:
-            programs |= reference.compiled({name: tiles}, here)
+            programs |= reference.compiled({name: tiles}, card)
         row |= reference.judge(name, programs[name])
         rows.append(row)
         yield {"row": row}
@@ -230,11 +230,11 @@ def _try_case(
 class Reference:
     """A case's results and gradients in float32, and by how much others may differ."""
 
-    def __init__(self, case: TriedCall, asked: Mapping[str, Any], here: Chip):
+    def __init__(self, case: TriedCall, asked: Mapping[str, Any], card: Chip):
         self.case, self.dtype = case, jnp.dtype(asked["dtype"])
-        self.queue = not here.is_host
+        self.queue = not card.is_host
         self.given = case.values(self.dtype, self.dtype)
-        with chip.making(here.taking(("none",))), jax.default_matmul_precision("highest"):
+        with chip.making(card.taking(("none",))), jax.default_matmul_precision("highest"):
             arguments, sums = case.values(jnp.float32, self.dtype)
             program = jax.jit(case.call(jnp.float32)).lower(arguments, sums).compile()
             groups = _groups(*program(arguments, sums))
@@ -255,13 +255,13 @@ class Reference:
             ]
 
     def compiled(
-        self, todo: Mapping[str, dict[str, Tile]], here: Chip
+        self, todo: Mapping[str, dict[str, Tile]], card: Chip
     ) -> Iterator[tuple[str, Any]]:
         """(name, program, or the error) of each, as they are ready."""
 
         def one(name: str, tiles: Mapping[str, Tile]) -> tuple[str, Any]:
             given = tuple((kernel, tuple(tile.items())) for kernel, tile in tiles.items())
-            target = here.taking(("none",)) if name == XLA else here._replace(tiles=given)
+            target = card.taking(("none",)) if name == XLA else card._replace(tiles=given)
             try:
                 with chip.making(target):
                     program = jax.jit(self.case.call(self.dtype), donate_argnums=1)
@@ -281,15 +281,14 @@ class Reference:
             if isinstance(program, Exception):
                 raise program
             arguments, sums = self.given
-            held = [jax.tree.map(jnp.copy, sums)]
-            found = program(arguments, held[0])
-            held[0] = found[1]
-            errors = self._errors([x for group in _groups(*found) for x in group])
+            buffers = [jax.tree.map(jnp.copy, sums)]
+            results = program(arguments, buffers[0])
+            buffers[0] = results[1]
+            errors = self._errors([x for group in _groups(*results) for x in group])
             row["errors"] = [[min(x, 1e99) for x in pair] for pair in errors]
             norm, worst = map(max, zip(*errors, strict=True))
             row["error"] = min(norm, 1e99)
-            pairs = zip(errors, self.limits, strict=True)
-            if any(e > most for own, limit in pairs for e, most in zip(own, limit, strict=True)):
+            if (np.array(errors) > np.array(self.limits)).any():
                 finite = norm + worst < np.inf
                 how = f"by {norm:.2g} of the norm, in one place by {worst:.2g}"
                 return row | {"fault": f"wrong: {how if finite else 'not finite'}"}
@@ -297,7 +296,7 @@ class Reference:
                 self.limit_by(row)
 
             def call() -> Any:
-                out, held[0] = program(arguments, held[0])
+                out, buffers[0] = program(arguments, buffers[0])
                 return out
 
             if self.case.timed:
@@ -306,12 +305,12 @@ class Reference:
             row["fault"] = " ".join(f"failed: {type(error).__name__}: {error}".split())[:160]
         return row
 
-    def _errors(self, found: list[jax.Array]) -> list[tuple[float, float]]:
+    def _errors(self, results: list[jax.Array]) -> list[tuple[float, float]]:
         """Of each result and gradient, over its norm and in the worst place; infinite where it is
         not finite."""
-        if [x.shape for x in found] != [x.shape for x in self.exact]:
+        if [x.shape for x in results] != [x.shape for x in self.exact]:
             return [(np.inf, np.inf)] * len(self.exact)
-        pairs = [_distance(*given) for given in zip(found, self.exact, self.units, strict=True)]
+        pairs = [_distance(*triple) for triple in zip(results, self.exact, self.units, strict=True)]
         numbers = np.array(jax.device_get(pairs), np.float64).reshape(-1, 2)
         return [(norm, worst) for norm, worst in np.nan_to_num(numbers, nan=np.inf).tolist()]
 
@@ -354,13 +353,13 @@ def main() -> int:
         print(json.dumps(line), file=out, flush=True)
 
     device = jax.devices()[0]
-    here = chip.chip_of(device)
-    about = {"platform": here.platform, "kind": here.kind, "name": device.device_kind}
+    card = chip.chip_of(device)
+    about = {"platform": card.platform, "kind": card.kind, "name": device.device_kind}
     send(about | {"devices": jax.device_count()})
     request = json.loads(sys.stdin.readline() or "null")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if request:
-        target = Chip(*request["as"]) if request.get("as") else here
+        target = Chip(*request["as"]) if request.get("as") else card
         until = time.monotonic() + request["seconds"]
         for answer in try_all(request["asked"], target, request["rows"], until, request["alone"]):
             send(answer)

@@ -53,8 +53,8 @@ def measure(
     about = next(_answers(program, None, START))
     if isinstance(about, str):
         raise RuntimeError(f"the process that tries {about}")
-    here = pretend or Chip(about["platform"], about["kind"])
-    if here.maker not in ("cuda", "rocm"):
+    card = pretend or Chip(about["platform"], about["kind"])
+    if card.maker not in ("cuda", "rocm"):
         raise RuntimeError("no GPU is here; python -m benchmarks.kernels interprets kernels")
     asked = json.loads(json.dumps(request(about["devices"])))
     rows: list[Row] = []
@@ -66,7 +66,7 @@ def measure(
             if isinstance(answer, str):
                 fault = answer
             elif answer.get("end"):
-                return here, about["name"], asked, rows
+                return card, about["name"], asked, rows
             elif "row" in answer:
                 rows.append(answer["row"])
             begun = answer.get("begin", begun) if isinstance(answer, dict) else begun
@@ -131,7 +131,7 @@ def _answers(
 
 
 def make_record(
-    here: Chip,
+    card: Chip,
     name: str,
     asked: dict[str, Any],
     rows: Sequence[Row],
@@ -142,7 +142,7 @@ def make_record(
     ship."""
     kernels, tiles = list[str](), dict[str, Any]()
     date = time.strftime("%Y-%m-%d")
-    before: dict[str, Any] = {"kernels": chip.OPERATORS * table.has(here.architecture), "tiles": {}}
+    before: dict[str, Any] = {"kernels": chip.OPERATORS * table.has(card.architecture), "tiles": {}}
     before = earlier or before
     for operator in chip.OPERATORS:
         times, best = verdict(asked, operator, rows)
@@ -152,13 +152,13 @@ def make_record(
             tiles |= {k: row for k, row in before["tiles"].items() if k.startswith(begin)}
         elif best != XLA:
             kernels.append(operator)
-            chosen = trying.shipped_tiles(asked, operator, here)
+            chosen = trying.shipped_tiles(asked, operator, card)
             if best == BEST:
                 chosen |= trying.best_of_each(rows, trying.request_cases(asked, operator))
             about = {"source": "measured", "chip": name, "date": date, "jax": version("jax")}
             ms = round(1e3 * times[best], 4)
             tiles |= {kernel: {"tile": tile, **about, "ms": ms} for kernel, tile in chosen.items()}
-    record = {"key": table.key(here.kind), "name": name, "date": date, "asked": asked}
+    record = {"key": table.key(card.kind), "name": name, "date": date, "asked": asked}
     return record | {"kernels": kernels, "tiles": tiles, "rows": list(rows)}
 
 
@@ -229,23 +229,23 @@ def main(arguments: list[str] | None = None) -> int:
         "--seconds", type=cli.number(float, 1), default=SECONDS, metavar="X", help="time to try; 90"
     )
     options = parser.parse_args(arguments)
-    given = read_config(options.config)
+    run_config = read_config(options.config)
 
     def request(devices: int) -> dict[str, Any]:
-        asked = kernels.tuning_request(given, devices)
+        asked = kernels.tuning_request(run_config, devices)
         wanted = options.operators or asked["operators"]
         return asked | {"operators": [name for name in asked["operators"] if name in wanted]}
 
     try:
-        here, name, asked, rows = measure(request, seconds=options.seconds)
+        card, name, asked, rows = measure(request, seconds=options.seconds)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return cli.BAD_INPUT
-    earlier, _ = table.read_measured(here.kind)
-    record = make_record(here, name, asked, rows, earlier)
+    earlier, _ = table.read_measured(card.kind)
+    record = make_record(card, name, asked, rows, earlier)
     print("\n".join([f"{name}:", *describe(asked, rows)]))
     try:
-        table.write_measured(here.kind, record)
+        table.write_measured(card.kind, record)
     except OSError as error:
         print(
             f"error: {table.measured_file()} cannot be written ({error.strerror}); set"

@@ -69,9 +69,9 @@ def forward(
         return xla.forward(
             q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block
         )
-    at = _Call("forward", q, k, q_segments, k_segments, window, offset, scale, block)
-    results = [(q, v.dtype), (at.sums, jnp.float32)]
-    out, lse = at.run(_forward, "attention_forward", at.grid_of_queries, (q, k, v), results, 2)
+    call = _Call("forward", q, k, q_segments, k_segments, window, offset, scale, block)
+    results = [(q, v.dtype), (call.sums, jnp.float32)]
+    out, lse = call.run(_forward, "attention_forward", call.grid_of_queries, (q, k, v), results, 2)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
@@ -82,16 +82,18 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
         return xla.backward(saved, d_out, d_lse, scale=scale, block=block, dtype=dtype)
     d_out = d_out.astype(v.dtype)
     masks = q_segments, k_segments, window, offset, scale, block
-    at = _Call("queries", q, k, *masks)
+    call = _Call("queries", q, k, *masks)
     given = [q, k, v, out, lse, d_out]
     if d_lse is not None:
         given.append(d_lse)
     body = functools.partial(_queries, d_lse is not None)
-    results = [(q, dtype), (at.sums, jnp.float32)]
-    dq, delta = at.run(body, "attention_queries", at.grid_of_queries, given, results, 3)
-    at = _Call("keys", q, k, *masks)
+    results = [(q, dtype), (call.sums, jnp.float32)]
+    dq, delta = call.run(body, "attention_queries", call.grid_of_queries, given, results, 3)
+    call = _Call("keys", q, k, *masks)
     given = [q, k, v, d_out, lse, delta]
-    dk, dv = at.run(_keys, "attention_keys", at.grid_of_keys, given, [(k, dtype), (v, dtype)], 4)
+    dk, dv = call.run(
+        _keys, "attention_keys", call.grid_of_keys, given, [(k, dtype), (v, dtype)], 4
+    )
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
@@ -177,23 +179,23 @@ class _Call:
 
         Blocks that segments leave out are not known before they come.
         """
-        at = self.shape
-        num_q, num_k = at.blocks
-        ends = np.minimum(np.arange(1, num_q + 1) * at.queries, at.k_len)
-        met, most = float(np.sum(-(-ends // at.keys))), num_q * num_k
+        shape = self.shape
+        num_q, num_k = shape.blocks
+        ends = np.minimum(np.arange(1, num_q + 1) * shape.queries, shape.k_len)
+        met, most = float(np.sum(-(-ends // shape.keys))), num_q * num_k
         each = (
             2.0
             * products
             * self.batch
-            * at.num_kv
-            * at.parts
-            * at.rows
-            * at.keys
-            * tiles.power(at.channels)
+            * shape.num_kv
+            * shape.parts
+            * shape.rows
+            * shape.keys
+            * tiles.power(shape.channels)
         )
-        if not at.offset and not at.window:
+        if not shape.offset and not shape.window:
             return tiles.Work(each * met)
-        return tiles.Work(each * (most / 2 if at.offset else met), each * most)
+        return tiles.Work(each * (most / 2 if shape.offset else met), each * most)
 
 
 def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -218,53 +220,55 @@ def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, ja
 class _Masks:
     """The masks in the operands behind the arrays: positions, segments, and which blocks meet."""
 
-    def __init__(self, at: _Shape, refs, batch):
+    def __init__(self, shape: _Shape, refs, batch):
         refs = list(refs)
-        self.at, self.batch = at, batch
-        self.window = refs.pop(0)[0] if at.window else NO_WINDOW
-        self.offset = refs.pop(0)[0] if at.offset else 0
+        self.shape, self.batch = shape, batch
+        self.window = refs.pop(0)[0] if shape.window else NO_WINDOW
+        self.offset = refs.pop(0)[0] if shape.offset else 0
         self.q_ids = self.k_ids = None
-        if at.segments:
+        if shape.segments:
             self.q_ids, self.k_ids, *ranges = refs
             self.q_ranges, self.k_ranges = ranges[:3], ranges[3:]
 
     def met_by_queries(self, i) -> Met:
         """Blocks of keys [lo, hi) that block i of queries meets, and of these [start, end) that it
         sees whole."""
-        at = self.at
-        first = i * at.queries + self.offset
-        last = jnp.minimum((i + 1) * at.queries, at.q_len) - 1 + self.offset
+        shape = self.shape
+        first = i * shape.queries + self.offset
+        last = jnp.minimum((i + 1) * shape.queries, shape.q_len) - 1 + self.offset
         oldest = jnp.maximum(first - self.window + 1, 0)
-        lo = lax.div(oldest, at.keys)
-        start = lax.div(jnp.maximum(last - self.window + 1, 0) + at.keys - 1, at.keys)
-        hi = lax.div(jnp.clip(last + 1, 0, at.k_len) + at.keys - 1, at.keys)
-        hi = jnp.where(oldest < at.k_len, hi, lo)
-        end = lax.div(jnp.clip(first + 1, 0, at.k_len), at.keys)
+        lo = lax.div(oldest, shape.keys)
+        start = lax.div(jnp.maximum(last - self.window + 1, 0) + shape.keys - 1, shape.keys)
+        hi = lax.div(jnp.clip(last + 1, 0, shape.k_len) + shape.keys - 1, shape.keys)
+        hi = jnp.where(oldest < shape.k_len, hi, lo)
+        end = lax.div(jnp.clip(first + 1, 0, shape.k_len), shape.keys)
         return self._by_segments(lo, hi, start, end, "q", i)
 
     def met_by_keys(self, j) -> Met:
         """Blocks of queries [lo, hi) that block j of keys meets, and of these [start, end) that see
         it whole."""
-        at = self.at
-        first = j * at.keys - self.offset
-        last = jnp.minimum((j + 1) * at.keys, at.k_len) - 1 - self.offset
+        shape = self.shape
+        first = j * shape.keys - self.offset
+        last = jnp.minimum((j + 1) * shape.keys, shape.k_len) - 1 - self.offset
         earliest = jnp.maximum(first, 0)
-        lo = lax.div(earliest, at.queries)
-        start = lax.div(jnp.maximum(last, 0) + at.queries - 1, at.queries)
-        hi = lax.div(jnp.clip(self.window + last, 0, at.q_len) + at.queries - 1, at.queries)
-        hi = jnp.where(earliest < at.q_len, hi, lo)
-        end = lax.div(jnp.clip(self.window + first, 0, at.q_len), at.queries)
+        lo = lax.div(earliest, shape.queries)
+        start = lax.div(jnp.maximum(last, 0) + shape.queries - 1, shape.queries)
+        hi = lax.div(
+            jnp.clip(self.window + last, 0, shape.q_len) + shape.queries - 1, shape.queries
+        )
+        hi = jnp.where(earliest < shape.q_len, hi, lo)
+        end = lax.div(jnp.clip(self.window + first, 0, shape.q_len), shape.queries)
         return self._by_segments(lo, hi, start, end, "k", j)
 
     def _by_segments(self, lo, hi, start, end, side, index) -> Met:
-        if self.at.segments:
-            own, others = self.q_ranges, self.k_ranges
+        if self.shape.segments:
+            ranges, other_ranges = self.q_ranges, self.k_ranges
             if side == "k":
-                own, others = others, own
-            least, greatest, padded = (x[self.batch, index] for x in own)
-            num = others[0].shape[1]
+                ranges, other_ranges = other_ranges, ranges
+            least, greatest, padded = (x[self.batch, index] for x in ranges)
+            num = other_ranges[0].shape[1]
             blocks = tiles.steps(num)
-            leasts, greatests, paddeds = (x[self.batch, blocks] for x in others)
+            leasts, greatests, paddeds = (x[self.batch, blocks] for x in other_ranges)
             meets = (leasts <= greatest) & (least <= greatests) | (padded * paddeds > 0)
             lo = jnp.maximum(lo, jnp.min(jnp.where(meets, blocks, num)))
             hi = jnp.minimum(hi, jnp.max(jnp.where(meets, blocks + 1, 0)))
@@ -291,8 +295,8 @@ class _Masks:
 
         query, key = both(rows.tokens, keys.tokens)
         back = query + self.offset - key
-        seen = (back >= 0) & (key < self.at.k_len)
-        if self.at.window:
+        seen = (back >= 0) & (key < self.shape.k_len)
+        if self.shape.window:
             seen &= back < self.window
         if q_ids is not None:
             query, key = both(q_ids, k_ids)
@@ -316,38 +320,38 @@ def _over(lo, hi, start, end, step, carry):
     return lax.fori_loop(0, before + hi - end, edge, carry)
 
 
-def _rows(at: _Shape, batch, head, i) -> HeadRows:
+def _rows(shape: _Shape, batch, head, i) -> HeadRows:
     """Block i of queries, each with the heads of its tile, from this one on."""
-    n, num_heads = tiles.steps(at.rows), at.num_kv * at.parts * at.heads
-    tokens = i * at.queries + lax.div(n, at.heads)
-    real = tokens < at.q_len if at.q_len % at.queries else None
-    return HeadRows(batch, tokens, head + lax.rem(n, at.heads), num_heads, at.channels, real)
+    n, num_heads = tiles.steps(shape.rows), shape.num_kv * shape.parts * shape.heads
+    tokens = i * shape.queries + lax.div(n, shape.heads)
+    real = tokens < shape.q_len if shape.q_len % shape.queries else None
+    return HeadRows(batch, tokens, head + lax.rem(n, shape.heads), num_heads, shape.channels, real)
 
 
-def _keys_of(at: _Shape, batch, head, j) -> HeadRows:
+def _keys_of(shape: _Shape, batch, head, j) -> HeadRows:
     """Block j of a head's keys, or values."""
-    tokens = j * at.keys + tiles.steps(at.keys)
-    real = tokens < at.k_len if at.k_len % at.keys else None
-    return HeadRows(batch, tokens, head, at.num_kv, at.channels, real)
+    tokens = j * shape.keys + tiles.steps(shape.keys)
+    real = tokens < shape.k_len if shape.k_len % shape.keys else None
+    return HeadRows(batch, tokens, head, shape.num_kv, shape.channels, real)
 
 
-def _place_of_queries(at: _Shape) -> tuple:
+def _place_of_queries(shape: _Shape) -> tuple:
     """Batch, key-value head, first query head and block of queries of a program; the last, longest
     blocks first."""
-    n, i = tiles.program_id(0), at.blocks[0] - 1 - tiles.program_id(1)
-    head = lax.rem(n, at.num_kv * at.parts)
-    return lax.div(n, at.num_kv * at.parts), lax.div(head, at.parts), head * at.heads, i
+    n, i = tiles.program_id(0), shape.blocks[0] - 1 - tiles.program_id(1)
+    head = lax.rem(n, shape.num_kv * shape.parts)
+    return lax.div(n, shape.num_kv * shape.parts), lax.div(head, shape.parts), head * shape.heads, i
 
 
-def _forward(at: _Shape, q, k, v, *refs):
+def _forward(shape: _Shape, q, k, v, *refs):
     *mask_refs, out, lse = refs
-    batch, kv_head, head, i = _place_of_queries(at)
-    masks, rows = _Masks(at, mask_refs, batch), _rows(at, batch, head, i)
-    q_i, q_ids, factor = rows.load(q), rows.ids(masks.q_ids), at.scale * LOG2E
+    batch, kv_head, head, i = _place_of_queries(shape)
+    masks, rows = _Masks(shape, mask_refs, batch), _rows(shape, batch, head, i)
+    q_i, q_ids, factor = rows.load(q), rows.ids(masks.q_ids), shape.scale * LOG2E
 
     def step(j, carry, masked):
         acc, top, total = carry
-        keys = _keys_of(at, batch, kv_head, j)
+        keys = _keys_of(shape, batch, kv_head, j)
         scores = tiles.dot(q_i, keys.load(k, inner=not masked), transpose_y=True)
         if masked:
             seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_query=True)
@@ -362,9 +366,9 @@ def _forward(at: _Shape, q, k, v, *refs):
     # Above masked scores, so that a row's weights are 0, not 1, as long as it has seen no key.
     lowest = MASKED * min(factor, 1.0) / 2
     start = (
-        jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32),
-        jnp.full(at.rows, lowest),
-        jnp.zeros(at.rows),
+        jnp.zeros((shape.rows, tiles.power(shape.channels)), jnp.float32),
+        jnp.full(shape.rows, lowest),
+        jnp.zeros(shape.rows),
     )
     acc, top, total = _over(*masks.met_by_queries(i), step, start)
     safe = jnp.where(total > 0, total, 1.0)
@@ -378,19 +382,19 @@ def _weights(scores, lse, factor, seen):
     return weights if seen is None else jnp.where(seen, weights, 0)
 
 
-def _queries(has_d_lse: bool, at: _Shape, q, k, v, out, lse, d_out, *refs):
+def _queries(has_d_lse: bool, shape: _Shape, q, k, v, out, lse, d_out, *refs):
     (d_lse, *mask_refs), (dq, delta) = refs[:-2] if has_d_lse else (None, *refs[:-2]), refs[-2:]
-    batch, kv_head, head, i = _place_of_queries(at)
-    masks, rows = _Masks(at, mask_refs, batch), _rows(at, batch, head, i)
+    batch, kv_head, head, i = _place_of_queries(shape)
+    masks, rows = _Masks(shape, mask_refs, batch), _rows(shape, batch, head, i)
     q_i, d_i, q_ids = rows.load(q), rows.load(d_out), rows.ids(masks.q_ids)
     delta_i = (d_i.astype(jnp.float32) * rows.load(out).astype(jnp.float32)).sum(1)
     if d_lse is not None:
         delta_i -= rows.load(d_lse)
     rows.store(delta, delta_i)
-    lse_i, factor = rows.load(lse) * LOG2E, at.scale * LOG2E
+    lse_i, factor = rows.load(lse) * LOG2E, shape.scale * LOG2E
 
     def step(j, dq_i, masked):
-        keys = _keys_of(at, batch, kv_head, j)
+        keys = _keys_of(shape, batch, kv_head, j)
         k_j, v_j, seen = keys.load(k, inner=not masked), keys.load(v, inner=not masked), None
         if masked:
             seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_query=True)
@@ -398,20 +402,20 @@ def _queries(has_d_lse: bool, at: _Shape, q, k, v, out, lse, d_out, *refs):
         d_scores = weights * (tiles.dot(d_i, v_j, transpose_y=True) - delta_i[:, None])
         return dq_i + tiles.dot(tiles.narrow(d_scores, q.dtype), k_j)
 
-    dq_i = jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32)
-    rows.store(dq, _over(*masks.met_by_queries(i), step, dq_i) * at.scale)
+    dq_i = jnp.zeros((shape.rows, tiles.power(shape.channels)), jnp.float32)
+    rows.store(dq, _over(*masks.met_by_queries(i), step, dq_i) * shape.scale)
 
 
-def _keys(at: _Shape, q, k, v, d_out, lse, delta, *refs):
+def _keys(shape: _Shape, q, k, v, d_out, lse, delta, *refs):
     *mask_refs, dk, dv = refs
     n, j = tiles.program_id(0), tiles.program_id(1)  # the first blocks meet the most queries
-    batch, kv_head = lax.div(n, at.num_kv), lax.rem(n, at.num_kv)
-    masks, keys = _Masks(at, mask_refs, batch), _keys_of(at, batch, kv_head, j)
-    k_j, v_j, k_ids, factor = keys.load(k), keys.load(v), keys.ids(masks.k_ids), at.scale * LOG2E
+    batch, kv_head = lax.div(n, shape.num_kv), lax.rem(n, shape.num_kv)
+    masks, keys = _Masks(shape, mask_refs, batch), _keys_of(shape, batch, kv_head, j)
+    k_j, v_j, k_ids, factor = keys.load(k), keys.load(v), keys.ids(masks.k_ids), shape.scale * LOG2E
 
     def step(part, i, carry, masked):
         dk_j, dv_j = carry
-        rows = _rows(at, batch, (kv_head * at.parts + part) * at.heads, i)
+        rows = _rows(shape, batch, (kv_head * shape.parts + part) * shape.heads, i)
         q_i, d_i = rows.load(q, inner=not masked), rows.load(d_out, inner=not masked)
         lse_i, delta_i = (
             rows.load(lse, inner=not masked) * LOG2E,
@@ -426,10 +430,10 @@ def _keys(at: _Shape, q, k, v, d_out, lse, delta, *refs):
         return dk_j + tiles.dot(tiles.narrow(d_scores, q.dtype), q_i), dv_j
 
     met = masks.met_by_keys(j)
-    zero = jnp.zeros((at.keys, tiles.power(at.channels)), jnp.float32)
+    zero = jnp.zeros((shape.keys, tiles.power(shape.channels)), jnp.float32)
     carry = (zero, zero)
-    for part in range(at.parts):
+    for part in range(shape.parts):
         carry = _over(*met, functools.partial(step, part), carry)
     dk_j, dv_j = carry
-    keys.store(dk, dk_j * at.scale)
+    keys.store(dk, dk_j * shape.scale)
     keys.store(dv, dv_j)

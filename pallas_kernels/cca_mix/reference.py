@@ -20,8 +20,8 @@ def convolve(x, before, by_channel, by_head, segments) -> jax.Array:
         for i in range(by_head.shape[0]):
             for j in range(by_channel.shape[0]):
                 back = n - (by_head.shape[0] - 1 - i) - (by_channel.shape[0] - 1 - j)
-                own = (segments[:, back] == segments[:, n])[None, :, None]
-                taken = jnp.where(own, x[:, :, back], 0) * by_channel[j][:, None]
+                same_document = (segments[:, back] == segments[:, n])[None, :, None]
+                taken = jnp.where(same_document, x[:, :, back], 0) * by_channel[j][:, None]
                 total += jnp.einsum("gbi,gio->gbo", taken, by_head[i])
         out.append(total)
     return jnp.stack(out, axis=2)
@@ -33,7 +33,7 @@ def queries_and_keys(by_head, mixed, bias, temperature, num_kv) -> tuple[jax.Arr
     group = num_heads // num_kv
     q = [(by_head[h] + by_head[num_heads + h // group]) / 2 for h in range(num_heads)]
     k = [sum(q[g * group : (g + 1) * group]) / group for g in range(num_kv)]
-    both = [mean + own + b for mean, own, b in zip([*q, *k], mixed, bias, strict=True)]
+    both = [mean + convolved + b for mean, convolved, b in zip([*q, *k], mixed, bias, strict=True)]
     both = [x * x.shape[-1] ** 0.5 / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in both]
     keys = [x * t for x, t in zip(both[num_heads:], temperature, strict=True)]
     return jnp.stack(both[:num_heads], axis=2), jnp.stack(keys, axis=2)

@@ -124,7 +124,7 @@ def mix(
     reach = num_taps + by_head.shape[0] - 2
     half = rope[0][1].shape[-1] // 2 if rope else 0
     batch, length, width = columns.shape
-    at = _Shape(
+    shape = _Shape(
         batch,
         length,
         all_heads - num_kv,
@@ -137,98 +137,110 @@ def mix(
         segments is not None,
         jnp.dtype(dtype),
     )
-    own = None if segments is None else segments[:, reach:]
+    query_segments = None if segments is None else segments[:, reach:]
     return _mix(
-        at, columns, by_channel, by_head, bias, temperature, rope[0][1] if rope else None, own
+        shape,
+        columns,
+        by_channel,
+        by_head,
+        bias,
+        temperature,
+        rope[0][1] if rope else None,
+        query_segments,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(at, columns, by_channel, by_head, bias, temperature, table, segments):
-    return _mix_fwd(at, columns, by_channel, by_head, bias, temperature, table, segments)[0]
+def _mix(shape, columns, by_channel, by_head, bias, temperature, table, segments):
+    return _mix_fwd(shape, columns, by_channel, by_head, bias, temperature, table, segments)[0]
 
 
-def _mix_fwd(at, columns, by_channel, by_head, bias, temperature, table, segments):
+def _mix_fwd(shape, columns, by_channel, by_head, bias, temperature, table, segments):
     saved = columns, by_channel, by_head, bias, temperature, table, segments
     q, k = _call(
-        at,
+        shape,
         _forward,
         saved,
         (),
         "mix",
-        (at.all_heads, at.blocks, at.batch),
+        (shape.all_heads, shape.blocks, shape.batch),
         [
-            jax.ShapeDtypeStruct((at.batch, at.length, heads, at.channels), at.dtype)
-            for heads in (at.heads, at.num_kv)
+            jax.ShapeDtypeStruct((shape.batch, shape.length, heads, shape.channels), shape.dtype)
+            for heads in (shape.heads, shape.num_kv)
         ],
-        flops=at.flops(at.t1 + 1),
+        flops=shape.flops(shape.t1 + 1),
         passes=(1, 1),
     )
-    return (q, k, columns[..., at.all_heads * at.channels :]), saved
+    return (q, k, columns[..., shape.all_heads * shape.channels :]), saved
 
 
-def _mix_bwd(at, saved, d):
+def _mix_bwd(shape, saved, d):
     columns, (d_q, d_k, d_rest) = saved[0], d
-    packed, all_tokens = at.all_heads * at.channels, at.batch * at.blocks
+    packed, all_tokens = shape.all_heads * shape.channels, shape.batch * shape.blocks
     wide = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     d_sums, d_scales = _call(
-        at,
+        shape,
         _sums,
         saved,
         (d_q, d_k),
         "mix_sums",
-        (at.all_heads, at.blocks, at.batch),
+        (shape.all_heads, shape.blocks, shape.batch),
         [
-            jax.ShapeDtypeStruct((*columns.shape[:2], packed), at.dtype),
-            wide((at.all_heads, all_tokens)),
+            jax.ShapeDtypeStruct((*columns.shape[:2], packed), shape.dtype),
+            wide((shape.all_heads, all_tokens)),
         ],
-        flops=at.flops(at.t1 + 1),
+        flops=shape.flops(shape.t1 + 1),
         passes=(2, 1),
     )
     d_columns, of_channels = _call(
-        at,
+        shape,
         _columns,
         saved,
         (d_sums, d_rest),
         "mix_columns",
-        (at.width // at.channels, at.blocks, at.batch),
+        (shape.width // shape.channels, shape.blocks, shape.batch),
         [
             jax.ShapeDtypeStruct(columns.shape, columns.dtype),
-            wide((all_tokens * (at.t0 + 1), packed)),
+            wide((all_tokens * (shape.t0 + 1), packed)),
         ],
-        flops=at.flops((at.t0 + 1) * (at.t1 + 1)),
-        passes=(2 + at.width / packed - 1, at.width / packed),
+        flops=shape.flops((shape.t0 + 1) * (shape.t1 + 1)),
+        passes=(2 + shape.width / packed - 1, shape.width / packed),
     )
-    taps, splits = (at.t1 + 1) * at.all_heads, tiles.tile_of(_Tile, "mix_taps").splits
+    taps, splits = (shape.t1 + 1) * shape.all_heads, tiles.tile_of(_Tile, "mix_taps").splits
     of_heads, of_biases = _call(
-        at,
+        shape,
         functools.partial(_taps, splits),
         saved,
         (d_sums,),
         "mix_taps",
         (taps, splits),
-        [wide((splits, taps, at.channels, at.channels)), wide((splits, taps, at.channels))],
-        flops=at.flops(at.t1 + 1),
+        [
+            wide((splits, taps, shape.channels, shape.channels)),
+            wide((splits, taps, shape.channels)),
+        ],
+        flops=shape.flops(shape.t1 + 1),
         passes=(2, 0),
     )
-    shape = at.t1 + 1, at.all_heads, at.channels
-    d_bias = of_biases.reshape(splits, *shape)[:, -1].sum(0)
-    d_by_head = of_heads.reshape(splits, *shape, at.channels).sum(0)
-    d_by_channel = of_channels.reshape(all_tokens, at.t0 + 1, at.all_heads, at.channels).sum(0)
-    d_temperature = d_scales[at.heads :].sum(1)
+    of_taps = shape.t1 + 1, shape.all_heads, shape.channels
+    d_bias = of_biases.reshape(splits, *of_taps)[:, -1].sum(0)
+    d_by_head = of_heads.reshape(splits, *of_taps, shape.channels).sum(0)
+    d_by_channel = of_channels.reshape(
+        all_tokens, shape.t0 + 1, shape.all_heads, shape.channels
+    ).sum(0)
+    d_temperature = d_scales[shape.heads :].sum(1)
     return d_columns, d_by_channel, d_by_head, d_bias, d_temperature, None, None
 
 
 _mix.defvjp(_mix_fwd, _mix_bwd)
 
 
-def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
+def _call(shape, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
     columns, by_channel, by_head, bias, temperature, table, segments = saved
-    scales = jnp.concatenate([jnp.ones((at.heads,), jnp.float32), temperature])
+    scales = jnp.concatenate([jnp.ones((shape.heads,), jnp.float32), temperature])
     given = {
         "x": columns,
         "by_channel": by_channel,
-        "by_head": by_head.astype(at.dtype),
+        "by_head": by_head.astype(shape.dtype),
         "bias": bias,
         "scales": scales,
         "table": table,
@@ -244,7 +256,7 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
     shares = sum(x.size * 4 for x in out_shapes if x.dtype == jnp.float32 and x.ndim != 3)
 
     def run(*refs):
-        body(at, _Refs(at, dict(zip(given, refs, strict=False))), *refs[len(given) :])
+        body(shape, _Refs(shape, dict(zip(given, refs, strict=False))), *refs[len(given) :])
 
     return tiles.call(
         run,
@@ -252,7 +264,9 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
         name=name,
         grid=grid,
         out_shapes=out_shapes,
-        work=tiles.Work(flops, moved=(at.bytes(passes[0]) + others, at.bytes(passes[1]) + shares)),
+        work=tiles.Work(
+            flops, moved=(shape.bytes(passes[0]) + others, shape.bytes(passes[1]) + shares)
+        ),
         warps=tiles.tile_of(_Tile, name).threads // chip.current().lanes,
     )
 
@@ -260,25 +274,25 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
 class _Refs:
     """The operands of a kernel, and how they are asked for tiles."""
 
-    def __init__(self, at: _Shape, refs: dict[str, Any]):
-        self.at, self.refs = at, refs
+    def __init__(self, shape: _Shape, refs: dict[str, Any]):
+        self.shape, self.refs = shape, refs
 
     def columns(self, name, tokens, distance, column, wide, seen):
         """Columns of the tokens so far before these, zero where they are not seen; before is
         negative after."""
         rows, columns = tokens.index - distance, column + tiles.steps(wide)
         return tiles.take(
-            self.refs[name], tokens.batch, rows=rows, columns=columns, own=(seen, None)
+            self.refs[name], tokens.batch, rows=rows, columns=columns, real=(seen, None)
         )
 
     def of_head(self, name, tokens, head, place, seen):
         """A block of channels of [B, S, heads, C]."""
-        shape = self.at.tokens, self.at.wide
-        row = jnp.broadcast_to(tokens.index[:, None], shape)
-        channel = jnp.broadcast_to(place + tiles.steps(shape[1])[None], shape)
-        mask = jnp.broadcast_to(seen[:, None], shape)
-        at = self.refs[name].at[tokens.batch, row, jnp.broadcast_to(head, shape), channel]
-        return tiles.load(at, mask=mask, other=0).astype(jnp.float32)
+        tile = self.shape.tokens, self.shape.wide
+        row = jnp.broadcast_to(tokens.index[:, None], tile)
+        channel = jnp.broadcast_to(place + tiles.steps(tile[1])[None], tile)
+        mask = jnp.broadcast_to(seen[:, None], tile)
+        ref = self.refs[name].at[tokens.batch, row, jnp.broadcast_to(head, tile), channel]
+        return tiles.load(ref, mask=mask, other=0).astype(jnp.float32)
 
     def vector(self, name, *index, start, wide):
         """A vector [1, wide] along the last dim, from a place on."""
@@ -287,7 +301,7 @@ class _Refs:
     def turns(self, tokens):
         """cos and sin of the pairs of channels, [tokens, half] each."""
         halves = (
-            self.columns("table", tokens, 0, n * self.at.half, self.at.half, tokens.real)
+            self.columns("table", tokens, 0, n * self.shape.half, self.shape.half, tokens.real)
             for n in (0, 1)
         )
         return tuple(halves)
@@ -296,16 +310,21 @@ class _Refs:
 class _Tokens:
     """Tokens of a row that a program has, and which of their neighbours they know."""
 
-    def __init__(self, at: _Shape, refs: _Refs, batch, block):
-        self.at, self.refs, self.batch = at, refs, batch
-        self.index = block * at.tokens + tiles.steps(at.tokens)
-        self.real = self.index < at.length
+    def __init__(self, shape: _Shape, refs: _Refs, batch, block):
+        self.shape, self.refs, self.batch = shape, refs, batch
+        self.index = block * shape.tokens + tiles.steps(shape.tokens)
+        self.real = self.index < shape.length
 
     def linked(self, a, b):
         """Whether the tokens so far before each are there, and of one segment."""
         first, second = self.index - a, self.index - b
-        there = (first >= 0) & (second >= 0) & (first < self.at.length) & (second < self.at.length)
-        if not self.at.segments:
+        there = (
+            (first >= 0)
+            & (second >= 0)
+            & (first < self.shape.length)
+            & (second < self.shape.length)
+        )
+        if not self.shape.segments:
             return there
         ids = self.refs.refs["segments"]
         first, second = (
@@ -315,67 +334,67 @@ class _Tokens:
         return there & (first == second)
 
 
-def _between(at, refs, tokens, head, distance):
+def _between(shape, refs, tokens, head, distance):
     """The first convolution's output for tokens this far before, zero where these are of another
     segment."""
-    total = jnp.zeros((at.tokens, at.channels), jnp.float32)
-    for j in range(at.t0 + 1):
-        back = distance + at.t0 - j
+    total = jnp.zeros((shape.tokens, shape.channels), jnp.float32)
+    for j in range(shape.t0 + 1):
+        back = distance + shape.t0 - j
         x = refs.columns(
-            "x", tokens, back, head * at.channels, at.channels, tokens.linked(distance, back)
+            "x", tokens, back, head * shape.channels, shape.channels, tokens.linked(distance, back)
         ).astype(jnp.float32)
-        total += x * refs.vector("by_channel", j, head, start=0, wide=at.channels)
-    return jnp.where(tokens.linked(0, distance)[:, None], total, 0).astype(at.dtype)
+        total += x * refs.vector("by_channel", j, head, start=0, wide=shape.channels)
+    return jnp.where(tokens.linked(0, distance)[:, None], total, 0).astype(shape.dtype)
 
 
-def _others(at, head):
+def _others(shape, head):
     """The heads of a head's mean besides itself, [first, first + count), for a query its key, for a
     key its queries; and whether it is a query."""
-    query = head < at.heads
-    key = head - at.heads
-    first = jnp.where(query, at.heads + lax.div(head, at.group), key * at.group)
-    return first, _either(query, 1, at.group), query
+    query = head < shape.heads
+    key = head - shape.heads
+    first = jnp.where(query, shape.heads + lax.div(head, shape.group), key * shape.group)
+    return first, _either(query, 1, shape.group), query
 
 
-def _entering(at, refs, tokens, head):
+def _entering(shape, refs, tokens, head):
     """The norm's input, as blocks of channels: both convolutions, the mean, the bias."""
-    taps = [_between(at, refs, tokens, head, at.t1 - i) for i in range(at.t1 + 1)]
-    places = range(0, at.channels, at.wide)
+    taps = [_between(shape, refs, tokens, head, shape.t1 - i) for i in range(shape.t1 + 1)]
+    places = range(0, shape.channels, shape.wide)
 
     def of(other, place):
-        column = other * at.channels + place
-        return refs.columns("x", tokens, 0, column, at.wide, tokens.real).astype(jnp.float32)
+        column = other * shape.channels + place
+        return refs.columns("x", tokens, 0, column, shape.wide, tokens.real).astype(jnp.float32)
 
-    first, count, query = _others(at, head)
-    nothing = tuple(jnp.zeros((at.tokens, at.wide), jnp.float32) for _ in places)
+    first, count, query = _others(shape, head)
+    nothing = tuple(jnp.zeros((shape.tokens, shape.wide), jnp.float32) for _ in places)
     others = lax.fori_loop(
         0,
         count,
         lambda i, sums: tuple(s + of(first + i, p) for s, p in zip(sums, places, strict=True)),
         nothing,
     )
-    share = _either(query, 0.5, 0.5 / at.group)
+    share = _either(query, 0.5, 0.5 / shape.group)
     blocks = []
     for place, other in zip(places, others, strict=True):
         total = 0.5 * of(head, place) + share * other
-        total += refs.vector("bias", head, start=place, wide=at.wide)
+        total += refs.vector("bias", head, start=place, wide=shape.wide)
         for i, tap in enumerate(taps):
             total += tiles.dot(
-                tap, refs.refs["by_head"][i, head, :, tiles.slice_of(place, at.wide)]
+                tap, refs.refs["by_head"][i, head, :, tiles.slice_of(place, shape.wide)]
             )
         blocks.append(total)
     return blocks
 
 
-def _norms(at, blocks):
+def _norms(shape, blocks):
     """The factor that gives each token's channels the norm √C, and whether the floor is under
     it."""
     norm = jnp.sqrt(sum((x * x).sum(1, keepdims=True) for x in blocks))
-    return at.channels**0.5 / jnp.maximum(norm, NORM_FLOOR), norm > NORM_FLOOR
+    return shape.channels**0.5 / jnp.maximum(norm, NORM_FLOOR), norm > NORM_FLOOR
 
 
-def _turned(at, refs, tokens, blocks, back=False):
-    if not at.half:
+def _turned(shape, refs, tokens, blocks, back=False):
+    if not shape.half:
         return blocks
     cos, sin = refs.turns(tokens)
     sin = -sin if back else sin
@@ -383,121 +402,132 @@ def _turned(at, refs, tokens, blocks, back=False):
     return [first * cos - second * sin, second * cos + first * sin, *rest]
 
 
-def _forward(at, refs, q, k):
-    head, tokens = tiles.program_id(0), _Tokens(at, refs, tiles.program_id(2), tiles.program_id(1))
-    blocks = _entering(at, refs, tokens, head)
-    factor = _norms(at, blocks)[0] * refs.refs["scales"][head]
-    blocks = _turned(at, refs, tokens, [x * factor for x in blocks])
-    query = head < at.heads
-    shape = at.tokens, at.wide
-    row = jnp.broadcast_to(tokens.index[:, None], shape)
-    for out, own, of in ((q, query, head), (k, ~query, head - at.heads)):
-        of = jnp.broadcast_to(jnp.clip(of, 0, out.shape[2] - 1), shape)
-        mask = jnp.broadcast_to((tokens.real & own)[:, None], shape)
+def _forward(shape, refs, q, k):
+    head, tokens = (
+        tiles.program_id(0),
+        _Tokens(shape, refs, tiles.program_id(2), tiles.program_id(1)),
+    )
+    blocks = _entering(shape, refs, tokens, head)
+    factor = _norms(shape, blocks)[0] * refs.refs["scales"][head]
+    blocks = _turned(shape, refs, tokens, [x * factor for x in blocks])
+    query = head < shape.heads
+    tile = shape.tokens, shape.wide
+    row = jnp.broadcast_to(tokens.index[:, None], tile)
+    for out, chosen, out_head in ((q, query, head), (k, ~query, head - shape.heads)):
+        out_head = jnp.broadcast_to(jnp.clip(out_head, 0, out.shape[2] - 1), tile)
+        mask = jnp.broadcast_to((tokens.real & chosen)[:, None], tile)
         for i, x in enumerate(blocks):
-            channel = jnp.broadcast_to(i * at.wide + tiles.steps(at.wide)[None], shape)
-            tiles.store(out.at[tokens.batch, row, of, channel], x.astype(at.dtype), mask=mask)
+            channel = jnp.broadcast_to(i * shape.wide + tiles.steps(shape.wide)[None], tile)
+            tiles.store(
+                out.at[tokens.batch, row, out_head, channel], x.astype(shape.dtype), mask=mask
+            )
 
 
-def _sums(at, refs, d_sums, d_scales):
+def _sums(shape, refs, d_sums, d_scales):
     head, block, batch = (tiles.program_id(i) for i in range(3))
-    tokens = _Tokens(at, refs, batch, block)
-    blocks = _entering(at, refs, tokens, head)
-    factor, above = _norms(at, blocks)
+    tokens = _Tokens(shape, refs, batch, block)
+    blocks = _entering(shape, refs, tokens, head)
+    factor, above = _norms(shape, blocks)
     units = [x * factor for x in blocks]
-    query = head < at.heads
+    query = head < shape.heads
     d = []
     for i in range(len(units)):
         of_q = refs.of_head(
-            "d0", tokens, jnp.minimum(head, at.heads - 1), i * at.wide, tokens.real & query
+            "d0", tokens, jnp.minimum(head, shape.heads - 1), i * shape.wide, tokens.real & query
         )
         of_k = refs.of_head(
-            "d1", tokens, jnp.maximum(head - at.heads, 0), i * at.wide, tokens.real & ~query
+            "d1", tokens, jnp.maximum(head - shape.heads, 0), i * shape.wide, tokens.real & ~query
         )
         d.append(of_q + of_k)
-    d = _turned(at, refs, tokens, d, back=True)
+    d = _turned(shape, refs, tokens, d, back=True)
     along = sum((a * b).sum(1, keepdims=True) for a, b in zip(d, units, strict=True))
-    d_scales[head, batch * at.blocks + block] = jnp.sum(jnp.where(tokens.real[:, None], along, 0))
+    d_scales[head, batch * shape.blocks + block] = jnp.sum(
+        jnp.where(tokens.real[:, None], along, 0)
+    )
     scale = refs.refs["scales"][head]
-    along = jnp.where(above, along / at.channels, 0)
+    along = jnp.where(above, along / shape.channels, 0)
     for i, (x, unit) in enumerate(zip(d, units, strict=True)):
         x = scale * factor * (x - unit * along)
-        _store(at, d_sums, tokens, head * at.channels + i * at.wide, x)
+        _store(shape, d_sums, tokens, head * shape.channels + i * shape.wide, x)
 
 
-def _columns(at, refs, d_columns, of_channels):
+def _columns(shape, refs, d_columns, of_channels):
     head, block, batch = (tiles.program_id(i) for i in range(3))
-    tokens = _Tokens(at, refs, batch, block)
+    tokens = _Tokens(shape, refs, batch, block)
 
     if "d1" in refs.refs:
 
-        @tiles.when(head >= at.all_heads)
+        @tiles.when(head >= shape.all_heads)
         def copied():
-            column = (head - at.all_heads) * at.channels
-            x = refs.columns("d1", tokens, 0, column, at.channels, tokens.real)
-            _store(at, d_columns, tokens, head * at.channels, x)
+            column = (head - shape.all_heads) * shape.channels
+            x = refs.columns("d1", tokens, 0, column, shape.channels, tokens.real)
+            _store(shape, d_columns, tokens, head * shape.channels, x)
 
-    @tiles.when(head < at.all_heads)
+    @tiles.when(head < shape.all_heads)
     def mixed():
-        _own_columns(at, refs, tokens, head, batch * at.blocks + block, d_columns, of_channels)
+        _own_columns(
+            shape, refs, tokens, head, batch * shape.blocks + block, d_columns, of_channels
+        )
 
 
-def _own_columns(at, refs, tokens, head, number, d_columns, of_channels):
+def _own_columns(shape, refs, tokens, head, number, d_columns, of_channels):
     """The gradient of a token's columns: from itself and the tokens after it, and from the
     means."""
-    wide = min(at.channels, 64)
-    first, count, query = _others(at, head)
-    share = _either(query, 0.5 / at.group, 0.5)
-    for place in range(0, at.channels, wide):
+    wide = min(shape.channels, 64)
+    first, count, query = _others(shape, head)
+    share = _either(query, 0.5 / shape.group, 0.5)
+    for place in range(0, shape.channels, wide):
 
         def of(other, name="d0", place=place):
-            column = other * at.channels + place
+            column = other * shape.channels + place
             return refs.columns(name, tokens, 0, column, wide, tokens.real).astype(jnp.float32)
 
-        nothing = jnp.zeros((at.tokens, wide), jnp.float32)
+        nothing = jnp.zeros((shape.tokens, wide), jnp.float32)
         others = lax.fori_loop(0, count, lambda i, s, of=of: s + of(first + i), nothing)
         total = 0.5 * of(head) + share * others
-        own = of(head, "x")
-        for a in range(at.t0 + 1):
-            passed = jnp.zeros((at.tokens, wide), jnp.float32)
-            for b in range(at.t1 + 1):
+        x = of(head, "x")
+        for a in range(shape.t0 + 1):
+            passed = jnp.zeros((shape.tokens, wide), jnp.float32)
+            for b in range(shape.t1 + 1):
                 linked = tokens.linked(-a, -a - b)
-                later = refs.columns("d0", tokens, -a - b, head * at.channels, at.channels, linked)
-                taps = refs.refs["by_head"][at.t1 - b, head, tiles.slice_of(place, wide), :]
+                later = refs.columns(
+                    "d0", tokens, -a - b, head * shape.channels, shape.channels, linked
+                )
+                taps = refs.refs["by_head"][shape.t1 - b, head, tiles.slice_of(place, wide), :]
                 passed += tiles.dot(later, taps, transpose_y=True)
             passed = jnp.where(tokens.linked(0, -a)[:, None], passed, 0)
-            total += passed * refs.vector("by_channel", at.t0 - a, head, start=place, wide=wide)
-            row = number * (at.t0 + 1) + at.t0 - a
-            of_channels[row, tiles.slice_of(head * at.channels + place, wide)] = (passed * own).sum(
-                0
-            )
-        _store(at, d_columns, tokens, head * at.channels + place, total)
+            total += passed * refs.vector("by_channel", shape.t0 - a, head, start=place, wide=wide)
+            row = number * (shape.t0 + 1) + shape.t0 - a
+            of_channels[row, tiles.slice_of(head * shape.channels + place, wide)] = (
+                passed * x
+            ).sum(0)
+        _store(shape, d_columns, tokens, head * shape.channels + place, total)
 
 
-def _taps(splits, at, refs, of_heads, of_biases):
+def _taps(splits, shape, refs, of_heads, of_biases):
     tap, part = tiles.program_id(0), tiles.program_id(1)
-    head, distance = lax.rem(tap, at.all_heads), at.t1 - lax.div(tap, at.all_heads)
-    num = at.batch * at.blocks
+    head, distance = lax.rem(tap, shape.all_heads), shape.t1 - lax.div(tap, shape.all_heads)
+    num = shape.batch * shape.blocks
     each = -(-num // splits)
 
     def add(i, sums):
         by_taps, by_bias = sums
-        tokens = _Tokens(at, refs, lax.div(i, at.blocks), lax.rem(i, at.blocks))
-        d = refs.columns("d0", tokens, 0, head * at.channels, at.channels, tokens.real)
-        y = _between(at, refs, tokens, head, distance)
+        tokens = _Tokens(shape, refs, lax.div(i, shape.blocks), lax.rem(i, shape.blocks))
+        d = refs.columns("d0", tokens, 0, head * shape.channels, shape.channels, tokens.real)
+        y = _between(shape, refs, tokens, head, distance)
         by_bias += d.astype(jnp.float32).sum(0, keepdims=True)
         return by_taps + tiles.dot(y, d, transpose_x=True), by_bias
 
-    nothing = tuple(jnp.zeros((n, at.channels), jnp.float32) for n in (at.channels, 1))
+    nothing = tuple(jnp.zeros((n, shape.channels), jnp.float32) for n in (shape.channels, 1))
     end = jnp.minimum((part + 1) * each, num)
     by_taps, by_bias = lax.fori_loop(jnp.minimum(part * each, num), end, add, nothing)
     of_heads[part, tap] = by_taps
     of_biases[part, tap] = by_bias[0]
 
 
-def _store(at, out, tokens, column, x):
+def _store(shape, out, tokens, column, x):
     columns = column + tiles.steps(x.shape[1])
-    tiles.put(out, x, tokens.batch, rows=tokens.index, columns=columns, own=(tokens.real, None))
+    tiles.put(out, x, tokens.batch, rows=tokens.index, columns=columns, real=(tokens.real, None))
 
 
 def _either(condition: jax.Array, this: float, that: float) -> jax.Array:

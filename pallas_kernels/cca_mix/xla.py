@@ -50,8 +50,8 @@ def convolve_gradients(x, before, by_channel, by_head, segments, dtype, d_out) -
     dx = sum(
         p.astype(jnp.float32) * w[:, None, None] for p, w in zip(passed, by_channel, strict=True)
     )
-    own = x[:, :, x.shape[2] - dx.shape[2] :].astype(jnp.float32)
-    d_by_channel = jnp.stack([(p.astype(jnp.float32) * own).sum((1, 2)) for p in passed])
+    current = x[:, :, x.shape[2] - dx.shape[2] :].astype(jnp.float32)
+    d_by_channel = jnp.stack([(p.astype(jnp.float32) * current).sum((1, 2)) for p in passed])
 
     dx = dx.astype(given.dtype)
     d_before = None if before is None else dx[:, :, : t0 + t1].astype(before.dtype)

@@ -45,8 +45,8 @@ def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
     )
     starts = jnp.cumsum(sizes) - sizes
 
-    def expert(carry, own):
-        start, size, w1, w2 = own
+    def expert(carry, group):
+        start, size, w1, w2 = group
 
         def block(height, row, count, carry):
             del count
@@ -60,8 +60,8 @@ def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
 
     carry = jnp.zeros_like(rows), jnp.zeros((rows.shape[0], gate_up.shape[2]), rows.dtype)
     out, hidden = lax.scan(expert, carry, (starts, sizes, gate_up, down))[0]
-    own = jnp.arange(num_rows)[:, None] < sizes.sum()
-    return jnp.where(own, out[:num_rows], 0), hidden[:num_rows]
+    real = jnp.arange(num_rows)[:, None] < sizes.sum()
+    return jnp.where(real, out[:num_rows], 0), hidden[:num_rows]
 
 
 def of_layer(rows, sizes, gate_up, down, layer) -> jax.Array:
@@ -91,8 +91,8 @@ def of_layer(rows, sizes, gate_up, down, layer) -> jax.Array:
 
     with turning(min(num_rows, num_groups), num_groups):
         out = lax.fori_loop(0, (sizes > 0).sum(), expert, jnp.zeros_like(rows))
-    own = jnp.arange(num_rows)[:, None] < sizes.sum()
-    return jnp.where(own, out[:num_rows], 0)
+    real = jnp.arange(num_rows)[:, None] < sizes.sum()
+    return jnp.where(real, out[:num_rows], 0)
 
 
 def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -102,8 +102,8 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
     rows, hidden, d_out = (_with_spare(x, sides) for x in (rows, hidden, d_out))
     starts = jnp.cumsum(sizes) - sizes
 
-    def expert(d_rows, own):
-        start, size, w1, w2 = own
+    def expert(d_rows, group):
+        start, size, w1, w2 = group
 
         def block(height, row, count, d_rows):
             """The gradients of a block's rows (the first `count` are the expert's), and their part
@@ -188,8 +188,8 @@ def _times_stacked(x, stack, layer, expert):
 
     def product(i):
         w = lax.dynamic_slice(stack, (layer, expert, i * strip, 0), (1, 1, strip, width))[0, 0]
-        own = lax.dynamic_slice_in_dim(x, i * strip, strip, 1)
-        return jnp.matmul(own, w.astype(x.dtype), preferred_element_type=jnp.float32)
+        part = lax.dynamic_slice_in_dim(x, i * strip, strip, 1)
+        return jnp.matmul(part, w.astype(x.dtype), preferred_element_type=jnp.float32)
 
     if strip == depth:
         return product(0).astype(x.dtype)

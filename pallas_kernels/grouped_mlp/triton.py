@@ -112,7 +112,7 @@ def _tile(kernel: str, *whole: int, dtype) -> Tile:
     )
 
 
-class _Own(NamedTuple):
+class _Block(NamedTuple):
     """A program's part of its group."""
 
     lead: tuple[jax.Array, ...]  # its number among the weights
@@ -135,7 +135,7 @@ def _groups(sizes_ref, num: int) -> tuple[jax.Array, jax.Array]:
     return lane, jnp.where(lane == experts, num - jnp.sum(sizes), sizes)
 
 
-def _own_rows(sizes_ref, layer_ref, order_ref, num: int, side: int, tile) -> _Own:
+def _block_of(sizes_ref, layer_ref, order_ref, num: int, side: int, tile) -> _Block:
     """The rows and the group of the tile with this number."""
     lane, sizes = _groups(sizes_ref, num)
     blocks = (sizes + (side - 1)) >> (side.bit_length() - 1)
@@ -147,7 +147,7 @@ def _own_rows(sizes_ref, layer_ref, order_ref, num: int, side: int, tile) -> _Ow
     inside = lanes < jnp.sum(jnp.where(lane == group, sizes, 0))
     rows = jnp.minimum(jnp.sum(jnp.where(before, sizes, 0)) + lanes, num - 1)
     lead = _lead(layer_ref, group)
-    return _Own(lead, group < sizes_ref.shape[0], inside, rows, _tokens(order_ref, rows), num)
+    return _Block(lead, group < sizes_ref.shape[0], inside, rows, _tokens(order_ref, rows), num)
 
 
 def _lead(layer_ref, group) -> tuple[jax.Array, ...]:
@@ -175,23 +175,25 @@ def _by_rows(
     x, w, more = (*arrays, None)[:3]
     num = x.shape[0]
     tile = _tile(kind, num, columns, depth, dtype=x.dtype)
-    given = {
+    optional = {
         "layer": None if layer is None else layer.reshape(1),
         "order": order,
         "more": more,
         "into": into,
     }
-    there = {name: a for name, a in given.items() if a is not None}
+    present = {name: a for name, a in optional.items() if a is not None}
 
     def kernel(sizes_ref, x_ref, w_ref, *refs):
-        of = dict.fromkeys(given) | dict(zip(there, refs, strict=False))
-        own = _own_rows(sizes_ref, of["layer"], of["order"], num, tile.rows, tiles.program_id(1))
-        inputs = (x_ref, w_ref) if more is None else (x_ref, w_ref, of["more"])
-        body(own, tile, *inputs, *refs[len(there) :])
+        ref_of = dict.fromkeys(optional) | dict(zip(present, refs, strict=False))
+        block = _block_of(
+            sizes_ref, ref_of["layer"], ref_of["order"], num, tile.rows, tiles.program_id(1)
+        )
+        inputs = (x_ref, w_ref) if more is None else (x_ref, w_ref, ref_of["more"])
+        body(block, tile, *inputs, *refs[len(present) :])
 
     grid = -(-columns // tile.columns), -(-num // tile.rows) + sizes.shape[0] + 1
-    operands = (sizes, x, w, *there.values())
-    read = [sizes, x, *(a for name, a in there.items() if name != "into")]
+    operands = (sizes, x, w, *present.values())
+    read = [sizes, x, *(a for name, a in present.items() if name != "into")]
     reads = _bytes(w, 3) + sum(_bytes(a) for a in read)
     written = sum(_bytes(a) for a in outs)
     return tiles.call(
@@ -212,22 +214,22 @@ def _bytes(array, dims: int = 2) -> float:
     return math.prod(array.shape[-dims:]) * array.dtype.itemsize
 
 
-def _in_stack(own: _Own, ref) -> tuple[jax.Array, ...]:
+def _in_stack(block: _Block, ref) -> tuple[jax.Array, ...]:
     """What leads to a layer's hidden in a stack."""
-    return own.lead[:1] if len(ref.shape) == 3 else ()
+    return block.lead[:1] if len(ref.shape) == 3 else ()
 
 
-def _sums(own: _Own, tile: Tile, depth: int, number: int, terms) -> list[jax.Array]:
+def _sums(block: _Block, tile: Tile, depth: int, number: int, terms) -> list[jax.Array]:
     """The sums of `number` products, terms(places in the depth, which there are); zeros for rows of
     no expert."""
 
     def turn(i, sums):
-        places, there = tiles.within(i * tile.depth, tile.depth, depth)
-        return tuple(a + b for a, b in zip(sums, terms(places, there), strict=True))
+        places, real_depth = tiles.within(i * tile.depth, tile.depth, depth)
+        return tuple(a + b for a, b in zip(sums, terms(places, real_depth), strict=True))
 
     zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(number))
     return list(
-        jax.lax.fori_loop(0, own.live.astype(jnp.int32) * -(-depth // tile.depth), turn, zeros)
+        jax.lax.fori_loop(0, block.live.astype(jnp.int32) * -(-depth // tile.depth), turn, zeros)
     )
 
 
@@ -235,67 +237,92 @@ def _columns(tile: Tile, length: int):
     return tiles.within(tiles.program_id(0) * tile.columns, tile.columns, length)
 
 
-def _gate_and_up(own, tile, x_ref, w_ref, *refs):
+def _gate_and_up(block, tile, x_ref, w_ref, *refs):
     (dim, both), dtype = w_ref.shape[-2:], x_ref.dtype
     width = both // 2
-    columns, there = _columns(tile, width)
+    columns, real_columns = _columns(tile, width)
 
-    def terms(places, deep):
-        x = tiles.take(x_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
+    def terms(places, real_depth):
+        x = tiles.take(
+            x_ref, rows=block.tokens, columns=places, real=(None, real_depth), dtype=dtype
+        )
         return [
             tiles.dot(
                 x,
                 tiles.take(
-                    w_ref, *own.lead, rows=places, columns=side, own=(deep, there), dtype=dtype
+                    w_ref,
+                    *block.lead,
+                    rows=places,
+                    columns=side,
+                    real=(real_depth, real_columns),
+                    dtype=dtype,
                 ),
             )
             for side in (columns, columns + width)
         ]
 
-    gate, up = (a.astype(dtype) for a in _sums(own, tile, dim, 2, terms))
+    gate, up = (a.astype(dtype) for a in _sums(block, tile, dim, 2, terms))
     *hidden_refs, activation_ref = refs
     values = [(activation_ref, _swiglu(gate, up)[0], columns)]
     for ref in hidden_refs:
         values += [(ref, gate, columns), (ref, up, columns + width)]
     for ref, value, side in values:
-        lead, rows = _in_stack(own, ref), own.to(own.rows)
-        tiles.put(ref, value, *lead, rows=rows, columns=side, own=(own.inside, there))
+        lead, rows = _in_stack(block, ref), block.to(block.rows)
+        tiles.put(ref, value, *lead, rows=rows, columns=side, real=(block.inside, real_columns))
 
 
-def _down(own, tile, x_ref, w_ref, out_ref):
+def _down(block, tile, x_ref, w_ref, out_ref):
     (width, dim), dtype = w_ref.shape[-2:], x_ref.dtype
-    columns, there = _columns(tile, dim)
+    columns, real_columns = _columns(tile, dim)
 
-    def terms(places, deep):
-        x = tiles.take(x_ref, rows=own.rows, columns=places, own=(None, deep))
+    def terms(places, real_depth):
+        x = tiles.take(x_ref, rows=block.rows, columns=places, real=(None, real_depth))
         return [
             tiles.dot(
                 x,
                 tiles.take(
-                    w_ref, *own.lead, rows=places, columns=columns, own=(deep, there), dtype=dtype
+                    w_ref,
+                    *block.lead,
+                    rows=places,
+                    columns=columns,
+                    real=(real_depth, real_columns),
+                    dtype=dtype,
                 ),
             )
         ]
 
-    (out,) = _sums(own, tile, width, 1, terms)
-    tiles.put(out_ref, out, rows=own.to(own.tokens), columns=columns, own=(own.inside, there))
+    (out,) = _sums(block, tile, width, 1, terms)
+    tiles.put(
+        out_ref,
+        out,
+        rows=block.to(block.tokens),
+        columns=columns,
+        real=(block.inside, real_columns),
+    )
 
 
-def _d_hidden(own, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref):
+def _d_hidden(block, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref):
     (width, dim), dtype = w_ref.shape[-2:], hidden_ref.dtype
-    columns, there = _columns(tile, width)
+    columns, real_columns = _columns(tile, width)
 
-    def terms(places, deep):
-        d = tiles.take(d_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
+    def terms(places, real_depth):
+        d = tiles.take(
+            d_ref, rows=block.tokens, columns=places, real=(None, real_depth), dtype=dtype
+        )
         w = tiles.take(
-            w_ref, *own.lead, rows=columns, columns=places, own=(there, deep), dtype=dtype
+            w_ref,
+            *block.lead,
+            rows=columns,
+            columns=places,
+            real=(real_columns, real_depth),
+            dtype=dtype,
         )
         return [tiles.dot(d, w, transpose_y=True)]
 
-    (d,) = _sums(own, tile, dim, 1, terms)
-    lead, inside = _in_stack(own, hidden_ref), (own.inside, there)
+    (d,) = _sums(block, tile, dim, 1, terms)
+    lead, inside = _in_stack(block, hidden_ref), (block.inside, real_columns)
     gate, up = (
-        tiles.take(hidden_ref, *lead, rows=own.rows, columns=side, own=inside)
+        tiles.take(hidden_ref, *lead, rows=block.rows, columns=side, real=inside)
         for side in (columns, columns + width)
     )
     activation, d_silu, silu = _swiglu(gate, up)
@@ -304,22 +331,35 @@ def _d_hidden(own, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref)
         (d_hidden_ref, d * silu, columns + width),
         (activation_ref, activation, columns),
     ):
-        tiles.put(ref, value, rows=own.to(own.rows), columns=side, own=(own.inside, there))
+        tiles.put(
+            ref, value, rows=block.to(block.rows), columns=side, real=(block.inside, real_columns)
+        )
 
 
-def _d_x(own, tile, d_ref, w_ref, d_x_ref):
+def _d_x(block, tile, d_ref, w_ref, d_x_ref):
     (dim, depth), dtype = w_ref.shape[-2:], d_ref.dtype
-    columns, there = _columns(tile, dim)
+    columns, real_columns = _columns(tile, dim)
 
-    def terms(places, deep):
-        d = tiles.take(d_ref, rows=own.rows, columns=places, own=(None, deep))
+    def terms(places, real_depth):
+        d = tiles.take(d_ref, rows=block.rows, columns=places, real=(None, real_depth))
         w = tiles.take(
-            w_ref, *own.lead, rows=columns, columns=places, own=(there, deep), dtype=dtype
+            w_ref,
+            *block.lead,
+            rows=columns,
+            columns=places,
+            real=(real_columns, real_depth),
+            dtype=dtype,
         )
         return [tiles.dot(d, w, transpose_y=True)]
 
-    (d_x,) = _sums(own, tile, depth, 1, terms)
-    tiles.put(d_x_ref, d_x, rows=own.to(own.tokens), columns=columns, own=(own.inside, there))
+    (d_x,) = _sums(block, tile, depth, 1, terms)
+    tiles.put(
+        d_x_ref,
+        d_x,
+        rows=block.to(block.tokens),
+        columns=columns,
+        real=(block.inside, real_columns),
+    )
 
 
 def _swiglu(gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -340,31 +380,33 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
     # The rows' numbers are loaded first, which takes two stages: on NVIDIA's chips 3 and 4 are the
     # same code, with one turn's loads in flight; with 5 two turns' are.
     tile = _tile(kernel, height, width, num, dtype=dtype)
-    given = {"order": order}
+    optional = {"order": order}
     if layer is not None:
-        given |= {"layer": layer.reshape(1), "sums": sums}
-    there = {name: a for name, a in given.items() if a is not None}
+        optional |= {"layer": layer.reshape(1), "sums": sums}
+    present = {name: a for name, a in optional.items() if a is not None}
 
     def body(sizes_ref, x_ref, y_ref, *refs):
         *given_refs, out_ref = refs
-        of = dict.fromkeys(("order", "layer", "sums")) | dict(zip(there, given_refs, strict=True))
+        ref_of = dict.fromkeys(("order", "layer", "sums")) | dict(
+            zip(present, given_refs, strict=True)
+        )
         group = tiles.program_id(2)
         lane, sizes = _groups(sizes_ref, num)
         first, size = (
             jnp.sum(jnp.where(lane < group, sizes, 0)),
             jnp.sum(jnp.where(lane == group, sizes, 0)),
         )
-        here, in_x = tiles.within(tiles.program_id(1) * tile.rows, tile.rows, height)
+        out_rows, in_x = tiles.within(tiles.program_id(1) * tile.rows, tile.rows, height)
         columns, in_y = _columns(tile, width)
 
         def term(i, whole):
             lanes = i * tile.depth + jnp.arange(tile.depth, dtype=jnp.int32)
-            own = None if whole else lanes < size
+            real = None if whole else lanes < size
             rows = first + lanes if whole else jnp.minimum(first + lanes, num - 1)
-            tokens = _tokens(of["order"], rows)
+            tokens = _tokens(ref_of["order"], rows)
             of_x, of_y = (tokens, rows) if order_of_x else (rows, tokens)
-            a = tiles.take(x_ref, rows=of_x, columns=here, own=(own, in_x), dtype=dtype)
-            b = tiles.take(y_ref, rows=of_y, columns=columns, own=(own, in_y), dtype=dtype)
+            a = tiles.take(x_ref, rows=of_x, columns=out_rows, real=(real, in_x), dtype=dtype)
+            b = tiles.take(y_ref, rows=of_y, columns=columns, real=(real, in_y), dtype=dtype)
             return tiles.dot(a, b, transpose_x=True)
 
         whole = size >> (tile.depth.bit_length() - 1)
@@ -374,16 +416,18 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
         total = jax.lax.fori_loop(
             whole, whole + rest, lambda i, total: total + term(i, False), total
         )
-        lead = _lead(of["layer"], group)
+        lead = _lead(ref_of["layer"], group)
         if add:
-            total += tiles.take(of["sums"], *lead, rows=here, columns=columns, own=(in_x, in_y))
-        here, columns = (
-            at if own is None else jnp.where(own, at, side)
-            for at, own, side in ((here, in_x, height), (columns, in_y, width))
+            total += tiles.take(
+                ref_of["sums"], *lead, rows=out_rows, columns=columns, real=(in_x, in_y)
+            )
+        out_rows, columns = (
+            places if real is None else jnp.where(real, places, side)
+            for places, real, side in ((out_rows, in_x, height), (columns, in_y, width))
         )
-        tiles.put(out_ref, total, *lead, rows=here, columns=columns, own=(in_x, in_y))
+        tiles.put(out_ref, total, *lead, rows=out_rows, columns=columns, real=(in_x, in_y))
 
-    operands = (sizes, x, y, *there.values())
+    operands = (sizes, x, y, *present.values())
     written = 4.0 * sizes.size * height * width
     reads = x.nbytes + y.nbytes + sizes.nbytes + written * add
     if order is not None:

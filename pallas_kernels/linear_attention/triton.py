@@ -71,19 +71,19 @@ def _whole(q, k, v, segments, chunk):
 
 
 def _whole_fwd(q, k, v, segments, chunk):
-    at = shape_of(q, k, segments, chunk, whole=True)
+    shape = shape_of(q, k, segments, chunk, whole=True)
     of_keys = features(k)
-    states = _entering(at, of_keys, v, segments)
-    out, denominator = _outputs(at, q, of_keys, v, segments, states)
+    states = _entering(shape, of_keys, v, segments)
+    out, denominator = _outputs(shape, q, of_keys, v, segments, states)
     out, denominator = (checkpoint_name(x, SAVED) for x in (out, denominator))
     return out, (q, k, v, segments, states, out, denominator)
 
 
 def _whole_bwd(chunk, saved, d_out):
     q, k, v, segments, states, out, denominator = saved
-    at = shape_of(q, k, segments, chunk, whole=True)
+    shape = shape_of(q, k, segments, chunk, whole=True)
     given = {"q": q, "k": features(k), "v": v, "d": d_out, "out": out, "denominator": denominator}
-    return *_gradients(at, given, k, segments, states), None
+    return *_gradients(shape, given, k, segments, states), None
 
 
 _whole.defvjp(_whole_fwd, _whole_bwd)
@@ -95,24 +95,24 @@ def _parts(q, k, v, segments, chunk):
 
 
 def _parts_fwd(q, k, v, segments, chunk):
-    at = shape_of(q, k, segments, chunk, whole=False)
-    states = _entering(at, k, v, segments)
-    return _outputs(at, q, k, v, segments, states), (q, k, v, segments, states)
+    shape = shape_of(q, k, segments, chunk, whole=False)
+    states = _entering(shape, k, v, segments)
+    return _outputs(shape, q, k, v, segments, states), (q, k, v, segments, states)
 
 
 def _parts_bwd(chunk, saved, d):
     q, k, v, segments, states = saved
-    at = shape_of(q, k, segments, chunk, whole=False)
+    shape = shape_of(q, k, segments, chunk, whole=False)
     given = {"q": q, "k": k, "v": v, "d": d[0].astype(v.dtype), "d_denominator": d[1]}
-    return *_gradients(at, given, None, segments, states), None
+    return *_gradients(shape, given, None, segments, states), None
 
 
 _parts.defvjp(_parts_fwd, _parts_bwd)
 
 
-def _call(at: Shape, kernel, body, given, segments, grid, outs, flops, cut=None):
+def _call(shape: Shape, kernel, body, given, segments, grid, outs, flops, cut=None):
     """body(refs by name, results)."""
-    if at.segments:
+    if shape.segments:
         given = given | {"segments": segments}
     tile = cut.tile if cut else Tile(0, 0)
 
@@ -131,35 +131,43 @@ def _call(at: Shape, kernel, body, given, segments, grid, outs, flops, cut=None)
     )
 
 
-def _entering(at: Shape, k, v, segments) -> tuple[jax.Array, jax.Array] | None:
+def _entering(shape: Shape, k, v, segments) -> tuple[jax.Array, jax.Array] | None:
     """The states that enter the chunks; None where there is one chunk."""
-    if at.chunks == 1:
+    if shape.chunks == 1:
         return None
-    states, totals = _states(at, _flat(k=k, v=v), segments, of_keys=True)
-    return _carried(at, states, totals, segments, back=False)
+    states, totals = _states(shape, _flat(k=k, v=v), segments, of_keys=True)
+    return _carried(shape, states, totals, segments, back=False)
 
 
-def _states(at: Shape, given, segments, of_keys):
+def _states(shape: Shape, given, segments, of_keys):
     """k^T v and the sum of k of each chunk's rows of a document, float32, or q^T d and that of q
     d_denominator."""
-    cut = at.cut("states")
+    cut = shape.cut("states")
     if of_keys:
-        cut = cut._replace(heads=1, parts=1, queries=min(cut.tile.rows, at.chunk))
-    columns = at.wide if at.wide <= 128 else 64  # of a program: more spill
-    states = at.batch * at.num_kv, at.chunks, at.channels
-    across = -(-at.channels // columns)
+        cut = cut._replace(heads=1, parts=1, queries=min(cut.tile.rows, shape.chunk))
+    columns = shape.wide if shape.wide <= 128 else 64  # of a program: more spill
+    states = shape.batch * shape.num_kv, shape.chunks, shape.channels
+    across = -(-shape.channels // columns)
     flops = (
-        2.0 * states[0] * at.chunks * at.chunk * cut.heads * cut.parts * at.wide * across * columns
+        2.0
+        * states[0]
+        * shape.chunks
+        * shape.chunk
+        * cut.heads
+        * cut.parts
+        * shape.wide
+        * across
+        * columns
     )
     return _call(
-        at,
+        shape,
         "states",
-        functools.partial(_states_body, at, cut, columns, of_keys),
+        functools.partial(_states_body, shape, cut, columns, of_keys),
         given,
         segments,
-        (states[0], at.chunks, across),
+        (states[0], shape.chunks, across),
         [
-            jax.ShapeDtypeStruct((*states, at.channels), jnp.float32),
+            jax.ShapeDtypeStruct((*states, shape.channels), jnp.float32),
             jax.ShapeDtypeStruct(states, jnp.float32),
         ],
         flops,
@@ -167,18 +175,18 @@ def _states(at: Shape, given, segments, of_keys):
     )
 
 
-def _carried(at: Shape, states, totals, segments, back):
+def _carried(shape: Shape, states, totals, segments, back):
     flat = states.reshape(*states.shape[:2], -1)
     size = min(CARRIED, tiles.power(flat.shape[-1]))
     carried, totals = _call(
-        at,
+        shape,
         "carry",
-        functools.partial(_carry_body, at, size, back),
+        functools.partial(_carry_body, shape, size, back),
         {"states": flat, "totals": totals},
         segments,
         (len(flat), -(-flat.shape[-1] // size) + 1),
         [
-            jax.ShapeDtypeStruct(flat.shape, at.dtype),
+            jax.ShapeDtypeStruct(flat.shape, shape.dtype),
             jax.ShapeDtypeStruct(totals.shape, jnp.float32),
         ],
         0.0,
@@ -186,60 +194,60 @@ def _carried(at: Shape, states, totals, segments, back):
     return carried.reshape(states.shape), totals
 
 
-def _outputs(at: Shape, q, k, v, segments, states):
-    cut = at.cut("outputs")
-    like = q.shape, at.dtype if at.whole else jnp.float32
+def _outputs(shape: Shape, q, k, v, segments, states):
+    cut = shape.cut("outputs")
+    like = q.shape, shape.dtype if shape.whole else jnp.float32
     out, denominator = _call(
-        at,
+        shape,
         "outputs",
-        functools.partial(_outputs_body, at, cut),
+        functools.partial(_outputs_body, shape, cut),
         _flat(q=q, k=k, v=v) | _named(states),
         segments,
-        _grid_of_queries(at, cut),
+        _grid_of_queries(shape, cut),
         [_result(*like), _result(q.shape[:3], jnp.float32)],
-        _flops(at, cut, 2),
+        _flops(shape, cut, 2),
         cut,
     )
     return out.reshape(q.shape), denominator.reshape(q.shape[:3])
 
 
-def _gradients(at: Shape, given, raw, segments, states):
+def _gradients(shape: Shape, given, raw, segments, states):
     """dq, dk, dv; `d` among the given arrays is the gradient of the output, or of the numerator;
     `raw` are the keys before their features are made."""
     q, k, v, d = (given[name] for name in ("q", "k", "v", "d"))
-    cut = at.cut("d_queries")
+    cut = shape.cut("d_queries")
     results = {"dq": _result(q.shape, q.dtype)}
-    if at.whole:  # with these the other kernels need neither the output nor the denominator
+    if shape.whole:  # with these the other kernels need neither the output nor the denominator
         results |= {name: _result(q.shape[:3], jnp.float32) for name in ("d_denominator", "factor")}
         results["q"] = results["dq"]
     found = _call(
-        at,
+        shape,
         "d_queries",
-        functools.partial(_d_queries_body, at, cut),
+        functools.partial(_d_queries_body, shape, cut),
         _flat(**given) | _named(states),
         segments,
-        _grid_of_queries(at, cut),
+        _grid_of_queries(shape, cut),
         list(results.values()),
-        _flops(at, cut, 2),
+        _flops(shape, cut, 2),
         cut,
     )
     found = dict(zip(results, found, strict=True))
     dq = found.pop("dq")
     known = _flat(q=q, d=d, d_denominator=given.get("d_denominator")) | found
     states = None
-    if at.chunks > 1:
-        asked, totals = _states(at, known, segments, of_keys=False)
-        states = _carried(at, asked, totals, segments, back=True)
-    cut = at.cut("d_keys")
+    if shape.chunks > 1:
+        asked, totals = _states(shape, known, segments, of_keys=False)
+        states = _carried(shape, asked, totals, segments, back=True)
+    cut = shape.cut("d_keys")
     dk, dv = _call(
-        at,
+        shape,
         "d_keys",
-        functools.partial(_d_keys_body, at, cut),
+        functools.partial(_d_keys_body, shape, cut),
         known | _flat(k=k, v=v, raw=raw) | _named(states),
         segments,
-        (at.batch * at.num_kv, -(-at.length // cut.keys)),
+        (shape.batch * shape.num_kv, -(-shape.length // cut.keys)),
         [_result(x.shape, x.dtype) for x in (k, v)],
-        _flops(at, cut, 4),
+        _flops(shape, cut, 4),
         cut,
     )
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
@@ -261,27 +269,27 @@ def _result(shape, dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((shape[0], shape[1] * shape[2], *shape[3:]), dtype)
 
 
-def _grid_of_queries(at: Shape, cut: FilledTile) -> tuple[int, int]:
+def _grid_of_queries(shape: Shape, cut: FilledTile) -> tuple[int, int]:
     # Neighbours in the grid start together; those of one head ask for the same state.
-    return at.batch * at.num_kv * cut.parts, -(-at.length // cut.queries)
+    return shape.batch * shape.num_kv * cut.parts, -(-shape.length // cut.queries)
 
 
-def _flops(at: Shape, cut: FilledTile, products: int) -> float:
+def _flops(shape: Shape, cut: FilledTile, products: int) -> float:
     """Those of this many products of queries with a chunk's keys, on and below the diagonal, and
     half as many with a state."""
-    rows = 2.0 * at.batch * at.heads * at.chunks * at.chunk * at.wide
+    rows = 2.0 * shape.batch * shape.heads * shape.chunks * shape.chunk * shape.wide
     side = max(cut.queries, cut.keys)
-    of_keys = products * rows * (at.chunk + side) / 2
-    if at.chunks == 1:
+    of_keys = products * rows * (shape.chunk + side) / 2
+    if shape.chunks == 1:
         return of_keys
-    return of_keys + (rows if products == 2 else 2 * rows / at.group) * at.wide
+    return of_keys + (rows if products == 2 else 2 * rows / shape.group) * shape.wide
 
 
-def _features_of(at: Shape, rows: HeadRows, ref, columns=None) -> jax.Array:
+def _features_of(shape: Shape, rows: HeadRows, ref, columns=None) -> jax.Array:
     """Features of queries, zero where there are no queries; unchanged if they are features
     already."""
     x = rows.load(ref, columns)
-    if not at.whole:
+    if not shape.whole:
         return x
     x = _features(x.astype(jnp.float32))
     for side, mask in ((0, rows.at_columns(columns)[1]), (1, rows.real)):
@@ -290,9 +298,9 @@ def _features_of(at: Shape, rows: HeadRows, ref, columns=None) -> jax.Array:
     return tiles.narrow(x, ref.dtype)
 
 
-def _factor(at: Shape, rows: HeadRows, refs) -> jax.Array | None:
+def _factor(shape: Shape, rows: HeadRows, refs) -> jax.Array | None:
     """The factor from the output's gradient to the numerator's; None where the latter is given."""
-    return rows.load(refs["factor"]) if at.whole else None
+    return rows.load(refs["factor"]) if shape.whole else None
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -303,29 +311,29 @@ def _features(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x + 1, jnp.exp2(jnp.minimum(x, 0) * LOG2E))
 
 
-def _queries_of(at: Shape, cut: FilledTile, batch, head, i) -> HeadRows:
+def _queries_of(shape: Shape, cut: FilledTile, batch, head, i) -> HeadRows:
     """Block i of queries, each with the heads of its tile, from this one on."""
     n = tiles.steps(cut.rows)
     tokens = i * cut.queries + lax.div(n, cut.heads)
-    return _rows(at, batch, tokens, head + lax.rem(n, cut.heads), at.heads)
+    return _rows(shape, batch, tokens, head + lax.rem(n, cut.heads), shape.heads)
 
 
-def _keys_of(at: Shape, keys: int, batch, head, j) -> HeadRows:
+def _keys_of(shape: Shape, keys: int, batch, head, j) -> HeadRows:
     """Block j of a head's keys, or values."""
-    return _rows(at, batch, j * keys + tiles.steps(keys), head, at.num_kv)
+    return _rows(shape, batch, j * keys + tiles.steps(keys), head, shape.num_kv)
 
 
-def _rows(at: Shape, batch, tokens, head, num_heads) -> HeadRows:
-    real = tokens < at.length if at.length % at.chunk else None
-    return HeadRows(batch, tokens, head, num_heads, at.channels, real)
+def _rows(shape: Shape, batch, tokens, head, num_heads) -> HeadRows:
+    real = tokens < shape.length if shape.length % shape.chunk else None
+    return HeadRows(batch, tokens, head, num_heads, shape.channels, real)
 
 
-def _last(at: Shape, refs, batch, n):
+def _last(shape: Shape, refs, batch, n):
     """The document that chunk n ended with; the first token's, of the chunk before the first
     one. None where there is only one document."""
-    if not at.segments:
+    if not shape.segments:
         return None
-    return refs["segments"][batch, jnp.clip((n + 1) * at.chunk - 1, 0, at.length - 1)]
+    return refs["segments"][batch, jnp.clip((n + 1) * shape.chunk - 1, 0, shape.length - 1)]
 
 
 def _only(x, ids, document):
@@ -338,72 +346,72 @@ def _times(x, factor, dim):
     return x if factor is None else x * jnp.expand_dims(factor, dim)
 
 
-def _sliced(at: Shape, add, carry):
+def _sliced(shape: Shape, add, carry):
     """carry after `add((place, channels), carry)` of the slices of a state's channels."""
-    size = at.slice
+    size = shape.slice
     return lax.fori_loop(
-        0, -(-at.channels // size), lambda i, carry: add((i * size, size), carry), carry
+        0, -(-shape.channels // size), lambda i, carry: add((i * size, size), carry), carry
     )
 
 
-def _states_body(at: Shape, cut: FilledTile, columns, of_keys, refs, states, totals):
+def _states_body(shape: Shape, cut: FilledTile, columns, of_keys, refs, states, totals):
     state, n, column = (tiles.program_id(i) for i in range(3))
-    batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
+    batch, kv_head = lax.div(state, shape.num_kv), lax.rem(state, shape.num_kv)
     place = column * columns, columns
-    document = _last(at, refs, batch, n if of_keys else n - 1)
-    steps = at.chunk // cut.queries
+    document = _last(shape, refs, batch, n if of_keys else n - 1)
+    steps = shape.chunk // cut.queries
 
     def add(part, i, carry):
         products, total = carry
         block = n * steps + i
         if of_keys:
-            rows = _keys_of(at, cut.queries, batch, kv_head, block)
+            rows = _keys_of(shape, cut.queries, batch, kv_head, block)
             x = _only(rows.load(refs["k"]), rows.ids(refs.get("segments")), document)
             return products + tiles.dot(
                 x, rows.load(refs["v"], place), transpose_x=True
             ), total + _wide(x).sum(0)
-        rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, block)
+        rows = _queries_of(shape, cut, batch, (kv_head * cut.parts + part) * cut.heads, block)
         x = _only(rows.load(refs["q"]), rows.ids(refs.get("segments")), document)
         total += (_wide(x) * rows.load(refs["d_denominator"])[:, None]).sum(0)
-        if at.whole:
-            x = tiles.narrow(_times(_wide(x), _factor(at, rows, refs), 1), at.dtype)
+        if shape.whole:
+            x = tiles.narrow(_times(_wide(x), _factor(shape, rows, refs), 1), shape.dtype)
         return products + tiles.dot(x, rows.load(refs["d"], place), transpose_x=True), total
 
-    carry = jnp.zeros((at.wide, columns), jnp.float32), jnp.zeros(at.wide, jnp.float32)
+    carry = jnp.zeros((shape.wide, columns), jnp.float32), jnp.zeros(shape.wide, jnp.float32)
     for part in range(cut.parts):
         carry = lax.fori_loop(0, steps, functools.partial(add, part), carry)
     products, total = carry
-    rows, own_rows = tiles.within(jnp.int32(0), at.wide, at.channels)
-    places, own = tiles.within(place[0], columns, at.channels)
-    tiles.put(states, products, state, n, rows=rows, columns=places, own=(own_rows, own))
+    rows, real_rows = tiles.within(jnp.int32(0), shape.wide, shape.channels)
+    places, real = tiles.within(place[0], columns, shape.channels)
+    tiles.put(states, products, state, n, rows=rows, columns=places, real=(real_rows, real))
 
     @tiles.when(column == 0)
     def once():
-        tiles.store(totals.at[state, n, rows], total, mask=own_rows)
+        tiles.store(totals.at[state, n, rows], total, mask=real_rows)
 
 
-def _carry_body(at: Shape, size, back, refs, states, totals):
+def _carry_body(shape: Shape, size, back, refs, states, totals):
     state, part = tiles.program_id(0), tiles.program_id(1)
-    batch = lax.div(state, at.num_kv)
-    ahead = min(AHEAD, at.chunks)
+    batch = lax.div(state, shape.num_kv)
+    ahead = min(AHEAD, shape.chunks)
     parts = -(-refs["states"].shape[-1] // size)
 
     def run(given, result, start, size):
-        places, own = tiles.within(start, size, given.shape[-1])
-        own = jnp.ones(size, bool) if own is None else own
+        places, real = tiles.within(start, size, given.shape[-1])
+        real = jnp.ones(size, bool) if real is None else real
 
         def step(i, carry):
             found = []
             for count in range(ahead):
                 n = i * ahead + count
-                there = own & (n < at.chunks)
-                n = jnp.minimum(n, at.chunks - 1)
+                there = real & (n < shape.chunks)
+                n = jnp.minimum(n, shape.chunks - 1)
                 if back:
-                    n = at.chunks - 1 - n
+                    n = shape.chunks - 1 - n
                 x = tiles.load(given.at[state, n, places], mask=there, other=0)
                 link = None
-                if at.segments:
-                    link = _last(at, refs, batch, n) == _last(at, refs, batch, n - 1)
+                if shape.segments:
+                    link = _last(shape, refs, batch, n) == _last(shape, refs, batch, n - 1)
                 found.append((n, there, x, link))
             for n, there, x, link in found:
                 tiles.store(
@@ -413,7 +421,7 @@ def _carry_body(at: Shape, size, back, refs, states, totals):
                 carry = kept + x
             return carry
 
-        lax.fori_loop(0, -(-at.chunks // ahead), step, jnp.zeros(size, jnp.float32))
+        lax.fori_loop(0, -(-shape.chunks // ahead), step, jnp.zeros(size, jnp.float32))
 
     @tiles.when(part < parts)
     def products():
@@ -421,18 +429,18 @@ def _carry_body(at: Shape, size, back, refs, states, totals):
 
     @tiles.when(part == parts)
     def sums_of_keys():
-        run(refs["totals"], totals, jnp.int32(0), at.wide)
+        run(refs["totals"], totals, jnp.int32(0), shape.wide)
 
 
-def _place_of_queries(at: Shape, cut: FilledTile) -> tuple:
+def _place_of_queries(shape: Shape, cut: FilledTile) -> tuple:
     """State, batch, key-value head, rows, chunk, and the blocks of keys [lo, hi) of a program."""
     m, i = tiles.program_id(0), tiles.program_id(1)
     state = lax.div(m, cut.parts)
-    batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
+    batch, kv_head = lax.div(state, shape.num_kv), lax.rem(state, shape.num_kv)
     head = (kv_head * cut.parts + lax.rem(m, cut.parts)) * cut.heads
-    n = lax.div(i * cut.queries, at.chunk)
-    keys = n * (at.chunk // cut.keys), lax.div((i + 1) * cut.queries + cut.keys - 1, cut.keys)
-    return state, batch, kv_head, _queries_of(at, cut, batch, head, i), n, keys
+    n = lax.div(i * cut.queries, shape.chunk)
+    keys = n * (shape.chunk // cut.keys), lax.div((i + 1) * cut.queries + cut.keys - 1, cut.keys)
+    return state, batch, kv_head, _queries_of(shape, cut, batch, head, i), n, keys
 
 
 def _seen(query, key, q_ids, k_ids):
@@ -449,42 +457,42 @@ def _along(x):
     return None if x is None else x[None]
 
 
-def _totals(at: Shape, refs, state, n, columns=None):
-    start, size = (jnp.int32(0), at.wide) if columns is None else columns
-    places, own = tiles.within(start, size, at.channels)
-    return tiles.masked(refs["totals"].at[state, n, places], own)[None]
+def _totals(shape: Shape, refs, state, n, columns=None):
+    start, size = (jnp.int32(0), shape.wide) if columns is None else columns
+    places, real = tiles.within(start, size, shape.channels)
+    return tiles.masked(refs["totals"].at[state, n, places], real)[None]
 
 
-def _slice_of_state(at: Shape, refs, state, n, columns, by_row=True):
+def _slice_of_state(shape: Shape, refs, state, n, columns, by_row=True):
     """Some rows of a state, or some columns."""
-    some, own = tiles.within(columns[0], columns[1], at.channels)
-    places, own_places = tiles.within(jnp.int32(0), at.wide, at.channels)
+    some, real = tiles.within(columns[0], columns[1], shape.channels)
+    places, real_places = tiles.within(jnp.int32(0), shape.wide, shape.channels)
     if by_row:
         return tiles.take(
-            refs["states"], state, n, rows=some, columns=places, own=(own, own_places)
+            refs["states"], state, n, rows=some, columns=places, real=(real, real_places)
         )
-    return tiles.take(refs["states"], state, n, rows=places, columns=some, own=(own_places, own))
+    return tiles.take(refs["states"], state, n, rows=places, columns=some, real=(real_places, real))
 
 
-def _outputs_body(at: Shape, cut: FilledTile, refs, out, denominator):
-    state, batch, kv_head, rows, n, blocks = _place_of_queries(at, cut)
+def _outputs_body(shape: Shape, cut: FilledTile, refs, out, denominator):
+    state, batch, kv_head, rows, n, blocks = _place_of_queries(shape, cut)
     q_ids = rows.ids(refs.get("segments"))
-    carry = jnp.zeros((cut.rows, at.wide), jnp.float32), jnp.zeros(cut.rows, jnp.float32)
-    if at.chunks > 1:
-        document = _last(at, refs, batch, n - 1)
+    carry = jnp.zeros((cut.rows, shape.wide), jnp.float32), jnp.zeros(cut.rows, jnp.float32)
+    if shape.chunks > 1:
+        document = _last(shape, refs, batch, n - 1)
 
         def add(columns, carry):
             numerator, total = carry
-            q = _only(_features_of(at, rows, refs["q"], columns), q_ids, document)
-            total += (_wide(q) * _totals(at, refs, state, n, columns)).sum(1)
-            return numerator + tiles.dot(q, _slice_of_state(at, refs, state, n, columns)), total
+            q = _only(_features_of(shape, rows, refs["q"], columns), q_ids, document)
+            total += (_wide(q) * _totals(shape, refs, state, n, columns)).sum(1)
+            return numerator + tiles.dot(q, _slice_of_state(shape, refs, state, n, columns)), total
 
-        carry = _sliced(at, add, carry)
-    q_i = _features_of(at, rows, refs["q"])
+        carry = _sliced(shape, add, carry)
+    q_i = _features_of(shape, rows, refs["q"])
 
     def step(j, carry):
         numerator, total = carry
-        keys = _keys_of(at, cut.keys, batch, kv_head, j)
+        keys = _keys_of(shape, cut.keys, batch, kv_head, j)
         seen = _seen(
             _across(rows.tokens),
             _along(keys.tokens),
@@ -492,40 +500,40 @@ def _outputs_body(at: Shape, cut: FilledTile, refs, out, denominator):
             _along(keys.ids(refs.get("segments"))),
         )
         weights = jnp.where(seen, tiles.dot(q_i, keys.load(refs["k"]), transpose_y=True), 0)
-        numerator += tiles.dot(tiles.narrow(weights, at.dtype), keys.load(refs["v"]))
+        numerator += tiles.dot(tiles.narrow(weights, shape.dtype), keys.load(refs["v"]))
         return numerator, total + weights.sum(1)
 
     numerator, total = lax.fori_loop(*blocks, step, carry)
-    rows.store(out, numerator / total[:, None] if at.whole else numerator)
+    rows.store(out, numerator / total[:, None] if shape.whole else numerator)
     rows.store(denominator, total)
 
 
-def _d_queries_body(at: Shape, cut: FilledTile, refs, dq, *more):
-    state, batch, kv_head, rows, n, blocks = _place_of_queries(at, cut)
+def _d_queries_body(shape: Shape, cut: FilledTile, refs, dq, *more):
+    state, batch, kv_head, rows, n, blocks = _place_of_queries(shape, cut)
     q_ids, factor = rows.ids(refs.get("segments")), None
-    if at.whole:
+    if shape.whole:
         factor = 1 / rows.load(refs["denominator"], other=1)
         d_total = -(_wide(rows.load(refs["d"])) * _wide(rows.load(refs["out"]))).sum(1) * factor
         rows.store(more[0], d_total)
         rows.store(more[1], factor)
     else:
         d_total = rows.load(refs["d_denominator"])
-    dq_i = jnp.zeros((cut.rows, at.wide), jnp.float32)
-    if at.chunks > 1:
-        document = _last(at, refs, batch, n - 1)
+    dq_i = jnp.zeros((cut.rows, shape.wide), jnp.float32)
+    if shape.chunks > 1:
+        document = _last(shape, refs, batch, n - 1)
 
         def add(columns, dq_i):
-            of_state = _slice_of_state(at, refs, state, n, columns, by_row=False)
+            of_state = _slice_of_state(shape, refs, state, n, columns, by_row=False)
             return dq_i + tiles.dot(rows.load(refs["d"], columns), of_state, transpose_y=True)
 
-        dq_i = _times(_sliced(at, add, dq_i), factor, 1) + d_total[:, None] * _totals(
-            at, refs, state, n
+        dq_i = _times(_sliced(shape, add, dq_i), factor, 1) + d_total[:, None] * _totals(
+            shape, refs, state, n
         )
         dq_i = _only(dq_i, q_ids, document)
     d_i = rows.load(refs["d"])
 
     def step(j, dq_i):
-        keys = _keys_of(at, cut.keys, batch, kv_head, j)
+        keys = _keys_of(shape, cut.keys, batch, kv_head, j)
         seen = _seen(
             _across(rows.tokens),
             _along(keys.tokens),
@@ -533,43 +541,43 @@ def _d_queries_body(at: Shape, cut: FilledTile, refs, dq, *more):
             _along(keys.ids(refs.get("segments"))),
         )
         d_weights = _times(tiles.dot(d_i, keys.load(refs["v"]), transpose_y=True), factor, 1)
-        d_weights = tiles.narrow(jnp.where(seen, d_weights + d_total[:, None], 0), at.dtype)
+        d_weights = tiles.narrow(jnp.where(seen, d_weights + d_total[:, None], 0), shape.dtype)
         return dq_i + tiles.dot(d_weights, keys.load(refs["k"]))
 
     dq_i = lax.fori_loop(*blocks, step, dq_i)
-    if at.whole:
+    if shape.whole:
         of_q = _features(_wide(rows.load(refs["q"])))
-        rows.store(more[2], tiles.narrow(of_q, at.dtype))
+        rows.store(more[2], tiles.narrow(of_q, shape.dtype))
         dq_i *= jnp.minimum(of_q, 1)
     rows.store(dq, dq_i)
 
 
-def _d_keys_body(at: Shape, cut: FilledTile, refs, dk, dv):
+def _d_keys_body(shape: Shape, cut: FilledTile, refs, dk, dv):
     state, j = tiles.program_id(0), tiles.program_id(1)
-    batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
-    keys, n = _keys_of(at, cut.keys, batch, kv_head, j), lax.div(j * cut.keys, at.chunk)
+    batch, kv_head = lax.div(state, shape.num_kv), lax.rem(state, shape.num_kv)
+    keys, n = _keys_of(shape, cut.keys, batch, kv_head, j), lax.div(j * cut.keys, shape.chunk)
     k_ids = keys.ids(refs.get("segments"))
-    zero = jnp.zeros((cut.keys, at.wide), jnp.float32)
+    zero = jnp.zeros((cut.keys, shape.wide), jnp.float32)
     carry = zero, zero
-    if at.chunks > 1:
-        document = _last(at, refs, batch, n)
+    if shape.chunks > 1:
+        document = _last(shape, refs, batch, n)
 
         def add(columns, carry):
             dk_j, dv_j = carry
             v, k = keys.load(refs["v"], columns), keys.load(refs["k"], columns)
-            of_state = _slice_of_state(at, refs, state, n, columns, by_row=False)
+            of_state = _slice_of_state(shape, refs, state, n, columns, by_row=False)
             dk_j += tiles.dot(v, of_state, transpose_y=True)
-            return dk_j, dv_j + tiles.dot(k, _slice_of_state(at, refs, state, n, columns))
+            return dk_j, dv_j + tiles.dot(k, _slice_of_state(shape, refs, state, n, columns))
 
-        dk_j, dv_j = _sliced(at, add, carry)
-        dk_j += _totals(at, refs, state, n)
+        dk_j, dv_j = _sliced(shape, add, carry)
+        dk_j += _totals(shape, refs, state, n)
         carry = _only(dk_j, k_ids, document), _only(dv_j, k_ids, document)
     k_j, v_j = keys.load(refs["k"]), keys.load(refs["v"])
 
     def step(part, i, carry):
         dk_j, dv_j = carry
-        rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, i)
-        q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), _factor(at, rows, refs)
+        rows = _queries_of(shape, cut, batch, (kv_head * cut.parts + part) * cut.heads, i)
+        q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), _factor(shape, rows, refs)
         seen = _seen(
             _along(rows.tokens),
             _across(keys.tokens),
@@ -580,15 +588,15 @@ def _d_keys_body(at: Shape, cut: FilledTile, refs, dk, dv):
         d_weights = _times(tiles.dot(v_j, d_i, transpose_y=True), factor, 0)
         d_weights = jnp.where(seen, d_weights + rows.load(refs["d_denominator"])[None], 0)
         return (
-            dk_j + tiles.dot(tiles.narrow(d_weights, at.dtype), q_i),
-            dv_j + tiles.dot(tiles.narrow(weights, at.dtype), d_i),
+            dk_j + tiles.dot(tiles.narrow(d_weights, shape.dtype), q_i),
+            dv_j + tiles.dot(tiles.narrow(weights, shape.dtype), d_i),
         )
 
-    first, end = lax.div(j * cut.keys, cut.queries), (n + 1) * (at.chunk // cut.queries)
+    first, end = lax.div(j * cut.keys, cut.queries), (n + 1) * (shape.chunk // cut.queries)
     for part in range(cut.parts):
         carry = lax.fori_loop(first, end, functools.partial(step, part), carry)
     dk_j, dv_j = carry
-    if at.whole:
+    if shape.whole:
         dk_j *= jnp.minimum(_features(_wide(keys.load(refs["raw"]))), 1)
     keys.store(dk, dk_j)
     keys.store(dv, dv_j)

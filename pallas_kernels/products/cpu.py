@@ -35,7 +35,7 @@ def times_rows(x, w) -> jax.Array:
         return xla.times_rows(x, w)
 
     def columns(i, out):
-        own = lax.dynamic_slice_in_dim(w, i * strip, strip)
-        return lax.dynamic_update_slice_in_dim(out, xla.times_rows(own, x), i * strip, 0)
+        part = lax.dynamic_slice_in_dim(w, i * strip, strip)
+        return lax.dynamic_update_slice_in_dim(out, xla.times_rows(part, x), i * strip, 0)
 
     return lax.fori_loop(0, len(w) // strip, columns, jnp.zeros((len(w), len(x)), jnp.float32)).T

@@ -320,9 +320,9 @@ def _backward(
                 sums[name] += x.sum(0, keepdims=True)
 
             if how is not None:
-                h, own = after, at.take(ins["y"])
+                h, branch = after, at.take(ins["y"])
                 factor = None if gate is None else at.take_each(ins["gate"])
-                y = own if gate is None else own * factor
+                y = branch if gate is None else branch * factor
                 after = _joined(y, h, parts)
             if scale is not None:
                 r = _inverse_rms(after, tile.columns, eps)
@@ -337,7 +337,7 @@ def _backward(
                 add("by_h", d * h)
                 d_y = d * vector["y_scale"]
                 if gate is not None:
-                    at.give_each(outs["gate"], (d_y * own).sum(1, keepdims=True))
+                    at.give_each(outs["gate"], (d_y * branch).sum(1, keepdims=True))
                     d_y *= factor
                 at.give(outs["y"], d_y)
                 d *= vector["h_scale"]
