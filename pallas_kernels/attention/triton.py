@@ -83,16 +83,16 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     d_out = d_out.astype(v.dtype)
     masks = q_segments, k_segments, window, offset, scale, block
     call = _Call("queries", q, k, *masks)
-    given = [q, k, v, out, lse, d_out]
+    inputs = [q, k, v, out, lse, d_out]
     if d_lse is not None:
-        given.append(d_lse)
+        inputs.append(d_lse)
     body = functools.partial(_queries, d_lse is not None)
     results = [(q, dtype), (call.sums, jnp.float32)]
-    dq, delta = call.run(body, "attention_queries", call.grid_of_queries, given, results, 3)
+    dq, delta = call.run(body, "attention_queries", call.grid_of_queries, inputs, results, 3)
     call = _Call("keys", q, k, *masks)
-    given = [q, k, v, d_out, lse, delta]
+    inputs = [q, k, v, d_out, lse, delta]
     dk, dv = call.run(
-        _keys, "attention_keys", call.grid_of_keys, given, [(k, dtype), (v, dtype)], 4
+        _keys, "attention_keys", call.grid_of_keys, inputs, [(k, dtype), (v, dtype)], 4
     )
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
@@ -144,17 +144,17 @@ class _Call:
             )
             self.masks += [q_segments, k_segments, *q_ranges, *k_ranges]
 
-    def run(self, body, name, grid, given, results, products) -> Any:
+    def run(self, body, name, grid, inputs, results, products) -> Any:
         """body(shape, operands, masks, results), arrays as [B, tokens times heads, C] or without C:
         no copy."""
-        given = [x.reshape(self.batch, -1, *x.shape[3:]) for x in given]
+        inputs = [x.reshape(self.batch, -1, *x.shape[3:]) for x in inputs]
         shapes = [
             jax.ShapeDtypeStruct((self.batch, x.shape[1] * x.shape[2], *x.shape[3:]), to)
             for x, to in results
         ]
         return tiles.call(
             functools.partial(body, self.shape),
-            *given,
+            *inputs,
             *self.masks,
             name=name,
             grid=grid,

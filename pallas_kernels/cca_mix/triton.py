@@ -237,7 +237,7 @@ _mix.defvjp(_mix_fwd, _mix_bwd)
 def _call(shape, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
     columns, by_channel, by_head, bias, temperature, table, segments = saved
     scales = jnp.concatenate([jnp.ones((shape.heads,), jnp.float32), temperature])
-    given = {
+    inputs = {
         "x": columns,
         "by_channel": by_channel,
         "by_head": by_head.astype(shape.dtype),
@@ -246,21 +246,21 @@ def _call(shape, body, saved, gradients, name, grid, out_shapes, *, flops, passe
         "table": table,
         "segments": segments,
     }
-    given |= {f"d{i}": d for i, d in enumerate(gradients)}
-    given = {name: x for name, x in given.items() if x is not None and x.size}
+    inputs |= {f"d{i}": d for i, d in enumerate(gradients)}
+    inputs = {name: x for name, x in inputs.items() if x is not None and x.size}
     others = sum(
-        given[n].size * given[n].dtype.itemsize
+        inputs[n].size * inputs[n].dtype.itemsize
         for n in ("by_head", "table", "segments")
-        if n in given
+        if n in inputs
     )
     shares = sum(x.size * 4 for x in out_shapes if x.dtype == jnp.float32 and x.ndim != 3)
 
     def run(*refs):
-        body(shape, _Refs(shape, dict(zip(given, refs, strict=False))), *refs[len(given) :])
+        body(shape, _Refs(shape, dict(zip(inputs, refs, strict=False))), *refs[len(inputs) :])
 
     return tiles.call(
         run,
-        *given.values(),
+        *inputs.values(),
         name=name,
         grid=grid,
         out_shapes=out_shapes,

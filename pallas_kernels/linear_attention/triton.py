@@ -82,8 +82,8 @@ def _whole_fwd(q, k, v, segments, chunk):
 def _whole_bwd(chunk, saved, d_out):
     q, k, v, segments, states, out, denominator = saved
     shape = shape_of(q, k, segments, chunk, whole=True)
-    given = {"q": q, "k": features(k), "v": v, "d": d_out, "out": out, "denominator": denominator}
-    return *_gradients(shape, given, k, segments, states), None
+    inputs = {"q": q, "k": features(k), "v": v, "d": d_out, "out": out, "denominator": denominator}
+    return *_gradients(shape, inputs, k, segments, states), None
 
 
 _whole.defvjp(_whole_fwd, _whole_bwd)
@@ -103,25 +103,25 @@ def _parts_fwd(q, k, v, segments, chunk):
 def _parts_bwd(chunk, saved, d):
     q, k, v, segments, states = saved
     shape = shape_of(q, k, segments, chunk, whole=False)
-    given = {"q": q, "k": k, "v": v, "d": d[0].astype(v.dtype), "d_denominator": d[1]}
-    return *_gradients(shape, given, None, segments, states), None
+    inputs = {"q": q, "k": k, "v": v, "d": d[0].astype(v.dtype), "d_denominator": d[1]}
+    return *_gradients(shape, inputs, None, segments, states), None
 
 
 _parts.defvjp(_parts_fwd, _parts_bwd)
 
 
-def _call(shape: Shape, kernel, body, given, segments, grid, outs, flops, cut=None):
+def _call(shape: Shape, kernel, body, inputs, segments, grid, outs, flops, cut=None):
     """body(refs by name, results)."""
     if shape.segments:
-        given = given | {"segments": segments}
+        inputs = inputs | {"segments": segments}
     tile = cut.tile if cut else Tile(0, 0)
 
     def run(*refs):
-        body(dict(zip(given, refs, strict=False)), *refs[len(given) :])
+        body(dict(zip(inputs, refs, strict=False)), *refs[len(inputs) :])
 
     return tiles.call(
         run,
-        *given.values(),
+        *inputs.values(),
         name=f"linear_{kernel}",
         grid=grid,
         out_shapes=outs,
@@ -139,7 +139,7 @@ def _entering(shape: Shape, k, v, segments) -> tuple[jax.Array, jax.Array] | Non
     return _carried(shape, states, totals, segments, back=False)
 
 
-def _states(shape: Shape, given, segments, of_keys):
+def _states(shape: Shape, inputs, segments, of_keys):
     """k^T v and the sum of k of each chunk's rows of a document, float32, or q^T d and that of q
     d_denominator."""
     cut = shape.cut("states")
@@ -163,7 +163,7 @@ def _states(shape: Shape, given, segments, of_keys):
         shape,
         "states",
         functools.partial(_states_body, shape, cut, columns, of_keys),
-        given,
+        inputs,
         segments,
         (states[0], shape.chunks, across),
         [
@@ -211,39 +211,39 @@ def _outputs(shape: Shape, q, k, v, segments, states):
     return out.reshape(q.shape), denominator.reshape(q.shape[:3])
 
 
-def _gradients(shape: Shape, given, raw, segments, states):
+def _gradients(shape: Shape, inputs, raw, segments, states):
     """dq, dk, dv; `d` among the given arrays is the gradient of the output, or of the numerator;
     `raw` are the keys before their features are made."""
-    q, k, v, d = (given[name] for name in ("q", "k", "v", "d"))
+    q, k, v, d = (inputs[name] for name in ("q", "k", "v", "d"))
     cut = shape.cut("d_queries")
     results = {"dq": _result(q.shape, q.dtype)}
     if shape.whole:  # with these the other kernels need neither the output nor the denominator
         results |= {name: _result(q.shape[:3], jnp.float32) for name in ("d_denominator", "factor")}
         results["q"] = results["dq"]
-    found = _call(
+    arrays = _call(
         shape,
         "d_queries",
         functools.partial(_d_queries_body, shape, cut),
-        _flat(**given) | _named(states),
+        _flat(**inputs) | _named(states),
         segments,
         _grid_of_queries(shape, cut),
         list(results.values()),
         _flops(shape, cut, 2),
         cut,
     )
-    found = dict(zip(results, found, strict=True))
-    dq = found.pop("dq")
-    known = _flat(q=q, d=d, d_denominator=given.get("d_denominator")) | found
+    arrays = dict(zip(results, arrays, strict=True))
+    dq = arrays.pop("dq")
+    operands = _flat(q=q, d=d, d_denominator=inputs.get("d_denominator")) | arrays
     states = None
     if shape.chunks > 1:
-        asked, totals = _states(shape, known, segments, of_keys=False)
-        states = _carried(shape, asked, totals, segments, back=True)
+        products, totals = _states(shape, operands, segments, of_keys=False)
+        states = _carried(shape, products, totals, segments, back=True)
     cut = shape.cut("d_keys")
     dk, dv = _call(
         shape,
         "d_keys",
         functools.partial(_d_keys_body, shape, cut),
-        known | _flat(k=k, v=v, raw=raw) | _named(states),
+        operands | _flat(k=k, v=v, raw=raw) | _named(states),
         segments,
         (shape.batch * shape.num_kv, -(-shape.length // cut.keys)),
         [_result(x.shape, x.dtype) for x in (k, v)],
@@ -367,9 +367,8 @@ def _states_body(shape: Shape, cut: FilledTile, columns, of_keys, refs, states, 
         if of_keys:
             rows = _keys_of(shape, cut.queries, batch, kv_head, block)
             x = _only(rows.load(refs["k"]), rows.ids(refs.get("segments")), document)
-            return products + tiles.dot(
-                x, rows.load(refs["v"], place), transpose_x=True
-            ), total + _wide(x).sum(0)
+            products += tiles.dot(x, rows.load(refs["v"], place), transpose_x=True)
+            return products, total + _wide(x).sum(0)
         rows = _queries_of(shape, cut, batch, (kv_head * cut.parts + part) * cut.heads, block)
         x = _only(rows.load(refs["q"]), rows.ids(refs.get("segments")), document)
         total += (_wide(x) * rows.load(refs["d_denominator"])[:, None]).sum(0)
@@ -396,27 +395,26 @@ def _carry_body(shape: Shape, size, back, refs, states, totals):
     ahead = min(AHEAD, shape.chunks)
     parts = -(-refs["states"].shape[-1] // size)
 
-    def run(given, result, start, size):
-        places, real = tiles.within(start, size, given.shape[-1])
+    def run(parts_of, result, start, size):
+        places, real = tiles.within(start, size, parts_of.shape[-1])
         real = jnp.ones(size, bool) if real is None else real
 
         def step(i, carry):
-            found = []
+            chunks = []
             for count in range(ahead):
                 n = i * ahead + count
-                there = real & (n < shape.chunks)
+                exists = real & (n < shape.chunks)
                 n = jnp.minimum(n, shape.chunks - 1)
                 if back:
                     n = shape.chunks - 1 - n
-                x = tiles.load(given.at[state, n, places], mask=there, other=0)
+                x = tiles.load(parts_of.at[state, n, places], mask=exists, other=0)
                 link = None
                 if shape.segments:
                     link = _last(shape, refs, batch, n) == _last(shape, refs, batch, n - 1)
-                found.append((n, there, x, link))
-            for n, there, x, link in found:
-                tiles.store(
-                    result.at[state, n, places], tiles.narrow(carry, result.dtype), mask=there
-                )
+                chunks.append((n, exists, x, link))
+            for n, exists, x, link in chunks:
+                entered = tiles.narrow(carry, result.dtype)
+                tiles.store(result.at[state, n, places], entered, mask=exists)
                 kept = carry if link is None else jnp.where(link, carry, jnp.zeros_like(carry))
                 carry = kept + x
             return carry
@@ -468,9 +466,8 @@ def _slice_of_state(shape: Shape, refs, state, n, columns, by_row=True):
     some, real = tiles.within(columns[0], columns[1], shape.channels)
     places, real_places = tiles.within(jnp.int32(0), shape.wide, shape.channels)
     if by_row:
-        return tiles.take(
-            refs["states"], state, n, rows=some, columns=places, real=(real, real_places)
-        )
+        masks = real, real_places
+        return tiles.take(refs["states"], state, n, rows=some, columns=places, real=masks)
     return tiles.take(refs["states"], state, n, rows=places, columns=some, real=(real_places, real))
 
 

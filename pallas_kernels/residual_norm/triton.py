@@ -63,8 +63,8 @@ def _read_fwd(h, scale, eps, dtype):
 
 def _read_bwd(eps, dtype, saved, d):
     h, scale = saved
-    found = _backward(h, d[1], norm=(scale, eps), d_x=(d[0],))
-    return found.d_h, found.d_norm
+    gradients = _backward(h, d[1], norm=(scale, eps), d_x=(d[0],))
+    return gradients.d_h, gradients.d_norm
 
 
 _read.defvjp(_read_fwd, _read_bwd)
@@ -77,8 +77,8 @@ def _join(y, h, how, gate):
 
 def _join_bwd(saved, d):
     y, h, how, gate = saved
-    found = _backward(h, d, joined=(y, how, gate))
-    return found.d_y, found.d_h, vectors(found.sums, how), found.d_gate
+    gradients = _backward(h, d, joined=(y, how, gate))
+    return gradients.d_y, gradients.d_h, vectors(gradients.sums, how), gradients.d_gate
 
 
 _join.defvjp(lambda *args: (_join(*args), args), _join_bwd)
@@ -95,8 +95,8 @@ def _join_and_read_fwd(y, h, how, scale, eps, dtype):
 
 def _join_and_read_bwd(eps, dtype, saved, d):
     y, h, how, scale = saved
-    found = _backward(h, d[0], norm=(scale, eps), d_x=(d[1],), joined=(y, how, None))
-    return found.d_y, found.d_h, vectors(found.sums, how), found.d_norm
+    gradients = _backward(h, d[0], norm=(scale, eps), d_x=(d[1],), joined=(y, how, None))
+    return gradients.d_y, gradients.d_h, vectors(gradients.sums, how), gradients.d_norm
 
 
 _join_and_read.defvjp(_join_and_read_fwd, _join_and_read_bwd)
@@ -129,12 +129,12 @@ def _join_and_read_wide_bwd(eps, dtype, kernel_dtype, saved, d):
         precision=precision,
         preferred_element_type=jnp.float32,
     ).astype(dtype)
-    found = _backward(h, d_after, norm=(scale, eps), d_x=(d_x, wide), joined=(y, how, None))
+    gradients = _backward(h, d_after, norm=(scale, eps), d_x=(d_x, wide), joined=(y, how, None))
     return (
-        found.d_y,
-        found.d_h,
-        vectors(found.sums, how),
-        found.d_norm,
+        gradients.d_y,
+        gradients.d_h,
+        vectors(gradients.sums, how),
+        gradients.d_norm,
         d_kernel.astype(kernel.dtype),
     )
 
@@ -164,11 +164,11 @@ class _Tile(NamedTuple):
             rows = row + lax.broadcasted_iota(jnp.int32, (self.tall, 1), 0) < self.rows
         if self.wide != self.columns:
             columns = lax.broadcasted_iota(jnp.int32, (1, self.wide), 1) < self.columns
-        given = [
+        masks = [
             jnp.broadcast_to(m, (self.tall, self.wide)) for m in (rows, columns) if m is not None
         ]
-        if given:
-            both = functools.reduce(jnp.logical_and, given)
+        if masks:
+            both = functools.reduce(jnp.logical_and, masks)
         return rows, columns, both
 
     def like(self, x) -> jax.ShapeDtypeStruct:
@@ -198,7 +198,7 @@ def _call(body, tile: _Tile, arrays, out_shapes, name: str):
     )
 
 
-class _At:
+class _Block:
     """A program's access to its rows of the arrays, from `row` on."""
 
     def __init__(self, tile: _Tile, row: Any):
@@ -250,16 +250,16 @@ def _forward(y, h, how, scale, eps, dtype):
     def body(y, h, y_scale, y_bias, h_scale, h_bias, scale, after, x, inverse):
         first = tiles.program_id(0) * tile.tall * tile.steps
         columns = [
-            _At(tile, first).vector(ref) for ref in (y_scale, y_bias, h_scale, h_bias, scale)
+            _Block(tile, first).vector(ref) for ref in (y_scale, y_bias, h_scale, h_bias, scale)
         ]
 
         def step(i, _):
-            at = _At(tile, first + i * tile.tall)
-            joined = _joined(at.take(y), at.take(h), columns[:4])
+            block = _Block(tile, first + i * tile.tall)
+            joined = _joined(block.take(y), block.take(h), columns[:4])
             r = _inverse_rms(joined, tile.columns, eps)
-            at.give(after, joined)
-            at.give(x, joined * r * columns[4])
-            at.give_each(inverse, r)
+            block.give(after, joined)
+            block.give(x, joined * r * columns[4])
+            block.give_each(inverse, r)
             return 0
 
         lax.fori_loop(0, tile.steps, step, 0)
@@ -301,33 +301,33 @@ def _backward(
     tile = _tile(h.size // shape[-1], shape[-1], name)
     _, how, gate = joined or (h, None, None)
     scale, eps = norm or (None, 0.0)
-    given, made, names = _operands(tile, h, d_h, scale, d_x, joined)
+    inputs, outputs, names = _operands(tile, h, d_h, scale, d_x, joined)
 
     def body(*refs):
-        ins = dict(zip(given, refs, strict=False))
-        outs = dict(zip(made, refs[len(ins) :], strict=True))
+        ins = dict(zip(inputs, refs, strict=False))
+        outs = dict(zip(outputs, refs[len(ins) :], strict=True))
         first = tiles.program_id(0) * tile.tall * tile.steps
-        top = _At(tile, first)
+        top = _Block(tile, first)
         vectors = [name for name in (*Joining._fields, "scale") if name in ins]
         vector = {name: top.vector(ins[name]) for name in vectors}
         parts = [vector[name] for name in Joining._fields] if how is not None else []
 
         def step(i, sums):
-            at, sums = _At(tile, first + i * tile.tall), dict(zip(names, sums, strict=True))
-            d, after = at.take(ins["d_h"]), at.take(ins["h"])
+            block, sums = _Block(tile, first + i * tile.tall), dict(zip(names, sums, strict=True))
+            d, after = block.take(ins["d_h"]), block.take(ins["h"])
 
             def add(name, x):
                 sums[name] += x.sum(0, keepdims=True)
 
             if how is not None:
-                h, branch = after, at.take(ins["y"])
-                factor = None if gate is None else at.take_each(ins["gate"])
+                h, branch = after, block.take(ins["y"])
+                factor = None if gate is None else block.take_each(ins["gate"])
                 y = branch if gate is None else branch * factor
                 after = _joined(y, h, parts)
             if scale is not None:
                 r = _inverse_rms(after, tile.columns, eps)
                 x = after * r
-                d_x = sum(at.take(ins[name]) for name in given if name.startswith("d_x"))
+                d_x = sum(block.take(ins[name]) for name in inputs if name.startswith("d_x"))
                 add("scale", d_x * x)
                 d_x = d_x * vector["scale"]
                 d += r * (d_x - x * ((d_x * x).sum(1, keepdims=True) / tile.columns))
@@ -337,11 +337,11 @@ def _backward(
                 add("by_h", d * h)
                 d_y = d * vector["y_scale"]
                 if gate is not None:
-                    at.give_each(outs["gate"], (d_y * branch).sum(1, keepdims=True))
+                    block.give_each(outs["gate"], (d_y * branch).sum(1, keepdims=True))
                     d_y *= factor
-                at.give(outs["y"], d_y)
+                block.give(outs["y"], d_y)
                 d *= vector["h_scale"]
-            at.give(outs["h"], d)
+            block.give(outs["h"], d)
             return tuple(sums.values())
 
         nothing = jnp.zeros((1, tile.wide), jnp.float32)
@@ -351,15 +351,15 @@ def _backward(
             row = tiles.program_id(0) * len(names) + i
             tiles.store(outs["sums"].at[row, top.columns], x[0], mask=mask)
 
-    results = _call(body, tile, list(given.values()), list(made.values()), name)
-    found = dict(zip(made, results, strict=True))
-    shares = found["sums"].reshape(tile.programs, len(names), tile.columns)
+    results = _call(body, tile, list(inputs.values()), list(outputs.values()), name)
+    arrays = dict(zip(outputs, results, strict=True))
+    shares = arrays["sums"].reshape(tile.programs, len(names), tile.columns)
     sums = dict(zip(names, shares.sum(0), strict=True))
     return _Gradients(
-        found["h"].reshape(shape).astype(h.dtype),
+        arrays["h"].reshape(shape).astype(h.dtype),
         sums.get("scale"),
-        found["y"].reshape(shape) if how is not None else None,
-        found["gate"].reshape(gate.shape) if gate is not None else None,
+        arrays["y"].reshape(shape) if how is not None else None,
+        arrays["gate"].reshape(gate.shape) if gate is not None else None,
         [sums[name] for name in names if name != "scale"],
     )
 
@@ -368,22 +368,22 @@ def _operands(tile, h, d_h, scale, d_x, joined) -> tuple[dict[str, Any], dict[st
     """Operands and results of `_backward`'s kernel, by name, and the names of the sums, which it
     makes side by side."""
     y, how, gate = joined or (h, None, None)
-    given: dict[str, Any] = {"h": _flat(h), "d_h": _flat(d_h)}
-    given |= {f"d_x{i}": _flat(d) for i, d in enumerate(d_x)}
-    made: dict[str, Any] = {"h": tile.like(jnp.float32)}
+    inputs: dict[str, Any] = {"h": _flat(h), "d_h": _flat(d_h)}
+    inputs |= {f"d_x{i}": _flat(d) for i, d in enumerate(d_x)}
+    outputs: dict[str, Any] = {"h": tile.like(jnp.float32)}
     names = []
     if scale is not None:
-        given["scale"] = scale
+        inputs["scale"] = scale
         names.append("scale")
     if how is not None:
-        given |= {"y": _flat(y), **how._asdict()}
-        made["y"] = tile.like(y.dtype)
+        inputs |= {"y": _flat(y), **how._asdict()}
+        outputs["y"] = tile.like(y.dtype)
         names += ["total", "by_y", "by_h"]
     if gate is not None:
-        given["gate"] = gate.reshape(-1)
-        made["gate"] = jax.ShapeDtypeStruct((tile.rows,), jnp.float32)
-    made["sums"] = jax.ShapeDtypeStruct((tile.programs * len(names), tile.columns), jnp.float32)
-    return given, made, names
+        inputs["gate"] = gate.reshape(-1)
+        outputs["gate"] = jax.ShapeDtypeStruct((tile.rows,), jnp.float32)
+    outputs["sums"] = jax.ShapeDtypeStruct((tile.programs * len(names), tile.columns), jnp.float32)
+    return inputs, outputs, names
 
 
 def _flat(x):
