@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import shutil
 import threading
 
@@ -15,7 +16,7 @@ from refusals import check_storage_error
 from saved_trees import restore_tree, save_tree
 
 from zaya_jax.checkpoint import boxes, folders, layout, seal, writing
-from zaya_jax.checkpoint.run import look, retention, store
+from zaya_jax.checkpoint.run import look, retention, store, timings
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint
@@ -395,3 +396,15 @@ def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_pa
     )
     run.save(4, metrics={"loss": 2.0, "skipped": 0.0, "eval/loss": 1.0})
     assert visible(tmp_path) == ["4"]
+
+
+def test_times_are_written_down(tmp_path):
+    run = Run(tmp_path)
+    run.save(1)
+    run.store.restore(1, like(state(1)), boxes.of_tree(state(1)), lambda x: x)
+    save, load = map(json.loads, (tmp_path / timings.TIMES).read_text().splitlines())
+    assert (save["kind"], [*save["stages"]]) == ("save", [*timings.STAGES])
+    assert save["bytes"] == sum(x.nbytes for x in jax.tree.leaves(state(1)))
+    assert (load["kind"], {*load["stages"]}) == ("load", {"verify", "read", "place"})
+    figures = {f"checkpoint/{stage}_seconds" for stage in ("held", *timings.STAGES)}
+    assert run.store.figures().keys() == figures and run.store.figures() == {}

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from data_helpers import assert_same, in_memory
+from refusals import check_refused
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
@@ -89,6 +90,12 @@ def test_what_would_have_come_later_comes_now():
     )
     # at step 12 it had come to the 17th
     assert_same(after(config(**alone), [[7, 5], [6, 6]], 6, 10), whole[17:27])
+
+
+@pytest.mark.parametrize("another", [{"left_out": [[3, 2]]}, {"order": 0}])
+def test_a_state_of_another_order_is_refused(another):
+    _, state = stopped(config(), 6)
+    check_refused("a different data order", lambda: stream(config()).set_state(state | another))
 
 
 @pytest.mark.parametrize("seed", range(4))

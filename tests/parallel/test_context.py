@@ -172,6 +172,23 @@ def test_the_projection_does_not_wait_for_the_halo():
     assert all(str(v) in waiting for v in program.outvars)
 
 
+@pytest.mark.slow
+def test_the_ring_needs_no_more_memory_on_more_devices():
+    """1024 tokens per device: gathered keys and values grow with the number of devices, a ring's
+    don't."""
+
+    @functools.cache
+    def temporaries(parts, by_ring):
+        spread = Spread(context=parts, ring=by_ring)
+        compiled = compiled_layer(spread, batch=1, length=1024 * parts, channels=32)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    own = 2 * 1024 * 2 * 32 * 4  # a device's keys and values
+    assert temporaries(8, True) < temporaries(4, True) + own / 10
+    assert temporaries(8, False) > temporaries(4, False) + 4 * own
+    assert temporaries(8, True) < temporaries(8, False) / 3
+
+
 # Skipped blocks, and the balance of work
 
 
