@@ -10,6 +10,7 @@ import measured_figures
 import numpy as np
 import pytest
 from measured_figures import figures_of
+from multiprocess_runs import start
 from refusals import check_error, check_refused
 
 from experiments.characterize import collectives
@@ -247,3 +248,17 @@ def test_the_page_shows_what_a_part_of_a_node_loses():
         if "broadcast" in line
     ]
     assert [row[-2] for row in rows[:3]] == ["14%", "43%", "100%"] and rows[0][-3] == "4 MiB"
+
+
+@pytest.mark.slow
+def test_two_processes_measure_as_one(tmp_path):
+    options = [f"--out={tmp_path / 'out'}", "--seconds=0.001"]
+    with start(
+        ["-m", "experiments.characterize", "collectives", *options], 2, tmp_path / "log", devices=2
+    ) as run:
+        results = run.wait(200)
+    assert [r.code for r in results] == [0, 0], results
+    assert "4 x cpu in 1 node(s) of 2 process(es)" in results[0].out and not results[1].out.strip()
+    found = measured.load(tmp_path / "out" / "collectives.json")
+    assert {c.num_devices for c in found.collectives} == {2, 4} and found.num_processes == 2
+    assert {c.name for c in found.collectives} == set(measured.BUS)

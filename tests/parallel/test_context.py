@@ -1,11 +1,13 @@
 """Sequences cut over devices: traffic, skipped blocks, balance of work, a new token's attention to
 a cache in parts, and LASP-2; test_axes.py has loss and gradients."""
 
+import dataclasses
 import functools
 
 import formulas
 import jax
 import jax.numpy as jnp
+import mesh_helpers
 import numpy as np
 import pytest
 import rivals
@@ -20,11 +22,13 @@ from pallas_kernels.linear_attention import linear_attention
 from pallas_kernels.rotary import rope_table
 from zaya_jax import config
 from zaya_jax.compiled import buffers, hlo, launches
+from zaya_jax.model import zaya
 from zaya_jax.model.cache import LayerSlice
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context, linear, ring, tree
-from zaya_jax.parallel.spread import Spread
+from zaya_jax.parallel.spread import Spread, spread_of
+from zaya_jax.training import step as steps
 
 BATCH, LENGTH = 2, 64
 
@@ -461,6 +465,23 @@ def test_one_all_gather_each_way_whatever_the_length(length):
     assert [(c.kind, c.bytes, c.times) for c in both] == [
         ("all-gather", n, 1) for n in (forward, backward)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_linear_layers_of_a_model_gather_states_alone(remat):
+    """Besides the halo's traffic, each layer gathers once forward and once backward, repeated or
+    not."""
+    settings = mesh_helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)
+    settings = dataclasses.replace(settings, mesh=config.Mesh(context=4), remat=remat)
+    mesh, run = mesh_helpers.program(settings, 4)
+    args = mesh_helpers.parameters(settings), zaya.init_balance(settings.model)
+    batch = steps.put_batch(mesh, mesh_helpers.batch(), 1, spread_of(settings.mesh, mesh.shape))
+    found = hlo.collectives(run.lower(*args, batch).compile())
+    gathers = [(c.bytes, c.times) for c in found if c.kind == "all-gather" and c.in_loop]
+    model, rows = settings.model, mesh_helpers.ROWS
+    expected = formulas.gathered_bytes(4, rows, model.num_key_value_heads, model.head_dim)
+    assert gathers == [(n, model.num_hidden_layers) for n in expected]
 
 
 def test_the_states_do_not_wait_for_the_work_within_a_device():
