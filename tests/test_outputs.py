@@ -113,3 +113,19 @@ def test_a_device_without_room_is_a_line_with_the_way_out(capsys):
     assert err.startswith(f"error: {full}; take a smaller data.micro_batch")
     assert err.count("\n") == 1 and (ROOT / "docs/howto/out_of_memory.md").exists()
     check_error(RuntimeError, "INTERNAL", lambda: cli.exit_code(lambda: fill("INTERNAL: another")))
+
+
+@pytest.mark.parametrize(
+    ("line", "option"), [("runs/x is in use", "--workdir="), ("3 saves failed in a row", "")]
+)
+def test_an_error_names_the_option_of_the_value_that_it_begins_with(
+    line, option, monkeypatch, capsys
+):
+    words = ["program", "--workdir=runs/x", "--config.checkpoint.every_steps=3"]
+    monkeypatch.setattr(sys, "argv", words)
+
+    def refuse():
+        raise cli.UserError(line)
+
+    assert cli.exit_code(refuse) == cli.BAD_INPUT
+    assert capsys.readouterr().err == f"error: {option}{line}\n"

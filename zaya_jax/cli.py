@@ -54,13 +54,16 @@ def _option_of(line: str, arguments: list[str]) -> str:
     """The option, with `=`, of the value that an error's line begins with; "" if no option gave it,
     or several did.
 
-    The library's errors begin with what was given, and do not know the options of programs.
+    The library's errors begin with what was given, and do not know the options of programs. A
+    plain number counts something: "3 saves failed".
     """
     words = [word for argument in arguments for word in argument.split("=", 1)]
     options = {
         f"{option}="
         for option, value in itertools.pairwise(words)
-        if option.startswith("--") and line.startswith((f"{value} ", f"{value}: "))
+        if option.startswith("--")
+        and not value.isdigit()
+        and line.startswith((f"{value} ", f"{value}: "))
     }
     return options.pop() if len(options) == 1 else ""
 
