@@ -276,17 +276,16 @@ def _kernel_seconds(
     program: launches.Program, seconds: Callable[[launches.GpuKernel], dict[str, float]]
 ) -> dict[str, float]:
     """The time of all kernels but collectives, by what binds each."""
+    parts = [seconds(kernel) for kernel in program.kernels]
     idle = []  # seconds in which each kernel leaves the HBM to copies beside it
-    for kernel in program.kernels:
-        parts = seconds(kernel)
+    for kernel, part in zip(program.kernels, parts, strict=True):
         beside = kernel.collective or kernel.name in program.under
-        idle.append(0.0 if beside else kernel.times * (max(parts.values()) - parts["memory"]))
+        idle.append(0.0 if beside else kernel.times * (max(part.values()) - part["memory"]))
     totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
-    for kernel in program.kernels:
+    for kernel, part in zip(program.kernels, parts, strict=True):
         if not kernel.collective:
-            parts = seconds(kernel)
-            binds = max(parts, key=lambda part: parts[part])
-            exposed = kernel.times * parts[binds]
+            binds = max(part, key=lambda name: part[name])
+            exposed = kernel.times * part[binds]
             for place in range(*program.under.get(kernel.name, (0, 0))):
                 covered = min(exposed, idle[place])
                 exposed -= covered

@@ -143,7 +143,6 @@ class Spikes:
         self._normal = [*self._normal, pair][-LEVEL:]
 
     def _levels(self) -> np.ndarray:  # of loss and norm
-
         return np.median(self._normal, 0)
 
     def _limits(self, levels: np.ndarray) -> np.ndarray:
