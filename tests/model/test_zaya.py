@@ -311,6 +311,17 @@ def test_it_is_its_definition():
     np.testing.assert_array_equal(out.counts, [[22, 0], [22, 0]])
 
 
+def test_packed_documents_of_a_dense_model_are_documents_alone():
+    model = dense(layer_types=("hybrid", "hybrid_sliding"), sliding_window=3)
+    params, bias = model_helpers.weights(model)
+    ids = jax.random.randint(jax.random.key(1), (1, 12), 0, 32)
+    segments = jnp.asarray([[1] * 5 + [2] * 7])
+    positions = jnp.asarray([[*range(5), *range(7)]])
+    packed = outputs(model, params, bias, ids, segments, positions).hidden
+    alone = [outputs(model, params, bias, ids[:, a:b]).hidden for a, b in ((0, 5), (5, 12))]
+    np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), atol=2e-6)
+
+
 def test_the_7b_shape():
     model = config.check(dense_7b.get_config()).model
     counts = zaya.param_counts(model)
