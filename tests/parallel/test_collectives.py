@@ -445,5 +445,4 @@ def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
         assert sorted(x for x in found if x[2] is not None) == once
         own = num_experts // devices
         bound = formulas.most_temporaries(num, devices, dim, width, own, 4, backward)
-        # On two devices a CPU's blocks of three heights need less than half of it.
-        assert 0.4 * bound < program.memory_analysis().temp_size_in_bytes <= bound
+        assert 0.5 * bound < program.memory_analysis().temp_size_in_bytes <= bound
