@@ -40,7 +40,7 @@ def main() -> int:
     from zaya_jax.cluster import multihost
     from zaya_jax.hardware import host
     from zaya_jax.run import train
-    from zaya_jax.training import fork, notes, recipe
+    from zaya_jax.training import fork, notes, recipe, unused
     from zaya_jax.training.workdir import folder_of
 
     if args.describe:
@@ -50,7 +50,11 @@ def main() -> int:
             )
         )
         recipe.check(planned, planned.config.run.fork_step)
-        print(notes.phase_table(planned))
+        print(
+            notes.phase_table(planned),
+            *map("note: {}".format, unused.notes(planned.config)),
+            sep="\n",
+        )
         return cli.DONE
     # on CPUs: freed memory stays with the process, steps are dispatched one by one
     host.keep_memory()

@@ -19,7 +19,7 @@ from zaya_jax.report.document import Page, Section, Table, Tile, write_results
 from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
 from zaya_jax.text import tokenizers
-from zaya_jax.training import recipe
+from zaya_jax.training import recipe, unused
 
 KINDS = (
     "weights",
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     # report mistakes before compiling
     programs = [_program(config, segment, devices, args.at_once) for segment in segments]
     settings = dict.fromkeys(sizing.describe(program.config, args.target) for program in programs)
-    made_with = [_kernels(config, devices[0]), *filter(None, settings)]
+    made_with = [_kernels(config, devices[0]), *filter(None, settings), *unused.notes(config)]
     print(*made_with, sep="\n", flush=True)
 
     rows: list[dict[str, Any]] = []

@@ -24,6 +24,7 @@ from zaya_jax.plan.phases import PlannedPhase
 from zaya_jax.plan.rates import Rates
 from zaya_jax.report.document import Page, Section, Table, write_results
 from zaya_jax.report.text import byte_size, duration, shape_of_step
+from zaya_jax.training import unused
 
 # of expert, context and tensor that a search tries: they should stay within a node
 SIZES = (1, 2, 4, 8)
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "source": cluster.source,
         "devices": args.devices,
         "date": time.strftime("%Y-%m-%d"),
-        "notes": notes,
+        "notes": [*notes, *unused.notes(config)],
         "phases": [_phase(phase, cluster, rates, args.search) for phase in phases],
         "assumed": _assumed(rates, hours),
     }

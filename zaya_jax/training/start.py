@@ -30,7 +30,7 @@ from zaya_jax.data import pipeline
 from zaya_jax.hardware import sizing
 from zaya_jax.model import own_parts, zaya
 from zaya_jax.text import tokenizers
-from zaya_jax.training import fork
+from zaya_jax.training import fork, unused
 from zaya_jax.training import recipe as recipe_lib
 from zaya_jax.training import state as states
 from zaya_jax.training.logs import say
@@ -102,7 +102,7 @@ def plan_start(reached: int, recipe: Recipe, tokenizer: tokenizers.Tokenizer) ->
         state,
         tokenizer,
         stream,
-        notes + stream.batches.notes,
+        notes + unused.notes_of_start(recipe, placed, reached) + stream.batches.notes,
     )
 
 

@@ -1,0 +1,148 @@
+"""A key that a config sets and that nothing reads is named at the start, with the reason."""
+
+import jax
+import pytest
+import tiny_runs
+
+from zaya_jax import config
+from zaya_jax.config import Mesh, Phase
+from zaya_jax.training import start, unused
+
+TWO_PHASES = (Phase(tokens=256, seq_len=8), Phase(tokens=256, seq_len=16))
+OWN_RATES = (Phase(tokens=256, lr=1e-3), Phase(tokens=256, lr=1e-4))
+OWN_SOURCES = (Phase(tokens=256, mixture=("web=1",)), Phase(tokens=256, mixture=("code=1",)))
+DENSE = {
+    "model.model_type": "dense",
+    "model.num_experts": 1,
+    "model.intermediate_size": 32,
+    "model.moe_intermediate_size": 2048,  # the default
+    "model.router_hidden_size": 256,
+}
+SLIDING = {"model.layer_types": ("hybrid", "hybrid_sliding")}
+OWN_LAYER = {"model.layer": "somewhere:Layer"}
+FLOAT32 = {"precision.compute": "float32"}
+
+# (a key and its value, what makes it idle, words of the reason, what makes it count)
+CASES = [
+    ("run.beta", 0.3, {}, "run.preference is none", None),
+    ("run.spike_deviations", 4.0, {}, "run.skip_update is not spike", {"run.skip_update": "spike"}),
+    ("run.changed_source", True, {}, "names no model.layer", OWN_LAYER),
+    *(
+        (key, value, {"optim.name": "adamw"}, "optim.name is adamw", {"optim.name": "muon"})
+        for key, value in (
+            ("optim.momentum", 0.9),
+            ("optim.nesterov", False),
+            ("optim.muon_scale", "spectral"),
+            ("optim.newton_schulz", "polar_express"),
+            ("optim.newton_schulz_steps", 6),
+            ("precision.newton_schulz", "float32"),
+            ("precision.momentum", "bfloat16"),
+        )
+    ),
+    *(
+        (key, value, DENSE, "model.model_type is dense", {})
+        for key, value in (
+            ("model.moe_intermediate_size", 64),
+            ("model.router_hidden_size", 16),
+            ("model.cca_time0", 3),
+            ("model.cca_time1", 3),
+            ("precision.router", "bfloat16"),
+            ("balance.lr", 0.1),
+            ("balance.b1", 0.8),
+            ("balance.b2", 0.8),
+            ("balance.dead_after", 50),
+        )
+    ),
+    ("model.intermediate_size", 64, {}, "model.model_type is not dense", DENSE),
+    ("model.sliding_window", 4, {}, "is hybrid_sliding", SLIDING),
+    ("balance.lr", 0.1, {"balance.enabled": False}, "balance.enabled is False", {}),
+    ("precision.matmul", "highest", {"precision.compute": "bfloat16"}, "bfloat16", FLOAT32),
+    ("guard.spike_deviations", 9.0, {"guard.spike_steps": 0}, "guard.spike_steps is 0", {}),
+    ("guard.rollbacks", 2, {"guard.spike_steps": 0}, "guard.spike_steps is 0", {}),
+    ("eval.tasks_every", 50, {}, "eval.tasks names none", {"eval.tasks": ("arc_easy",)}),
+    ("eval.tasks_limit", 50, {}, "eval.tasks names none", {"eval.tasks": ("arc_easy",)}),
+    ("eval.tasks_path", "mine", {}, "eval.tasks names none", {"eval.tasks": ("arc_easy",)}),
+    ("eval.every", 50, {"eval.windows": 0}, "eval.windows is 0", {}),
+    ("checkpoint.keep_best", 2, {"eval.windows": 0}, "eval.windows is 0", {"eval.every": 8}),
+    (
+        "checkpoint.keep_best",
+        2,
+        {"eval.every": 100, "checkpoint.every_steps": 7},
+        "a multiple of both",
+        {"eval.every": 100, "checkpoint.every_steps": 50},
+    ),
+    (
+        "schedule.final_lr_fraction",
+        0.1,
+        {"schedule.decay_fraction": 0.0},
+        "schedule.decay_fraction is 0",
+        {"schedule.decay_fraction": 0.0, "schedule.decay_steps": 5},
+    ),
+    ("schedule.decay_fraction", 0.5, {"schedule.phases": OWN_RATES}, "has its own lr", {}),
+    (
+        "data.path",
+        "text",
+        {"data.mixture": ("web=1",)},
+        "mixtures",
+        {"data.mixture": ("text/a=1",)},
+    ),
+    ("data.path", "text", {"schedule.phases": OWN_SOURCES}, "mixtures take its place", {}),
+    ("data.mixture", ("web=1",), {"schedule.phases": OWN_SOURCES}, "has its own", {}),
+    ("data.seq_len", 8, {"schedule.phases": TWO_PHASES}, "each of schedule.phases has its own", {}),
+    ("optim.lr", 0.1, {"schedule.phases": OWN_RATES}, "each of schedule.phases has its own", {}),
+    ("optim.lr", 1e-4, {"schedule.phases": TWO_PHASES}, "", {"schedule.phases": OWN_RATES}),
+    ("mesh.expert", 2, {"schedule.phases": (Phase(tokens=256, mesh=Mesh()),)}, "has its own", {}),
+]
+
+
+def said_of(key, settings):
+    """The sentences that name a key."""
+    return [line for line in unused.notes(settings) if f"config.{key}=" in line]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_a_key_that_nothing_reads_is_named_with_the_reason(case):
+    key, value, idle, because, used = case
+    said = said_of(key, made(idle, key, value))
+    if because:
+        assert len(said) == 1 and because in said[0].partition(" no effect: ")[2], said
+        assert f"config.{key}={value!r}" in said[0]
+    else:
+        assert not said
+    if used is not None:
+        assert not said_of(key, made(used, key, value))
+
+
+def made(changes, key, value):
+    """A small config with these keys."""
+    keys = {"precision.compute": "bfloat16", "optim.name": "muon"} | changes | {key: value}
+    return tiny_runs.settings(**keys)
+
+
+def test_a_preference_reads_beta():
+    keys = {"run.preference": "dpo", "run.init_from": "runs/a", "balance.enabled": False}
+    chats = {"data.chats": True, "data.packing": "best_fit", "run.beta": 0.3}
+    assert not said_of("run.beta", tiny_runs.settings(**keys, **chats))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in config.SHIPPED.glob("[a-z]*.py")))
+def test_shipped_configs_set_nothing_in_vain(name):
+    if name != "finetune":  # it needs a model
+        said = unused.notes(config.read_config(f"experiments/configs/{name}.py"))
+        # those of `tiny`, which it starts from
+        assert [line for line in said if "config.data.seq_len=256" not in line] == []
+
+
+def test_a_start_says_it_with_what_its_devices_and_steps_do_not_have(tmp_path):
+    text = tiny_runs.write_corpus(tmp_path / "text")
+    keys = {"data.path": text, "run.num_steps": 4, "run.beta": 0.3}
+    keys |= {"mesh.fsdp": True, "mesh.ring": True, "log.profile": "9:2"}
+    settings = tiny_runs.settings(**keys)
+    recipe, tokenizer = start.load_recipe(settings, tmp_path / "run")
+    said = [x for x in start.plan_start(0, recipe, tokenizer).notes if "no effect" in x]
+    assert len(jax.devices()) > 1  # so that fsdp has one
+    assert said == [
+        "note: config.run.beta=0.3 has no effect: run.preference is none",
+        "note: config.mesh.ring=True has no effect: the axis that it is about has one device here",
+        "note: config.log.profile=9:2 has no effect: this start has steps 1 to 4",
+    ]
