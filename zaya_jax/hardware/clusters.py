@@ -26,7 +26,8 @@ class Cluster:
     def of_devices(self, count: int) -> "Cluster":
         """The cluster of so many of its devices, in nodes of equal size: 12 are two nodes of
         six."""
-        return dataclasses.replace(self, node=devices_of_a_node(count, self.node))
+        divisors = (n for n in range(min(self.node, count), 0, -1) if count % n == 0)
+        return dataclasses.replace(self, node=next(divisors))
 
     def bandwidth(self, members: Sequence[int]) -> float:
         """The rate at which each of these devices can send in a collective over all of them.
@@ -74,11 +75,6 @@ CLUSTERS = {
     )
     for chip in ("h200", "h100")
 }
-
-
-def devices_of_a_node(count: int, most: int) -> int:
-    """Devices of a node, where `count` devices form nodes of equal size."""
-    return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 
 def of_chip(name: str) -> Cluster:

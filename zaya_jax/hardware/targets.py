@@ -21,7 +21,6 @@ from zaya_jax.config import UserError
 from zaya_jax.hardware import chips, clusters, sizing
 
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
-A_NODE = 8  # GPUs of a node
 GIB = 1 << 30
 # XLA repeats instructions to stay below a limit: in a run what JAX takes of the memory, of an absent
 # chip this share.
@@ -41,10 +40,10 @@ class Target(NamedTuple):
 
 def _gpu(platform: str, memory: int, name: str, about: str, versions: str) -> Target:
     told = int(memory * sizing.memory_share() / OF_ABSENT)
-    limits = "threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 "
-    limits += "threads_per_core_limit: 2048 fpus_per_core: 128"
     text = (
-        f"gpu_device_info {{ {limits} device_memory_size: {told} {about} }} {versions} "
+        "gpu_device_info { threads_per_block_limit: 1024 block_dim_limit_x: 2147483647"
+        " threads_per_core_limit: 2048 fpus_per_core: 128"
+        f" device_memory_size: {told} {about} }} {versions} "
         f'platform_name: "{platform.upper()}" device_description_str: "{name}"'
     )
     return Target(platform, memory, text)
@@ -122,11 +121,9 @@ def devices(name: str, count: int, figures: str = "") -> list[Any]:
     )
     jax.devices("cpu")  # the plugins that JAX finds by itself are registered then
     _register(target.platform)
-    a_node = clusters.devices_of_a_node(count, A_NODE)
+    node = clusters.of_chip(name).of_devices(count).node
     topology = topologies.get_topology_desc(
-        platform=target.platform,
-        target_config=target.text,
-        topology=f"1x{count // a_node}x{a_node}",
+        platform=target.platform, target_config=target.text, topology=f"1x{count // node}x{node}"
     )
     return list(topology.devices)
 
