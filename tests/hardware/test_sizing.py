@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from jax._src.lib import xla_client
 from measured_figures import FAST, SLOW, figures_of
 from refusals import check_refused
 
@@ -252,6 +253,21 @@ def test_what_the_user_set_stays():
     before = dict(environ)
     sizing.set_for_platform(environ=environ)
     assert environ == before
+
+
+@pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
+def test_the_memory_s_share_is_the_user_s_under_either_name(name, monkeypatch):
+    """JAX refuses a start with both."""
+    given = {"JAX_PLATFORMS": "cuda", name: "0.95"}
+    sizing.set_for_platform(environ=given)
+    names = [key for key in given if "MEM_FRACTION" in key]
+    assert names == [name] and sizing.memory_share(given) == 0.95
+    empty = {"JAX_PLATFORMS": "cuda", name: ""}  # as none, for JAX too
+    sizing.set_for_platform(environ=empty)
+    for key, value in empty.items():
+        monkeypatch.setenv(key, value)
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    assert sizing.memory_share(empty) == options["memory_fraction"] == sizing.MEMORY_SHARE
 
 
 def test_the_platform_is_what_jax_will_choose(monkeypatch):

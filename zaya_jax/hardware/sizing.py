@@ -198,13 +198,14 @@ def two_levels_under(config: Config) -> int:
     return value("two levels", figures=figures_at(config.hardware.figures)).value
 
 
-def settled(config: Config, num_devices: int | None) -> Config:
-    """A phase's config with those switches of its mesh on that its figures ask for."""
+def settled(config: Config, num_devices: int) -> Config:
+    """A phase's config with those switches of its mesh on that its figures ask for; `num_devices` is 0
+    where no devices are known."""
     figures, mesh = figures_at(config.hardware.figures), config.mesh
     if not figures or mesh.context == 1 or mesh.tsp:
         return config
     node = figures.num_devices // figures.num_nodes
-    nodes = (num_devices or 0) / node
+    nodes = num_devices / node
     if nodes and nodes % mesh.context == 0 and node % mesh.tensor == 0:
         config = _switched(config, "across", figures)
     return _switched(config, "ring", figures)  # whose rule asks where the context's devices are
@@ -274,8 +275,10 @@ PLATFORMS: dict[str, Flags] = {
 }
 
 # JAX takes three quarters of a GPU's memory by default; RCCL, NCCL and the kernels' own need the
-# rest. A GPU alone has neither, and may give JAX more, by the variable.
-MEMORY_SHARE, OF_MEMORY = 0.90, "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# rest. A GPU alone has neither, and may give JAX more, by the variable: its former name, which older
+# versions of JAX know too, and its name of today.
+MEMORY_SHARE = 0.90
+SHARE_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 
 
 def compiler_flags(platform: str, figures: str = "") -> Flags:
@@ -325,12 +328,14 @@ def set_for_platform(figures: str = "", environ: MutableMapping[str, str] = os.e
         ours = merged("", compiler_flags(name)).split()
         kept_flags = [word for word in environ.get("XLA_FLAGS", "").split() if word not in ours]
         environ["XLA_FLAGS"] = merged(" ".join(kept_flags), compiler_flags(name, figures))
-        environ.setdefault(OF_MEMORY, str(MEMORY_SHARE))
+        if not any(map(environ.get, SHARE_VARIABLES)):  # JAX refuses both together
+            environ[SHARE_VARIABLES[0]] = str(MEMORY_SHARE)
 
 
 def memory_share(environ: Mapping[str, str] = os.environ) -> float:
     """The share of a GPU's memory that JAX takes: the environment's, otherwise MEMORY_SHARE."""
-    return float(environ.get(OF_MEMORY, MEMORY_SHARE))
+    given = filter(None, map(environ.get, SHARE_VARIABLES))
+    return float(next(given, MEMORY_SHARE))
 
 
 # ################################################################################################
