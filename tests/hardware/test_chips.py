@@ -36,8 +36,9 @@ def test_float32_is_tf32_unless_all_its_bits_are_asked_for(kind, bfloat16, tf32,
         assert peak_flops(kind, Precision(compute="float32", matmul=matmul)) == expected
 
 
-def test_an_unknown_chip_has_no_peak():
-    assert peak_flops("cpu", Precision()) is None
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"])
+def test_an_unknown_chip_or_slower_card_has_no_peak(kind):
+    assert peak_flops(kind, Precision()) is None
 
 
 def test_a_group_gets_the_cards_of_its_devices_in_a_node():

@@ -29,11 +29,17 @@ CHIPS = {
     "h200": DataSheet(_HOPPER, 4.8e12, 4.8e12, 128),
     "h100": DataSheet(_HOPPER, 3.35e12, 3.35e12, 128),
 }
+# "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" have lower peaks than the H100 of the table.
+SLOWER_CARDS = ("pcie", "nvl")
 
 
 def named(kind: str) -> str | None:
-    """The name in CHIPS of a chip by JAX's device_kind; None for an unknown chip."""
-    return next((name for name in CHIPS if name in kind.lower()), None)
+    """The name in CHIPS of a chip by JAX's device_kind; None for an unknown chip, and for a card
+    that runs a known one slower."""
+    kind = kind.lower()
+    if any(card in kind for card in SLOWER_CARDS):
+        return None
+    return next((name for name in CHIPS if name in kind), None)
 
 
 def peak_flops(kind: str, precision: Precision) -> float | None:
