@@ -116,7 +116,9 @@ def main() -> int:
     # Made here, so that wrong options are refused before the model is read.
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     texts = [read_prompt(args.prompt_file)] if args.prompt_file else args.prompt or [""]
-    for option, values in (("--prompt", texts), ("--stop", args.stop)):
+    if args.system and not args.chat:
+        raise UserError("--system applies to a conversation; give --chat or omit it")
+    for option, values in (("--prompt", texts), ("--stop", args.stop), ("--system", [args.system])):
         if any("\ud800" <= c <= "\udfff" for value in values for c in value):
             raise UserError(f"{option} is not UTF-8; convert it")
     if "" in args.stop:

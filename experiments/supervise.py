@@ -142,17 +142,15 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
 
 def workdir_of(training: list[str]) -> Path:
     """The --workdir among the training's options; the last one, as it is the training's."""
-    folder = None
-    for i, option in enumerate(training):
-        name, _, value = option.lstrip("-").partition("=")
-        if option.startswith("-") and name == "workdir":
-            folder = value or "".join(training[i + 1 : i + 2])
-            fields.check_path("--workdir", folder)
+    options = cli.Parser(add_help=False)
+    options.add_argument("--workdir")
+    folder = options.parse_known_args(training)[0].workdir
     if folder is None:
         raise UserError(
             "--workdir=DIR is missing after --; give the training's options there, its folder among"
             " them"
         )
+    fields.check_path("--workdir", folder)
     return Path(folder)
 
 

@@ -179,6 +179,8 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         ),
         (["--model={run}", "--seed=4294967296"], "must be at least 0 and at most 4,294,967,295"),
         (["--model={run}", "--prompt=caf\udce9"], "--prompt is not UTF-8; convert it"),
+        (["--model={run}", "--chat", "--system=caf\udce9"], "--system is not UTF-8; convert it"),
+        (["--model={run}", "--system=a"], "--system applies to a conversation; give --chat"),
         (["--model={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
         (["--model={run}", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--model={run}", "--stop="], "--stop= is empty"),

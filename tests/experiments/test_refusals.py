@@ -136,6 +136,16 @@ def ended(here, called):
             )
         ),
         *(("checkpoint", options) for options in (["verify", "--workdir=file:///dev/null/x"],)),
+        *(
+            ("supervise", ["--", *options])
+            for options in (
+                [],
+                ["--workdir"],
+                # a variable that is not set
+                ["--workdir=", "--config=new"],
+                ["--workdir", "--config=new"],
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60],
 )
