@@ -395,6 +395,17 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     assert run.notes == ["Left out of metrics.jsonl: 10 unreadable lines."]
 
 
+def test_an_integer_beyond_all_floats_is_not_finite(tmp_path):
+    huge = "1" + "0" * 400
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"step": 1, "loss": {huge}, "a": [{huge}]}}\n{{"step": 2, "loss": 1}}\n{{"step": {huge}}}\n'
+    )
+    run = read_workdir(tmp_path)
+    assert run.series["loss"].bad_steps == [1] and not run.vectors["a"].finite.size
+    assert run.recorded.tolist() == [1, 2]
+    assert run.notes == ["Left out of metrics.jsonl: 1 unreadable line."]
+
+
 def test_of_several_lines_of_a_step_the_last_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         lines(

@@ -341,7 +341,7 @@ def _row(value: list) -> np.ndarray | None:
 def _record(line: bytes) -> dict | None:
     """A line of metrics.jsonl; None where it is none."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_int=float)  # an integer may be beyond any float: infinite
     except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
