@@ -1,7 +1,9 @@
 """Rules of logs: each finds its own lines and no harmless one, floods are counted, the first cause
 is found."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +97,65 @@ def test_lines_of_trouble_are_named(kind):
         if names(kind, line, TRACEBACK) != [wanted]
     ]
     assert not wrong
+
+
+# The words of this project's messages on which its own rules depend, {} for a value.
+OUR_WORDS = {
+    "process gone": ["gone: killed, or crashed"],
+    "process silent": [
+        "silent for {}",
+        "did not reach {}",
+        "did not come within",
+        "gave no answer",
+    ],
+    "process stood still": ["this process stood still for"],
+    "coordinator silent": ["{} 0 does not answer at {}"],
+    "device computes wrongly": ["computes wrongly"],
+    "error of another process": ["error: process {} on {}: {}"],
+    "loss not finite": ["skipped, not finite", "the loss of the last step is not finite"],
+    "checkpoint damaged": ["is damaged", "; no copy in {} is whole"],
+    "save failed": [
+        "saves failed in a row",
+        "step {} is NOT saved",
+        "mend the storage",
+        "{} cannot be written (",
+    ],
+    "copy failed": ["but its copy is NOT", "has no complete copy of step"],
+    "data damaged": ["tokens become padding", "restore the shard"],
+    "data read again": ["reading %s failed (%s); attempt"],
+    "interrupted": ["interrupted by {}"],
+}
+
+
+def our_messages():
+    """All texts of the package, with {} for the values in them."""
+    for path in (multiprocess_runs.ROOT / "zaya_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(part, "value", "{}") for part in node.values]
+                yield "".join(part if isinstance(part, str) else "{}" for part in parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_rules_of_our_own_messages_have_their_words():
+    """Messages were put better, and their rules found them no more."""
+    messages = "\n".join(our_messages())
+    rules = {rule.name: rule for rule in log_rules.load("process")}
+    found = list(lines("process"))
+    for name, all_words in OUR_WORDS.items():
+        examples = [line for wanted, line in found if wanted == name] + [rules[name].example]
+        for words in all_words:
+            assert words in messages, f"{name}: no message says {words!r} any more"
+            said = re.escape(words).replace(r"\{\}", ".*").replace("%s", ".*")
+            assert any(re.search(said, line) for line in examples), f"{name}: no line has {words!r}"
+
+
+def test_a_number_that_is_no_process_is_none():
+    """The leader refuses a finding of such a process, and its own agent ended by that."""
+    line = f"error: cpu:3 of process {10**20} on n1 computes wrongly: other bits than itself"
+    (found,) = log_rules.Matcher().feed(0, line)
+    assert (found.name, found.process) == ("device computes wrongly", 0)
 
 
 def test_harmless_lines_are_passed_over():
