@@ -291,6 +291,16 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
     assert "died" in out and "\x1b" not in out and "\u202e" not in out
 
 
+def test_an_event_after_one_that_was_cut_short_is_read(tmp_path):
+    """A kill, or a full disk, leaves half a line, and the next event was lost with it."""
+    log = events.EventLog(tmp_path, "agent")
+    log.add("started")
+    log.path.write_bytes(log.path.read_bytes()[:-20])
+    log.add("died", seen='{"kind": of a quoted line')
+    log.add("ended")
+    assert [event.kind for event in events.read(tmp_path)] == ["died", "ended"]
+
+
 @pytest.mark.slow
 def test_a_run_hurt_in_every_way_names_each_fault_and_has_the_bits_of_one_left_alone(
     tmp_path, capsys

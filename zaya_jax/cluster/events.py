@@ -99,8 +99,8 @@ def printable(text: str) -> str:
 
 
 def read(workdir: str | Path) -> list[RunEvent]:
-    """All events of a run by their time; truncated or hand-edited lines are counted and left
-    out."""
+    """All events of a run by their time; lines that cannot be read are counted and left out. A line
+    that was cut short takes no other with it."""
     events: list[RunEvent] = []
     left_out = 0
     for name in FILES.values():
@@ -121,7 +121,8 @@ def read(workdir: str | Path) -> list[RunEvent]:
 
 def _event(line: bytes) -> RunEvent:
     """An error if a field is of another type, or a number that others compute with is not valid."""
-    message = json.loads(line)
+    begin = line.rfind(b'{"kind"')  # a line cut short by a kill has the next one at its end
+    message = json.loads(line[max(begin, 0) :])
     fields = {name: message[name] for name in _FIELDS if name in message}
     for name, value in fields.items():
         if isinstance(value, str):
