@@ -94,7 +94,7 @@ def make_state(gb: float, mesh: jax.sharding.Mesh) -> dict:
 
 def copier(state: dict) -> Any:
     """The program that copies a state, as `training.snapshot` has it."""
-    spread = jax.tree.map(lambda x: layout.spread(x.shape, x.dtype, x.sharding), state)
+    spread = jax.tree.map(lambda x: layout.cut_replicas(x.shape, x.dtype, x.sharding), state)
     return jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=spread)
 
 

@@ -82,7 +82,7 @@ def bucket_of(total, cut, each):
     return boxes.Locations({"w": whole}, {"bucket": leaf}, parts)
 
 
-def test_the_plan_gives_each_process_its_part():
+def test_each_process_writes_its_part():
     """Four processes of two devices: an array that is cut, and nine that all devices hold."""
     parts, shapes = [], {"cut": (16, 4)} | {f"whole{i}": (10 + i, 10) for i in range(9)}
     for name, (rows, width) in shapes.items():
@@ -91,11 +91,11 @@ def test_the_plan_gives_each_process_its_part():
             box = (slice(first, last), slice(0, width))
             parts.append(boxes.LocatedBox(name, box, name, device, box))
     arrays = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-    plan = boxes.Locations(arrays, arrays, parts).plan()
-    assert sum(plan.bytes.values()) == sum(4 * rows * width for rows, width in shapes.values())
-    assert max(plan.bytes.values()) - min(plan.bytes.values()) <= 800
-    assert {part.name for its in plan.parts.values() for part in its} == set(shapes)
-    for process, its in plan.parts.items():
+    writers = boxes.Locations(arrays, arrays, parts).writers()
+    assert sum(writers.bytes.values()) == sum(4 * rows * width for rows, width in shapes.values())
+    assert max(writers.bytes.values()) - min(writers.bytes.values()) <= 800
+    assert {part.name for its in writers.parts.values() for part in its} == set(shapes)
+    for process, its in writers.parts.items():
         assert all(part.device.process_index == process for part in its)
 
 
@@ -111,20 +111,22 @@ def test_the_plan_gives_each_process_its_part():
 def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, chunk):
     monkeypatch.setattr(layout, "PART_BYTES", 16 * 4 * 4)
     whole = np.random.default_rng(0).normal(size=(total, 4)).astype(np.float32)
-    plan = bucket_of(total, cut, each).plan()
-    assert plan.arrays["w"].chunk == (chunk, 4) and sum(plan.bytes.values()) == whole.nbytes
+    writers = bucket_of(total, cut, each).writers()
+    assert writers.arrays["w"].chunk == (chunk, 4) and sum(writers.bytes.values()) == whole.nbytes
     sums = {}
-    for parts in plan.parts.values():  # each process in turn, with what its devices have
+    for parts in writers.parts.values():  # each process in turn, with what its devices have
         copies = {"bucket": {}}
         for part in parts:
             own = np.zeros((cut, 4), np.float32)
             part.view(own)[:] = whole[part.box]
             copies["bucket"][part.device] = own
-        found = writing.write_parts(tmp_path / "1", plan, parts, copies, writing.StageTimer())
+        found = writing.write_parts(
+            tmp_path / "1", writers.arrays, parts, copies, writing.StageTimer()
+        )
         assert not found.keys() & sums.keys()
         sums |= found
     assert len(sums) == -(-total // chunk)
-    frame = layout.metadata_files(tuple(plan.arrays.values()), {})
+    frame = layout.metadata_files(tuple(writers.arrays.values()), {})
     sums |= writing.write_files(tmp_path / "1", frame)
     writing.write_files(tmp_path / "1", {layout.MARKER: seal.Seal(sums, 1).to_bytes()})
     np.testing.assert_array_equal(ocp.load_checkpointables(tmp_path / "1")["state"]["w"], whole)

@@ -132,7 +132,7 @@ def test_each_device_holds_its_part_alone():
     size = sum(x.nbytes for x in jax.tree.leaves(here.logical()))
     # Arrays too small to cut are on all devices, and buckets have their padding.
     assert size <= has < 2 * size
-    assert sum(held.plan().bytes.values()) == size
+    assert sum(held.writers().bytes.values()) == size
     assert {name: x.shape for name, x in held.arrays.items()} == {
         name: x.shape for name, x in trees.flat(here.logical()).items()
     }

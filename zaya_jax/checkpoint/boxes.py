@@ -6,7 +6,7 @@ vectors in a row, slots that are not in use. A checkpoint has plain arrays. A li
 the two, each a box of a checkpoint's array that lies on one device:
 
     locations = Locations(arrays, leaves, parts)    for a run; `of_tree` if its arrays are the checkpoint's own
-    plan = locations.plan()                         the writer of each part, and the chunks of the arrays
+    writers = locations.writers()                   the writer of each part, and the chunks of the arrays
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Locations:
         leaves = {part.leaf: self.leaves[part.leaf] for part in parts}
         return Locations(arrays, leaves, parts)
 
-    def plan(self) -> Writers:
+    def writers(self) -> Writers:
         """The writer of each part; the same in every process."""
         copies: dict[tuple[str, Box], list[LocatedBox]] = defaultdict(list)
         for part in self.parts:
@@ -108,7 +108,7 @@ def of_tree(abstract: Any) -> Locations:
     """The locations of a tree whose arrays are the checkpoint's own, by their shardings."""
     leaves, parts = {}, []
     for name, x in trees.flat(abstract).items():
-        # without the numbers, which may be freed before the plan is
+        # without the numbers, which may be freed before the writers are chosen
         leaves[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         parts += parts_of(name, x)
     return Locations(leaves, leaves, parts)

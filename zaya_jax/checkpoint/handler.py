@@ -12,7 +12,6 @@ failure in any process fails the save in all.
 """
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import Awaitable
 from pathlib import Path
@@ -32,7 +31,7 @@ from zaya_jax.checkpoint.writing import DeviceParts
 from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError
 
-_STATE_PREFIX = f"{layout.STATE}/"
+_IN_STATE = f"{layout.STATE}/"
 
 
 class Handler:
@@ -122,7 +121,7 @@ def _snapshot(tree: Any) -> _Snapshot:
                 raise UserError(f"{name} is an array of one process alone; put it on the mesh")
             sharding = x.sharding
             if isinstance(sharding, NamedSharding):
-                sharding = layout.spread(x.shape, x.dtype, sharding)
+                sharding = layout.cut_replicas(x.shape, x.dtype, sharding)
             x = _copy_with(sharding)(x)
             copies[name] = {shard.device: shard.data for shard in x.addressable_shards}
         else:  # the same in each process; process 0 writes it
@@ -140,53 +139,38 @@ def _snapshot(tree: Any) -> _Snapshot:
     return boxes.of_tree(like), copies
 
 
-class _RelativeArray(layout.StoredArray):
-    """An array whose files are written below the state's folder, which has a passing name while
-    Orbax saves."""
-
-    @property
-    def folder(self) -> str:
-        return self.name
-
-
 def _write_together(folder: Path, step: str, snapshot: _Snapshot | Exception) -> str | None:
     """Writes this process's chunks, and in process 0 the list when all have; an error of any
-    process, in each. The snapshot is an error if none could be made, or no folder."""
+    process, in each.
+
+    `folder` is the state's, which has a passing name while Orbax saves. The snapshot is an error if
+    it or the folder could not be made.
+    """
 
     def write() -> Sums:
         if isinstance(snapshot, Exception):
             raise snapshot
         locations, device_parts = snapshot
-        plan = locations.plan()
-        me = jax.process_index()
-        arrays: dict[str, layout.StoredArray] = {
-            name: _RelativeArray(**vars(x)) for name, x in plan.arrays.items()
-        }
-        relative_plan = dataclasses.replace(plan, arrays=arrays)
+        writers = locations.writers()
+        mine = writers.parts.get(jax.process_index(), [])
         timer = writing.StageTimer()
-        parts = plan.parts.get(me, [])
-        sums = writing.write_parts(folder, relative_plan, parts, device_parts, timer)
+        sums = writing.write_parts(folder, writers.arrays, mine, device_parts, timer, _IN_STATE)
         if multihost.is_writer():
-            small = layout.metadata_files(tuple(plan.arrays.values()), {})
-            in_state = {
-                name.removeprefix(_STATE_PREFIX): content
-                for name, content in small.items()
-                if name.startswith(_STATE_PREFIX)
-            }
-            sums |= writing.write_files(folder, in_state)
+            small = layout.metadata_files(tuple(writers.arrays.values()), {})
+            in_state = {name: x for name, x in small.items() if name.startswith(_IN_STATE)}
+            sums |= writing.write_files(folder, in_state, _IN_STATE)
         return sums
 
-    def seal(sums_by_process: list[Sums]) -> None:
-        all_sums = {file: entry for sums in sums_by_process for file, entry in sums.items()}
-        for below in {folder / Path(file).parent for file in all_sums}:
+    def write_list(sums_by_process: list[Sums]) -> None:
+        sums = {name: entry for part in sums_by_process for name, entry in part.items()}
+        for below in {(folder / name.removeprefix(_IN_STATE)).parent for name in sums}:
             folders.sync_folder(below)
         number = next(iter(folders.steps_of([step])), 0)
-        listed = Seal({_STATE_PREFIX + file: entry for file, entry in all_sums.items()}, number)
-        writing.write_files(folder.parent, {layout.MARKER: listed.to_bytes()})
+        writing.write_files(folder.parent, {layout.MARKER: Seal(sums, number).to_bytes()})
         folders.sync_folder(folder.parent)
 
     name = f"save {folder.parent.parent / step}"
-    return writing.run_in_all_then_first(name, write, seal)
+    return writing.run_in_all_then_zero(name, write, write_list)
 
 
 def _local(folder: Any) -> Path:
@@ -224,7 +208,7 @@ def _load(source: SealedSource, like: Any) -> Any:
     wanted = trees.flat(like)
     placed = {name: x for name, x in wanted.items() if getattr(x, "sharding", None) is not None}
     on_host = wanted.keys() - placed.keys()
-    source.check(names=[f"{_STATE_PREFIX}{name}/" for name in on_host])
+    source.check(names=[f"{_IN_STATE}{name}/" for name in on_host])
     leaves = source.restore(placed)
     for name in on_host:
         x = source.read([name])

@@ -11,8 +11,8 @@ A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, wh
 
 Arrays are stored whole and un-padded, whatever mesh wrote them (except that, as zarr requires, the
 last chunk is padded where chunks do not divide a dimension). For a save, every sufficiently large
-array is sharded over all devices, even if the run replicates it (`spread`), so nothing is copied or
-written twice. `boxes` assigns the writers.
+array is sharded over all devices, even if the run replicates it (`cut_replicas`), so nothing is
+copied or written twice. `boxes` assigns the writers.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 CHUNK_BYTES = 32 << 20
 # arrays are cut over replicas, and layers into chunks of their own, down to this size
 PART_BYTES = 4 << 20
-MARKER = "checksums.json"
+MARKER = "checksums.json"  # the file of the seal (`seal`)
 # Orbax's own marker, where folders cannot be renamed
 COMMITTED, DONE = ("commit_success.txt", b"done\n")
 META = "meta/data.json"
@@ -209,7 +209,7 @@ def chunk_shape(
     return tuple(chunk)
 
 
-def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> NamedSharding:
+def cut_replicas(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> NamedSharding:
     """A sharding that also cuts replicated parts, over the devices that hold them; the same one
     where there is nothing to cut.
 

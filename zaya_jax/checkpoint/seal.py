@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import google_crc32c
@@ -84,19 +85,14 @@ def without_checksum(content: bytes) -> dict[str, Any]:
     raise ValueError("changed: it does not have its own checksum")
 
 
-def entry_of(content: Any) -> list[int]:
-    """The entry of a file that is not a chunk."""
-    return [len(content), crc32c(content), 0]
-
-
 def damage_in(content: bytes, entry: list[int]) -> str | None:
     """The damage in a file's content, compared with its entry; None if there is none."""
     return _damage_in([memoryview(content)], len(content), entry)
 
 
-def damage_in_file(path: str, entry: list[int]) -> str | None:
+def damage_in_file(path: Path, entry: list[int]) -> str | None:
     """The same of a file on the disk, without the memory of all of it."""
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         blocks = (memoryview(block) for block in iter(lambda: file.read(1 << 20), b""))
         return _damage_in(blocks, os.fstat(file.fileno()).st_size, entry)
 

@@ -4,7 +4,7 @@ Every byte of a checkpoint goes through `write_file`. A save goes:
 
     write_parts               each process: its parts of the arrays, as chunks (`boxes` says which)
     write_files               process 0: the small files
-    run_in_all_then_first     collects all processes' sums, or an error, in process 0, which then
+    run_in_all_then_zero      collects all processes' sums, or an error, in process 0, which then
     folders.commit            writes the list of all files and renames the folder
 """
 
@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from zaya_jax import trees
-from zaya_jax.checkpoint import layout, seal
-from zaya_jax.checkpoint.boxes import LocatedBox, Writers
+from zaya_jax.checkpoint import layout
+from zaya_jax.checkpoint.boxes import LocatedBox
 from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import TAIL, Sums, crc32c
 from zaya_jax.cluster import multihost
@@ -74,7 +74,7 @@ class _Assembler:
     """Puts chunks together that several devices hold parts of."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, tuple[np.ndarray, int]] = {}  # and how many numbers are missing
+        self.begun: dict[str, tuple[np.ndarray, int]] = {}  # and how many numbers are missing
 
     def add(
         self, array: StoredArray, name: str, chunk_box: Box, part_box: Box, numbers: np.ndarray
@@ -82,30 +82,29 @@ class _Assembler:
         """The chunk of this file's name, once it is complete."""
         if numbers.shape == array.chunk:
             return numbers
-        if name in self._begun:
-            chunk, missing = self._begun.pop(name)
+        if name in self.begun:
+            chunk, missing = self.begun.pop(name)
         else:
             chunk = np.zeros(array.chunk, array.dtype)
             missing = layout.volume(chunk_box)
         chunk[layout.within(part_box, chunk_box)] = numbers
         if missing == numbers.size:
             return chunk
-        self._begun[name] = chunk, missing - numbers.size
+        self.begun[name] = chunk, missing - numbers.size
         return None
-
-    def assert_empty(self) -> None:
-        """That one process holds all parts of each chunk."""
-        assert not self._begun, f"of {', '.join(self._begun)} other processes hold a part"
 
 
 def write_parts(
     folder: Path,
-    plan: Writers,
+    arrays: Mapping[str, StoredArray],
     parts: Sequence[LocatedBox],
     device_parts: DeviceParts,
     timer: StageTimer,
+    prefix: str = "",
 ) -> Sums:
-    """Writes one process's parts below a folder, fetching arrays from devices one by one.
+    """Writes one process's parts of some arrays, fetching them from devices one by one.
+
+    `folder` is the checkpoint's, or the one in it with whose name, `prefix`, its files' names begin.
 
     Peak host memory, besides the snapshot: one device's part of one array, a few chunks for each
     thread, and the chunks being assembled from several devices' parts (at most PART_BYTES each,
@@ -117,8 +116,8 @@ def write_parts(
 
     def submit_chunks(group: Iterable[LocatedBox], device_part: np.ndarray) -> None:
         for part in group:
-            array = plan.arrays[part.name]
-            (folder / array.folder).mkdir(parents=True, exist_ok=True)
+            array = arrays[part.name]
+            (folder / array.folder.removeprefix(prefix)).mkdir(parents=True, exist_ok=True)
             numbers = part.view(device_part)
             for index, chunk_box in array.chunks_overlapping(part.box):
                 name = array.file(index)
@@ -126,7 +125,8 @@ def write_parts(
                 piece = numbers[layout.within(inside, part.box)]
                 chunk = assembler.add(array, name, chunk_box, inside, piece)
                 if chunk is not None:
-                    waiting.append((name, pool.submit(write_chunk, folder / name, chunk, timer)))
+                    path = folder / name.removeprefix(prefix)
+                    waiting.append((name, pool.submit(write_chunk, path, chunk, timer)))
             # Otherwise a fast device would fill the host's memory with chunks that a slow disk has
             # yet to take.
             while len(waiting) > 4 * THREADS:
@@ -146,7 +146,7 @@ def write_parts(
             submit_chunks(group, fetched(leaf, device))
         while waiting:
             collect_first()
-    assembler.assert_empty()
+    assert not assembler.begun, f"of {', '.join(assembler.begun)} other processes hold a part"
     return sums
 
 
@@ -178,15 +178,16 @@ def write_chunk(path: Path, chunk: np.ndarray, timer: StageTimer | None = None) 
     return [raw.nbytes + TAIL, crc, TAIL]
 
 
-def write_files(folder: Path, files: Mapping[str, bytes]) -> Sums:
-    """Writes small files."""
+def write_files(folder: Path, files: Mapping[str, bytes], prefix: str = "") -> Sums:
+    """Writes small files; the folder as for `write_parts`."""
     for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_file(folder / name, [content])
-    return {name: seal.entry_of(content) for name, content in files.items()}
+        path = folder / name.removeprefix(prefix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, [content])
+    return {name: [len(content), crc32c(content), 0] for name, content in files.items()}
 
 
-def run_in_all_then_first(
+def run_in_all_then_zero(
     name: str, work: Callable[[], Any], end: Callable[[list[Any]], None], folder: Path | None = None
 ) -> str | None:
     """Runs `work` in all processes, then `end` in process 0 if all succeeded; returns any error in

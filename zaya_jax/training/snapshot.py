@@ -9,7 +9,7 @@ Three things have the same numbers:
     state       what the steps change: a parameter may lie whole on several devices
     copy        the state's arrays (`checkpoint_arrays`), each device's own part, so that nothing travels
                 for a save: ZeRO-1's buckets as they are, and of a parameter that several devices have
-                one part on each (`layout.spread`)
+                one part on each (`layout.cut_replicas`)
     checkpoint  an array for each weight, and for each of its moments, whatever the mesh; `locations`
                 says where they lie in a copy
 
@@ -166,7 +166,7 @@ class Snapshots:
 
 def _cut(x: Any) -> Any:
     """An array cut into parts, one for each device that has it."""
-    sharding = layout.spread(x.shape, x.dtype, x.sharding)
+    sharding = layout.cut_replicas(x.shape, x.dtype, x.sharding)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 

@@ -25,7 +25,7 @@ from zaya_jax.checkpoint.run.retention import Decisions
 from zaya_jax.checkpoint.seal import RUN, Seal
 from zaya_jax.checkpoint.storage import FileError, Unreachable, for_each
 from zaya_jax.checkpoint.vault import Vault, my_files
-from zaya_jax.checkpoint.writing import reason, run_in_all_then_first
+from zaya_jax.checkpoint.writing import reason, run_in_all_then_zero
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint as CheckpointKeys
 from zaya_jax.config import StorageError, UserError, fields
@@ -222,7 +222,7 @@ class Durable:
                 return f"{self._root / str(step)} is damaged: {damages[0]}"
             # From before the first of its files is written anew it is no complete copy any more.
             reopen = lambda _: self.vault.reopen(step)  # noqa: E731
-            if error := run_in_all_then_first("reopen", lambda: None, reopen):
+            if error := run_in_all_then_zero("reopen", lambda: None, reopen):
                 return error
 
         def send_files() -> list:
@@ -239,7 +239,7 @@ class Durable:
             parts = [(seconds | commit, size) for seconds, size in results]
             timings.record(self._root.parent, "copy", step, begun, parts)
 
-        error = run_in_all_then_first("copy sent", send_files, complete)
+        error = run_in_all_then_zero("copy sent", send_files, complete)
         if not error and multihost.is_writer():
             self._remove_obsolete()
         return error
@@ -383,4 +383,4 @@ class Durable:
             folders.commit(folder, self._root / str(step), Seal(listed.files, step, listed.run))
             self._say(f"step {step} was fetched from {self.vault.url}")
 
-        return run_in_all_then_first("fetched", fetch_files, commit, folder)
+        return run_in_all_then_zero("fetched", fetch_files, commit, folder)

@@ -30,7 +30,7 @@ from zaya_jax.config import Checkpoint as CheckpointKeys
 from zaya_jax.config import UserError, files
 
 DECISIONS = "decisions"  # in a checkpoint's small file
-FILE = "aegis/decisions.json"  # the run's own, in its workdir
+DECISIONS_FILE = "aegis/decisions.json"  # the run's own, in its workdir
 FIGURES = ("loss", "grad_norm", "skipped")  # by which a step is sound; saved with each checkpoint
 
 Decisions = Sequence[Mapping[str, Any]]

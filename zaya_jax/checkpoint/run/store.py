@@ -68,7 +68,7 @@ class Store:
         self._pending: concurrent.futures.Future | None = None
         self._failures = 0  # saves in a row
         self._last_error = ""
-        self._plan: tuple[Locations, Writers] | None = None
+        self._writers: tuple[Locations, Writers] | None = None
         # Seconds, carried to the record of the call that ends what they are a part of:
         self._asked_at = 0.0  # by wait_for_room to save
         self._verify_seconds = 0.0  # by find_newest to restore
@@ -101,15 +101,15 @@ class Store:
         """Begins to write a checkpoint of arrays that do not change any more, which lie as `locations`
         says; call `wait_for_room` before."""
         self._finish_save(None)
-        if self._plan is None or self._plan[0] != locations:
-            self._plan = locations, locations.plan()
+        if self._writers is None or self._writers[0] != locations:
+            self._writers = locations, locations.writers()
         processes = jax.process_count()
         meta = {**meta, "processes": processes, "run": folders.run_of(self.root)}
         # The training was held up since it asked whether a save can begin.
         waited = time.perf_counter() - self._asked_at if self._asked_at else 0.0
         self._asked_at = 0.0
         self._pending = self._thread.submit(
-            self._save, step, snapshot, self._plan[1], meta, time.time(), waited
+            self._save, step, snapshot, self._writers[1], meta, time.time(), waited
         )
 
     def save_now(
@@ -189,7 +189,7 @@ class Store:
         self,
         step: int,
         snapshot: DeviceParts,
-        plan: Writers,
+        writers: Writers,
         meta: dict[str, Any],
         begun: float,
         waited: float,
@@ -205,13 +205,14 @@ class Store:
                 # a list, since devices as keys are no pytree; arrays on the host are ready
                 jax.block_until_ready([[*parts.values()] for parts in snapshot.values()])
             folder.mkdir(parents=True, exist_ok=True)
-            sums = writing.write_parts(folder, plan, plan.parts.get(me, []), snapshot, timer)
+            mine = writers.parts.get(me, [])
+            sums = writing.write_parts(folder, writers.arrays, mine, snapshot, timer)
             if me == 0:
-                files = layout.metadata_files(tuple(plan.arrays.values()), meta)
+                files = layout.metadata_files(tuple(writers.arrays.values()), meta)
                 sums |= writing.write_files(folder, files)
             nonlocal written_at
             written_at = time.perf_counter()
-            return [sums, timer.seconds(), plan.bytes.get(me, 0)]
+            return [sums, timer.seconds(), writers.bytes.get(me, 0)]
 
         def commit(results: list) -> None:
             sums = {name: entry for part in results for name, entry in part[0].items()}
@@ -221,7 +222,7 @@ class Store:
             parts = [(stages | seconds, size) for _, stages, size in results]
             timings.record(self.root.parent, "save", step, begun, parts)
 
-        error = writing.run_in_all_then_first("save", write, commit, folder)
+        error = writing.run_in_all_then_zero("save", write, commit, folder)
         if error:
             self._report_failure(step, error)
             return error
@@ -290,7 +291,7 @@ class Store:
         here: otherwise a kill between them would have the next start fetch them.
         """
         self._tidy()
-        file = self.root.parent / retention.FILE
+        file = self.root.parent / retention.DECISIONS_FILE
         stale = retention.find_stale(Vault(self.root), decisions, file)
         newer = []
         if self.durable:
