@@ -82,7 +82,7 @@ def most_temporaries(
     """
     rows = slot_rows(num_tokens, devices) * devices * itemsize
     if not backward:
-        return rows * (3 * dim + 2 * width) + num_tokens * 2 * dim * 4
+        return rows * (4 * dim + 2 * width) + num_tokens * 2 * dim * 4
     gradients = 3 * experts * dim * width * 4 * min(most_rounds(num_tokens, devices), 2)
     return rows * (6 * dim + 7 * width) + num_tokens * 3 * dim * 4 + gradients
 
