@@ -194,6 +194,43 @@ def test_headers_of_turns_are_not_learnt(source, turns, expected, rewritten):
     assert learnt(tok, document) == expected and document.rewritten == rewritten
 
 
+# These write the answers of several turns as one, without anything between them: as they come, each
+# in a block, all in one block.
+MERGES = """{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}</s>
+{%- else %}{{ '<|assistant|>' if messages[loop.index0 - 1].role == 'user' }}BEGIN{{ m.content }}
+{{- '</s>' if loop.last }}END{% endif %}{% endfor %}"""
+MERGES_TURNS = MERGES.replace("BEGIN", "").replace("END", "")
+MERGES_BLOCKS = MERGES.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+MERGES_IN_A_BLOCK = """<|user|>{{ messages[0].content }}</s><|assistant|>
+{%- generation %}{{ messages[1].content }}{{ messages[2].content }}</s>{% endgeneration %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "expected", "rewritten"),
+    [
+        (MERGES_TURNS, (1, 1), ["two</s>"], 1),
+        (MERGES_TURNS, (0, 1), ["two</s>"], 0),
+        (MERGES_TURNS, (1, 0), None, 0),
+        (MERGES_BLOCKS, (1, 1), ["onetwo</s>"], 0),
+        (MERGES_BLOCKS, (0, 1), ["two</s>"], 0),
+        (MERGES_BLOCKS, (1, 0), ["one"], 0),
+        (MERGES_IN_A_BLOCK, (1, 1), ["onetwo</s>"], 0),
+        (MERGES_IN_A_BLOCK, (0, 1), None, 0),
+        (MERGES_IN_A_BLOCK, (1, 0), None, 0),
+    ],
+)
+def test_of_merged_answers_those_to_learn_are_learnt_and_counted(
+    source, weights, expected, rewritten
+):
+    turns = [user("q"), answer("one", weight=weights[0]), answer("two", weight=weights[1])]
+    tok, document, outcome = prepared(source, turns)
+    if expected is None:
+        assert document is None and outcome.endswith("writes no answer that can be learnt")
+        return
+    assert learnt(tok, document) == expected and document.rewritten == rewritten
+    assert document.answers == sum(weights) - rewritten
+
+
 def test_arguments_are_text_for_a_template_that_adds_them_to_text():
     talk = [user("q"), answer("", tool_calls=[CALL]), {"role": "function", "content": "4"}]
     tok, document, _ = prepared(FAMILIES["deepseek_v3"], talk)

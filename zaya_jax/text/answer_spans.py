@@ -89,7 +89,7 @@ class AnswerLocator:
             raise Incomplete(f"left out: the chat template does not write {REASONING}")
 
     def spans(self, closing_text: str, end_markers: Sequence[str]) -> Spans:
-        """Where the answers are that the template does not reword.
+        """Where the answers are that are to be learnt and that the template does not reword.
 
         `closing_text` is what the template writes behind an answer at the end of a conversation.
         `end_markers` may end an answer; the first of them does there.
@@ -107,28 +107,33 @@ class AnswerLocator:
             known = prompts.setdefault(self._turns[answer - 1].role if answer else "", [])
             start = self._answer_start(answer, body_start, known)
             known.append(self._text[self._previous_turn_end(answer) : start])
-            spans.insert(0, (start, stop))
+            if self._turns[answer].is_learnt:
+                spans.insert(0, (start, stop))
         return spans
 
-    def drop_unlearnt_answers(self, spans: Spans) -> Spans:
-        """Drops the spans of answers that must not be learnt. A span belongs to the first answer
-        that ends at or after the span's start, or to the last answer."""
-        learnt = []
-        for start, stop in spans:
-            later = [answer for answer in self._answers if self._answer_text_end(answer) >= start]
-            owner = later[0] if later else self._answers[-1]
-            if not self._turns[owner].not_learnt:
-                learnt.append((start, stop))
-        return learnt
+    def learnt_blocks(self, blocks: Spans) -> tuple[Spans, int]:
+        """(the `{% generation %}` blocks that are to be learnt, the number of answers in them).
 
-    def count_learnt(self, spans: Spans) -> int:
-        """How many answers that are to be learnt end in these spans."""
-        ends = [
-            self._answer_text_end(answer)
-            for answer in self._answers
-            if self._turns[answer].is_learnt
-        ]
-        return sum(any(start <= end <= stop for start, stop in spans) for end in ends)
+        A block belongs to the answers whose text ends in it, or if there are none to the first one
+        that ends behind it. If one of them must not be learnt, no part of the block is.
+        """
+        learnt_blocks: Spans = []
+        learnt_answers = set[int]()
+        for start, stop in blocks:
+            inside = [answer for answer in self._answers if self._ends_in(answer, start, stop)]
+            later = [answer for answer in self._answers if self._answer_text_end(answer) > stop]
+            owners = inside or later[:1] or self._answers[-1:]
+            if all(self._turns[owner].is_learnt for owner in owners):
+                learnt_blocks.append((start, stop))
+                learnt_answers.update(inside)
+        return learnt_blocks, len(learnt_answers)
+
+    def _ends_in(self, answer: int, start: int, stop: int) -> bool:
+        """Whether an answer's text ends in a block. Where nothing is between two answers, the text
+        of the first ends at the start of the second one's block, and does not end in it."""
+        end = self._answer_text_end(answer)
+        _, text = self._parts[self._first_part[answer + 1] - 1]
+        return start < end <= stop or (end == start and not text)
 
     def _answer_text_end(self, answer: int) -> int:
         """Where an answer's text ends; -1 where it is not written."""

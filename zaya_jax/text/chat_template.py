@@ -397,11 +397,11 @@ class Template:
         read_only = any(turn.is_answer and turn.not_learnt for turn in turns)
         if read_only or not self._ours:  # ours writes all, and marks each answer
             locator = answer_spans.AnswerLocator(self._render, tools, turns, text)
-            if not spans:
+            if spans:
+                spans, learnt = locator.learnt_blocks(spans)
+            else:
                 spans = locator.spans(self._ending.everything, self._end_markers)
-            if read_only:
-                spans = locator.drop_unlearnt_answers(spans)
-            learnt = locator.count_learnt(spans)
+                learnt = len(spans)
         firsts, lasts = np.array(characters, np.int64).reshape(-1, 2).T
         starts, stops = np.array(spans, np.int64).reshape(-1, 2).T
         # A token is predicted if it has a character of a span, as by transformers' mask: more spans
