@@ -6,6 +6,7 @@ import sys
 import types
 
 import pyarrow
+import pyarrow.feather
 import pytest
 from data_helpers import contents, here, texts_of
 from refusals import check_refused
@@ -87,6 +88,28 @@ def test_a_damaged_file_is_named_and_counted(tmp_path, size):
     )
     manifest, _ = here(Options(given, skip_bad=True, held_out=0.0), tmp_path / "out")
     assert manifest["left_out"]["bad"] == 1
+
+
+@pytest.mark.parametrize("compression", ["lz4", "uncompressed"])
+def test_an_arrow_file_of_feather_is_read(tmp_path, compression):
+    table = pyarrow.table({"text": TEXTS, "n": [None, *range(699)]})
+    path = tmp_path / "a.arrow"
+    pyarrow.feather.write_feather(table, path, compression=compression, chunksize=300)
+    manifest, _ = here(Options([str(path)]), tmp_path / "out")
+    assert manifest["left_out"]["bad"] == 0
+    assert texts_of(tmp_path / "out") == sorted(TEXTS)
+
+
+def test_an_arrow_file_that_has_no_text_is_told_once(tmp_path):
+    pyarrow.feather.write_feather(pyarrow.table({"n": [1, 2, 3]}), tmp_path / "a.arrow")
+    (tmp_path / "b.arrow").write_bytes(b"FEA1" + bytes(100))
+    for name, reason in (("a", "has columns n, but expected a text"), ("b", "first version")):
+        given = [str(tmp_path / f"{name}.arrow")]
+        check_refused(f"{name}.arrow .*{reason}", here, Options(given), tmp_path / name)
+    (tmp_path / "u.txt").write_text("sound")
+    options = Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0)
+    manifest, _ = here(options, tmp_path / "out")
+    assert manifest["left_out"]["bad"] == 2
 
 
 class Stream:

@@ -30,6 +30,7 @@ from zaya_jax.text.tokenizers import NotUnicode, utf8
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 OPENED_AT_ONCE = 16
 DAMAGE = (OSError, EOFError, zlib.error)
+FEATHER, FIRST_FEATHER = b"ARROW1", b"FEA1"  # with which such files begin
 RECORDS = ("jsonl", "parquet", "arrow", "hub")  # the kinds of files with texts or chats in fields
 
 
@@ -237,7 +238,7 @@ def samples(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
         elif piece.kind == "hub":
             yield from _samples_of_rows(piece, hub.rows(piece.path), 0, form)
         elif piece.kind == "arrow":
-            yield from _samples_of_rows(piece, _arrow_rows(piece.path), 0, form)
+            yield from _samples_of_rows(piece, _arrow_rows(piece, form), 0, form)
         else:
             raise NotText(piece, piece.kind)
     except BadInput as error:
@@ -362,27 +363,44 @@ def _open_parquet(path: str) -> Any:
 def _parquet(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
     with _open_parquet(piece.path) as file:
         names = file.schema_arrow.names
-        if not form.is_in(names):
-            if piece.start:  # it is the file's, and counts once
-                return
-            few = ascii(", ".join(names[:8]))[1:-1][:200]
-            raise BadInput(f"{piece} has columns {few}, but {form.wanted}")
-        columns = [name for name in names if name in form.columns]
-        if len(set(columns)) < len(columns):
-            raise BadInput(f"{piece} has two columns of one name among {', '.join(columns)}")
+        if piece.start and not form.is_in(names):
+            return  # it is the file's, and was said of its first range
+        columns = _columns(piece, names, form)
         for group in range(piece.start, piece.stop):
             batches = file.iter_batches(256, [group], columns)
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from _samples_of_rows(piece, rows, group, form)
 
 
-def _arrow_rows(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file of `datasets.save_to_disk`: a stream of record batches."""
+def _columns(piece: InputRange, names: list[str], form: Form) -> list[str]:
+    """The columns to read of a file that has these; BadInput where they are not what is needed."""
+    if not form.is_in(names):
+        few = ascii(", ".join(names[:8]))[1:-1][:200]
+        raise BadInput(f"{piece} has columns {few}, but {form.wanted}")
+    columns = [name for name in names if name in form.columns]
+    if len(set(columns)) < len(columns):
+        raise BadInput(f"{piece} has two columns of one name among {', '.join(columns)}")
+    return columns
+
+
+def _arrow_rows(piece: InputRange, form: Form) -> Iterator[dict[str, Any]]:
+    """The rows of an Arrow file: a stream of record batches, as `datasets.save_to_disk` writes it,
+    or Feather's form, which begins with a mark."""
     import pyarrow
 
-    with pyarrow.memory_map(path) as file, pyarrow.ipc.open_stream(file) as stream:
-        for batch in stream:
-            yield from batch.to_pylist()
+    with pyarrow.memory_map(piece.path) as file:
+        mark = file.read(len(FEATHER))
+        file.seek(0)
+        if mark.startswith(FIRST_FEATHER):
+            raise BadInput(f"{piece} is of Feather's first version; write it anew as Parquet")
+        if mark == FEATHER:
+            reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            reader = batches = pyarrow.ipc.open_stream(file)
+        columns = _columns(piece, reader.schema.names, form)
+        for batch in batches:
+            yield from batch.select(columns).to_pylist()
 
 
 def _samples_of_rows(
