@@ -1,6 +1,7 @@
 """Data sets of Hugging Face's library as input: folders that it saved, and streams in parts."""
 
 import json
+import pathlib
 import shutil
 import sys
 import types
@@ -170,6 +171,25 @@ def test_a_preparation_stays_with_its_revision(tmp_path, remote):
     here(options, tmp_path / "out")
     assert texts_of(tmp_path / "out") == sorted(TEXTS)
     check_refused("is complete, from other input", here, options, tmp_path / "out")
+
+
+def test_data_sets_in_another_order_are_other_input_and_one_given_twice_is_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(hub, "shard_inputs", lambda spec, planned: [f"{spec}#0/1@c0ffee"])
+    monkeypatch.setattr(hub, "rows", lambda shard: iter([{"text": shard}]))
+    out, options = tmp_path / "out", Options(["hf:a", "hf:b", "hf:a"], held_out=0.0)
+    prepare.prepare(options, str(out), 1, lambda _: None, part=(0, 2))
+    assert len(prepare._saved_plan(out)["files"]) == 2
+    other = Options(["hf:b", "hf:a"], held_out=0.0)
+    check_refused("was begun with other inputs; repeat the first command", here, other, out)
+    here(options, out)
+    assert texts_of(out) == ["hf:a#0/1@c0ffee", "hf:b#0/1@c0ffee"]
+
+
+def test_a_plan_that_another_process_removes_meanwhile_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "exists", lambda path: True)
+    assert prepare._saved_plan(tmp_path) == {}
 
 
 @pytest.mark.usefixtures("remote")

@@ -188,7 +188,7 @@ def find_inputs(
             raise UserError(f"{pattern} names no file; give paths, directories or globs (quoted)")
         text_files.refuse_shards(named, pattern, "give a directory without it")
         files += named
-    return [*sorted(map(str, text_files.unique_files(files))), *streamed]
+    return [*sorted(map(str, text_files.unique_files(files))), *dict.fromkeys(streamed)]
 
 
 def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[list[InputRange]]:

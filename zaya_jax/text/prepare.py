@@ -166,8 +166,9 @@ def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:
         before = {tuple(file) for file in saved.get("files", [])}
         changed = before ^ {tuple(file) for file in plan["files"]}
         differing.remove("files")
-        example = inputs.shown(min(changed)[0])
-        differing.append(f"input files ({example} was changed, added or removed)")
+        if changed:  # otherwise they come in another order, since `inputs` differ
+            example = inputs.shown(min(changed)[0])
+            differing.append(f"input files ({example} was changed, added or removed)")
     if differing:
         raise UserError(
             f"{directory} was begun with other {', '.join(differing)}; repeat the first command, "
@@ -177,8 +178,10 @@ def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:
 
 def _saved_plan(directory: pathlib.Path) -> Plan:
     """The plan with which a preparation began; empty before that, and when it is complete."""
-    path = directory / WORK / PLAN
-    return json.loads(path.read_bytes()) if path.exists() else {}
+    try:
+        return json.loads((directory / WORK / PLAN).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
 
 def _directory(out: str) -> pathlib.Path:
