@@ -143,10 +143,12 @@ def test_another_id_than_the_tokenizers_is_refused(bpe, key):
 def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, pad):
     """Its own, named next to the tokenizer, or none, when it is the end of documents."""
     if pad:
-        (tmp_path / "tokenizer.json").write_bytes(bpe._content)
+        (tmp_path / "tokenizer.json").write_bytes(bpe.json().encode())
         (tmp_path / tokenizers.META_FILE).write_text(json.dumps({"pad_id": bpe.special_id(pad)}))
     else:
-        (tmp_path / "tokenizer.json").write_bytes(bpe._content.replace(b"<|pad|>", b"<|other|>"))
+        (tmp_path / "tokenizer.json").write_bytes(
+            bpe.json().replace("<|pad|>", "<|other|>").encode()
+        )
     tok = tokenizers.load(tmp_path)
     assert tok.pad_id == bpe.special_id(pad or "<|eos|>")
     assert ids_of(tokenizers.with_model_ids(with_ids(None, None, None), tok)) == (0, 1, None)
@@ -169,7 +171,7 @@ def test_a_tokenizer_without_known_names_is_read_as_its_refusal_advises(tmp_path
 
 
 def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(bpe._content)
+    (tmp_path / "tokenizer.json").write_bytes(bpe.json().encode())
     assert tokenizers.load(tmp_path / "tokenizer.json").bos_id == bpe.bos_id
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 1], "pad_token_id": -1}))
     tok = tokenizers.load(tmp_path)
@@ -194,7 +196,7 @@ def test_an_imported_model_may_take_its_tokenizers_ids_until_it_is_trained(tmp_p
 
 
 def test_files_beside_a_tokenizer_count_whatever_its_name(bpe, tmp_path):
-    (tmp_path / "mine.json").write_bytes(bpe._content)
+    (tmp_path / "mine.json").write_bytes(bpe.json().encode())
     (tmp_path / tokenizers.TEMPLATE_FILE).write_bytes(b"a template")
     tok = tokenizers.load(tmp_path / "mine.json")
     assert tok.extra_files == {tokenizers.TEMPLATE_FILE: b"a template"}

@@ -1,8 +1,10 @@
 """Writes small files whole or not at all, and reads JSON.
 
-files.write(path, x)     whole or not at all
-files.read_json(path)    its value; ValueError for any defect
-files.existing(path)     the path, or the nearest folder above it that exists
+files.write(path, x)       whole or not at all
+files.is_part_of(p, path)  whether a killed `write` left p
+files.existing(path)       the path, or the nearest folder above it that exists
+files.read_json(path)      its value; ValueError for any defect
+files.read_object(path)    the same, a dict; UserError for any defect
 """
 
 import contextlib
@@ -10,6 +12,8 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+
+from zaya_jax.config.fields import UserError, first_line
 
 
 def write(path: str | os.PathLike, content: bytes) -> None:
@@ -51,3 +55,18 @@ def _hidden(path: Path) -> str:
 def read_json(path: str | os.PathLike) -> Any:
     """The value of a JSON file."""
     return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def read_object(path: str | os.PathLike) -> dict[str, Any]:
+    """The object in a JSON file; UserError where it has none."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} cannot be read as JSON ({first_line(error)}); copy it anew"
+        ) from None
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{path} holds {type(value).__name__}, expected a JSON object; copy it anew"
+        )
+    return value

@@ -26,7 +26,7 @@ from zaya_jax.checkpoint.layout import IMPORTED
 from zaya_jax.checkpoint.merged import MergedSource
 from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.source import ArraySource, SealedSource
-from zaya_jax.config import Config, Model, UserError, fields, first_line
+from zaya_jax.config import Config, Model, UserError, fields, files, first_line
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import hf, hub, tokenizer_files
 from zaya_jax.text import tokenizers
@@ -154,7 +154,7 @@ def _find_in_run(folder: Path, step: int | None) -> AnyModel:
     tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
     imported = NOT_IMPORTED
     if (folder / IMPORTED).exists():
-        imported = {**NOT_IMPORTED, **hf.read_json(folder / IMPORTED)}
+        imported = {**NOT_IMPORTED, **files.read_object(folder / IMPORTED)}
     name = f"{folder}@{source.step}"
     weights = with_base(source)
     return AnyModel(name, folder, config, weights, tokenizer, imported, source.step)
@@ -267,7 +267,7 @@ def make_config(model: Model, tokenizer: str | Path | None) -> Config:
 def import_record(directory: hf.Directory) -> dict[str, Any]:
     """The parts of a model directory that our config has no room for, recorded for an export."""
     path = directory.path / "generation_config.json"
-    generation = hf.read_json(path) if path.exists() else None
+    generation = files.read_object(path) if path.exists() else None
     return {
         "config": directory.config,
         "generation_config": generation,

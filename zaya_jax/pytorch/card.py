@@ -12,7 +12,7 @@ from zaya_jax.checkpoint.merged import MergedSource
 from zaya_jax.config import files
 from zaya_jax.data.mix import parse_mixture
 from zaya_jax.model import zaya
-from zaya_jax.pytorch import hf, hub, tokenizer_files
+from zaya_jax.pytorch import hub, tokenizer_files
 from zaya_jax.pytorch.any_model import AnyModel
 from zaya_jax.version import __version__
 
@@ -144,10 +144,10 @@ def _facts(
 def _example(
     folder: Path, model: AnyModel, publication: Publication, base: str | None, adapters: bool
 ) -> str:
-    quantized = (folder / "config.json").is_file() and hf.read_json(folder / "config.json").get(
-        "quantization_config"
-    )
-    text = LOAD_QUANTIZED if quantized else LOAD
+    text = LOAD
+    settings = folder / "config.json"
+    if settings.is_file() and files.read_object(settings).get("quantization_config"):
+        text = LOAD_QUANTIZED
     if adapters:
         text += ADAPT
     if model.tokenizer_folder:
@@ -160,7 +160,7 @@ def _example(
 def _results(model: AnyModel) -> Iterator[str]:
     """Rows of what `experiments.evaluate` wrote into the run's folder about this step."""
     for file in [*model.folder.glob("evaluation.json"), *model.folder.glob("*/evaluation.json")]:
-        result = hf.read_json(file)
+        result = files.read_object(file)
         if Path(result.get("model", "")).name == f"{model.folder.name}@{model.step}":
             for name, loss in result["data"].items():
                 yield f"| `{Path(name).name}` | loss, nats a token | {_rounded(loss['loss'])} |"

@@ -33,7 +33,9 @@ class Directory(ArraySource):
         super().__init__(Path(path))
         self.path = Path(path)
         where = self.path / "config.json"
-        self.config = read_json(where)
+        if not where.exists():
+            raise UserError(f"{where} is missing; give a model directory as transformers writes it")
+        self.config = files.read_object(where)
         quantization = self.config.pop("quantization_config", None)
         self._is_quantized = bool(quantization)
         if quantization:
@@ -51,13 +53,13 @@ class Directory(ArraySource):
 
     def _join(self, part: str) -> Joined:
         """All tensors under transformers' names; of quantized ones this part."""
-        files: dict[str, Any] = {**self._locate()}
+        readers: dict[str, Any] = {**self._locate()}
         if self._is_quantized:
-            files = compressed.unpacked(files, part)
+            readers = compressed.unpacked(readers, part)
         if self._is_older:
-            renamed = older.Renamed(files)
-            files = dict.fromkeys(renamed.tensors, renamed)
-        return Joined(files)
+            renamed = older.Renamed(readers)
+            readers = dict.fromkeys(renamed.tensors, renamed)
+        return Joined(readers)
 
     def _locate(self) -> dict[str, TensorFile]:
         """The file of each tensor."""
@@ -65,12 +67,12 @@ class Directory(ArraySource):
         if (self.path / tensor_files.SINGLE).exists() or not index.exists():
             single = self._open(tensor_files.SINGLE)
             return dict.fromkeys(single.tensors, single)
-        file_names = read_json(index)["weight_map"]
-        files = {file: self._open(file) for file in sorted(set(file_names.values()))}
-        in_files = {(name, file) for file, opened in files.items() for name in opened.tensors}
+        file_names = files.read_object(index)["weight_map"]
+        opened = {file: self._open(file) for file in sorted(set(file_names.values()))}
+        in_files = {(name, file) for file, tensors in opened.items() for name in tensors.tensors}
         if odd := sorted(in_files ^ {*file_names.items()}):
             raise UserError(f"{index} and {odd[0][1]} disagree about {odd[0][0]}; {RECOPY}")
-        return {name: files[file] for name, file in file_names.items()}
+        return {name: opened[file] for name, file in file_names.items()}
 
     def _open(self, file: str) -> TensorFile:
         path = self.path / file
@@ -192,19 +194,4 @@ def expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
         out[name] = row.to_torch(like).shape
     for layer in range(model.num_hidden_layers):
         out[names.balance_name(layer)] = (model.num_experts + 1,)
-    return out
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file of a model directory; UserError for anything else."""
-    try:
-        out = files.read_json(path)
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing; give a model directory as transformers writes it"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy it anew") from None
-    if not isinstance(out, dict):
-        raise UserError(f"{path} holds {type(out).__name__}, expected a JSON object; copy it anew")
     return out

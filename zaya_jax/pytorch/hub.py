@@ -8,7 +8,7 @@ is repeated by the same call, which sends only what the hub does not have yet.
 import re
 from pathlib import Path
 
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, files
 from zaya_jax.config.fields import on_a_line
 from zaya_jax.pytorch import hf, tensor_files
 from zaya_jax.version import __version__
@@ -58,7 +58,7 @@ def check_folder(folder: Path) -> None:
     from huggingface_hub import metadata_load
 
     if (folder / ADAPTER_CONFIG).is_file():
-        base = hf.read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
+        base = files.read_object(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
         if not REPOSITORY.fullmatch(base):
             raise UserError(
                 f"{folder / ADAPTER_CONFIG} names its base by a path of this machine, {base}; write"
@@ -83,10 +83,11 @@ def push(folder: Path, repository: str, private: bool = False) -> str:
     check_folder(folder)
     check_access(repository)
     api = HfApi()
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("[!.]*"))}
-    files = {
-        name: path for name, path in paths.items() if path.is_file() and "/." not in f"/{name}"
-    }
+    to_send: dict[str, Path] = {}
+    for path in sorted(folder.rglob("[!.]*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and "/." not in f"/{name}":
+            to_send[name] = path
     try:
         api.create_repo(repository, private=private or None, exist_ok=True)
         found = api.model_info(repository)
@@ -96,14 +97,14 @@ def push(folder: Path, repository: str, private: bool = False) -> str:
                 " --private out"
             )
         there = {file.rfilename for file in found.siblings or ()}
-        if stale := [name for name in there - files.keys() if name.endswith(".safetensors")]:
+        if stale := [name for name in there - to_send.keys() if name.endswith(".safetensors")]:
             raise UserError(
                 f"{repository} has other weights, {', '.join(stale[:3])}, which a reader might take"
                 " for these; delete them there, or give another name"
             )
-        sent = [CommitOperationAdd(name, path) for name, path in files.items()]
+        additions = [CommitOperationAdd(name, path) for name, path in to_send.items()]
         message = f"Upload a model of zaya_jax {__version__}"
-        return api.create_commit(repository, sent, commit_message=message).commit_url
+        return api.create_commit(repository, additions, commit_message=message).commit_url
     except UserError:
         raise
     except Exception as error:  # the hub's own classes, the network's, the disk's

@@ -83,8 +83,10 @@ class Tokenizer(abc.ABC):
     sha256: str  # of everything that decides which ids a text becomes
     adds_bos = False  # whether transformers would begin a text with BOS when encoding it
     _tokenizer: Any  # the tokenizers library's
-    # EXTRA_FILES, which other programs read
-    extra_files: Mapping[str, bytes] = types.MappingProxyType({})
+    own_files: Mapping[str, bytes] = types.MappingProxyType(
+        {}
+    )  # which `load` reads, beside META_FILE
+    extra_files: Mapping[str, bytes] = types.MappingProxyType({})  # EXTRA_FILES, for other programs
 
     def __repr__(self) -> str:
         return f"<{self.kind} tokenizer of {self.vocab_size:,} ids, sha256 {self.sha256[:8]}>"
@@ -173,7 +175,7 @@ class Tokenizer(abc.ABC):
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in {**self.extra_files, **self._files()}.items():
+        for name, content in {**self.extra_files, **self.own_files}.items():
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
         meta = {
@@ -185,9 +187,6 @@ class Tokenizer(abc.ABC):
             "sha256": self.sha256,
         }
         (directory / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")
-
-    def _files(self) -> dict[str, bytes]:
-        return {}
 
     def _hash(self, content: bytes) -> str:
         ids = f"{self.kind} {self.bos_id} {self.eos_id} {self.pad_id}\n".encode()
@@ -263,7 +262,7 @@ class HuggingFace(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
-        self._content = content
+        self.own_files = {FILE: content}
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.extra_files = extra or {}
         names = special_names(self.extra_files)
@@ -290,10 +289,7 @@ class HuggingFace(Tokenizer):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def json(self) -> str:
-        return self._content.decode("utf-8")
-
-    def _files(self) -> dict[str, bytes]:
-        return {"tokenizer.json": self._content}
+        return self.own_files[FILE].decode("utf-8")
 
     def _choose_ids(self, configured: Mapping[str, int | None], where: str) -> None:
         """Sets the ids of begin, end and padding: those that files beside the tokenizer give, or
@@ -335,7 +331,7 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         directory, path = path, path / FILE
     meta: dict[str, Any] = {}
     if path.name == FILE and (directory / META_FILE).exists():
-        meta = _read_json(directory / META_FILE)
+        meta = files.read_object(directory / META_FILE)
     if meta.get("kind") == "bytes":
         return Bytes()
     if path.suffix == ".model" or not path.exists():
@@ -456,7 +452,7 @@ def _config_ids(directory: pathlib.Path) -> dict[str, int]:
     config = directory / "config.json"
     if not config.exists():
         return {}
-    content = _read_json(config)
+    content = files.read_object(config)
     ids: dict[str, int] = {}
     for theirs, ours in MODEL_IDS.items():
         value = content.get(theirs)
@@ -465,13 +461,3 @@ def _config_ids(directory: pathlib.Path) -> dict[str, int]:
         if isinstance(value, int) and value >= 0:  # some write -1 for none
             ids[ours] = value
     return ids
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        value = files.read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON: {first_line(error)}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return value
