@@ -41,7 +41,7 @@ class Options:
     tokenizer: str = "bytes"
     train_bpe: int = 0  # train a BPE of this many ids on the input instead
     text_field: str = "text"
-    context: int = 0  # chat samples are trimmed to it; 0: never
+    context: int = 0  # chats are fitted to it; 0: to none
     held_out: float = text_files.HELD_OUT_SHARE
     skip_bad: bool = False  # skip and count unreadable input instead of stopping at the first
     part_bytes: int = 256 << 20
@@ -106,18 +106,15 @@ class Job:
 
 def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: Tokenizer) -> Job:
     """The job of a plan, whose tokenizer is in the directory already."""
-    made_by = [plan_hash(plan), *_versions(tokenizer)]
+    # The plan, and everything else that decides which ids a text becomes.
+    template = chat_template.fingerprint(tokenizer)
+    library = importlib.metadata.version("tokenizers")
+    made_by = [plan_hash(plan), tokenizer.sha256, template, library]
     # Shards carry a number of the corpus, which depends neither on the input's folder nor on its
     # times.
     files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
     corpus = shard_format.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
     return Job(directory, options, corpus, made_by)
-
-
-def _versions(tokenizer: Tokenizer) -> list[Any]:
-    """Everything but the plan that decides which ids a text becomes."""
-    template = chat_template.fingerprint(tokenizer)
-    return [tokenizer.sha256, template, importlib.metadata.version("tokenizers")]
 
 
 def run_task(task: Task, job: Job) -> int:
@@ -129,7 +126,10 @@ def run_task(task: Task, job: Job) -> int:
             writer.add(piece)
         for path, *stamp in task.files:
             if [*inputs.file_stamp(path)] != stamp:
-                raise UserError(f"{inputs.shown(path)} has changed since the preparation began")
+                raise UserError(
+                    f"{inputs.shown(path)} has changed since the preparation began;"
+                    " restore it, or begin anew in another directory"
+                )
         return writer.commit()
     finally:
         writer.close()
@@ -208,14 +208,13 @@ class _TaskWriter:
         self._task = task
         self._job = job
         self._tokenizer = tokenizer
-        self._options = job.options
         self._writers: dict[str, ShardWriter] = {}
         self._outcomes = chat.Counts()
         self._left_out = LeftOut()
 
     def add(self, piece: InputRange) -> None:
         """Write a range's samples."""
-        for sample in inputs.samples(piece, inputs.TextOrChat(self._options.text_field)):
+        for sample in inputs.samples(piece, inputs.TextOrChat(self._job.options.text_field)):
             if isinstance(sample, inputs.BadInput):
                 self._count_bad_or_raise(sample)
             elif isinstance(sample.content, str):
@@ -257,9 +256,10 @@ class _TaskWriter:
             self._left_out.empty += 1
 
     def _add_chat(self, sample: inputs.Sample, messages: list[chat.Message]) -> None:
-        context = self._options.context or None
         try:
-            document, outcome = self._template.encode_within(messages, context)
+            document, outcome = self._template.encode_within(
+                messages, self._job.options.context or None
+            )
         except chat_template.Refused as error:
             self._count_bad_or_raise(inputs.BadInput(f"{sample.where}: {error}"))
             return
@@ -268,12 +268,12 @@ class _TaskWriter:
             self._write(sample.name, document)
 
     def _count_bad_or_raise(self, error: inputs.BadInput) -> None:
-        if not self._options.skip_bad and not isinstance(error, inputs.NotText):
+        if not self._job.options.skip_bad and not isinstance(error, inputs.NotText):
             raise error
         self._left_out.add_bad(error)
 
     def _write(self, name: str, document: Document) -> None:
-        is_held_out = text_files.hash_below(name, self._options.held_out)
+        is_held_out = text_files.hash_below(name, self._job.options.held_out)
         split = "held_out" if is_held_out else "train"
         if split not in self._writers:
             index = shard_format.SPLITS.index(split)
@@ -290,11 +290,13 @@ def run_processes(job: Job, tasks: list[Task], max_running: int) -> Iterator[tup
     each when it is done, with its number of tokens.
     """
     spawn = multiprocessing.get_context("spawn")
-    # The workers end when its other end is closed. No event: its `set` waits for each worker that
-    # waited for it, for ever if one has ended meanwhile.
-    lifeline, held = spawn.Pipe(duplex=False)
+    # The workers end when our end of this pipe is closed. No event: its `set` waits for each worker
+    # that waited for it, for ever if one has ended meanwhile.
+    workers_end, our_end = spawn.Pipe(duplex=False)
     count = min(max_running or os.cpu_count() or 1, len(tasks))
-    with concurrent.futures.ProcessPoolExecutor(count, spawn, _start_worker, (lifeline,)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        count, spawn, _start_worker, (workers_end,)
+    ) as pool:
         try:
             running = {pool.submit(run_task, task, job): task for task in tasks}
             for future in concurrent.futures.as_completed(running):
@@ -306,7 +308,7 @@ def run_processes(job: Job, tasks: list[Task], max_running: int) -> Iterator[tup
             ) from None
         except BaseException:  # the other tasks must not go on writing
             pool.shutdown(wait=False, cancel_futures=True)
-            held.close()
+            our_end.close()
             raise
 
 
