@@ -170,17 +170,18 @@ def test_a_command_gets_the_event(tmp_path):
     text = (
         f"import os, sys\nopen({str(out)!r}, 'a').write(os.environ['ZAYA_TEXT'] + sys.stdin.read())"
     )
-    hook = Hook(script(tmp_path, text))
+    said = []
+    hook = Hook(script(tmp_path, text), said.append)
     hook.tell(DIED)
     hook.close()
     words, _, body = out.read_text().partition("{")
     assert words == DIED.text()
     assert words == "died process 7 on node3 at step 1200: SIGKILL; disk full; restart at once"
-    assert json.loads("{" + body)["kind"] == "died" and hook.failed == 0
+    assert json.loads("{" + body)["kind"] == "died" and hook.failed == 0 and not said
 
 
 def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(tmp_path):
-    hook = Hook(script(tmp_path, "import time; time.sleep(60)"), seconds=0.5)
+    hook = Hook(script(tmp_path, "import time; time.sleep(60)"), print, seconds=0.5)
     begin = time.monotonic()
     for _ in range(300):
         hook.tell(DIED)
@@ -188,7 +189,11 @@ def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(tm
     assert hook.lost >= 199  # a hundred wait, one or so is being sent
     time.sleep(1.2)
     assert hook.failed >= 1
-    failing = Hook(["/nowhere/at/all"])
+    said = []
+    failing = Hook(["/nowhere/at/all"], said.append)
+    failing.tell(DIED)
     failing.tell(DIED)
     failing.close()
-    assert failing.failed == 1
+    assert failing.failed == 2
+    first, last = said  # the agent has no other place for it: its logger has no handler
+    assert "--command failed: FileNotFoundError" in first and "failed at 2 events" in last

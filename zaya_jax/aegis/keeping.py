@@ -4,22 +4,21 @@ agent never waits.
     terminal = Terminal(); terminal.show(1, b"...")         the processes' output
     keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis
     keeper.add(event)                                       the leader's events
-    hook = Hook(["page-me", "--team=training"]); hook.tell(event)
+    hook = Hook(["page-me", "--team=training"], print); hook.tell(event)
 
 The hook's command gets each event as JSON on its standard input, and as ZAYA_EVENT (kind),
-ZAYA_NODE, ZAYA_GROUP and ZAYA_TEXT. A command that fails never fails the run.
+ZAYA_NODE, ZAYA_GROUP and ZAYA_TEXT. A command that fails never fails the run, but is said.
 """
 
 import abc
 import dataclasses
 import json
-import logging
 import os
 import queue
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from zaya_jax.cluster.leaving import BAD_INPUT
 MOST = 1 << 24  # bytes that wait for a disk or a terminal; more are counted and dropped
 SECONDS = 20.0  # that the hook's command may take
 WAITING = 100  # events that wait for it; more are counted and dropped
-_log = logging.getLogger("zaya_jax")
 
 
 class _Worker(abc.ABC):
@@ -146,15 +144,22 @@ class Keeper(_Worker):
 
 
 class Hook(_Worker):
-    """Runs a command at each event."""
+    """Runs a command at each event, and says when it first fails, and at the end how often."""
 
-    def __init__(self, command: Sequence[str], seconds: float = SECONDS):
-        self._command, self._seconds, self.failed = command, seconds, 0
+    def __init__(
+        self, command: Sequence[str], say: Callable[[str], None], seconds: float = SECONDS
+    ):
+        self._command, self._say, self._seconds, self.failed = command, say, seconds, 0
         super().__init__("hook", WAITING)
 
     def tell(self, event: events.RunEvent) -> None:
         """Returns at once."""
         self._put(event, 1)
+
+    def close(self, seconds: float = SECONDS) -> None:
+        super().close(seconds)
+        if self.failed or self.lost:
+            self._say(f"aegis: --command failed at {self.failed} events and missed {self.lost}")
 
     def _do(self, item: events.RunEvent) -> None:
         words = {
@@ -176,4 +181,4 @@ class Hook(_Worker):
         except (OSError, subprocess.SubprocessError) as error:
             self.failed += 1
             if self.failed == 1:  # once: a service that is down would say it at each event
-                _log.warning("the event hook failed: %s: %s", type(error).__name__, error)
+                self._say(f"aegis: --command failed: {type(error).__name__}: {error}")

@@ -75,7 +75,7 @@ class Leader:
     ):
         self._options, self._keeper = options, keeper
         self._print_line, self._order = print_line, order
-        self.hook = Hook(options.hook) if options.hook else None
+        self.hook = Hook(options.hook, print_line) if options.hook else None
         self.outcome: tuple[int, str] | None = None
         self.decider = Decider(options.rules, now)
         # Those of an agent before this one keep their logs.
