@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
@@ -23,7 +24,10 @@ from waiting import until
 from experiments import supervise
 from tools import chaos
 from zaya_jax import cli
-from zaya_jax.aegis import accounts, machine
+from zaya_jax.aegis import accounts, machine, node
+from zaya_jax.aegis.decide import Rules
+from zaya_jax.aegis.keeping import Keeper
+from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.checkpoint.run import claims
 from zaya_jax.cluster import events
 
@@ -299,6 +303,20 @@ def test_an_event_after_one_that_was_cut_short_is_read(tmp_path):
     log.add("died", seen='{"kind": of a quoted line')
     log.add("ended")
     assert [event.kind for event in events.read(tmp_path)] == ["died", "ended"]
+
+
+def test_a_process_that_outlives_its_kill_does_not_keep_the_agent(tmp_path, monkeypatch):
+    """One that waits in a driver, or for a disk that is gone, is killed when that ends."""
+    monkeypatch.setattr(node, "LAST_WAIT", 0.2)
+    monkeypatch.setattr(node, "_kill_group", lambda popen: None)
+    options = SupervisorOptions(Rules(1, 1, 1), tmp_path)
+    held = node.Node(options, selectors.DefaultSelector(), Keeper(tmp_path), None, print)
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        held.processes[0] = node.Process(0, sleeper, 0.0)
+        begin = time.monotonic()
+        held.close()
+        assert time.monotonic() - begin < 10
+        sleeper.kill()
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from zaya_jax.cluster.events import Finding
 BEATS_PERIOD = 0.25  # seconds
 WATCH_PERIOD = 5.0  # seconds between two looks at the hardware
 LONGEST_LINE = 1 << 16  # bytes; a longer one is taken in pieces
+LAST_WAIT = 10.0  # seconds for killed processes to be gone, before the agent ends without them
 PIPE = 1 << 18  # bytes; Linux gives a pipe 64 KiB
 ROOT = "ZAYA_WATCH_ROOT"  # the variable: the root of the watched files in place of /, for tests
 
@@ -185,10 +186,12 @@ class Node:
                 self._tell(self._done.get_nowait())
 
     def close(self) -> None:
-        """Leaves nothing behind."""
+        """Leaves nothing behind but what outlives a kill, in a driver or at a disk that hangs."""
         self.kill()
+        until = time.monotonic() + LAST_WAIT
         for process in self.processes.values():
-            process.popen.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.popen.wait(max(until - time.monotonic(), 0.0))
         self._close_beats()
 
     def _close_beats(self) -> None:
