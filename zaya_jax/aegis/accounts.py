@@ -122,7 +122,7 @@ class Account:
         """The share of the supervised time in steps that counted; NaN where no start reported
         anything."""
         totals = self.totals
-        if self.supervised <= max(totals["unrecorded"], 0.0):
+        if self.supervised <= totals["unrecorded"]:
             return float("nan")
         return totals["step"] / self.supervised
 

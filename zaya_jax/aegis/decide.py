@@ -44,6 +44,7 @@ STORAGE_PAUSE = 30.0
 # Pause before the second restart without progress; it doubles up to the longest.
 FIRST_PAUSE = 5.0
 LONGEST_PAUSE = 300.0
+NO_SPARE = "goes on: no spare node could take its place"
 NEEDS_PERSON = "ending the run: manual intervention needed"
 
 
@@ -231,19 +232,16 @@ class Decider:
             done = "the next start leaves it out if others suffice"
         acts = finding.action in ("restart", "exclude") and fact.node in self.nodes
         if self.state == S.RUNNING and acts:
-            done = self._act_on(fact)
+            if finding.action == "exclude" and not self._can_exclude(fact.node):
+                done = NO_SPARE
+            else:
+                done = "restart"
+                self._cause = cause_of(fact, self._now)
+                self._kill()
         kind = "hardware" if finding.device else "log"
         if finding.name == "straggler":
             kind = "straggles"
         self._log_finding(kind, fact.node, finding, done)
-
-    def _act_on(self, fact: facts.Observed) -> str:
-        """Acts on a finding that calls for a restart; returns the action in words."""
-        if fact.finding.action == "exclude" and not self._can_exclude(fact.node):
-            return "goes on: no spare node could take its place"
-        self._cause = cause_of(fact, self._now)
-        self._kill()
-        return "restart"
 
     def _hung(self, fact: facts.Hung) -> None:
         if self.state != S.RUNNING:
@@ -316,7 +314,7 @@ class Decider:
                 elif finding.name.endswith(COMPUTES_WRONGLY):
                     hopeless, done = finding, "ending the run: no spare node could take its place"
                 else:
-                    done = "goes on: no spare node could take its place"
+                    done = NO_SPARE
             self._log_finding("check", node, finding, done)
         what = f"{len(self.nodes)} nodes, {len(findings)} findings"
         self._log("checked", seconds=round(seconds, 3), seen=what, extra={"places": self.nodes})
