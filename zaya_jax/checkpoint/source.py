@@ -3,7 +3,7 @@
 source = open_source("runs/tiny@300")        (`orbax_source`) a run's folder, one step's, "s3://bucket/run"
 source.check(names=["state/params."])        StorageError if one of these files is damaged
 source.read(("params", "head", "kernel"))    an array on the host
-source.fill(array, box, out)            a part of one, without a copy of the rest
+source.fill(array, box, out)                 a part of one, without a copy of the rest
 source.restore(like, locations)              a tree of arrays on devices (`reading`)
 
 ArraySource      what every source can do

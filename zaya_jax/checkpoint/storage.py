@@ -54,7 +54,7 @@ class Storage:
             )
         protocol = self.url.split("://", 1)[0] if "://" in self.url else "file"
         on_s3 = protocol in ("s3", "s3a")
-        self._local = protocol in ("file", "local")
+        local = protocol in ("file", "local")
         options: dict[str, Any] = {}
         if on_s3:
             # Attempts are made here, so that the first that fails is said soon: with botocore's and
@@ -64,7 +64,7 @@ class Storage:
                 "read_timeout": READ_TIMEOUT,
                 "retries": {"total_max_attempts": 1},
             }
-        if not self._local:
+        if not local:
             options["use_listings_cache"] = False  # others write there too
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
@@ -79,13 +79,13 @@ class Storage:
         if on_s3:
             self._files.retries = 1
         # The folder, if it is on this machine.
-        self.folder = Path(self._root) if self._local else None
+        self.folder = Path(self._root) if local else None
         # Called when requests begin to fail, once until one succeeds.
         self.on_first_failure: Callable[[str], None] = lambda _: None
         self._failing_since: float | None = None
         # Whether requests to a folder may be cancelled, too. Each takes a thread then, and threads
         # that read chunks keep their memory.
-        self.may_be_cancelled = not self._local
+        self.may_be_cancelled = not local
         self._cancelled: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def names(self) -> list[str]:
@@ -96,7 +96,7 @@ class Storage:
                 return [str(entry["name"]) for entry in self._files.ls(self._root, detail=True)]
             except FileNotFoundError:
                 # Before its first file a prefix is missing; a bucket that is missing is an error.
-                if not self._local and "/" in self._root:
+                if not self.folder and "/" in self._root:
                     # Credentials may be for the prefix alone.
                     with contextlib.suppress(PermissionError):
                         self._files.ls(self._root.split("/", 1)[0], detail=False)
@@ -111,7 +111,7 @@ class Storage:
         prefix = f"{self._root}/{name}"
 
         def listed() -> dict[str, int]:
-            if not self._local:
+            if not self.folder:
                 entries = self._files.find(prefix, detail=True)
                 return {path[len(prefix) + 1 :]: int(x["size"]) for path, x in entries.items()}
             sizes = {}
@@ -138,8 +138,8 @@ class Storage:
 
     def get(self, name: str) -> bytes:
         """A file's content."""
-        if self._local:
-            return self.attempt("read", name, Path(self._root, name).read_bytes)
+        if self.folder:
+            return self.attempt("read", name, (self.folder / name).read_bytes)
         return self.attempt("read", name, self._files.cat_file, f"{self._root}/{name}")
 
     def put(self, name: str, content: bytes) -> None:
@@ -163,10 +163,10 @@ class Storage:
             self._cancelled.set_result(None)
 
     def _write(self, name: str, content: bytes) -> None:
-        if not self._local:
+        if not self.folder:
             self._files.pipe_file(f"{self._root}/{name}", content)
             return
-        path = Path(self._root, name)
+        path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, content)
 
@@ -223,7 +223,7 @@ class Storage:
         if not self._cancelled.done():
             threading.Thread(target=ask, name="answer", daemon=True).start()
         # In a folder a second attempt would write the same file beside the first.
-        limit = None if self._local else RESPONSE_TIMEOUT
+        limit = None if self.folder else RESPONSE_TIMEOUT
         either: list[concurrent.futures.Future[Any]] = [answer, self._cancelled]
         first = concurrent.futures.FIRST_COMPLETED
         concurrent.futures.wait(either, limit, return_when=first)
@@ -235,11 +235,11 @@ class Storage:
         if isinstance(error, FILE_ERRORS):
             return True
         number = getattr(error, "errno", None)
-        return self._local and verb == "read" and number in UNREADABLE
+        return self.folder is not None and verb == "read" and number in UNREADABLE
 
     def _failure_text(self, why: str, error: Exception) -> str:
         advice = "; look at the address, the credentials and (for s3://) AWS_ENDPOINT_URL"
-        return f"{why}: {reason(error)}{'' if self._local else advice}"
+        return f"{why}: {reason(error)}{'' if self.folder else advice}"
 
 
 def _remove_tree(folder: Path) -> None:

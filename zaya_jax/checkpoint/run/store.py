@@ -245,17 +245,6 @@ class Store:
             else:
                 folders.remove(self.root, step)
 
-    def advice_on_return(self) -> str:
-        """The newest checkpoint of a sound step, and how a run begins with it; for one that has
-        gone wrong."""
-        sound = [saved.step for saved in retention.saved_in(self.root) if saved.sound]
-        if not sound:
-            return "No checkpoint is from before"
-        return (
-            f"The newest checkpoint from before is step {sound[-1]}'s: a run in a new workdir"
-            f" begins with its weights by --config.run.init_from={self.root.parent}@{sound[-1]}"
-        )
-
     # #############################################################################################
     # Loading
     # ##############################################################################################
@@ -386,3 +375,14 @@ class Store:
         if parts is not None:
             timings.record(self.root.parent, "load", step, began, parts)
         return state
+
+    def advice_on_return(self) -> str:
+        """The newest checkpoint of a sound step, and how a run begins with it; for one that has
+        gone wrong."""
+        sound = [saved.step for saved in retention.saved_in(self.root) if saved.sound]
+        if not sound:
+            return "No checkpoint is from before"
+        return (
+            f"The newest checkpoint from before is step {sound[-1]}'s: a run in a new workdir"
+            f" begins with its weights by --config.run.init_from={self.root.parent}@{sound[-1]}"
+        )
