@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FAREWELL = 5.0  # seconds for last words
 GONE = "gone: it was killed or crashed, the connection broke, or it sent an invalid message"
 DIFFERS = "it has another command or another zaya_jax; start all agents with the same of both"
-ORDERS = ("start", "ask", "kill", "collect", "check", "link")  # methods of `Node`
+ORDERS = ("start", "save", "kill", "dump_stacks", "check", "link")  # methods of `Node`
 
 
 class _StopRequest(Exception):

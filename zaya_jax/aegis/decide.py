@@ -75,18 +75,23 @@ class RunState(enum.StrEnum):
     OVER = "over"
 
 
-S = RunState
-LIVE = (S.RUNNING, S.ENDING, S.DUMPING)  # a start's processes may be there
+LIVE = (RunState.RUNNING, RunState.ENDING, RunState.DUMPING)  # a start's processes may be there
 # Which state may follow which.
 MAY_FOLLOW = {
-    S.GATHERING: {S.CHECKING, S.RUNNING, S.OVER},
-    S.CHECKING: {S.GATHERING, S.OVER},
-    S.RUNNING: {S.ENDING, S.DUMPING, S.KILLING, S.PAUSING, S.OVER},
-    S.ENDING: {S.ENDING, S.KILLING, S.PAUSING, S.OVER},
-    S.DUMPING: {S.KILLING, S.PAUSING, S.OVER},
-    S.KILLING: {S.PAUSING, S.OVER},
-    S.PAUSING: {S.GATHERING, S.OVER},
-    S.OVER: set(),
+    RunState.GATHERING: {RunState.CHECKING, RunState.RUNNING, RunState.OVER},
+    RunState.CHECKING: {RunState.GATHERING, RunState.OVER},
+    RunState.RUNNING: {
+        RunState.ENDING,
+        RunState.DUMPING,
+        RunState.KILLING,
+        RunState.PAUSING,
+        RunState.OVER,
+    },
+    RunState.ENDING: {RunState.ENDING, RunState.KILLING, RunState.PAUSING, RunState.OVER},
+    RunState.DUMPING: {RunState.KILLING, RunState.PAUSING, RunState.OVER},
+    RunState.KILLING: {RunState.PAUSING, RunState.OVER},
+    RunState.PAUSING: {RunState.GATHERING, RunState.OVER},
+    RunState.OVER: set(),
 }
 
 
@@ -94,7 +99,7 @@ class Decider:
     """The state machine."""
 
     def __init__(self, rules: Rules, now: float):
-        self.rules, self.state = rules, S.GATHERING
+        self.rules, self.state = rules, RunState.GATHERING
         self._now, self._deadline = now, now + rules.join
         self._actions: list[facts.Action] = []
         self._stop_signals: list[str] = []
@@ -127,10 +132,10 @@ class Decider:
     def take(self, fact: facts.Fact, now: float) -> list[facts.Action]:
         """Returns the actions that this fact calls for; none after EndAll."""
         self._now = max(now, self._now)
-        if self.state != S.OVER:
+        if self.state != RunState.OVER:
             self._apply(fact)
             before: RunState | None = None
-            while before != self.state != S.OVER:  # a pause of no time is over at once
+            while before != self.state != RunState.OVER:  # a pause of no time is over at once
                 before = self.state
                 self._check_deadline()
         actions, self._actions = self._actions, []
@@ -149,7 +154,7 @@ class Decider:
         """Whether an agent that has been silent for so long is lost before its time: only while the
         run waits for its answer, and if a start can do without it. A node without a spare may come
         back for as long as answers are waited for."""
-        answers = node in self.nodes and self.state in (S.DUMPING, S.KILLING)
+        answers = node in self.nodes and self.state in (RunState.DUMPING, RunState.KILLING)
         return answers and silent > SILENT and self._can_exclude(node)
 
     # Facts
@@ -169,12 +174,12 @@ class Decider:
             case facts.Hung():
                 self._hung(fact)
             case facts.StacksCollected(text):
-                if self.state == S.DUMPING and self._cause:
+                if self.state == RunState.DUMPING and self._cause:
                     if text:
                         self._cause.seen += f"; {text}"
                     self._kill()
             case facts.CheckpointSeen(step):
-                if step > self._progress and self.state in (S.RUNNING, S.ENDING):
+                if step > self._progress and self.state in (RunState.RUNNING, RunState.ENDING):
                     self._made_progress(step)
                 self._newest_checkpoint = step
             case facts.Stepped(step):
@@ -188,7 +193,7 @@ class Decider:
         self._hosts[node] = host
         self._lost.discard(node)
         self._idle.discard(node)
-        if self.state != S.GATHERING:
+        if self.state != RunState.GATHERING:
             out = node in self.excluded
             self._log(
                 "came", node, done="it stays left out" if out else "it waits for the next start"
@@ -200,28 +205,28 @@ class Decider:
         self._lost.add(node)
         self._idle.discard(node)
         if node not in self.nodes or self.state not in LIVE:
-            killed = self.state == S.KILLING and node in self.nodes
+            killed = self.state == RunState.KILLING and node in self.nodes
             done = "" if killed else "it was running no processes"
             self._log("lost", node, seen=why, done=done)
-            if self.state == S.CHECKING and node in self.nodes:
-                self._enter(S.GATHERING, self.rules.join)
+            if self.state == RunState.CHECKING and node in self.nodes:
+                self._enter(RunState.GATHERING, self.rules.join)
             return
         # After a process that failed, it follows from it, or makes no difference.
         failed = any(exited.code not in (DONE, PREEMPTED) for _, exited in self._exits)
-        if self.state == S.DUMPING and self._cause:
+        if self.state == RunState.DUMPING and self._cause:
             self._cause.seen += f"; {why}"
         elif not failed:
             self._cause = Cause("lost", self._now, node, seen=why, group="critical")
         self._kill()
 
     def _exited(self, fact: facts.Exited) -> None:
-        if fact.node not in self.nodes or self.state not in (S.RUNNING, S.ENDING):
+        if fact.node not in self.nodes or self.state not in (RunState.RUNNING, RunState.ENDING):
             return
         patience = PATIENCE.get(fact.code, KILLED if by_signal(fact.code) else GRACE)
-        if self.state == S.ENDING:
+        if self.state == RunState.ENDING:
             patience = min(patience, max(self._deadline - self._now, 0.0))
         self._exits.append((self._now, fact))
-        self._enter(S.ENDING, patience)
+        self._enter(RunState.ENDING, patience)
 
     def _observed(self, fact: facts.Observed) -> None:
         finding = fact.finding
@@ -231,7 +236,7 @@ class Decider:
             self._to_exclude.setdefault(fact.node, finding.name)
             done = "the next start leaves it out if others suffice"
         acts = finding.action in ("restart", "exclude") and fact.node in self.nodes
-        if self.state == S.RUNNING and acts:
+        if self.state == RunState.RUNNING and acts:
             if finding.action == "exclude" and not self._can_exclude(fact.node):
                 done = NO_SPARE
             else:
@@ -244,7 +249,7 @@ class Decider:
         self._log_finding(kind, fact.node, finding, done)
 
     def _hung(self, fact: facts.Hung) -> None:
-        if self.state != S.RUNNING:
+        if self.state != RunState.RUNNING:
             return
         self._cause = Cause(
             "hangs",
@@ -256,7 +261,7 @@ class Decider:
             seconds=fact.seconds,
             group="distributed",
         )
-        self._enter(S.DUMPING, COLLECT, facts.Command.DUMP_STACKS)
+        self._enter(RunState.DUMPING, COLLECT, facts.Command.DUMP_STACKS)
 
     def _made_progress(self, step: int) -> None:
         self._progress, self._saved = step, True
@@ -265,7 +270,7 @@ class Decider:
         self._codes_retried.clear()
 
     def _stepped(self, step: int) -> None:
-        if self.state != S.RUNNING:
+        if self.state != RunState.RUNNING:
             return
         self._last_step = step
         # The run went on after these lines of its processes, so they explain no end.
@@ -293,15 +298,15 @@ class Decider:
         if len(self._stop_signals) > 1:
             if self.state in LIVE:
                 self._kill()
-        elif self.state == S.RUNNING:
+        elif self.state == RunState.RUNNING:
             self._actions.append(facts.Command.SAVE)
             self._log("asked", seen=signal_name, done="all save and stop")
-        elif self.state in (S.GATHERING, S.CHECKING, S.PAUSING):
+        elif self.state in (RunState.GATHERING, RunState.CHECKING, RunState.PAUSING):
             self._end(PREEMPTED, f"{signal_name} while nothing ran")
 
     def _nodes_checked(self, findings: Sequence[tuple[int, Finding]], seconds: float) -> None:
         """Leaves unfit nodes out where spares can take their place."""
-        if self.state != S.CHECKING:
+        if self.state != RunState.CHECKING:
             return
         hopeless: Finding | None = None
         for node, finding in findings:
@@ -324,25 +329,25 @@ class Decider:
             return
         fit = not set(self.nodes) & set(self.excluded)
         self._nodes_passed = self.nodes if fit else ()
-        self._enter(S.GATHERING, self.rules.join)
+        self._enter(RunState.GATHERING, self.rules.join)
 
     # Time
 
     def _check_deadline(self) -> None:
         late = self._now >= self._deadline
-        if self.state in (*LIVE, S.KILLING):
+        if self.state in (*LIVE, RunState.KILLING):
             if all(node in self._idle or node in self._lost for node in self.nodes):
                 self._conclude()
-            elif late and self.state != S.RUNNING:  # training has no deadline
+            elif late and self.state != RunState.RUNNING:  # training has no deadline
                 self._overdue()
-        elif self.state == S.PAUSING and late:
-            self._enter(S.GATHERING, self.rules.join)
-        if self.state == S.GATHERING:
+        elif self.state == RunState.PAUSING and late:
+            self._enter(RunState.GATHERING, self.rules.join)
+        if self.state == RunState.GATHERING:
             self._try_to_start()
 
     def _overdue(self) -> None:
         """Processes that should have ended still run, or a node does not answer."""
-        if self.state == S.KILLING:
+        if self.state == RunState.KILLING:
             why = f"no answer within {STOP:g} s of the order to stop"
             for node in self.nodes:
                 if node not in self._idle and node not in self._lost:
@@ -351,7 +356,7 @@ class Decider:
                     self._actions.append(facts.Disconnect(node))
             self._conclude()
             return
-        if self.state == S.ENDING and not self._cause:
+        if self.state == RunState.ENDING and not self._cause:
             began, ended = self._exits[0]
             if {exited.code for _, exited in self._exits} <= {DONE, PREEMPTED}:
                 seconds = self._now - began
@@ -383,7 +388,7 @@ class Decider:
         if len(candidates) == rules.nodes or (nobody_more and len(candidates) >= rules.min_nodes):
             self.nodes = tuple(candidates)
             if rules.check and self._nodes_passed != self.nodes:
-                self._enter(S.CHECKING, 0, facts.CheckNodes(self.nodes))
+                self._enter(RunState.CHECKING, 0, facts.CheckNodes(self.nodes))
             else:
                 self._start()
         elif nobody_more or len(usable) + len(to_come) < rules.min_nodes:
@@ -395,7 +400,7 @@ class Decider:
         self._forget_start()
         self._progress = self._newest_checkpoint
         self._idle -= set(self.nodes)
-        self._enter(S.RUNNING, 0.0, facts.Start(self.start_number, self.nodes))
+        self._enter(RunState.RUNNING, 0.0, facts.Start(self.start_number, self.nodes))
         spares = [self._hosts[node] for node in self.usable() if node not in self.nodes]
         begins = "newest checkpoint" if self._newest_checkpoint >= 0 else "beginning"
         self._log(
@@ -429,7 +434,7 @@ class Decider:
 
     def _kill(self) -> None:
         self._killed = True
-        self._enter(S.KILLING, STOP, facts.Command.KILL)
+        self._enter(RunState.KILLING, STOP, facts.Command.KILL)
 
     # The end of a start
 
@@ -502,7 +507,7 @@ class Decider:
                 done += ", with the node: no spare could take its place"
         self._report_cause(cause, done)
         self._recovering = cause, self._last_step
-        self._enter(S.PAUSING, pause)
+        self._enter(RunState.PAUSING, pause)
 
     def _report_cause(self, cause: Cause, done: str) -> None:
         # From when it was noticed to when nothing ran.
@@ -535,7 +540,7 @@ class Decider:
             done=f"exit code {code}",
             step=self._last_step,
         )
-        self._enter(S.OVER, 0.0, facts.EndAll(code, text))
+        self._enter(RunState.OVER, 0.0, facts.EndAll(code, text))
 
     def _log_finding(self, kind: str, node: int, finding: Finding, done: str) -> None:
         self._log(

@@ -119,10 +119,10 @@ class Start(NamedTuple):
 
 
 class Command(enum.Enum):
-    """A command to all nodes of the start; its value is the message."""
+    """A command to all nodes of the start; its value is the order, a method of `node.Node`."""
 
-    SAVE = "ask"  # SIGTERM to all processes: they save and end with 75
-    DUMP_STACKS = "collect"  # save the stacks of all processes, then report `StacksCollected`
+    SAVE = "save"  # SIGTERM to all processes: they save and end with 75
+    DUMP_STACKS = "dump_stacks"  # save the stacks of all processes, then report `StacksCollected`
     KILL = "kill"  # end all processes at once
 
 

@@ -219,6 +219,6 @@ class Hangs:
 
 
 def _usual(laps: Sequence[float]) -> float:
-    """The longest of a step's times but for a twentieth of them."""
+    """The 95th percentile of some steps' seconds: the longest, but for a twentieth of them."""
     ordered = sorted(laps)
     return ordered[min(int(0.95 * len(ordered)), len(ordered) - 1)]

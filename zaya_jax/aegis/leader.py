@@ -6,8 +6,8 @@
     leader.poll(now)                       called often
     leader.outcome                         once it is decided: (exit code, words)
 
-`order(node, message)` carries ["start", number, address, count, first], ["ask"], ["kill"],
-["collect"], ["drop"] or an order of `preflight.NodeCheck` to a node's agent.
+`order(node, message)` carries ["start", number, address, count, first], ["save"], ["kill"],
+["dump_stacks"], ["drop"] or an order of `preflight.NodeCheck` to a node's agent.
 
     message -> receive -> fact -> Decider.take -> actions -> orders, events
 """

@@ -4,7 +4,7 @@ agent.
     node = Node(options, selector, keeper, terminal, tell)
     node.start(number, address, count, first)   its part of a start: processes first, first + 1, ... of count
     node.poll(now)                              reports changes; called often
-    node.ask(), node.kill(), node.collect()
+    node.save(), node.kill(), node.dump_stacks()
     node.check(number), node.link(number, coordinator, index)   its part of the check before a start
 
 `tell` gets lists as they go over a line: ["exited", start, process, code], ["ready", port],
@@ -139,7 +139,7 @@ class Node:
                 read = functools.partial(self._read_output, process, stream, pipe)
                 self._selector.register(pipe, selectors.EVENT_READ, read)
 
-    def ask(self) -> None:
+    def save(self) -> None:
         """Has the run save and stop: one signal to each process, since a second one would end it
         without saving."""
         for process in self.processes.values():
@@ -151,14 +151,14 @@ class Node:
         for process in self.processes.values():
             _kill_group(process.popen)
 
-    def collect(self) -> None:
+    def dump_stacks(self) -> None:
         """Begins to collect the stacks of all processes here."""
         logs = self._options.workdir / "logs"
         targets = {
             i: stacks.StackTarget(p.popen.pid, logs / f"process-{i:05d}.log")
             for i, p in self.processes.items()
         }
-        self._run_in_thread(functools.partial(self._collect, self._start_number, targets))
+        self._run_in_thread(functools.partial(self._dump_stacks, self._start_number, targets))
 
     def poll(self, now: float) -> None:
         """Reports ended processes, where the others are, and the findings of threads.
@@ -278,7 +278,7 @@ class Node:
     def _put_finding(self, finding: Finding) -> None:
         self._done.put(["finding", dataclasses.asdict(finding)])
 
-    def _collect(self, number: int, targets: dict[int, stacks.StackTarget]) -> list:
+    def _dump_stacks(self, number: int, targets: dict[int, stacks.StackTarget]) -> list:
         collected = stacks.collect(targets)
         for process, stack in collected.items():
             self._keeper.append(

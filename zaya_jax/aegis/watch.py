@@ -114,20 +114,22 @@ class Watchers:
     ):
         self._clock, self._patience = clock, BY_NAME["gpu does not answer"].at
         kinds = (watch_gpu.Amd, lambda tree: watch_gpu.Nvidia(tree, nvml), Ports, Host)
-        self._slots = [_Slot(make(Tree(root))) for make in kinds]
+        self._readers = [_Reader(make(Tree(root))) for make in kinds]
 
     def poll(self) -> list[Finding]:
         """Findings now; at the first call only about unreadable files."""
-        for slot in self._slots:
-            slot.begin(self._clock())
+        for reader in self._readers:
+            reader.begin(self._clock())
         until = time.monotonic() + self._patience
         return [
-            found for slot in self._slots for found in slot.end(max(until - time.monotonic(), 0.0))
+            found
+            for reader in self._readers
+            for found in reader.end(max(until - time.monotonic(), 0.0))
         ]
 
 
-class _Slot:
-    """A watcher, its memory, and the thread that reads it."""
+class _Reader:
+    """A watcher, its memory, and the thread in which it reads."""
 
     def __init__(self, watcher: Watcher):
         self._watcher, self._judge = watcher, Judge()

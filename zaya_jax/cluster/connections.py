@@ -233,7 +233,7 @@ class Hub:
 
     def wait_for_hangups(self, seconds: float) -> list[int]:
         """Waits until the others have hung up, so that messages on their way arrive; returns the
-        silent."""
+        silent. For the last moments of a process, with which all connections are closed."""
         until = time.monotonic() + seconds
         while self.by_index and time.monotonic() < until:
             for index, connection in list(self.by_index.items()):

@@ -32,7 +32,7 @@ from zaya_jax.config import UserError
 
 ALLOWED = 0.9  # of the seconds of silence; the rest is for noticing and leaving
 GOODBYE = 10.0  # seconds that process 0 waits for the others to hang up
-NO_PROCESS = -1  # in place of a process's index: process 0 found it out
+NO_PROCESS = -1  # in place of a process's index: no process reported it, one found it out
 REPORT = (range(256), int, str, str)
 FIELDS = {"all": (str,), "bye": (), "end": REPORT, "doubt": REPORT}  # of each message
 _log = logging.getLogger("zaya_jax")
